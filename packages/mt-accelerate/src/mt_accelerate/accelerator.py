@@ -132,6 +132,7 @@ class Accelerator:
     def main_process_first(self) -> Iterator[None]:
         """The block runs on the main process before it runs on the others."""
         if not self.is_main_process:
+            # The others wait for the main process, which waits behind the block: one barrier for each rank.
             wait_for_all()
         yield
         if self.is_main_process:
@@ -155,7 +156,9 @@ class Accelerator:
         given = Prepared.of(objects)
         engine = build_engine(given, self.state, self, self._host)
         self._model = engine
+        # For the functions of accelerate.utils, which programs call without a model.
         CONTEXT.set(engine.engine.ctx)
+        # By identity: objects are returned in the order in which they were given, and modules have no useful equality.
         made: dict[int, Any] = {id(given.model): engine}
         engine.optimizer_wrapper = made[id(given.optimizer)] = MegatronLMOptimizerWrapper(engine.engine)
         if given.scheduler is not None:
@@ -165,6 +168,7 @@ class Accelerator:
         results = [made.get(id(value), value) for value in objects]
         if given.dummy is not None:
             iterators = iter(dataset_iterators(engine, self._host))
+            # The one dummy stands three times, for training, validation and test in this order.
             results = [next(iterators) if value is given.dummy else value for value in results]
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -214,6 +218,7 @@ class Accelerator:
 
     def gather_for_metrics(self, tensor: Any) -> Any:
         """As `gather`, without the samples that fill up the last batch of a loader. Rows are in the ranks' order."""
+        # The loader in whose last batch the loop is; its filled-up samples are repetitions that metrics must not count.
         found, at_end = self.gather(tensor), [loader for loader in self._loaders if loader.at_end and loader.remainder]
         if not at_end or not isinstance(found, Tensor) or len(found) != at_end[0].total_batch_size:
             return found

@@ -53,14 +53,19 @@ def causal_fields(batch: Mapping[str, Tensor], ends: Sequence[int] = ()) -> Fiel
     """
     if "loss_mask" in batch:
         return dict(batch)  # of a data set of mt
+    # Known keys come first: a misspelled key would otherwise be left out without a word.
     _require_known(batch, ("input_ids", "labels", "attention_mask", "position_ids"))
     tokens = batch["input_ids"]
     seen = batch.get("attention_mask", torch.ones_like(tokens))
+    # attention_mask is not passed to the model: behind the text causality hides padding, and before it nothing would.
     if not bool((seen.diff(dim=1) <= 0).all()):
         raise DataError("attention_mask has padding before text; pad a causal language model's batches on the right")
+    # transformers shifts labels within its models, mt in its data: position
+    # i gets the label of i + 1, the last one none.
     following = batch.get("labels", tokens)[:, 1:].masked_fill(seen[:, 1:] == 0, IGNORED)
     labels = torch.cat([following, torch.full_like(following[:, :1], IGNORED)], dim=1)
     if ends:
+        # By the input token: what follows the end of a document is the first token of another.
         labels = labels.masked_fill(torch.isin(tokens, torch.tensor(list(ends), device=tokens.device)), IGNORED)
     fields = {"tokens": tokens, **_counted(labels)}
     return {**fields, "position_ids": batch["position_ids"]} if "position_ids" in batch else fields
@@ -106,6 +111,7 @@ def shift_right(labels: Tensor, external: Mapping[str, Any]) -> Tensor:
     start, pad = external.get("decoder_start_token_id"), external.get("pad_token_id")
     if start is None or pad is None:
         raise DataError("a batch without decoder_input_ids needs decoder_start_token_id and pad_token_id in the config")
+    # As _shift_right of transformers' T5.
     shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
     return shifted.masked_fill(shifted == IGNORED, pad)
 
@@ -117,5 +123,6 @@ def _counted(labels: Tensor) -> Fields:
 def _require_known(batch: Mapping[str, Tensor], known: tuple[str, ...]) -> None:
     if unknown := sorted(batch.keys() - set(known)):
         raise DataError(f"the model does not take {', '.join(unknown)}; a batch can have {', '.join(known)}")
+    # known[1] is "labels" for causal models, whose labels default to the input; for others labels have to be given.
     if "input_ids" not in batch or ("labels" not in batch and known[1] != "labels"):
         raise DataError(f"the batch has {', '.join(batch) or 'nothing'}; it needs input_ids and labels")

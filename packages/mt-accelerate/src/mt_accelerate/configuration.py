@@ -40,6 +40,7 @@ def training_sections(
     others = other_sections(plugin.other_megatron_args or {}, str(model["family"]))
     batch = {
         "micro_batch_size": micro_batch_size,
+        # Accelerate's rule: a program states the micro-batch (its loader's batch_size) and their number.
         "global_batch_size": micro_batch_size * plugin.num_micro_batches * dp_size,
         "seed": seed,
         "device": device,
@@ -49,6 +50,7 @@ def training_sections(
         schedule,
         {
             "model": model_section(model, plugin),
+            # A tokenizer of other_megatron_args replaces the model's as a whole: keys of two tokenizers do not mix.
             "tokenizer": {} if "tokenizer" in others else tokenizer,
             "data": data,
             "train": batch,
@@ -65,6 +67,7 @@ def _require_no_contradiction(given: Sections, others: Sections) -> None:
     """others: of other_megatron_args. Raises ConfigError for a key that the program gives another value."""
     for section, keys in others.items():
         for key, value in keys.items():
+            # The same value twice is no contradiction, so that a launch script's arguments may be passed as they are.
             if (found := given.get(section, {}).get(key, value)) != value:
                 raise ConfigError(
                     f"other_megatron_args gives {section}.{key}={value!r}, and the program's model, optimizer, loaders "
@@ -85,6 +88,7 @@ def _optimizer(optimizer: OptimizerLike, plugin: MegatronLMPlugin) -> dict[str, 
     """[optimizer]. A weight decay that changes goes from the plugin's start_weight_decay to its end_weight_decay."""
     keys = {**optimizer_keys(optimizer), "min_lr": plugin.min_lr}
     if plugin.weight_decay_incr_style != "constant":
+        # The section has start_weight_decay and end_weight_decay then, from the plugin's own fields.
         del keys["weight_decay"]
     return keys
 
@@ -102,6 +106,7 @@ def _virtual_stages(plugin: MegatronLMPlugin, model: Mapping[str, Any]) -> dict[
     if each is None:
         return {}
     layers = int(model["num_layers"])
+    # layers == ranks * each: one stage for each rank, which is no interleaving.
     if ranks == 1 or layers % (ranks * each) or layers == ranks * each:
         raise ConfigError(
             f"MegatronLMPlugin(num_layers_per_virtual_pipeline_stage={each}, pp_degree={ranks}): each rank of a "
@@ -121,6 +126,7 @@ def model_section(model: Mapping[str, Any], plugin: MegatronLMPlugin) -> dict[st
             f"MegatronLMPlugin(use_rotary_position_embeddings={asked}) contradicts the model, whose positions are "
             f"{model['position_embedding_type']}; leave the field out"
         )
+    # Keys of a configuration cannot be None: an absent one has its default.
     section = {key: value for key, value in model.items() if value is not None}
     for key in ("attention_dropout", "hidden_dropout"):
         if key in model:
@@ -134,6 +140,7 @@ def model_section(model: Mapping[str, Any], plugin: MegatronLMPlugin) -> dict[st
 
 def data_parallel_size(plugin: MegatronLMPlugin) -> int:
     """Of this world. Raises ConfigError when the layout does not fit into it."""
+    # The expert-parallel size is no factor: ranks with other experts are data-parallel ranks of the other layers.
     world = dist.get_world_size() if dist.is_initialized() else 1
     shared = plugin.tp_degree * plugin.pp_degree * plugin.context_parallel_size
     if world % shared:
@@ -147,6 +154,7 @@ def data_parallel_size(plugin: MegatronLMPlugin) -> int:
 def dataset_section(arguments: Mapping[str, Any], family: str) -> dict[str, Any]:
     """[data] of MegatronLMDummyDataLoader(...)."""
     keys = {key: value for key, value in arguments.items() if value is not None and key != "micro_batch_size"}
+    # Accelerate's name; `split` is Megatron's.
     if "splits_string" in keys:
         keys["split"] = keys.pop("splits_string")
     paths = keys.get("data_path")

@@ -37,8 +37,12 @@ class _RankOrder:
         return full + bool(rest and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
+        # A random sampler draws from each process's generator, and ranks that share a model must read the
+        # same samples. Collective, when the loop takes its first batch.
         order = from_first_rank(list(self.sampler) if is_first_rank() else [])
         for start in range(0, len(self) * self.global_size, self.global_size):
+            # dp = 2, 2 micro-batches of 1: rank 0 has samples 0 and 2 of a global
+            # batch, rank 1 has 1 and 3, as in `mt train`.
             groups = micro_batch_samples(start, self.global_size, self.micro_size, self.ctx.dp.rank, self.ctx.dp.size)
             # The last batch is filled up from the beginning, as Accelerate does.
             yield [order[index % len(order)] for group in groups for index in group]
@@ -56,6 +60,8 @@ class DataParallelLoader:
         self._order = _RankOrder(loader.sampler, engine.ctx, micro_size, engine.batch_size.full, loader.drop_last)
         self._loader = DataLoader(
             loader.dataset,
+            # Sampler, batch size and drop_last of the program's loader are in the
+            # order; collation and workers stay its own.
             batch_sampler=self._order,
             collate_fn=loader.collate_fn,
             num_workers=loader.num_workers,
@@ -73,6 +79,8 @@ class DataParallelLoader:
         """Of the last batch, gathered over ranks: the rows that are no repetitions."""
         order, dp = self._order, self.ctx.dp.size
         groups = [micro_batch_samples(0, order.global_size, order.micro_size, rank, dp) for rank in range(dp)]
+        # Row i of the gathered batch is sample samples[i] of the global batch:
+        # ranks end to end, not the order of the data.
         samples = [sample for of_rank in groups for group in of_rank for sample in group]
         return [row for row, sample in enumerate(samples) if sample < self.remainder]
 
@@ -82,6 +90,7 @@ class DataParallelLoader:
     def __iter__(self) -> Iterator[Any]:
         self.at_end = False
         for number, batch in enumerate(self._loader, 1):
+            # Before the batch is given out: `gather_for_metrics` reads it in the body of the loop.
             self.at_end = number == len(self)
             yield to_device(batch, self.ctx.device)
 

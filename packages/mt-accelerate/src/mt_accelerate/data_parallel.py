@@ -15,6 +15,7 @@ from mt_core.parallel.collectives import all_gather, all_reduce
 from mt_core.parallel.context import ParallelContext
 
 T = TypeVar("T")
+# Programs call these functions without naming a model, as Accelerate's and Megatron's globals allow.
 CONTEXT: ContextVar[ParallelContext | None] = ContextVar("mt_accelerate.context", default=None)
 """Of the model that `prepare` made last in this thread."""
 
@@ -40,15 +41,18 @@ def reduce_across_data_parallel_group(tensor: Tensor, reduction: str = "sum", sc
     value, dp = tensor.detach().clone(), _context().dp
     if dp.size > 1 and reduction != "none":
         value = all_reduce(value, dp)
+    # A sum without a scale needs no further pass.
     return value * (scale / dp.size if reduction == "mean" else scale) if (reduction, scale) != ("sum", 1.0) else value
 
 
 def pad_across_data_parallel_group(tensor: Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tensor:
     """Filled up with pad_index along dim to the largest size of all data-parallel ranks."""
     dp = _context().dp
+    # A dimension that the tensor has not is left alone, as in Accelerate.
     if dp.size == 1 or not -tensor.ndim <= dim < tensor.ndim:
         return tensor
     size = tensor.shape[dim]
+    # Sizes are exchanged first: all_gather needs equal shapes.
     missing = int(all_gather(torch.tensor([size], device=tensor.device), 0, dp).max()) - size
     if missing == 0:
         return tensor
@@ -75,6 +79,8 @@ def from_first_rank(value: T) -> T:
     """The first rank's value, on every rank."""
     held = [value]
     if dist.is_initialized():
+        # Values of mt and the program's indices and seeds, between ranks of
+        # one job: pickled, and never read from a file.
         dist.broadcast_object_list(held, src=0)
     return held[0]
 

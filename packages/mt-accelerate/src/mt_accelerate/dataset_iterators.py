@@ -62,6 +62,7 @@ def _evaluation_batches(engine: Engine, dataset: Dataset | None) -> Iterator[dic
     if dataset is None:
         return
     size, count = engine.batch_size.full, engine.evaluated_samples(dataset)
+    # count is 0 for an empty data set, which would be an endless loop without a batch.
     while count:
         yield from _batches(engine, dataset, [(first, min(size, count - first)) for first in range(0, count, size)])
 
@@ -69,4 +70,5 @@ def _evaluation_batches(engine: Engine, dataset: Dataset | None) -> Iterator[dic
 def _batches(engine: Engine, dataset: Dataset, steps: Iterable[tuple[int, int]]) -> Iterator[dict[str, Tensor]]:
     for batch in engine.read_batches(dataset, steps):
         names = batch.micro_batches[0]
+        # The engine cuts the rows into the same micro-batches again when the program calls the model with them.
         yield {name: torch.cat([torch.from_numpy(one[name]) for one in batch.micro_batches]) for name in names}

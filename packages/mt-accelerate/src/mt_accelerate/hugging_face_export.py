@@ -22,6 +22,8 @@ def export(engine: Engine, folder: Path, max_shard_size: str, host: PluginHost) 
         dtype=engine.config.precision.dtype,
         max_shard_size=parse_bytes(max_shard_size, "save_model(max_shard_size=...)"),
     )
+    # No rank holds the whole weights, so that they pass through a sharded
+    # checkpoint beside the folder, on the same disk.
     shards = folder.with_name(f".{folder.name}.shards")
     checkpoint = engine.save_state(shards, with_optimizer=False)
     error: MtError | None = None
@@ -32,5 +34,6 @@ def export(engine: Engine, folder: Path, max_shard_size: str, host: PluginHost) 
             error = caught
         remove_tree(shards)
     wait_for_all()
+    # Every rank raises the first rank's error: a rank that went on would wait in the program's next collective.
     if (failed := from_first_rank(error)) is not None:
         raise failed

@@ -13,6 +13,7 @@ class MainProcessLogger(logging.LoggerAdapter[logging.Logger]):
     """Logs on the main process, the last rank; with main_process_only=False on all."""
 
     def log(self, level: int, msg: object, *args: object, **options: Any) -> None:
+        # From the launcher's variables, since loggers are made before the Accelerator.
         environment = read_environment()
         if not options.pop("main_process_only", True) or environment.rank == environment.world_size - 1:
             super().log(level, msg, *args, **options)

@@ -30,6 +30,7 @@ def other_sections(arguments: Mapping[str, Any], family: str) -> Sections:
             found.setdefault(section, {})[key] = value
     problems.stop_if_any()
     if "tokenizer" in found:
+        # Some argument of the tokenizer is given: its type is then Megatron's default for the script, as there.
         found["tokenizer"] = {"tokenizer_type": TOKENIZERS.get(family, GPT_TOKENIZER), **found["tokenizer"]}
     return found
 
@@ -40,6 +41,7 @@ def _key_of(dest: str) -> str:
     argument = by_dest().get(dest)
     if argument is None:
         raise ConfigError(f"other_megatron_args: Megatron has no {dest}{did_you_mean(dest, by_dest())}")
+    # Only arguments that are one key with the same value: others need the whole launch script, which `mt import` reads.
     if argument.outcome != "copy" or len(argument.keys) != 1 or argument.keys[0].startswith("model."):
         raise ConfigError(f"other_megatron_args: {dest} cannot be given: {_reason(argument)}; leave it out")
     if (field := FIELDS.get(argument.keys[0])) is not None:

@@ -58,6 +58,7 @@ class MegatronEngine:
     ) -> None:
         """external: the config.json of the program's model. Collective."""
         self.plugin, self.external, self.training = plugin, external, True
+        # None for most programs: the engine then reads batches by `fields_for` and trains on the model's own loss.
         self.handler = build_handler(loaded.config, plugin, accelerator, external)
         self._get_batch = batch_function(self.handler, plugin, accelerator) if self.handler is not None else None
         self._step_loss: StepLoss | None = None
@@ -67,10 +68,13 @@ class MegatronEngine:
             loaded,
             host=host,
             model_provider=provider,
+            # With a train step of the program the loss is a scalar of each
+            # micro-batch, which needs logits of the whole vocabulary.
             wrap_loss=self._wrap if self.handler is not None else None,
             weights=weights if provider is None else None,
             return_logits=plugin.return_logits,
         )
+        # From the model that was built, which a provider may have replaced, and not from the configuration's family.
         self._fields: ToFields = fields_for(self.engine.model, external, eod_mask_loss=plugin.eod_mask_loss)
         _require_means(plugin, self.engine)
         self._record = (
@@ -135,7 +139,10 @@ class MegatronEngine:
 
     def train_step(self, **batch: Tensor) -> tuple[dict[str, Tensor], int, float, int | None]:
         """({name: value}, 1 if the step was skipped, gradient norm before clipping, its zeros if counted)"""
+        # One call is a whole step: `backward`, `optimizer.step` and
+        # `scheduler.step` of the program do nothing afterwards.
         record = self.engine.launch_step(self._rank_batch(batch))
+        # Waits for the device: programs read the loss and the gradient norm right after the call.
         outcome = record.pending.result()
         if self._record is not None:
             self._record.add_step(record, outcome)
@@ -154,6 +161,7 @@ class MegatronEngine:
         if not self._evaluated:
             return {}
         mean, self._evaluated = sum(self._evaluated) / len(self._evaluated), []
+        # Bounded as in Megatron: exp(20) is far above any vocabulary, and exp of an early loss may overflow.
         found = {"eval_loss": mean, "eval_ppl": math.exp(min(20.0, mean))}
         if self._record is not None:
             self._record.add_evaluation(mean)
@@ -184,12 +192,15 @@ class MegatronEngine:
                 f"ranks, use_custom_fsdp={self.plugin.use_custom_fsdp}: save_state, and mt generate takes the folder "
                 "in any layout"
             )
+        # The distributed optimizer may still be gathering the weights of the last step.
         engine.weights.finish_gather()
         engine.model.eval()
         try:
+            # On every rank, since the pages of the cache are made for the shards of each.
             generator = TextGenerator.of_model(engine.model, engine.tokenizer, engine.config, engine.ctx, engine.stages)
             return _on_all_ranks(generator, lambda: megatron_generate(generator, inputs, attention_mask, **options))
         finally:
+            # As the program left it, and not `True`: generation may be called within an evaluation.
             engine.model.train(self.training)
 
     # -- inside -----------------------------------------------------------------------------------
@@ -208,9 +219,11 @@ class MegatronEngine:
         if self._get_batch is None:
             return self.engine.rank_batch(self._fields(batch))
         assert self.handler is not None
+        # Train steps take an iterator over batches, as in Megatron; a call of the model has one.
         values = self._get_batch(iter([batch]))
         named = {name: value for name, value in zip(self.handler.fields, values, strict=True) if value is not None}
         fields = {name: value for name, value in named.items() if name in contract(self.engine.model).inputs}
+        # The forward step reads the program's batch again, micro-batch by micro-batch, so that its own rows go along.
         raw = {name: value.detach().cpu().numpy() for name, value in batch.items()}
         rank_batch = self.engine.rank_batch(fields)
         return step_batch(rank_batch, lambda start, end: {name: value[start:end] for name, value in raw.items()})
@@ -234,6 +247,7 @@ def _model_provider(plugin: MegatronLMPlugin) -> ModelProvider | None:
     provider, prepare = plugin.custom_model_provider_function, plugin.custom_prepare_model_function
     if provider is None or prepare is None:
         return provider
+    # The program's function takes a provider without arguments; the engine calls with [model] and the environment.
     return lambda section, environment: prepare(partial(provider, section, environment))
 
 
@@ -244,6 +258,7 @@ def _on_all_ranks(generator: TextGenerator, generate: Callable[[], Tensor]) -> T
         try:
             result = generate()
         finally:
+            # Followers leave their loop when the first rank closes; without it they would wait after an error.
             generator.close()
     else:
         generator.follow()

@@ -163,6 +163,7 @@ class MegatronLMPlugin(BaseModel):
         except ValidationError as error:
             raise ConfigError(_sentences(error, type(self).model_fields)) from None
         problems = Problems()
+        # All problems in one error: a launch on many machines is expensive to repeat.
         for check in (_check_refused, _check_dependent, _check_contradictions):
             with problems.collect():
                 check(self)
@@ -183,6 +184,7 @@ class MegatronLMPlugin(BaseModel):
 
     def sections(self, mixed_precision: str) -> Sections:
         """The keys that are set by fields which depend on neither model nor data."""
+        # The table of `mt import accelerate` is used, so that a YAML and a program with the same fields mean the same.
         given = {PREFIX + name: value for name, value in self.changed().items() if name in IMPORTED}
         values = {"megatron_lm_config": given, "mixed_precision": mixed_precision}
         result = import_accelerate(values, "MegatronLMPlugin")
@@ -231,11 +233,13 @@ def _from_environment(kind: type[MegatronLMPlugin], given: Mapping[str, Any]) ->
     """Fields that the launcher sets and the program does not. Raises ConfigError for a text that is no value."""
     found = {}
     for name, field in kind.model_fields.items():
+        # A launcher writes fields without a value as the word None. What the program gives itself wins.
         text = os.environ.get(VARIABLE_PREFIX + name.upper())
         if text is None or name in given or text.lower() == "none":
             continue
         try:
             kind_of_field: Any = field.annotation
+            # Not strict, as the class is: variables are texts, "4" and "true".
             found[name] = TypeAdapter(kind_of_field).validate_strings(text)
         except ValidationError:
             raise ConfigError(f"{VARIABLE_PREFIX}{name.upper()}={text!r} is no value of the field {name}") from None

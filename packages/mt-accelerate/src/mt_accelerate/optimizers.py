@@ -31,6 +31,7 @@ def optimizer_keys(optimizer: OptimizerLike) -> dict[str, Any]:
     decay = _weight_decay(kind, groups)
     keys = {"lr": float(_common(kind, groups, "lr")), "weight_decay": decay}
     if "adam" in kind.lower():
+        # Newer versions of torch have the key in the groups of Adam and AdamW; in older ones the class alone says it.
         if decay and not groups[0].get("decoupled_weight_decay", "adamw" in kind.lower()):
             raise ConfigError(
                 f"{kind}(weight_decay={decay:g}) adds the decay to the gradient; mt's Adam is AdamW: use "

@@ -31,6 +31,7 @@ MODEL_OPTIONS = ("attention_dropout", "hidden_dropout", "position_embedding_type
 def build_engine(given: Prepared, state: AcceleratorState, accelerator: Any, host: PluginHost) -> MegatronEngine:
     """Collective. accelerator: passed to the program's train step. Raises ConfigError for a model without a name map,
     and for an optimizer, a scheduler or a field of the plugin that cannot be followed."""
+    # Order of collectives on every rank: weights, then the seed, then what MegatronEngine builds.
     _share_weights(given.model)
     plugin, reader = state.megatron_lm_plugin, read_module(given.model, host)
     size, dp = _micro_batch_size(given, plugin), data_parallel_size(plugin)
@@ -44,14 +45,17 @@ def build_engine(given: Prepared, state: AcceleratorState, accelerator: Any, hos
         mixed_precision=state.mixed_precision,
         micro_batch_size=size,
         dp_size=dp,
+        # Programs may seed every process differently; a run has one seed, the first rank's.
         seed=from_first_rank(torch.initial_seed() % 2**31),
         device=state.device.type,
         schedule=schedule_sections(plugin, given.scheduler, dp, _steps_of_epoch(given, plugin)),
         data=data_section(given, plugin, sections["model"]["family"]),
     )
+    # Checks of the layout read WORLD_SIZE, which is not set where the program has joined its processes itself.
     with as_world(state.num_processes):
         loaded = load_config(sections=configured, host=host)
     engine = MegatronEngine(loaded, plugin, reader, given.model.config.to_dict(), accelerator, host)
+    # Of training alone: the plugin has refused numbers for validation and test.
     engine.engine.state.consumed_samples = (plugin.consumed_samples or [0])[0]
     return engine
 
@@ -73,6 +77,7 @@ def _steps_of_epoch(given: Prepared, plugin: MegatronLMPlugin) -> int | None:
     """Of the first loader's data; None for data sets of mt."""
     if not given.loaders:
         return None
+    # The first loader is that of training, as Accelerate takes it.
     return max(len(given.loaders[0].dataset) // (plugin.global_batch_size or 1), 1)  # type: ignore[arg-type]
 
 
@@ -91,12 +96,14 @@ def data_section(given: Prepared, plugin: MegatronLMPlugin, family: str) -> dict
     keys = {key: value for key, value in own.items() if value is not None}
     if given.dummy is None:
         return keys
+    # Before the train step is built, which passes it to get_batch_func.
     plugin.megatron_dataset_flag = True
     return {**dataset_section(given.dummy.dataset_args, family), **keys}
 
 
 def _length_of_samples(given: Prepared) -> int:
     loader = given.loaders[0]
+    # The first sample as a batch: its length is known only after padding.
     return int(loader.collate_fn([loader.dataset[0]])["input_ids"].shape[1])
 
 
@@ -105,4 +112,5 @@ def _options_of_family(reader: CheckpointReader, host: PluginHost) -> Mapping[st
     section = reader.metadata["config"]["model"]
     config_type: Any = host.models.get(section["family"]).config_type.load()
     fields = config_type.model_fields
+    # A section read from a transformers model leaves out what has its default.
     return {name: section.get(name, fields[name].default) for name in MODEL_OPTIONS if name in fields}

@@ -30,6 +30,7 @@ class Prepared:
         loaders = [value for value in objects if isinstance(value, DataLoader)]
         dummies = [value for value in objects if isinstance(value, MegatronLMDummyDataLoader)]
         kinds = (nn.Module, DataLoader, MegatronLMDummyDataLoader)
+        # By their attributes: optimizers and schedulers of other packages need no common base class.
         others = [value for value in objects if not isinstance(value, kinds)]
         optimizers = [value for value in others if hasattr(value, "param_groups")]
         schedulers = [value for value in others if value not in optimizers and _is_scheduler(value)]

@@ -38,6 +38,8 @@ def load_states(objects: Sequence[Any], folder: str | Path) -> None:
     for number, one in enumerate(objects):
         path = file_of(folder, number)
         try:
+            # weights_only: a pickle could run code. Files of Accelerate that hold
+            # other objects are refused, as the error says.
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             raise CheckpointError(

@@ -31,6 +31,7 @@ def schedule_sections(plugin: MegatronLMPlugin, scheduler: Any, dp_size: int, st
     """
     if scheduler is None:
         _require_no_schedule(plugin)
+        # A constant rate depends on no length; the engine requires one.
         length = _length(plugin, None) or {"train_iters": steps or 1}
         return {"lr_schedule": {"lr_decay_style": "constant"}, "train": length}
     if not isinstance(scheduler, MegatronLMDummyScheduler):
@@ -39,6 +40,7 @@ def schedule_sections(plugin: MegatronLMPlugin, scheduler: Any, dp_size: int, st
             "MegatronLMDummyScheduler(optimizer, total_num_steps=..., warmup_num_steps=...), and the style as "
             "MegatronLMPlugin(lr_decay_style=...)"
         )
+    # Programs count batches of one process's loader before it is divided; steps are that over the data-parallel ranks.
     total = None if scheduler.total_num_steps is None else scheduler.total_num_steps // dp_size
     length = _length(plugin, total)
     if not length:

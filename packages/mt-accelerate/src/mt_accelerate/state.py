@@ -57,6 +57,7 @@ def start_processes(plugin: MegatronLMPlugin, mixed_precision: str | None, *, cp
         raise ConfigError(f"mixed_precision={precision!r}; it can be {', '.join(PRECISIONS)}")
     on_cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
     device = resolve_device("cpu" if on_cpu else "auto")
+    # A program may make several Accelerators one after another; the first one has joined the processes.
     if not dist.is_initialized():
         initialize(read_environment(), device.type)
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)

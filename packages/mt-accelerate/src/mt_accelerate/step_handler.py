@@ -26,6 +26,7 @@ def build_handler(
     Raises ConfigError for a class that is no train step, and for a mean of micro-batches' means that the family's step
     does not compute.
     """
+    # A wrapped loss needs logits and waits for the device: it is used only if the program changes something.
     if plugin.calculate_per_token_loss and all(getattr(plugin, name) is None for name in REPLACEMENTS):
         return None
     kind: Any = plugin.custom_train_step_class or STEPS.get(config.model.family, GPTTrainStep)
@@ -33,6 +34,7 @@ def build_handler(
         raise ConfigError(f"custom_train_step_class={kind.__name__} is no subclass of AbstractTrainStep")
     handler: Any = kind(_arguments(config, external), **(plugin.custom_train_step_kwargs or {}))
     handler.get_batch = batch_function(handler, plugin, accelerator)
+    # Attributes that forward steps read, so that a function of the program replaces one part of the family's step.
     handler.loss_func = plugin.custom_loss_function or _called(handler.get_loss_func, accelerator)
     assert isinstance(handler, AbstractTrainStep)
     return handler

@@ -31,15 +31,20 @@ class StepLoss:
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         raw = {name.removeprefix(RAW): value for name, value in batch.items() if name.startswith(RAW)}
+        # Megatron's contract: (output, function of the output), of which the second gives
+        # (loss, report) or, with a number of tokens, (loss, tokens, report).
         tensor, loss_func = self.forward_step(iter([raw]), ComputedOutput(self, output, batch))
         loss, *_, report = loss_func(tensor)
         self.reports.append(report)
+        # [1], beside the loss_mask [1] of step_batch: the sum over the global
+        # count is then the mean over micro-batches.
         return loss.reshape(1)
 
     def take_reports(self) -> dict[str, Tensor]:
         """The mean over micro-batches of what the loss function reported."""
         reports, self.reports = self.reports, []
         names = reports[0] if reports else ()
+        # Empty on stages without the loss.
         return {name: torch.stack([torch.as_tensor(one[name]).float() for one in reports]).mean() for name in names}
 
 
@@ -56,6 +61,7 @@ class ComputedOutput:
         logits = logits_of(self.output)
         labels = options.get("labels", options.get("lm_labels"))
         if labels is None:
+            # Collective over tensor-parallel ranks: a custom loss sees all ids, not this rank's shard.
             result = whole_vocabulary(logits, self.step.config, self.step.ctx)
         else:
             result = self.step.token_loss(logits, {"labels": labels})
@@ -63,6 +69,8 @@ class ComputedOutput:
 
     def _require_same(self, inputs: tuple[Any, ...]) -> None:
         given = self.batch.get("tokens", self.batch.get("encoder_tokens"))
+        # Waits for the device, in custom steps only. Without it a step that
+        # changes the tokens would silently have no effect.
         if inputs and given is not None and not torch.equal(inputs[0], given):
             raise ConfigError(
                 "a custom forward step calls the model with other tokens than its get_batch returns; the model has run "
@@ -75,6 +83,8 @@ def step_batch(batch: RankBatch, raw: Callable[[int, int], Mapping[str, np.ndarr
     made, start = [], 0
     for arrays, samples in zip(batch.micro_batches, batch.samples, strict=True):
         rows = raw(start, start + len(samples))
+        # One position for the whole micro-batch, in place of the tokens' mask,
+        # which the program's loss function applies.
         once = {"loss_mask": np.ones(1, dtype=np.float32)}
         made.append({**arrays, **{RAW + name: value for name, value in rows.items()}, **once})
         start += len(samples)

@@ -148,6 +148,7 @@ def _build(kind: LoggerType, keys: Mapping[str, Any], host: PluginHost) -> tuple
     name = KEYS[kind].name
     given = {key: (value, "the program") for key, value in {"trackers": [name], **keys}.items()}
     sections: dict[str, Any] = dict(build_sections(("logging",), {"logging": given}, host, Problems()))
+    # Without validation of the whole: a tracker is chosen before there is a model.
     config = Config.model_construct(**sections)
     tracker = host.callbacks.get(name, key="logging.trackers").build.load()(config)
     return tracker, config.logging
@@ -171,6 +172,7 @@ def build_tracker(
             "unwrap=True) is the package's own object"
         )
     folder = Path(logging_dir) if logging_dir is not None else None
+    # TensorBoard's project is a folder, of other trackers a name.
     project = str((folder or Path()) / project_name) if kind == LoggerType.TENSORBOARD else project_name
     keys = {KEYS[kind].project: project, **{known[name]: value for name, value in options.items()}}
     tracker, section = _build(kind, keys, host)

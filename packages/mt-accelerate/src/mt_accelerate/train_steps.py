@@ -68,11 +68,13 @@ class GPTTrainStep(_LanguageModelStep):
         self.args = args
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> GetBatch:
+        # Looked up once, so that a model without eos_token_id is an error before training and not at the first batch.
         ends = end_of_document(vars(self.args)) if self.args.eod_mask_loss else ()
 
         def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Any, ...]:
             found = causal_fields(next(data_iterator), ends)
             tokens = found["tokens"]
+            # [rows, S]: every field has the rows of the batch, by which it is cut into micro-batches.
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             return tokens, found["labels"], found["loss_mask"], None, found.get("position_ids", positions)
 
@@ -81,6 +83,8 @@ class GPTTrainStep(_LanguageModelStep):
     def get_forward_step_func(self) -> ForwardStep:
         def forward_step(data_iterator: Any, model: Callable[..., Any]) -> tuple[Any, Callable[[Any], Any]]:
             tokens, labels, loss_mask, attention_mask, position_ids = self.get_batch(data_iterator)
+            # `model` is a ComputedOutput: the engine has run the model already.
+            # The signature is that of Megatron's GPT.
             output = model(tokens, position_ids, attention_mask, labels=labels)
             return output, partial(self.loss_func, loss_mask)
 
@@ -139,5 +143,7 @@ class T5TrainStep(_LanguageModelStep):
 
 def masked_mean(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """losses [rows, S] -> their mean over counted positions, and its average over data-parallel ranks."""
+    # The mean over one micro-batch of one rank, as Megatron has it without calculate_per_token_loss:
+    # micro-batches with few counted tokens weigh as much as full ones.
     loss = masked_sum(output_tensor.float(), loss_mask) / loss_mask.sum().clamp(min=1.0)
     return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}

@@ -21,6 +21,7 @@ class TrainingRecord:
 
     def add_step(self, record: StepRecord, outcome: StepOutcome) -> None:
         """Collective over pipeline stages."""
+        # On every rank: the metrics are collected from the pipeline stages, also where nothing is written.
         metrics = self._metrics.of_step(record, outcome, time.perf_counter())
         line = self._metrics.line_of_log(metrics)
         if self._writer is None or record.iteration % self._engine.config.logging.tensorboard_log_interval:

@@ -39,6 +39,7 @@ def launch_command(values: Mapping[str, Any], num_processes: int | None, program
     total, machines = num_processes or int(values.get("num_processes") or 1), int(values.get("num_machines") or 1)
     if total % machines:
         raise ConfigError(f"num_processes={total} is no multiple of num_machines={machines}; it counts all machines'")
+    # This interpreter's torchrun, whatever PATH has first.
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(total // machines)]
     if machines == 1:
         return [*words, "--standalone", *program]
@@ -67,5 +68,6 @@ def _read(path: Path | None) -> Mapping[str, Any]:
     values = read_values(path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: got a {type(values).__name__}, expected the keys of accelerate config")
+    # For its checks alone: the program reads the values from the environment.
     import_accelerate(values, path.name)
     return values
