@@ -31,6 +31,7 @@ class Tower(BertEncoder):
     def forward(
         self, tokens: Tensor, tokentype_ids: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Tensor:
+        # The state itself: Megatron's biencoder has no pooler, whose tanh would bound the dot products.
         vector = first_position(self.hidden_states(tokens, tokentype_ids, padding_mask), self.ctx)
         return vector if self.projection_enc is None else self.projection_enc(vector)
 

@@ -125,8 +125,8 @@ class SelfAttention(nn.Module):
     def _turns_what_it_splits(self) -> bool:
         """Whether between the split of qkv and the positions nothing is computed but RMSNorms of heads, by a subclass
         either."""
-        # The fused kernel replaces project, normalize and turn in one. A family that overrides one of them (a
-        # softcap, wide norms, gates) would be computed without its override.
+        # The fused kernel stands for project, normalize and the rotation. A subclass that overrides one of
+        # the methods would be computed without its override.
         own = type(self).project is SelfAttention.project and type(self).normalize is SelfAttention.normalize
         norms = (self.q_layernorm, self.k_layernorm)
         in_kernel = all(isinstance(norm, Norm) and norm.kernel_name == "rms_norm" for norm in norms)

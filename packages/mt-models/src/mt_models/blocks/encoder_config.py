@@ -67,4 +67,5 @@ class EncoderConfig(Section):
 
     @property
     def output_init_std(self) -> float:
+        # Two matrices of each layer add to the residual stream, whose variance would otherwise grow with depth (GPT-2).
         return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)

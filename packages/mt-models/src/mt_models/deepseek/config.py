@@ -58,6 +58,8 @@ class DeepseekConfig(DecoderConfig):
     @property
     def attention_scale(self) -> float:
         """Scores are multiplied by this, with YaRN that names rope_mscale_all_dim: (0.1 m ln(factor) + 1)^2."""
+        # Squared: the factor belongs to queries and to keys, and the queries take both. It lengthens all channels of a
+        # head, while rope_mscale / rope_mscale_all_dim (see yarn_scale) is on the rotated ones.
         if self.rope_scaling_type != "yarn" or not self.rope_mscale_all_dim:
             return 1.0
         return (0.1 * self.rope_mscale_all_dim * math.log(self.rope_scaling_factor or 1.0) + 1.0) ** 2

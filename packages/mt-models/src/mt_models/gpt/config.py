@@ -100,6 +100,7 @@ class GPTConfig(ModelConfig):
     @property
     def rotary_dim(self) -> int:
         """Rotated channels of a head, an even number."""
+        # Rounded down to pairs: a quarter of 10 channels is 2 and not 2.5.
         return int(self.head_dim * self.rotary_percent) // 2 * 2
 
     @property

@@ -38,6 +38,7 @@ class GPTEmbedding(TokenEmbedding):
         if self.position_embeddings is not None:
             x = x + like_token_embeddings(self.position_embeddings(position_ids), self.ctx)
         if self.layernorm is not None:
+            # BLOOM: before dropout, which a norm would rescale.
             x = self.layernorm(x)
         return self.dropout(x)
 

@@ -22,6 +22,7 @@ class InterleavedBias(Rule):
     """[E, 2F], gate and up in turn there, halves here."""
 
     def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
+        # As a matrix of one column: [E, 2F] -> [E, 2F, 1]
         return halves(tensors[0].unsqueeze(-1)).squeeze(-1)
 
     def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
@@ -77,6 +78,7 @@ class QuantizedInterleavedMatrices(QuantizedMatrices):
 
 def halves(rows: Tensor) -> Tensor:
     """[E, 2F, H], gate and up in turn -> all gate rows, then all up rows."""
+    # g0 u0 g1 u1 ... -> g0 g1 ... u0 u1 ...
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1)
 
 

@@ -131,6 +131,7 @@ def on_decoder(family: str, base: HuggingFaceFamily) -> HuggingFaceFamily:
         return NameMap([*kept, head], config.num_layers, ignored=below.ignored)
 
     maps = {kind: with_classes(without_head(mapped)) for kind, mapped in base.model_types.items()}
+    # Without the base's copies: no LM head repeats the embedding here.
     return HuggingFaceFamily(family, maps, names, base.model_type_of)
 
 

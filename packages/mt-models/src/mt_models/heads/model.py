@@ -104,7 +104,6 @@ class DecoderText(TextVector, CausalDecoder):
         return self.drop(x[torch.arange(len(last), device=x.device), last])
 
     def _states(self, tokens: Tensor, position_ids: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
-        # Named, since `forward` of the class next in line is the head's.
         return CausalDecoder.run_stage(self, whole(self.config.num_layers), None, tokens, position_ids, segment_ids)
 
     def new_head(self, outputs: int) -> ReplicatedLinear:

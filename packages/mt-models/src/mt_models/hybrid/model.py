@@ -42,6 +42,7 @@ def hybrid_layer(config: HybridConfig, environment: ModelEnvironment, number: in
             return MambaLayer(mixer, config.hidden_size, config.norm_epsilon, ctx)
         case pattern.ATTENTION:
             return AttentionLayer(self_attention(config, environment), config.hidden_size, config.norm_epsilon, ctx)
+        # - or E; check_pattern has refused other symbols.
         case symbol:
             kind = "moe" if symbol == pattern.EXPERTS else "dense"
             feed_forward = environment.feed_forward(kind, config, number)

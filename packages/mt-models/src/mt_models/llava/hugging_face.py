@@ -132,6 +132,7 @@ def prefixed(rules: Iterable[Rule], *, ours: str = "", theirs: str = "") -> list
 def decoder_stem(names: NameMap) -> str:
     """The prefix of a decoder's names: `model.`, `transformer.`, ..."""
     words = next(rule for rule in names.rules if rule.ours == "embedding.word_embeddings.weight")
+    # Every decoder has the table, and its name begins with the part that the LM head is not in.
     return words.sources[0].partition(".")[0] + "."
 
 
@@ -140,6 +141,8 @@ def decoder_map(config: VisionLanguageConfig, prefix: str, output: str) -> NameM
     own = decoder_maps(config.decoder.family).name_map(config.decoder)
     stem = decoder_stem(own)
 
+    # "model.layers.0..." of a Llama or "transformer.h.0..." of a GPT-2 -> prefix + "layers.0...": whatever the decoder
+    # is called as a single model, within this one it has this one's prefix.
     def within(rule: Rule) -> Rule:
         if rule.ours == "output_layer.weight":
             return replace(rule, theirs=(output,))
@@ -174,11 +177,13 @@ def tied_output(config: VisionLanguageConfig, names: NameMap, output: str) -> Ma
     if config.decoder.untie_embeddings_and_output_weights:
         return {}
     words = next(rule for rule in names.rules if rule.ours.endswith("embedding.word_embeddings.weight"))
+    # The name in the map of the whole model, with its prefix.
     return {output: words.sources[0]}
 
 
 def spelling(config: LlavaConfig, name: str) -> str:
     """The published name, from that of transformers 5 and of the decoder as a single model."""
+    # First the prefixes of the parts, then the tower's own names under its prefix.
     name = published_spelling(name)
     if name.startswith(TOWER):
         return TOWER + vision.spelling(config.vision_model, name.removeprefix(TOWER))

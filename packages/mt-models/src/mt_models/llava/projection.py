@@ -38,6 +38,7 @@ class AffineProjection(ReplicatedLinear):
 
     def __init__(self, config: LlavaConfig, ctx: ParallelContext) -> None:
         decoder = config.decoder
+        # As a part of the decoder, whose embeddings its outputs stand beside.
         init = normal(decoder.init_method_std)
         super().__init__(config.feature_width, decoder.hidden_size, ctx, init=init, bias=config.projection_bias)
 

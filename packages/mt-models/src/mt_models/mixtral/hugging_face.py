@@ -50,6 +50,7 @@ MOE_KEYS = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", 
 def as_qwen_moe(config: MixtralConfig) -> QwenMoeConfig:
     """The same model in the other family. Raises ConfigError for windows, which that does not have."""
     require_value(config, "sliding_window", (None,), "glm4_moe")
+    # The fields of DecoderConfig are those of both families; what Mixtral adds, the window, is checked above.
     keys = {key: getattr(config, key) for key in DecoderConfig.model_fields if key != "family"}
     return QwenMoeConfig(family="qwen_moe", add_qkv_bias=False, qk_layernorm=False, **keys)
 

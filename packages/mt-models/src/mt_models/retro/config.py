@@ -55,6 +55,7 @@ class RetroConfig(GPTConfig):
         """Counted from 0, in order."""
         if self.retro_cross_attention_layers is not None:
             return tuple(sorted({number - 1 for number in self.retro_cross_attention_layers}))
+        # Megatron's rule (retro_layer_start).
         first = 6 if self.num_layers <= 15 else 9
         return tuple(range(first - 1, self.num_layers, EVERY))
 
@@ -62,6 +63,7 @@ class RetroConfig(GPTConfig):
     def encoder(self) -> RetroConfig:
         """What the layers of the encoder of neighbours read."""
         hidden, attention = self.retro_encoder_hidden_dropout, self.retro_encoder_attention_dropout
+        # The same widths and heads as the decoder, as in Megatron; only the dropouts may differ.
         return self.model_copy(
             update={
                 "hidden_dropout": self.hidden_dropout if hidden is None else hidden,

@@ -38,6 +38,7 @@ class RetroLayer(TransformerLayer):
         self.cross_attention = cross_attention
         self.cross_attention_dropout = Dropout(config.hidden_dropout, ctx)
 
+    # The three steps are methods, since the neighbours are encoded between the first and the second (see RetroDecoder).
     def attend(
         self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None = None
     ) -> Tensor:
@@ -65,6 +66,7 @@ class RetrievalLayer(RetroLayer):
     def retrieve(self, x: Tensor, neighbors: Neighbors | None) -> Tensor:
         """[B, S, H] behind attention -> [B, S, H] behind the feed-forward. Without neighbours: a layer of a GPT."""
         if neighbors is not None:
+            # Positions without neighbours get 0 from cross_attention, so that x stays as it is there.
             x = self.cross(x, self.cross_attention(self.pre_cross_attn_layernorm(x), neighbors))
         return self.feed_forward(x)
 
@@ -108,6 +110,7 @@ class NeighborEncoder(nn.Module):
     def __init__(self, config: RetroConfig, environment: ModelEnvironment) -> None:
         super().__init__()
         self.recompute = environment.recompute
+        # On the one process that has the whole model: pipeline parallelism is refused for the family.
         layers: list[nn.Module] = [NeighborLayer(config, environment, 0)]
         for number in range(1, config.retro_encoder_num_layers):
             feed_forward = environment.feed_forward("dense", config, number)
@@ -132,6 +135,7 @@ class NeighborEncoder(nn.Module):
         """[n K, r, H], text [B, S, H] or its n chunks -> [n K, r, H]"""
 
         def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
+            # Only layer 0 is a NeighborLayer.
             return layer(x, pattern, angles) if number else layer(x, pattern, angles, text, num_neighbors)
 
         return self.recompute.run(list(enumerate(self.layers)), x, call)

@@ -100,6 +100,7 @@ def text_fields(external: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in FIXED_IN_TEXT.items():
         if external.get(key, value) != value:
             raise ConfigError(f"text_config.{key}={external[key]!r} is not supported; it can be {value}")
+    # The rest goes to the decoder's map, which refuses what it has no meaning for.
     return {key: value for key, value in external.items() if key not in FIXED_IN_TEXT | IGNORED_IN_TEXT}
 
 

@@ -91,6 +91,8 @@ class T5Config(ModelConfig):
     @property
     def query_scale(self) -> float:
         """What queries are multiplied by before the core divides scores by sqrt(head_dim)."""
+        # Every core divides by sqrt(head_dim). T5 was trained without the
+        # division, with smaller initial weights instead.
         return 1.0 if self.scale_attention_scores else math.sqrt(self.head_dim)
 
     @property

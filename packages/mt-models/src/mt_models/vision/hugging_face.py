@@ -67,6 +67,7 @@ def import_sizes(external: Mapping[str, Any], patch: int) -> dict[str, int]:
     """Image and patch in pixels: numbers, or pairs of height and width. patch: Hugging Face's default."""
     height, width = pair("image_size", external.get("image_size", 224))
     patch_height, patch_width = pair("patch_size", external.get("patch_size", patch))
+    # The layers here read rows and columns of patches from one side length.
     if patch_height != patch_width:
         raise ConfigError(f"patch_size=[{patch_height}, {patch_width}] is not supported; patches are square")
     return {"img_h": height, "img_w": width, "patch_dim": patch_height}
