@@ -84,9 +84,9 @@ class CausalDecoder(Model):
         self.embedding: TokenEmbedding | None = None
         if environment.has_first:
             self.embedding = embedding(config, ctx)
-        # Pipeline stages with tied weights: gradients of the two copies are summed over their stages (TiedWeights).
         elif environment.has_last and tied:
-            # The last stage's copy of the token embeddings, which are its LM head.
+            # The last stage's copy of the token embeddings, which are its LM head. The gradients of the two copies are
+            # summed over the first and the last stage (TiedWeights).
             self.embedding = TokenEmbedding(config, ctx)
         self.decoder = TransformerStack(
             {number: layer(number) for number in environment.layers(config.num_layers)},

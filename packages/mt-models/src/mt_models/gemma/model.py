@@ -55,7 +55,7 @@ class GemmaAttention(SelfAttention):
             self.k_layernorm = ZeroCenteredRMSNorm(config.head_dim, config.norm_epsilon, ctx, per_head=True)
 
     def paged_scores(self, pattern: AttentionPattern) -> PagedScores:
-        # In training the core has the softcap (attention_core below); paged decoding computes scores without it.
+        # attention_core gives the core its softcap. Paged decoding does not use the core, and is given it here.
         return replace(super().paged_scores(pattern), softcap=self.logit_softcap)
 
 

@@ -75,7 +75,6 @@ class ChunkedCrossAttention(CrossAttention):
         q = self.linear_q(x).unflatten(-1, (-1, self.head_dim))  # [B, S, N, D]
         out = self.linear_proj(neighbors.attend(self, q).flatten(2))
         # Positions that attend to nothing get no bias either.
-        # linear_proj adds its bias to positions whose attention output is 0, too.
         return torch.where(neighbors.attending, out, 0.0)
 
     def neighbor_keys_and_values(self, states: Tensor, num_neighbors: int) -> tuple[Tensor, Tensor]:

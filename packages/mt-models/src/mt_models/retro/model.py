@@ -145,7 +145,6 @@ class RetroModel(Model):
         """Neighbours [B, L, K, r] of the chunks of text [B, S, H], whose length S is `length`."""
         batch, _, count, _ = neighbor_tokens.shape
         mask = torch.ones_like(neighbor_tokens) if neighbor_mask is None else neighbor_mask
-        # [B, L, K, r] -> [B L, K, r] -> [B L, K r]
         seen = mask.bool().flatten(0, 1).flatten(1)  # [B L, K r]
         return BatchNeighbors(
             states=self.encoded(neighbor_tokens.flatten(0, 1), mask.flatten(0, 1), text),
