@@ -72,8 +72,10 @@ class StoredName:
 def parse(stored: str) -> StoredName:
     """What a tensor of a file is."""
     name = stored
+    # DDP, Float16Module and older wrappers each add one "module.".
     while name.startswith("module."):
         name = name.removeprefix("module.")
+    # First to one form of the names: the tables below have only that.
     for pattern, newer in _OLDER:
         name = pattern.sub(newer, name)
     for linear, norm in FUSED_NORMS.items():
@@ -113,6 +115,8 @@ class Style:
             for linear, norm in FUSED_NORMS.items():
                 if norm in self.apart:
                     continue
+                # torch_dist files a norm under mlp.linear_fc1 even where the feed-forward is experts, which have no
+                # such layer.
                 experts = norm == BEFORE_MLP and self.fused == "always" and f"{stem}mlp.router" in modules
                 if stem + norm in modules and (experts or stem + linear in modules):
                     yield stem + norm, stem + linear
@@ -166,5 +170,6 @@ def layer_counts(names: Iterable[str]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name in names:
         if found := layer_of(name):
+            # The largest number + 1: layers are numbered from 0.
             counts[found[0]] = max(counts.get(found[0], 0), found[1] + 1)
     return counts

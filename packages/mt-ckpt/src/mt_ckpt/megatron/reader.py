@@ -63,6 +63,7 @@ class MegatronReader:
         section = model_section(iteration.args, weights.keys(), true, host)
         config = load_model_config(section, host)
         self._iteration = iteration
+        # The layouts of what is stored, padded and cut as it is; `_shapes` are those that are read.
         self._stored = {
             name: as_held(name, layout, weights[name][0].piece.shape[0]) if name in weights else layout
             for name, layout in layouts_of(config, host, padded).items()
@@ -128,6 +129,7 @@ class MegatronReader:
 def _weights(iteration: Iteration) -> dict[str, list[Held]]:
     """Without the last stage's copy of the token embeddings, and without what follows from the configuration."""
     held = hold(entry for entry in iteration.weights() if not entry.name.endswith(DERIVED))
+    # Tied tables: the last stage has the embeddings again, for its logits.
     if not iteration.args.untied:
         held.pop(OUTPUT, None)
     return held
@@ -136,6 +138,7 @@ def _weights(iteration: Iteration) -> dict[str, list[Held]]:
 def _padded_vocab_size(iteration: Iteration, weights: Mapping[str, Sequence[Held]]) -> int:
     if EMBEDDING not in weights:
         raise CheckpointError(f"{iteration.folder}: has no {EMBEDDING}")
+    # Every tensor rank has an equal part of the padded rows.
     return weights[EMBEDDING][0].piece.shape[0] * iteration.grid.tp
 
 

@@ -81,7 +81,7 @@ class _CostMachine:
             self.stack.append(self.stack[-1])
         elif name == "MARK":
             self.marks.append(len(self.stack))
-        # POP removes a mark if nothing is above it (protocol 0 and 1 write "(...0").
+        # POP removes the mark if nothing is above it: so protocol 0 gives up a tuple that contains itself.
         elif name == "POP" and self.marks[-1:] == [len(self.stack)]:
             self.marks.pop()
         elif opcode.stack_before or name.startswith("EMPTY_"):

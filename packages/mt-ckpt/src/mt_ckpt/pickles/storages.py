@@ -122,7 +122,7 @@ def _read_archive(file: Path, window: _Reader) -> tuple[bytes, dict[str, Extent]
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         extents = {name: _extent(file, window, info) for name, info in members.items()}
         pickled = _read_member(file, extents["data.pkl"])
-        # Since torch 2.1; older archives have no such member and are little-endian.
+        # Older archives have no such member; torch.load takes them for little-endian, too.
         order = _read_member(file, extents["byteorder"]) if "byteorder" in extents else b"little"
     except (zipfile.BadZipFile, KeyError, EOFError, ValueError, struct.error, NotImplementedError) as error:
         raise CheckpointError(f"{file}: damaged, truncated, or no file of torch.save: {error}") from None

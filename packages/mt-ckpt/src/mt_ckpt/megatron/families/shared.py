@@ -63,6 +63,7 @@ def activation(args: Arguments) -> str:
         return "swiglu"
     if args.get("squared_relu", False):
         return "squared_relu"
+    # The fused kernel adds the bias of a linear layer, so it is used only where there is one.
     fused = args.get("bias_gelu_fusion", False) and args.get("add_bias_linear", True)
     return "gelu_tanh" if fused or args.get("openai_gelu", False) else "gelu"
 
@@ -82,6 +83,7 @@ def query_groups(args: Arguments) -> dict[str, int]:
 def position_type(args: Arguments) -> str:
     given = args.get("position_embedding_type", LEARNED)
     if args.get("use_rotary_position_embeddings", False):
+        # --use-rotary-position-embeddings is the older option; it wins over position_embedding_type.
         return "rope"
     return "none" if given == LEARNED and not args.get("add_position_embedding", True) else str(given)
 
