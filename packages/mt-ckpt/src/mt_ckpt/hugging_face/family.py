@@ -91,6 +91,7 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
         raise ConfigError(
             f"config.json: model_type={kind!r} is of no installed model family; known are {known or 'none'}{lost}"
         )
+    # The names are checked where the reader is made; only a choice between families needs them here.
     if len(able) == 1:
         return able[0], read_config(able[0], external, host)
     return _fitting(able, external, names, host)
@@ -140,6 +141,7 @@ def _fitting(
     meant = listed[:1] if isinstance(listed, list) else []
     if fitting:
         return next((found for found in fitting if _architectures(*found) == meant), fitting[0])
+    # The reason that is shown is that of the family which config.json means.
     best = next((f.family for f in able if meant and meant[0] in f.architectures.values()), able[0].family)
     raise reasons[best]
 

@@ -60,4 +60,5 @@ class Outputs:
 
 
 def _parts(rule: Rule, given: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    # Shapes by carrying out the rule on meta tensors: no second description of what a rule does.
     return zip(rule.sources, infer(lambda tensors: rule.export_value(tensors[0]), [given]), strict=True)

@@ -202,8 +202,8 @@ class _RankOptimizer:
     def _of_buffer(
         self, file: Path, part: Sequence[Parameter], states: Mapping[str, Any], number: int
     ) -> Iterator[tuple[str, Entry]]:
-        # of_experts is left out: it changes the padding between buckets only, which is not stored. Places within a bucket
-        # are the same, since every alignment is a multiple of 128.
+        # of_experts is left out: it changes the padding between buckets only, which is not stored. Places within a
+        # bucket are the same, since every alignment is a multiple of 128.
         buckets = buckets_of(flat_parameters(part, self._shared), bucketing(self._args, self._file.stage, number))
         total = sum(bucket.numel for bucket in buckets)
         # Without the padding at the ends of buckets, which depends on the data-parallel size.
