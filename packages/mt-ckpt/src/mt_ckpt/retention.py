@@ -21,6 +21,7 @@ def checkpoints_of(run: Path, host: PluginHost) -> list[Path]:
     if not folder.is_dir():
         raise CheckpointError(f"{run}: no such directory")
     detectors = [spec.detect.load() for spec in host.checkpoint_loaders]
+    # Only what a loader recognizes: a folder that is being written is not counted as the newest.
     whole = retention.checkpoints_in(folder, lambda path: any(detect(path) for detect in detectors))
     if not whole:
         raise CheckpointError(f"{run}: has no checkpoint {retention.PREFIX}NNNNNNN")

@@ -71,6 +71,7 @@ class HuggingFaceExport(Callback):
         self._running.append((path, self._thread.submit(export, path, options, run.host)))
 
     def _finished(self) -> Iterator[tuple[Path, Future[Outcome]]]:
+        # In order: an export behind an unfinished one is not done either.
         while self._running and self._running[0][1].done():
             yield self._running.popleft()
 

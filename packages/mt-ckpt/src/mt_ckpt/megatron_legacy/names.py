@@ -51,6 +51,7 @@ _EMBEDDING = "language_model.embedding."
 
 def to_core(old: str) -> str:
     """Megatron-Core's name, with layers in the stack `decoder`; unknown ones stay as they are."""
+    # From outside in: heads and the embedding, then the stack, then layers in it.
     if old in HEADS:
         return HEADS[old]
     if old.startswith(_EMBEDDING):
@@ -81,12 +82,14 @@ def to_old(core: str, *, copied: bool) -> tuple[str, ...]:
     of the token embeddings. Raises CheckpointError for a parameter that the old models did not have."""
     if core == OUTPUT:
         return ("word_embeddings_for_head", "weight") if copied else ("language_model", "output_layer", "weight")
+    # Two old names of one parameter: the first of the table, which was the usual one, is found first.
     for old, new in HEADS.items():
         if new == core:
             return _keys(old)
     if core.startswith("embedding."):
         _, table, leaf = core.split(".")
         return ("language_model", "embedding", table, leaf)
+    # BERT's layers were called as GPT's.
     inner = re.sub(r"^(?:encoder|decoder)\.", "", core)
     if inner.startswith("final_layernorm."):
         return ("language_model", "encoder", inner)
@@ -111,5 +114,7 @@ def nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
 def _keys(old: str) -> tuple[str, ...]:
     """Of a head: its modules' parameters have dots in their keys."""
     parts = old.split(".")
+    # language_model is a dictionary of its own; other heads stand beside it. What is within a module has dots in its
+    # key.
     depth = 2 if parts[0] == "language_model" else 1
     return (*parts[:depth], ".".join(parts[depth:]))
