@@ -34,6 +34,7 @@ def finetune_seeds(load: LoadForSeed, seeds: Sequence[int], folder: Path, host: 
 
 def _finetune(loaded: LoadedConfig, seed: int, run_dir: Path, host: PluginHost) -> SeedScores:
     """Raises TrainingError for a run that a signal or train.exit_iteration stops, so that no other one is begun."""
+    # The Trainer resumes what is in run_dir, and returns at once where the run is complete.
     trainer = Trainer(loaded, run_dir=run_dir, host=host)
     stopped = trainer.train().stopped
     if stopped is not None:
@@ -44,12 +45,14 @@ def _finetune(loaded: LoadedConfig, seed: int, run_dir: Path, host: PluginHost) 
     record = None if trainer.best is None else trainer.best.record
     if record is None or record.iteration == trainer.state.iteration:
         return SeedScores(seed, trainer.state.iteration, trainer.last_evaluation)
+    # The best evaluation is an earlier one, whose values the trainer does not hold; they are in the log.
     return SeedScores(seed, record.iteration, _evaluation_of(record, run_dir / METRICS_FILE))
 
 
 def _evaluation_of(best: BestRecord, metrics: Path) -> dict[str, float]:
     """The last one of its step in metrics.jsonl that has its metric; lines of evaluators have others."""
     lines = (json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines())
+    # A resumed run repeats steps since its last checkpoint, and with them lines: the last one counts.
     found = [line for line in lines if line["iteration"] == best.iteration and best.metric in line]
     return {name: value for name, value in found[-1].items() if name not in ("kind", "iteration")}
 
