@@ -65,6 +65,7 @@ def prepare(request: Request, host: PluginHost, progress: Progress = lambda done
     config = model_config(reader, host)
     parameters = expected_parameters(config, host)
     vocab_size = getattr(config.model, "vocab_size", None)
+    # After the other vocabulary, whose padding would otherwise count as rows too many.
     reader = without_padding(reader, shapes_of(parameters), vocab_size, trim=request.trim_vocabulary)
     require_fit(reader, shapes_of(parameters), MODEL)
     if request.tokenizer is not None:

@@ -89,6 +89,7 @@ class _Trimmed:
 
     def read(self, name: str) -> Tensor:
         tensor = self._reader.read(name)
+        # A view: the rows that are cut off stay in memory until it is dropped.
         return tensor[: self._vocab_size] if name in self._cut else tensor
 
     def files(self) -> Mapping[str, bytes]:

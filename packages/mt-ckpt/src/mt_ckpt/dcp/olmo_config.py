@@ -117,7 +117,7 @@ def _require_norms_before(block: _Section) -> None:
 
 def _attention(block: _Section, hidden: int, epsilon: float) -> dict[str, Any]:
     """Keys of the attention, with the model's type that follows from it."""
-    # Newer files call the section sequence_mixer, older ones attention.
+    # The name of the section depends on the version of OLMo-core.
     mixer = block.section("sequence_mixer" if "sequence_mixer" in block.values else "attention")
     rope, heads = mixer.section("rope"), mixer.need("n_heads")
     mixer.require_known({"n_heads", "n_kv_heads", "head_dim", "rope", "qk_norm", "use_head_qk_norm"})

@@ -88,6 +88,7 @@ def _reader(path: Path, found: _Found, host: PluginHost) -> HuggingFaceReader:
     family, config = identify(external, tensors.infos, host)
     beside = found.config.parent
     files = read_tokenizer_files(beside, external)
+    # torchtitan and OLMo-core name their folders step-N and stepN; the number is in no file that is read.
     step = STEP.fullmatch(path.name)
     metadata = {
         "iteration": int(step[1]) if step else 0,

@@ -99,6 +99,7 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
 
 def _check_layers(external: Mapping[str, Any], num_tensors: int) -> None:
     """Raises ConfigError for a number of layers that the tensors cannot be of; listing their names would not end."""
+    # Before any name map is built, whose rules grow with the number of layers.
     for key, value in external.items():
         if not isinstance(value, int | float) or not ("layers" in key or key == "n_layer"):
             continue
@@ -127,6 +128,8 @@ def read_config(family: Family, external: Mapping[str, Any], host: PluginHost) -
 def _fitting(
     able: list[Family], external: Mapping[str, Any], names: list[str], host: PluginHost
 ) -> tuple[Family, Config]:
+    # Several families share a model_type: the tensors decide, since config.json of a base model and of one with a head
+    # may be equal.
     reasons: dict[str, Exception] = {}
     fitting: list[tuple[Family, Config]] = []
     for family in able:

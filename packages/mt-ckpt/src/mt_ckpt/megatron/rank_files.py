@@ -96,6 +96,7 @@ def open_iteration(
         return opened[rank]
 
     first = next(iter(found.values()))
+    # All ranks store the same arguments; those of the first file stand for all.
     args = Arguments((attributes or namespace_attributes)(content(first), first / RANK_FILE), first / RANK_FILE)
     grid = Grid(args.tensor_parallel, args.expert_parallel, args.expert_tensor_parallel)
     stages = args.pipeline_parallel

@@ -102,6 +102,7 @@ class MegatronReader:
         if pieces is None:
             raise CheckpointError(f"{self.folder}: {name} is not in the files of all ranks that share it")
         expected = layout.local_shape(grid.context())
+        # gather would join parts of any sizes: each is compared with what the arguments say before it is read.
         for piece in pieces:
             if tuple(piece.shape) != expected:
                 raise CheckpointError(
@@ -122,6 +123,7 @@ class MegatronReader:
             for name, held in hold(entries).items():
                 self._tensors[f"{OPTIMIZER}{state}.{name}"] = self._gathered(name, held)
         if optimizer.step is not None:
+            # The files have one step for all; the canonical state has one for each parameter.
             for name in hold(optimizer.entries["exp_avg"]) if "exp_avg" in optimizer.entries else ():
                 self._tensors[f"{OPTIMIZER}{STEP}.{name}"] = Number(optimizer.step)
 
@@ -145,6 +147,7 @@ def _padded_vocab_size(iteration: Iteration, weights: Mapping[str, Sequence[Held
 def require_same_names(origin: Path | str, layouts: Mapping[str, ParameterLayout], weights: Collection[str]) -> None:
     """Raises CheckpointError unless the stored parameters are those of the model."""
     problems = [f"{name} is missing" for name in layouts if name not in weights]
+    # Both ways: a tensor that nothing reads would be lost silently.
     problems += [f"{name} is there and unknown" for name in weights if name not in layouts]
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""

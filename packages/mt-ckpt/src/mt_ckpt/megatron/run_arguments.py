@@ -109,7 +109,7 @@ def _train(args: Arguments) -> dict[str, Any]:
 
 def dtype_name(args: Arguments) -> str:
     """precision.dtype: that of the weights in training."""
-    # params_dtype is set by these flags; old checkpoints have the flags alone.
+    # The flags set params_dtype, and stand alone where it is not there.
     by_flag = "bf16" if args.get("bf16", False) else "fp16" if args.get("fp16", False) else "fp32"
     return DTYPE_NAMES.get(str(args.values.get("params_dtype")), by_flag)
 

@@ -224,6 +224,7 @@ def _write_tensor(
     for rank in ranks:
         local = layout.to_local(tensor, rank.ctx)
         for entry in members:
+            # local: the rank's slice; of experts [experts of the rank, ...], which a file has one by one.
             piece = local if entry.expert is None else local[entry.expert]
             key = (part, entry.stored)
             rank.encoded.setdefault(key, {})[state] = rank.writer.add(piece)
@@ -237,6 +238,7 @@ def _experts_of_a_rank(made: Plan) -> int:
 
 def _rank_value(rank: RankParts, made: Plan, stage: int, host: PluginHost, model_value: MakeModel) -> dict[str, Any]:
     parts = made.target.pipeline.parts
+    # no_save_optim is None, not False, in arguments of runs that did not set it.
     value: dict[str, Any] = {
         "args": namespace(
             {**made.args, DISTRIBUTED: made.distributed, "no_save_optim": not made.states or None, "no_save_rng": True}
@@ -264,6 +266,7 @@ def _optimizer(rank: RankParts, made: Plan) -> Any:
         for entry in entries
         if made.trained(entry.name) and (states := rank.encoded[part, entry.stored])
     ]
+    # A tensor of its own for each parameter, as torch's state has it.
     updates = made.step()
     return optimizer_value(
         members, options, lambda: rank.writer.add(torch.tensor(updates)), experts_apart=made.experts_apart

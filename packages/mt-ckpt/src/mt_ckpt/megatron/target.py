@@ -61,6 +61,7 @@ class Plan:
         """Whether the optimizer's state is written as Megatron's distributed optimizer does: if the run had that."""
         parallel = self.source.metadata.get("config", {}).get("parallel", {})
         carried = carried_arguments(self.source.metadata)
+        # A run of Megatron's says it in its arguments, one of mt's in [parallel].
         return bool(self.states) and bool(carried.get(DISTRIBUTED) or parallel.get(DISTRIBUTED))
 
     @property
@@ -126,6 +127,7 @@ class Plan:
 
     def step(self) -> float:
         """Number of optimizer steps."""
+        # One step stands for all parameters; a checkpoint without any has made as many as iterations.
         name = next((name for name in self.source.shapes() if name.startswith(f"{OPTIMIZER}step.")), None)
         return float(self.source.read(name)) if name else float(self.iteration)
 
@@ -188,6 +190,7 @@ def _dtype(source: CheckpointReader) -> torch.dtype:
     for name, dtype in source.dtypes().items():
         if name.startswith(MODEL):
             counts[dtype] = counts.get(dtype, 0) + 1
+    # Single parameters may have another dtype, such as a router's bias in fp32.
     return max(counts, key=lambda dtype: counts[dtype])
 
 

@@ -179,6 +179,7 @@ def _require(args: Mapping[str, Any], version: Version, first: Version, name: st
     if name not in args or (name.startswith("mamba_") and not hybrid):
         return
     meant = before(args) if callable(before) else before
+    # None: the argument was not given, whatever the version.
     if args[name] not in (None, meant):
         raise _too_old(version, first, f"{name}={args[name]}")
 

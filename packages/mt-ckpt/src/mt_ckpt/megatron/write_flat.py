@@ -72,6 +72,7 @@ def _buffers(
     made: Plan, ranks: Sequence[FlatRank], stage: int, parts: Sequence[Sequence[RankEntry]]
 ) -> list[dict[Any, Any]]:
     """For each rank, the value of one optimizer."""
+    # Megatron-Core stores the buckets of a buffer as one tensor since 0.6, and marks that by this key.
     values: list[dict[Any, Any]] = [{"buckets_coalesced": True} for _ in ranks]
     for number, part in enumerate(parts):
         layout = _layout(made, ranks[0].ctx, stage, number, part)
@@ -97,6 +98,7 @@ def _layout(made: Plan, ctx: ParallelContext, stage: int, number: int, part: Seq
         placed += [
             Placed(by_key[key], begin + first, _numel(made, ctx, by_key[key])) for key, first in bucket.first.items()
         ]
+        # Buckets follow one another without the padding at their ends, as Megatron stores them.
         begin += bucket.numel
     return Layout(placed, begin)
 

@@ -42,6 +42,7 @@ def param_group(options: Mapping[str, Any], *, decayed: bool, of_experts: bool) 
         "capturable": False,
         "differentiable": False,
         "fused": None,
+        # AdamW
         "decoupled_weight_decay": True,
     }
 
@@ -100,6 +101,7 @@ def _one(
 ) -> dict[str, Any]:
     groups, states, copies = [], {}, []
     count = 0
+    # Megatron's order of groups: with weight decay first.
     for decayed in (True, False):
         chosen = [written for entry, dims, written in members if _decays(entry, dims) == decayed]
         if not chosen:

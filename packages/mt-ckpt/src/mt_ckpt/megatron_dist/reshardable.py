@@ -172,7 +172,7 @@ class _Model:
 
 def reason_not_read(index: Index, args: Arguments) -> str | None:
     """Why buckets cannot be tied to parameters, of runs where nothing in the files says it; None: they can."""
-    # Another number of optimizers (of a layer-wise or a muon run) has buckets whose members nothing in the files names.
+    # Of other optimizers nothing in the files says which parameters they have.
     optimizers = {int(match["optimizer"]) for match in _matches(index) if match["optimizer"]}
     if not optimizers <= {0, int(args.expert_parallel > 1)}:
         return "its flat buckets (dp_reshardable) are of other optimizers than the experts' and one of all the rest"

@@ -82,7 +82,6 @@ def to_old(core: str, *, copied: bool) -> tuple[str, ...]:
     of the token embeddings. Raises CheckpointError for a parameter that the old models did not have."""
     if core == OUTPUT:
         return ("word_embeddings_for_head", "weight") if copied else ("language_model", "output_layer", "weight")
-    # Two old names of one parameter: the first of the table, which was the usual one, is found first.
     for old, new in HEADS.items():
         if new == core:
             return _keys(old)

@@ -65,6 +65,7 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     if not shards:
         raise CheckpointError(f"{path}: has no consolidated.00.pth and no {SAFETENSORS}")
     merged = MergedShards(shards, lambda name, shape: _cut_along(name, shape, params))
+    # Names come from the first file; MergedShards has required them to be equal in all.
     names = list(_without_tied_output(shards))
     external = to_hugging_face(params, {name: merged.infos[name] for name in names})
     renamed = Renamed(merged, {_renamed(name): name for name in names})

@@ -77,6 +77,7 @@ class _Model:
 
     def read(self) -> Any:
         """(name, the parts of all ranks) one by one."""
+        # values() reads each canonical tensor once, since parts of one (queries, keys, values) follow one another.
         for name, tensor in zip(self._outputs.infos, self._outputs.values(self._outputs.infos), strict=True):
             renamed = _meta_name(name)
             if renamed.endswith(ROTATED):

@@ -137,6 +137,8 @@ def _first_line(content: bytes) -> bytes:
 
 
 def _sections(manifest: Manifest) -> Iterator[str]:
+    # One line per entry in place of json.dumps(indent=...): a manifest of thousands of tensors stays readable and can
+    # be searched by line.
     for key in type(manifest).model_fields:
         value = getattr(manifest, key)
         yield f'"{key}": {_table(value) if isinstance(value, Mapping) else json.dumps(value)}'
@@ -192,6 +194,7 @@ def _no_manifest(path: Path) -> str:
 def _parse(file: Path, content: dict[str, Any]) -> Manifest:
     _check_version(file, content)
     try:
+        # The version has been checked, so that a version without an entry is the present one.
         manifest = Manifest.model_validate(_MIGRATIONS.get(content["version"], _unchanged)(content))
     except ValidationError as error:
         first = error.errors()[0]
@@ -250,6 +253,8 @@ def _piece_contradictions(tensor: StoredTensor, shards: Collection[str]) -> Iter
             yield f"a piece is in {piece.shard!r}, which is not listed"
         if len(piece.start) != len(piece.shape) or not piece.tensor_slice.is_inside(tensor.shape):
             yield f"a piece from {list(piece.start)} of shape {list(piece.shape)} is not inside {list(tensor.shape)}"
+    # Cheap conditions that find missing and repeated pieces. They are no proof of a tiling: that pieces are equal or
+    # disjoint is what the writers guarantee.
     if sum(piece.tensor_slice.numel for piece in tensor.pieces) != math.prod(tensor.shape):
         yield "its pieces do not cover it"
     if len({piece.start for piece in tensor.pieces}) != len(tensor.pieces):

@@ -135,7 +135,8 @@ class RemotePlace:
 def begin(path: Path) -> tuple[str, FirstRanksPlace | RemotePlace]:
     """On the first rank: makes the place; the string is its place, for other ranks. Raises OSError."""
     if is_remote(path):
-        # Removed first: a manifest that lists shards of which some are overwritten would be a damaged checkpoint.
+        # Removed first: small files of the new checkpoint replace those of the old one, whose manifest has their
+        # checksums.
         (path / MANIFEST_NAME).unlink(missing_ok=True)  # what is replaced is no checkpoint any more
         path.mkdir(parents=True, exist_ok=True)
         token = secrets.token_hex(4)

@@ -104,6 +104,7 @@ class _Stage:
         parts: Parts = {}
         for name in order:
             ours, target = made_of[name]
+            # Names of one canonical tensor follow one another, also after `align`: they have one dtype.
             if target != last:
                 parts = {}  # before the next is read
                 parts, last = self._parts(ours, target, self._source.read(ours)), target

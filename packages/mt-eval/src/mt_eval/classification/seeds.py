@@ -52,7 +52,6 @@ def _finetune(loaded: LoadedConfig, seed: int, run_dir: Path, host: PluginHost) 
 def _evaluation_of(best: BestRecord, metrics: Path) -> dict[str, float]:
     """The last one of its step in metrics.jsonl that has its metric; lines of evaluators have others."""
     lines = (json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines())
-    # A resumed run repeats steps since its last checkpoint, and with them lines: the last one counts.
     found = [line for line in lines if line["iteration"] == best.iteration and best.metric in line]
     return {name: value for name, value in found[-1].items() if name not in ("kind", "iteration")}
 

@@ -124,6 +124,7 @@ def _window_of_all(args: Arguments, windows: Sequence[int | None]) -> int | None
 
 def _windows_behind(args: Arguments, windows: Sequence[int | None]) -> dict[str, int]:
     """Qwen's windows, in all layers behind the first so many."""
+    # max_window_layers = n: layers 0 to n - 1 see everything.
     first = next((layer for layer, window in enumerate(windows) if window is not None), len(windows))
     if len(set(windows[first:])) > 1:
         raise ConfigError(

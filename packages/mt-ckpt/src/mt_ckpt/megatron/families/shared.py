@@ -128,6 +128,7 @@ def shared_arguments(model: Any) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "kv_channels": model.head_dim,
         "group_query_attention": grouped,
+        # Megatron reads num_query_groups with group_query_attention only; 1 is its default.
         "num_query_groups": model.query_groups if grouped else 1,
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
