@@ -29,7 +29,7 @@ class BlockType:
     def to_tensor(self, data: np.ndarray) -> Tensor:
         """[elements] from the bytes of whole blocks."""
         if self.dequantize is None:
-            # The file's bytes are little-endian, as the machines that torch runs on.
+            # No byte swap: the file is little-endian, and so is the machine.
             return torch.from_numpy(data).view(self.dtype)
         return torch.from_numpy(self.dequantize(data.reshape(-1, self.num_bytes))).reshape(-1)
 

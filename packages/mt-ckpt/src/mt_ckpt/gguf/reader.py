@@ -156,7 +156,6 @@ class _Values:
 
 def _shortest(value: float) -> float:
     """The number that somebody wrote and the file holds in 32 bits: 1e-05, not 9.999999747378752e-06."""
-    # The fewest digits that give the same fp32.
     return next(x for digits in range(1, 18) if _single(x := float(f"{value:.{digits}g}")) == _single(value))
 
 

@@ -172,6 +172,5 @@ def layer_counts(names: Iterable[str]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name in names:
         if found := layer_of(name):
-            # The largest number + 1: layers are numbered from 0.
             counts[found[0]] = max(counts.get(found[0], 0), found[1] + 1)
     return counts

@@ -42,7 +42,7 @@ def param_group(options: Mapping[str, Any], *, decayed: bool, of_experts: bool) 
         "capturable": False,
         "differentiable": False,
         "fused": None,
-        # AdamW
+        # AdamW: the decay is not part of the gradient.
         "decoupled_weight_decay": True,
     }
 

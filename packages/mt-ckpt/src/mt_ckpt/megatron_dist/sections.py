@@ -38,7 +38,7 @@ class Packed:
         return self.parts[0].dtype
 
     def read(self) -> Tensor:
-        # [rows of z + x + B + C + dt, hidden]
+        # [rows of all sections, ...]
         return torch.cat([part.read() for part in self.parts])
 
 

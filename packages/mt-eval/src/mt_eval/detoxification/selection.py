@@ -22,7 +22,6 @@ def select_least_toxic(source: Path, target: Path, share: float, seed: int, attr
     # The place breaks ties between equal scores, so that the choice depends on nothing else.
     scores = ((score_of(one, attribute), place, one[TEXT]) for place, one in enumerate(texts))
     scored = [(score, place, text) for score, place, text in scores if score is not None]
-    # The share is of all texts, those without a score included.
     kept = sorted(scored)[: int(share * len(texts))]
     if not kept:
         raise DataError(

@@ -137,7 +137,6 @@ class HarnessModel(TemplateLM):
 
     def _log_likelihoods(self, requests: Requests) -> Iterator[Sample]:
         windows = [self._window(request) for request in requests.values()]
-        # A generator of continuations; answers come in the same order.
         scores = score(self.generator, (continuation for continuation, _ in windows))
         for (_, truncated), scored in zip(windows, scores, strict=True):
             # fsum: without the rounding of thousands of additions.
