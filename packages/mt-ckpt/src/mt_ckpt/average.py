@@ -43,6 +43,8 @@ class Average:
         if not tensor.is_floating_point():
             self._require_equal(name, tensor)
             return tensor
+        # copy=True: `tensor` may be the pages of a mapped file, or a tensor that the reader keeps. fp32: a sum of bf16
+        # values rounds away what the later checkpoints add.
         total = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
         for reader in others:
             total += reader.read(name)

@@ -27,6 +27,7 @@ def find_problems(
     reader = opened.reader
     problems = _misfits(reader, host)
     for entry in tensors:
+        # One damaged tensor does not end the check: all are listed.
         try:
             value = reader.read(entry.name)
         except CheckpointError as error:
@@ -59,5 +60,6 @@ def _misfits(reader: CheckpointReader, host: PluginHost) -> list[str]:
 
 def has_checksums(opened: Opened) -> bool:
     """Whether the weights' files have checksums, so that changed values would have been seen."""
+    # Only the suffixes of files with weights count. A .pt beside safetensors says nothing of those.
     weights = {Path(file).suffix for file in files_of(opened)} & {*WITH_CHECKSUMS, ".safetensors", ".gguf", ".distcp"}
     return bool(weights) and weights <= WITH_CHECKSUMS

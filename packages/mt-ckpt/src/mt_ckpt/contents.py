@@ -63,6 +63,7 @@ def open_any(path: Path, host: PluginHost, loader: str = AUTO) -> Opened:
         spec = host.checkpoint_loaders.get(loader, key="--loader")
         return Opened(found, spec, open_with(spec, found, host))
     reader = open_checkpoint(found, host)
+    # `open_checkpoint` returns the reader alone: its format is found by the same question, put to the same loaders.
     spec = next(spec for spec in host.checkpoint_loaders if spec.detect.load()(found))
     return Opened(found, spec, reader)
 

@@ -47,10 +47,15 @@ def differences(
 def _of_values(name: str, first: Tensor, second: Tensor) -> Iterator[Difference]:
     dtypes = "" if first.dtype == second.dtype else f"{first.dtype} and {second.dtype}".replace("torch.", "")
     largest, count = 0.0, 0
+    # In blocks of 4 Mi elements: three fp64 copies of a whole embedding would be many times its size.
     for a, b in zip(first.reshape(-1).split(BLOCK), second.reshape(-1).split(BLOCK), strict=True):
+        # fp64 holds every value of the smaller float types exactly, so that bf16 can be compared with fp32. int64
+        # beyond 2**53 is rounded.
         a, b = a.to(torch.float64), b.to(torch.float64)
         same = (a == b) | (a.isnan() & b.isnan())
         count += int((~same).sum())
+        # `same` first: inf - inf is NaN where both are infinite. A NaN on one side only counts as an infinite
+        # difference.
         gap = (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"))
         largest = max(largest, gap.max().item() if gap.numel() else 0.0)
     if count or dtypes:

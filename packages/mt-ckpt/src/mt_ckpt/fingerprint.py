@@ -18,6 +18,7 @@ def checkpoint_fingerprint(path: Path) -> str:
     """
     digest = xxhash.xxh3_128()
     for file in _files(path):
+        # NUL cannot be in a name and the size has a fixed width, so that no two lists of files give the same bytes.
         digest.update(str(file.relative_to(path)).encode() + b"\0" + file.stat().st_size.to_bytes(8, "little"))
         _update(digest, file)
     return digest.hexdigest()
@@ -27,6 +28,7 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     listed = [path / name for name in (MANIFEST_NAME, CHECKSUMS) if (path / name).is_file()]
+    # The manifest of the native format comes before the checksums that `mt convert` writes.
     return listed[:1] or sorted(file for file in path.rglob("*") if file.is_file())
 
 

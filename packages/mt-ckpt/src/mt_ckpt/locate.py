@@ -27,6 +27,7 @@ def resolve_run(path: Path) -> Path:
 def _tracked(folder: Path) -> Path:
     name = (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
     path = folder / name
+    # `Path(name).name != name`: the tracker may not lead out of its folder.
     if not name or Path(name).name != name or not path.is_dir():
         raise CheckpointError(f"{folder / TRACKER}: names {name!r}, which is not a checkpoint in {folder}")
     return path

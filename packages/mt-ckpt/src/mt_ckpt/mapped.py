@@ -16,11 +16,15 @@ def map_range(file: Path, offset: int, length: int) -> memoryview | None:
     pages are there on return: were they brought in at first use, an error of the disk would end the process by a
     signal instead of a message.
     """
+    # The offset of a mapping has to be a multiple of the page size.
     before = offset % mmap.ALLOCATIONGRANULARITY
     try:
         with file.open("rb") as stream:
+            # ACCESS_COPY is MAP_PRIVATE: a write to the tensor changes a copy of the page. The mapping stays after
+            # `stream` closes.
             mapped = mmap.mmap(stream.fileno(), before + length, access=mmap.ACCESS_COPY, offset=offset - before)
         mapped.madvise(mmap.MADV_WILLNEED)
+        # Before Linux 5.14 this is EINVAL, and the caller reads into memory instead.
         mapped.madvise(MADV_POPULATE_READ)
     except (OSError, ValueError):  # ValueError: the file is shorter
         return None

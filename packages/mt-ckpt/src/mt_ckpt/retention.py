@@ -21,6 +21,7 @@ def checkpoints_of(run: Path, host: PluginHost) -> list[Path]:
     if not folder.is_dir():
         raise CheckpointError(f"{run}: no such directory")
     detectors = [spec.detect.load() for spec in host.checkpoint_loaders]
+    # Only what a loader recognizes: a folder that is being written is not counted as the newest.
     whole = retention.checkpoints_in(folder, lambda path: any(detect(path) for detect in detectors))
     if not whole:
         raise CheckpointError(f"{run}: has no checkpoint {retention.PREFIX}NNNNNNN")
@@ -33,6 +34,7 @@ def superfluous(checkpoints: Sequence[Path], keep_last: int, keep_every: int | N
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value}: give 1 or more; the latest checkpoint is always kept")
     folder = checkpoints[-1].parent if checkpoints else None
+    # Kept whatever the numbers say: a resumed run begins from the latest one, RUN/best names the best one.
     named = () if folder is None else (_latest(folder), best_name(folder))
     return retention.superfluous(checkpoints, keep_last, keep_every, named)
 

@@ -75,6 +75,7 @@ class SafetensorsFile:
         """One tensor on CPU, contiguous, which may be changed. Its memory is the file's where the system can do that,
         so the file must not be cut or written to while the tensor is in use."""
         place = self._places[name]
+        # Mapped pages need a local file.
         if is_remote(self.file):
             return self._fetched(place)
         tensor = _mapped(self.file, place)
@@ -93,6 +94,7 @@ class SafetensorsFile:
         target, offset = _bytes_of(tensor), place.offset
         with self.file.open("rb", buffering=0) as stream:
             while target:
+                # preadv returns 0 at the end of the file only.
                 count = os.preadv(stream.fileno(), [target[:BLOCK_BYTES]], offset)
                 if not count:
                     raise CheckpointError(f"{self.file}: truncated: it ends at byte {offset}, within tensor {name}")
@@ -121,15 +123,20 @@ class SafetensorsWriter:
         Raises OSError, and CheckpointError for a dtype that the format cannot hold.
         """
         self._file, self._pending_bytes = file, pending_bytes
+        # Taken by `add` one by one; what is left when `finish` is called has no values.
         self._left = iter(tensors.items())
         header = _header(tensors) if offset is None else b""
         self._stream = file.open("wb" if offset is None else "r+b", buffering=0)
+        # Several processes write parts of one file, each with a stream and a position of its own: see
+        # `convert.workers`.
         self._stream.seek(offset or 0)
+        # One thread, since writes follow one another at the stream's position. File I/O releases the GIL.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mt-ckpt-write")
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="mt-ckpt-sync")
         self._unsynced = 0
         self._syncs: list[Future[None]] = []
         self._parts: list[Future[Part]] = []
+        # (write, bytes) of values that may not be on the disk yet. Their memory is held until the write is done.
         self._waiting: deque[tuple[Future[Part], int]] = deque()
         if header:
             self._submit(memoryview(header))
@@ -143,6 +150,7 @@ class SafetensorsWriter:
         if tuple(value.shape) != info.shape or value.dtype != info.dtype:
             raise ValueError(f"{name}: got {value.dtype} {list(value.shape)}, planned {info}")
         self._submit(_bytes_of(value.contiguous()))
+        # Back-pressure: a source that is faster than the disk would otherwise fill the memory with pending values.
         while sum(size for _, size in self._waiting) > self._pending_bytes:
             self._waiting.popleft()[0].result()
 
@@ -150,6 +158,7 @@ class SafetensorsWriter:
         """Sync the file, whose values must all be there; returns its parts: the header of a new file, each tensor."""
         if missing := [name for name, _ in self._left]:
             raise ValueError(f"{self._file}: no value was added for {', '.join(missing[:8])}")
+        # result() raises the error of a write before the file is taken for complete.
         parts = [part.result() for part in self._parts]
         for sync in self._syncs:
             sync.result()
@@ -157,6 +166,7 @@ class SafetensorsWriter:
         return parts
 
     def close(self) -> None:
+        # After an error pending writes are dropped: the file is not kept. Both threads end before the stream is closed.
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._disk.shutdown(wait=True, cancel_futures=True)
         self._stream.close()
@@ -181,6 +191,7 @@ class SafetensorsWriter:
     def _write_block(self, block: memoryview) -> None:
         self._unsynced += len(block)
         while block:
+            # An unbuffered write may take a part of the block only.
             block = block[self._stream.write(block) :]
         if self._unsynced >= SYNC_BYTES:
             self._unsynced = 0
@@ -211,6 +222,7 @@ def begin_safetensors(file: Path, tensors: Mapping[str, TensorInfo]) -> Part:
     header = _header(tensors)
     with file.open("wb") as stream:
         stream.write(header)
+        # The file has its final size at once (sparse), so that writers of later parts need not wait for earlier ones.
         stream.truncate(len(header) + sum(info.num_bytes for info in tensors.values()))
     return len(header), checksum(header)
 
@@ -226,6 +238,7 @@ def write_tensors(file: Path, tensors: Mapping[str, TensorInfo], values: Iterabl
 
 def align(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The tensors with larger elements first, as write_safetensors wants them; otherwise in the given order."""
+    # sorted is stable, also with a negated key.
     return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
@@ -237,12 +250,15 @@ def _header(tensors: Mapping[str, TensorInfo]) -> bytes:
     position, largest = 0, None
     for name, info in tensors.items():
         if largest is not None and info.dtype.itemsize > largest:
+            # With decreasing element sizes every offset is a multiple of its element's size, without gaps, which the
+            # format does not allow.
             raise ValueError(f"{name}: elements larger than those before; order the tensors with align()")
         largest = info.dtype.itemsize
         entries[name] = {"dtype": _format_name(name, info.dtype), "shape": list(info.shape)}
         entries[name]["data_offsets"] = [position, position + info.num_bytes]
         position += info.num_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # Spaces after the JSON are part of the header. The safetensors library pads so too.
     text = text.ljust(math.ceil(len(text) / ALIGNMENT) * ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
@@ -258,6 +274,7 @@ def _read_header(file: Path) -> tuple[dict[str, _Place], Mapping[str, str]]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
+        # The length is untrusted: it is limited before so many bytes are read.
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise CheckpointError(f"{file}: no safetensors file, or truncated: {size} bytes, header of {length}")
         text = stream.read(length)
@@ -274,12 +291,15 @@ def _read_header(file: Path) -> tuple[dict[str, _Place], Mapping[str, str]]:
 def _place(entry: Mapping[str, Any], start: int) -> _Place:
     info = TensorInfo(tuple(int(size) for size in entry["shape"]), ELEMENT_TYPES[entry["dtype"]].torch_dtype())
     begin, end = entry["data_offsets"]
+    # Offsets are compared with shape x element size here, and with the neighbours and the file's size in
+    # `_require_no_gaps`.
     if min(info.shape, default=0) < 0 or end - begin != info.num_bytes:
         raise ValueError(f"{entry} does not fit its bytes")
     return _Place(info, start + begin)
 
 
 def _require_no_gaps(file: Path, places: Mapping[str, _Place], position: int, size: int) -> None:
+    # Sorted by size as well: an empty tensor begins where the next one does, and has to come before it.
     for name, place in sorted(places.items(), key=lambda item: (item[1].offset, item[1].info.num_bytes)):
         if place.offset != position:
             raise CheckpointError(f"{file}: damaged: tensor {name} does not begin where the one before it ends")
@@ -295,9 +315,11 @@ def _require_no_gaps(file: Path, places: Mapping[str, _Place], position: int, si
 def _mapped(file: Path, place: _Place) -> Tensor | None:
     """The tensor in the file's own pages; None where they cannot be had or its elements are not aligned."""
     info = place.info
+    # mmap takes no empty range. torch.frombuffer needs alignment, which files of other writers may lack.
     if not info.num_bytes or place.offset % info.dtype.itemsize:
         return None
     memory = map_range(file, place.offset, info.num_bytes)
+    # The tensor keeps `memory`, and that the mapping, alive.
     return None if memory is None else torch.frombuffer(memory, dtype=info.dtype).view(info.shape)
 
 
@@ -312,6 +334,7 @@ def split_by_size(tensors: Mapping[str, TensorInfo], max_bytes: int) -> Sequence
     groups: list[dict[str, TensorInfo]] = [{}]
     room = max_bytes
     for name, info in tensors.items():
+        # `groups[-1]`: the first tensor of a group fits whatever its size.
         if groups[-1] and info.num_bytes > room:
             groups.append({})
             room = max_bytes

@@ -17,6 +17,7 @@ FACTORS = {
 
 def format_bytes(num_bytes: int) -> str:
     """Such as "512 B", "1.5 KiB", "24.0 GiB"."""
+    # 10 bits are a factor of 1024: the unit is found without rounding errors of a logarithm.
     exponent = min(max(num_bytes.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{num_bytes / 1024**exponent:.{1 if exponent else 0}f} {UNITS[exponent]}"
 

@@ -31,6 +31,7 @@ class TorchFile:
 
     def same_storage(self, first: str, second: str) -> bool:
         """Whether two tensors are both there and are the same elements of one storage."""
+        # Both tensors are equal StoredTensor values: the same bytes of the same file, shape and stride.
         return first in self._stored and self._stored[first] == self._stored.get(second)
 
     def read(self, name: str) -> Tensor:

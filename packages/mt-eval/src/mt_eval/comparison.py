@@ -74,12 +74,18 @@ def paired_bootstrap(first: Array, second: Array, weights: Array, bootstrap: Boo
     """The interval of the weighted mean of second - first; all [N]."""
     count = len(weights)
     generator = np.random.default_rng(bootstrap.seed)
+    # The difference of each sample is taken before drawing: pairs stay together, which removes the variance that both
+    # share.
     weighted = weights * (second - first)
     means = []
+    # In portions: all draws at once would be resamples x samples numbers of 8 bytes.
     for rows in _portions(bootstrap.resamples, max(1, DRAWS_AT_ONCE // count)):
+        # [rows, count], indices of samples
         drawn = generator.integers(0, count, (rows, count))
+        # The weights are drawn with the samples: the denominator varies, as the number of tokens would.
         means.append(weighted[drawn].sum(axis=1) / weights[drawn].sum(axis=1))
     tail = (1 - bootstrap.confidence) / 2
+    # The percentile interval: quantiles of the drawn means, without an assumption on their distribution.
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
     return float(low), float(high)
 
@@ -93,10 +99,12 @@ def _differences(
     first: Sequence[Sample], second: Sequence[Sample], bootstrap: Bootstrap
 ) -> Iterator[tuple[str, Difference]]:
     for metric in dict.fromkeys(name for sample in first for name in sample.values):
+        # Only samples that have the metric in both: a sample that failed in one of them is in neither mean.
         pairs = [(a, b) for a, b in zip(first, second, strict=True) if metric in a.values and metric in b.values]
         if not pairs:
             continue
         ours, theirs = (np.array([pair[one].values[metric] for pair in pairs]) for one in (0, 1))
+        # Equal in both, as `_check_samples` has required.
         weights = np.array([sample.weight for sample, _ in pairs])
         found = _difference(ours, theirs, weights, bootstrap, len(first) - len(pairs))
         yield (PERPLEXITY, _of_perplexity(found)) if metric == LOG_LIKELIHOOD else (metric, found)
@@ -110,6 +118,7 @@ def _difference(first: Array, second: Array, weights: Array, bootstrap: Bootstra
 
 def _of_perplexity(found: Difference) -> Difference:
     """From log-likelihoods. exp(-x) falls, so that the interval's ends change places."""
+    # exp of a difference of log-likelihoods is a ratio of perplexities.
     first, second, ratio, high, low = np.exp(
         [-found.first, -found.second, -found.difference, -found.low, -found.high]
     ).tolist()
@@ -129,6 +138,7 @@ def _check_tasks(first: Path, ours: Recorded, second: Path, theirs: Recorded) ->
         if only:
             raise DataError(f"{path} alone has task {only[0]}; compared are two evaluations of the same tasks")
     for task in ours.samples:
+        # Results without a data_hash compare as equal.
         hashes = {_settings(recorded, task).get("data_hash") for recorded in (ours, theirs)}
         if len(hashes) > 1:
             raise DataError(f"task {task}: {first} and {second} were measured on different data (data_hash)")
@@ -147,6 +157,7 @@ def _check_samples(task: str, first: Path, ours: Sequence[Sample], second: Path,
     for one, other in zip(ours, theirs, strict=True):
         if one.name != other.name:
             raise DataError(f"task {task}: where {first} has {one.name!r}, {second} has {other.name!r}")
+        # A failed sample has no weight of its own.
         is_weighed = one.error is None and other.error is None
         if is_weighed and one.weight != other.weight:
             raise DataError(

@@ -64,10 +64,13 @@ def find_contamination(
     """
     sources = expand_globs(train)
     found = collect_grams([task], keys, options.ngram, options.min_ngram)
+    # One process at a time: two would mix their counts in the working folder.
     with locked(run.output):
+        # Workers load the table from the file.
         save_grams(run.work / "all", found.grams)
         counts = document_counts(sources, GramTable(found.grams).count, run)
     shutil.rmtree(run.output)
+    # Very frequent n-grams are idioms, licenses or headers, which say nothing of a copy.
     is_shared = (counts > 0) & (counts <= (options.max_documents or np.inf))
     return _contamination(task, keys, GramTable(found.grams), is_shared, options)
 
@@ -85,6 +88,7 @@ def _contamination(
         shared = [one for one in searched if one.shared]
         samples += 1
         too_short += not searched
+        # n-grams of all texts of the sample, its question and its answers.
         if shared:
             ngrams, hits = (sum(getattr(one, of) for one in searched) for of in ("ngrams", "shared"))
             contaminated.append(Overlap(name, ngrams, hits, shared[0].words))
@@ -101,6 +105,7 @@ def _overlap(
         return None
     starts = [
         start
+        # The table has n-grams of several lengths, since short texts count as one n-gram of their own length.
         for n, positions, numbers in table.matches(words)
         if n == length
         for start in positions[is_shared[numbers]].tolist()

@@ -27,6 +27,7 @@ class Journal:
         self._file: TextIO | None = None
         if path is None:
             return
+        # An empty file is that of a run which was killed before its header was written.
         end = self._read(path, described) if path.exists() and path.stat().st_size else 0
         self._file = _opened(path, "r+" if end else "w")
         # What was being written when the last run was killed.
@@ -54,11 +55,13 @@ class Journal:
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        # To the operating system, not to the disk: a killed process loses nothing, a machine without power may.
         self._file.flush()
 
     def _read(self, path: Path, described: Mapping[str, Any]) -> int:
         """The number of bytes in whole lines."""
         recorded = read_journal(path)
+        # Through JSON, so that tuples compare as the lists that the file holds.
         if recorded.end and recorded.described != json.loads(json.dumps(described)):
             raise DataError(
                 f"{path} has samples of another evaluation (its first line says of which); give another --output, or "
@@ -91,6 +94,7 @@ def read_journal(path: Path) -> Recorded:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}; mt eval writes it with --output") from error
+    # Bytes behind the last line break are of a line that was not finished.
     end = content.rfind(b"\n") + 1
     lines = content[:end].splitlines()
     if not lines:

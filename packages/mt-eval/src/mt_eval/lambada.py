@@ -71,8 +71,11 @@ class Lambada:
             tokens = [*self._start, *self._encode(passage)]
             return Continuation(tokens, len(tokens) - 1)
         word = passage.split()[-1]
+        # strip: the white space before the word belongs to the word's first token.
         context = passage[: passage.rindex(word)].strip()
+        # The whole passage is encoded once; encoding the word alone may give other tokens.
         tokens = [*self._start, *self._encode(f"{context} {word}")]
+        # len(context) tokens are the context's only if no token joins both, as lm-evaluation-harness assumes too.
         first = len(self._start) + len(self._encode(context))
         if not 1 <= len(tokens) - first <= self.length:
             raise DataError(

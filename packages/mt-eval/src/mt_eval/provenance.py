@@ -17,6 +17,8 @@ PACKAGES = ("mt-core", "mt-models", "mt-data", "mt-ckpt", "mt-infer", "mt-eval",
 
 def describe_model(path: str | Path, config: Config) -> dict[str, Any]:
     """What decides the numbers: the checkpoint by its content, the tokenizer, layout and precision."""
+    # A run directory means its newest checkpoint, which may be another one tomorrow: the path and the hash of that one
+    # are kept.
     checkpoint = find_checkpoint(path)
     return {
         "checkpoint": str(checkpoint),

@@ -55,6 +55,7 @@ def result_of(task: Task, samples: Sequence[Sample]) -> TaskResult:
         why = f"the first, {failed[0].name}: {failed[0].error}" if failed else "it has none"
         raise DataError(f"task {task.name}: no sample could be scored; {why}")
     return TaskResult(
+        # Samples that failed are in no metric, and their number is in the result: a mean over fewer samples is seen.
         task.metrics(scored),
         len(scored),
         sum(sample.truncated for sample in scored),

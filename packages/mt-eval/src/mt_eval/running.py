@@ -33,6 +33,7 @@ def evaluate(
     with Journal(None if output is None else samples_path(output), described) as journal:
         for task in tasks:
             measure(generator, task, journal, on_sample)
+        # From the journal, so that a resumed run gives the same numbers as an uninterrupted one.
         results = {task.name: result_of(task, journal.samples(task.name)) for task in tasks}
     run = describe_run(str(generator.engine.engine.ctx.device))
     evaluation = Evaluation(results, {**model, **run})

@@ -46,6 +46,7 @@ def score(generator: TextGenerator, continuations: Iterable[Continuation]) -> It
     for continuations that are too long or have tokens that the model lacks.
     """
     require_decoder(generator)
+    # The requests are consumed ahead of the answers, by as many as the engine takes.
     first, second = tee(continuations)
     requests = ((one.tokens[:-1], _scoring(one), one.inputs) for one in first)
     for done, continuation in zip(complete(generator, requests), second, strict=True):
@@ -54,6 +55,7 @@ def score(generator: TextGenerator, continuations: Iterable[Continuation]) -> It
 
 def cut_to(length: int, continuation: Continuation) -> tuple[Continuation, bool]:
     """The last tokens, of which a model with so many positions takes all but the last; and whether there were more."""
+    # length + 1: the last token is a target only.
     surplus = len(continuation.tokens) - (length + 1)
     if surplus <= 0:
         return continuation, False
@@ -84,11 +86,13 @@ def _scoring(continuation: Continuation) -> SamplingParameters:
 
 
 def _scored(continuation: Continuation, done: Completion) -> Scored:
+    # Of the prompt, then of the forced last token.
     rows: list[LogProbs | None] = [*(done.prompt_logprobs or ())[continuation.first :], *done.logprobs]
     wanted = continuation.tokens[continuation.first :]
     found = [row for row in rows if row is not None]
     assert len(found) == len(wanted), "the engine reports each token once"
     return Scored(
         [row.token for row in found],
+        # logprobs=1: the likeliest token of each position is listed first.
         [row.top[0][0] == token for row, token in zip(found, wanted, strict=True)],
     )

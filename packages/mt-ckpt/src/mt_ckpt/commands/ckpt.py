@@ -62,6 +62,7 @@ def verify(path: AnyCheckpoint, loader: Loader = "auto") -> None:
     from mt_ckpt.native.manifest import detect
 
     found = resolve_run(path)
+    # From the strongest check to the weakest: checksums of every byte, checksums of a conversion, the tensors alone.
     if loader in ("auto", "mt") and detect(found):
         typer.echo(_verify_every_byte(found))
     elif (checksums := read_checksums(found)) is not None:

@@ -49,6 +49,7 @@ def read_checksums(path: Path) -> Checksums | None:
 
     None: it was written without checksums. Raises CheckpointError for a damaged checksum file.
     """
+    # The file is at the root of what was written: beside the checkpoint, or above an iteration's folder.
     for folder, prefix in ((path, ""), (path.parent, f"{path.name}/")):
         if (folder / CHECKSUMS).is_file():
             files = _read(folder / CHECKSUMS)
@@ -111,4 +112,5 @@ def _files(file: Path, content: Mapping[str, object]) -> dict[str, Parts]:
 
 
 def _first_line(content: bytes) -> bytes:
+    # The first line opens the JSON object, as in a manifest.
     return f'{{"checksum": "{checksum(content)}",'.encode()

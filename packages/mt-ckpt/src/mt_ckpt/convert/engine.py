@@ -89,8 +89,10 @@ def convert(
     host, options = host or load_plugins(), options or ConvertOptions()
     spec = host.checkpoint_savers.get(saver, key="--saver")
     write, target = _writer(spec, nproc), target_path(save_dir, spec)
+    # Before hours of writing: a format that no loader reads cannot be verified.
     if verify:
         host.checkpoint_loaders.get(spec.name, asker=f"--verify after --saver {saver}")
+    # Absolute, since other processes open it too.
     path = resolve_run(absolute(as_path(load_dir)))
     described = None if config is None else absolute(Path(config))
     chosen = None if tokenizer is None else absolute(as_path(tokenizer))
@@ -100,6 +102,7 @@ def convert(
     if dry_run:
         _rehearse(write, source, options, host)
         return _report(prepared)
+    # Savers read it to decide which processes write.
     source.workers = Workers(nproc, request, spec.name) if nproc > 1 else None
     _write(write, target, source, options, host)
     written = _written_names(target, spec.name, prepared, host)
@@ -150,6 +153,7 @@ def _written_names(target: Path, saver: str, prepared: Prepared, host: PluginHos
 
     By opening the target where a loader of the format is installed, else by what the saver has read.
     """
+    # A saver of a plugin may have no loader beside it.
     if not host.checkpoint_loaders.owners(saver):
         unread = [name for name in prepared.parameters if MODEL + name not in prepared.source.read_names]
         if unread:
@@ -171,6 +175,7 @@ class _Unread(Source):
     """A source whose values are never read."""
 
     def __init__(self, source: Source) -> None:
+        # Shares everything but `read`: no second opening of the checkpoint.
         self.__dict__.update(source.__dict__)
         self.workers = None
 
@@ -180,6 +185,7 @@ class _Unread(Source):
 
 def _rehearse(write: ConvertCheckpoint, source: Source, options: ConvertOptions, host: PluginHost) -> None:
     """Run the saver's checks, up to its first read of a tensor."""
+    # A folder of its own: a rehearsal never touches the target, nor work that could be resumed there.
     with TemporaryDirectory(prefix="mt-convert-") as folder:
         try:
             write(Path(folder) / "rehearsal", _Unread(source), options, host)

@@ -55,6 +55,7 @@ def write_files(
     missing = {file: plan.files[file] for file, entry in kept.items() if entry is None}
     workers: Workers | None = getattr(source, "workers", None)
     written = _write_here(folder, plan, missing) if workers is None else _share(folder, plan, missing, source, workers)
+    # A file is recorded as soon as it is complete: a kill costs at most the files that are being written.
     for file, parts in written:
         kept[file] = about(missing[file], parts)
         folder.finish(file, parts, kept[file])
@@ -76,13 +77,16 @@ def _share(
     workers: Workers,
 ) -> Iterator[tuple[str, list[Part]]]:
     """Yields a file after all of its parts are written and synced."""
+    # All files exist with their final size before a worker opens one; workers write disjoint ranges.
     headers = {file: begin_safetensors(folder.content / file, infos) for file, infos in files.items()}
     tasks = list(_parts_of(plan, files, headers, workers.count))
     left = {file: [task for task in tasks if task.file == file] for file in files}
     results: dict[FilePart, list[Part]] = {}
     for task, parts in workers.write(folder.content, tasks, plan, source.note_read):
         results[task] = parts
+        # Parts end in any order; a file is complete with its last one.
         if all(other in results for other in left[task.file]):
+            # Workers sync what they wrote; the header was written by this process.
             sync_file(folder.content / task.file)
             yield task.file, [headers[task.file], *(part for other in left[task.file] for part in results.pop(other))]
 
@@ -94,6 +98,7 @@ def _parts_of(
     processes: int,
 ) -> Iterator[FilePart]:
     total = sum(info.num_bytes for infos in files.values() for info in infos.values())
+    # At least 1: a model without bytes still has a part.
     size = max(1, min(MAX_PART_BYTES, total // (PARTS_A_PROCESS * processes)))
     for file, infos in files.items():
         offset = headers[file][0]
@@ -109,6 +114,7 @@ def _groups(
     group: list[str] = []
     num_bytes = 0
     for name, info in infos.items():
+        # Not between parts of one canonical tensor: two processes would both read it whole.
         if group and num_bytes + info.num_bytes > max_bytes and made_of(name) != made_of(group[-1]):
             yield tuple(group)
             group, num_bytes = [], 0

@@ -34,6 +34,7 @@ def model_config(source: CheckpointReader, host: PluginHost) -> Config:
 
 def build_model(config: Config, host: PluginHost, device: str = "cpu") -> nn.Module:
     """The whole model in fp32 with uninitialized weights and the eager attention backend."""
+    # The eager backend takes every request, and exists on every machine.
     changes: dict[str, Any] = {BACKEND: "eager"} if BACKEND in type(config.model).model_fields else {}
     chosen = config.model_copy(update={"model": config.model.model_copy(update=changes)})
     ctx = ParallelContext(device=torch.device(device))

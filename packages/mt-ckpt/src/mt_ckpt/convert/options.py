@@ -35,6 +35,7 @@ def refuse(saver: str, options: ConvertOptions, *names: str, why: str) -> None:
     """Raises ConfigError if one of the named options is set."""
     for name in names:
         value = getattr(options, name)
+        # Options of Megatron are None when they are not given, as LAYOUT.get returns for them.
         if value != LAYOUT.get(name):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {value} means nothing to the format {saver}: {why}; leave it out")

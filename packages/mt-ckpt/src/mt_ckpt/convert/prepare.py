@@ -57,18 +57,23 @@ class Prepared:
 def prepare(request: Request, host: PluginHost, progress: Progress = lambda done, total: None) -> Prepared:
     """Raises what `convert` raises for the source."""
     opened = open_named(request.path, request.loader, host, request.config)
+    # Wrappers, from the inside out: without histories, upcycled, with another vocabulary, trimmed, with another
+    # tokenizer. Each is what the next one reads.
     reader = upcycled(without_histories(opened), request.options, host)
     if request.true_vocab_size is not None:
         reader = with_vocab_size(reader, request.true_vocab_size, host)
     config = model_config(reader, host)
     parameters = expected_parameters(config, host)
     vocab_size = getattr(config.model, "vocab_size", None)
+    # After the other vocabulary, whose padding would otherwise count as rows too many.
     reader = without_padding(reader, shapes_of(parameters), vocab_size, trim=request.trim_vocabulary)
     require_fit(reader, shapes_of(parameters), MODEL)
     if request.tokenizer is not None:
         reader = with_tokenizer(reader, request.tokenizer, vocab_size, host)
     vocabulary = (request.trim_vocabulary, request.true_vocab_size)
+    # Everything that changes the written bytes: an interrupted conversion is resumed only if all of it is equal.
     identity = identity_of(request.path, request.options, *vocabulary, request.tokenizer, reader.metadata["config"])
+    # Parameters for which the model declares a dtype (a router in fp32) keep it whatever --dtype says.
     declared = [name for name, layout in parameters.items() if layout.dtype is not None]
     source = Source(reader, identity, dtype=request.options.dtype, kept=declared, progress=progress)
     return Prepared(opened, config, parameters, source)

@@ -75,6 +75,7 @@ def reader_loss(
         return None
     numel = sum(math.prod(shape) for name, shape in second.shapes().items() if name.startswith(MODEL))
     found = ReaderLoss("Megatron" if counts else "mt", before, after, more_rows, numel)
+    # Rows whose logit is the mean of the others add at most their share to the sum of exp: log((ids + rows) / ids).
     _require_alike(found, math.log1p(max(more_rows - rows, 0) / num_ids), fewer=more_rows < rows)
     return found
 
@@ -82,6 +83,7 @@ def reader_loss(
 def _require_alike(found: ReaderLoss, allowed: float, *, fewer: bool = False) -> None:
     """allowed: difference that padding rows may cause. fewer: whether the target has fewer of them than the source."""
     higher = found.target - found.source
+    # A lower loss is right only if rows of padding were dropped.
     if higher > allowed + TOLERANCE or (higher < -TOLERANCE and not fewer):
         raise CheckpointError(
             f"written, but {found.reader} computes another loss from it: {found.target:.5f}, and the source has "
@@ -106,9 +108,11 @@ def loss_of(output: Any, inputs: Mapping[str, Tensor], vocab_size: int) -> float
     """Mean cross entropy of each next id, which is the same for all models: not what they were trained for, but it
     depends on every logit."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    # The last input: of an encoder and decoder the decoder's ids, to which the logits belong.
     ids = list(inputs.values())[-1]
     if logits is None or tuple(logits.shape) != (*ids.shape, vocab_size):
         return None
+    # fp64: the sum over a vocabulary does not add to the difference that is judged.
     return float(F.cross_entropy(logits[0, :-1].double(), ids[0, 1:]))
 
 

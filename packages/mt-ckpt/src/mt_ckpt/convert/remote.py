@@ -28,6 +28,7 @@ class RemoteFolder:
         require_free_place(path)
         self.path, self._key, self._checksums = path, key, checksums
         self._finished = self._begun()
+        # Of another key, or none: what lies there belongs to work that will not be resumed.
         if not self._finished and self._record.exists():
             remove_tree(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -39,6 +40,7 @@ class RemoteFolder:
     def finished(self, name: str) -> Mapping[str, Any] | None:
         """What `finish` recorded about a file that has been uploaded, if it exists with the same size, else None."""
         entry = self._finished.get(name)
+        # Sizes only: comparing checksums would fetch what was sent.
         if entry is None or _size(self.path / name) != sum(num_bytes for num_bytes, _ in entry["parts"]):
             return None
         about: Mapping[str, Any] = entry["about"]
@@ -58,9 +60,11 @@ class RemoteFolder:
     def commit(self, names: set[str]) -> None:
         """Upload the small files. Raises OSError."""
         assert names == {*self._finished, *self._small}
+        # A kill between two of these leaves the record, and with it a place that may be written again.
         for name, data in {**self._checksum_file(names), **self._small}.items():
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             (self.path / name).write_bytes(data)
+        # Last: without the record the place counts as taken.
         self._record.unlink()
 
     def _checksum_file(self, names: set[str]) -> dict[str, bytes]:

@@ -41,9 +41,12 @@ class ResumableFolder:
         self._checksums, self._small = checksums, dict[str, Parts]()
         self._folder = path.parent / f"{PREFIX}{path.name}"
         self.content = self._folder / "content"
+        # Beside the target, hence on its file system, and under a name without randomness, which the next process
+        # finds.
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self._folder)
         try:
+            # With the lock held: no other process adds to the record.
             self._finished = self._begun(key)
             if not self._finished:
                 self._clear()
@@ -61,6 +64,7 @@ class ResumableFolder:
         parts = entry["parts"]
         if file.stat().st_size != sum(num_bytes for num_bytes, _ in parts):
             return None
+        # A file may be damaged by the kill (not synced) or by hand: its bytes are compared, not its time.
         return entry["about"] if _intact(file, parts) else None
 
     def finish(self, name: str, parts: Parts, about: Mapping[str, Any] | None = None) -> None:
@@ -70,6 +74,7 @@ class ResumableFolder:
         `finished` is to return.
         """
         self._finished[name] = entry = new_entry(name, parts, about)
+        # Append and sync: a line is there completely or, after a kill, is a broken last line that `_parse` skips.
         with (self._folder / RECORD).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(entry) + "\n")
             stream.flush()
@@ -86,14 +91,17 @@ class ResumableFolder:
         if self._checksums:
             self.write_small(CHECKSUMS, encode_checksums(checksums_of(names, self._finished, self._small)))
             names = {*names, CHECKSUMS}
+        # Files of an attempt with another plan, or unfinished ones, do not belong to the result.
         for file in [entry for entry in self.content.rglob("*") if entry.is_file()]:
             if str(file.relative_to(self.content)) not in names:
                 file.unlink()
         for folder, _, _ in os.walk(self.content):
             sync_directory(Path(folder))
+        # Somebody may have made the target in the meantime; rename would replace an empty directory only.
         require_free_folder(self.path)
         self.content.rename(self.path)
         sync_directory(self.path.parent)
+        # The lock file goes with it; the descriptor is still held, and closed by `close`.
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -113,6 +121,7 @@ class ResumableFolder:
 
     def _write_record(self, key: str | None) -> None:
         """Rewrite the record, without a partial line that a killed process may have left at its end."""
+        # write_file opens with "x". After a kill between the two the next process begins anew.
         (self._folder / RECORD).unlink(missing_ok=True)
         write_file(self._folder / RECORD, record_bytes(key, self._finished))
         sync_directory(self._folder)
@@ -159,6 +168,7 @@ def record_bytes(key: str | None, finished: Mapping[str, Entry]) -> bytes:
 def finished_entries(record: str, key: str | None) -> dict[str, Entry]:
     """The finished files by name; {} of other work."""
     entries = [_parse(line) for line in record.splitlines()]
+    # Two works without a key are not the same work, although their records begin alike.
     if key is None or not entries or entries[0] != {"key": key}:
         return {}
     return {entry["name"]: entry for entry in entries[1:] if "name" in entry}
@@ -181,5 +191,6 @@ def _lock(folder: Path) -> int:
         os.close(descriptor)
         raise CheckpointError(f"{folder}: another process is converting to the same place") from None
     except OSError:  # the file system has no locks
+        # Without locks two processes are not noticed; the conversion still works.
         return descriptor
     return descriptor

@@ -63,6 +63,7 @@ class Source:
         self._infos = _infos(reader, DTYPES[dtype] if dtype else None, kept)
         self._shapes = {name: info.shape for name, info in self._infos.items()}
         self._dtypes = {name: info.dtype for name, info in self._infos.items()}
+        # The saver shows by its first read of an optimizer's tensor whether it takes everything, see `note_read`.
         self._totals = {prefix: _stored_bytes(reader, self.names(prefix)) for prefix in ("", MODEL)}
         self._total = self._totals[MODEL]
 
@@ -113,6 +114,7 @@ class Source:
 def identity_of(path: Path, *asked: Any) -> str:
     """A checksum of where a checkpoint lies, of its files' sizes and times, and of what is asked."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    # Sizes and times instead of contents, which would take a read of everything.
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return work_key(str(path.resolve()), stats, repr(asked))
 
@@ -140,6 +142,7 @@ def _as(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.dtype == dtype:
         return tensor
     cast = tensor.to(dtype)
+    # In blocks, so that the masks stay small. An inf of the source may stay one; a finite value may not become one.
     for before, after in zip(tensor.reshape(-1).split(BLOCK), cast.reshape(-1).split(BLOCK), strict=True):
         if not after.isfinite().all() and before.isfinite().all():
             largest = before.abs().max().item()

@@ -30,6 +30,7 @@ def with_tokenizer(reader: CheckpointReader, path: Path, vocab_size: int | None,
         raise ConfigError(f"{FLAG} {path}: there is no tokenizer; a folder with one of these is needed: {listed()}")
     chosen = tokenizer_config(path, files, vocab_size)
     config = config_from_dict({"model": reader.metadata["config"]["model"], "tokenizer": chosen}, host)
+    # The tokenizer is built, so that broken files are found before anything is written.
     size = restore_tokenizer(config, files, host).vocab_size
     if vocab_size is not None and size > vocab_size:
         raise ConfigError(f"{FLAG} {path}: this tokenizer has {size} ids, but the model's vocab_size is {vocab_size}")

@@ -57,6 +57,7 @@ def verify_conversion(
     num_tensors = _require_same_tensors(source, written)
     first, second = model_config(source, host), model_config(written, host)
     settings = changed_settings(first.model, second.model)
+    # Both models are held one after the other: the first is dropped with the call that computed its outputs.
     num_outputs = _require_same_outputs(_outputs(first, source, host), _outputs(second, written, host), settings)
     loss = reader_loss(source, written, path, spec.name, host)
     require_names = spec.require_strict_names and spec.require_strict_names.load()
@@ -99,6 +100,7 @@ def _difference(name: str, source: CheckpointReader, written: CheckpointReader) 
     first, second = source.read(name), written.read(name)
     if first.shape != second.shape or first.dtype != second.dtype:
         return f"{first.dtype} {list(first.shape)} became {second.dtype} {list(second.shape)}"
+    # Bytes: NaN equals itself, and a sign of zero counts.
     wrong = sum(int((a != b).sum()) for a, b in zip(_blocks(first), _blocks(second), strict=True))
     return f"{wrong} of {first.nbytes} bytes differ" if wrong else None
 
@@ -123,6 +125,7 @@ def _outputs(config: Config, reader: CheckpointReader, host: PluginHost) -> dict
     load_parameters(model.named_parameters(), reader, parameter_layouts(model), MODEL, ParallelContext())
     found: dict[str, Tensor] = {}
     for name, module in model.named_modules():
+        # Layers, top modules and the whole: the first difference in this order says where the models part.
         if name.count(".") == 0 or name.rpartition(".")[2].isdigit():
             module.register_forward_hook(_recorder(name or "the model's output", found))
     with torch.no_grad():
@@ -133,6 +136,8 @@ def _outputs(config: Config, reader: CheckpointReader, host: PluginHost) -> dict
 def _recorder(name: str, found: dict[str, Tensor]) -> Any:
     def record(module: nn.Module, inputs: Any, output: Any) -> None:
         for i, tensor in enumerate(_tensors(output)):
+            # The first call counts, of modules that are called several times (a shared layer). clone: a module may
+            # write into its output later.
             found.setdefault(f"{name}[{i}]" if i else name, tensor.detach().clone())
 
     return record

@@ -70,6 +70,7 @@ class _Trimmed:
         self._cut = {
             name
             for name, shape in reader.shapes().items()
+            # Suffixes: the optimizer's state ends with the parameter's name.
             if any(name.endswith(f".{table}") and shape[:1] == (rows,) for table, rows in tables.items())
         }
 
@@ -88,6 +89,7 @@ class _Trimmed:
 
     def read(self, name: str) -> Tensor:
         tensor = self._reader.read(name)
+        # A view: the rows that are cut off stay in memory until it is dropped.
         return tensor[: self._vocab_size] if name in self._cut else tensor
 
     def files(self) -> Mapping[str, bytes]:
@@ -116,6 +118,7 @@ def with_vocab_size(reader: CheckpointReader, vocab_size: int, host: PluginHost)
 def vocabulary_tables(reader: CheckpointReader, host: PluginHost) -> list[str]:
     """Parameters that have a row for each id: those whose shape follows the size of the vocabulary."""
     model = dict(reader.metadata["config"]["model"])
+    # The model itself says it: what changes with one id more has a row for each. Shapes only, on the meta device.
     first, second = (
         expected_parameters(config_from_dict({"model": {**model, "vocab_size": size}}, host), host)
         for size in (model["vocab_size"], model["vocab_size"] + 1)
@@ -168,6 +171,7 @@ class _Recounted:
         table = name.removeprefix(PADDING)
         if table not in self._rows:
             return self._reader.read(name)
+        # Table and padding are joined and cut again at the new boundary.
         parts = [self._reader.read(part) for part in (table, PADDING + table) if part in self._reader.shapes()]
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         return whole[: self._vocab_size] if name == table else whole[self._vocab_size :]

@@ -30,9 +30,11 @@ def write_whole_files(
 ) -> dict[str, Mapping[str, Any]]:
     """Write the parts of which a file is not finished yet; returns what is recorded of each file."""
     recorded = {name: folder.finished(name) for part in parts for name in part.names}
+    # Files of a part are written together, so that one that is missing costs all of them.
     missing = [part for part in parts if any(recorded[name] is None for name in part.names)]
     workers: Workers | None = getattr(source, "workers", None)
     if workers is None:
+        # A generator: each part is finished and recorded before the next is written.
         written = ((part, plan.write(folder.content, part)) for part in missing)
     else:
         note_read = source.note_read  # type: ignore[attr-defined]

@@ -51,6 +51,7 @@ class Workers:
         team = [_Worker(context, self, folder) for _ in range(min(self.count, len(parts)))]
         try:
             left = deque(parts)
+            # Handed out at once: the pipe holds the part until the worker has started and reads it.
             for worker in team:
                 worker.hand(left.popleft())
             yield from _write_meanwhile(team, left, plan, folder)
@@ -62,6 +63,7 @@ class Workers:
     def serve(self, connection: Connection, folder: Path) -> None:
         """The worker's loop: write each part that it receives, until there are no more."""
         host = load_plugins()
+        # Every process opens the checkpoint itself: open files and mappings cannot be pickled.
         source = prepare(self._request, host).source
         _report_reading(source, connection)
         spec = host.checkpoint_savers.get(self._saver)
@@ -76,9 +78,11 @@ class _Worker:
 
     def __init__(self, context: SpawnContext, workers: Workers, folder: Path) -> None:
         self.connection, there = context.Pipe()
+        # Cores are shared: torch would use all of them in each process.
         threads = max(1, (os.cpu_count() or 1) // workers.count)
         self.process: SpawnProcess = context.Process(target=_main, args=(there, workers, folder, threads), daemon=True)
         self.process.start()
+        # Else this process would hold the other end open, and recv would not end when the worker dies.
         there.close()
         self.part: FilePart | None = None
 
@@ -114,6 +118,7 @@ def _write_meanwhile(
     team: Sequence[_Worker], left: deque[FilePart], plan: FilePlan, folder: Path
 ) -> Iterator[tuple[FilePart, Any]]:
     """Parts that are written here until the first worker reports something."""
+    # timeout=0 only looks. The first report shows that the workers have started.
     while left and not wait([worker.connection for worker in team], timeout=0):
         part = left.popleft()
         yield part, plan.write(folder, part)
@@ -125,6 +130,7 @@ def _distribute(team: Sequence[_Worker], left: deque[FilePart], note_read: NoteR
         for connection in wait(list(at_work)):
             worker = at_work[connection]  # type: ignore[index]
             kind, content = worker.report()
+            # A worker reports several tensors for one part; only WRITTEN makes it free.
             if kind == READ:
                 note_read(*content)
             elif kind == FAILED:
@@ -135,6 +141,7 @@ def _distribute(team: Sequence[_Worker], left: deque[FilePart], note_read: NoteR
                 if following is None:
                     del at_work[worker.connection]
                 assert done is not None
+                # After the worker has its next part: it works while this process syncs and records.
                 yield done, content
 
 
@@ -146,6 +153,7 @@ def _main(connection: Connection, workers: Workers, folder: Path, threads: int) 
     torch.set_num_threads(threads)
     try:
         workers.serve(connection, folder)
+    # Also SystemExit and KeyboardInterrupt: a worker that ends without a report looks like a kill.
     except BaseException as error:
         connection.send((FAILED, _sendable(error)))
 
@@ -154,7 +162,9 @@ def _end_with_parent() -> None:
     """Ends the worker when the first process has ended: another process may already write the files."""
     parent = multiprocessing.parent_process()
     assert parent is not None
+    # The sentinel becomes ready when the parent ends, however that happens (also by SIGKILL).
     wait([parent.sentinel])
+    # Without cleaning up: sys.exit would end this thread alone.
     os._exit(1)
 
 
@@ -166,6 +176,7 @@ def _sendable(error: BaseException) -> BaseException:
     """The error, or one with its traceback where it cannot be sent as it is."""
     text = "".join(traceback.format_exception(error))
     try:
+        # Tried in both directions: an exception with arguments of its own can often be pickled, but not restored.
         copy = pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(f"a process of --nproc failed:\n{text}")

@@ -34,6 +34,7 @@ def find_config(path: Path, folder: Path, given: Path | None) -> Path:
         if not given.is_file():
             raise ConfigError(f"{FLAG} {given}: no such file")
         return given
+    # Both may be one folder; OLMo-core's config.json is in the outer one, its index in the inner.
     for place in dict.fromkeys((folder, path)):
         for name in (CONFIG, PARAMS):
             if (place / name).is_file() and _kind(_read(place / name)) is not None:

@@ -40,6 +40,7 @@ class Naming:
     def renamed(self, name: str, model_type: str | None) -> str:
         """Raises CheckpointError for a name that is not known of the program's models of this type."""
         in_layer = {**self.in_layer, **self.of_type.get(model_type or "", {})}
+        # The last group is empty for names without a suffix, such as moe.expert_bias.
         match = re.fullmatch(rf"{self.layers}\.([0-9]+)\.(.+?)(\.weight|\.bias|)", name)
         if match and match[2] in in_layer:
             return f"model.layers.{match[1]}.{in_layer[match[2]]}{match[3]}"
@@ -111,5 +112,6 @@ NAMINGS = (TORCHTITAN, OLMO_CORE)
 def naming_of(keys: Iterable[str]) -> tuple[Naming, str] | None:
     """The program that wrote these keys, and what stands before its names; None: maybe Hugging Face's names."""
     present = set(keys)
+    # The marks differ (tok_embeddings.weight, embeddings.weight), so that at most one program matches.
     found = [(naming, prefix) for naming in NAMINGS for prefix in PREFIXES if prefix + naming.mark in present]
     return found[0] if found else None

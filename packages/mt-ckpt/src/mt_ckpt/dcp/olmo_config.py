@@ -87,6 +87,7 @@ class _Section:
     def require_known(self, known: set[str]) -> None:
         """Raises ConfigError for another key that changes what the model computes."""
         for key, value in self.values.items():
+            # Options that are off (False, or without a value) change nothing, whatever they are called.
             if key not in known | WITHOUT_MEANING and value is not False and PLAIN.get(key) != value:
                 raise ConfigError(f"{self.file}: {self.name}.{key}={value!r} is not read from OLMo-core's models")
 
@@ -116,6 +117,7 @@ def _require_norms_before(block: _Section) -> None:
 
 def _attention(block: _Section, hidden: int, epsilon: float) -> dict[str, Any]:
     """Keys of the attention, with the model's type that follows from it."""
+    # The name of the section depends on the version of OLMo-core.
     mixer = block.section("sequence_mixer" if "sequence_mixer" in block.values else "attention")
     rope, heads = mixer.section("rope"), mixer.need("n_heads")
     mixer.require_known({"n_heads", "n_kv_heads", "head_dim", "rope", "qk_norm", "use_head_qk_norm"})

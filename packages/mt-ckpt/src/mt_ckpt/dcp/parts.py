@@ -91,6 +91,7 @@ def _of_attention(
         raise CheckpointError(
             f"tensor {name} has {rows} rows, which are not {heads} heads of queries and {groups} of keys and of values"
         )
+    # Queries of one key-value head; elements of a head.
     of_one, size = heads // groups, rows // (heads + 2 * groups)
     kinds = {"q_proj": slice(0, of_one), "k_proj": slice(of_one, of_one + 1), "v_proj": slice(of_one + 1, of_one + 2)}
     for kind, taken in kinds.items():
@@ -100,4 +101,5 @@ def _of_attention(
 
 
 def _heads(stored: StoredTensors, name: str, groups: int, size: int, taken: slice) -> Tensor:
+    # [groups, of_one + 2, size, hidden] -> [groups * taken, size, hidden] -> [groups * taken * size, hidden]
     return stored.read(name).unflatten(0, (groups, -1, size))[:, taken].flatten(0, 2).contiguous()

@@ -70,6 +70,7 @@ class _Found:
 def _with_their_names(path: Path, index: Index, file: Path, host: PluginHost) -> HuggingFaceReader:
     """Of tensors under Hugging Face's names, after whichever prefix lets them be the model's."""
     problems: list[CheckpointError] = []
+    # The empty prefix last: it is before every key, and would take the others as parts of names.
     for prefix in reversed(PREFIXES):
         if any(key.startswith(prefix) for key in index.tensors):
             try:
@@ -87,6 +88,7 @@ def _reader(path: Path, found: _Found, host: PluginHost) -> HuggingFaceReader:
     family, config = identify(external, tensors.infos, host)
     beside = found.config.parent
     files = read_tokenizer_files(beside, external)
+    # torchtitan and OLMo-core name their folders step-N and stepN; the number is in no file that is read.
     step = STEP.fullmatch(path.name)
     metadata = {
         "iteration": int(step[1]) if step else 0,
@@ -110,11 +112,13 @@ def _tensors(found: _Found) -> tuple[ExternalTensors, dict[str, Any]]:
         return stored, external_config(found.config, stored.infos)
     kind = model_type(found.config)
     names = {naming.renamed(name, kind): name for name in _whole(stored, naming, kind)}
+    # The configuration may depend on tensors (whether there is an LM head), so that names come first.
     renamed = Renamed(stored, names)
     external = external_config(found.config, renamed.infos)
     tensors = WithParts(renamed, stored, external) if naming is TORCHTITAN else renamed
     if external["model_type"] in naming.halves_rotated:
         return tensors, external
+    # Rows of queries and keys for rotating neighbours (Meta's order) become those for rotating halves.
     return HalvesRotated(tensors, external), external
 
 
@@ -123,6 +127,7 @@ def _whole(stored: _Prefixed, naming: Naming, kind: str | None) -> Iterator[str]
     for name in stored.infos:
         if name in naming.ignored or (naming is TORCHTITAN and is_of_several(name, kind)):
             continue
+        # torchtitan keeps the bias of every MoE; Qwen 3 has none, so that a bias of zeros is left out.
         if EXPERT_BIAS.fullmatch(name) and kind == "qwen3_moe":
             require_unused_bias(stored, name)
             continue
@@ -173,6 +178,7 @@ def _info(tensor: ChunkedTensor) -> TensorInfo:
 def _folder_of(path: Path) -> Path | None:
     """The folder with the index."""
     for folder in (path, path / MODEL_AND_OPTIMIZER):
+        # An index with a mark beside it is Megatron's torch_dist.
         if (folder / METADATA_FILE).is_file() and not (folder / MARK_FILE).is_file():
             return folder
     return None

@@ -56,6 +56,7 @@ class GGUFFile:
                 self.metadata, self._stored = _Parser(stream, size).parse()
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+        # RecursionError: arrays within arrays. OverflowError: sizes beyond what Python can seek to.
         except (_MalformedError, struct.error, RecursionError, OverflowError) as error:
             raise CheckpointError(f"{file}: no GGUF file, or damaged: {error}") from None
 
@@ -68,7 +69,9 @@ class GGUFFile:
         stored = self._stored[name]
         tensor = torch.empty(stored.shape, dtype=stored.type.dtype)
         flat = tensor.view(-1)
+        # Whole blocks only: elements of a quantized block cannot be dequantized apart.
         step = BLOCK_ELEMENTS // stored.type.elements * stored.type.elements
+        # Unbuffered: each read fills a block of some MiB anyway.
         with self.file.open("rb", buffering=0) as stream:
             stream.seek(stored.offset)
             for start in range(0, flat.numel(), step):
@@ -113,6 +116,7 @@ class _Parser:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise _MalformedError(f"general.alignment={alignment!r}")
+        # Offsets count from the first aligned byte behind the list of tensors.
         start = -(-self._stream.tell() // alignment) * alignment
         return metadata, {name: self._placed(name, shape, type_, start + at) for name, shape, type_, at in listed}
 
@@ -125,10 +129,12 @@ class _Parser:
         number, offset = self._scalar("I"), self._scalar("Q")
         if number not in TYPES:
             raise CheckpointError(f"tensor {name} has the ggml type {number}; read are {_known_types()}")
+        # ggml lists dimensions from the fastest to the slowest, torch the other way round.
         return name, tuple(reversed(sizes)), TYPES[number], offset
 
     def _placed(self, name: str, shape: tuple[int, ...], type_: BlockType, offset: int) -> _Stored:
         stored = _Stored(shape, type_, offset)
+        # Blocks do not cross rows.
         if shape and shape[-1] % type_.elements:
             raise _MalformedError(f"tensor {name}: rows of {shape[-1]} elements are no whole blocks of {type_.name}")
         if offset + stored.num_bytes > self._size:
@@ -148,15 +154,18 @@ class _Parser:
         return self._scalar(SCALARS[kind])
 
     def _string(self) -> str:
+        # Tokens of a byte-level vocabulary need not be UTF-8.
         return self._take(self._count()).decode("utf-8", errors="surrogateescape")
 
     def _count(self) -> int:
         count = self._scalar("Q")
+        # Whatever is counted takes at least a byte each.
         if count > self._size:
             raise _MalformedError(f"a count of {count} in a file of {self._size} bytes")
         return count
 
     def _scalar(self, code: str) -> Any:
+        # All numbers are little-endian; big-endian files show an impossible version.
         return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
 
     def _take(self, num_bytes: int) -> bytes:

@@ -29,6 +29,7 @@ class BlockType:
     def to_tensor(self, data: np.ndarray) -> Tensor:
         """[elements] from the bytes of whole blocks."""
         if self.dequantize is None:
+            # No byte swap: the file is little-endian, and so is the machine.
             return torch.from_numpy(data).view(self.dtype)
         return torch.from_numpy(self.dequantize(data.reshape(-1, self.num_bytes))).reshape(-1)
 
@@ -43,6 +44,10 @@ def _nibbles(packed: np.ndarray) -> np.ndarray:
     return np.concatenate([packed & 15, packed >> 4], axis=1)
 
 
+# Blocks of 32 elements. d, m: fp16; q: the packed integers, see `_nibbles`.
+# Q8_0: d | 32 signed q. x = d q.
+# Q4_0: d | 16 bytes of q. x = d (q - 8). Q4_1: d | m | 16 bytes. x = d q + m.
+# Q5_0: d | 4 bytes of fifth bits | 16 bytes. x = d (q - 16). Q5_1: d | m | 4 | 16. x = d q + m.
 def q8_0(blocks: np.ndarray) -> np.ndarray:
     return _halves(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
 
@@ -105,6 +110,8 @@ def _scales_and_minima(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Bytes 0 to 3 hold four scales and 4 to 7 four minima; their two high bits, and the halves of bytes 8 to 11, are the
     others.
     """
+    # Scales 0 to 3: low six bits of bytes 0 to 3. Scales 4 to 7: low half of bytes 8 to 11, and the two high bits of
+    # bytes 0 to 3 above it. Minima: the same with bytes 4 to 7 and the high halves. Shifts bind closer than & and |.
     first, second, last = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 63, last & 15 | first >> 6 << 4], axis=1)
     minima = np.concatenate([second & 63, last >> 4 | second >> 6 << 4], axis=1)
@@ -113,6 +120,7 @@ def _scales_and_minima(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def q2_k(blocks: np.ndarray) -> np.ndarray:
     """A byte holds scale and minimum of 16 elements, four bits each."""
+    # 16 scale bytes | 64 of q | d | dmin. x = d s q - dmin m.
     scales, minima = (blocks[:, :16] & 15).astype(np.float32), (blocks[:, :16] >> 4).astype(np.float32)
     values = _times_scales(_halves(blocks, 80) * scales, _two_bits(blocks[:, 16:80]).astype(np.float32))
     return _minus_minima(values, _halves(blocks, 82) * minima)
@@ -120,6 +128,7 @@ def q2_k(blocks: np.ndarray) -> np.ndarray:
 
 def q3_k(blocks: np.ndarray) -> np.ndarray:
     """Two low bits, a high one; 16 scales of six bits around 32: first four bits of all, in bytes 8 to 11 two more."""
+    # 32 bytes of high bits | 64 of low bits | 12 of scales | d. x = d (s - 32) (q - 4).
     packed = blocks[:, 96:108]
     high = np.concatenate([packed[:, 8:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
     scales = (_nibbles(packed[:, :8]) | high << 4).astype(np.float32) - 32
@@ -128,12 +137,14 @@ def q3_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def q4_k(blocks: np.ndarray) -> np.ndarray:
+    # d | dmin | 12 of scales and minima | 128 of q. x = d s q - dmin m.
     scales, minima = _scales_and_minima(blocks[:, 4:16])
     values = _times_scales(_halves(blocks, 0) * scales, _four_bits(blocks[:, 16:]).astype(np.float32))
     return _minus_minima(values, _halves(blocks, 2) * minima)
 
 
 def q5_k(blocks: np.ndarray) -> np.ndarray:
+    # d | dmin | 12 of scales and minima | 32 of fifth bits | 128 of low bits. x = d s q - dmin m.
     scales, minima = _scales_and_minima(blocks[:, 4:16])
     quants = _four_bits(blocks[:, 48:]) | _single_bits(blocks[:, 16:48]) << 4
     values = _times_scales(_halves(blocks, 0) * scales, quants.astype(np.float32))
@@ -143,6 +154,7 @@ def q5_k(blocks: np.ndarray) -> np.ndarray:
 def q6_k(blocks: np.ndarray) -> np.ndarray:
     """Two halves of 128 elements: four low bits (of 64 bytes first the low halves), two high bits, and a signed scale
     for each 16 elements."""
+    # 128 bytes of low bits | 64 of high bits | 16 signed scales | d. x = d s (q - 32).
     low = np.concatenate([_nibbles(blocks[:, at : at + 64]) for at in (0, 64)], axis=1)
     values = (low | _two_bits(blocks[:, 128:192]) << 4).astype(np.float32) - 32
     scales = blocks[:, 192:208].view(np.int8).astype(np.float32)

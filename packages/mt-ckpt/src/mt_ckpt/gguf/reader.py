@@ -86,6 +86,7 @@ class _Renamed:
 
     def read(self, name: str) -> Tensor:
         tensor = self._file.read(self._stored[name])
+        # [-2]: the module, such as q_proj; biases of queries and keys are in that order too.
         heads = self._heads.get(name.split(".")[-2])
         return tensor if heads is None else neighbours_to_halves(tensor, heads)
 
@@ -102,6 +103,7 @@ def _renamed(name: str) -> str:
 def _file_at(path: Path) -> Path | None:
     if path.is_file():
         return path if path.suffix == ".gguf" else None
+    # Of several files nothing says which is meant (a model in parts, or quantized in several ways).
     found = list(path.glob("*.gguf"))
     return found[0] if len(found) == 1 else None
 
@@ -130,6 +132,7 @@ def _config(architecture: str, values: Mapping[str, Any], file: GGUFFile) -> dic
         "rms_norm_eps": _shortest(read.need("attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest(read.get("rope.freq_base", 10000.0)),
         "rope_scaling": _scaling(read, file, head_dim),
+        # llama.cpp leaves the output matrix out where it is the embedding.
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **({"attention_bias": "blk.0.attn_q.bias" in file.tensors} if architecture == "llama" else {}),
     }
@@ -162,6 +165,7 @@ def _single(value: float) -> float:
 
 def _scaling(read: _Values, file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
     kind = read.get("rope.scaling.type", "none")
+    # Before the type: llama.cpp writes "none", or nothing, beside the factors of Llama 3.
     if FREQUENCY_FACTORS in file.tensors:
         return _llama3_scaling(read, file.read(FREQUENCY_FACTORS), head_dim)
     if kind == "none":
@@ -199,6 +203,8 @@ def _llama3_factors(scaling: Mapping[str, Any], base: float, head_dim: int) -> T
     factors = []
     low, high, factor = (scaling[key] for key in ("low_freq_factor", "high_freq_factor", "factor"))
     for channel in range(0, head_dim, 2):
+        # Rotations of the channel within the original context: below low_freq_factor it is scaled wholly, above
+        # high_freq_factor not, between them in part.
         turns = scaling["original_max_position_embeddings"] / (2 * math.pi * base ** (channel / head_dim))
         smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
         factors.append(1 / ((1 - smooth) / factor + smooth))

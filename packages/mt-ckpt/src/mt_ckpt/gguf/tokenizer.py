@@ -68,6 +68,7 @@ def tokenizer_files(values: Mapping[str, Any]) -> dict[str, bytes]:
     """
     tokens, merges = values.get("tokenizer.ggml.tokens"), values.get("tokenizer.ggml.merges")
     splitting = SPLITTINGS.get(values.get("tokenizer.ggml.pre", "gpt-2"))
+    # "gpt2" is llama.cpp's name of BPE over bytes.
     if values.get("tokenizer.ggml.model") != "gpt2" or splitting is None or not tokens or not merges:
         return {}
     roles = _role_ids(values, len(tokens))
@@ -85,6 +86,7 @@ def tokenizer_files(values: Mapping[str, Any]) -> dict[str, bytes]:
 
 def _role_ids(values: Mapping[str, Any], size: int) -> dict[str, int]:
     given = {role: values.get(f"tokenizer.ggml.{name}_token_id") for role, name in ROLES.items()}
+    # An id beyond the vocabulary names no token.
     return {role: number for role, number in given.items() if number is not None and number < size}
 
 

@@ -32,6 +32,7 @@ class HuggingFaceExport(Callback):
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
+        # One: exports do not compete with one another for disk and memory, and end in the order in which they began.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mt-hf-export")
         self._running: deque[tuple[Path, Future[Outcome]]] = deque()
         self._newest: Path | None = None
@@ -47,15 +48,18 @@ class HuggingFaceExport(Callback):
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         self._newest = path
+        # Reported by the thread of training; the exporting thread writes no messages.
         self._report(run, self._finished())
         self._convert_if_due(run, path)
 
     def on_train_end(self, run: Run, result: TrainResult) -> None:
+        # The last checkpoint of a run is exported even if it is between two intervals.
         if self._newest is not None and iteration_of(self._newest) % self._interval:
             self._convert(run, self._newest)
         self._report(run, self._all())
 
     def close(self) -> None:
+        # Waits for the export that runs; after an error those behind it are not begun.
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _convert_if_due(self, run: Run, path: Path) -> None:
@@ -67,6 +71,7 @@ class HuggingFaceExport(Callback):
         self._running.append((path, self._thread.submit(export, path, options, run.host)))
 
     def _finished(self) -> Iterator[tuple[Path, Future[Outcome]]]:
+        # In order: an export behind an unfinished one is not done either.
         while self._running and self._running[0][1].done():
             yield self._running.popleft()
 

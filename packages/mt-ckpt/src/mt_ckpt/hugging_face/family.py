@@ -91,6 +91,7 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
         raise ConfigError(
             f"config.json: model_type={kind!r} is of no installed model family; known are {known or 'none'}{lost}"
         )
+    # The names are checked where the reader is made; only a choice between families needs them here.
     if len(able) == 1:
         return able[0], read_config(able[0], external, host)
     return _fitting(able, external, names, host)
@@ -98,6 +99,7 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
 
 def _check_layers(external: Mapping[str, Any], num_tensors: int) -> None:
     """Raises ConfigError for a number of layers that the tensors cannot be of; listing their names would not end."""
+    # Before any name map is built, whose rules grow with the number of layers.
     for key, value in external.items():
         if not isinstance(value, int | float) or not ("layers" in key or key == "n_layer"):
             continue
@@ -126,6 +128,8 @@ def read_config(family: Family, external: Mapping[str, Any], host: PluginHost) -
 def _fitting(
     able: list[Family], external: Mapping[str, Any], names: list[str], host: PluginHost
 ) -> tuple[Family, Config]:
+    # Several families share a model_type: the tensors decide, since config.json of a base model and of one with a head
+    # may be equal.
     reasons: dict[str, Exception] = {}
     fitting: list[tuple[Family, Config]] = []
     for family in able:
@@ -140,6 +144,7 @@ def _fitting(
     meant = listed[:1] if isinstance(listed, list) else []
     if fitting:
         return next((found for found in fitting if _architectures(*found) == meant), fitting[0])
+    # The reason that is shown is that of the family which config.json means.
     best = next((f.family for f in able if meant and meant[0] in f.architectures.values()), able[0].family)
     raise reasons[best]
 

@@ -32,6 +32,7 @@ class ModuleTensors:
 
     def __init__(self, module: PreTrainedModelLike) -> None:
         self._state = module.state_dict()
+        # state_dict has tied parameters under each of their names, as files may have.
         self.infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in self._state.items()}
 
     def read(self, name: str) -> Tensor:
@@ -44,6 +45,7 @@ def read_module(module: PreTrainedModelLike, host: PluginHost) -> HuggingFaceRea
     The reader looks at the module's memory: it is to be kept until the weights are read. Raises ConfigError for a
     model_type without a name map, and CheckpointError for tensors that do not fit its configuration.
     """
+    # The class is the architecture, also of a module that was built and not loaded.
     external = {**module.config.to_dict(), "architectures": [type(module).__name__]}
     tensors = ModuleTensors(module)
     family, config = identify(external, tensors.infos, host)

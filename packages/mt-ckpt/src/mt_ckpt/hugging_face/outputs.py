@@ -31,6 +31,7 @@ class Outputs:
         self._source = source
         names = family.name_map(model)
         ours = [name.removeprefix(MODEL) for name in source.shapes() if name.startswith(MODEL)]
+        # Both ways, before anything is read: each canonical tensor has a rule and each rule its tensor.
         names.check(ours, [name for rule in names.rules for name in rule.sources])
         self._outputs: dict[str, _Output] = {}
         infos: dict[str, TensorInfo] = {}
@@ -60,4 +61,5 @@ class Outputs:
 
 
 def _parts(rule: Rule, given: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    # Shapes by carrying out the rule on meta tensors: no second description of what a rule does.
     return zip(rule.sources, infer(lambda tensors: rule.export_value(tensors[0]), [given]), strict=True)

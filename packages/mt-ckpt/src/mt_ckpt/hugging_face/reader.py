@@ -114,6 +114,7 @@ class HuggingFaceReader:
     def _read(self, source: str) -> Tensor:
         tensor = self._tensors.read(self._stored[source])
         for copy in self._copies.get(source, ()):
+            # Some programs save tied tensors under both names. If they differ, one of the two would be lost silently.
             if not same_bits(tensor, self._tensors.read(self._stored[copy])):
                 raise CheckpointError(
                     f"the configuration ties {copy} to {source}, but the two differ in the checkpoint; set "
@@ -126,6 +127,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two contiguous tensors have one dtype, one shape and the same bytes (NaN equals itself)."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
+    # Bytes: NaN compares equal, and -0.0 differs from 0.0.
     return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
@@ -138,6 +140,7 @@ def _by_spelling(tensors: ExternalTensors, family: Family, model: Any) -> dict[s
             raise CheckpointError(f"{stored[spelled]} and {name} both are {spelled}")
         stored[spelled] = name
     for copy, original in family.copies(model).items():
+        # Only the copy is stored (lm_head without embeddings): it stands for the original.
         if copy in stored:
             stored.setdefault(original, stored[copy])
     return stored
@@ -155,6 +158,7 @@ def _present_copies(copies: Mapping[str, str], stored: Mapping[str, str]) -> dic
 def _carried_out(name: str, rule: Rule, info_of: Callable[[str], TensorInfo]) -> TensorInfo:
     given = [info_of(source) for source in rule.sources]
     try:
+        # Shapes that do not fit make the rule itself fail, as they would on reading.
         (made,) = infer(lambda tensors: [rule.import_value(tensors)], given)
     except (RuntimeError, ValueError, IndexError) as error:
         shapes = ", ".join(f"{source} {list(info.shape)}" for source, info in zip(rule.sources, given, strict=True))
@@ -183,6 +187,7 @@ def _open_tensors(path: Path) -> TensorFiles:
     if absent := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(f"{weights}: lists files that are not there: {', '.join(absent)}")
     tensors = TensorFiles([_open_file(file) for file in files])
+    # Both ways: a file that was replaced or is of another model shows in the names.
     if missing := sorted(set(listed) - set(tensors.infos)):
         raise CheckpointError(f"{weights}: lists tensors that its files do not have: {', '.join(missing[:8])}")
     if further := sorted(set(tensors.infos) - set(listed)):
@@ -195,6 +200,7 @@ def _open_file(file: Path) -> TensorFile:
 
 
 def _inside(path: Path, name: str, index: Path) -> Path:
+    # A name such as ../x would read outside of the checkpoint.
     if Path(name).name != name:
         raise CheckpointError(f"{index}: lists the file {name!r}, which is not in {path}")
     return path / name

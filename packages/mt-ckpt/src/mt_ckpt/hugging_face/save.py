@@ -43,6 +43,7 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     """
     made = _plan(source, options, host)
     shards = made.files.files
+    # Made before a tensor is written, so that what the format cannot hold is refused at once.
     small = {**made.preprocessor, **_small_files(source, made.config, made.tensors, shards, host)}
     key = work_key("hf", getattr(source, "identity", None), {name: list(shard) for name, shard in shards.items()})
     with closing(output_folder(path, key if hasattr(source, "identity") else None)) as folder:
@@ -74,6 +75,7 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
     external = family.write_config(config.model)  # first: it names the key of what the format cannot hold
     tensors = Outputs(source, family, config.model)
     shards = _shard_names(split_by_size(tensors.infos, options.max_shard_size or MAX_SHARD_BYTES))
+    # Shards are cut in the order of the model; within a shard larger elements come first.
     files = SafetensorsFiles({name: align(shard) for name, shard in shards.items()}, tensors.values, tensors.made_of)
     return _Plan(external, _preprocessor(source, family, config.model), tensors, files)
 
@@ -104,6 +106,7 @@ def _small_files(
     if GENERATION not in files and (ids := _ids_of_tokenizer(source, host)):
         start = {DECODER_START: ids.get("bos_token_id", external[DECODER_START])} if DECODER_START in external else {}
         files[GENERATION] = generation_defaults({**ids, **start})
+    # config.json repeats the ids of generation_config.json, since programs read either.
     files[CONFIG] = _json({**external, "torch_dtype": _dtype_name(tensors.infos), **special_ids(files)})
     if len(shards) > 1:
         files[INDEX] = _index(tensors.infos, shards)

@@ -26,6 +26,7 @@ class _LightJoining(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # Other functions are the meta device's own.
         if func is torch.cat:
             func = _concatenated
         elif func is torch.stack:
@@ -36,6 +37,7 @@ class _LightJoining(TorchFunctionMode):
 def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     first = tensors[0]
     dim %= first.ndim
+    # Equal in all but the joined dimension.
     _require_same((x.dtype, *x.shape[:dim], -1, *x.shape[dim:][1:]) for x in tensors)
     size = sum(x.shape[dim] for x in tensors)
     return first.new_empty([*first.shape[:dim], size, *first.shape[dim:][1:]])

@@ -49,6 +49,7 @@ def image_processor(files: Mapping[str, bytes]) -> Mapping[str, Any] | None:
 
     Raises CheckpointError for a file that is no JSON object.
     """
+    # Newer processors have one file with a section for each part; it wins over the older file.
     within = _json_object(files, PROCESSOR).get("image_processor")
     if isinstance(within, Mapping):
         return within
@@ -72,6 +73,7 @@ def generation_defaults(ids: Mapping[str, Any]) -> bytes:
 
 def tokenizer_config(path: Path, files: Mapping[str, bytes], vocab_size: int | None) -> dict[str, Any]:
     """The [tokenizer] section that reads these files; without any, one that takes ids as they are."""
+    # From the most to the least complete: tokenizer.json has the whole tokenizer, the others its parts.
     if "tokenizer.json" in files:
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(path)}
     if {"vocab.json", "merges.txt"} <= set(files):
@@ -80,6 +82,7 @@ def tokenizer_config(path: Path, files: Mapping[str, bytes], vocab_size: int | N
     if "vocab.txt" in files:
         kind = "BertWordPieceLowerCase" if _lower_case(files) else "BertWordPieceCase"
         return {"tokenizer_type": kind, "vocab_file": str(path / "vocab.txt")}
+    # Transformers calls T5's SentencePiece model spiece.model, Llama's tokenizer.model.
     for name, kind in (("spiece.model", "SentencePieceTokenizer"), ("tokenizer.model", "Llama2Tokenizer")):
         if name in files:
             return {"tokenizer_type": kind, "tokenizer_model": str(path / name)}
@@ -109,6 +112,7 @@ def files_to_write(files: Mapping[str, bytes], tokenizer: Mapping[str, Any]) -> 
     """The tokenizer's files under Hugging Face's names, with the tokenizer's class named."""
     written = {name: data for name, data in files.items() if name in (*FILES, GENERATION)}
     named = CLASSES.get(str(tokenizer.get("tokenizer_type")))
+    # Without tokenizer_config.json AutoTokenizer guesses by the model's type.
     if named and "tokenizer.json" not in written and "tokenizer_config.json" not in written:
         written["tokenizer_config.json"] = (json.dumps(named, indent=2) + "\n").encode()
     return written

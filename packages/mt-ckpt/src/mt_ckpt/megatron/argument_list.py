@@ -204,6 +204,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
 
 def reason_ignored(name: str) -> str | None:
     """Why an argument is not read; None for one that is read, required or not known."""
+    # First, since patterns of IGNORED match arguments that are read: overlap_grad_reduce is in READ, *overlap* is not.
     if name in READ or name in REQUIRED:
         return None
     return next((why for why, names in IGNORED.items() if any(fnmatchcase(name, entry) for entry in names)), None)

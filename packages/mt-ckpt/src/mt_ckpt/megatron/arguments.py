@@ -35,6 +35,7 @@ class Arguments:
 
     @property
     def tensor_parallel(self) -> int:
+        # model_parallel_size is the name in Megatron-LM before pipeline parallelism.
         return int(self.get("tensor_model_parallel_size", self.get("model_parallel_size", 1)))
 
     @property

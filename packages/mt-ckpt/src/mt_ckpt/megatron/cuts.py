@@ -26,6 +26,7 @@ def as_written(
 
 def as_held(name: str, layout: ParameterLayout, rows: int) -> ParameterLayout:
     """The layout by which a rank has `rows` rows of the parameter."""
+    # Decided by the rows: a file does not say which version wrote it.
     return by_rows(layout) if name.endswith((*DOWN, *MERGING)) and rows < layout.shape[0] else layout
 
 

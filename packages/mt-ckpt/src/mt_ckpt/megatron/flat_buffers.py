@@ -50,11 +50,16 @@ def bucketing(args: Arguments, stage: int, part: int, *, of_experts: bool = Fals
 
     Only the very first part has several buckets, and only when gradients are reduced while others are computed.
     """
+    # Megatron shards the optimizer over data and context parallel ranks together.
     data_parallel = int(args.get("data_parallel_size", 1)) * int(args.get("context_parallel_size", 1))
     alignment = math.lcm(BUCKET_ALIGNMENT, _expert_data_parallel(args, data_parallel) if of_experts else data_parallel)
     if args.get("ddp_pad_buckets_for_high_nccl_busbw", False):
         alignment = math.lcm(alignment, HIGH_BANDWIDTH_ALIGNMENT)
+    # Megatron uses one bucket without overlap, on later pipeline stages, whose reductions are not on the critical path,
+    # and on later virtual stages (`disable_bucketing`).
     several = args.get("overlap_grad_reduce", False) and stage == 0 and part == 0
+    # Default of --ddp-bucket-size, in elements: larger for many ranks, so that the chunks of a ring reduction stay
+    # bandwidth-bound.
     default = max(40_000_000, 1_000_000 * data_parallel)
     return Bucketing(int(args.get("ddp_bucket_size", default)) if several else None, alignment)
 
@@ -85,10 +90,13 @@ def buckets_of(parameters: Sequence[FlatParameter], cut: Bucketing) -> list[Buck
         begin = end = _up(end, cut.alignment)
         first = {}
 
+    # Gradients are ready in the reverse order of creation, so that the first bucket is complete first.
+    # a (100 elements), b (10), alignment 128: b at 0, a at 64; the bucket has 164 elements, padded 256.
     for parameter in reversed(parameters):
         start = _up(end, PARAMETER_ALIGNMENT)
         if parameter.alone and first:
             close()
+            # Alone: the bucket before it is closed, and its padding counts before this one begins.
             start = end
         first[parameter.name] = start - begin
         end = start + parameter.numel

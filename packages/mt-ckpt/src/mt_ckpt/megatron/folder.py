@@ -14,6 +14,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 RANK_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
+# mp_rank_<tensor>[_<pipeline>][_<expert>]; which of the last two a single number is, the arguments say.
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _LEGACY_MARK = b"language_model"
 _TOOL_MARK = b"orig_vocab_size"
@@ -48,6 +49,7 @@ def find_iteration(path: Path) -> Path:
     """
     tracker = path / TRACKER
     if not tracker.is_file():
+        # Without a tracker: the path of one iteration.
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such directory")
         return path

@@ -43,6 +43,8 @@ class Grid:
     def places(self) -> Iterator[Mapping[AxisName, int]]:
         """The place of each file: each pair of a tensor rank and an expert rank that processes can have."""
         seen = set()
+        # tp * etp * ep processes include every combination that a run has; etp divides tp, so that a pair of tp and ep
+        # fixes etp.
         for process in range(self.tp * self.etp * self.ep):
             place = {"tp": process % self.tp, "ep": process // self.etp % self.ep, "etp": process % self.etp}
             if (pair := (place["tp"], place["ep"])) not in seen:
@@ -67,6 +69,7 @@ class Grid:
         """Ranks on the axes that shard a parameter, in the order that `ParameterLayout.gather` takes."""
         ctx = self.context()
         axes = [split.axis for split in layout.splits]
+        # product: the last split changes fastest.
         for ranks in product(*(range(ctx.axis(axis).size) for axis in axes)):
             yield dict(zip(axes, ranks, strict=True))
 
@@ -78,10 +81,12 @@ def load_model_config(section: Mapping[str, Any], host: PluginHost) -> Config:
 
 def layouts_of(config: Config, host: PluginHost, vocab_size: int) -> dict[str, ParameterLayout]:
     """Canonical name -> layout of every parameter, for a vocabulary of exactly `vocab_size` rows, without memory."""
+    # Divisible by 1: the model adds no padding of its own to the given rows.
     changes: dict[str, Any] = {"vocab_size": vocab_size, "make_vocab_size_divisible_by": 1}
     if BACKEND in type(config.model).model_fields:
         changes[BACKEND] = "eager"  # serves every request; attention has no parameters
     chosen = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+    # Parameters on the meta device have shapes and layouts, and no memory.
     ctx = ParallelContext(device=torch.device("meta"))
     spec = host.models.get(chosen.model.family, key="model.family")
     return parameter_layouts(spec.build.load()(chosen.model, ModelEnvironment(chosen, ctx, host)))
@@ -101,6 +106,7 @@ def require_divisible(layouts: Mapping[str, ParameterLayout], grid: Grid, asked:
                     f"{asked[split.axis]}={parts} does not divide dimension {split.dim} of {name}, "
                     f"{' + '.join(map(str, sorted(set(blocks))))}"
                 )
+            # A later split may cut the same dimension again, of what the first left.
             sizes[split.dim] //= parts
 
 

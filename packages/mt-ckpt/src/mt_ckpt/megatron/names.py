@@ -47,6 +47,7 @@ CONVOLUTION, PREDICTION = ".mixer.conv1d.", ".mtp_model_layer."
 DIST_RENAMED: Mapping[str, str] = {PREDICTION: ".transformer_layer."}
 """`Style.renamed` of the `torch_dist` format, the same in all versions."""
 _LAYER = re.compile(r"^(encoder|decoder)\.layers\.(\d+)\.")
+# What stands before the modules of a layer, in a stack or in a depth of multi-token prediction.
 _STEM = re.compile(r"^(?:(?:encoder|decoder)\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.")
 _OLDER = (
     (re.compile(r"^(mtp\.layers\.\d+)\.transformer_layer\."), r"\1.mtp_model_layer."),
@@ -72,10 +73,13 @@ class StoredName:
 def parse(stored: str) -> StoredName:
     """What a tensor of a file is."""
     name = stored
+    # DDP, Float16Module and older wrappers each add one "module.".
     while name.startswith("module."):
         name = name.removeprefix("module.")
+    # First to one form of the names: the tables below have only that.
     for pattern, newer in _OLDER:
         name = pattern.sub(newer, name)
+    # mlp.linear_fc1.layer_norm_weight -> pre_mlp_layernorm.weight
     for linear, norm in FUSED_NORMS.items():
         name = name.replace(f".{linear}.layer_norm_", f".{norm}.")
     name = DUPLICATES.get(name, name)
@@ -113,6 +117,8 @@ class Style:
             for linear, norm in FUSED_NORMS.items():
                 if norm in self.apart:
                     continue
+                # torch_dist files a norm under mlp.linear_fc1 even where the feed-forward is experts, which have no
+                # such layer.
                 experts = norm == BEFORE_MLP and self.fused == "always" and f"{stem}mlp.router" in modules
                 if stem + norm in modules and (experts or stem + linear in modules):
                     yield stem + norm, stem + linear

@@ -56,6 +56,7 @@ def read_optimizer(iteration: Iteration, layouts: Mapping[str, ParameterLayout])
             if not _is_copy(entry.name, iteration):
                 entries.setdefault(state, []).append(entry)
         steps += reader.steps()
+    # One step for all: ranks of one iteration that disagree were mixed from several.
     if len(set(steps)) > 1:
         raise CheckpointError(f"{iteration.folder}: its ranks' optimizers made {sorted(set(steps))} steps")
     exact = {p.name for f in iteration.files for part in f.parts for p in part if p.tensor.dtype == torch.float32}
@@ -76,6 +77,7 @@ def _is_of_experts(group: Mapping[str, Any]) -> bool:
 
 def _once(parameters: Iterable[Parameter]) -> list[Parameter]:
     """Without the second of two names of one parameter, as Megatron's T5 has them."""
+    # dict: the first of the two names keeps its place in the order.
     found: dict[tuple[str, int | None], Parameter] = {}
     for parameter in parameters:
         found.setdefault((parameter.name, parameter.expert), parameter)
@@ -88,9 +90,11 @@ class _RankOptimizer:
     def __init__(self, file: RankFile, iteration: Iteration, layouts: Mapping[str, ParameterLayout]) -> None:
         self._file, self._args = file, iteration.args
         self._shared = shared_matrices(iteration.args)
+        # OUTPUT: of the last stage, the copy of the token embeddings, which is not among the layouts.
         trained = {name for name, layout in layouts.items() if layout.trained} | {OUTPUT}
         self._parts = [_once(p for p in part if p.name in trained) for part in file.parts]
         stored = file.value.get("optimizer")
+        # A ChainedOptimizer is a list; an empty optimizer is None or {}.
         self._optimizers = [entry for entry in (stored if isinstance(stored, list) else [stored]) if entry]
         groups = [group for entry in self._optimizers for group in _inner(entry).get("param_groups", [])]
         self._experts_apart = len(self._optimizers) > 1 or any(_is_of_experts(group) for group in groups)
@@ -116,7 +120,9 @@ class _RankOptimizer:
     def _of_torch(self, optimizer: Mapping[str, Any]) -> Iterator[tuple[str, Entry]]:
         inner = _inner(optimizer)
         states = inner.get("state") or {}
+        # Megatron's key, and the older one.
         copies = optimizer.get("fp32_from_fp16_params") or optimizer.get("fp32_from_fp16") or []
+        # Groups of one optimizer number parameters consecutively; `params` are these numbers.
         for number, group in enumerate(inner.get("param_groups", [])):
             indices = group.get("params", [])
             if not indices:
@@ -130,6 +136,7 @@ class _RankOptimizer:
                 yield from self._main(copies[number], members)
 
     def _main(self, copies: Sequence[StoredTensor], members: Sequence[Parameter]) -> Iterator[tuple[str, Entry]]:
+        # fp32 parameters are updated in place, they have no copy.
         rounded = [parameter for parameter in members if parameter.tensor.dtype != torch.float32]
         if len(copies) != len(rounded):
             raise self._unmatched(f"a group has {len(copies)} fp32 copies for {len(rounded)} parameters")
@@ -138,9 +145,12 @@ class _RankOptimizer:
 
     def _members(self, group: Mapping[str, Any], count: int) -> list[Parameter]:
         """The parameters of a group, by the rules with which Megatron makes groups."""
+        # wd_mult is Megatron's own; groups from other writers have torch's weight_decay alone.
         decayed = group["wd_mult"] != 0 if "wd_mult" in group else group.get("weight_decay", 0.0) != 0
         of_experts = _is_of_experts(group)
+        # With --decoupled-lr the embedding and the output layer have groups for themselves.
         decoupled = group.get("is_decoupled_lr", False) if self._args.get("decoupled_lr") else None
+        # All parameters of the rank that fit the group, over its model parts, in the order of creation.
         members = [
             p
             for part in self._parts
@@ -166,6 +176,7 @@ class _RankOptimizer:
         content = open_torch_file(file).value
         optimizers = content if isinstance(content, list) else [content]
         kinds: list[Callable[[Parameter], bool]] = [lambda p: not self._is_apart(p), self._is_apart]
+        # Dense first, as Megatron chains them.
         present = [kind for kind in kinds if any(kind(p) for part in self._parts for p in part)]
         optimizers = [entry for entry in optimizers if entry]
         if len(optimizers) != len(present):
@@ -179,18 +190,23 @@ class _RankOptimizer:
         if not optimizer.get("buckets_coalesced", False):
             raise CheckpointError(f"{file}: written by a Megatron before 0.6, whose buckets are not read")
         parts = [[p for p in part if kind(p)] for part in self._parts]
+        # Keys are numbers of model parts (gbuf_idx) beside "buckets_coalesced".
         buffers = [optimizer[number] for number in range(len(parts)) if number in optimizer]
         if len(buffers) != len(parts) or any(len(by_dtype) != 1 for by_dtype in buffers):
             raise self._unmatched(f"{file.name} has other buffers than one for each of {len(parts)} model parts")
         for number, (part, by_dtype) in enumerate(zip(parts, buffers, strict=True)):
+            # By (dtype of parameters, dtype of gradients). Mixed dtypes in one part were refused above.
             (states,) = by_dtype.values()
             yield from self._of_buffer(file, part, states, number)
 
     def _of_buffer(
         self, file: Path, part: Sequence[Parameter], states: Mapping[str, Any], number: int
     ) -> Iterator[tuple[str, Entry]]:
+        # of_experts is left out: it changes the padding between buckets only, which is not stored. Places within a
+        # bucket are the same, since every alignment is a multiple of 128.
         buckets = buckets_of(flat_parameters(part, self._shared), bucketing(self._args, self._file.stage, number))
         total = sum(bucket.numel for bucket in buckets)
+        # Without the padding at the ends of buckets, which depends on the data-parallel size.
         found = states.get("numel_unpadded", total)
         if found != total:
             raise self._unmatched(f"{file.name} has a buffer of {found} elements, the model makes {total}")
@@ -200,6 +216,7 @@ class _RankOptimizer:
                 for parameter in part:
                     piece = FlatPart(states[stored], first[key_of(parameter)], parameter.tensor.shape)
                     yield state, self._entry(parameter, piece)
+        # The order of parameters is inferred, not stored. The fp32 copies verify it.
         require_same_weights(file, part, states.get("param"), first)
 
     def _entry(self, parameter: Parameter, piece: Any) -> Entry:
@@ -241,6 +258,7 @@ def require_same_weights(
         if math.prod(parameter.tensor.shape) > COMPARED_ELEMENTS:
             continue
         copy = FlatPart(copies, first[key_of(parameter)], parameter.tensor.shape).read()  # type: ignore[arg-type]
+        # fp32 -> 16 bits rounds as the optimizer did after its last step, so that equality is exact.
         if not torch.equal(copy.to(parameter.tensor.dtype), parameter.tensor.read()):
             raise CheckpointError(
                 f"{file}: the fp32 copy of {parameter.name} is not where the arguments of the run put it, or not that "
@@ -255,6 +273,7 @@ def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _decays(parameter: Parameter) -> bool:
+    # As Megatron: no weight decay on biases and on what has one dimension.
     return len(parameter.tensor.shape) > 1 and not parameter.name.endswith(".bias")
 
 

@@ -13,6 +13,8 @@ from mt_core.errors import ConfigError
 
 BEFORE_LAYERS = ("embedding.", "encoder_relative_pos_emb.", "decoder_relative_pos_emb.")
 EMBEDDINGS = ("embedding.word_embeddings", "embedding.position_embeddings", "embedding.tokentype_embeddings")
+# The order of construction, not of use: Attention makes core_attention and linear_proj before SelfAttention makes
+# linear_qkv.
 LAYER = (
     "input_layernorm",
     "self_attention.core_attention",
@@ -104,6 +106,7 @@ def split_layers(parameters: Collection[str], pipeline: Pipeline) -> list[list[s
                 f"{count} layers do not divide evenly into {pipeline.stages} pipeline stages x {pipeline.parts} "
                 "virtual stages each"
             )
+    # stages=2, parts=2: runs 0 and 2 are on stage 0, runs 1 and 3 on stage 1.
     runs: list[list[str]] = [[] for _ in range(pipeline.runs)]
     for name in parameters:
         runs[_run_of(name, stacks, pipeline.runs)].append(name)
@@ -122,6 +125,7 @@ def has_copy(parameters: Collection[str], pipeline: Pipeline) -> bool:
 def _run_of(name: str, stacks: dict[str, int], runs: int) -> int:
     found = layer_of(name)
     if found is None:
+        # What is neither a layer nor before the layers (norm, head, MTP) is in the last run.
         return 0 if name.startswith(BEFORE_LAYERS) else runs - 1
     return found[1] // (stacks[found[0]] // runs)
 
@@ -143,9 +147,11 @@ def _place(stored: str) -> Place:
     if stored.startswith(BEFORE_LAYERS):
         return (0, 0, _index(module, EMBEDDINGS), 0, last)
     if stored.startswith(("encoder.", "decoder.")):
+        # Behind every layer: final_layernorm.
         return (_stack_place(stored), 1 << 30, 0, 0, last)
     if stored.startswith(MTP):
         part = module.split(".")[3]
+        # 3: behind the decoder's final norm, before the head.
         return (3, int(module.split(".")[2]), _index(part, PREDICTION), _index(_within(module, 4), LAYER), last)
     return (4, 0, _index(module, AFTER_LAYERS), 0, last)
 
@@ -160,4 +166,5 @@ def _within(module: str, depth: int) -> str:
 
 
 def _index(name: str, ordered: Sequence[str]) -> int:
+    # Unknown modules last, in the order of their tensors; sorted is stable.
     return ordered.index(name) if name in ordered else len(ordered)

@@ -42,6 +42,7 @@ class Stack:
         return self.parts[0].dtype
 
     def read(self) -> Tensor:
+        # Filled in place: torch.stack would hold all experts twice. [experts of the rank, ...]
         stacked = torch.empty(self.shape, dtype=self.dtype)
         for target, part in zip(stacked, self.parts, strict=True):
             target.copy_(part.read())
@@ -111,6 +112,7 @@ class Gathered:
         return self.pieces[0].dtype
 
     def read(self) -> Tensor:
+        # The padding is cut after gathering: it is at the end of the whole table, on the last ranks.
         whole = self.layout.gather([piece.read() for piece in self.pieces], self.grid.context())
         return cropped(whole, self.shape)
 
@@ -148,6 +150,7 @@ def hold(entries: Iterable[Entry]) -> dict[str, list[Held]]:
     Raises CheckpointError when an expert is missing among a rank's.
     """
     held: dict[str, list[Held]] = {}
+    # (name, rank) -> number -> entry: files list experts one by one, in any order.
     experts: dict[tuple[str, tuple[int, ...]], dict[int, Entry]] = {}
     for entry in entries:
         if entry.expert is None:
@@ -169,6 +172,7 @@ def choose(layout: ParameterLayout, grid: Grid, held: Iterable[Held]) -> list[Pi
     holders = list(held)
     chosen: list[Piece] = []
     for ranks in grid.combinations(layout):
+        # Replicas: the first rank with the wanted place on the axes that shard the parameter.
         match = next((h.piece for h in holders if all(h.place[axis] == rank for axis, rank in ranks.items())), None)
         if match is None:
             return None

@@ -89,12 +89,14 @@ def open_iteration(
         raise CheckpointError(f"{folder}: has no mp_rank_NN folders")
     opened: dict[Path, Mapping[str, Any]] = {}
 
+    # The first file is needed for the arguments before the ranks are known; it is opened once.
     def content(rank: Path) -> Mapping[str, Any]:
         if rank not in opened:
             opened[rank] = _content(rank / RANK_FILE)
         return opened[rank]
 
     first = next(iter(found.values()))
+    # All ranks store the same arguments; those of the first file stand for all.
     args = Arguments((attributes or namespace_attributes)(content(first), first / RANK_FILE), first / RANK_FILE)
     grid = Grid(args.tensor_parallel, args.expert_parallel, args.expert_tensor_parallel)
     stages = args.pipeline_parallel
@@ -112,6 +114,7 @@ def open_iteration(
 
 def _content(file: Path) -> Mapping[str, Any]:
     value = open_torch_file(file).value
+    # With virtual pipeline stages a file has model0, model1, ...
     if not isinstance(value, dict) or not any(key == "model" or str(key).startswith("model0") for key in value):
         raise CheckpointError(f"{file}: no checkpoint of Megatron: it has no model")
     return value
@@ -130,6 +133,7 @@ def namespace_attributes(content: Mapping[str, Any], file: Path) -> Mapping[str,
 def _rank_folder(
     folder: Path, found: Mapping[RankSuffix, Path], args: Arguments, stage: int, place: Mapping[AxisName, int]
 ) -> Path:
+    # Numbers are in the name only for axes of more than one rank.
     others = [(stage, args.pipeline_parallel), (place["ep"], args.expert_parallel)]
     suffix = RankSuffix(place["tp"], tuple(number for number, size in others if size > 1))
     if suffix in found and (found[suffix] / RANK_FILE).is_file():
@@ -157,10 +161,12 @@ def _layer_offsets(
     stages: int,
 ) -> list[list[dict[str, int]]]:
     """For each stage and part, the first layers. Parts go around: part v of stage p is the (v stages + p)-th."""
+    # Every rank of a stage has the same layers: the first one stands for all.
     of_stage = [
         next(model for model, (s, _) in zip(models, ranks, strict=True) if s == stage) for stage in range(stages)
     ]
     parts = len(of_stage[0])
+    # In the order of the model: part by part, within a part stage by stage. Files number layers from 0 in each part.
     counts = [
         names.layer_counts({parsed.name: None for parsed, _ in of_stage[stage][part].values()})
         for part in range(parts)

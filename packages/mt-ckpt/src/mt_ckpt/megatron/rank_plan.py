@@ -33,6 +33,8 @@ class Naming:
         """Of one model part, as Megatron's modules list them. experts: how many of a layer the rank holds."""
         members = in_order(parameters, self.style)
         first = _first_layers(members)
+        # Parameters of the experts of one layer, which have to be complete: sequential experts list both matrices of
+        # expert 0, then of expert 1. The empty name at the end flushes the last.
         waiting: list[str] = []
         for name in [*members, ""]:
             if waiting and (not name or not _same_experts(name, waiting[0])):
@@ -44,6 +46,7 @@ class Naming:
                 yield RankEntry(name, names.renumbered(self.style.stored(name), first), None)
 
     def _expert_entries(self, members: list[str], experts: int, first: dict[str, int]) -> Iterator[RankEntry]:
+        # Grouped: weight0, weight1, ... of linear_fc1, then of linear_fc2.
         if self.grouped:
             for name in members:
                 for expert in range(experts):
@@ -63,6 +66,7 @@ def extra_states(entries: Iterable[RankEntry], heads: Iterable[str]) -> list[str
         module, _, leaf = entry.stored.rpartition(".")
         if leaf.startswith(("weight", "bias")) and is_linear(module):
             modules.append(module)
+    # dict.fromkeys: without repetitions, in the order of the modules.
     return [f"{module}.{names.EXTRA_STATE}" for module in dict.fromkeys([*modules, *heads])]
 
 
@@ -75,6 +79,7 @@ def _first_layers(members: Iterable[str]) -> dict[str, int]:
     for name in members:
         if found := names.layer_of(name):
             first[found[0]] = min(first.get(found[0], found[1]), found[1])
+    # Negative, so that `renumbered` counts from 0 within the part.
     return {stack: -number for stack, number in first.items()}
 
 

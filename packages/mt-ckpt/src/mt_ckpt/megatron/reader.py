@@ -63,6 +63,7 @@ class MegatronReader:
         section = model_section(iteration.args, weights.keys(), true, host)
         config = load_model_config(section, host)
         self._iteration = iteration
+        # The layouts of what is stored, padded and cut as it is; `_shapes` are those that are read.
         self._stored = {
             name: as_held(name, layout, weights[name][0].piece.shape[0]) if name in weights else layout
             for name, layout in layouts_of(config, host, padded).items()
@@ -101,6 +102,7 @@ class MegatronReader:
         if pieces is None:
             raise CheckpointError(f"{self.folder}: {name} is not in the files of all ranks that share it")
         expected = layout.local_shape(grid.context())
+        # gather would join parts of any sizes: each is compared with what the arguments say before it is read.
         for piece in pieces:
             if tuple(piece.shape) != expected:
                 raise CheckpointError(
@@ -121,6 +123,7 @@ class MegatronReader:
             for name, held in hold(entries).items():
                 self._tensors[f"{OPTIMIZER}{state}.{name}"] = self._gathered(name, held)
         if optimizer.step is not None:
+            # The files have one step for all; the canonical state has one for each parameter.
             for name in hold(optimizer.entries["exp_avg"]) if "exp_avg" in optimizer.entries else ():
                 self._tensors[f"{OPTIMIZER}{STEP}.{name}"] = Number(optimizer.step)
 
@@ -128,6 +131,7 @@ class MegatronReader:
 def _weights(iteration: Iteration) -> dict[str, list[Held]]:
     """Without the last stage's copy of the token embeddings, and without what follows from the configuration."""
     held = hold(entry for entry in iteration.weights() if not entry.name.endswith(DERIVED))
+    # Tied tables: the last stage has the embeddings again, for its logits.
     if not iteration.args.untied:
         held.pop(OUTPUT, None)
     return held
@@ -136,12 +140,14 @@ def _weights(iteration: Iteration) -> dict[str, list[Held]]:
 def _padded_vocab_size(iteration: Iteration, weights: Mapping[str, Sequence[Held]]) -> int:
     if EMBEDDING not in weights:
         raise CheckpointError(f"{iteration.folder}: has no {EMBEDDING}")
+    # Every tensor rank has an equal part of the padded rows.
     return weights[EMBEDDING][0].piece.shape[0] * iteration.grid.tp
 
 
 def require_same_names(origin: Path | str, layouts: Mapping[str, ParameterLayout], weights: Collection[str]) -> None:
     """Raises CheckpointError unless the stored parameters are those of the model."""
     problems = [f"{name} is missing" for name in layouts if name not in weights]
+    # Both ways: a tensor that nothing reads would be lost silently.
     problems += [f"{name} is there and unknown" for name in weights if name not in layouts]
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""

@@ -99,6 +99,7 @@ def _given(args: Arguments, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _train(args: Arguments) -> dict[str, Any]:
     section = _given(args, TRAIN)
+    # Megatron computes train_iters from train_samples; our section takes one of the two.
     if "train_samples" in section:
         section.pop("train_iters", None)
     if (rampup := args.values.get("rampup_batch_size")) is not None:
@@ -108,6 +109,7 @@ def _train(args: Arguments) -> dict[str, Any]:
 
 def dtype_name(args: Arguments) -> str:
     """precision.dtype: that of the weights in training."""
+    # The flags set params_dtype, and stand alone where it is not there.
     by_flag = "bf16" if args.get("bf16", False) else "fp16" if args.get("fp16", False) else "fp32"
     return DTYPE_NAMES.get(str(args.values.get("params_dtype")), by_flag)
 
@@ -153,7 +155,9 @@ def _schedule(args: Arguments) -> dict[str, Any]:
         section["lr_warmup_fraction"] = float(fraction)
     kinds = ["warmup", "decay"] + (["wsd_decay"] if style == "WSD" else [])
     for kind in kinds:
+        # Of the run's unit only; the other arguments are None or left from the launch script.
         key = f"lr_{kind}_{'samples' if by_samples else 'iters'}"
+        # lr_warmup_fraction and a number of steps exclude each other in our section.
         if args.get(key, 0) and not (kind == "warmup" and fraction is not None):
             section[key] = int(args.values[key])
     if style == "WSD":

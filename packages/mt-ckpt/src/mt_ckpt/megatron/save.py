@@ -112,6 +112,8 @@ def save_ranks(path: Path, ranks: RankFiles, options: ConvertOptions) -> None:
     key = work_key("megatron", made.args["ckpt_format"], identity, repr(options)) if identity else None
     folder_name = iteration_name(made.iteration)
     with closing(ResumableFolder(path, key)) as folder:
+        # With several processes each rank's file is a part, which shortens the wait; a tensor is then read once per
+        # file.
         parts = ranks.parts(by_rank=getattr(made.source, "workers", None) is not None)
         written = write_whole_files(folder, ranks, parts, made.source)
         text = str(made.iteration) if folder_name != RELEASE else RELEASE
@@ -155,12 +157,14 @@ def _write_ranks(
             RankParts(TorchWriter(stream, Path(RANK_FILE).stem), made.target.grid.context(place))
             for stream, place in zip(streams, files.values(), strict=True)
         ]
+        # Tensors go to the files as they are read. The pickle, which names them, follows in `finish`.
         for part in range(made.target.pipeline.parts):
             _write_part(ranks, made, stage, part)
         for rank in ranks:
             rank.writer.finish(_rank_value(rank, made, stage, plan.host, plan.model_value))
         for name, stream in zip(files, streams, strict=True):
             yield name, (stream.sync(), {})
+        # After the ranks' files: a state is one buffer, in the reverse order of the parameters.
         if made.distributed:
             yield from _write_optimizers(folder, list(files), ranks, made, stage)
 
@@ -182,6 +186,7 @@ def _write_optimizers(
 
 def _write_part(ranks: Sequence[RankParts], made: Plan, stage: int, part: int) -> None:
     entries = part_entries(made, stage, part)
+    # An expert's entries are one stacked parameter, read once.
     by_name: dict[str, list[RankEntry]] = {}
     for entry in entries:
         by_name.setdefault(entry.name, []).append(entry)
@@ -208,6 +213,7 @@ def _states_beside(made: Plan, name: str) -> list[str]:
     """The optimizer's states of a parameter that go into the model's file."""
     if made.distributed or not made.trained(name):
         return []
+    # Of fp32 weights no fp32 copies are written: without the distributed optimizer Megatron has none.
     return [state for state in made.states if state != MAIN or made.rounded(made.source_of(name))]
 
 
@@ -218,6 +224,7 @@ def _write_tensor(
     for rank in ranks:
         local = layout.to_local(tensor, rank.ctx)
         for entry in members:
+            # local: the rank's slice; of experts [experts of the rank, ...], which a file has one by one.
             piece = local if entry.expert is None else local[entry.expert]
             key = (part, entry.stored)
             rank.encoded.setdefault(key, {})[state] = rank.writer.add(piece)
@@ -231,6 +238,7 @@ def _experts_of_a_rank(made: Plan) -> int:
 
 def _rank_value(rank: RankParts, made: Plan, stage: int, host: PluginHost, model_value: MakeModel) -> dict[str, Any]:
     parts = made.target.pipeline.parts
+    # no_save_optim is None, not False, in arguments of runs that did not set it.
     value: dict[str, Any] = {
         "args": namespace(
             {**made.args, DISTRIBUTED: made.distributed, "no_save_optim": not made.states or None, "no_save_rng": True}
@@ -258,6 +266,7 @@ def _optimizer(rank: RankParts, made: Plan) -> Any:
         for entry in entries
         if made.trained(entry.name) and (states := rank.encoded[part, entry.stored])
     ]
+    # A tensor of its own for each parameter, as torch's state has it.
     updates = made.step()
     return optimizer_value(
         members, options, lambda: rank.writer.add(torch.tensor(updates)), experts_apart=made.experts_apart
@@ -271,6 +280,7 @@ def core_model(weights: Mapping[str, Any], entries: Sequence[RankEntry], made: P
     is_t5 = made.config.model.family == "t5"
     if is_t5:
         twice = duplicates(made.version, distributed=False)
+        # The same tensor (and storage) under both names.
         items |= {again: weights[once] for again, once in twice.items() if once in weights}
     heads = ("output_layer", *(("lm_head.output_layer",) if is_t5 else ())) if last else ()
     return OrderedItems({**items, **dict.fromkeys(extra_states(entries, heads))})

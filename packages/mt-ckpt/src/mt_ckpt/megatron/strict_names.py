@@ -49,7 +49,9 @@ def wanted_shapes(made: Plan, stage: int, part: int, rank: ParallelContext) -> S
     """What the modules of a model part have on a rank, by the names of the `torch` format."""
     entries = part_entries(made, stage, part)
     local = {entry: made.layout_of(entry.name).local_shape(rank) for entry in entries}
+    # Experts are stored one by one: [experts, ...] -> [...].
     shapes = {entry.stored: shape if entry.expert is None else shape[1:] for entry, shape in local.items()}
+    # core_model takes shapes in the tensors' places: the same function makes what is written.
     return dict(core_model(shapes, entries, made, is_last(made, stage, part)).items)
 
 

@@ -61,6 +61,7 @@ class Plan:
         """Whether the optimizer's state is written as Megatron's distributed optimizer does: if the run had that."""
         parallel = self.source.metadata.get("config", {}).get("parallel", {})
         carried = carried_arguments(self.source.metadata)
+        # A run of Megatron's says it in its arguments, one of mt's in [parallel].
         return bool(self.states) and bool(carried.get(DISTRIBUTED) or parallel.get(DISTRIBUTED))
 
     @property
@@ -115,6 +116,7 @@ class Plan:
         whole = state is None or (state == MAIN and not self.rounded(name))
         stored = MODEL + name if whole else f"{OPTIMIZER}{state}.{name}"
         shape = self.layouts[name].shape
+        # Only tables of the vocabulary may differ from the source, by their padding.
         if tuple(self.source.shapes()[stored]) == shape:
             return self.source.read(stored)
         return self.padding.pad(self.source, stored, name, state, shape[0])
@@ -125,6 +127,7 @@ class Plan:
 
     def step(self) -> float:
         """Number of optimizer steps."""
+        # One step stands for all parameters; a checkpoint without any has made as many as iterations.
         name = next((name for name in self.source.shapes() if name.startswith(f"{OPTIMIZER}step.")), None)
         return float(self.source.read(name)) if name else float(self.iteration)
 
@@ -132,6 +135,7 @@ class Plan:
 def plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost, ckpt_format: str) -> Plan:
     """Raises ConfigError for options and models that Megatron cannot have, CheckpointError for tensors that are not the
     model's."""
+    # Everything is checked by names and shapes: no tensor is read but the final norm, see `choose_padding`.
     config = load_model_config(_section(source), host)
     require_writable(config.model.family, host)
     version = conventions(parse_version(options.target_megatron_version))
@@ -141,6 +145,7 @@ def plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost, ck
     grid = Grid(tp, options.target_expert_parallel_size, tp if etp is None else etp)
     multiple = options.make_vocab_size_divisible_by or config.model.make_vocab_size_divisible_by
     assert config.model.vocab_size is not None
+    # As Megatron pads: to a multiple of make_vocab_size_divisible_by * tensor ranks.
     padded = padded_vocab_size(config.model.vocab_size, multiple * tp)
     whole = layouts_of(config, host, padded)
     stored = [name.removeprefix(MODEL) for name in source.shapes() if name.startswith(MODEL)]
@@ -148,6 +153,7 @@ def plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost, ck
     target = Target(grid, pipeline, padded, multiple, _dtype(source), version, options.target_transformer_impl)
     args = megatron_arguments(config, source.metadata, target, whole, ckpt_format, host)
     require_known(args, version.version)
+    # `whole` is the model as ours; from here on layouts are as the version shards them.
     layouts = as_written(whole, version, local=not uses_fused_norms(args))
     _require_experts(grid, layouts)
     require_divisible(layouts, grid, OPTIONS)
@@ -184,6 +190,7 @@ def _dtype(source: CheckpointReader) -> torch.dtype:
     for name, dtype in source.dtypes().items():
         if name.startswith(MODEL):
             counts[dtype] = counts.get(dtype, 0) + 1
+    # Single parameters may have another dtype, such as a router's bias in fp32.
     return max(counts, key=lambda dtype: counts[dtype])
 
 
@@ -196,6 +203,7 @@ def _states(source: CheckpointReader, layouts: Mapping[str, ParameterLayout], dt
     missing = [name for name in needed if name not in names]
     if not missing:
         return MOMENTS if dtype == torch.float32 else (*MOMENTS, MAIN)
+    # Some states of a broken or foreign checkpoint: not the same as none.
     if len(missing) < len(needed):
         raise CheckpointError(
             f"the source has an optimizer without {missing[0]}, one of {len(missing)} tensors that are missing"

@@ -149,6 +149,7 @@ def shown(version: Version) -> str:
 @cache
 def conventions(version: Version) -> Conventions:
     """The row of the table for a version that `parse_version` gave."""
+    # The last row that is not newer than the version; rows are in order.
     values = {
         field: next(value for first, value in reversed(list(rows.items())) if first <= version)
         for field, rows in DIFFERENCES.items()
@@ -174,9 +175,11 @@ def require_known(args: Mapping[str, Any], version: Version) -> None:
 
 def _require(args: Mapping[str, Any], version: Version, first: Version, name: str, before: Any) -> None:
     hybrid = bool(args.get("is_hybrid_model", False))
+    # Arguments of mixers are written for every model; of others they mean nothing.
     if name not in args or (name.startswith("mamba_") and not hybrid):
         return
     meant = before(args) if callable(before) else before
+    # None: the argument was not given, whatever the version.
     if args[name] not in (None, meant):
         raise _too_old(version, first, f"{name}={args[name]}")
 

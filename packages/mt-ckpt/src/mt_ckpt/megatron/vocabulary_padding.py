@@ -55,6 +55,7 @@ class Padding:
         names = [stored_name, beside] if self.keep and beside in shapes else [stored_name]
         missing = num_rows - sum(shapes[part][0] for part in names)
         made = [self._made(source, stored_name, name, state, missing)] if missing > 0 else []  # before a table is held
+        # [:num_rows]: rows that the source has beyond the target's padding are dropped.
         return torch.cat([*(source.read(part) for part in names), *made])[:num_rows]
 
     def _made(self, source: CheckpointReader, stored_name: str, name: str, state: str | None, count: int) -> Tensor:
@@ -93,6 +94,8 @@ def _zero(name: str, table: Tensor, count: int) -> Tensor:
 
 def _mean(name: str, table: Tensor, count: int) -> Tensor:
     """A logit that is the mean of the others: exp of it is at most their mean, by Jensen's inequality."""
+    # fp64 in blocks: the sum of 100,000 bf16 rows in fp32 would lose digits, and one fp64 copy of the table is four
+    # times its size.
     total = torch.stack([rows.sum(0, dtype=torch.float64) for rows in table.split(BLOCK_ROWS)]).sum(0)
     return (total / len(table)).to(table.dtype).expand(count, *table.shape[1:])
 
@@ -102,11 +105,14 @@ def _mean(name: str, table: Tensor, count: int) -> Tensor:
 
 def _low_rows(source: CheckpointReader, parameters: Mapping[str, object]) -> Rows | None:
     """Rows whose logits are low whatever the hidden state is; None for a model that cannot have them."""
+    # A bias alone makes the logit low; the rows are zeros.
     if OUTPUT_BIAS in parameters:
         return _low_bias
     head = OUTPUT if OUTPUT in parameters else EMBEDDING
     if FINAL_NORM + "bias" not in parameters:
         return None
+    # h = weight * n + bias, n = (x - mean) / std: n sums to 0, so that sum(h / weight) = sum(bias / weight) for every
+    # x. That constant is what a row in this direction multiplies.
     weight, bias = (source.read(MODEL + FINAL_NORM + kind).double() for kind in ("weight", "bias"))
     direction = _constant_direction(weight, bias, source.dtypes()[MODEL + head])
     return None if direction is None else _LowTable(head, weight, bias, direction)
@@ -125,6 +131,7 @@ def _constant_direction(weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Ten
         return None
     inverse = 1 / weight
     constant = inverse @ bias
+    # Errors of the products in `dtype`: about eps for each of the len(weight) terms, and for those of the bias.
     doubtful = torch.finfo(dtype).eps * (len(weight) + (bias * inverse).abs().sum())
     return inverse / constant if constant.abs() > 2 * doubtful else None
 
@@ -142,6 +149,7 @@ class _LowTable:
         mean = _mean(name, table, 1)
         if name != self.head:
             return mean.expand(count, -1)
+        # row . h = logit * (direction . h) = logit, for every h.
         row = self._logit(mean[0].double()) * self.direction
         return row.to(table.dtype).expand(count, -1)
 
@@ -150,5 +158,6 @@ class _LowTable:
 
         n of a LayerNorm is at most as long as the square root of its width.
         """
+        # mean . h = mean . bias + (mean * weight) . n >= mean . bias - |mean * weight| sqrt(width), by Cauchy-Schwarz.
         lowest = mean @ self.bias - len(mean) ** 0.5 * (mean * self.weight).norm()
         return 2 * min(float(lowest), 0.0) - 2 * MARGIN

@@ -58,6 +58,7 @@ def megatron_arguments(
     """
     kept = carried_arguments(metadata)
     model = model_arguments(config, parameters, kept, host)
+    # Later entries win: defaults, what the source carried, the run, the model, the layout.
     return {
         "transformer_impl": FUSED,
         "seq_length": min(config.data.seq_length, model["max_position_embeddings"]),
@@ -76,6 +77,7 @@ def _hybrid(model: Mapping[str, Any], version: Conventions) -> dict[str, Any]:
     """Which layers a hybrid model has, as a version says it."""
     if not model["is_hybrid_model"]:
         return {}
+    # Both are set: the source may carry the other one.
     patterns = dict.fromkeys(("hybrid_layer_pattern", "hybrid_override_pattern"))
     return {**patterns, version.pattern_argument: model["hybrid_layer_pattern"], "spec": [*version.layer_specification]}
 
@@ -93,6 +95,7 @@ def uses_fused_norms(args: Mapping[str, Any]) -> bool:
 
 
 def _is_object(value: Any) -> bool:
+    # What JSON does not have was kept as text, see `pickles.inert_objects.plain`; "<...>" is an object of a class.
     return isinstance(value, str) and value.startswith("<")
 
 

@@ -53,6 +53,7 @@ class Layout:
 def write_flat(made: Plan, ranks: Sequence[FlatRank], stage: int, parts: Sequence[Sequence[RankEntry]]) -> None:
     """Write and finish the ranks' files. parts: for each model part, its entries in order. Raises OSError."""
     optimizers: list[list[dict[Any, Any]]] = [[] for _ in ranks]
+    # Dense first, as Megatron chains its optimizers.
     for of_experts in (False, True):
         members = [[entry for entry in part if belongs(made, entry, of_experts)] for part in parts]
         if any(members):
@@ -71,6 +72,7 @@ def _buffers(
     made: Plan, ranks: Sequence[FlatRank], stage: int, parts: Sequence[Sequence[RankEntry]]
 ) -> list[dict[Any, Any]]:
     """For each rank, the value of one optimizer."""
+    # Megatron-Core stores the buckets of a buffer as one tensor since 0.6, and marks that by this key.
     values: list[dict[Any, Any]] = [{"buckets_coalesced": True} for _ in ranks]
     for number, part in enumerate(parts):
         layout = _layout(made, ranks[0].ctx, stage, number, part)
@@ -84,6 +86,7 @@ def _buffers(
 def buffer_dtypes(made: Plan) -> tuple[torch.dtype, torch.dtype]:
     """Of the parameters and of their gradients in the buffers."""
     dtype = made.target.dtype
+    # Megatron sets it for bf16 by default.
     accumulated = made.args.get("accumulate_allreduce_grads_in_fp32", dtype == torch.bfloat16)
     return dtype, torch.float32 if accumulated else dtype
 
@@ -95,6 +98,7 @@ def _layout(made: Plan, ctx: ParallelContext, stage: int, number: int, part: Seq
         placed += [
             Placed(by_key[key], begin + first, _numel(made, ctx, by_key[key])) for key, first in bucket.first.items()
         ]
+        # Buckets follow one another without the padding at their ends, as Megatron stores them.
         begin += bucket.numel
     return Layout(placed, begin)
 
@@ -112,9 +116,11 @@ def _numel(made: Plan, ctx: ParallelContext, entry: RankEntry) -> int:
 
 def _write_state(made: Plan, ranks: Sequence[FlatRank], layout: Layout, state: str) -> list[Call]:
     """Parameters as they are placed, with zeros between them."""
+    # All ranks of the stage at the same time: each tensor is read once and cut for all of them.
     buffers = [rank.writer.begin_flat(torch.float32, layout.numel) for rank in ranks]
     recent, end = Recent(made, state), 0
     for placed in layout.placed:
+        # Alignment within the bucket; the gap before the first parameter of a bucket is empty.
         gap = torch.zeros(placed.first - end)
         whole = recent.read(placed.entry)
         for rank, buffer in zip(ranks, buffers, strict=True):
@@ -141,6 +147,7 @@ class Recent:
 
     def read(self, entry: RankEntry) -> Tensor:
         if entry.name not in self._held:
+            # Sequential experts alternate between two matrices; anything else is read once.
             if len(self._held) >= (1 if entry.expert is None else 2):
                 self._held.clear()
             self._held[entry.name] = self._made.read(self._made.source_of(entry.name), self._state)

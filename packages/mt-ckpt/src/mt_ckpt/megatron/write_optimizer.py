@@ -42,6 +42,7 @@ def param_group(options: Mapping[str, Any], *, decayed: bool, of_experts: bool) 
         "capturable": False,
         "differentiable": False,
         "fused": None,
+        # AdamW: the decay is not part of the gradient.
         "decoupled_weight_decay": True,
     }
 
@@ -51,11 +52,13 @@ def optimizer_groups(
 ) -> list[dict[str, Any]]:
     """The groups of a distributed optimizer, dense ones first; their parameters are not listed."""
     kinds = {
+        # - of_experts: canonical experts have one dimension more than the tensor that Megatron sees.
         (len(layout.shape) - of_experts > 1 and not name.endswith(".bias"), of_experts and experts_apart)
         for name, layout in layouts.items()
         for of_experts in [EXPERTS in name]
         if layout.trained
     }
+    # Dense before experts, with weight decay before without.
     ordered = sorted(kinds, key=lambda kind: (kind[1], not kind[0]))
     return [
         {**param_group(options, decayed=decayed, of_experts=of_experts), STEP: step} for decayed, of_experts in ordered
@@ -98,16 +101,19 @@ def _one(
 ) -> dict[str, Any]:
     groups, states, copies = [], {}, []
     count = 0
+    # Megatron's order of groups: with weight decay first.
     for decayed in (True, False):
         chosen = [written for entry, dims, written in members if _decays(entry, dims) == decayed]
         if not chosen:
             continue
         numbers = list(range(count, count + len(chosen)))
+        # Numbers go on from group to group, as torch's state_dict counts them.
         count += len(chosen)
         groups.append({**param_group(options, decayed=decayed, of_experts=of_experts), "params": numbers})
         for number, written in zip(numbers, chosen, strict=True):
             moments = {state: tensor for state, tensor in written.items() if state != MAIN}
             states[number] = {STEP: step(), **moments}
+        # One list for each group, of its 16-bit parameters.
         copies.append([written[MAIN] for written in chosen if MAIN in written])
     inner = {"state": states, "param_groups": groups}
     return {"optimizer": inner, "fp32_from_fp16_params": copies} if any(copies) else inner

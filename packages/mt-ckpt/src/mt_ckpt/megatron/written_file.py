@@ -16,6 +16,7 @@ class WrittenFile(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Buffered: the archive writer makes many small writes, of headers and directory entries.
         self._stream = path.open("wb")
         self._hasher, self._size = xxhash.xxh3_128(), 0
 
@@ -26,6 +27,7 @@ class WrittenFile(io.RawIOBase):
         return self._size
 
     def write(self, data: Any) -> int:
+        # Hashed as it is written, so that the file is not read again.
         self._hasher.update(data)
         self._size += len(data)
         return self._stream.write(data)

@@ -27,6 +27,7 @@ def detect(path: Path) -> bool:
         folder = find_iteration(path)
     except CheckpointError:
         return False
+    # Both files: any other program's DCP folder has an index, but no mark.
     return (folder / METADATA_FILE).is_file() and (folder / MARK_FILE).is_file()
 
 
@@ -46,6 +47,7 @@ def require_backend(folder: Path) -> None:
 def newest_that_writes(folder: Path) -> Conventions:
     """What the version that wrote a folder can have been, as far as the folder shows."""
     with_file = (folder / COMMON_FILE).is_file()
+    # The newest of those that agree with the folder: whether common.pt exists is all that it shows.
     return next(rules for rules in all_conventions() if rules.common_file == with_file)
 
 
@@ -58,6 +60,7 @@ def read_common(index: Index) -> Mapping[str, Any]:
         value = index.objects[COMMON_KEY].value()
     else:
         raise CheckpointError(f"{index.folder}: has neither {COMMON_FILE} nor {COMMON_KEY}: no checkpoint of Megatron")
+    # An object of the index is saved as a list of one (see `DistPlan`), the file holds the dictionary.
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, dict):

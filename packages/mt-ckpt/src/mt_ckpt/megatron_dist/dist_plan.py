@@ -71,7 +71,9 @@ def dist_plan(made: Plan, optimizer_format: str) -> DistPlan:
     """
     if not made.version.mixer_sections:
         require_one_rank(made.layouts, made.target.grid.tp, shown(made.version.version))
+    # A hybrid model's layers are of different kinds, so that each has keys with its number.
     stacked = not made.hybrid and are_alike(made.layouts)
+    # Flat buckets belong to ranks, not to parameters: they are added once, by `_add_flat`.
     flat = made.states and optimizer_format == DP_RESHARDABLE
     states = () if flat else _states(made)
     style, counts = made.dist_style(), layer_counts(made.layouts)
@@ -79,7 +81,10 @@ def dist_plan(made: Plan, optimizer_format: str) -> DistPlan:
     chunks: list[ChunkItem] = []
     for name, layout in made.layouts.items():
         place = place_of(name, style, stacked=stacked)
+        # The size of the leading dimension of a stacked tensor: the layers of its stack.
         front = (counts[name.split(".")[0]],) if place.layer is not None else ()
+        # The weights first, then the states. Chunks of one tensor have to follow one another, so that the writer reads
+        # it once.
         for state in (None, *(states if made.trained(name) else ())):
             prefix = "" if state is None else f"optimizer.state.{STATE_KEYS[state]}."
             dtype = torch.float32 if state is not None else made.source.dtypes()[f"model.{name}"]
@@ -100,6 +105,7 @@ def _add_duplicates(planned: DistPlan, made: Plan) -> None:
     if made.config.model.family != "t5":
         return
     for again, once in duplicates(made.version, distributed=True).items():
+        # Over a copy, since chunks are appended to the list.
         for number, chunk in enumerate(planned.chunks[:]):
             if chunk.source.name != once:
                 continue
@@ -134,6 +140,8 @@ def _states(made: Plan) -> tuple[str, ...]:
 def _chunks(
     key: str, source: Source, place: Place, shape: tuple[int, ...], rows: Rows, dtype: torch.dtype
 ) -> Iterator[ChunkItem]:
+    # Layer 3, expert 5 of decoder.layers.mlp.experts.experts.linear_fc1.weight, which is [layers, experts, rows,
+    # columns]: offsets (3, 5, 0, 0), sizes (1, 1, rows, columns).
     front = () if place.layer is None else (place.layer,)
     ones = (1,) * len(front)
     if EXPERTS not in source.name:
@@ -176,6 +184,7 @@ def _state_shards(place: Place, counts: Mapping[str, int], experts: int) -> Iter
     for expert in range(max(experts, 1)):
         axes = [*layers, *([(expert, experts)] if experts else [])] or [(0, 1)]
         offsets, sizes = (".".join(str(axis[i]) for axis in axes) for i in (0, 1))
+        # The key of a ShardedObject in Megatron-Core: <key>/shard_<offsets>_<sizes of the grid>.
         yield f"{place.key}/shard_{offsets}_{sizes}"
 
 
@@ -195,6 +204,7 @@ def split_by_bytes(chunks: list[ChunkItem], max_bytes: int) -> list[list[ChunkIt
 def common_optimizer(groups: list[dict[str, Any]], optimizer_format: str) -> dict[Any, Any]:
     """The part of the common state that says how the optimizer's state is stored, and names the groups where that is
     in the tensors `optimizer.state.*`."""
+    # Without buckets the groups are here; with them they are objects of each rank, see `flat_plan`.
     kinds = [[g for g in groups if g["is_expert_parallel"] == of_experts] for of_experts in (False, True)]
     flat = optimizer_format == DP_RESHARDABLE
     made_of = [
@@ -202,4 +212,5 @@ def common_optimizer(groups: list[dict[str, Any]], optimizer_format: str) -> dic
         for kind in kinds
         if kind
     ]
+    # A ChainedOptimizer's state: its optimizers by number.
     return made_of[0] if len(made_of) == 1 else dict(enumerate(made_of))

@@ -74,6 +74,7 @@ class _Owner:
 def flat_plans(made: Plan) -> Iterator[FlatRankPlan]:
     """Of all ranks, dense optimizers and those of experts."""
     for stage in range(made.target.pipeline.stages):
+        # Virtual pipeline stages are model parts, each with a buffer of its own.
         parts = [part_entries(made, stage, part) for part in range(made.target.pipeline.parts)]
         for owner in _owners(made, stage):
             yield _rank_plan(made, owner, parts)
@@ -81,6 +82,7 @@ def flat_plans(made: Plan) -> Iterator[FlatRankPlan]:
 
 def _owners(made: Plan, stage: int) -> Iterator[_Owner]:
     grid, apart = made.target.grid, made.experts_apart
+    # Megatron's dp_group_idx counts the groups of ranks with equal parameters: tensor ranks of stage 0, of stage 1, ...
     for number in range(grid.tp):
         rank = grid.context(grid.place_of_tensor_rank(number))
         yield _Owner(stage, rank, stage * grid.tp + number, of_experts=False, chained=apart)
@@ -92,6 +94,7 @@ def _owners(made: Plan, stage: int) -> Iterator[_Owner]:
 
 def _rank_plan(made: Plan, owner: _Owner, parts: Sequence[Sequence[RankEntry]]) -> FlatRankPlan:
     dtypes = buffer_dtypes(made)
+    # Empty buffers have no number: an optimizer of experts may have none in the first part.
     buffers = [buffer for part, entries in enumerate(parts) if (buffer := _buffer(made, owner, part, entries)).buckets]
     sizes: dict[str, int] = {}
     items: list[FlatItem] = []
@@ -120,6 +123,7 @@ class _Buffer:
 
 def _buffer(made: Plan, owner: _Owner, part: int, entries: Sequence[RankEntry]) -> _Buffer:
     members = {entry.stored: entry for entry in entries if belongs(made, entry, owner.of_experts)}
+    # Paths appear in messages only; no file of this name exists.
     args = Arguments(made.args, Path(DP_RESHARDABLE))
     cut = bucketing(args, owner.stage, part, of_experts=owner.of_experts)
     return _Buffer(members, cut, buckets_of(flat_parameters(made, owner.rank, list(members.values())), cut))
@@ -132,6 +136,8 @@ def _shown(dtypes: tuple[torch.dtype, torch.dtype]) -> str:
 def _items(
     key: str, bucket: Bucket, state: str, rank: ParallelContext, members: Mapping[str, RankEntry]
 ) -> Iterator[FlatItem]:
+    # Each item reaches to the next parameter, so that items cover the gaps of alignment too: DCP refuses a tensor whose
+    # chunks do not cover it.
     ends = [*list(bucket.first.values())[1:], bucket.numel]
     for (stored, first), end in zip(bucket.first.items(), ends, strict=True):
         entry = members[stored]

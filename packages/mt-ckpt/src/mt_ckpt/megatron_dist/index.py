@@ -69,10 +69,12 @@ class ChunkedTensor:
 
     def read_box(self, begin: Sequence[int], end: Sequence[int]) -> Tensor:
         """Elements [begin, end) in every dimension. Only overlapping chunks are read."""
+        # Left uninitialized: `_tensor` has checked that chunks tile the whole, so that every element is written.
         target = torch.empty([high - low for low, high in zip(begin, end, strict=True)], dtype=self.dtype)
         for chunk in self.chunks:
             low = [max(a, b) for a, b in zip(begin, chunk.offsets, strict=True)]
             high = [min(a, b + size) for a, b, size in zip(end, chunk.offsets, chunk.sizes, strict=True)]
+            # all() of no dimensions is true: a scalar is one chunk.
             if all(a < b for a, b in zip(low, high, strict=True)):
                 place = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, begin, strict=True))
                 target[place] = _read_part(chunk, low, high)
@@ -112,6 +114,7 @@ def _parse(folder: Path, metadata: Inert) -> Index:
         blobs[key] = _blob(folder, info.attributes, sizes)
     tensors, objects = {}, {}
     for key, entry in entries.items():
+        # Classes of torch are fakes here, which keep their names only.
         if type(entry).__name__ == "TensorStorageMetadata":
             tensors[key] = _tensor(folder, key, entry.attributes, blobs)
         elif (key, None) in blobs:
@@ -124,14 +127,17 @@ def _parse(folder: Path, metadata: Inert) -> Index:
 def _blob(folder: Path, info: Mapping[str, Any], sizes: dict[Path, int]) -> Blob:
     name = str(info["relative_path"])
     file = folder / name
+    # A name such as ../x would read outside of the checkpoint.
     if Path(name).name != name:
         raise CheckpointError(f"{folder / METADATA_FILE}: refers to {name!r}, which is not a file beside it")
+    # One stat for each data file, which may hold thousands of chunks.
     if file not in sizes:
         try:
             sizes[file] = file.stat().st_size
         except OSError as error:
             raise CheckpointError(f"{file}: missing or unreadable: {error.strerror}") from None
     extent = Extent(int(info["offset"]), int(info["length"]))
+    # Truncation is found when the index is opened, not in the middle of a conversion.
     if extent.offset + extent.num_bytes > sizes[file]:
         raise CheckpointError(f"{file}: truncated: {sizes[file]} bytes instead of {extent.offset + extent.num_bytes}")
     return Blob(file, extent)
@@ -147,6 +153,7 @@ def _tensor(
         if (key, offsets) not in blobs:
             raise CheckpointError(f"{folder / METADATA_FILE}: does not say where the chunk {list(offsets)} of {key} is")
         chunks.append(Chunk(offsets, sizes, blobs[key, offsets]))
+    # The usual damage, a chunk that is missing, gets a message of its own; `tiles` finds overlaps too.
     covered = sum(math.prod(chunk.sizes) for chunk in chunks)
     if covered != math.prod(shape):
         raise CheckpointError(
@@ -174,8 +181,11 @@ def _read_part(chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> Tensor:
     stored = chunk.stored()
     begin = [a - o for a, o in zip(low, chunk.offsets, strict=True)]
     size = [b - a for a, b in zip(low, high, strict=True)]
+    # Rows of a contiguous chunk follow one another: a run of whole rows is one range of bytes, of which no more is
+    # read. `and size` excludes scalars.
     if tuple(size[1:]) == chunk.sizes[1:] and size:
         row = math.prod(chunk.sizes[1:])
         return stored.read_flat(begin[0] * row, size[0] * row).view(size)
+    # A cut through other dimensions: the chunk is read whole, then sliced.
     part = stored.read()
     return part[tuple(slice(b, b + s) for b, s in zip(begin, size, strict=True))]

@@ -21,6 +21,7 @@ from mt_ckpt.megatron_dist.index import ChunkedTensor
 
 _STACKED = re.compile(r"^(encoder|decoder)\.layers\.(?!\d)")
 _OF_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
+# +?: the shortest state, up to the first dot; states have no dots, the keys of parameters do.
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<state>[a-z_0-9]+?)\.(?P<key>.*)$")
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": "main", "fp32_param": "main"}
 """Name of an optimizer's state in keys -> canonical."""
@@ -43,6 +44,7 @@ class Layer:
 
     def read(self) -> Tensor:
         begin, end = [self.number, *(0 for _ in self.shape)], [self.number + 1, *self.shape]
+        # [0]: the dimension of layers is dropped, [1, ...] -> [...].
         return self.tensor.read_box(begin, end)[0]
 
 
@@ -59,6 +61,7 @@ def parse(key: str) -> Key | None:
     if match := _STATE.match(key):
         state = STATES.get(match["state"])
         return Key(state or match["state"], match["key"])
+    # Flat buckets, which `reshardable` reads, and FP8 states.
     if _OF_OPTIMIZER.match(key) or names.EXTRA_STATE in key:
         return None
     return Key(None, key)
@@ -103,6 +106,7 @@ def are_alike(parameters: Iterable[str]) -> bool:
     kinds: dict[tuple[str, int], set[str]] = {}
     for name in parameters:
         if found := names.layer_of(name):
+            # split(".", 3)[3]: behind "decoder.layers.3."
             kinds.setdefault(found, set()).add(name.split(".", 3)[3])
     by_stack: dict[str, list[set[str]]] = {}
     for (stack, _), members in kinds.items():

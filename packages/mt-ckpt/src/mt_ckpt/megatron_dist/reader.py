@@ -72,6 +72,7 @@ class DistReader:
         true = true_vocab_size(args, padded, vocab_size)
         section = model_section(args, weights.keys(), true, host)
         config = load_model_config(section, host)
+        # Two sets of shapes: with the padded vocabulary, as stored, and with the true one, as read.
         self._stored = layouts_of(config, host, padded)
         self._shapes = {name: layout.shape for name, layout in layouts_of(config, host, true).items()}
         require_same_names(index.folder, self._stored, weights)
@@ -79,6 +80,7 @@ class DistReader:
         self.metadata: dict[str, Any] = metadata_of(args, common, section)
         step = _step(common, index)
         if has_flat_optimizer(index):
+            # The weights serve to check where the buckets begin, see `_require_same_weights`.
             if (reason := reason_not_read(index, args)) is None:
                 states = flat_optimizer(index, args, self._stored, weights)
             else:
@@ -86,6 +88,7 @@ class DistReader:
         for name, piece in weights.items():
             if piece.dtype == torch.float32:
                 states.get(MAIN, {}).pop(name, None)  # the copy of fp32 weights is the weights themselves
+        # Before `_add_padding`, which adds the rows beyond the vocabulary of the states as well.
         self._add_optimizer(states, step)
         self._add_padding()
 
@@ -128,6 +131,7 @@ class DistReader:
                     )
                 self._tensors[f"{OPTIMIZER}{state}.{name}"] = self._cropped(name, piece)
         if step is not None:
+            # The format has one step; the canonical state has one for each parameter.
             for name in states.get("exp_avg", ()):
                 self._tensors[f"{OPTIMIZER}{STEP}.{name}"] = Number(step)
 
@@ -139,6 +143,7 @@ def _sorted_tensors(index: Index) -> tuple[dict[str, Piece], dict[str, dict[str,
         if (parsed := parse(key)) is not None:
             entries.setdefault(parsed.state, []).extend(entries_of(parsed.model_key, tensor))
     pieces = {
+        # inv_freq is a buffer of rotary positions that old versions saved; it follows from the arguments.
         state: pack({name: held[0].piece for name, held in hold(found).items() if not name.endswith("inv_freq")})
         for state, found in entries.items()
     }
@@ -151,6 +156,7 @@ def _step(common: Mapping[str, Any], index: Index) -> float | None:
     candidates = list(optimizer) if isinstance(optimizer, list) else [optimizer]
     candidates += [index.objects[key].value() for key in index.objects if OPTIMIZER_OBJECT in key]
     steps = {number for candidate in candidates for number in _steps_in(candidate)}
+    # Also with experts, whose optimizer counts its own steps, all have to agree.
     if len(steps) > 1:
         raise CheckpointError(f"{index.folder / METADATA_FILE}: its optimizers made {sorted(steps)} steps")
     return steps.pop() if steps else None
@@ -161,6 +167,7 @@ def _steps_in(value: Any) -> list[float]:
         return [number for entry in value for number in _steps_in(entry)]
     if not isinstance(value, dict):
         return []
+    # "step" of torch's and Apex's groups, "common_step" of versions that store one for all.
     found = [value[name] for name in ("step", "common_step") if value.get(name) is not None]
     numbers = [float(entry.read()) if isinstance(entry, StoredTensor) else float(entry) for entry in found]
     return numbers + [number for entry in value.values() for number in _steps_in(entry)]

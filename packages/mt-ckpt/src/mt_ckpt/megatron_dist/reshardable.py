@@ -88,9 +88,12 @@ def flat_optimizer(
     trained = {name: layout for name, layout in as_written(layouts, version, local=local).items() if layout.trained}
     fused: Literal["never", "beside"] = "never" if local else "beside"
     hybrid = bool(args.get("is_hybrid_model", False))
+    # Buckets follow the order in which modules were made, which depends on whose layers they are: names of the `torch`
+    # format, also in a folder of torch_dist.
     style = Style(fused, hybrid, trained, norms_apart(version), torch_renamed(version))
     naming = Naming(style, not local and (hybrid or bool(args.get("moe_grouped_gemm", False))))
     stored = _buckets(index)
+    # gbuf_idx counts the model parts (virtual pipeline stages) of a rank.
     pipeline = Pipeline(args.pipeline_parallel, 1 + max(rank.part for rank in stored))
     model = _Model(index, args, trained, naming, split_layers(trained, pipeline), pipeline)
     entries: dict[str, list[Entry]] = {}
@@ -123,6 +126,7 @@ class _Model:
     def entries(self, rank: _Rank, stored: Sequence[Mapping[str, ChunkedTensor]]) -> Iterator[tuple[str, Entry]]:
         """(state, what the rank holds of a parameter)"""
         stage, place = self._place(rank)
+        # gbuf_idx counts the buffers that exist: of the parts in which this optimizer has parameters.
         part, members = self._parts(stage, rank.of_experts)[rank.part]
         shapes = {key: self._shape(entry, place) for key, entry in members.items()}
         shared = shared_matrices(self.args)
@@ -140,6 +144,7 @@ class _Model:
     def _place(self, rank: _Rank) -> tuple[int, Mapping[AxisName, int]]:
         """Stage and place of a rank."""
         grid = self.grid
+        # Groups are numbered stage by stage, as `flat_plan._owners` does.
         if rank.of_experts:
             stage, number = divmod(rank.group, grid.ep * grid.etp)
             return stage, grid.place_of_expert_rank(number)
@@ -158,13 +163,16 @@ class _Model:
         return found
 
     def _shape(self, entry: RankEntry, place: Mapping[AxisName, int]) -> tuple[int, ...]:
+        # The last stage's copy of the token embeddings has no layout of its own.
         name = entry.name if entry.name in self.layouts else EMBEDDING
         shape = self.layouts[name].local_shape(self.grid.context(place))
+        # Experts are stored one by one: [experts, ...] -> [...].
         return shape if entry.expert is None else shape[1:]
 
 
 def reason_not_read(index: Index, args: Arguments) -> str | None:
     """Why buckets cannot be tied to parameters, of runs where nothing in the files says it; None: they can."""
+    # Of other optimizers nothing in the files says which parameters they have.
     optimizers = {int(match["optimizer"]) for match in _matches(index) if match["optimizer"]}
     if not optimizers <= {0, int(args.expert_parallel > 1)}:
         return "its flat buckets (dp_reshardable) are of other optimizers than the experts' and one of all the rest"
@@ -179,6 +187,7 @@ def _buckets(index: Index) -> dict[_Rank, list[dict[str, ChunkedTensor]]]:
     for match in _matches(index):
         rank = _Rank(match["optimizer"] == "1", int(match["group"]), int(match["part"]))
         found.setdefault(rank, {}).setdefault(int(match["bucket"]), {})[match["state"]] = index.tensors[match[0]]
+    # Bucket 10 follows bucket 9: numbers are sorted as numbers, keys of the index as text.
     return {rank: [buckets[number] for number in sorted(buckets)] for rank, buckets in found.items()}
 
 
@@ -207,6 +216,7 @@ def _gathered(index: Index, name: str, layout: ParameterLayout, grid: Grid, held
 def _require_same_weights(index: Index, copies: Mapping[str, Piece], weights: Mapping[str, Piece]) -> None:
     for name, copy in copies.items():
         weight = weights[name]
+        # Small parameters (norms, biases) suffice: with a wrong order of parameters their places hold other values.
         if math.prod(weight.shape) <= COMPARED_ELEMENTS and not torch.equal(
             copy.read().to(weight.dtype), weight.read()
         ):

@@ -54,7 +54,10 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     key = work_key("megatron-dist", identity, repr(options)) if identity else None
     with closing(ResumableFolder(path, key)) as folder:
         written = write_whole_files(folder, files, [files_together([file]) for file in files.groups], source)
+        # From JSON, since files that were finished before an interruption are described by the record of the work
+        # alone.
         blobs = [_from_json(entry) for about in written.values() for entry in about["blobs"]]
+        # The index and the mark follow the data; the tracker is last. Megatron finds the iteration by the tracker only.
         small = {
             f"{name}/{METADATA_FILE}": encode_index(files.tensors, blobs),
             f"{name}/{MARK_FILE}": json.dumps(BACKEND).encode(),
@@ -99,6 +102,7 @@ def plan_files(source: CheckpointReader, options: ConvertOptions, host: PluginHo
     common = _common_state(made, host, optimizer_format)
     objects = {} if made.version.common_file else {COMMON_KEY: [common]}
     objects |= {key: [value] for key, value in items.objects.items()}
+    # As torch's writer names the files of rank 0: __<rank>_<number>.distcp.
     names = (f"{iteration_name(made.iteration)}/__0_{number}.distcp" for number in range(len(groups)))
     return DataFiles(made, items.tensors, dict(zip(names, groups, strict=True)), objects, common)
 
@@ -135,6 +139,7 @@ def _write_data(
             read = None  # before the next is read
             read = (item.source, made.read(made.source_of(item.source.name), item.source.state))
         begin = stream.tell()
+        # Each chunk is an archive of its own, as DCP stores it; its offset and length go into the index.
         writer = TorchWriter(stream)
         part = _part(read[1], item, made)
         writer.finish(writer.add(part.reshape(item.sizes)))
@@ -145,6 +150,7 @@ def _part(tensor: Tensor, item: ChunkItem, made: Plan) -> Tensor:
     if item.rank is not None:
         local = made.layout_of(item.source.name).to_local(tensor, item.rank)
         local = (local if item.expert is None else local[item.expert]).reshape(-1)
+        # The zeros are the gap to the next parameter of the bucket.
         return F.pad(local, (0, item.sizes[0] - local.numel()))
     if item.expert is not None:
         return tensor[item.expert]
@@ -167,6 +173,7 @@ def _common_state(made: Plan, host: PluginHost, optimizer_format: str) -> dict[s
             "num_floating_point_operations_so_far", 0
         ),
     }
+    # Megatron reads content_metadata first: the state dict that it builds to load into depends on it.
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if made.states:
         options = made.source.metadata["config"].get("optimizer", {})

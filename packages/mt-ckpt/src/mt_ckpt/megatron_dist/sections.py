@@ -38,6 +38,7 @@ class Packed:
         return self.parts[0].dtype
 
     def read(self) -> Tensor:
+        # [rows of all sections, ...]
         return torch.cat([part.read() for part in self.parts])
 
 
@@ -55,6 +56,7 @@ def rows_of(name: str, layout: ParameterLayout) -> list[Rows]:
     sections = sections_of(name)
     if not sections:
         return [whole(layout)]
+    # The sizes are those of the layout by which tensor ranks cut the packed matrix, section by section.
     sizes = layout.splits[0].block_sizes(layout.shape[0])
     firsts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [Rows(*row) for row in zip(sections, firsts, sizes, strict=True)]

@@ -21,9 +21,11 @@ def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
     """
     if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
         return False
+    # Dimensions that no box cuts are the same factor on both sides, and 2^d corners per box are fewer without them.
     cut = [d for d, size in enumerate(shape) if any((o[d], s[d]) != (0, size) for o, s in boxes)]
     if len(cut) > MAX_CUT_DIMS or any(min((*offsets, *sizes), default=0) < 0 for offsets, sizes in boxes):
         return False
+    # Boxes without elements tile a tensor without elements, wherever they begin.
     if 0 in shape and all(0 in sizes for _, sizes in boxes):
         return True
     found: Counter[tuple[int, ...]] = Counter()
@@ -31,6 +33,8 @@ def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
         _add_corners(found, [offsets[d] for d in cut], [sizes[d] for d in cut])
     whole: Counter[tuple[int, ...]] = Counter()
     _add_corners(whole, [0] * len(cut), [shape[d] for d in cut])
+    # One dimension, boxes [0, 2) and [2, 4) of 4: +1 at 0, -1 at 2, +1 at 2, -1 at 4. The corners at 2 cancel; those of
+    # the whole, +1 at 0 and -1 at 4, are left.
     found.subtract(whole)
     return not any(found.values())
 

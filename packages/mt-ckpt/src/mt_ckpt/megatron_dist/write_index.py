@@ -59,6 +59,8 @@ def encode_index(tensors: Mapping[str, WrittenTensor], blobs: Iterable[WrittenBl
 def _tensor(tensor: WrittenTensor, chunks: list[Object]) -> Object:
     layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     memory_format = Call(Global(METADATA, "_MEM_FORMAT_ENCODING"), (CONTIGUOUS,))
+    # The state of TensorProperties is a tuple (its __getstate__): dtype, layout, requires_grad, memory format,
+    # pin_memory. Newer versions of torch append strides and take both lengths.
     properties = Object(Global(METADATA, "TensorProperties"), (tensor.dtype, layout, False, memory_format, False))
     fields = {"properties": properties, "size": _size(tensor.shape), "chunks": chunks}
     return Object(Global(METADATA, "TensorStorageMetadata"), fields)
@@ -67,6 +69,7 @@ def _tensor(tensor: WrittenTensor, chunks: list[Object]) -> Object:
 class _Key(Object):
     """A MetadataIndex as the key of a dictionary, distinct from every other."""
 
+    # The dataclass would hash its fields, of which one is a dictionary.
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
@@ -74,6 +77,8 @@ class _Key(Object):
 
 
 def _index(blob: WrittenBlob) -> Object:
+    # `index` is a hint for lookups, which MetadataIndex does not compare. An object has no `offset`: the class's
+    # default is None.
     fields = {"fqn": blob.key, "index": None}
     if blob.offsets is not None:
         fields["offset"] = _size(blob.offsets)  # type: ignore[assignment]

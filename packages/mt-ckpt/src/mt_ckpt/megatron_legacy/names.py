@@ -51,6 +51,7 @@ _EMBEDDING = "language_model.embedding."
 
 def to_core(old: str) -> str:
     """Megatron-Core's name, with layers in the stack `decoder`; unknown ones stay as they are."""
+    # From outside in: heads and the embedding, then the stack, then layers in it.
     if old in HEADS:
         return HEADS[old]
     if old.startswith(_EMBEDDING):
@@ -87,6 +88,7 @@ def to_old(core: str, *, copied: bool) -> tuple[str, ...]:
     if core.startswith("embedding."):
         _, table, leaf = core.split(".")
         return ("language_model", "embedding", table, leaf)
+    # BERT's layers were called as GPT's.
     inner = re.sub(r"^(?:encoder|decoder)\.", "", core)
     if inner.startswith("final_layernorm."):
         return ("language_model", "encoder", inner)
@@ -111,5 +113,7 @@ def nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
 def _keys(old: str) -> tuple[str, ...]:
     """Of a head: its modules' parameters have dots in their keys."""
     parts = old.split(".")
+    # language_model is a dictionary of its own; other heads stand beside it. What is within a module has dots in its
+    # key.
     depth = 2 if parts[0] == "language_model" else 1
     return (*parts[:depth], ".".join(parts[depth:]))

@@ -25,11 +25,14 @@ GROUPED_SINCE = 2.0
 def to_grouped(tensor: Tensor, heads: int, version: float) -> Tensor:
     """[3ND, ...] of a version -> today's order. heads: of the rank."""
     rest = tensor.shape[1:]
+    # Before version 2 there was no grouped attention: queries, keys and values have equal numbers of heads.
     size = tensor.shape[0] // (3 * heads)
     if version >= GROUPED_SINCE:
         return tensor
     if version >= 1.0:
+        # [heads, size, 3] -> [heads, 3, size]
         return tensor.view(heads, size, 3, *rest).transpose(1, 2).reshape(tensor.shape)
+    # [3, heads, size] -> [heads, 3, size]
     return tensor.view(3, heads, size, *rest).transpose(0, 1).reshape(tensor.shape)
 
 

@@ -47,6 +47,7 @@ def open_checkpoint(path: Path, host: PluginHost, vocab_size: int | None = None)
 
 def optimizer_if_known(iteration: Iteration, layouts: Mapping[str, ParameterLayout]) -> OptimizerState:
     """As `read_optimizer`; a state that cannot be tied to the parameters is left out, with the reason."""
+    # The weights are what old checkpoints are read for: a state that does not fit is no reason to refuse them.
     try:
         return read_optimizer(iteration, layouts)
     except CheckpointError as error:
@@ -87,26 +88,32 @@ def _inferred(content: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
     return {
         "num_layers": layer_counts(tensors)[STACK],
         "hidden_size": hidden,
+        # Heads do not show in any shape.
         "num_attention_heads": max(hidden // HEAD_SIZE, 1),
+        # fc1 and the vocabulary are cut by rows over the ranks.
         "ffn_hidden_size": inner * ranks,
         "max_position_embeddings": positions,
         "padded_vocab_size": vocabulary * ranks,
         "tensor_model_parallel_size": ranks,
+        # On by default in the Megatron-LM that trained them: the tanh form of GELU.
         "bias_gelu_fusion": True,
         "inferred_from_shapes": True,
     }
 
 
 def _as_core(iteration: Iteration) -> Iteration:
+    # Files from before the field have the order of version 0.
     version = float(iteration.common.get("checkpoint_version") or 0)
     if not 0 <= version <= LATEST:
         raise CheckpointError(f"{iteration.folder}: checkpoint_version={version} is not known; it can be 0 to {LATEST}")
     bert = is_bert(entry.name for entry in iteration.weights())
+    # Rows are regrouped on each rank before the ranks are put together: every rank has whole heads.
     heads = int(iteration.args.need("num_attention_heads")) // iteration.grid.tp
 
     def convert(parameter: Parameter) -> Parameter:
         named = replace(parameter, name=rename(parameter.name))
         if version < GROUPED_SINCE and parameter.name.endswith(_QKV):
+            # arrange: the optimizer's states lie in the same order as the weights.
             return replace(named, tensor=regrouped(parameter.tensor), arrange=regrouped)
         return named
 

@@ -37,6 +37,7 @@ def plan_files(source: CheckpointReader, options: ConvertOptions, host: PluginHo
     """The files of `convert_checkpoint` that hold tensors; raises ConfigError and CheckpointError as that does."""
     refuse_megatron("megatron-legacy", options, "its names are those from before Megatron-Core")
     made = plan(source, options, host, "torch")
+    # Only for the error: a parameter without an old name is refused before anything is written.
     for name in made.layouts:
         to_old(name, copied=False)
     if made.config.model.family == "bert" and not is_bert(made.layouts):

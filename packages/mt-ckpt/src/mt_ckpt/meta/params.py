@@ -26,6 +26,7 @@ def to_hugging_face(params: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 
     Raises ConfigError for parameters that are missing or unknown, CheckpointError for missing tensors.
     """
+    # The same file name, but Mistral gives the inner width and Meta computes it.
     mistral = "hidden_dim" in params
     known = {*NEEDED, *(OF_MISTRAL if mistral else OF_META)}
     if missing := [key for key in NEEDED if key not in params]:
@@ -41,6 +42,7 @@ def to_hugging_face(params: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 
 def _common(params: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     vocab_size = tensors[EMBEDDING].shape[0]
+    # Meta writes -1 where the tokenizer gives the number.
     if params.get("vocab_size", -1) not in (-1, vocab_size):
         raise CheckpointError(f"params.json: vocab_size={params['vocab_size']}, but {EMBEDDING} has {vocab_size} rows")
     return {
@@ -59,6 +61,7 @@ def _common(params: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dic
 def _mistral(params: Mapping[str, Any]) -> dict[str, Any]:
     window = params.get("sliding_window")
     positions = params.get("max_position_embeddings") or params.get("max_seq_len") or 32768
+    # Mistral 7B 0.1 has windows and the base of Llama; later ones have neither.
     base = params.get("rope_theta") or (10000.0 if window else 1000000.0)
     return {
         "model_type": "mistral",

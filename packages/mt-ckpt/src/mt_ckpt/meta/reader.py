@@ -65,6 +65,7 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     if not shards:
         raise CheckpointError(f"{path}: has no consolidated.00.pth and no {SAFETENSORS}")
     merged = MergedShards(shards, lambda name, shape: _cut_along(name, shape, params))
+    # Names come from the first file; MergedShards has required them to be equal in all.
     names = list(_without_tied_output(shards))
     external = to_hugging_face(params, {name: merged.infos[name] for name in names})
     renamed = Renamed(merged, {_renamed(name): name for name in names})
@@ -97,7 +98,10 @@ class HalvesRotated:
 
 def neighbours_to_halves(rows: Tensor, heads: int) -> Tensor:
     """[heads * D, ...]: the row of channel 2 j + p of a head becomes that of channel p D / 2 + j."""
+    # [heads * D, ...] -> [heads, D / 2, 2, ...]
     pairs = rows.unflatten(0, (heads, -1, 2))
+    # [heads, 2, D / 2, ...] -> [heads * D, ...]. Scores are sums over channels, so that queries and keys may be
+    # permuted alike.
     return torch.movedim(pairs, 2, 1).flatten(0, 2)
 
 
@@ -118,6 +122,7 @@ def _cut_along(name: str, shape: tuple[int, ...], params: Mapping[str, Any]) -> 
     if len(shape) < 2:
         return None
     if name == EMBEDDING:
+        # A rank's part is [vocab, dim / ranks] (Llama 2) or [vocab / ranks, dim] (Llama 3).
         return 0 if shape[1] == params["dim"] else 1
     return cut_along(name)
 
@@ -129,6 +134,7 @@ def cut_along(name: str) -> int:
 
 def _without_tied_output(shards: Sequence[TensorFile]) -> Iterator[str]:
     """Names of the tensors; the output is none of them where it is the embedding's own storage in every file."""
+    # Meta's module has an output of its own; tied ones share the storage in the file.
     tied = all(isinstance(shard, TorchFile) and shard.same_storage(EMBEDDING, OUTPUT) for shard in shards)
     return (name for name in shards[0].tensors if not (tied and name == OUTPUT) and name != FREQUENCIES)
 
@@ -141,6 +147,7 @@ def _weight_files(path: Path) -> list[Path]:
         return [path / SAFETENSORS]
     found = sorted(file for file in path.glob("consolidated.*.pth") if PTH.fullmatch(file.name))
     numbers = [int(PTH.fullmatch(file.name)[1]) for file in found]  # type: ignore[index]
+    # A gap would be read as fewer ranks, and the sizes might still fit.
     if numbers != list(range(len(numbers))):
         raise CheckpointError(f"{path}: of the consolidated files some are missing; there are numbers {numbers}")
     return found
@@ -183,6 +190,7 @@ def _tokenizer_config(path: Path, files: Mapping[str, bytes], vocab_size: int | 
         "tokenizer_type": "TikTokenizer",
         "tiktoken_pattern": "cl100k",
         "tokenizer_special_tokens": list(LLAMA_3_SPECIAL_TOKENS),
+        # Ids behind the merged tokens, one of which is on each line.
         "tiktoken_num_special_tokens": (vocab_size or 0) - len(data.splitlines()),
         **model,
     }

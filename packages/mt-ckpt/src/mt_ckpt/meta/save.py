@@ -49,6 +49,8 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
         ResumableFolder(path, work_key("meta", identity, params, model.ranks) if identity else None)
     ) as folder:
         files = [f"consolidated.{rank:02d}.pth" for rank in range(model.ranks)]
+        # All files of a conversion are written together, so that each tensor is read once; one that is missing costs
+        # all.
         if any(folder.finished(file) is None for file in files):
             _write(folder, files, model)
         small = {PARAMS: (json.dumps(params, indent=2) + "\n").encode()}
@@ -75,6 +77,7 @@ class _Model:
 
     def read(self) -> Any:
         """(name, the parts of all ranks) one by one."""
+        # values() reads each canonical tensor once, since parts of one (queries, keys, values) follow one another.
         for name, tensor in zip(self._outputs.infos, self._outputs.values(self._outputs.infos), strict=True):
             renamed = _meta_name(name)
             if renamed.endswith(ROTATED):
@@ -85,12 +88,14 @@ class _Model:
     def _cut(self, name: str, tensor: Tensor) -> list[Tensor]:
         if tensor.ndim < 2:
             return [tensor] * self.ranks
+        # As Meta's own classes: ParallelEmbedding up to Llama 2 (hidden size), VocabParallelEmbedding since.
         along = 0 if of_llama_3(self._params) else 1
         return list(tensor.chunk(self.ranks, along if name == EMBEDDING else cut_along(name)))
 
 
 def halves_to_neighbours(rows: Tensor, heads: int) -> Tensor:
     """[heads * D, ...]: the row of channel p D / 2 + j of a head becomes that of channel 2 j + p."""
+    # [heads * D, ...] -> [heads, 2, D / 2, ...] -> [heads, D / 2, 2, ...] -> [heads * D, ...]
     halves = rows.unflatten(0, (heads, 2, -1))
     return torch.movedim(halves, 1, 2).flatten(0, 2)
 

@@ -34,6 +34,7 @@ class MergedShards:
         """One whole tensor. Raises CheckpointError when copies of one that is not cut differ."""
         dim = self._dim(name)
         if dim is None:
+            # Norms are on every rank; copies that differ mean that the files are of different checkpoints.
             first, *others = (shard.read(name) for shard in self._shards)
             if not all(same_bits(first, other) for other in others):
                 raise CheckpointError(f"{name}: the shards' copies of this tensor differ")
@@ -41,6 +42,7 @@ class MergedShards:
         return torch.cat([shard.read(name) for shard in self._shards], dim)
 
     def _dim(self, name: str) -> int | None:
+        # One file holds whole tensors: `cut_along` could not tell a part from a whole.
         return self._cut_along(name, self._shards[0].tensors[name].shape) if len(self._shards) > 1 else None
 
     def _info(self, name: str) -> TensorInfo:

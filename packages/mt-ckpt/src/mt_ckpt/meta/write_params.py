@@ -49,6 +49,7 @@ def feed_forward_params(dim: int, width: int) -> dict[str, Any]:
         return {"multiple_of": multiple}
     # The product is cut to a whole number before it is rounded up: it may lie from width - multiple + 1 to width + 1.
     middle = (width - multiple / 2 + 1) / feed_forward_width(dim, 1, None)
+    # From few digits to many: the published multipliers (1.3, 1.5) are found again.
     for digits in range(1, MAX_DIGITS):
         factor = float(f"{middle:.{digits}g}")
         if feed_forward_width(dim, multiple, factor) == width:
@@ -58,6 +59,7 @@ def feed_forward_params(dim: int, width: int) -> dict[str, Any]:
 
 def feed_forward_width(dim: int, multiple: int, factor: float | None) -> int:
     """As Meta's code computes it."""
+    # Two thirds: with a gate there are three matrices in place of two, so that the parameters stay the same.
     width = int(2 * (4 * dim) / 3)
     if factor is not None:
         width = int(factor * width)
@@ -88,5 +90,6 @@ def _factor(external: Mapping[str, Any]) -> dict[str, Any]:
             f"rope_scaling={external['rope_scaling']} cannot be written as Meta's Llama, whose code has {SCALING} and "
             f"original_max_position_embeddings={ORIGINAL_POSITIONS}"
         )
+    # Left out where Meta's code has it by itself.
     usual = 8.0 if external["hidden_size"] >= 4096 else 32.0
     return {} if factor == usual else {"rope_scaling_factor": factor}

@@ -37,11 +37,14 @@ def checksum(data: bytes | memoryview) -> str:
 def read_range(file: Path, offset: int, target: memoryview) -> str:
     """Fill `target` from `file`, beginning at `offset` bytes; returns the checksum of what was read."""
     hasher = xxhash.xxh3_128()
+    # One worker, so that the blocks enter the hash in their order. preadv releases the GIL, so hashing overlaps with
+    # reading. A file of one block has nothing to overlap with.
     beside = ThreadPoolExecutor(1) if len(target) > BLOCK_BYTES else nullcontext()
     with _opened(file) as read_into, beside as executor:
         hashed: list[Future[None]] = []
         while target:
             block = target[: read_into(target, offset)]
+            # preadv returns 0 bytes at the end of the file only.
             if not block:
                 raise CheckpointError(f"{file}: truncated: it ends at byte {offset}")
             if executor is None:
@@ -49,6 +52,7 @@ def read_range(file: Path, offset: int, target: memoryview) -> str:
             else:  # while the next block is read
                 hashed.append(executor.submit(hasher.update, block))
             offset, target = offset + len(block), target[len(block) :]
+        # `target` belongs to the caller, who may change it after the return: all blocks have to be hashed by then.
         for one in hashed:
             one.result()
     return hasher.hexdigest()
@@ -57,6 +61,7 @@ def read_range(file: Path, offset: int, target: memoryview) -> str:
 def checksum_range(file: Path, offset: int, length: int, progress: Callable[[int], None]) -> str:
     """The checksum of `length` bytes of `file`, read block by block; `progress` is called with each block's bytes."""
     hasher = xxhash.xxh3_128()
+    # One buffer for all blocks: verifying takes the same memory for a shard of any size.
     buffer = memoryview(bytearray(min(length, REMOTE_BLOCK_BYTES if is_remote(file) else BLOCK_BYTES)))
     with _opened(file) as read_into:
         while length:
@@ -75,6 +80,8 @@ def _opened(file: Path) -> Iterator[ReadInto]:
         yield _remote(file)
         return
     with file.open("rb", buffering=0) as stream:
+        # Unbuffered: a BufferedReader would copy every block once more. At most BLOCK_BYTES are read at a time, so that
+        # a block is hashed while it is in the cache.
         yield lambda target, offset: os.preadv(stream.fileno(), [target[:BLOCK_BYTES]], offset)
 
 

@@ -34,11 +34,14 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     metadata = {"iteration": 0, **source.metadata, "converted_by": _writer()}
     small = small_files(metadata, source.files())
     identity = getattr(source, "identity", None)
+    # Work of an interrupted run is resumed only if the source, the format and the grouping into shards are equal. A
+    # reader without an identity is converted from the beginning.
     key = work_key("mt", identity, {file: list(group) for file, group in plan.files.items()}) if identity else None
     with closing(output_folder(path, key, checksums=False)) as folder:
         finished = write_files(folder, plan, source, _about)
         for name, data in {**small, MANIFEST_NAME: _manifest(plan.files, finished, small)}.items():
             folder.write_small(name, data)
+        # The manifest lists everything else, so it is written after the other files.
         folder.commit({*plan.files, *small, MANIFEST_NAME})
 
 
@@ -53,6 +56,7 @@ def plan_files(source: CheckpointReader, options: ConvertOptions, host: PluginHo
 
 
 def _about(group: Mapping[str, TensorInfo], parts: list[Part]) -> Mapping[str, Any]:
+    # `parts` are in the order of the file: its header, then the tensors as they follow one another.
     (header_bytes, header_checksum), *tensors = parts
     return {
         TENSOR_CHECKSUMS: {name: digest for name, (_, digest) in zip(group, tensors, strict=True)},
@@ -68,10 +72,12 @@ def _manifest(
 ) -> bytes:
     stored: dict[str, StoredTensor] = {}
     for file, group in shards.items():
+        # Offsets are not recorded: tensors follow one another without gaps, in the order of the group.
         offset = finished[file][HEADER_BYTES]
         for name, info in group.items():
             dtype = format_name(info.dtype) or ""  # the writer has refused what has none
             digest = finished[file][TENSOR_CHECKSUMS][name]
+            # A converted tensor is one whole piece.
             start = (0,) * len(info.shape)
             piece = StoredPiece(shard=file, offset=offset, start=start, shape=info.shape, checksum=digest)
             stored[name] = StoredTensor(dtype=dtype, shape=info.shape, pieces=(piece,))

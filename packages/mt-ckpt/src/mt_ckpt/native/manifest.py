@@ -116,6 +116,8 @@ def detect(path: Path) -> bool:
 def is_inside(name: str) -> bool:
     """Whether a relative path such as "files/tokenizer.json" stays within the directory it is relative to."""
     path = PurePosixPath(name)
+    # `str(path) == name` rejects forms that PurePosixPath normalizes ("a//b", "./a", "a/"): a file has one name only.
+    # NUL would end the name in a system call.
     return bool(path.parts) and str(path) == name and not path.is_absolute() and not {"..", "\0"} & {*path.parts, *name}
 
 
@@ -135,6 +137,8 @@ def _first_line(content: bytes) -> bytes:
 
 
 def _sections(manifest: Manifest) -> Iterator[str]:
+    # One line per entry in place of json.dumps(indent=...): a manifest of thousands of tensors stays readable and can
+    # be searched by line.
     for key in type(manifest).model_fields:
         value = getattr(manifest, key)
         yield f'"{key}": {_table(value) if isinstance(value, Mapping) else json.dumps(value)}'
@@ -166,6 +170,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(
             f"{file}: damaged (or not written by mt): the checksum in its first line is not that of the other lines"
         )
+    # The first line opens the object with its brace; the other lines lack it.
     return _parse(file, parse_json(file, b"{" + content))
 
 
@@ -189,9 +194,11 @@ def _no_manifest(path: Path) -> str:
 def _parse(file: Path, content: dict[str, Any]) -> Manifest:
     _check_version(file, content)
     try:
+        # The version has been checked, so that a version without an entry is the present one.
         manifest = Manifest.model_validate(_MIGRATIONS.get(content["version"], _unchanged)(content))
     except ValidationError as error:
         first = error.errors()[0]
+        # The path of the field in the manifest, such as tensors.model.a.pieces.0.shape.
         where = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(f"{file}: {where}: {first['msg']}") from None
     for problem in _contradictions(manifest):
@@ -229,12 +236,14 @@ def _tensor_contradictions(manifest: Manifest) -> Iterator[str]:
         if tensor.dtype not in ELEMENT_TYPES:
             yield f"tensor {name}: dtype {tensor.dtype!r} is none of {', '.join(ELEMENT_TYPES)}"
             return
+        # Stop at the first: later checks use the pieces' shards, which may not exist.
         for problem in _piece_contradictions(tensor, pieces):
             yield f"tensor {name}: {problem}"
             return
         for piece in tensor.pieces:
             pieces[piece.shard].append((piece.offset, piece.offset + tensor.bytes_of(piece), name))
     for shard, stored in manifest.shards.items():
+        # Together the header and the pieces have to fill the file, so that every byte has a checksum.
         yield from _gaps(shard, stored, sorted(pieces[shard]))
 
 
@@ -244,6 +253,8 @@ def _piece_contradictions(tensor: StoredTensor, shards: Collection[str]) -> Iter
             yield f"a piece is in {piece.shard!r}, which is not listed"
         if len(piece.start) != len(piece.shape) or not piece.tensor_slice.is_inside(tensor.shape):
             yield f"a piece from {list(piece.start)} of shape {list(piece.shape)} is not inside {list(tensor.shape)}"
+    # Cheap conditions that find missing and repeated pieces. They are no proof of a tiling: that pieces are equal or
+    # disjoint is what the writers guarantee.
     if sum(piece.tensor_slice.numel for piece in tensor.pieces) != math.prod(tensor.shape):
         yield "its pieces do not cover it"
     if len({piece.start for piece in tensor.pieces}) != len(tensor.pieces):

@@ -40,6 +40,7 @@ def open_checkpoint(path: Path) -> NativeReader:
 
 def _require_shards(path: Path, manifest: Manifest) -> None:
     try:
+        # One listing in place of a stat for each shard, which would be a request each in an object store.
         there = {entry.name for entry in path.iterdir()}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be listed: {error.strerror or error}") from error
@@ -91,14 +92,17 @@ class NativeReader:
         dtype = ELEMENT_TYPES[stored.dtype].torch_dtype()
         targets = [(tensor_slice, torch.empty(tensor_slice.shape, dtype=dtype)) for tensor_slice in slices]
         for piece in stored.pieces:
+            # (slices of the piece, view of the target) for each target that overlaps this piece.
             wanted = [
                 (common.relative_to(piece.start).slices, target[common.relative_to(tensor_slice.start).slices])
                 for tensor_slice, target in targets
                 if (common := piece.tensor_slice.meet(tensor_slice)) is not None
             ]
+            # One target takes the whole piece: it is read into place, without a second buffer and copy.
             if len(wanted) == 1 and wanted[0][1].shape == piece.shape and wanted[0][1].is_contiguous():
                 self._read_piece(name, piece, wanted[0][1])
             elif wanted:
+                # Checksums are of whole pieces, so the piece is read whole even if a part of it is needed.
                 values = torch.empty(piece.shape, dtype=dtype)
                 self._read_piece(name, piece, values)
                 for place, target in wanted:
@@ -115,6 +119,7 @@ class NativeReader:
     def _read_piece(self, name: str, piece: StoredPiece, target: torch.Tensor) -> None:
         """target: contiguous, of the piece's shape."""
         self._check_shard(piece.shard)
+        # As bytes, since NumPy has no bfloat16 and no FP8.
         data = target.reshape(-1).view(torch.uint8).numpy().data
         self._read_checked(self.path / piece.shard, piece.offset, data, piece.checksum, f"tensor {name}")
 
@@ -133,6 +138,7 @@ class NativeReader:
 
     def _check_shard(self, shard: str) -> None:
         """Its size and its header, the first time."""
+        # Two threads may both find the shard unchecked; the check is then done twice, which is harmless.
         if shard in self._checked_shards:
             return
         stored = self.manifest.shards[shard]

@@ -57,8 +57,12 @@ def save_checkpoint(
         _, place = storage_backends.begin(path)
     with (
         closing(place),
+        # Exits run from the last to the first: the writer's threads and files are closed before the folder they write
+        # to is removed.
         closing(ShardWriter(place.folder, max_shard_bytes, place.prefix, place.shard_on_disk)) as writer,
     ):
+        # `writing` surrounds each operation on files, but not the iteration over `tensors`: an OSError of the caller's
+        # generator is not reported as a failure to save.
         for name, tensor in tensors:
             with writing(path, tensor.numel() * tensor.element_size()):
                 writer.add(name, tensor)
@@ -88,6 +92,7 @@ def written_by() -> str:
 
 
 def _encode_metadata(metadata: Mapping[str, Any]) -> bytes:
+    # Encoded once by key, so that the message names the key; json.dumps of the whole would not.
     for key, value in metadata.items():
         try:
             json.dumps(value)
@@ -105,6 +110,7 @@ def _named_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def refuse_foreign(path: Path) -> None:
     """Raises unless `path` is absent, a checkpoint or an empty directory: nothing else is replaced."""
+    # A checkpoint under this name is replaced, since a run that resumes reaches the same iteration again.
     if not path.exists() or manifests.detect(path):
         return
     if path.is_dir() and not any(path.iterdir()):
@@ -131,6 +137,7 @@ def _failure(path: Path, error: OSError, num_bytes: int) -> str:
         advice = "check the address and the credentials of the object store"
     elif advice:
         needed = f"at least {format_bytes(num_bytes)} more needed, " if num_bytes else ""
+        # The path itself does not exist yet; statvfs needs one that does.
         free = format_bytes(shutil.disk_usage(_existing(path)).free)
         reason += f"; {needed}{free} free on the disk that holds {path.parent}"
     else:

@@ -33,6 +33,8 @@ class ShardedSave:
 
     def __init__(self, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self._max_shard_bytes = max_shard_bytes
+        # By the token of `begin`. Several checkpoints may be in flight, since an asynchronous save ends after the next
+        # has begun.
         self._begun: dict[str, storage_backends.FirstRanksPlace | storage_backends.RemotePlace] = {}
 
     def begin(self, path: Path) -> str:
@@ -63,6 +65,8 @@ class ShardedSave:
         with closing(self._begun.pop(place)) as first:
             small = small_files(metadata, files)
             own = self._write_own(path, first, rank, num_ranks, fragments)
+            # Blocks until every other rank has reported. No collective is used: this runs in a thread beside training,
+            # and two threads that use one process group could order their collectives differently on different ranks.
             reports = [own, *_others(path, first, num_ranks)]
             with writing(path):
                 first.commit(small, build_manifest(small, *_merged(reports)))
@@ -78,6 +82,7 @@ class ShardedSave:
         try:
             report = self._write_shards(path, place, rank, num_ranks, fragments)
         except CheckpointError as error:
+            # Without this report the first rank would poll for ever while this rank fails.
             self._tell(path, place, rank, Report(error=str(error)))
             raise
         self._tell(path, place, rank, report)
@@ -99,6 +104,8 @@ class ShardedSave:
         num_ranks: int,
         fragments: Iterable[Fragment],
     ) -> Report:
+        # Names are unique over ranks, since all write into one folder. A single rank omits its number, so that its
+        # files are named as `save_checkpoint` names them.
         of_rank = f"rank-{rank:05d}-" if num_ranks > 1 else ""
         prefix = place.prefix + of_rank
         with closing(ShardWriter(place.folder, self._max_shard_bytes, prefix, place.shard_on_disk)) as writer:
@@ -116,6 +123,7 @@ def _others(
 ) -> list[Report]:
     with writing(path):
         found = storage_backends.wait_for_reports(place, num_ranks - 1)
+    # Sorted by rank: the manifest does not depend on which rank reports first.
     reports = {rank: Report.model_validate_json(content) for rank, content in sorted(found.items())}
     for rank, report in reports.items():
         if report.error is not None:
@@ -129,6 +137,7 @@ def _merged(reports: Iterable[Report]) -> tuple[dict[str, StoredShard], dict[str
     for report in reports:
         shards.update(report.shards)
         for name, tensor in report.tensors.items():
+            # Ranks write disjoint pieces of a tensor, see `mt_core.train.checkpoint.write_plan`.
             before = tensors[name].pieces if name in tensors else ()
             tensors[name] = tensor.model_copy(update={"pieces": (*before, *tensor.pieces)})
     return shards, tensors

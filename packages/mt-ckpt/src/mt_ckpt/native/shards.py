@@ -48,8 +48,10 @@ class ShardWriter:
         self.tensors: dict[str, StoredTensor] = {}
         self._folder, self._prefix, self._on_disk = folder, prefix, on_disk
         self._max_shard_bytes = max_shard_bytes
+        # Bytes of an element -> the shard that takes such tensors: up to four are open at a time.
         self._open: dict[int, _Shard] = {}
         self._num_shards = 0
+        # One thread: a pending sync of a shard is done before the shard's descriptor is closed by `sync_and_close`.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="mt-ckpt-sync")
         self._syncs: list[Future[None]] = []
 
@@ -74,6 +76,7 @@ class ShardWriter:
         )
         before = self.tensors[name].pieces if name in self.tensors else ()
         self.tensors[name] = StoredTensor(dtype=dtype, shape=shape, pieces=(*before, piece))
+        # `unsynced` is changed by the caller's thread alone, so it needs no lock.
         if shard.unsynced >= SYNC_BYTES:
             shard.unsynced = 0
             self._syncs.append(self._disk.submit(shard.sync))
@@ -82,11 +85,13 @@ class ShardWriter:
         """Write the headers and wait until everything is on the disk."""
         for element_bytes in list(self._open):
             self._finish_shard(element_bytes)
+        # result() raises the error of a sync: a failed fsync (a full disk, a quota) is not reported anywhere else.
         for sync in self._syncs:
             sync.result()
 
     def close(self) -> None:
         """Close all files, finished or not."""
+        # Submitted syncs still run, since they hold descriptors of shards that are no longer in `_open`.
         self._disk.shutdown(wait=True)
         for shard in self._open.values():
             shard.close()
@@ -95,9 +100,12 @@ class ShardWriter:
     def _shard_for(self, name: str, shape: tuple[int, ...], dtype: str, num_bytes: int) -> _Shard:
         element_bytes = ELEMENT_TYPES[dtype].num_bytes
         shard = self._open.get(element_bytes)
+        # An empty shard takes a tensor of any size, else a tensor above the limit would fit nowhere.
         if shard and shard.data_bytes and shard.data_bytes + num_bytes > self._max_shard_bytes:
             self._finish_shard(element_bytes)
             shard = None
+        # Three cases: the open shard takes it; its header is full, so that a new one is begun; not even an empty header
+        # has space for it.
         if shard and shard.declare(name, dtype, shape, num_bytes):
             return shard
         if shard:
@@ -130,10 +138,14 @@ class _Shard:
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        # The next tensor's offset in the file. The header's bytes are skipped and written last by `write_header`.
         self.num_bytes = HEADER_BYTES
         self.unsynced = 0
+        # Transformers 4 refuses a safetensors file whose metadata has no "format".
         self._entries = ['"__metadata__":{"format":"pt"}']
+        # 8: the length of the header in front of it.
         self._header_length = 8 + len("{}") + len(self._entries[0])
+        # O_EXCL: the folder is new, so an existing file is that of another writer under the same name.
         self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
     @property
@@ -144,6 +156,7 @@ class _Shard:
         """List the tensor that is written next in the header; False when the header has no room for it."""
         offsets = [self.data_bytes, self.data_bytes + num_bytes]
         entry = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        # json.dumps escapes everything beyond ASCII, so characters are bytes.
         text = f"{json.dumps(name)}:{json.dumps(entry, separators=(',', ':'))}"
         if self._header_length + len(",") + len(text) > HEADER_BYTES:
             return False
@@ -166,16 +179,20 @@ class _Shard:
         """Fill the room at the beginning; returns the checksum of those bytes."""
         text = "{" + ",".join(self._entries) + "}"
         length = HEADER_BYTES - 8
+        # The spaces are part of the header's length. HEADER_BYTES is a multiple of every element size, so the data
+        # behind it is aligned.
         header = length.to_bytes(8, "little") + text.encode("ascii").ljust(length)
         self._write_at(memoryview(header), 0)
         return checksum(header)
 
     def _write_at(self, data: memoryview, position: int) -> None:
         try:
+            # pwrite may write less than given, on Linux at most 2 GiB - 4 KiB.
             while data:
                 written = os.pwrite(self._descriptor, data, position)
                 data, position = data[written:], position + written
         except OSError as error:
+            # Errors of calls on a descriptor carry no name; the message to the user contains one.
             error.filename = str(self.file)
             raise
 
@@ -202,10 +219,13 @@ def _raw_bytes(name: str, tensor: torch.Tensor) -> tuple[str, memoryview]:
     if dtype is None:
         allowed = ", ".join(element.torch_name for element in ELEMENT_TYPES.values())
         raise CheckpointError(f"tensor {name}: dtype {tensor.dtype} cannot be stored; these can: {allowed}")
+    # detach: a Parameter becomes a plain Tensor, so that only true subclasses (DTensor, quantized types) are refused
+    # below.
     plain = tensor.detach()
     if type(plain) is not torch.Tensor or plain.layout is not torch.strided or plain.is_meta:
         kind = f"{type(plain).__name__} ({plain.layout}, device {plain.device})"
         raise CheckpointError(f"tensor {name}: a {kind} cannot be stored; give a full dense tensor with values")
+    # resolve_neg: a view with the negative bit set holds the values with the other sign in memory.
     dense = plain.resolve_neg().to("cpu").contiguous()
     flat = dense.as_strided((dense.numel(),), (1,))  # not reshape: it may keep another stride for 0 or 1 elements
     return dtype, flat.view(torch.uint8).numpy().data

@@ -18,6 +18,7 @@ from pathlib import Path
 from mt_core.paths import sync_directory
 
 STAGING_PREFIX = ".tmp-mt-"
+# Of <fcntl.h> and <linux/fs.h>: paths relative to the working directory; swap both names.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -30,6 +31,7 @@ class Staging:
         self.path = path
         _make_directories(path.parent)
         remove_leftovers(path.parent)
+        # In the directory of `path`, hence on the same file system: rename cannot move to another one.
         self._folder = Path(tempfile.mkdtemp(prefix=f"{STAGING_PREFIX}{path.name}-", dir=path.parent))
         self._lock = _lock_or_none(self._folder)
         self.content = self._folder / "content"
@@ -44,16 +46,20 @@ class Staging:
 
         All files in it must have been synced. Raises OSError; `path` is then the old or the new one, whole.
         """
+        # fsync of a file does not cover its name. The entries of every directory have to be on the disk before the
+        # rename makes them visible.
         for folder, _, _ in os.walk(self.content):
             sync_directory(Path(folder))
         if self.path.exists():
             _replace(self.content, self.path, self._folder / "replaced")
         else:
             self.content.rename(self.path)
+        # The rename itself is an entry of the parent directory.
         sync_directory(self.path.parent)
 
     def close(self) -> None:
         """Remove the staging directory and what was replaced."""
+        # The lock is released after the removal, else another process could take the folder for a leftover.
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -71,6 +77,8 @@ def remove_leftovers(folder: Path) -> None:
             continue
         if lock is None:
             continue
+        # The lock was free: the kernel releases a flock with the last descriptor that holds it, however the process
+        # ends.
         _finish_replacing(leftover)
         shutil.rmtree(leftover, ignore_errors=True)
         os.close(lock)
@@ -80,6 +88,7 @@ def write_file(file: Path, data: bytes) -> None:
     """Write a whole file and sync it; the directories above it are made."""
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
+        # "x": a name is written once per checkpoint; an existing file is an error in the caller.
         with file.open("xb") as stream:
             stream.write(data)
             stream.flush()
@@ -100,6 +109,8 @@ def sync_file(file: Path) -> None:
 def _make_directories(folder: Path) -> None:
     if not folder.exists():
         _make_directories(folder.parent)
+        # exist_ok: another rank or run may make the same directory at the same time. Each new name is synced in its
+        # parent.
         folder.mkdir(exist_ok=True)
         sync_directory(folder.parent)
 
@@ -113,6 +124,7 @@ def _lock_or_none(staging: Path) -> int | None:
 
 def _try_lock(staging: Path) -> int | None:
     """An open descriptor that holds the lock, or None when a living process holds it."""
+    # A flock belongs to the open descriptor, so the descriptor is returned and kept open while the lock is needed.
     descriptor = os.open(staging / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,10 +140,13 @@ def _replace(new: Path, path: Path, aside: Path) -> None:
     """Put `new` in the place of `path`; the old one ends at `new` or at `aside`."""
     if _exchange(new, path):
         return
+    # Between the two renames nothing has the name `path`. `_finish_replacing` completes this when the process dies
+    # here.
     path.rename(aside)
     try:
         new.rename(path)
     except OSError:
+        # The old checkpoint gets its name back.
         aside.rename(path)
         raise
 
@@ -144,6 +159,7 @@ def _exchange(first: Path, second: Path) -> bool:
         return False
     if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return True
+    # Kernel or file system (NFS, some FUSE) without the flag; any other error is one of the disk.
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
@@ -152,6 +168,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def _finish_replacing(staging: Path) -> None:
     """Put the new directory in its place if the process died after it had moved the old one aside."""
+    # mkdtemp's random part has no hyphen, so the last hyphen separates it from the name, which may have some.
     name = staging.name.removeprefix(STAGING_PREFIX).rpartition("-")[0]
     path = staging.parent / name
     if (staging / "replaced").exists() and not path.exists():

@@ -66,9 +66,11 @@ class StagedPlace:
         self.folder = staging / "content"
         self._reports = staging / REPORTS
 
+    # It is in its final file already; only the rename of the folder is left.
     def shard_on_disk(self, file: Path) -> None: ...
 
     def report(self, rank: int, content: bytes) -> None:
+        # Renamed into place from a name that is not a number, which `_reports_in` skips.
         write_whole(self._reports / str(rank), content)
 
     def reports(self) -> Mapping[int, bytes]:
@@ -83,6 +85,7 @@ class FirstRanksPlace(StagedPlace):
         self._staging = staging
 
     def commit(self, small: Mapping[str, bytes], manifest: bytes) -> None:
+        # MANIFEST_NAME is last in the dictionary.
         for name, data in {**small, MANIFEST_NAME: manifest}.items():
             write_file(self.folder / name, data)
         self._staging.commit()
@@ -101,6 +104,8 @@ class RemotePlace:
         self.folder = Path(self._local.name)
 
     def shard_on_disk(self, file: Path) -> None:
+        # The local copy is removed as soon as it is sent: the temporary directory needs space for a few shards, not for
+        # the checkpoint.
         self._path.fs.put_file(str(file), (self._path / file.name).path)
         file.unlink()
 
@@ -113,6 +118,7 @@ class RemotePlace:
         return {rank: content.removesuffix(END) for rank, content in found.items() if content.endswith(END)}
 
     def commit(self, small: Mapping[str, bytes], manifest: bytes) -> None:
+        # The manifest is last: until it exists, `detect` sees no checkpoint. Only then are the older shards removed.
         for name, data in {**small, MANIFEST_NAME: manifest}.items():
             (self._path / name).parent.mkdir(parents=True, exist_ok=True)
             (self._path / name).write_bytes(data)
@@ -129,11 +135,14 @@ class RemotePlace:
 def begin(path: Path) -> tuple[str, FirstRanksPlace | RemotePlace]:
     """On the first rank: makes the place; the string is its place, for other ranks. Raises OSError."""
     if is_remote(path):
+        # Removed first: small files of the new checkpoint replace those of the old one, whose manifest has their
+        # checksums.
         (path / MANIFEST_NAME).unlink(missing_ok=True)  # what is replaced is no checkpoint any more
         path.mkdir(parents=True, exist_ok=True)
         token = secrets.token_hex(4)
         return token, RemotePlace(path, token)
     staging = Staging(path)
+    # The name of the staging directory is the token: other ranks derive the path from it.
     return staging.content.parent.name, FirstRanksPlace(staging)
 
 
@@ -162,5 +171,6 @@ def wait_for_reports(place: StagedPlace | RemotePlace, num_ranks: int) -> Mappin
 
 
 def _reports_in(folder: Path, prefix: str = "") -> dict[int, bytes]:
+    # The prefix contains the token of this attempt, so that reports of an interrupted one are not counted.
     names = {file.name.removeprefix(prefix): file for file in children(folder) if file.name.startswith(prefix)}
     return {int(name): file.read_bytes() for name, file in names.items() if name.isdecimal()}

@@ -55,5 +55,6 @@ def _check_file(file: Path, num_bytes: int, parts: list[Part], progress: Callabl
 
 def _wrong_parts(file: Path, parts: list[Part], progress: Callable[[int], None]) -> Iterator[str]:
     for offset, length, expected, what in parts:
+        # All parts are compared, not only those up to the first mismatch: the message counts the damaged ones.
         if checksum_range(file, offset, length, progress) != expected:
             yield what

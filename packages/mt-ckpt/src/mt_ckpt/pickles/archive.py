@@ -14,6 +14,7 @@ from typing import Any, Protocol
 ALIGNMENT = 64
 """Of a member's first byte, counted from the archive's, so that a file of its own can be mapped."""
 BLOCK_BYTES = 8 << 20
+# 4.5, the first version of the format with zip64.
 _VERSION = 45
 _DATE = 33
 """1980-01-01, the first that the format has."""
@@ -51,12 +52,15 @@ class ArchiveWriter:
         """Write a member. Raises OSError."""
         member = _Member(name.encode(), zlib.crc32(data), len(data), self._position)
         self._write(_local_header(member))
+        # In blocks: a sink that hashes or counts works on data that is still in the cache.
         for begin in range(0, len(data), BLOCK_BYTES):
             self._write(data[begin : begin + BLOCK_BYTES])
         self._members.append(member)
 
     def begin(self, name: str, num_bytes: int) -> MemberWriter:
         """A member that is written in pieces, `num_bytes` in all. No other may be begun before its end."""
+        # The CRC is not known before the data, and the stream does not seek back: it is written in a descriptor behind
+        # the data, and in the directory.
         member = _Member(name.encode(), 0, num_bytes, self._position, _DESCRIBED)
         self._write(_local_header(member))
         return MemberWriter(self, member)
@@ -94,6 +98,7 @@ class MemberWriter:
 
 
 def _descriptor(member: _Member) -> bytes:
+    # The sizes of a descriptor have 8 bytes exactly if the local header has a zip64 field.
     kind = "Q" if member.num_bytes >= _LIMIT_32 else "I"
     return struct.pack(f"<4sI{kind}{kind}", b"PK\x07\x08", member.crc, member.num_bytes, member.num_bytes)
 
@@ -101,10 +106,14 @@ def _descriptor(member: _Member) -> bytes:
 def _local_header(member: _Member) -> bytes:
     large = member.num_bytes >= _LIMIT_32
     extra = struct.pack("<HHQQ", _ZIP64, 16, member.num_bytes, member.num_bytes) if large else b""
+    # 4: the header of the padding field itself, two bytes of id and two of length.
     unpadded = member.offset + _LOCAL_HEADER_BYTES + len(member.name) + len(extra) + 4
     filler = -unpadded % ALIGNMENT
     extra += struct.pack("<HH", _PADDING, filler) + b"Z" * filler
+    # All ones in a 32-bit field: the value is in the zip64 field.
     size = _LIMIT_32 if large else member.num_bytes
+    # Signature, version needed, flags, method 0 (stored), time, date, CRC-32, compressed and plain size, lengths of
+    # name and extra fields. Little-endian, 30 bytes.
     fields = (b"PK\x03\x04", _VERSION, member.flags, 0, 0, _DATE, member.crc, size, size, len(member.name), len(extra))
     return struct.pack("<4sHHHHHIIIHH", *fields) + member.name + extra
 
@@ -112,6 +121,7 @@ def _local_header(member: _Member) -> bytes:
 def _directory_entry(member: _Member) -> bytes:
     sizes = [member.num_bytes] * 2 if member.num_bytes >= _LIMIT_32 else []
     offsets = [member.offset] if member.offset >= _LIMIT_32 else []
+    # Only the values that do not fit are in the directory's zip64 field, in this order.
     wide = sizes + offsets
     extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64, 8 * len(wide), *wide) if wide else b""
     size = _LIMIT_32 if sizes else member.num_bytes
@@ -129,16 +139,21 @@ def _directory_entry(member: _Member) -> bytes:
         len(member.name),
         len(extra),
     )
+    # Comment length, disk, internal and external attributes, offset of the local header.
     tail = (0, 0, 0, 0, _LIMIT_32 if offsets else member.offset)
     return struct.pack("<4sHHHHHHIIIHHHHHII", *head, *tail) + member.name + extra
 
 
 def _end(count: int, offset: int, num_bytes: int) -> bytes:
+    # A value equal to the largest of its field means "see zip64" too, hence >=.
     wide = count >= _LIMIT_16 or offset >= _LIMIT_32 or num_bytes >= _LIMIT_32
     record = b""
     if wide:
         numbers = (0, 0, count, count, num_bytes, offset)
+        # Zip64 end of the directory: 44 bytes follow the size field; versions made by and needed, two disk numbers,
+        # entries on this disk and in all, size and offset of the directory.
         record = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, _VERSION, _VERSION, *numbers)
+        # Zip64 locator: disk of the record above, its offset, number of disks.
         record += struct.pack("<4sIQI", b"PK\x06\x07", 0, offset + num_bytes, 1)
     short = (min(count, _LIMIT_16), min(count, _LIMIT_16), min(num_bytes, _LIMIT_32), min(offset, _LIMIT_32))
     return record + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, *short, 0)

@@ -78,12 +78,15 @@ def namespace(attributes: Mapping[str, Any]) -> Object:
 
 def tensor_call(storage: Storage, shape: tuple[int, ...], stride: tuple[int, ...]) -> Call:
     """A tensor that begins at the storage's first element."""
+    # _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, backward_hooks): the hooks are an empty
+    # OrderedDict.
     hooks = Call(Global("collections", "OrderedDict"), ())
     return Call(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, stride, False, hooks))
 
 
 def encode(value: Any) -> bytes:
     """The pickle of `value`. Raises TypeError for a type that is not written."""
+    # PROTO 2. No memo is written: an object that occurs twice is written twice.
     parts: list[bytes] = [b"\x80\x02"]
     _write(value, parts)
     parts.append(b".")
@@ -100,6 +103,7 @@ def _write(value: Any, parts: list[bytes]) -> None:
         _write(Call(Global("collections", "OrderedDict"), ()), parts)
         _write_items(value.items, parts)
     elif isinstance(value, list):
+        # EMPTY_LIST, MARK, entries, APPENDS.
         parts.append(b"](")
         for entry in value:
             _write(entry, parts)
@@ -119,16 +123,20 @@ def _write_reference(value: Any, parts: list[bytes]) -> None:
     elif isinstance(value, Call):
         _write(value.function, parts)
         _write(value.arguments, parts)
+        # REDUCE: calls the function below the arguments on the stack.
         parts.append(b"R")
     elif isinstance(value, Object):
         _write(value.kind, parts)
         _write(value.arguments, parts)
+        # NEWOBJ: class.__new__(class, *arguments), without __init__.
         parts.append(b"\x81")
         if value.state is not None:
             _write(value.state, parts)
+            # BUILD: __setstate__(state), or an update of __dict__.
             parts.append(b"b")
     elif isinstance(value, Storage):
         kind = Global("torch", STORAGE_NAMES[value.dtype])
+        # BINPERSID: the tuple that torch's persistent_load takes.
         _write(("storage", kind, value.key, "cpu", value.num_elements), parts)
         parts.append(b"Q")
     else:
@@ -140,6 +148,7 @@ def _write_items(items: Mapping[Any, Any], parts: list[bytes]) -> None:
     for key, entry in items.items():
         _write(key, parts)
         _write(entry, parts)
+    # SETITEMS, of all pairs since the MARK.
     parts.append(b"u")
 
 
@@ -151,6 +160,7 @@ def _scalar(value: Any) -> bytes:
     if isinstance(value, int):
         return _integer(value)
     if isinstance(value, float):
+        # BINFLOAT is big-endian; all other numbers of the protocol are little-endian.
         return b"G" + struct.pack(">d", value)
     if isinstance(value, str):
         text = value.encode("utf-8", "surrogatepass")
@@ -161,5 +171,6 @@ def _scalar(value: Any) -> bytes:
 def _integer(value: int) -> bytes:
     if -(2**31) <= value < 2**31:
         return b"J" + struct.pack("<i", value)
+    # LONG1 needs a bit for the sign: bit_length() // 8 + 1 bytes always have one.
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8a" + bytes([len(data)]) + data

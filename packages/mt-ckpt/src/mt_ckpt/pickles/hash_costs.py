@@ -39,11 +39,13 @@ def check_hash_costs(stream: BinaryIO, origin: str) -> None:
     try:
         for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
             machine.run(opcode, argument)
+            # Linear in the length of the pickle: a genuine checkpoint repeats its entries a few times at most.
             if machine.largest > FREE_ENTRIES + ENTRIES_PER_ENTRY * count:
                 raise CheckpointError(
                     f"{origin}: refused: the object in it has keys or tuples that repeat {count} entries until they "
                     f"are {machine.largest:.2g}, which no checkpoint does"
                 )
+    # genops and the machine fail on a damaged pickle in these ways. What is refused above is raised as CheckpointError.
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError):
         pass
     finally:
@@ -60,6 +62,7 @@ class _CostMachine:
 
     largest: int = 0
     hashed: int = 0
+    # By the number of an object; 0 is _CONSTANT, of cost 1.
     costs: list[int] = field(default_factory=lambda: [1])
     stack: list[int] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
@@ -67,6 +70,7 @@ class _CostMachine:
 
     def run(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
         name = opcode.name
+        # GET, BINGET, LONG_BINGET; the same for PUT. The memo gives the object again, so that repetition is counted.
         if name.endswith("GET"):
             self.stack.append(self.memo[int(argument)])
         elif name.endswith("PUT"):
@@ -77,11 +81,13 @@ class _CostMachine:
             self.stack.append(self.stack[-1])
         elif name == "MARK":
             self.marks.append(len(self.stack))
+        # POP removes the mark if nothing is above it: so protocol 0 gives up a tuple that contains itself.
         elif name == "POP" and self.marks[-1:] == [len(self.stack)]:
             self.marks.pop()
         elif opcode.stack_before or name.startswith("EMPTY_"):
             self._make(opcode, self._pop(opcode))
         else:
+            # Constants, GLOBAL and PERSID of protocol 0: nothing is taken from the stack.
             self.stack.extend(_CONSTANT for _ in opcode.stack_after)
 
     def _make(self, opcode: pickletools.OpcodeInfo, taken: list[int]) -> None:
@@ -91,6 +97,7 @@ class _CostMachine:
         if opcode.name in _KEYS:
             self.hashed += sum(self.costs[number] for number in taken[_KEYS[opcode.name]])
             self.largest = max(self.largest, self.hashed)
+        # The container stays the same object with a larger cost; others make a new one.
         if opcode.name in _FILLS:
             self.costs[taken[0]] = cost
             self.stack.append(taken[0])
@@ -102,6 +109,7 @@ class _CostMachine:
         """The objects that an opcode takes; what stands above the last mark is one of its operands."""
         before = opcode.stack_before
         first = len(self.stack) - len(before)
+        # stack_before lists what is below the mark (a list for APPENDS), the mark, and "stackslice" for all above it.
         if pickletools.markobject in before:
             first = self.marks.pop() - before.index(pickletools.markobject)
         taken = self.stack[first:]

@@ -19,6 +19,7 @@ class Inert:
     items: list[Any]
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Inert:
+        # NEWOBJ calls __new__ without __init__, REDUCE calls the class: both have to fill the slots.
         made = object.__new__(cls)
         made.arguments, made.attributes, made.items = arguments, dict(keywords), []
         return made
@@ -27,11 +28,13 @@ class Inert:
         """Everything is done by __new__, which is all that pickles call for some objects."""
 
     def __setstate__(self, state: Any) -> None:
+        # A pair is (__dict__, slots) by the protocol of objects with __slots__. Either may be None.
         parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         for part in parts:
             if isinstance(part, Mapping):
                 self.attributes.update(part)
             elif part is not None:
+                # A state that is no mapping, such as numpy's (version, shape, dtype, ...) or TensorProperties' tuple.
                 self.arguments = state if isinstance(state, tuple) else (state,)
 
     def append(self, item: Any) -> None:

@@ -78,6 +78,7 @@ def read_contents(file: Path, extent: Extent | None = None) -> Contents:
     Raises CheckpointError when it cannot be read, is damaged, or refers to what is not allowed.
     """
     try:
+        # The window counts from the beginning of the part, so that an archive within a DCP data file reads as a file.
         with _open(file, extent) as window:
             if _is_archive(window):
                 pickled, storages = _read_archive(file, window)
@@ -108,6 +109,8 @@ class _Reader(io.BufferedReader):
 
 
 def _is_archive(window: _Reader) -> bool:
+    # peek does not move the position. The signature is that of a local file header: the older layout begins with a
+    # pickle.
     return window.peek(4)[:4] == b"PK\x03\x04"
 
 
@@ -115,9 +118,11 @@ def _read_archive(file: Path, window: _Reader) -> tuple[bytes, dict[str, Extent]
     """The pickle, and the storages by key."""
     try:
         with zipfile.ZipFile(window) as archive:
+            # The first folder is the archive's name, which torch takes from the file's.
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         extents = {name: _extent(file, window, info) for name, info in members.items()}
         pickled = _read_member(file, extents["data.pkl"])
+        # Older archives have no such member; torch.load takes them for little-endian, too.
         order = _read_member(file, extents["byteorder"]) if "byteorder" in extents else b"little"
     except (zipfile.BadZipFile, KeyError, EOFError, ValueError, struct.error, NotImplementedError) as error:
         raise CheckpointError(f"{file}: damaged, truncated, or no file of torch.save: {error}") from None
@@ -133,12 +138,15 @@ def _extent(file: Path, window: _Reader, info: zipfile.ZipInfo) -> Extent:
         raise CheckpointError(f"{file}: {info.filename} is compressed; torch.save does not compress")
     window.seek(info.header_offset)
     header = window.read(LOCAL_HEADER_BYTES)
+    # The local header's extra field has torch's alignment padding; the directory's entry has not, so that its length is
+    # another.
     name_bytes, extra_bytes = struct.unpack_from("<HH", header, 26)
     offset = window.start + info.header_offset + LOCAL_HEADER_BYTES + name_bytes + extra_bytes
     return Extent(offset, info.file_size, info.CRC or None)  # torch writes 0 where it computed none
 
 
 def _read_member(file: Path, extent: Extent) -> bytes:
+    # The size comes from the file: no buffer of it is allocated before it is compared with the file.
     if extent.offset + extent.num_bytes > file.stat().st_size:
         raise CheckpointError(f"{file}: truncated or damaged: it lists {extent.num_bytes} bytes at {extent.offset}")
     data = bytearray(extent.num_bytes)
@@ -147,6 +155,7 @@ def _read_member(file: Path, extent: Extent) -> bytes:
 
 
 def _read_row_of_pickles(file: Path, window: _Reader) -> Contents:
+    # The layout before torch 1.6 stores lengths in elements; their size is known from the references in the pickle.
     element_bytes: dict[str, int] = {}
 
     class Row(SafeUnpickler):
@@ -163,12 +172,14 @@ def _read_row_of_pickles(file: Path, window: _Reader) -> Contents:
     system = load()
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise CheckpointError(f"{file}: written on a machine of another byte order than little endian")
+    # The order of the keys is that of the storages behind them.
     value, keys = load(), load()
     storages = {}
     for key in keys:
         length = window.read(8)
         if len(length) < 8 or key not in element_bytes:
             raise CheckpointError(f"{file}: truncated or damaged: storage {key} has no bytes")
+        # Extents are checked against the file when they are read, in `read_range`.
         num_bytes = int.from_bytes(length, "little", signed=True) * element_bytes[key]
         storages[key] = Extent(window.start + window.tell(), num_bytes)
         window.seek(num_bytes, os.SEEK_CUR)
@@ -188,6 +199,7 @@ def read_range(file: Path, offset: int, target: memoryview, crc: int | None) -> 
                 if not count:
                     raise CheckpointError(f"{file}: truncated: it ends at byte {position}, within a tensor")
                 if crc is not None:
+                    # CRC-32 is computed block by block, while the bytes are in the cache.
                     found = zlib.crc32(rest[:count], found)
                 rest, position = rest[count:], position + count
     except OSError as error:

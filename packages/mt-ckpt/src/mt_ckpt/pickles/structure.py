@@ -33,16 +33,20 @@ def check_structure(value: Any, origin: str) -> None:
 class _Walk:
     def __init__(self, origin: str) -> None:
         self._origin = origin
+        # Ids are valid keys: `root` keeps every container alive during the walk.
         self._heights: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         """Of each container done, by id: levels in it, and entries that a walk through it meets."""
         self._entries = 0
 
     def measure(self, root: Any) -> None:
+        # Depth-first with a stack of its own: Python's recursion would end at about a thousand levels.
         path: list[tuple[Any, list[Any], Iterator[Any]]] = []
         on_path: set[int] = set()
 
         def enter(container: Any) -> None:
+            # The limit on the way down; `_finish` repeats it for containers that were measured on another, shorter
+            # path.
             if len(path) == MAX_DEPTH:
                 raise self._refusal(f"is nested more than {MAX_DEPTH} levels deep")
             inner = _containers_in(container)
@@ -52,6 +56,8 @@ class _Walk:
         enter(root)
         while path:
             container, inner, rest = path[-1]
+            # A child that is done is not entered again, so the walk is linear in the number of containers. rest keeps
+            # its position between two passes.
             child = next((child for child in rest if id(child) not in self._sizes), None)
             if child is None:
                 path.pop()
@@ -66,6 +72,7 @@ class _Walk:
         count = 3 if isinstance(container, Inert) else len(container)
         self._entries += count
         height = 1 + max((self._heights[id(child)] for child in inner), default=0)
+        # Entries with repetitions: may be exponential in the number of containers, which Python's integers hold.
         size = count + sum(self._sizes[id(child)] for child in inner)
         if height > MAX_DEPTH:
             raise self._refusal(f"is nested more than {MAX_DEPTH} levels deep")

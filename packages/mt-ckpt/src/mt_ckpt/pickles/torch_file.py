@@ -31,8 +31,10 @@ class StoredTensor:
         """The tensor on CPU, in memory of its own. Raises CheckpointError when the file is damaged or truncated."""
         if math.prod(self.shape) == 0:
             return torch.empty(self.shape, dtype=self.dtype)
+        # Index of the last element, relative to the first: of a view only the elements between the two are read.
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         elements = self._read_elements(self.offset, last + 1)
+        # contiguous copies a transposed or expanded view; for others the memory is that just read.
         return elements.as_strided(self.shape, self.stride).contiguous()
 
     def read_flat(self, first: int, count: int) -> Tensor:
@@ -45,6 +47,7 @@ class StoredTensor:
     def is_contiguous(self) -> bool:
         expected = 1
         for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            # A dimension of size 1 may have any stride.
             if size != 1 and step != expected:
                 return False
             expected *= size
@@ -52,10 +55,12 @@ class StoredTensor:
 
     def _read_elements(self, first: int, count: int) -> Tensor:
         size = self.dtype.itemsize
+        # Checked before the buffer is allocated: shape and stride come from the file.
         if (first + count) * size > self.extent.num_bytes:
             raise CheckpointError(f"{self.file}: damaged: a tensor reaches beyond the bytes of its storage")
         elements = torch.empty(count, dtype=self.dtype)
         target = elements.view(torch.uint8).numpy().data
+        # The archive's CRC is of the whole storage. A part of it cannot be checked.
         whole = count * size == self.extent.num_bytes
         offset = self.extent.offset + first * size
         read_range(self.file, offset, target, self.extent.crc if whole else None)
@@ -89,6 +94,7 @@ def _locator(file: Path, contents: Contents) -> Callable[[TensorReference], Stor
 
 def _replace(value: Any, locate: Callable[[TensorReference], StoredTensor]) -> Any:
     """`value` with every reference within its dictionaries, lists and tuples replaced."""
+    # Recursion is safe: check_structure has limited the depth.
     if isinstance(value, TensorReference):
         return locate(value)
     if isinstance(value, dict):
@@ -115,5 +121,6 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides in elements."""
     stride = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
+        # max(..., 1): torch's strides of an empty tensor are those of a tensor of size 1 there.
         stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
     return tuple(stride)

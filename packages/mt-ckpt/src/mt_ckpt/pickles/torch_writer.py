@@ -34,6 +34,7 @@ class TorchWriter:
         shape = tuple(tensor.shape)
         storage = self._storage(tensor.dtype, tensor.numel())
         self._write(f"data/{storage.key}", _bytes_of(tensor))
+        # Strides of the written elements: `_bytes_of` makes them contiguous.
         return tensor_call(storage, shape, contiguous_stride(shape))
 
     def begin_flat(self, dtype: torch.dtype, numel: int) -> FlatWriter:
@@ -48,8 +49,10 @@ class TorchWriter:
 
     def finish(self, value: Any) -> None:
         """Write the object and the end of the archive; the stream stays open."""
+        # Behind the storages, since the object has to name them; torch's reader finds members by the directory.
         self._write("data.pkl", memoryview(encode(value)))
         self._write("byteorder", memoryview(b"little"))
+        # The version of the archive, without which torch does not take it for a file of torch.save.
         self._write("version", memoryview(b"3\n"))
         self._archive.finish()
 
@@ -74,6 +77,7 @@ class FlatWriter:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     dense = tensor.detach().contiguous()
+    # as_strided in place of reshape, which keeps a stride of 0 for one element; view(uint8) needs stride 1.
     flat = dense.as_strided((dense.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 

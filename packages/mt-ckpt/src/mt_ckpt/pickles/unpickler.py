@@ -121,6 +121,7 @@ class SafeUnpickler(pickle.Unpickler):
     """
 
     def __init__(self, stream: BinaryIO, origin: str) -> None:
+        # utf-8: strings of Python 2 pickles (protocol 0 to 2) are bytes without an encoding; torch.load takes the same.
         super().__init__(stream, encoding="utf-8")
         self._stream, self._origin = stream, origin
         self._builders: Mapping[str, Callable[..., Any]] = {
@@ -134,6 +135,8 @@ class SafeUnpickler(pickle.Unpickler):
         }
 
     def load(self) -> Any:
+        # Before anything is built: a key is hashed as soon as it is put into a dictionary. The structure can only be
+        # checked after loading.
         check_hash_costs(self._stream, self._origin)
         try:
             value = super().load()
@@ -144,6 +147,7 @@ class SafeUnpickler(pickle.Unpickler):
         check_structure(value, self._origin)
         return value
 
+    # Every GLOBAL and STACK_GLOBAL of a pickle is looked up here; overriding it is the documented way to restrict them.
     def find_class(self, module: str, name: str) -> Any:
         module = RENAMED_MODULES.get(module, module)
         full = f"{module}.{name}"
@@ -153,10 +157,13 @@ class SafeUnpickler(pickle.Unpickler):
             return CONTAINERS[full]
         if module in STORAGE_MODULES and name in (*DTYPES, UNTYPED):
             return StorageType(DTYPES.get(name))
+        # The attribute is looked up in torch alone and only element types are returned; nothing is called.
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if full in INERT_NAMES or module in INERT_MODULES or module.partition(".")[0] in INERT_PACKAGES:
+            # A new class each time: two pickles share no class, and nothing can be set on it that another would see.
             return inert_class(module, name)
+        # The base class that copyreg._reconstructor names in protocol 0 and 1.
         if full == "builtins.object":
             return Inert
         raise self._refusal(f"it refers to {full}")
@@ -170,6 +177,7 @@ class SafeUnpickler(pickle.Unpickler):
             raise self._refusal(f"it has a storage of the kind {reprlib.repr(kind)}")
         if not isinstance(key, str | int):
             raise self._refusal(f"it has a storage named {reprlib.repr(key)}")
+        # In the layout before torch 1.6 a storage may be a view: an offset within a larger storage.
         view = reference[5] if len(reference) > 5 else None
         return StorageReference(str(key), kind.dtype, int(view[1]) if view else 0)
 
@@ -198,6 +206,7 @@ class SafeUnpickler(pickle.Unpickler):
     ) -> TensorReference:
         sizes, steps = tuple(shape), tuple(stride)
         numbers = (offset, *sizes, *steps)
+        # `type(number) is int`: a bool or a subclass is refused. torch has no negative strides.
         if not all(type(number) is int and number >= 0 for number in numbers) or len(sizes) != len(steps):
             raise self._refusal(f"it has a tensor of shape {sizes}, stride {steps}, offset {offset}")
         if not isinstance(storage, StorageReference) or not isinstance(dtype, torch.dtype):
@@ -209,6 +218,7 @@ class SafeUnpickler(pickle.Unpickler):
 
     def _member(self, owner: Any, name: Any) -> Inert:
         """Members of enumerations are written as getattr(class, name) by Python 3.11; nothing else may be."""
+        # `owner is not Inert`: the base class stands for builtins.object, of which no member is named.
         if isinstance(owner, type) and issubclass(owner, Inert) and owner is not Inert and isinstance(name, str):
             return owner(name)
         raise self._refusal(f"it takes the attribute {name!r} of {owner!r}")

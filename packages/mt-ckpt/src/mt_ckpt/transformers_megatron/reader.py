@@ -63,6 +63,7 @@ class _Cut:
         sizes = list(self.parts[0].shape)
         if self.dim is not None:
             sizes[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        # `rows` of the whole vocabulary, without the rows of padding at the end.
         return (self.rows or sizes[0], *sizes[1:])
 
     def read(self, name: str) -> Tensor:
@@ -110,12 +111,15 @@ def by_head(rows: Tensor, heads: int, version: float) -> Tensor:
     """
     if version >= 2.0:
         return rows
+    # [heads, D, 3] -> [heads, 3, D]
     if version >= 1.0:
         return rows.unflatten(0, (heads, -1, 3)).movedim(2, 1).flatten(0, 2).contiguous()
+    # [3, heads, D] -> [heads, 3, D]
     return rows.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2).contiguous()
 
 
 def _collect(stages: Sequence[Sequence[Mapping[str, Any]]], model: Mapping[str, Any]) -> dict[str, _Cut]:
+    # The tool divides layers evenly, and numbers them from 0 on each stage.
     per_stage = model["num_layers"] // len(stages)
     found: dict[str, _Cut] = {}
     for number, ranks in enumerate(stages):
@@ -168,6 +172,7 @@ def _model_section(arguments: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"the checkpoint's args have no {key}, which the model's configuration needs")
         return arguments[key]
 
+    # Megatron's fused bias and GELU is the tanh form too.
     tanh = bool(arguments.get("openai_gelu") or arguments.get("bias_gelu_fusion"))
     return {
         "family": "gpt",
@@ -203,6 +208,7 @@ def _read_ranks(folder: Path) -> list[list[Mapping[str, Any]]]:
     for entry in folder.glob("mp_rank_*"):
         if match := RANK.fullmatch(entry.name):
             places[int(match[2] or 0), int(match[1])] = entry
+    # The arguments are in the files; the folders say how many there are before one is opened.
     stages, ranks = (1 + max((place[i] for place in places), default=-1) for i in range(2))
     if not places or len(places) != stages * ranks:
         raise CheckpointError(f"{folder}: has {len(places)} folders mp_rank_TT[_PPP], expected one for each rank")

@@ -92,14 +92,18 @@ def _write_stage(
         writers = [TorchWriter(stream) for stream in streams]
         contents: list[dict[str, Any]] = [{} for _ in files]
         for key, name, tensor, dim in entries:
+            # Only at the time of writing: the source has true vocabularies.
             if key in (HEAD, (*EMBEDDING, "word_embeddings")):
                 tensor = _pad(tensor, arguments["padded_vocab_size"])
             parts = [tensor] * len(files) if dim is None else list(tensor.chunk(len(files), dim))
             for content, writer, part in zip(contents, writers, parts, strict=True):
+                # chunk gives views of one tensor; a writer takes the bytes of each part alone.
                 _at(content, key)[name] = writer.add(part.contiguous())
         for content, writer in zip(contents, writers, strict=True):
+            # The tool writes its arguments so, and its reader takes attributes.
             namespace = Object(Global("types", "SimpleNamespace"), dict(arguments))
             writer.finish({**content, "checkpoint_version": 3.0, "args": namespace, "optimizer": OPTIMIZER})
+    # The files are read again for their checksums: the writers above do not hash.
     for file in files:
         written = folder.content / file
         sync_file(written)
@@ -123,6 +127,7 @@ def _entries(
     if stage == stages - 1:
         for kind in ("weight", "bias"):
             yield ENCODER, f"final_layernorm.{kind}", source.read(f"{MODEL}decoder.final_layernorm.{kind}"), None
+        # On the only stage too: Megatron's last stage has the copy whether or not it is the first.
         yield HEAD, "weight", source.read(MODEL + WORDS), 0
 
 

@@ -55,6 +55,7 @@ def require_expressible(model: Any, options: ConvertOptions) -> None:
             f"model.family={model.family} cannot be written for TensorRT-LLM; it can be {_listed(FAMILIES)}"
         )
     for key, values in _demands(model).items():
+        # A family without the key has the first value, which is what the architecture means.
         if getattr(model, key, values[0]) not in values:
             legal = " or ".join(map(str, values))
             raise ConfigError(
@@ -63,6 +64,7 @@ def require_expressible(model: Any, options: ConvertOptions) -> None:
             )
     tp, pp = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
     _require(model.num_attention_heads % tp == 0, "tensor", tp, "model.num_attention_heads", model.num_attention_heads)
+    # Fewer key-value heads than ranks: each is on several ranks, see `slices`.
     groups = model.query_groups
     _require(groups % tp == 0 or tp % groups == 0, "tensor", tp, "model.num_query_groups", groups)
     _require(model.ffn_size % tp == 0, "tensor", tp, "model.ffn_hidden_size", model.ffn_size)
@@ -121,6 +123,7 @@ def write_config(model: Any, dtype: str, options: ConvertOptions) -> dict[str, A
 
 def _gpt(model: Any) -> dict[str, Any]:
     rotary = model.position_embedding_type == "rope"
+    # GPT-J rotates neighbours, GPT-NeoX halves.
     pairs = "rope_gptj" if model.rotary_interleaved else "rope_gpt_neox"
     return {
         "hidden_act": ACTIVATIONS[model.activation],

@@ -60,9 +60,11 @@ def _write_stage(folder: ResumableFolder, number: int, stage: _Stage) -> list[st
     planned = [stage.infos(rank) for rank in range(stage.tp)]
     with ExitStack() as stack:
         writers = [
+            # PENDING_BYTES is for the stage: its writers share it.
             stack.enter_context(closing(SafetensorsWriter(folder.content / file, infos, PENDING_BYTES // stage.tp)))
             for file, infos in zip(files, planned, strict=True)
         ]
+        # planned[0]: ranks have equal names and dtypes, hence one order.
         for parts in stage.values(list(planned[0])):
             for writer, part in zip(writers, parts, strict=True):
                 writer.add(part)
@@ -81,6 +83,7 @@ class _Stage:
         self._ours = list(self._wanted(number, options.target_pipeline_parallel_size))
         shapes, dtypes = source.shapes(), source.dtypes()
         self._empty: dict[str, Parts] = {
+            # Shapes by cutting meta tensors with the same function that cuts the values.
             target: self._parts(ours, target, torch.empty(shapes[ours], dtype=dtypes[ours], device="meta"))
             for ours, target in self._ours
         }
@@ -101,6 +104,7 @@ class _Stage:
         parts: Parts = {}
         for name in order:
             ours, target = made_of[name]
+            # Names of one canonical tensor follow one another, also after `align`: they have one dtype.
             if target != last:
                 parts = {}  # before the next is read
                 parts, last = self._parts(ours, target, self._source.read(ours)), target
@@ -108,6 +112,7 @@ class _Stage:
 
     def _wanted(self, stage: int, stages: int) -> Iterator[tuple[str, str]]:
         """(canonical name, what it is written as) of this stage: layers are numbered from 0 in each."""
+        # The first stages have one layer more, as TensorRT-LLM divides them.
         per_stage, further = divmod(self._model.num_layers, stages)
         first = stage * per_stage + min(stage, further)
         layers = range(first, first + per_stage + (stage < further))
@@ -121,6 +126,7 @@ class _Stage:
             elif bare in TOP and stage == (0 if bare.startswith("embedding.") else stages - 1):
                 yield name, TOP[bare]
         if stage == stages - 1:
+            # Tied or not, the file has an LM head.
             untied = MODEL + OUTPUT in names
             yield MODEL + (OUTPUT if untied else EMBEDDING), "lm_head.weight"
 

@@ -37,6 +37,8 @@ def of_layer(name: str, prefix: str, tensor: Tensor, model: Any, gated: bool, tp
     if stem in NORMS:
         return whole(f"{prefix}{NORMS[stem]}.{kind}", tensor, tp)
     if stem in ROWS_OF_INPUT:
+        # Outputs of the ranks are added: a bias on each of them would count once per rank, so that the engine adds it
+        # after the sum.
         parts = [tensor] * tp if kind == "bias" else list(tensor.chunk(tp, 1))
         return {f"{prefix}{ROWS_OF_INPUT[stem]}.{kind}": parts}
     if stem == "self_attention.linear_qkv":
@@ -59,14 +61,18 @@ def _query_key_value(tensor: Tensor, model: Any, tp: int) -> list[Tensor]:
     With more ranks than key-value heads each head is on several ranks.
     """
     groups, per_group, size = model.query_groups, model.num_attention_heads // model.query_groups, model.head_dim
+    # [groups, queries of one + 2, D, ...]
     grouped = tensor.unflatten(0, (groups, per_group + 2, size))
+    # [heads * D, ...]; keys and values [groups * copies * D, ...]
     queries = grouped[:, :per_group].flatten(0, 2)
+    # tp a multiple of the groups: the copies of a head are on neighbouring ranks.
     copies = max(tp // groups, 1)
     keys, values = (grouped[:, per_group + i].repeat_interleave(copies, 0).flatten(0, 1) for i in range(2))
     return [torch.cat(parts) for parts in zip(*(x.chunk(tp) for x in (queries, keys, values)), strict=True)]
 
 
 def _row_parts(tensor: Tensor, parts: int) -> Sequence[Tensor]:
+    # The last part may be shorter, or empty.
     size = -(-tensor.shape[0] // parts)
     return [tensor[min(i * size, len(tensor)) : (i + 1) * size] for i in range(parts)]
 

@@ -24,6 +24,9 @@ def read_ensemble(paths: Sequence[Path]) -> SetPredictions:
     if first.is_regression:
         outputs = np.mean([part.outputs for part in parts], axis=0)
     else:
+        # The mean of probabilities, not of logits: the scale of logits differs between models. A softmax of the
+        # logarithms gives the mean back, so that all that takes logits works. tiny: a probability of 0 has no
+        # logarithm.
         outputs = np.log(np.mean([part.softmax() for part in parts], axis=0).clip(min=np.finfo(np.float32).tiny))
     truncated = np.any([part.truncated for part in parts], axis=0)
     return replace(first, outputs=outputs.astype(np.float32), truncated=truncated)
@@ -35,6 +38,7 @@ def _require_same_samples(first: Path, ours: SetPredictions, path: Path, theirs:
             f"{first} has {ours.outputs.shape[1]} logits a sample and {path} has {theirs.outputs.shape[1]}; an "
             "ensemble is of models of the same task"
         )
+    # Files are in the order of their uids, see `of_set`, so that equal sets have equal arrays.
     if not np.array_equal(ours.uids, theirs.uids):
         differing = sorted(set(ours.uids.tolist()) ^ set(theirs.uids.tolist()))[:5]
         which = f", such as {', '.join(map(str, differing))}" if differing else ""

@@ -39,17 +39,21 @@ def evaluate_sets(
     samples are written beside it. Raises DataError for a file without samples, and without labels if no predictions
     are requested.
     """
+    # All files are opened before the first is predicted: an error in the last one shows at once.
     datasets = {name: classifier.dataset(file) for name, file in sets.items()}
+    # Collective: every rank predicts every set in this order.
     found = {
         name: classifier.predict(dataset, partial(on_samples, name, len(dataset))) for name, dataset in datasets.items()
     }
     results = {name: _result(classifier, sets[name], name, one, predictions) for name, one in found.items()}
     if len(found) > 1:
+        # The scores of all samples together, not the mean of the sets' scores.
         whole = together(list(found.values()))
         results[OVERALL] = _result(classifier, next(iter(sets.values())), OVERALL, whole, predictions)
     model = describe_model(classifier.trained.checkpoint, classifier.trained.config)
     provenance = {**model, **describe_run(str(classifier.ctx.device))}
     evaluation = Evaluation(results, provenance)
+    # Every rank has all predictions; one of them writes.
     if is_writer():
         _write(found, evaluation, predictions, output)
     return evaluation
@@ -72,6 +76,7 @@ def _result(classifier: TrainedClassifier, file: str, name: str, found: Predicti
 
 def _settings(classifier: TrainedClassifier, file: str, of: SetPredictions) -> dict[str, Any]:
     data = classifier.config.data
+    # uids and labels are what `mt eval compare` needs to be equal; outputs differ between models.
     digest = sha256(of.uids.tobytes() + of.labels.tobytes()).hexdigest()
     return {"task": data.dataset_type, "data": file, "data_hash": digest, "seq_length": data.seq_length}
 
@@ -89,6 +94,7 @@ def _write(
 
 
 def _write_samples(path: Path, found: Mapping[str, Predictions], evaluation: Evaluation) -> None:
+    # A journal of an earlier run would be continued; predictions are computed anew each time.
     path.unlink(missing_ok=True)
     described = {"tasks": {name: dict(evaluation.tasks[name].settings) for name in found}}
     with Journal(path, described) as journal:
@@ -99,9 +105,11 @@ def _write_samples(path: Path, found: Mapping[str, Predictions], evaluation: Eva
 
 def _samples(found: Predictions) -> list[Sample]:
     """Of the samples with a label: the loss, and of classes whether the likeliest is the right one."""
+    # labelled() leaves out the samples without a label, as the mask below does.
     outputs, losses, labels = found.labelled()
     uids = found.fields["uid"][found.fields["loss_mask"] > 0].tolist()
     samples = [Sample(str(uid), {"loss": float(loss)}) for uid, loss in zip(uids, losses, strict=True)]
+    # One output is a regression, in which nothing is right or wrong.
     if outputs.shape[-1] == 1:
         return samples
     right = (outputs.argmax(-1) == labels).tolist()

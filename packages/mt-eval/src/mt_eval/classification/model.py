@@ -58,6 +58,7 @@ class TrainedClassifier:
         settings: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         settings = settings or {}
+        # [data] is not the checkpoint's: its files may not exist here, and its keys are those of the training.
         others = {name: values for name, values in settings.items() if name != "data"}
         self.host = host
         self.trained: TrainedModel = load_trained_model(path, host, device=device, settings=others)
@@ -78,6 +79,7 @@ class TrainedClassifier:
     def dataset(self, file: str) -> Dataset:
         """All samples of a file (a folder of RACE). Raises DataError for one without samples."""
         data = self.config.data.model_copy(update={"test_data_path": [BlendEntry(prefix=file)]})
+        # full_validation: every sample once, whatever train.eval_iters is.
         train = self.config.train.model_copy(update={"full_validation": True})
         config = self.config.model_copy(update={"data": data, "train": train})
         datasets = build_datasets(config, self.trained.tokenizer, "test", self.host)
@@ -93,6 +95,7 @@ class TrainedClassifier:
 
 def _evaluation_config(trained: Config, keys: Mapping[str, Any], host: PluginHost) -> Config:
     """keys: of the section [data]. Raises ConfigError for a task without labels, and one that the model cannot do."""
+    # Built apart from the rest, since the other sections are the checkpoint's, which have been checked.
     data = build_sections(["data"], merge_layers([Layer("mt eval", {"data": keys})]), host, Problems())["data"]
     config = trained.model_copy(update={"data": data})
     if not config.data.metrics:
@@ -100,9 +103,11 @@ def _evaluation_config(trained: Config, keys: Mapping[str, Any], host: PluginHos
             f"--task {config.data.dataset_type}: its samples have no label to choose; it can be mnli, qqp, race, "
             "another of GLUE, or text_classification"
         )
+    # A loss that was chosen at training names one task; auto is resolved by the head's outputs.
     if config.train.loss == AUTO_LOSS:
         predicts_number = getattr(config.model, "num_classes", None) == 1
         config = with_loss(config, "regression" if predicts_number else "classification")
+    # The family's own check, such as the number of classes against the task's labels.
     check = host.models.get(config.model.family).check
     if check is not None:
         check.load()(config)
@@ -131,8 +136,10 @@ def _data_keys(config: Config, task: str | None, path: str | Path) -> dict[str, 
 def _steps(
     dataset: Dataset, micro_size: int, ctx: ParallelContext, on_batch: OnBatch
 ) -> Iterator[tuple[Sequence[range], list[dict[str, Tensor]]]]:
+    # The last step may be smaller: no sample is repeated to fill it.
     count, size = len(dataset), micro_size * ctx.dp.size
     steps = [(first, min(size, count - first)) for first in range(0, count, size)]
+    # The reader takes this rank's samples of each step; `rank_batch.samples` says which they are.
     reader = BatchReader(dataset, steps, micro_size=micro_size, dp_rank=ctx.dp.rank, dp_size=ctx.dp.size, workers=1)
     for (first, taken), rank_batch in zip(steps, reader, strict=True):
         arrays = rank_batch.micro_batches
@@ -142,6 +149,7 @@ def _steps(
 
 def of_set(predictions: Predictions) -> SetPredictions:
     """In the order of their uids."""
+    # Ranks predict interleaved samples; uids restore one order whatever the layout. stable: a uid may occur twice.
     order = predictions.fields["uid"].argsort(stable=True)
     fields = {name: field[order].numpy() for name, field in predictions.fields.items()}
     return SetPredictions(

@@ -42,6 +42,7 @@ class SetPredictions:
 
 
 def softmax(logits: Floats) -> Floats:
+    # Less the maximum: exp of a large logit overflows.
     exponentials = np.exp(logits - logits.max(-1, keepdims=True))
     return exponentials / exponentials.sum(-1, keepdims=True)
 
@@ -62,6 +63,7 @@ def write_predictions(path: Path, predictions: SetPredictions) -> None:
         }
         for n in range(len(predictions.uids))
     )
+    # At once: a killed process leaves no file with a part of the samples.
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
@@ -84,10 +86,12 @@ def read_predictions(path: Path) -> SetPredictions:
     widths = {len(row["logits"]) for row in rows}
     if len(widths) > 1:
         raise DataError(f"{path} has lines with {' and '.join(map(str, sorted(widths)))} logits; all must have as many")
+    # -1 stands for none; `labelled` says so.
     labels = [-1 if row["label"] is None else row["label"] for row in rows]
     return SetPredictions(
         np.array([row["uid"] for row in rows], np.int64),
         np.array([row["logits"] for row in rows], np.float32),
+        # Labels of a regression are numbers, of classes their indices.
         np.array(labels, np.float32 if widths == {1} else np.int64),
         np.array([row["label"] is not None for row in rows]),
         np.array([bool(row["truncated"]) for row in rows]),

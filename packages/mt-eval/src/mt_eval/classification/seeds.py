@@ -34,6 +34,7 @@ def finetune_seeds(load: LoadForSeed, seeds: Sequence[int], folder: Path, host: 
 
 def _finetune(loaded: LoadedConfig, seed: int, run_dir: Path, host: PluginHost) -> SeedScores:
     """Raises TrainingError for a run that a signal or train.exit_iteration stops, so that no other one is begun."""
+    # The Trainer resumes what is in run_dir, and returns at once where the run is complete.
     trainer = Trainer(loaded, run_dir=run_dir, host=host)
     stopped = trainer.train().stopped
     if stopped is not None:
@@ -44,6 +45,7 @@ def _finetune(loaded: LoadedConfig, seed: int, run_dir: Path, host: PluginHost) 
     record = None if trainer.best is None else trainer.best.record
     if record is None or record.iteration == trainer.state.iteration:
         return SeedScores(seed, trainer.state.iteration, trainer.last_evaluation)
+    # The best evaluation is an earlier one, whose values the trainer does not hold; they are in the log.
     return SeedScores(seed, record.iteration, _evaluation_of(record, run_dir / METRICS_FILE))
 
 

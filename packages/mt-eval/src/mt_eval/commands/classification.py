@@ -43,6 +43,7 @@ def classification(
     """Development sets of a finetuned model: accuracy, F1, Matthews or correlation, as the task has it."""
     need(*NEEDED, command="mt eval classification")
     sets = named_files(data)
+    # With --nproc this process becomes the launcher and ends here; the ranks run the command again without it.
     start_ranks(context, nproc)
 
     from mt_core.launch.session import rank_session

@@ -132,6 +132,7 @@ def wikitext103(
 
         texts = TextSet("wikitext103", str(data), detokenizer="wikitext", prefix=False, input_format="text")
         length = window_length(generator, seq_length)
+        # A stride above the window would leave tokens out; models with fewer positions than 32 have no overlap.
         return [Perplexity(texts, generator.tokenizer, length, stride=min(overlapping_eval, length), limit=limit)]
 
     run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)

@@ -33,6 +33,7 @@ def annotate(
     scored together. Raises DataError for a source that `mt generate` did not write, and for a target with scores of
     other texts or of another scorer.
     """
+    # The last line may be unfinished: what is behind the last line break is cut off below.
     done, size = whole_lines(target)
     _require_same(source, target, done, described)
     on_line(done)
@@ -42,6 +43,7 @@ def annotate(
         while lines := list(islice(left, batch)):
             _add_scores(lines, scorer)
             out.writelines(json.dumps({**line, SCORER: described}, ensure_ascii=False) + "\n" for line in lines)
+            # A killed run keeps the batches before the one that was being scored.
             out.flush()
             done += len(lines)
             on_line(done)
@@ -54,6 +56,7 @@ def _require_same(source: Path, target: Path, done: int, described: Mapping[str,
             raise DataError(f"{target} has no whole line with scores; give another --output, or remove it")
         return
     none: Line = {}
+    # Both files are compared from the start: text that was generated anew under the same name must not keep old scores.
     for line, judged in zip_longest(islice(read_lines(source), done), islice(read_lines(target), done), fillvalue=none):
         if judged.get(SCORER) != described:
             found = f"another scorer than {dict(described)}"

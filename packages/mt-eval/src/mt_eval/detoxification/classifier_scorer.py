@@ -34,6 +34,7 @@ class ClassifierScorer:
         if not texts:
             return []
         dataset = unlabelled_texts(texts, self.data, self.classifier.trained.tokenizer)
+        # [texts, classes]; predictions come in the order of the data set.
         probabilities = softmax(self.classifier.predict(dataset).outputs.numpy())
         return [{self.attribute: float(row[self.number])} for row in probabilities]
 

@@ -40,6 +40,7 @@ class HttpScorer:
             return []
         answer = post(self.url, {"texts": list(texts)})
         found = answer.get("scores") if isinstance(answer, dict) else None
+        # One entry for each text: a shorter answer would shift scores to other texts.
         if not isinstance(found, list) or len(found) != len(texts):
             raise DataError(f'{self.url}: the answer has no list "scores" of {len(texts)} entries, one for each text')
         return [None if scores is None else _checked(self.url, scores) for scores in found]
@@ -52,11 +53,13 @@ class PerspectiveScorer:
         self.url, self.workers, self.language = f"{url}?key={key}", workers, language
 
     def scores(self, texts: Sequence[str]) -> list[Scores | None]:
+        # Requests are small and wait for the network; map keeps the order of the texts.
         with ThreadPoolExecutor(self.workers) as pool:
             return list(pool.map(self._scores, texts))
 
     def _scores(self, text: str) -> Scores | None:
         request = {
+            # The limit is in bytes. A cut within a character leaves bytes that decode drops.
             "comment": {"text": text.encode()[:PERSPECTIVE_BYTES].decode(errors="ignore")},
             "languages": [self.language],
             "requestedAttributes": {attribute.upper(): {} for attribute in ATTRIBUTES},
@@ -89,6 +92,7 @@ def post(url: str, content: Mapping[str, Any], *, shown: str | None = None) -> A
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             problem = f"status {error.code}"
+            # 400 is about this text; the others in RETRIED are about the server or the quota, and may pass.
             if error.code == 400:
                 raise RefusedError(f"{shown}: {problem}") from error
             if error.code not in RETRIED:

@@ -79,6 +79,7 @@ RunCommand = Callable[[list[str]], int]
 
 
 def run_process(words: list[str]) -> int:
+    # In a process of its own: memory of a device is free again before the next step.
     return subprocess.run([*DEFAULT_ENTRY, *words]).returncode
 
 
@@ -102,11 +103,13 @@ class Detoxification:
         self._length = _length_setting(plan)
         with writing(folder, "--folder"):
             folder.mkdir(parents=True, exist_ok=True)
+            # Before the first step: a folder never mixes results of two plans.
             _require_plan(plan, folder)
 
     def run(self) -> dict[str, dict[str, float]]:
         """{"before": metrics, "after": metrics, "generated": of the samples}; also in report.json."""
         plan, folder = self.plan, self.folder
+        # Each step finds what an earlier run of the same command has finished in its output file.
         before = self.measure("before", plan.checkpoint)
         samples = folder / "samples.jsonl"
         self._generate(plan.checkpoint, samples, "--num-samples", plan.num_samples, "--max-tokens", plan.max_tokens)
@@ -154,6 +157,7 @@ class Detoxification:
         return scored
 
     def _finetune(self, texts: Path) -> None:
+        # Later settings win: the plan's own come last.
         settings = [
             f"checkpoint.load={self.plan.checkpoint}",
             "data.dataset_type=gpt",
@@ -179,6 +183,7 @@ def _length_setting(plan: Plan) -> list[str]:
     """data.seq_length of the model's training; none where the plan has one. Raises ConfigError where neither has."""
     if any(setting.startswith(f"{LENGTH}=") for setting in plan.train):
         return []
+    # The samples of finetuning are as long as those of training, for which the model has positions.
     reader = open_checkpoint(find_checkpoint(plan.checkpoint), load_plugins())
     stored = reader.metadata.get("config", {}).get("data", {}).get("seq_length")
     if stored is None:
@@ -193,6 +198,7 @@ def _require_plan(plan: Plan, folder: Path) -> None:
     file, content = folder / PLAN, json.dumps(asdict(plan), indent=2) + "\n"
     if file.exists():
         before, now = json.loads(file.read_text(encoding="utf-8")), json.loads(content)
+        # Before the finetuning has begun nothing depends on these entries, so that they may be corrected.
         fixed = now.keys() - (set() if (folder / RUN).exists() else OF_FINETUNING)
         changed = [key for key in now if key in fixed and now[key] != before.get(key)]
         if changed:

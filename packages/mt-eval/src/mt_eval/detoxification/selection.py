@@ -19,6 +19,7 @@ def select_least_toxic(source: Path, target: Path, share: float, seed: int, attr
     without the attribute.
     """
     texts = [completion for line in read_lines(source) for completion in line.get(COMPLETIONS, [])]
+    # The place breaks ties between equal scores, so that the choice depends on nothing else.
     scores = ((score_of(one, attribute), place, one[TEXT]) for place, one in enumerate(texts))
     scored = [(score, place, text) for score, place, text in scores if score is not None]
     kept = sorted(scored)[: int(share * len(texts))]
@@ -27,6 +28,7 @@ def select_least_toxic(source: Path, target: Path, share: float, seed: int, attr
             f"{source}: {len(scored)} of {len(texts)} texts have a score, and a share of {share} keeps none; generate "
             "more texts, or keep a larger share"
         )
+    # Shuffled: in the order of scores a training run would see the least toxic texts first.
     random.Random(seed).shuffle(kept)
     lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for _, _, text in kept]
     write_whole(target, "".join(lines).encode())

@@ -76,12 +76,14 @@ def run_harness(
     tasks = _matched(manager, options.tasks)
     chat = _chat_format(generator, options)
     model = describe_model(checkpoint, generator.config)
+    # Only what decides an answer: other tasks or metrics may use the answers of the same journal.
     described = {"model": model, "requests": _decisive(options, None if chat is None else chat.source)}
     requests = None if output is None else output.with_suffix(".requests.jsonl")
     with Journal(requests, described) as journal:
         language_model = HarnessModel(
             generator, journal, chat=chat, add_bos=options.add_bos, seed=options.seed or 0, on_answer=on_answer
         )
+        # chat holds a process, in which its template runs.
         try:
             results = _simple_evaluate(language_model, manager, tasks, options)
         finally:
@@ -94,6 +96,7 @@ def run_harness(
     if output is not None:
         _write_samples(samples_path(output), model, logged, results, options.log_samples)
         content = json.dumps(results, indent=2, ensure_ascii=False, default=handle_non_serializable)
+        # Last: a result file stands for a complete evaluation.
         write_whole(output, (content + "\n").encode())
     return results
 
@@ -165,5 +168,6 @@ def _write_samples(
 
 
 def _settings(task: str, documents: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> dict[str, Any]:
+    # lm_eval's hash of each document: equal for two models on the same documents.
     digest = sha256("".join(document["doc_hash"] for document in documents).encode()).hexdigest()
     return {"task": "harness", "data_hash": digest, "num_fewshot": results["n-shot"].get(task)}

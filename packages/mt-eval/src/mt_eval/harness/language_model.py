@@ -59,6 +59,7 @@ class HarnessModel(TemplateLM):
         self.max_length = generator.longest
         self.truncated: dict[str, set[int | None]] = defaultdict(set)
         """Task -> numbers of its documents of which the model was given less than there is."""
+        # Without the tokens that a tokenizer puts around a text.
         self._bare = bare_encoder(generator.tokenizer)
         self._special_texts = _special_texts(generator)
 
@@ -81,6 +82,8 @@ class HarnessModel(TemplateLM):
         """add_special_tokens: None leaves them out of a text that begins with that of BOS."""
         tokenizer = self.generator.tokenizer
         added = self.add_bos if add_special_tokens is None else add_special_tokens
+        # A chat template writes BOS as text; encoding would put a second one before it. "\0": an empty text is a prefix
+        # of all.
         if add_special_tokens is None and string.startswith(tokenizer.decode([self.prefix_token_id]) or "\0"):
             added = False
         if added is None:
@@ -115,15 +118,18 @@ class HarnessModel(TemplateLM):
         self, kind: str, requests: Sequence[Instance], answer: Callable[[Requests], Iterator[Sample]]
     ) -> list[Sample]:
         """Those of the journal, and those of `answer` for the rest, which go there."""
+        # By content: one request that several tasks make is computed once.
         keys = request_keys(kind, requests)
         known = {sample.name: sample for sample in self.journal.samples(kind)}
         missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in known}
         total = len(set(keys))
         self.on_answer(kind, total - len(missing), total)
+        # Lazy: each answer is in the journal before the next is waited for.
         for done, (key, found) in enumerate(zip(missing, answer(missing), strict=True), total - len(missing) + 1):
             known[key] = replace(found, name=key)
             self.journal.add(kind, known[key])
             self.on_answer(kind, done, total)
+        # Answers of the journal count too, and several documents may share one answer.
         for key, request in zip(keys, requests, strict=True):
             if known[key].truncated:
                 self.truncated[str(request.task_name)].add(request.doc_id)
@@ -133,12 +139,14 @@ class HarnessModel(TemplateLM):
         windows = [self._window(request) for request in requests.values()]
         scores = score(self.generator, (continuation for continuation, _ in windows))
         for (_, truncated), scored in zip(windows, scores, strict=True):
+            # fsum: without the rounding of thousands of additions.
             values = {LOG_LIKELIHOOD: math.fsum(scored.logprobs), IS_GREEDY: float(all(scored.is_greedy))}
             yield Sample("", values, truncated=truncated)
 
     def _window(self, request: Instance) -> tuple[Continuation, bool]:
         """Raises DataError for a continuation without tokens, or with more than the model has positions."""
         context, continuation = self._pair(*request.args)
+        # The last token is only a target, so that max_length targets fit behind one token of context.
         if not 1 <= len(continuation) <= self.max_length:
             raise DataError(
                 f"task {request.task_name}, document {request.doc_id}: the continuation has {len(continuation)} tokens;"
@@ -154,6 +162,7 @@ class HarnessModel(TemplateLM):
             yield Sample("", {LOG_LIKELIHOOD: math.fsum(logprobs)})
 
     def _windows(self, text: str) -> Iterator[Continuation]:
+        # context_len=1: a window begins with the last token of the one before; each token is predicted once.
         windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1)
         for context, continuation in map(make_disjoint_window, windows):
             yield Continuation([*context, *continuation], len(context))
@@ -168,6 +177,7 @@ class HarnessModel(TemplateLM):
         """The end of the context that leaves enough positions for the text, and whether it is all. Raises ConfigError
         for a text that is as long as the model's sequences."""
         context, gen_kwargs = request.args
+        # The seed follows from the request, so that an interrupted evaluation samples the same texts when it goes on.
         sampling = sampling_of(gen_kwargs, sequence_seed(self.seed, int(key[:8], 16)))
         left = self.max_length - sampling.max_tokens
         if left < 1:
@@ -179,6 +189,7 @@ class HarnessModel(TemplateLM):
             stop_token_ids = (*sampling.stop_token_ids, *self.chat.stop_token_ids)
             sampling = replace(sampling, stop=(*sampling.stop, *self.chat.stop), stop_token_ids=stop_token_ids)
         tokens = self.tok_encode(context) or [self.prefix_token_id]
+        # The end of the context is kept: the question is behind the examples.
         return tokens[-left:], sampling, len(tokens) > left
 
     def _shown(self, text: str) -> str:
@@ -212,6 +223,8 @@ class HarnessModel(TemplateLM):
         text = self.chat.render(chat_history, None, {"add_generation_prompt": add_generation_prompt})
         if add_generation_prompt:
             return text
+        # The template writes more behind the last message (an end of turn), which is cut: the model is to go on with
+        # it.
         last = chat_history[-1]["content"].strip()
         return text[: text.rindex(last) + len(last)]
 
@@ -222,6 +235,7 @@ def request_keys(kind: str, requests: Sequence[Instance]) -> list[str]:
     keys = []
     for request in requests:
         content = json.dumps([kind, *request.args], sort_keys=True)
+        # Log-likelihoods of equal requests are equal; repeated texts (pass@k) have to be drawn anew.
         number = seen[content] if kind == "generate_until" else 0
         seen[content] += 1
         keys.append(sha256(f"{number} {content}".encode()).hexdigest())

@@ -25,6 +25,7 @@ def samples_of(logged: Iterable[Mapping[str, Any]], with_details: bool) -> list[
     for entry in logged:
         number = entry["doc_id"]
         values, weight = _values(entry)
+        # One entry per filter; the values of a document's filters are put together.
         before = found.get(number)
         details = _details(entry) if with_details else {}
         found[number] = Sample(
@@ -41,10 +42,12 @@ def _values(entry: Mapping[str, Any]) -> tuple[dict[str, float], float]:
     kept, weight = {}, 1.0
     for metric in entry["metrics"]:
         value = entry[metric]
+        # Others are intermediate values, such as (log-likelihood, bytes), that lm_eval aggregates itself.
         if isinstance(value, Real):
             kept[f"{metric},{entry['filter']}"] = float(value)
         elif metric == BYTES:
             log_likelihood, num_bytes = value
+            # Per byte, with the bytes as weight: the weighted mean is the corpus' value.
             kept[LOG_LIKELIHOOD], weight = log_likelihood / num_bytes, float(num_bytes)
     return kept, weight
 

@@ -38,7 +38,9 @@ def sampling_of(gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParameters:
         given: dict[str, Any] = {**normalize_gen_kwargs(dict(gen_kwargs), MAX_GEN_TOKS)}
     except (TypeError, ValueError) as error:
         raise ConfigError(f"gen_kwargs: {error}; check their values in --gen-kwargs") from error
+    # normalize_gen_kwargs always sets do_sample, until and max_gen_toks.
     is_sampled, temperature = given.pop("do_sample"), given.pop("temperature", 1.0)
+    # An empty stop text would end every answer before it begins.
     stop = tuple(text for text in given.pop("until") if text)
     max_tokens = given.pop("max_gen_toks")
     named: dict[str, Any] = {RENAMED.get(name, name): value for name, value in given.items()}

@@ -27,7 +27,9 @@ def f1(text: str, references: Sequence[str]) -> float:
 
 
 def _f1(words: list[str], reference: list[str]) -> float:
+    # SQuAD 2: of two empty answers F1 is 1, of one 0.
     if not words or not reference:
         return float(words == reference)
     shared = sum((Counter(words) & Counter(reference)).values())
+    # 2 P R / (P + R) with P = shared / len(words), R = shared / len(reference).
     return 2 * shared / (len(words) + len(reference))

@@ -51,9 +51,11 @@ class ProgramRunner:
         """Why a program has not reached its end; None if it has. Its folder is its own, and is removed."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "program.py"
+            # PASSED is the status only if the program ran to its end: nothing before has raised or exited.
             file.write_text(f"{program}\nraise SystemExit({PASSED})\n", encoding="utf-8")
             with (Path(folder) / "errors").open("wb+") as errors:
                 status = self._status(file, errors.fileno())
+                # Only the end is read: a program may write up to file_mb of errors.
                 errors.seek(max(0, errors.seek(0, os.SEEK_END) - REASON_BYTES))
                 lines = errors.read().decode(errors="replace").strip().splitlines()
         if status == PASSED:
@@ -66,15 +68,19 @@ class ProgramRunner:
         """The exit status; None for a program that was ended."""
         limits = [str(getattr(self.limits, name)) for name in ("seconds", "memory_mb", "file_mb")]
         process = subprocess.Popen(
+            # -I: no PYTHON* variables, no user site, not the working folder on sys.path.
             [*(ISOLATED if self.isolates else ()), sys.executable, "-I", str(WORKER), *limits, str(file)],
             cwd=file.parent,
+            # No variables of this process: they may hold keys.
             env={"PATH": os.defpath, "HOME": str(file.parent), "TMPDIR": str(file.parent)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,
+            # A process group of its own, by which `_end` reaches its children.
             start_new_session=True,
         )
         try:
+            # Limits of the CPU do not end a program that sleeps.
             return process.wait(self.limits.seconds)
         except subprocess.TimeoutExpired:
             return None
@@ -85,6 +91,7 @@ class ProgramRunner:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """With the processes that it started."""
     with suppress(ProcessLookupError):
+        # Children that left the group (setsid) survive this; unshare ends them with their PID namespace.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -92,4 +99,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _can_isolate() -> bool:
     if shutil.which(ISOLATED[0]) is None:
         return False
+    # unshare may be installed but forbidden (user namespaces off, a container), so that it is tried.
     return subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode == 0

@@ -67,6 +67,7 @@ class Generation:
         self.predictions = [
             _prediction(path, record.line, record.value) for record in iter_records(path, input_format="jsonl")
         ]
+        # All lines are checked before the first program runs.
         for prediction in self.predictions:
             self._check(prediction)
 
@@ -131,6 +132,7 @@ class Generation:
 
     def _sample(self, prediction: Prediction) -> Sample:
         of_texts = [self._of_text(text, self._references(prediction)) for text in prediction.texts]
+        # The mean over the line's texts; a line counts once, however many texts it has.
         values = {name: fmean(own[name] for own in of_texts) for name in of_texts[0]}
         if PASS not in self.chosen:
             return Sample(prediction.name, values)
@@ -160,7 +162,9 @@ class Generation:
         """Of the prompt, its continuation and the test; HumanEval's tests define `check`, which is called."""
         assert self.runner is not None
         entry = values.get(ENTRY_POINT)
+        # isidentifier: the name goes into a program.
         call = f"\ncheck({entry})" if isinstance(entry, str) and entry.isidentifier() else ""
+        # The prompt is the beginning of the program (HumanEval: the signature and docstring).
         return self.runner.failure(f"{values.get(PROMPT, '')}{text}\n{values[self.test_key]}{call}")
 
 
@@ -168,6 +172,7 @@ def measure_generation(
     task: Generation, output: Path | None = None, on_sample: OnSample = lambda done, total: None
 ) -> Evaluation:
     """output: the result file; samples are written beside it, and those of a killed run are not measured again."""
+    # Samples belong to these texts: with other predictions the journal is refused.
     content_hash = sha256(task.path.read_bytes()).hexdigest()
     described = {"predictions_hash": content_hash, "tasks": {task.name: dict(task.settings)}}
     with Journal(None if output is None else samples_path(output), described) as journal:

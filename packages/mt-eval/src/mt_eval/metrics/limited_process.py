@@ -16,7 +16,9 @@ def main() -> None:
         (resource.RLIMIT_FSIZE, file_mb << 20),
         (resource.RLIMIT_CORE, 0),
     ):
+        # The hard limit too: the program cannot raise it.
         resource.setrlimit(limit, (value, value))
+    # The limits stay over exec, which leaves nothing of this script in the program's memory.
     os.execv(sys.executable, [sys.executable, "-I", sys.argv[4]])
 
 

@@ -13,6 +13,7 @@ ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 
 def sentence_bleu(text: str, references: Sequence[str]) -> float:
     """From 0 to 100, with sacrebleu's smoothing for single sentences."""
+    # effective_order: orders that a short sentence does not have are left out, else its score is 0.
     return float(BLEU(effective_order=True).sentence_score(text, list(references)).score)
 
 

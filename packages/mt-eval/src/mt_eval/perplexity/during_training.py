@@ -34,6 +34,7 @@ class PerplexityEvaluator:
         self._tasks: list[Perplexity] | None = None
 
     def evaluate(self, run: Trainer) -> Mapping[str, float]:
+        # Collective. Afterwards rank 0 sends the requests, and the other ranks compute their parts of them.
         generator = TextGenerator.of_trainer(run, self.parallel)
         if not is_writer():
             generator.follow()
@@ -44,12 +45,14 @@ class PerplexityEvaluator:
             generator.close()
 
     def _of(self, generator: TextGenerator) -> list[Perplexity]:
+        # Encoded once, at the first evaluation: the tokenizer comes with the generator.
         if self._tasks is None:
             read = self.texts.values()
             self._tasks = [Perplexity(one, generator.tokenizer, generator.longest, stride=self.stride) for one in read]
         return self._tasks
 
     def _perplexity(self, generator: TextGenerator, task: Perplexity) -> float:
+        # In memory: an evaluation that is interrupted is repeated with its training step.
         journal = Journal(None, {})
         measure(generator, task, journal, lambda task, done: None)
         return task.metrics(journal.samples(task.name))["perplexity"]

@@ -58,12 +58,15 @@ class SamplePerplexity:
 
     def samples(self, generator: TextGenerator, skip: int) -> Iterator[Sample]:
         """The log-likelihood of a token of each sample, weighted by the number of those that count."""
+        # tee: each sample is made once, for the engine and for the result, though they are consumed apart. The engine
+        # is ahead by as many as it takes.
         given, scored = tee(map(self._targets, range(skip, len(self))))
         scores = score(generator, (targets.continuation for targets in scored if targets is not None))
         for number, targets in enumerate(given, skip):
             if targets is None:
                 yield Sample(f"sample {number}", error="none of its tokens counts in the loss")
             else:
+                # next: `scores` has entries for the samples with targets only, in their order.
                 yield targets.measured(f"sample {number}", next(scores))
 
     def metrics(self, samples: Sequence[Sample]) -> Mapping[str, float]:
@@ -76,15 +79,19 @@ class SamplePerplexity:
         if not len(counted):
             return None
         first, last = int(counted[0]), int(counted[-1])
+        # The engine predicts each token from those before it: the inputs up to the last that counts, then its label.
         tokens = [*sample["tokens"][: last + 1].tolist(), int(sample["labels"][last])]
+        # Where labels are not the shifted tokens (masked models, prefixes), this would measure something else.
         if sample["labels"][first:last].tolist() != tokens[first + 1 : -1]:
             raise DataError(f"{self.data}, sample {number}: its labels are not the tokens that follow")
+        # Between the first and the last there may be tokens of weight 0.
         weights = sample["loss_mask"][first : last + 1].astype(np.float64)
         return Targets(Continuation(tokens, first + 1, self._inputs(sample)), weights)
 
     def _inputs(self, sample: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         if not self.with_neighbors:
             return {}
+        # [1, ...]: the engine takes a batch of one sequence.
         return {name: torch.from_numpy(sample[name])[None] for name in NEIGHBORS if name in sample}
 
 
@@ -114,6 +121,7 @@ def split_tasks(
     Raises ConfigError for a split without data, and as the data set.
     """
     spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
+    # None: as many samples as the data has.
     request = SplitRequest(split, None, config.data.seq_length, config.train.seed)
     built = spec.build.load()(config.data, tokenizer, request)
     if built is None:

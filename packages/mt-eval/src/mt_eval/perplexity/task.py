@@ -67,10 +67,12 @@ class Perplexity:
         left = self._windows[skip:]
         scores = score(generator, (self._continuation(number, window) for number, window in left))
         for (number, window), scored in zip(left, scores, strict=True):
+            # Per token and weighted by the tokens, so that the weighted mean over windows is that over tokens.
             mean = math.fsum(scored.logprobs) / window.targets
             yield Sample(f"document {number}, token {window.first}", {LOG_LIKELIHOOD: mean}, window.targets)
 
     def _continuation(self, number: int, window: Window) -> Continuation:
+        # The end is exclusive: the last token is a target and no input.
         tokens = self.documents[number].tokens[window.start : window.end].tolist()
         return Continuation(tokens, window.first - window.start)
 
@@ -87,6 +89,7 @@ class Perplexity:
         words = sum(document.num_words for document in self.documents)
         return {
             **of_tokens,
+            # loss * tokens is the log-likelihood of the whole text; it is divided by another unit.
             "byte_perplexity": bounded_exp(loss * tokens / max(1, num_bytes)),
             "bits_per_byte": loss * tokens / max(1, num_bytes) / math.log(2),
             "word_perplexity": bounded_exp(loss * tokens / max(1, words)),

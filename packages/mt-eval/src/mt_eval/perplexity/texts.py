@@ -90,6 +90,7 @@ def read_documents(texts: TextSet, tokenizer: Tokenizer) -> tuple[list[Document]
         raise DataError(f"{texts.path}: no document has a token to predict")
     digest = sha256()
     for document in documents:
+        # With the length: tokens moved from one document to the next give another hash.
         digest.update(len(document.tokens).to_bytes(8, "little") + document.tokens.tobytes())
     return documents, digest.hexdigest()
 
@@ -106,8 +107,10 @@ def _indexed(texts: TextSet, tokenizer: Tokenizer, start: list[int]) -> Iterator
     dataset = _open_indexed(texts.path)
     boundaries = dataset.document_indices
     for first, end in pairwise(boundaries.tolist()):
+        # A document may consist of several sequences.
         sequences = [np.asarray(dataset[number], dtype=np.int32) for number in range(first, end)]
         ids = np.concatenate([np.array(start, dtype=np.int32), *sequences])
+        # eod ends a document in such files; it is predicted, but is no text.
         predicted = [int(token) for token in ids[1:] if token != tokenizer.special.eod]
         text = tokenizer.decode(predicted)
         yield Document(ids, len(text.encode()), len(text.split()))
@@ -137,4 +140,5 @@ def _document(text: str, texts: TextSet, tokenizer: Tokenizer, start: list[int])
     num_bytes = len(detokenized.encode())
     if start or not ids:
         return Document(np.array(ids, dtype=np.int32), num_bytes, words)
+    # Without a prefix the first token is not predicted: its bytes, and one word, are not counted.
     return Document(np.array(ids, dtype=np.int32), num_bytes - len(tokenizer.decode(ids[:1]).encode()), words - 1)

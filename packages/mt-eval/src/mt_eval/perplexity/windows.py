@@ -33,6 +33,8 @@ def windows(num_tokens: int, length: int, stride: int) -> Iterator[Window]:
         raise ConfigError(f"overlapping_eval={stride} must be from 1 to the window's {length} tokens")
     start, first = 0, 1
     while first < num_tokens:
+        # length inputs and one more token, which is a target only.
         end = min(start + length + 1, num_tokens)
+        # length 4, stride 2, 8 tokens: [0, 5) predicts 1 to 4, [2, 7) predicts 5 and 6, [4, 8) predicts 7.
         yield Window(start, first, end)
         start, first = start + stride, end

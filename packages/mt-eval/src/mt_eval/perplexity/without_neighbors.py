@@ -26,6 +26,7 @@ class WithoutNeighbors:
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         sample = self.dataset[index]
+        # The mask alone is cleared: shapes stay those of training.
         return {**sample, MASK: np.zeros_like(sample[MASK])}
 
     def describe(self, index: int) -> str:
@@ -38,6 +39,7 @@ class LossWithoutNeighbors:
     def evaluate(self, run: Trainer) -> Mapping[str, float]:
         """`<set>_loss_without_neighbors` of each validation set, over the samples of its loss."""
         return {
+            # engine.evaluate is collective; all ranks have the same sets.
             f"{name}_loss_without_neighbors": run.engine.evaluate(WithoutNeighbors(dataset))
             for name, dataset in run.valid_data.items()
         }

@@ -22,9 +22,11 @@ def prediction_of(text: str) -> str:
 
 def f1_of_first(prediction: str, answers: Sequence[str]) -> float | None:
     """F1 over words with the first right answer, from 0 to 1; punctuation separates words. None without an answer."""
+    # Megatron-LM's script compares with the first answer only.
     answer = "" if answers[0] == NO_ANSWER else answers[0]
     right = _words(answer)
     if not right:
+        # A question without a right answer is left out of the mean.
         return None
     found = _words(prediction)
     shared = sum((Counter(found) & Counter(right)).values())
@@ -32,4 +34,5 @@ def f1_of_first(prediction: str, answers: Sequence[str]) -> float | None:
 
 
 def _words(text: str) -> list[str]:
+    # Punctuation separates words here, in SQuAD's normalization it is removed ("New-York").
     return normalized_answer(text.translate(_SPACES)).split()

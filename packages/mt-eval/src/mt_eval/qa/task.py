@@ -40,6 +40,7 @@ def question_data(config: Config, keys: Mapping[str, Any]) -> RetroSFTDataConfig
     data = config.data
     if isinstance(data, RetroSFTDataConfig):
         return RetroSFTDataConfig.model_validate(data.model_dump(exclude_unset=True) | dict(keys))
+    # Keys of chunks and neighbours that the model was built with.
     shape = [key for key in NeighborKeys.model_fields if key.startswith("retro_") and hasattr(config.model, key)]
     known = {key: getattr(config.model, key) for key in shape}
     # Any multiple of the chunk length.
@@ -75,6 +76,7 @@ class QuestionAnswering:
         self.with_passages, self.retriever, self.top_k = with_passages, retriever, top_k
         self.data = question_data(generator.config, keys)
         self.shape: NeighborShape | None = None
+        # Models that take no neighbours get passages in the prompt alone.
         if "neighbor_tokens" in generator.prompts.conditioned_by:
             self.shape = NeighborShape(
                 self.data.retro_chunk_length, self.data.retro_num_neighbors, self.data.retrieved_length
@@ -83,6 +85,7 @@ class QuestionAnswering:
             self.data.chat_template, self.data.chat_template_file, generator.tokenizer, self.data.eod_after_answer
         )
         self.template_hash = template.fingerprint()
+        # The prompt is padded so that the answer begins with a chunk, whose neighbours are then known.
         chunk_length = self.data.retro_chunk_length if self.shape is not None else 1
         self.prompts = PassagePrompts(generator.tokenizer, template, chunk_length)
         records = (record for path in expand_globs(self.patterns) for record in read_qa_records(path))
@@ -112,6 +115,7 @@ class QuestionAnswering:
     def samples(self, generator: TextGenerator, skip: int) -> Iterator[Sample]:
         """Each generated answer with its scores. A record without a right answer, or too long for the model, is a
         sample with an error."""
+        # In batches: a retriever answers many questions faster than one by one.
         for start in range(skip, len(self.records), QUESTIONS):
             records = self.records[start : start + QUESTIONS]
             requests = [
@@ -121,6 +125,7 @@ class QuestionAnswering:
             usable = (one for one in requests if one.error is None)
             answers = complete(generator, ((one.tokens, self.sampling, one.inputs) for one in usable))
             for request in requests:
+                # next: `answers` has an entry for each usable request, in order.
                 yield request.failed if request.error is not None else request.answered(next(answers).text)
 
     def metrics(self, samples: Sequence[Sample]) -> Mapping[str, float]:
@@ -137,6 +142,7 @@ class QuestionAnswering:
     def _request(self, record: QARecord, passages: Sequence[str], longest: int) -> Request:
         if not record.answers:
             return Request(record, error="it has no answers to compare with")
+        # Positions are kept free for the answer, and the passages are cut to what is left.
         answer = self.sampling.max_tokens or 0
         tokens = self.prompts.prompt(record, passages[: self.data.ft_neighbours], longest - answer)
         if (needed := len(tokens) + answer) > longest:
@@ -149,6 +155,7 @@ class QuestionAnswering:
         if self.shape is None or not wanted:
             return {}
         names = ("neighbor_tokens", "neighbor_mask")
+        # The same passages for every chunk: [neighbours, length] -> [1, chunks, neighbours, length].
         of_chunk = self.shape.tokens(wanted, self.prompts.encode)
         every = (torch.from_numpy(self.shape.of_every_chunk(one, positions))[None] for one in of_chunk)
         return dict(zip(names, every, strict=True))

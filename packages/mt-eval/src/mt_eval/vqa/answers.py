@@ -22,8 +22,10 @@ def normalized(answer: str) -> str:
     """Lower case, without punctuation and articles, numbers as digits."""
     text = answer.replace("\n", " ").replace("\t", " ").strip()
     for mark in PUNCTUATION:
+        # A mark beside a space, or any mark in a text with a number such as 1,000, is dropped; others separate words.
         is_apart = f"{mark} " in text or f" {mark}" in text or BETWEEN_DIGITS.search(text)
         text = text.replace(mark, "" if is_apart else " ")
+    # A period is kept within a number.
     text = LONE_PERIOD.sub("", text).replace("'", "").lower()
     words = (DIGITS.get(word, word) for word in text.split())
     return " ".join(word for word in words if word not in ARTICLES)
@@ -36,6 +38,7 @@ def vqa_accuracy(answer: str, given: Sequence[str]) -> float:
     if len(matches) == 1:
         return float(matches[0])
     total = sum(matches)
+    # The answer is compared with all people but one, in turn: VQAv2 averages over the subsets of nine of ten.
     return sum(min(1.0, (total - match) / ENOUGH) for match in matches) / len(matches)
 
 

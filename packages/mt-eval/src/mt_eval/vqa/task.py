@@ -90,6 +90,7 @@ class VisualQuestions:
     def samples(self, generator: TextGenerator, skip: int) -> Iterator[Sample]:
         """exact_match and vqa_accuracy of each generated answer. A record whose images cannot be decoded, or that is
         too long for the model, is a sample with an error."""
+        # In batches, since decoded images of all records would not fit in memory.
         for start in range(skip, len(self.records), BATCH):
             requests = [self._request(record, generator) for record in self.records[start : start + BATCH]]
             usable = [request for request in requests if request.error is None]
@@ -122,8 +123,10 @@ class VisualQuestions:
         """The tokens before the answer, with the image token once for each feature, and the images' views."""
         text = self.encoder.prompt(record)
         images = read_images(record.images, self.data)
+        # An image has as many features as its tiling gives: the image token is repeated for each.
         grids = [image.grid for image in images]
         tokens, _ = self.image_tokens.expand(np.array(text.tokens, np.int32), np.array(text.counted, np.bool_), grids)
+        # IMAGE marks features within the expanded tokens; the model's vocabulary has its own id for them.
         ids = np.where(tokens == IMAGE, self.data.image_token_index, tokens).tolist()
         return ids, prompts.image_inputs(images)
 

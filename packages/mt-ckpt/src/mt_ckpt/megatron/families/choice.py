@@ -56,6 +56,8 @@ def model_section(args: Arguments, names: Collection[str], vocab_size: int, host
 
 
 def _section(args: Arguments, names: Collection[str]) -> dict[str, Any]:
+    # From the special to the general: the first three kinds are named by arguments, which `refuse_others` requires off
+    # afterwards. No argument names an encoder; the stored parameters show it.
     if state_space.is_hybrid(args, names):
         refuse_others(args, state_space.READ)
         return state_space.hybrid_section(args)
@@ -69,6 +71,8 @@ def _section(args: Arguments, names: Collection[str]) -> dict[str, Any]:
     if any(name.startswith("encoder.") for name in names):
         decoder = any(name.startswith("decoder.") for name in names)
         return encoders.t5_section(args, names) if decoder else encoders.bert_section(args, names)
+    # Both families compute a plain rotary decoder alike. The families of `rotary` are preferred, since Hugging Face's
+    # formats have them under these names.
     if differing := rotary.differing(args):
         rotary.require_no_extras(args, differing)
         return gpt.gpt_section(args)

@@ -57,6 +57,8 @@ def t5_section(args: Arguments, names: Collection[str]) -> dict[str, Any]:
     else:
         section["relative_attention_num_buckets"] = int(args.get("relative_attention_num_buckets", 32))
         section["relative_attention_max_distance"] = int(args.get("relative_attention_max_distance", 128))
+    # Of tied tables only: Transformers' T5 multiplies the decoder's output by hidden_size ** -0.5 there, Megatron does
+    # not.
     if not args.untied:
         section |= {"scale_output": False, "add_output_bias": "output_layer.bias" in names}
     return section

@@ -46,6 +46,7 @@ def gpt_section(args: Arguments) -> dict[str, Any]:
         "qk_layernorm": bool(args.get("qk_layernorm", False)),
         "add_bias_linear": bias,
     }
+    # Biases in all linear layers include those of queries, keys and values.
     if not bias and args.get("add_qkv_bias", False):
         section["add_qkv_bias"] = True
     if section["position_embedding_type"] == LEARNED:
@@ -74,6 +75,7 @@ def gpt_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, An
     require(model, "position_embedding_type", (LEARNED, "rope", "none"))
     require(model, "parallel_residual", (False,))
     require(model, "embedding_layernorm", (False,))
+    # Models without learned positions have no longest sequence; Megatron's argument is required.
     longest = model.max_position_embeddings or kept.get("max_position_embeddings") or kept.get("seq_length") or 2048
     return {
         **decoder_arguments(model, parameters),

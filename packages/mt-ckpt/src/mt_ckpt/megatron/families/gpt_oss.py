@@ -46,6 +46,7 @@ def gpt_oss_section(args: Arguments) -> dict[str, Any]:
 
 def _windows(args: Arguments, num_layers: int) -> dict[str, Any]:
     windows = windows_of(args, num_layers)
+    # `windows_of` gives one size or None for each layer, so there is at most one.
     sizes = {window for window in windows if window is not None}
     if not sizes:
         return {"window_attn_skip_freq": 1}

@@ -94,6 +94,7 @@ def latent_arguments(model: Any, parameters: Collection[str], kept: Mapping[str,
         "add_qkv_bias": False,
         "q_lora_rank": model.q_lora_rank,
         **{name: getattr(model, name) for name in SIZES},
+        # Megatron computes it so for every model; latent attention has head sizes of its own.
         "kv_channels": model.hidden_size // model.num_attention_heads,
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
         "max_position_embeddings": model.max_position_embeddings,

@@ -40,6 +40,7 @@ def moe_section(args: Arguments) -> dict[str, Any]:
         return {}
     options = {key: args.values[key] for key in SAME if args.values.get(key) is not None}
     options |= {"num_experts": int(args.values["num_experts"]), "moe_layer_freq": _frequency(args)}
+    # Other score functions have no softmax that could come before the choice.
     if args.get("moe_router_score_function", "softmax") == "softmax":
         options["moe_router_pre_softmax"] = bool(args.get("moe_router_pre_softmax", False))
     if args.get("moe_router_enable_expert_bias", False):
@@ -58,6 +59,7 @@ def _balancing(args: Arguments) -> dict[str, Any]:
     types = [types] if isinstance(types, str) else list(types)
     coefficients = args.get("moe_aux_loss_coeff", 0.0)
     coefficients = [coefficients] * len(types) if isinstance(coefficients, int | float) else list(coefficients)
+    # sinkhorn and none stand in the list without a loss; their coefficients mean nothing.
     losses = [float(value) for kind, value in zip(types, coefficients, strict=False) if kind.endswith("loss")]
     options: dict[str, Any] = {"moe_router_load_balancing_type": types}
     return options | ({"moe_aux_loss_coeff": losses} if losses else {})
@@ -85,6 +87,7 @@ def _require_sayable(model: Any, options: Mapping[str, Any]) -> None:
     """Options of ours that Megatron derives from others."""
     topk, groups = options.get("moe_router_topk", 2), options.get("moe_router_group_topk")
     derived = {
+        # Megatron sums the best topk // groups scores of a group to choose groups (DeepSeek-V3: 8 // 4).
         "moe_router_group_score_topk": topk // groups if groups else None,
         "moe_router_bias": model.add_bias_linear,
     }
@@ -103,6 +106,7 @@ def _require_sayable(model: Any, options: Mapping[str, Any]) -> None:
 
 
 def _pattern(model: Any, parameters: Collection[str]) -> int | list[int]:
+    # Layers whose names have a router have experts: the parameters say it for frequencies and lists alike.
     stem = re.compile(r"^decoder\.layers\.\d+\.mlp\.router\.")
     with_experts = {found[1] for name in parameters if stem.match(name) and (found := layer_of(name))}
     pattern = [int(layer in with_experts) for layer in range(model.num_layers)]
@@ -111,6 +115,7 @@ def _pattern(model: Any, parameters: Collection[str]) -> int | list[int]:
 
 def _balancing_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     types = options.get("moe_router_load_balancing_type", ["aux_loss"])
+    # Our list has a coefficient for each loss, Megatron's one for each type.
     losses = iter(options.get("moe_aux_loss_coeff") or [COEFFICIENT] * len(types))
     coefficients = [next(losses, 0.0) if kind.endswith("loss") else 0.0 for kind in types]
     return {

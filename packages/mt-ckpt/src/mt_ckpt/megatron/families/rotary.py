@@ -49,6 +49,7 @@ def differing(args: Arguments) -> list[str]:
     found = [name for name, value in VALUES.items() if args.get(name, DEFAULTS.get(name, value)) != value]
     if position_type(args) not in ("rope", YARN):
         found.append("position_embedding_type")
+    # None of these families has biases everywhere together with normalized heads or windows.
     if args.get("add_bias_linear", True) and (args.get("qk_layernorm", False) or args.values.get("window_size")):
         found.append("add_bias_linear")
     return found
@@ -82,6 +83,8 @@ def rotary_section(args: Arguments) -> dict[str, Any]:
     section = rotary_decoder_section(args)
     if args.get("add_bias_linear", True):
         return {"family": "llama", **section, "attention_bias": True, "mlp_bias": True}
+    # The same decoder would be several families. The choice is the narrowest that has all that is enabled: experts
+    # first, then biases or norms on heads, then windows.
     windows, experts = windows_of(args, section["num_layers"]), "moe" in section
     biased, normalized = bool(args.get("add_qkv_bias", False)), bool(args.get("qk_layernorm", False))
     if experts and (biased or normalized or args.get("moe_shared_expert_intermediate_size", 0)):
@@ -121,6 +124,7 @@ def _window_of_all(args: Arguments, windows: Sequence[int | None]) -> int | None
 
 def _windows_behind(args: Arguments, windows: Sequence[int | None]) -> dict[str, int]:
     """Qwen's windows, in all layers behind the first so many."""
+    # max_window_layers = n: layers 0 to n - 1 see everything.
     first = next((layer for layer, window in enumerate(windows) if window is not None), len(windows))
     if len(set(windows[first:])) > 1:
         raise ConfigError(
@@ -159,6 +163,7 @@ def granite_arguments(model: Any, parameters: Collection[str], kept: Mapping[str
     """Granite's factors have no arguments; a model without them is a Mixtral."""
     for key, neutral in NEUTRAL.items():
         require(model, key, (neutral,))
+    # None: head_dim ** -0.5 by default.
     require(model, "attention_multiplier", (None, model.head_dim**-0.5))
     return rotary_arguments(model, parameters, kept)
 

@@ -63,6 +63,7 @@ def activation(args: Arguments) -> str:
         return "swiglu"
     if args.get("squared_relu", False):
         return "squared_relu"
+    # The fused kernel adds the bias of a linear layer, so it is used only where there is one.
     fused = args.get("bias_gelu_fusion", False) and args.get("add_bias_linear", True)
     return "gelu_tanh" if fused or args.get("openai_gelu", False) else "gelu"
 
@@ -82,6 +83,7 @@ def query_groups(args: Arguments) -> dict[str, int]:
 def position_type(args: Arguments) -> str:
     given = args.get("position_embedding_type", LEARNED)
     if args.get("use_rotary_position_embeddings", False):
+        # --use-rotary-position-embeddings is the older option; it wins over position_embedding_type.
         return "rope"
     return "none" if given == LEARNED and not args.get("add_position_embedding", True) else str(given)
 
@@ -126,6 +128,7 @@ def shared_arguments(model: Any) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "kv_channels": model.head_dim,
         "group_query_attention": grouped,
+        # Megatron reads num_query_groups with group_query_attention only; 1 is its default.
         "num_query_groups": model.query_groups if grouped else 1,
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,

@@ -54,6 +54,7 @@ LAYERS: Mapping[str, str] = {MAMBA: "Mamba-2", "*": "attention", "-": "feed-forw
 
 def is_hybrid(args: Arguments, names: Collection[str]) -> bool:
     given = args.get("is_hybrid_model", False) or any(args.get(name) for name in READ[1:])
+    # The stored parameters show it where no argument does.
     return bool(given) or any(".mixer." in name for name in names)
 
 
@@ -112,6 +113,7 @@ def _pattern(args: Arguments) -> str:
                 f"{args.origin}: {name}={args.values[name]} does not say which layers are of which kind; the run needs "
                 "hybrid_override_pattern in its arguments"
             )
+    # Neither pattern nor ratios: all layers are Mamba's.
     return MAMBA * int(args.need("num_layers"))
 
 
@@ -139,6 +141,7 @@ def mamba_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, 
         **initial_arguments(model),
         **_mixer_arguments(model, MAMBA * model.num_layers),
         **position_arguments("none"),
+        # Megatron requires heads even of a model without attention; the mixer has its own number.
         "num_attention_heads": kept.get("num_attention_heads") or model.mamba_heads,
         "hidden_dropout": 0.0,
         "add_bias_linear": False,

@@ -23,6 +23,7 @@ def windows_of(args: Arguments, num_layers: int) -> list[int | None]:
         return [None] * num_layers
     if len(window) != 2 or window[1] not in (0, -1):
         raise ConfigError(f"{args.origin}: window_size={window!r} is not read; it can be (left, 0)")
+    # Megatron's left counts positions before the query: left 127 is a window of 128 with the query.
     size = int(window[0]) + 1 if window[0] >= 0 else None
     return [size if has_it else None for has_it in _layers_with_window(args, num_layers)]
 
@@ -36,6 +37,7 @@ def _layers_with_window(args: Arguments, num_layers: int) -> list[bool]:
     if isinstance(given, list | tuple) and len(given) == num_layers:
         return [bool(entry) for entry in given]
     if isinstance(given, int) and given > 0:
+        # Megatron numbers layers from 1 here: with n = 4 the layers 4, 8, ... (3, 7, ... from 0) have no window.
         return [(layer + 1) % given != 0 for layer in range(num_layers)]
     raise ConfigError(
         f"{args.origin}: {SKIPPED}={given!r} is not read; it can be None, a number above 0, or a list with an entry "
@@ -61,6 +63,7 @@ def _skipped(layers: Sequence[bool]) -> int | list[int] | None:
     """A number where one says it, else a list."""
     if all(layers):
         return None
+    # n = len(layers): only the last layer has none.
     for every in range(2, len(layers) + 1):
         if list(layers) == [(layer + 1) % every != 0 for layer in range(len(layers))]:
             return every

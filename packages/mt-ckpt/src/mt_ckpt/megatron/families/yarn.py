@@ -32,6 +32,7 @@ def yarn_section(args: Arguments) -> dict[str, Any]:
 
 def mscale_section(args: Arguments) -> dict[str, Any]:
     """Megatron's factor is m(mscale) / m(mscale_all_dim) always; ours only with both above 0, else m(1)."""
+    # m(x) = 0.1 x ln(factor) + 1, and m(0) = 1.
     given = float(args.get("mscale", PLAIN[0])), float(args.get("mscale_all_dim", PLAIN[1]))
     if given == PLAIN:
         return {}
@@ -64,5 +65,6 @@ def mscale_arguments(model: Any) -> dict[str, Any]:
             f"model.rope_mscale_all_dim={all_dim} without model.rope_mscale cannot be written as Megatron's arguments; "
             "set model.rope_mscale too"
         )
+    # Without both, ours multiplies by m(1): Megatron's m(1) / m(0).
     mscale, mscale_all_dim = (one, all_dim) if one and all_dim else PLAIN
     return {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
