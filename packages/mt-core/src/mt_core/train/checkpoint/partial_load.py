@@ -72,6 +72,7 @@ def load_weights(
     starts_from = base_of(config.model.family, reader, host)
     load = partial_load(reader, shapes_of_all_stages(layouts, run.ctx), config.checkpoint, starts_from)
     run.load_model(reader, {name: layout for name, layout in layouts.items() if name not in load.initialized})
+    # The checkpoint of another model has no master weights of this one.
     run.weights.copy_from_model()
     return load
 
@@ -101,6 +102,7 @@ def partial_load(
     if starts_from is not None:
         ignored |= {name for name in stored if _fits(name, starts_from.left_out)}
         may_miss |= {name for name in shapes if _fits(name, starts_from.initialized)}
+    # A parameter that may be missing is loaded if the checkpoint has it.
     fresh = [name for name in shapes if name in may_miss and name not in stored - ignored]
     expected = {name: shape for name, shape in shapes.items() if name not in fresh}
     selected = SelectedTensors(reader, frozenset(MODEL + name for name in ignored))
