@@ -58,6 +58,7 @@ def _times(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """[R, a] and [E, a, b] -> [R, b]"""
     even = _even_rows(x, groups)
     if even is not None:
+        # [E, rows, a] and [E, a, b]
         return torch.bmm(x.unflatten(0, (len(matrices), even)), matrices).flatten(0, 1)
     out = x.new_empty(len(x), matrices.shape[2])
     for matrix, (first, end) in zip(matrices, groups.bounds, strict=True):
@@ -88,6 +89,7 @@ def outer_products(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
         return torch.bmm(grad.unflatten(0, by_expert).mT, x.unflatten(0, by_expert))
     found = x.new_empty(len(groups.counts), grad.shape[1], x.shape[1])
     for matrix, (first, end) in zip(found, groups.bounds, strict=True):
+        # An empty product writes zeros, so `found` needs no initialization.
         torch.mm(grad[first:end].T, x[first:end], out=matrix)
     return found
 

@@ -55,6 +55,8 @@ def _times(x: Tensor, matrices: Tensor, groups: Groups, read: RowOrder | None, w
         return rows_times(x, matrices, groups.ends, gather=gather)
     if not written.permutation.complete:  # room for each copy of each token could be much more than there are rows
         return written.unpermute(rows_times(x, matrices, groups.ends, gather=gather))
+    # [n * copies, b]: the kernel writes row r to the place of its (token, copy), so that the sum below runs over
+    # neighbours and in a fixed order.
     copies = x.new_empty(len(written.permutation.inverse), matrices.shape[2])
     rows_times(x, matrices, groups.ends, gather=gather, scatter=written.permutation.order, out=copies)
     return copies if written.copies == 1 else copies.unflatten(0, (-1, written.copies)).sum(1)

@@ -73,6 +73,7 @@ def resident_programs(x: Tensor, elements: int) -> int:
     if is_interpreted():
         return 3
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    # An fp32 accumulator of 128 x 256 takes half of a multiprocessor's registers.
     return processors * (1 if elements > 128 * 128 else 2)
 
 
