@@ -243,7 +243,7 @@ def rows_times(
     }  # fmt: skip
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
-        # Each group may have one partly filled tile more than its rows need; the host does not know how many do.
+        # An upper bound, as the host does not read `ends`: each group has at most one partly filled tile.
         most = (triton.cdiv(rows, meta["ROWS"]) + groups) * triton.cdiv(width, meta["COLUMNS"])
         return (min(most, resident_programs(x, meta["ROWS"] * meta["COLUMNS"])),)
 

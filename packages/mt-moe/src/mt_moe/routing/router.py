@@ -72,7 +72,7 @@ class Router(LayoutModule):
         logits = self.logits(self.jitter(share))
         experts = self.choose(logits, share)
         weights = self._weights(logits, experts)
-        # Before tokens are dropped: the load shows what the router wants.
+        # Before tokens are dropped: dropping would hide an uneven choice.
         counts = count_occurrences(experts, self.config.num_experts) if self.training else None
         # share.total is that of all ranks, so all of them take part in the losses' reductions, or none.
         if self.training and torch.is_grad_enabled() and self.losses.coefficients and share.total:

@@ -125,7 +125,7 @@ def _check_sequence(layout: str, letters: str) -> None:
 
 
 def _check_ends(layout: str, stages: Sequence[str]) -> None:
-    # Only this is left to check: each letter occurs once and all are in order.
+    # E and L occur once and in order, but may still be in a stage that is not the first or the last.
     for letter, number, name in (("E", 0, "first"), ("L", -1, "last")):
         if letter not in stages[number]:
             raise ConfigError(f"{KEY}={layout!r} has {letter} in another than the {name} stage; move it there")

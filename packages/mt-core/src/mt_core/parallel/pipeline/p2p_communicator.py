@@ -114,7 +114,7 @@ class P2PCommunicator:
     def _send(self, tensors: Sequence[Tensor], to: int, axis: Axis) -> None:
         # Completed sends are dropped here, so that memory is freed during the step and not only by finish().
         self._outgoing = [outgoing for outgoing in self._outgoing if not outgoing.is_done()]
-        # The copies, not the originals, are in flight, and are what has to be kept.
+        # contiguous() may copy: the copy is what is in flight and has to be kept.
         contiguous = [tensor.contiguous() for tensor in tensors]
         self._outgoing.append(Outgoing(self._start(dist.isend, contiguous, to, axis), contiguous))
 

@@ -30,7 +30,7 @@ def with_communication(order: ScheduleTable, rank_of_stage: Sequence[int]) -> Sc
     for rank, (actions, starts) in enumerate(zip(order, start_times(order, lambda action: 1.0), strict=True)):
         for action, start in zip(actions, starts, strict=True):
             events[rank].append(((start, 1, rank), action))
-            # 2 stages of one rank exchange tensors in memory.
+            # Neighbouring stages of one rank: nothing is sent.
             receiver = reader(action, num_stages)
             if receiver is None or rank_of_stage[receiver] == rank:
                 continue

@@ -44,6 +44,5 @@ class Timeline:
     @property
     def bubble_ratio(self) -> float:
         """Idle over busy time, which is (p - 1) / m for GPipe and 1F1B of p even stages and m micro-batches."""
-        # fraction = idle / (idle + busy), so the ratio is idle / busy. Megatron's papers state the ratio, others the
-        # fraction.
+        # fraction = idle / (idle + busy), so this is idle / busy, the bubble of Narayanan et al. (2021).
         return self.bubble_fraction / (1.0 - self.bubble_fraction)

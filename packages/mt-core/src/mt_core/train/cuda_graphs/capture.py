@@ -96,7 +96,7 @@ class GraphedCall:
         with torch.enable_grad(), recorder.capture(pool) as self._forward:
             self._output = function(*args, **kwargs)
         self.outputs = tensors_in(self._output)
-        # Noted now, since the outputs are detached later.
+        # Noted here, since the outputs are detached later.
         self._differentiable = [output.requires_grad for output in self.outputs]
         self.after_backward: Callable[[], None] = _nothing
 
