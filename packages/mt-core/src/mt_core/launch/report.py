@@ -40,7 +40,6 @@ def _stack(failure: Failure) -> str:
 
 def _rest(first: Failure, others: Sequence[Failure], ended: Collection[int]) -> list[str]:
     """One line for each way in which other ranks ended."""
-    # In the order of the failures.
     groups: dict[str, list[int]] = {}
     for other in others:
         groups.setdefault(_how(first, other), []).append(other.rank)

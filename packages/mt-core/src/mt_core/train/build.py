@@ -99,7 +99,7 @@ def build_context(config: Config, device: torch.device) -> ParallelContext:
         },
         pipeline_backward_communicator=has_backward_communicator(parallel, device),
     )
-    # The ranks of the axis are only now known.
+    # After the context, which determines the ranks of the axis.
     if parallel.tp_comm_overlap:
         require_peer_access(ctx.tp.ranks)
     if parallel.hierarchical_context_parallel_sizes is None or ctx.cp.size == 1:

@@ -147,7 +147,7 @@ class GuardedTracker(CallbackList):
         self._run = run
 
     def _each(self, call: Callable[[Callback], Any]) -> None:
-        # Until it has started, errors are the caller's.
+        # Before on_train_start has succeeded, errors are raised.
         if self._run is None:
             return super()._each(call)
         try:

@@ -52,7 +52,7 @@ class DelayedAllReduceFlag:
     def __call__(self, flag: bool) -> bool:
         if self.axis.size == 1:
             return flag
-        # A new all-reduce is launched before the previous result is read, so that all ranks launch the same ones.
+        # Launched before the previous result is read, which may wait for the device.
         previous, total = self._previous, all_reduce(device_scalar(float(flag), self.ctx), self.axis)
         self._previous = HostTransfer.start(total.view(1))
         return previous is not None and previous.result()[0] > 0

@@ -104,6 +104,7 @@ def needed_bytes(model: nn.Module, config: Config, ctx: ParallelContext, host: P
         elements = own if parallel.use_torch_fsdp2 else size
         weights += elements * itemsize
         gradients += elements * (FP32 if in_fp32 else itemsize)
+        # Optimizer state of the rank's own elements, and what completes its 16-bit weights to fp32.
         state += each.of(parameter.dim() > 1, int(own)) + own * completed_bytes(config, itemsize)
     return Needed(sum(p.numel() for p in model.parameters()), weights, gradients, state)
 

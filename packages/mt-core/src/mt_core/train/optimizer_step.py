@@ -135,6 +135,9 @@ class OptimizerStep:
         counted: unmasked tokens in the whole sequences of this data-parallel rank's micro-batches. Losses are summed
         and divided by their count over all ranks.
         """
+        # begin (zero_grad, expect) -> passes, with overlapped reductions -> reduce -> finalize_model_grads -> norm ->
+        # clip -> optimizer -> copy_to_model (all-gather) -> after_step. Everything up to the norm may be one captured
+        # graph.
         tokens = self.global_tokens(counted)
         # A replay runs no Python, so the callback would not be called.
         if self.capture is None or self.on_gradients is not None:
@@ -150,8 +153,8 @@ class OptimizerStep:
         self.begin(len(micro_batches))
 
         def share(losses: Tensor, batch: Batch) -> Tensor:
-            # Divided by the global count before backward: gradients are then summed over micro-batches and ranks,
-            # without a mean that weighted short micro-batches more.
+            # Divided by the global count before backward, so that gradients are summed over micro-batches and ranks. A
+            # mean of each micro-batch would give the tokens of short ones more weight.
             part = _divided(masked_sum(losses, batch["loss_mask"]), tokens)
             return part * scale if scale != 1.0 else part
 

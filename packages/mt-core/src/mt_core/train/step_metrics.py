@@ -76,8 +76,6 @@ class StepMetrics:
     def line_of_log(self, metrics: MetricValues) -> MetricValues | None:
         """Every logging.log_interval steps, and after the first one: the metrics of the step, with loss and speed
         averaged since the last line, and the metrics of layers. Collective over pipeline stages."""
-        # The first step is always shown: its time includes compilation and warm-up, and its loss is close to
-        # log(vocabulary).
         if metrics["iteration"] % self.engine.config.logging.log_interval and metrics["iteration"] != 1:
             return None
         means, self._window = self._means(self._window), LogWindow()

@@ -33,14 +33,17 @@ class _LoopProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups, ctx.main, ctx.read, ctx.written = groups, main, read, written
+        # weight.mT: [E, in, out], a view.
         return _to_tokens(_times(_to_rows(x, read), weight.mT, groups), written)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
+        # The gradient of order.unpermute is order.permute, and the reverse below.
         grad = _to_rows(grads[0].contiguous(), ctx.written)
         wants_dx, wants_dweight = gradients_wanted(ctx, 2)
+        # [R, out] times [E, out, in] -> [R, in]
         dx = _to_tokens(_times(grad, weight, ctx.groups), ctx.read) if wants_dx else None
         dweight = weight_gradient(grad, _to_rows(x, ctx.read), ctx.groups, ctx.main) if wants_dweight else None
         return dx, dweight, None, None, None, None

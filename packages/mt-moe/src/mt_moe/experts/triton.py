@@ -41,6 +41,7 @@ class _TritonProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         wants_dx, wants_dweight = gradients_wanted(ctx, 2)
+        # The orders change places: the gradient is read where the result was written, and written where x was read.
         dx = _times(grads[0], weight, ctx.groups, ctx.written, ctx.read) if wants_dx else None
         dweight = None
         if wants_dweight:

@@ -34,6 +34,7 @@ class Tile:
     @property
     def shared_memory(self) -> int:
         """Bytes for operands in 16 bits, or for the result on its way to memory in fp32."""
+        # Each stage holds a [rows, depth] and a [depth, columns] block of 2-byte elements.
         return max((self.rows + self.columns) * self.depth * 2 * self.stages, self.rows * self.columns * 4)
 
     def config(self, prepare: Callable[[dict[str, Any]], None]) -> triton.Config:

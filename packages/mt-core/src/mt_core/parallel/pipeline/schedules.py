@@ -105,6 +105,7 @@ def rank_actions(
     order = schedule.order(num_ranks, num_stages, num_micro_batches)
     # Filtered before communication is inserted: sends and receives are then planned for the forward passes alone.
     order = order if training else forward_only(order)
+    # The whole table is computed on every rank: the moments of this rank's transfers depend on all others.
     places = ranks_of_stages(num_stages, num_ranks, schedule.placement)
     return tuple(with_communication(order, places)[rank])
 

@@ -32,9 +32,8 @@ class LocalShard:
     def fragments(self, ctx: ParallelContext) -> Iterator[Fragment]:
         """The same as slices of the canonical tensor; those of padding are left out."""
         regions = self.layout.regions(ctx)
-        # A rank's slice of the optimizer's buffer is a range of elements, which cuts a matrix into up to three
-        # rectangles; a region is a rectangle of the local tensor that lies contiguously in the canonical one. What they
-        # have in common is a fragment.
+        # A rank's part of an optimizer buffer is a range of elements, which is up to three rectangles of a matrix. A
+        # region is a box of the local tensor that is one box of the canonical tensor. Their intersections are fragments.
         for number, own in enumerate(self.slices):
             for region in regions:
                 common = own.meet(TensorSlice(region.local, region.canonical.shape))

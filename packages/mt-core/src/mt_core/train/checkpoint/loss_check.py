@@ -18,7 +18,7 @@ WINDOW = 32
 # A standard deviation of fewer values says little.
 ENOUGH = 8
 """With fewer losses than this no check is made."""
-# LEAST: for losses that hardly vary, such as those of a model that has learned its data by heart.
+# LEAST: for losses near 0, whose deviations are near 0 too.
 DEVIATIONS, SHARE, LEAST = 6.0, 0.1, 0.05
 
 SAME_LOSS_SECTIONS = frozenset({"parallel", "kernels", "recompute", "precision", "optimizer", "lr_schedule"})

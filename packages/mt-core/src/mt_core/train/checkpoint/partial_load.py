@@ -97,6 +97,7 @@ def partial_load(
     another shape without being named there.
     """
     stored = {name.removeprefix(MODEL) for name in reader.shapes() if name.startswith(MODEL)}
+    # The user's patterns have to match something; those of the family may match nothing (see starts_from).
     ignored = _fitting(config.load_ignored, stored, "checkpoint.load_ignored", "tensor of the checkpoint")
     may_miss = _fitting(config.load_missing, shapes, "checkpoint.load_missing", "parameter of the model")
     if starts_from is not None:

@@ -131,6 +131,8 @@ class LayerRun:
     def _begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._lane = self._record = None
         self._next = 0
+        # warmup_steps = 2: step 1 runs eagerly; in step 2 the first pass is recorded; before step 3 it is captured as a
+        # slot.
         state = self._state_of(args, kwargs)
         if state is None:
             return
