@@ -69,10 +69,9 @@ class Sending:
     overflow: Tensor | None = None
 
 
-# Example: ep = 2, experts 0 1 on rank 0 and 2 3 on rank 1; rows for experts 0 to 3: rank 0 has 1 2 0 1, rank 1 has 2 0
-# 3 0.
-# rank 0 sends 3 rows to itself and 1 to rank 1, and receives 3 + 2: chunks [[1, 2], [2, 0]]
-# rank 1 sends 2 rows to rank 0 and 3 to itself, and receives 1 + 3: chunks [[0, 1], [3, 0]]
+# Example: ep = 2, experts 0 1 on rank 0 and 2 3 on rank 1. Rows for experts 0 to 3: rank 0 has 1 2 0 1, rank 1 2 0 3 0.
+#   rank 0 sends 3 rows to itself and 1 to rank 1, and receives 3 + 2: chunks [[1, 2], [2, 0]]
+#   rank 1 sends 2 rows to rank 0 and 3 to itself, and receives 1 + 3: chunks [[0, 1], [3, 0]]
 # Received rows are ordered by sending rank and then by expert; _by_local_expert() orders them by expert.
 class AllToAllDispatcher:
     """Sends each token to the ranks of its experts, and the outputs back, by all-to-alls over ep."""
