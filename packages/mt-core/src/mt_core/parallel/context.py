@@ -258,6 +258,8 @@ def build_parallel_context(
     groups = Groups()
     # Every rank creates its groups in the order of `members`, which is the same on all.
     axes = {name: groups.axis(members[name], communicators.get(name, DEFAULT)) for name in members}
+    # A communicator runs its operations one after another. On one of their own, gradients do not wait for activations
+    # whose sender is late.
     if stages:
         axes["pp_backward"] = groups.separate_axis(stages, communicators.get("pp_backward", DEFAULT))
     return replace(context, axes=axes)

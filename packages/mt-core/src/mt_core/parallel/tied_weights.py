@@ -32,6 +32,7 @@ def find_tied_weights(names: Iterable[str], ctx: ParallelContext) -> TiedWeights
     for place, of_rank in enumerate(everyone):
         for name in of_rank or []:
             places[name] = (*places.get(name, ()), place)
+    # Keeps the order of `places`, which is the same on all ranks of the pipeline.
     several = {name: stages for name, stages in places.items() if len(stages) > 1}
     # Sorted, since group creation is collective over the world: the order has to be the same on every rank. The keys
     # are equal on all of them, as pipelines differ in their tensor- and data-parallel ranks only.
