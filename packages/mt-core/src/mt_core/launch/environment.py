@@ -91,7 +91,7 @@ def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
         master_addr=_required(environ, "MASTER_ADDR") if world_size > 1 else None,
         master_port=port,
         launcher=launcher,
-        # torchrun's agent serves the store in its own process.
+        # torchrun's agent and mt's launcher serve the store in their own process.
         launcher_has_store=environ.get(AGENT_STORE) == "True",
         attempt=_number(environ, ATTEMPT, default=0),
     )

@@ -132,8 +132,8 @@ class Bucket:
         # _sent is None in the second call, that of finish_reduce() for a bucket which _start_next() has served.
         if replicate.size > 1 and self._sent is not None:
             self._finish()
-            # Of this rank's part alone, and in the dtype of the gradients: the reduction over nodes moves 1/shard.size
-            # of the data.
+            # Of this rank's part, which is 1 / shard.size of the bucket where the state is sharded, and in the dtype of
+            # the gradients.
             self._reducing = dist.all_reduce(self.part(self.gradients), group=replicate.group, async_op=True)
 
     def finish_reduce(self) -> None:

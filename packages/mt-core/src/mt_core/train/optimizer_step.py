@@ -163,7 +163,6 @@ class OptimizerStep:
     def begin(self, passes: int) -> None:
         """Clear the gradients, and expect so many backward passes."""
         self._passes = passes
-        # expect() after zero_grad(): hooks count from here on.
         self.weights.zero_grad()
         self.weights.expect(passes)
         self.auxiliary.begin(passes, self.scaler.scale)
@@ -222,8 +221,8 @@ class OptimizerStep:
         numbers = [loss, norm, *self.auxiliary.take(passes)]
         if isinstance(tokens, Tensor):
             numbers.append(tokens)
-        # One transfer for all numbers of the step.
         counted = None if isinstance(tokens, Tensor) else tokens
+        # One transfer for all numbers of the step.
         return PendingOutcome(HostTransfer.start(torch.stack(numbers)), self.auxiliary.names, counted, zeros)
 
     def _scale_gradients(self, factor: float) -> None:

@@ -77,7 +77,7 @@ class ScheduleRun:
         batch, hidden = self.micro_batches[action.micro_batch], self._input(place)
         with self.rank.recorder.span(action):
             output = self.rank.run_stage(action.stage, hidden, batch)
-            # The graph of the last stage ends in the loss, so its logits are freed with the graph's own references.
+            # The graph then ends in the loss, and only what its backward pass needs of the logits is kept.
             if action.stage == self.rank.last_stage:
                 output = self.share(output, batch)
                 self.total += output.detach()
