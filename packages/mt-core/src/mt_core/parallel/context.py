@@ -162,7 +162,7 @@ class ParallelContext:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this is the first process of the axis, which writes files for all of them."""
+        """Whether this process is rank 0 of the world, which writes files for all of them."""
         return is_writer()
 
 

@@ -30,7 +30,7 @@ class AuxiliaryMeans:
             auxiliary.scale = scale / (passes * self.ctx.dp.size)
 
     def take(self, passes: int) -> list[Tensor]:
-        """name -> [] fp64 on the device, unscaled. Does not synchronize with the device."""
+        """For each of `names` its mean, [] fp64 on the device, unscaled. Does not synchronize with the device."""
         if not self.names:
             return []
         # Every stage gives a number for each name, 0 for those of other stages, so that one all-reduce over the stages

@@ -30,8 +30,8 @@ def with_communication(order: ScheduleTable, rank_of_stage: Sequence[int]) -> Sc
     for rank, (actions, starts) in enumerate(zip(order, start_times(order, lambda action: 1.0), strict=True)):
         for action, start in zip(actions, starts, strict=True):
             events[rank].append(((start, 1, rank), action))
-            # Neighbouring stages of one rank: nothing is sent.
             receiver = reader(action, num_stages)
+            # Neighbouring stages of one rank exchange nothing.
             if receiver is None or rank_of_stage[receiver] == rank:
                 continue
             send, receive = TRANSFERS[action.kind is Kind.FORWARD]

@@ -66,8 +66,8 @@ class GraphPoolSlot:
         for call, graphed in zip(reversed(recorded), reversed(self.calls), strict=True):
             if not graphed.has_backward:
                 continue
-            # The input gradients of the calls that read this output. Several readers need a sum, for which autograd has
-            # no buffer here; replay then copies it.
+            # The input gradients of the calls that read this output. With several readers autograd sums them into a
+            # tensor of its own, which replay_backward() copies.
             found = [readers.get(id(known[id(came)]), []) for came in call.outputs]
             graphed.capture_backward([gradients[0] if len(gradients) == 1 else None for gradients in found])
             # strict=False: gradients of the parameters follow those of the inputs.
