@@ -74,6 +74,7 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{pointer} cannot be read: {error}") from error
     path = checkpoints / name
+    # A pointer to nothing is an error: training from the start again would overwrite the run.
     if not name or not path.is_dir():
         raise CheckpointError(
             f"{pointer} names {name or 'nothing'}, which is not there; checkpoints are {_listed(checkpoints)}"
@@ -104,11 +105,14 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
     step: of a run, take this step's instead of the newest. A path may be a URL of an object store.
     """
     given = as_path(path)
+    # A folder that is really called "best" is taken as it is.
     if given.name == BEST and not given.is_dir() and (best := _best_of(given.parent)) is not None:
         given = best
     if not given.is_dir():
         raise CheckpointError(f"{given}: no such directory; give a run directory or a checkpoint in it")
+    # A run directory has checkpoints/latest; its folder of checkpoints has latest itself.
     folders = [folder for folder in (given / CHECKPOINTS, given) if (folder / LATEST).is_file()]
+    # Neither: the path is that of a checkpoint, whose format open_checkpoint() finds out.
     if not folders and not (given / CHECKPOINTS).is_dir():
         return given
     found = None
@@ -128,6 +132,7 @@ def open_with(spec: CheckpointLoaderSpec, path: Path, host: PluginHost, config: 
         raise ConfigError(
             f"--config {config}: checkpoints of the format {spec.name} say what their model is; leave it out"
         )
+    # Optional arguments are passed only if given, so that a loader which takes none of them need not declare them.
     opener = spec.open.load()
     further = {"config": config} if config is not None else {}
     reader: CheckpointReader = opener(path, host, **further) if spec.takes_host else opener(path, **further)
@@ -139,6 +144,7 @@ def open_checkpoint(path: Path, host: PluginHost, config: Path | None = None) ->
 
     Raises CheckpointError when no loader, or more than one, does.
     """
+    # All of them are tried: two that accept one path are an error, and not a choice by order of registration.
     loaders = [spec for spec in host.checkpoint_loaders if spec.detect.load()(path)]
     if len(loaders) == 1:
         return open_with(loaders[0], path, host, config)

@@ -51,6 +51,7 @@ class CheckpointParts:
     def _add_tensors(self, part: str, reader: CheckpointReader) -> None:
         dtypes = reader.dtypes()
         for source, shape in reader.shapes().items():
+            # Optimizer state and random streams are left out.
             if source.startswith(MODEL):
                 name = MODEL + name_within(part, source.removeprefix(MODEL))
                 self._sources[name], self._shapes[name], self._dtypes[name] = (reader, source), shape, dtypes[source]

@@ -49,6 +49,7 @@ def need(*distributions: str, command: str) -> None:
     mt-models, mt-data and mt-ckpt are not missed when another plugin registers a model family, a data set
     or a checkpoint saver.
     """
+    # find_spec imports nothing of a top-level package.
     missing = [name for name in distributions if find_spec(name.replace("-", "_")) is None]
     if missing:
         missing = _not_replaced(missing)

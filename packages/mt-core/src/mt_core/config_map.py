@@ -62,6 +62,7 @@ class ConfigMap:
 
     def import_value(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model]. Raises ConfigError for a field that is unknown or has a value that is not supported."""
+        # What `further` reads has to be listed, since it receives the whole configuration.
         known = {f.theirs for f in self.fields} | {f.theirs for f in self.fixed} | {*self.ignored, *self.further_keys}
         unknown = sorted(set(external) - known)
         if unknown:
@@ -78,6 +79,7 @@ class ConfigMap:
         }
         if self.further is not None:
             values.update(_translated(self.further, external, self.further_keys))
+        # A key that is absent takes the default of [model].
         return {key: value for key, value in values.items() if value is not None}
 
     def export_value(self, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,6 +98,7 @@ def _translated(translate: Callable[[Any], Any], value: Any, keys: Sequence[str]
         return translate(value)
     except ConfigError:
         raise
+    # What a conversion of an unexpected value may raise; other exceptions are defects of the map.
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         table = value if isinstance(value, Mapping) else {keys[0]: value}
         given = ", ".join(f"{key}={table[key]!r:.80}" for key in keys if key in table)

@@ -74,4 +74,5 @@ class Problems:
         if self.errors:
             types = {type(error) for error in self.errors}
             raised = types.pop() if len(types) == 1 else ConfigError
+            # dict.fromkeys: several checks may find the same problem.
             raise raised("\n".join(dict.fromkeys(str(error) for error in self.errors)))

@@ -33,6 +33,7 @@ def tokenizer_section(external: Mapping[str, Any], vocab_size: int | None) -> di
     """The keys of [tokenizer] for a program that gives ids itself: their number, and the end of a document."""
     tokenizer: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size}
     eod = external.get("eos_token_id")
+    # Some configurations have a list of ids, or one that is not in the vocabulary.
     if isinstance(eod, int) and vocab_size is not None and 0 <= eod < vocab_size:
         tokenizer["null_tokenizer_eod_id"] = eod
     return tokenizer
@@ -50,5 +51,7 @@ def model_section(external: Mapping[str, Any], host: PluginHost) -> dict[str, An
     if not able:
         known = ", ".join(sorted({name for family in families for name in family.model_types})) or "none"
         raise ConfigError(f"model_type={kind!r} is of no installed model family; known are {known}")
+    # "architectures" names the class that was saved, such as one with a classification head. A file without it is that
+    # of the first family.
     family = next((family for family in able if listed[0] in family.architectures.values()), able[0])
     return dict(family.read_config(external))

@@ -58,6 +58,7 @@ class Rule:
     def reading(self, names: frozenset[str]) -> Rule:
         """The form whose names are among these, if only in part; this one when none is."""
         forms = (self, *self.others)
+        # A form of which some names are there is chosen, so that check() reports the missing ones.
         return next((form for form in forms if not names.isdisjoint(form.sources)), self)
 
     def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -116,12 +117,15 @@ class GroupedQKV(Rule):
 
     def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         parts = [x.T if self.transposed and x.ndim == 2 else x for x in tensors]
+        # q, k and v rows end to end: [(heads + 2 groups) * rows, ...]
         if len(parts) == 1:
             rows = parts[0].shape[0] // (self.heads + 2 * self.groups)
             parts = list(parts[0].split([rows * self.heads, rows * self.groups, rows * self.groups]))
+        # [groups, rows of q, k and v of the group, ...] -> [all rows, ...]
         return torch.cat([x.unflatten(0, (self.groups, -1)) for x in parts], dim=1).flatten(0, 1)
 
     def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
+        # [groups, (per_group + 2) * size, ...], size = head_dim
         grouped = tensor.unflatten(0, (self.groups, -1))
         per_group = self.heads // self.groups
         size = grouped.shape[1] // (per_group + 2)
@@ -148,6 +152,7 @@ class NameMap:
     def reading(self, names: Iterable[str]) -> NameMap:
         """The map for files that have these external names: each rule in the form in which they hold its parameter."""
         given = frozenset(names)
+        # 0 layers: the rules are expanded already.
         return NameMap([rule.reading(given) for rule in self.rules], 0, self.ignored)
 
     def check(self, ours: Iterable[str], theirs: Iterable[str]) -> None:
@@ -158,6 +163,7 @@ class NameMap:
         problems += [f"{name} is in the checkpoint but unknown" for name in sorted(given - set(sources))]
         problems += [f"{name} has no rule" for name in sorted(wanted - set(self._by_ours))]
         problems += [f"{name} is not a parameter of the model" for name in self._by_ours if name not in wanted]
+        # Two rules that read one tensor would import it into two parameters and export it twice.
         twice = sorted(name for name, count in Counter(sources).items() if count > 1)
         problems += [f"{name} is taken twice" for name in twice]
         if problems:

@@ -42,6 +42,7 @@ def as_path(given: str | Path) -> Path:
     scheme = given.partition("://")[0]
     try:
         path: Any = UPath(given, use_listings_cache=False)  # others write there too: ranks wait for one another's files
+        # The package of the scheme is imported at the first access; here its absence can be reported.
         _ = path.fs
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{given}: {scheme}:// cannot be used: {error}") from error
@@ -50,6 +51,7 @@ def as_path(given: str | Path) -> Path:
 
 def is_remote(path: Path) -> bool:
     """Whether a path is one of an object store, which has no renaming and no locks."""
+    # A UPath of an object store is no pathlib.Path.
     return not isinstance(path, Path)
 
 
@@ -75,11 +77,13 @@ def write_whole(path: Path, data: bytes) -> None:
         path.write_bytes(data)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same directory, so that replace() stays on one file system and is atomic. Ranks have other process ids.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
+            # Before the rename: after a power failure the new name must not stand for an empty file.
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:

@@ -230,6 +230,7 @@ class PluginHost:
                 raise PluginError(unknown)
             self._manager.register(module, name=plugin.name)
         except Exception as error:
+            # pluggy validates after it has added the plugin; a half-registered one would be called.
             if self._manager.get_plugin(plugin.name) is module:
                 self._manager.unregister(name=plugin.name)
             self._record(plugin, Problem("hooks", str(error), error))
@@ -255,6 +256,7 @@ class PluginHost:
 
     def _collect(self, kind: Kind[SpecT]) -> list[Registration[SpecT]]:
         registrations = []
+        # Not through pluggy's caller, which stops at the first implementation that raises.
         for plugin, function in self._implementations(kind.hook):
             try:
                 returned = function()
@@ -266,6 +268,7 @@ class PluginHost:
         return registrations
 
     def _implementations(self, hook: str) -> list[tuple[Plugin, Callable[..., Any]]]:
+        # Names of entry points are those under which plugins were registered.
         by_name = {plugin.name: plugin for plugin in self.plugins if plugin.loaded}
         caller = getattr(self._manager.hook, hook)
         return [(by_name[impl.plugin_name], _taking(impl)) for impl in caller.get_hookimpls()]
@@ -351,6 +354,7 @@ class PluginHost:
         objections are raised as one error."""
         problems = Problems()
         family = config.model.family
+        # An unknown family is reported elsewhere, with the names of the known ones.
         check = self.models.get(family).check if self.models.owners(family) else None
         if check is not None:
             with problems.collect():
@@ -410,6 +414,7 @@ def load_plugins(
     """
     if allow is None and ALLOW_LIST_VARIABLE in os.environ:
         allow = [name.strip() for name in os.environ[ALLOW_LIST_VARIABLE].split(",") if name.strip()]
+    # Before the environment is read: without MT_PLUGINS_STRICT unknown names are errors too, unless strict=False.
     checks_names = strict is not False
     if strict is None:
         strict = os.environ.get(STRICT_VARIABLE, "") not in ("", "0")
@@ -439,6 +444,7 @@ def _installed() -> list[Candidate]:
     found: dict[str, list[Candidate]] = {}
     for folder in dict.fromkeys(map(os.path.abspath, sys.path)):
         for name, candidates in _read_folder(folder, _modification_time(folder)).items():
+            # setdefault: the first folder of sys.path wins.
             found.setdefault(name, candidates)
     return [candidate for candidates in found.values() for candidate in candidates]
 
@@ -451,6 +457,7 @@ def _read_folder(folder: str, modified: int) -> dict[str, list[Candidate]]:
     for distribution in distributions(path=[folder]):
         if own := [_describe(one) for one in distribution.entry_points if one.group == ENTRY_POINT_GROUP]:
             found.setdefault(_normalized(own[0].distribution), own)
+    # A distribution without a plugin still hides another of its name further on in sys.path.
     for name in _distributions_in(folder):
         found.setdefault(name, [])
     return found
@@ -463,6 +470,7 @@ def _distributions_in(folder: str) -> list[str]:
 
 
 def _normalized(name: str) -> str:
+    # The normalization of PEP 503.
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -516,6 +524,7 @@ def _mt_core_range(requirements: Iterable[str]) -> str | None:
         from packaging.requirements import Requirement  # 15 ms, and most entry points need it only here
 
         requirement = Requirement(line)
+        # Not a requirement under a marker, such as that of an extra.
         if requirement.name.replace("_", "-").lower() == "mt-core" and requirement.marker is None:
             return str(requirement.specifier) or None
     return None
@@ -527,6 +536,7 @@ def _version_conflict(plugin: Plugin, installed: str) -> str | None:
         return None
     from packaging.specifiers import SpecifierSet
 
+    # A development version of mt-core counts as in range.
     if SpecifierSet(plugin.mt_core_range).contains(installed, prereleases=True):
         return None
     return f"{plugin.distribution} {plugin.version} needs mt-core{plugin.mt_core_range}, installed is {installed}"
@@ -542,6 +552,7 @@ def _unknown_hooks(module: object) -> str | None:
     """A message about `mt_*` implementations that no hook of mt is named like, else None."""
     known = [name for name in vars(hookspecs) if name.startswith("mt_")]
     for name in dir(module):
+        # pluggy's decorator sets this attribute, `<project>_impl`.
         marked = getattr(getattr(module, name, None), f"{hookspecs.PROJECT}_impl", None)
         if marked and name not in known:
             return f"{name} is not a hook of mt{did_you_mean(name, known)}"

@@ -15,6 +15,7 @@ PREFIX = "iter_"
 
 def checkpoints_in(folder: Path, is_complete: Callable[[Path], bool]) -> list[Path]:
     """The complete checkpoints `iter_NNNNNNN` of a folder, oldest first."""
+    # Temporary folders and folders of the user's are not candidates.
     named = (path for path in children(folder) if re.fullmatch(rf"{PREFIX}\d+", path.name))
     return [path for path in sorted(named, key=iteration_of) if is_complete(path)]
 
@@ -50,6 +51,7 @@ def _remove(checkpoint: Path) -> None:
             file.unlink()  # without its manifest it is none any more
         remove_tree(checkpoint)
         return
+    # One rename takes the checkpoint away at once; the removal of its files may take minutes.
     aside = checkpoint.with_name(f".tmp-mt-{checkpoint.name}-removed")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.rename(aside)

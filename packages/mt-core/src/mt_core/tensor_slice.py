@@ -61,8 +61,11 @@ def slices_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[T
     if not shape:
         yield TensorSlice((), ())
         return
+    # Example: shape (3, 4), elements 2 to 10. top = 1, bottom = 2: the end of row 0 (2 3), row 1 whole (4 to 7), the
+    # beginning of row 2 (8 9 10). A row is the whole of the dimensions behind the first.
     row = math.prod(shape[1:])
     top, bottom = -(-first // row), last // row
+    # No border between rows lies in the range: it is inside one row.
     if top > bottom:
         yield from _within_row(shape, bottom, first, last)
         return
@@ -75,6 +78,7 @@ def slices_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[T
 
 
 def _within_row(shape: tuple[int, ...], number: int, first: int, last: int) -> Iterator[TensorSlice]:
+    # Elements in the rows before this one.
     before = number * math.prod(shape[1:])
     for tensor_slice in slices_of_range(shape[1:], first - before, last - before):
         yield TensorSlice((number, *tensor_slice.start), (1, *tensor_slice.shape))

@@ -68,6 +68,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     ]
     for process in processes:
         process.start()
+    # Only the rank then holds the sending end, so that its death closes the pipe and recv raises EOFError.
     for _, sender in pipes:
         sender.close()
     try:
@@ -94,6 +95,7 @@ def rank_context() -> ForkServerContext:
 def _start_server() -> None:
     """Start the server, if it does not run yet, with Triton's interpreter on: what it has imported its ranks cannot
     import otherwise, and on a CPU kernels only run interpreted."""
+    # The server inherits the environment of the moment it is started.
     before = os.environ.get(TRITON_INTERPRET)
     os.environ[TRITON_INTERPRET] = "1"
     try:
@@ -116,6 +118,7 @@ def _collect(receivers: Sequence[Connection], timeout: float) -> list[Any]:
             assert isinstance(receiver, Connection)
             rank = open_.pop(receiver)
             try:
+                # From a process that this one has started, of the caller's own function.
                 outcome, value = pickle.loads(receiver.recv_bytes())
             except EOFError:
                 raise RankFailureError(f"rank {rank} died") from None
@@ -139,6 +142,7 @@ def _rank_main(
         value = function(rank, world_size, *args)
         # Bytes, since tensors sent as objects would live in memory that this rank takes with it.
         result = pickle.dumps(("result", value))
+        # No rank leaves while others still communicate with it.
         dist.barrier()
         dist.destroy_process_group()
         sender.send_bytes(result)

@@ -43,14 +43,17 @@ class AllToAll:
         return _Wait.apply(arriving, self)
 
     def begin(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        # [rows to send, ...], [rows to receive, ...]
         leaving, arriving = x.contiguous(), x.new_empty((sum(receive), *x.shape[1:]))
         self.work = dist.all_to_all_single(arriving, leaving, receive, send, group=self.axis.group, async_op=True)
+        # async_op: without a reference the allocator could reuse the memory while NCCL reads and writes it.
         self.under_way = (leaving, arriving)
         return arriving
 
     def end(self) -> Tensor:
         """The received rows."""
         assert self.work is not None
+        # With NCCL the current stream waits, not the host.
         self.work.wait()
         _, arrived = self.under_way
         self.work, self.under_way = None, ()
@@ -73,12 +76,14 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, arriving: Tensor, exchange: AllToAll) -> Tensor:
         ctx.exchange = exchange
         exchange.end()
+        # A new tensor object for autograd, with the same memory.
         return arriving.view_as(arriving)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         exchange: AllToAll = ctx.exchange
         exchange.begin(grads[0], exchange.receive, exchange.send)
+        # The rows of grads[0] are on their way; the returned tensor stands for them until _Start.backward has waited.
         return grads[0], None
 
 
@@ -100,6 +105,7 @@ def gather_rows_of(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
 
 def start_gather(x: Tensor, axis: Axis, sizes: Sequence[int]) -> tuple[AllToAll, Tensor]:
     """`gather_rows_of` under way: its exchange, and the rows that this exchange's `wait` takes."""
+    # Every rank gets the same rows of this one: they are sent axis.size times.
     exchange = AllToAll(axis, [sizes[axis.rank]] * axis.size, sizes)
     return exchange, exchange.start(x.repeat(axis.size, *[1] * (x.dim() - 1)))
 
@@ -109,4 +115,5 @@ def sum_rows_to(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
     if axis.size == 1:
         return x
     own = sizes[axis.rank]
+    # [ranks * own, ...] -> [ranks, own, ...] -> [own, ...]
     return all_to_all(x, axis, sizes, [own] * axis.size).unflatten(0, (axis.size, own)).sum(0)

@@ -95,6 +95,7 @@ class MoeLayer(nn.Module):
         )
         self.dispatcher = dispatcher
         fusion = permute_fusion(config, ctx)
+        # Width of the rows that are dispatched.
         width = config.moe_latent_size or shape.hidden_size
         self.experts = Experts(
             config,
@@ -120,13 +121,16 @@ class MoeLayer(nn.Module):
         return self._recomputable("moe", self._moe, x)
 
     def _moe(self, x: Tensor) -> Tensor:
+        # [T, H]: this rank's tokens
         share = share_tokens(x, self.ctx)
         routing = self.router(share)
         tokens = share.tokens if self.fc1_latent_proj is None else self.fc1_latent_proj(share.tokens)
         dispatched, shared = self._dispatch(tokens, routing, x)
         if dispatched.overflow is not None:
             self._note(dispatched.overflow)
+        # [R, width] in the order of experts, or [n, width] in that of tokens where `order` is given
         output = self.experts(dispatched.tokens, dispatched.weights, dispatched.counts, dispatched.order)
+        # [T, width]
         combined = self.dispatcher.combine(output, dispatched.state)
         if self.fc2_latent_proj is not None:
             combined = self.fc2_latent_proj(combined)
@@ -141,6 +145,7 @@ class MoeLayer(nn.Module):
         if self.overlapping is None:
             dispatched = self.dispatcher.dispatch(tokens, routing)
             return dispatched, self._recomputable("shared_experts", self.shared_experts, x)
+        # The shared experts are launched between start and finish, so that they run while rows are sent.
         sending = self.overlapping.start_dispatch(tokens, routing)
         shared = self._recomputable("shared_experts", self.shared_experts, x)
         return self.overlapping.finish_dispatch(sending), shared
@@ -167,6 +172,8 @@ class MoeLayer(nn.Module):
 
     def _recomputable(self, name: Recomputed, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if name in self.recompute and self.training:
+            # Non-reentrant: gradients of parameters and hooks inside work as without recomputation. Counters and losses
+            # count in the backward pass, so a second forward pass does not count twice.
             return checkpoint(function, x, use_reentrant=False)
         return function(x)
 
@@ -248,6 +255,7 @@ def permute_fusion(config: MoeConfig, ctx: ParallelContext) -> bool:
 
 def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
     """The implementations of permute and unpermute. Raises ConfigError where the configured ones cannot run."""
+    # Nothing runs on the meta device, and Triton launches no kernel there.
     if not permute_fusion(config, ctx) or ctx.device.type == "meta":
         return RowKernels()
     from mt_moe.kernels.rows import TRITON_ROWS

@@ -30,7 +30,9 @@ def gather_rows(x: Tensor, rows: Tensor, complete: bool) -> Tensor:
 def sum_rows(y: Tensor, places: Tensor, complete: bool) -> Tensor:
     if not complete:
         y = _with_zero_row(y)
+        # -1 becomes the last row, which is zero: embedding_bag takes no negative index.
         places = places % len(y)
+    # A sum of one row.
     if places.shape[1] == 1:
         return y.index_select(0, places[:, 0])
     # One pass: accumulated in fp32 or wider, rounded once (a CPU rounds bf16 ties away from zero); no [n, m, H] tensor.
@@ -127,11 +129,15 @@ class RowOrder:
 
 def permute_numbers(x: Tensor, permutation: Permutation) -> Tensor:
     """One value for each copy [n, m] -> [R]."""
+    # [n, m] -> [n * m, 1]: each copy has a value of its own, so the permutation is one of single copies. With the
+    # default kernels, as a row has one element.
     return permute(x.reshape(-1, 1), Permutation(permutation.order, permutation.inverse, permutation.complete)).view(-1)
 
 
 def sort_by(keys: Tensor, kernels: RowKernels) -> Permutation:
     """Stable argsort of the keys [n * m]."""
+    # 2 tokens with experts (1 0) and (0 1): keys 1 0 0 1, order 1 2 0 3, inverse 2 0 1 3. Rows are then token 0, 1, 0,
+    # 1.
     order = keys.argsort(stable=True)
     return Permutation(order, _inverse_of(order, _positions(order)), kernels=kernels)
 
@@ -139,9 +145,11 @@ def sort_by(keys: Tensor, kernels: RowKernels) -> Permutation:
 def sort_present(keys: Tensor, size: int, kernels: RowKernels) -> tuple[Permutation, Tensor]:
     """Stable argsort of the keys [n * m] below `size`, and how many there are of each [size]. Copies with the key
     `size` are dropped: as many positions at the end are empty, so that the host needs no number of the others."""
+    # The last class holds the dropped ones, which sort behind all others.
     counts = count_occurrences(keys, size + 1)[:-1]
     order = keys.argsort(stable=True)
     positions = _positions(order)
+    # On the device. Cutting the tensors to the number of rows would need it on the host.
     there = positions < counts.sum()
     inverse = _inverse_of(order, torch.where(there, positions, -1))
     return Permutation(torch.where(there, order, -1), inverse, complete=False, kernels=kernels), counts
@@ -161,6 +169,7 @@ def first_positions(permutation: Permutation, rows: int) -> Permutation:
 
 
 def _inverse_of(order: Tensor, positions: Tensor) -> Tensor:
+    # inverse[order[p]] = p
     return torch.empty_like(order).scatter_(0, order, positions)
 
 
@@ -181,6 +190,7 @@ def sort_by_expert(routing: Routing, kernels: RowKernels) -> tuple[Permutation, 
     padding leaves as many positions empty at the end as choices were dropped.
     """
     if routing.kept is None and routing.padded_to is None:
+        # [T * k]; the router has counted for its own purposes in training.
         keys, counts = routing.experts.flatten(), routing.counts
         if counts is None:
             counts = count_occurrences(keys, routing.num_experts)
@@ -189,6 +199,7 @@ def sort_by_expert(routing: Routing, kernels: RowKernels) -> tuple[Permutation, 
     if routing.padded_to is None:
         return sort_present(keys, routing.num_experts, kernels)
     counts = count_occurrences(keys, routing.num_experts + 1)[:-1]
+    # Every expert has a block of padded_to positions.
     permutation = _in_blocks(*keys.sort(stable=True), counts, routing.padded_to, kernels)
     return permutation, torch.full_like(counts, routing.padded_to)
 
@@ -199,6 +210,8 @@ def sort_by_rank(routing: Routing, ranks: int, room: int, kernels: RowKernels) -
     local = routing.num_experts // ranks
     sorted_keys, order = _keys(routing).sort(stable=True)
     counts = count_occurrences(sorted_keys, routing.num_experts + 1)[:-1]
+    # Consecutive experts are on one rank, so sorting by expert sorts by rank too; the key of dropped choices becomes
+    # `ranks`.
     return _in_blocks(sorted_keys // local, order, counts.view(ranks, local).sum(1), room, kernels), counts
 
 
@@ -213,7 +226,10 @@ def _in_blocks(sorted_keys: Tensor, order: Tensor, counts: Tensor, size: int, ke
     """The copies of each key at the start of its block of `size` positions. Dropped are those that do not fit, and
     those with the key len(counts)."""
     blocks = len(counts)
+    # [blocks + 1]: where the copies of each key begin in sorted order.
     first = F.pad(counts.cumsum(0) - counts, (0, 1), value=-size)  # no dropped one is among the first `size`
+    # Position of each copy inside its block. Example with size 2 and sorted keys 0 0 0 1: places 0 1 2 0, of which the
+    # third does not fit; positions are 0 1 | 3 -1.
     places = _positions(order) - first[sorted_keys]
     places = torch.where(places < size, places + sorted_keys * size, blocks * size)  # the last position is cut off
     positions = order.new_full((blocks * size + 1,), -1).scatter_(0, places, order)[:-1]

@@ -92,6 +92,7 @@ def _thinned(history: History) -> History:
     count = len(history.steps)
     if count <= MOST_COLUMNS:
         return history
+    # MOST_COLUMNS numbers from 0 to count - 1.
     kept = [round(i * (count - 1) / (MOST_COLUMNS - 1)) for i in range(MOST_COLUMNS)]
     return History(
         history.metric,

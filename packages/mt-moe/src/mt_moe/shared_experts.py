@@ -28,9 +28,12 @@ class SharedExperts(LayoutModule):
             hidden, blocks * ffn_size, ctx, bias=bias, init=normal(shape.init_method_std), sections=blocks
         )
         self.linear_fc2 = RowParallelLinear(ffn_size, hidden, ctx, bias=bias, init=normal(shape.output_init_std))
+        # With sequence parallelism each tensor-parallel rank applies the gate to other positions, so its gradient is
+        # partial.
         layout = ParameterLayout((1, hidden), normal(shape.init_method_std), partial_gradient=sequence_axes(ctx))
         self.declare("gate_weight", layout if gate else None)
 
     def forward(self, x: Tensor) -> Tensor:
+        # [B, S, H]
         out = self.linear_fc2(activate(self.activation, self.linear_fc1(x)))
         return out if self.gate_weight is None else out * linear(x, self.gate_weight, None).sigmoid()

@@ -52,12 +52,16 @@ def share_tokens(x: Tensor, ctx: ParallelContext) -> TokenShare:
     batch, length, _ = x.shape
     tokens = x.flatten(0, 1)
     sequence = torch.arange(batch, device=x.device).repeat_interleave(length)
+    # cp shards the sequence: every rank holds S / cp tokens of each.
     total = batch * length * ctx.cp.size
     if ctx.sequence_parallel:
         total *= ctx.tp.size
     elif ctx.tp.size > 1:
         _, size, own = _slice_of_rank(len(tokens), ctx.tp)
+        # Padded to equal slices for the all-gather of the backward pass; the padding is cut off again and routed
+        # nowhere.
         tokens = split_to(_fill(tokens, size * ctx.tp.size), 0, ctx.tp)[:own]
+    # Data-parallel ranks have other micro-batches and are not among them.
     axes = tuple(axis for axis in (ctx.tp, ctx.cp) if axis.size > 1)
     return TokenShare(tokens, own_tokens(sequence, ctx), batch, total, axes)
 
@@ -75,6 +79,7 @@ def join_tokens(tokens: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
     if ctx.tp.size > 1 and not ctx.sequence_parallel:
         count = like.shape[0] * like.shape[1]
         _, size, _ = _slice_of_rank(count, ctx.tp)
+        # Every tensor-parallel rank goes on with all tokens and computes the same, hence gather_copies.
         tokens = gather_copies(_fill(tokens, size), 0, ctx.tp)[:count]
     return tokens.view(like.shape)
 
@@ -82,6 +87,7 @@ def join_tokens(tokens: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
 def _slice_of_rank(count: int, axis: Axis) -> tuple[int, int, int]:
     """Of `count` tokens: this rank's first token, the size of a full slice, and the size of this rank's slice (the last
     ranks may have fewer, or none)."""
+    # 5 tokens on 4 ranks: slices of 2, 2, 1 and 0.
     size = -(-count // axis.size)
     first = min(size * axis.rank, count)
     return first, size, min(size, count - first)

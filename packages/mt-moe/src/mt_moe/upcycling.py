@@ -146,10 +146,12 @@ class UpcycledReader:
         if ".mlp.experts.linear_fc1." in name:
             return self._repeated(self._first_shards(tensor))
         if name.endswith(".mlp.experts.linear_fc2.weight"):
+            # [H, F] -> [g, H, F / g]
             return self._repeated(torch.stack(tensor.chunk(self.upcycling.granularity, 1)))
         if name.endswith(".mlp.experts.linear_fc2.bias"):
             # The bias is added once by the g shards of a group together.
             grain = self.upcycling.granularity
+            # [H] -> [g, H]
             return self._repeated((tensor / grain).expand(grain, -1))
         return tensor
 
@@ -164,6 +166,7 @@ class UpcycledReader:
                 found[name] = name
                 continue
             found[f"{layer}.mlp.experts.linear_fc{rest}"] = name
+            # One router for each feed-forward.
             if rest == "1.weight":
                 found[layer + ROUTER] = name
         if not any(name.endswith(ROUTER) for name in found):
@@ -195,6 +198,7 @@ class UpcycledReader:
         grain = self.upcycling.granularity
         generator = torch.Generator().manual_seed(stream_seed(self.upcycling.seed, name.removeprefix(MODEL)))
         rows = torch.randn(self.upcycling.num_experts // grain, self._hidden, generator=generator) * self._std
+        # Equal rows give equal logits, so the top-k takes groups as wholes.
         return rows.repeat_interleave(grain, 0).to(dtype)
 
 

@@ -72,6 +72,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
 
 def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
     world_size = _number(environ, "WORLD_SIZE", minimum=1)
+    # WORLD_SIZE=1 alone is enough for a single process.
     rank = _number(environ, "RANK", below=("WORLD_SIZE", world_size), default=0 if world_size == 1 else None)
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
     if local_world_size > world_size:
@@ -80,6 +81,7 @@ def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
     launcher = _launcher(environ)
     if launcher == "slurm":
         _require_slurm_agrees(environ, rank, world_size)
+    # "65536" as the name of the bound: _number prints a number as it is.
     port = _number(environ, "MASTER_PORT", minimum=1, below=("65536", 65536)) if world_size > 1 else None
     return RankEnvironment(
         rank=rank,
@@ -89,6 +91,7 @@ def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
         master_addr=_required(environ, "MASTER_ADDR") if world_size > 1 else None,
         master_port=port,
         launcher=launcher,
+        # torchrun's agent and mt's launcher serve the store in their own process.
         launcher_has_store=environ.get(AGENT_STORE) == "True",
         attempt=_number(environ, ATTEMPT, default=0),
     )

@@ -17,6 +17,7 @@ from mt_core.launch.environment import RankEnvironment
 from mt_core.launch.phases import Position
 
 ERRORS = "errors"
+# 128 + SIGINT, as shells report it.
 INTERRUPTED = 130
 
 LOST_PEER = re.compile(
@@ -60,6 +61,7 @@ class Failure:
     def from_dict(cls, values: dict[str, Any]) -> Failure:
         known = {field.name for field in fields(cls)}
         kept = {name: value for name, value in values.items() if name in known}
+        # JSON has lists for tuples, and a record of another version may have other fields.
         return cls(**{**kept, "late": tuple(kept.get("late", ()))})
 
     @property
@@ -93,6 +95,7 @@ def describe_failure(error: BaseException, environment: RankEnvironment, positio
 
 def _is_communication(error: BaseException) -> bool:
     """gloo raises RuntimeError itself; the store and NCCL raise subclasses of it."""
+    # An ordinary error whose text happens to contain such words is not counted as a lost peer.
     return isinstance(error, RuntimeError) and not isinstance(error, MtError)
 
 
@@ -111,12 +114,14 @@ def write_failure(failure: Failure, folder: Path | None) -> None:
     if folder is None:
         return
     path = failure_path(folder, failure.rank)
+    # The process may be killed while it writes: rename makes the record complete or absent.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(failure.to_json() + "\n", encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
+        # Not through sys.stderr, whose lock another thread may hold.
         os.write(2, f"rank {failure.rank}: {path} cannot be written: {error}\n".encode())
 
 

@@ -122,6 +122,7 @@ def rank_variables(
         "LOCAL_WORLD_SIZE": str(placement.nproc),
         "MASTER_ADDR": placement.address,
         "MASTER_PORT": str(port),
+        # torchrun sets 1 here, which leaves cores idle on a CPU.
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(threads_per_rank(placement.nproc)),
         AGENT_STORE: "True",
         ATTEMPT: "0",
@@ -142,6 +143,7 @@ def _run(
     folder: Path,
     server: dist.TCPStore | None,
 ) -> int:
+    # Assigned below, and read by the lambdas when a signal arrives: it may come before the start has returned.
     processes: RankProcesses | None = None
     signals = ForwardedSignals(
         lambda number: processes.send(number) if processes else None, lambda: processes.kill() if processes else None
@@ -198,5 +200,6 @@ def _folder(run_dir: str | Path | None, ranks: range) -> Iterator[Path]:
         forget_failure(folder, rank)
         keep_previous(log_path(folder, rank))
     yield folder
+    # Not in a finally: after an exception the logs stay.
     if run_dir is None and not (folder / ERRORS).exists():
         shutil.rmtree(folder, ignore_errors=True)

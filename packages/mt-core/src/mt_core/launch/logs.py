@@ -26,6 +26,7 @@ def tail(path: Path) -> str:
     """The last lines of a log; nothing when there is none."""
     try:
         with path.open("rb") as file:
+            # A log may be gigabytes long.
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
@@ -68,6 +69,7 @@ class DelayedView:
             return
         if new:
             self._offset += len(new)
+            # The time of reading stands for that of writing; it is polled every 0.05 s.
             self._waiting.append((time.monotonic(), new))
 
     def _write(self, data: bytes) -> None:

@@ -43,12 +43,14 @@ class Monitor:
         self.environment = environment
         self.phases = phases
         self.recorder = recorder
+        # All ranks report to one TCP server. 16,384 ranks report every 8 seconds.
         self.interval = max(INTERVAL, environment.world_size / RANKS_PER_SECOND)
         self._store = store.clone()  # a waiting call of the main thread must not block this one
         self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
         self._published: Position | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mt-monitor", daemon=True)
+        # The constructor runs in the main thread.
         self._main = threading.get_ident()
 
     def start(self) -> None:
@@ -67,12 +69,14 @@ class Monitor:
                 self._publish()
                 self._follow_a_failure()
                 self._check_limit()
+            # The server of the store ends with the run: after stop() that is no failure.
             except dist.DistError as error:
                 if not self._stopped.is_set():
                     self._store_is_gone(error)
 
     def _publish(self) -> None:
         position = self.phases.position
+        # Nothing is sent while the rank stays in one phase and step.
         if position != self._published:
             self._store.set(position_key(self.environment.rank), position.to_json())
             self._published = position
@@ -85,6 +89,7 @@ class Monitor:
 
     def _follow(self, cause: Failure) -> None:
         """End because of another rank's failure, unless the main thread fails with an error itself first."""
+        # stop() is called when the main thread succeeds. If it fails, the recorder ends the process during this wait.
         if self._stopped.wait(OWN_ERROR_SECONDS):
             return
         failure = self._describe(TrainingError(f"followed {cause.where}: {cause.exception}"))
@@ -96,6 +101,7 @@ class Monitor:
         server = "the launcher of the first node" if self.environment.launcher_has_store else "rank 0"
         address = f"{self.environment.master_addr}:{self.environment.master_port}"
         failure = self._describe(TrainingError(f"{server}, which keeps the store at {address}, is gone: {error}"))
+        # The rank or launcher that served the store has failed first, and has the cause.
         self.recorder.leave(dataclasses.replace(failure, followed=True))
 
     # -- time limits ----------------------------------------------------------------------------
@@ -105,6 +111,7 @@ class Monitor:
         if position.timeout is None or position.seconds <= position.timeout:
             return
         # All waiting ranks reach the limit at about the same time: one of them reads the positions for all.
+        # The second condition: the rank that took the task may itself have ended before it reported.
         if self._store.add(LATE, 1) == 1 or position.seconds > position.timeout + 2 * STORE_SECONDS:
             late, message = late_ranks(self.environment.rank, position, self._positions())
             failure = self._describe(TrainingError(message))
@@ -112,6 +119,7 @@ class Monitor:
 
     def _positions(self) -> dict[int, Position]:
         """The last published position of each other rank."""
+        # One request a rank. Only the first rank past its limit sends them, and the run ends afterwards.
         others = [rank for rank in range(self.environment.world_size) if rank != self.environment.rank]
         reported = [rank for rank in others if self._store.check([position_key(rank)])]
         return {rank: Position.from_json(self._store.get(position_key(rank))) for rank in reported}
@@ -122,6 +130,7 @@ class Monitor:
         return dataclasses.replace(failure, traceback=self._main_stack(), time=time.time())
 
     def _main_stack(self) -> str:
+        # The main thread hangs in a collective and cannot report by itself.
         frame = sys._current_frames().get(self._main)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 

@@ -57,6 +57,7 @@ class Position(NamedTuple):
         return time.monotonic() - self.since
 
     def to_json(self) -> str:
+        # Seconds in the phase and not `since`: monotonic clocks of different machines have different zeros.
         return json.dumps([self.phase, self.step, self.entered, self.seconds, self.timeout])
 
     @classmethod
@@ -81,6 +82,7 @@ class Phases:
         limit = self.timeouts.of(phase) if timeout is None else timeout
         before = self.position
         step = before.step if step is None else step
+        # One assignment of an immutable tuple: the monitor thread reads the old or the new position, and no mixture.
         self.position = Position(phase, step, before.entered + 1, time.monotonic(), limit)
 
     @contextmanager

@@ -13,6 +13,7 @@ from mt_core.errors import ConfigError, TrainingError
 from mt_core.launch.environment import RankEnvironment
 from mt_core.launch.phases import PhaseTimeouts
 
+# A GPU run has gloo too: objects and tensors on the CPU (batches, names of losses) are exchanged without the device.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
@@ -39,8 +40,10 @@ def initialize(
         return None
     store = connect_store(environment, timeouts.init)
     users = _users(environment, device)
+    # Before _meet(): once all have arrived, the count is final.
     store.add(users, 1)
     _meet(store, environment, timeouts.init)
+    # add(key, 0) reads a counter, 0 where it was never set. NCCL would hang or fail later with two ranks on one GPU.
     if device.type == "cuda" and store.add(users, 0) > 1:
         raise _too_few_devices(environment, torch.cuda.device_count())
     os.environ.setdefault(LAZY_GLOO, "1")
@@ -51,6 +54,7 @@ def initialize(
         world_size=environment.world_size,
         # Longer than every phase's limit, so that the phase times out first: its error names the late rank.
         timeout=timedelta(seconds=timeouts.longest + 60),
+        # With a device torch creates NCCL's communicator at once, so that later groups are split from it.
         device_id=device if device.type == "cuda" else None,
     )
     return store
@@ -70,6 +74,7 @@ def shutdown(environment: RankEnvironment, store: dist.Store | None) -> None:
 def wait_until_left(store: dist.Store, world_size: int) -> None:
     """On the process that serves the store: wait until all ranks have left, for a minute at most."""
     end = time.monotonic() + LEAVE_SECONDS
+    # Ranks that never arrived are not waited for.
     while store.add(COUNT, 0) == world_size > store.add(LEFT, 0) and time.monotonic() < end:
         time.sleep(0.02)
 
@@ -89,6 +94,7 @@ def local_device(environment: RankEnvironment, device_type: str) -> torch.device
     if device_type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    # One visible GPU is always number 0, whatever the local rank is.
     index = 0 if count == 1 and _has_own_gpu(environment) else environment.local_rank
     if index >= count:
         raise _too_few_devices(environment, count)
@@ -150,6 +156,7 @@ def run_store(store: dist.Store, attempt: int) -> dist.Store:
 def _meet(store: dist.Store, environment: RankEnvironment, timeout: float) -> None:
     """Wait until every rank has arrived."""
     store.set(f"{COUNT}/{environment.rank}", environment.host)
+    # The last rank to arrive releases all. Each waits for one key, not for world_size keys.
     if store.add(COUNT, 1) == environment.world_size:
         store.set(ALL_HERE, "")
     try:

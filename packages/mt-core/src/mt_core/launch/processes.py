@@ -22,6 +22,7 @@ class NoRedirection(LogsSpecs):
     """`rank_entry` redirects both streams of a rank to one log, in the order written, which elastic does not."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        # An empty path: no redirection.
         nowhere = dict.fromkeys(envs, "")
         return LogsDest(stdouts=nowhere, stderrs=nowhere, error_files=nowhere)
 
@@ -44,6 +45,7 @@ class RankProcesses:
         context = start_processes(
             name="mt",
             entrypoint=sys.executable,
+            # elastic numbers the processes of a node from 0.
             args={rank - first_rank: _arguments(rank, command, folder) for rank in variables},
             envs={rank - first_rank: dict(values) for rank, values in variables.items()},
             logs_specs=NoRedirection(),
@@ -58,6 +60,7 @@ class RankProcesses:
     def send(self, number: signal.Signals) -> None:
         """Send to each running rank, not to its data workers, which the rank ends itself."""
         for process in self._processes().values():
+            # poll() has not seen it end. The id of a process that has been waited for may be another process's.
             if process.returncode is None:
                 process.send_signal(number)
 
@@ -65,6 +68,7 @@ class RankProcesses:
         """SIGKILL, with all child processes."""
         for process in self._processes().values():
             with contextlib.suppress(ProcessLookupError):
+                # The leader may have ended and left children in its group.
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:

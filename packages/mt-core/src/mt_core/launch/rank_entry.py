@@ -20,10 +20,12 @@ def main(arguments: list[str]) -> NoReturn:
     launcher, log, streams, *program = arguments
     end_with_parent(int(launcher))
     if streams:
+        # O_APPEND: stdout and stderr share the file, and so may child processes.
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         for stream in streams.split(","):
             os.dup2(descriptor, int(stream))
         os.close(descriptor)
+    # exec keeps the process id, which the launcher supervises.
     os.execvp(program[0], program)
 
 

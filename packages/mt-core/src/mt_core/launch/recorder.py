@@ -29,6 +29,8 @@ torchrun the other ranks wait as long: torchrun reports the first process that e
 
 def announce(store: dist.Store, failure: Failure) -> Failure:
     """Announce a failure through the store; returns the one announced first. Raises dist.DistError."""
+    # compare_set with "" sets the key if it is absent, and returns what is there: an atomic choice of the first
+    # failure.
     return Failure.from_json(store.compare_set(FAILED, "", failure.to_json()))
 
 
@@ -50,6 +52,7 @@ class FailureRecorder:
     def fail(self, error: BaseException) -> NoReturn:
         """End this rank because of an exception."""
         failure = describe_failure(error, self.environment, self.phases.position)
+        # torchrun shows the error file of one rank: that of the cause.
         if not failure.followed:
             _tell_elastic(error, os.environ)
         for stream in (sys.stdout, sys.stderr):
@@ -61,6 +64,7 @@ class FailureRecorder:
         """End this rank with a record, without destructors and cleanup of process groups, which could block."""
         self._leaving.acquire()  # never released: a second thread blocks here until the process exits
         write_failure(failure, self.folder)
+        # After the file: the announcement may take seconds, or the process may be killed meanwhile.
         first = self._announce(failure)
         if first.rank != failure.rank and failure.followed and failure.cause is None:
             failure = followed_by(failure, first)
@@ -68,6 +72,7 @@ class FailureRecorder:
         self._show(failure, first)
         if self.environment.serves_store or (failure.followed and self.environment.launcher == "torchrun"):
             time.sleep(LINGER_SECONDS)
+        # sys.exit would run destructors of process groups, which wait for the peers.
         os._exit(failure.exit_code or 1)
 
     def _announce(self, failure: Failure) -> Failure:

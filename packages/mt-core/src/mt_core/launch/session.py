@@ -50,6 +50,7 @@ def rank_session(
     single process, and in a world that the caller has initialized, exceptions propagate.
     """
     phases = Phases(timeouts)
+    # A notebook, a test or another framework made the world, and handles its failures.
     if dist.is_initialized():
         yield RankSession(environment or _environment_of_world(), phases)
         return
@@ -66,6 +67,7 @@ def rank_session(
         with _connected(environment, device_type, phases, recorder):
             yield RankSession(environment, phases)
     except BaseException as error:
+        # sys.exit(0) of the program is a success.
         if isinstance(error, SystemExit) and not error.code:
             raise
         recorder.fail(error)
@@ -76,6 +78,7 @@ def _connected(
     environment: RankEnvironment, device_type: str, phases: Phases, recorder: FailureRecorder
 ) -> Iterator[None]:
     """The process group and the monitor, closed on success only."""
+    # The limit of this phase is enforced by initialize() itself: the monitor needs the store that it connects.
     with phases("init"):
         store = initialize(environment, device_type, phases.timeouts)
     if store is None:
@@ -85,6 +88,7 @@ def _connected(
     monitor = Monitor(environment, store, phases, recorder)
     monitor.start()
     yield
+    # Not in a finally: after an error the monitor keeps publishing until the recorder ends the process.
     monitor.stop()
     shutdown(environment, store)
 

@@ -40,6 +40,7 @@ class ForwardedSignals:
 
     def install(self) -> None:
         for number, handler in self._before.items():
+            # SIGQUIT gets its original handler back, as elastic's would raise in the launcher.
             signal.signal(number, self._receive if number in PASSED_AS else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -39,8 +39,10 @@ def has_several_tasks(environ: Mapping[str, str]) -> bool:
 
 def expand_node_list(text: str) -> list[str]:
     """ "node[01-03,07],login" -> node01, node02, node03, node07, login. Raises ConfigError when it is malformed."""
+    # After removal of the complete sets no bracket may be left.
     if re.search(r"[\[\]]", re.sub(r"\[[^\[\]]+\]", "", text)) or not text.strip():
         raise ConfigError(f"the list of nodes {text!r} is malformed; expected a form such as node[01-03,07],other")
+    # Commas outside of brackets: those that no ] follows before the next [.
     parts = re.split(r",(?![^\[]*\])", text)
     return [name for part in parts for name in _expand(part.strip(), text)]
 
@@ -51,6 +53,7 @@ def _expand(part: str, whole: str) -> list[str]:
     if match is None:
         return [part]
     before, numbers, after = match.groups()
+    # Several sets in one name: rack[1-2]node[01-02].
     tails = _expand(after, whole)
     return [
         f"{before}{number}{tail}" for item in numbers.split(",") for number in _range(item, whole) for tail in tails

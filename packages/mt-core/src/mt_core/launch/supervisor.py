@@ -65,14 +65,17 @@ class Supervisor:
 
     def run(self, *, spans_nodes: bool) -> int:
         """Wait for the ranks and return the exit code. spans_nodes: announce failures to the other nodes."""
+        # 1. Wait for the end of all ranks, or for the first death.
         running = self._wait(lambda: bool(self.deaths))
         if not self.deaths:
             return self._succeed(spans_nodes)
         if spans_nodes:
             self._tell_other_nodes()
+        # 2. Let the other ranks follow by themselves, so that they write their records. 3. Kill the rest, and report.
         end = time.monotonic() + GRACE_SECONDS
         running = self._wait(lambda: time.monotonic() > end) if running else running
         self.processes.close()
+        # Before the report: ranks that obeyed a signal have not failed.
         if self._was_stopped():
             return 128 + self.signals.received[0]
         return self._report(running)
@@ -87,6 +90,7 @@ class Supervisor:
             running = [rank for rank, code in codes.items() if code is None]
             if not running or until():
                 return running
+            # After a death, rank 0 prints errors about its lost peer; the report shows the cause in their place.
             if self.view is not None and not self.deaths:
                 self.view.pump()
             time.sleep(POLL_SECONDS)
@@ -94,6 +98,7 @@ class Supervisor:
     def _succeed(self, spans_nodes: bool) -> int:
         if self.view is not None:
             self.view.finish()
+        # Only the launcher of the first node has the view, and serves the store.
         store = self._connect() if spans_nodes and self.view is not None else None
         if store is not None:  # ranks of other nodes may still need the store that this process serves
             wait_until_left(store, self.world_size)
@@ -102,6 +107,7 @@ class Supervisor:
     def _was_stopped(self) -> bool:
         """Whether the ranks ended because of a forwarded signal, and none failed for another reason."""
         if len(self.signals.received) != 1:
+            # A second signal killed the ranks, whatever else happened.
             return bool(self.signals.received)
         records = read_failures(self.folder, self.deaths)
         return all(self._obeyed(death, records.get(death.rank)) for death in self.deaths.values())
@@ -135,6 +141,7 @@ class Supervisor:
             message=_explain(death) + shown,
             traceback="",
             time=death.time,
+            # 128 + number of the signal.
             exit_code=death.code if death.code > 0 else 128 - death.code,
             followed=death.code > 0 and lost_peer(end_of_log),
         )

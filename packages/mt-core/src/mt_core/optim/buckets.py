@@ -64,17 +64,21 @@ class Bucket:
         self.axes, self.sharded, self.reduce_dtype = axes, sharded, reduce_dtype
         self.slots = list(_place(named))
         first = named[0][1]
+        # reduce_scatter and all_gather need equal shards. The padding is zero and stays so: it has no gradient and no
+        # slot.
         self.size = _round_up(self.slots[-1].stop, axes.shard.size if sharded else 1)
         self.weights = torch.zeros(self.size, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros(self.size, dtype=gradient_dtype, device=first.device)
         for slot in self.slots:
             own = self.weights[slot.start : slot.stop].view_as(slot.parameter)
             own.copy_(slot.parameter.detach())
+            # The old memory is freed with each parameter, so no second copy of the whole model exists.
             slot.parameter.data = own
         self._reducing: dist.Work | None = None
         self._sent: Tensor | None = None
         """The operand of the collective in flight: the gradients, or a copy of them in `reduce_dtype`."""
         self._gathering: dist.Work | None = None
+        # True from the start of a step's reduction to its end.
         self._reduced = False
 
     @property
@@ -82,6 +86,7 @@ class Bucket:
         """The elements that this rank's optimizer updates."""
         if not self.sharded:
             return range(self.size)
+        # Exact: the size was rounded up to a multiple.
         share = self.size // self.axes.shard.size
         return range(self.axes.shard.rank * share, (self.axes.shard.rank + 1) * share)
 
@@ -92,6 +97,7 @@ class Bucket:
         """(slot, first, last + 1): for each parameter the range of its elements in this rank's shard, may be empty."""
         for slot in self.slots:
             start, stop = max(slot.start, self.own.start), min(slot.stop, self.own.stop)
+            # max: a parameter outside of the shard gives an empty range, not a negative one.
             yield slot, start - slot.start, max(stop, start) - slot.start
 
     # -- gradients ------------------------------------------------------------------------------
@@ -108,8 +114,11 @@ class Bucket:
         if shard.size == 1 and self.axes.replicate.size == 1:
             return
         same = self.reduce_dtype == self.gradients.dtype
+        # With another dtype a copy is sent, which lives until the reduction has ended.
         flat = self._sent = self.gradients if same else self.gradients.to(self.reduce_dtype)
         if self.sharded and shard.size > 1:
+            # In place: the output is this rank's part of the input, which NCCL and gloo allow. The other parts are left
+            # with unreduced values and are not read.
             self._reducing = dist.reduce_scatter_tensor(self.part(flat), flat, group=shard.group, async_op=True)
         elif shard.size > 1:
             self._reducing = dist.all_reduce(flat, group=shard.group, async_op=True)
@@ -120,8 +129,11 @@ class Bucket:
         Collective. Called after the reduction of the next bucket was started, so that the wait is short.
         """
         replicate = self.axes.replicate
+        # _sent is None in the second call, that of finish_reduce() for a bucket which _start_next() has served.
         if replicate.size > 1 and self._sent is not None:
             self._finish()
+            # Of this rank's part, which is 1 / shard.size of the bucket where the state is sharded, and in the dtype of
+            # the gradients.
             self._reducing = dist.all_reduce(self.part(self.gradients), group=replicate.group, async_op=True)
 
     def finish_reduce(self) -> None:
@@ -136,6 +148,7 @@ class Bucket:
         """Wait for the collective in flight."""
         if self._reducing is not None:
             self._reducing.wait()
+        # The sum in `reduce_dtype` replaces the gradients of this rank's part.
         if self._sent is not None and self._sent is not self.gradients:
             self.part(self.gradients).copy_(self.part(self._sent))
         self._reducing = self._sent = None
@@ -149,6 +162,7 @@ class Bucket:
 
     def launch_gather(self) -> dist.Work | None:
         own = self.part(self.weights)
+        # In place as well: the input is this rank's part of the output.
         return dist.all_gather_into_tensor(self.weights, own, group=self.axes.shard.group, async_op=True)
 
     def finish_gather(self) -> None:

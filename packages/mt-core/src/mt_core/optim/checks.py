@@ -35,6 +35,7 @@ def check_main_weights(config: Config) -> None:
     model_ranks = (
         parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     )
+    # Context-parallel ranks have the same weights too.
     replicas = world_size() // model_ranks * parallel.context_parallel_size
     if replicas > 1:
         raise ConfigError(

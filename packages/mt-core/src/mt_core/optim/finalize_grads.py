@@ -42,6 +42,7 @@ class GradFinalizer:
         """All-reduce partial gradients (sequence parallelism) and the gradients of weights tied over stages."""
         if self.ctx.world.size == 1:
             return
+        # Names come in the same order on all ranks of an axis, which fixes the order of elements in the collectives.
         gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
         partial: dict[AxisName, list[Tensor]] = {}
         for name, gradient in gradients.items():
@@ -49,6 +50,7 @@ class GradFinalizer:
                 partial.setdefault(axis, []).append(gradient)
         for axis, parts in partial.items():
             sum_gradients(parts, self.ctx.axis(axis))
+        # One by one, since each name may have other holders.
         for shared, holders in self.copies.axes.items():
             if shared in gradients:
                 sum_gradients([gradients[shared]], holders)
@@ -63,6 +65,7 @@ class GradFinalizer:
         squares = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         own = [p.grad for name, p in named if p.grad is not None and self.counts(name)]
         if own:
+            # Squared and summed in fp64: the square of an fp32 norm above 1.8e19 overflows fp32.
             squares += torch.stack(norms(own)).double().square().sum()
         return all_reduce(squares, self.ctx.world).sqrt()
 
@@ -70,6 +73,7 @@ class GradFinalizer:
         """Number of zeros in the whole model's gradient, without padding."""
         counted = [(name, p.grad) for name, p in named if p.grad is not None and self.counts(name)]
         own = sum(int((gradient == 0).sum()) for _, gradient in counted)
+        # The rank with the first part subtracts the padding of the whole parameter, so that it is subtracted once.
         own -= sum(self._padding(name) for name, _ in counted if self._has_first_part(name))
         (total,) = sum_over([float(own)], self.ctx.world, self.ctx.device)
         return int(total)
@@ -79,6 +83,7 @@ class GradFinalizer:
         layout = self.layouts.get(name)
         if layout is None:
             return 0
+        # Padded size less true size.
         return math.prod(layout.padded.get(dim, n) for dim, n in enumerate(layout.shape)) - math.prod(layout.shape)
 
     def _has_first_part(self, name: str) -> bool:
@@ -92,7 +97,10 @@ class GradFinalizer:
         """Whether this rank is the one replica that counts this gradient in sums."""
         layout = self.layouts[name]
         dividing = {split.axis for split in layout.splits}
+        # On an axis that does not split it, the tensor is replicated: its ranks other than 0 do not count it.
         copies: list[Axis] = [self.ctx.axis(axis) for axis in OTHER_AXES[layout.replicas] if axis not in dividing]
+        # Sharded gradients are partitioned over `shard`, where each rank counts its own part, and replicated over
+        # `replicate`.
         copies.append(self.ctx.axis(SHARDS[layout.replicas][1] if self.sharded else layout.replicas))
         if name in self.copies.axes:
             copies.append(self.copies.axes[name])

@@ -40,8 +40,11 @@ class FullyShardedWeights(UnshardedWeights):
 
     def __init__(self, model: nn.Module, ctx: ParallelContext, options: ShardOptions) -> None:
         super().__init__(model)
+        # Layouts are read before: afterwards the parameters are DTensors.
         fully_shard_model(model, parameter_layouts(model), ctx, options)
         self._parameters: dict[str, Any] = dict(model.named_parameters())  # DTensors
+        # Views of FSDP's shards. The optimizer works on plain tensors, since kernels on DTensors dispatch several times
+        # slower.
         self._own = {name: nn.Parameter(p.to_local().detach()) for name, p in self._trained()}
         self._passes = 0
         self._split_backward = options.split_backward
@@ -66,7 +69,10 @@ class FullyShardedWeights(UnshardedWeights):
 
     def _end_passes(self, end: bool) -> None:
         """Whether backward passes reduce-scatter gradients and reshard weights at their end."""
+        # Without sync FSDP accumulates unsharded gradients, so that a step has one reduce-scatter and not one a
+        # micro-batch.
         self.model.set_requires_gradient_sync(end)  # type: ignore[operator]
+        # The weight part of a backward pass still reads the weights after the input part has ended.
         if self._split_backward:
             self.model.set_reshard_after_backward(end)  # type: ignore[operator]
 
@@ -80,6 +86,8 @@ class FullyShardedWeights(UnshardedWeights):
             self.model.finalize_backward()  # type: ignore[operator]
         for name, parameter in self._trained():
             gradient = parameter.grad
+            # The optimizer skips a parameter without a gradient. With zeros it steps every shard on every rank, as it
+            # does with ParamAndGradBuffer.
             self._own[name].grad = torch.zeros_like(self._own[name]) if gradient is None else gradient.to_local()
 
     def copy_to_model(self) -> None: ...
@@ -91,6 +99,8 @@ class FullyShardedWeights(UnshardedWeights):
 
         assert part is not None
         of = self._parameters[name]
+        # shape and stride are given because from_local otherwise assumes equal shards, and the last ones may be shorter
+        # or empty.
         return DTensor.from_local(
             part, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
         ).full_tensor()
@@ -99,13 +109,16 @@ class FullyShardedWeights(UnshardedWeights):
         from torch.distributed.tensor import distribute_tensor
 
         of = self._parameters[name]
+        # src_data_rank=None: every rank has the same local tensor and cuts its shard without a broadcast.
         return distribute_tensor(local, of.device_mesh, of.placements, src_data_rank=None).to_local()
 
     def owned_slices(self, name: str) -> list[TensorSlice]:
         """This rank's rows, as torch.chunk divides them over the `shard` axis."""
         whole = self._parameters[name]
         mesh = whole.device_mesh
+        # The last mesh dimension is the shard axis; with HSDP the one before it replicates.
         number, ranks = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        # 5 rows on 4 ranks: 2, 2, 1 and 0 rows, as ceil(5 / 4) = 2; the last rank starts at row 5, not 6.
         first = min(-(-whole.shape[0] // ranks) * number, whole.shape[0])
         own = tuple(whole.to_local().shape)
         return [TensorSlice((first,) + (0,) * (len(own) - 1), own)]
@@ -143,6 +156,8 @@ def fully_shard_model(
         if options.user_buffers:
             module.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
 
+    # Experts first: fully_shard leaves out parameters that an inner unit manages. Experts are replicated over other
+    # ranks than the rest of their layer, so they need a unit with a mesh of its own.
     for path, module in model.named_modules():
         own = [name for name, _ in module.named_parameters(prefix=path, recurse=False)]
         if own and all(layouts[name].replicas == "edp" for name in own):
@@ -151,6 +166,8 @@ def fully_shard_model(
         for layer in stack:
             shard(layer, "dp_cp")
     shard(model, "dp_cp")
+    # Stages are run by run_stage() and not by __call__, whose hooks gather the weights; this puts the hooks around
+    # run_stage().
     if is_pipelined(model) and ctx.pp.size > 1:
         register_fsdp_forward_method(model, "run_stage")
 
@@ -162,9 +179,12 @@ def shard_mesh(ctx: ParallelContext, replicas: AxisName) -> Any:
     shard, replicate = (ctx.axis(name) for name in SHARDS[replicas])
     kind = ctx.device.type
     if ctx.world.size == 1:
+        # A context of one process has no group to build a mesh on.
         return init_device_mesh(kind, (1,))
     if replicate.size == 1:
         return DeviceMesh.from_group(_group(shard), kind, mesh=torch.tensor(shard.ranks))
+    # [replicate, shard] global ranks. This rank's row is shard.ranks; other rows are the same, shifted by the distance
+    # to the other replica (see _hsdp_axes).
     places = torch.tensor(
         [[rank + other - replicate.ranks[replicate.rank] for rank in shard.ranks] for other in replicate.ranks]
     )

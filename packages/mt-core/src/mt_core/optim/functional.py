@@ -29,6 +29,7 @@ class FunctionalOptimizer:
     """
 
     def __init__(self, groups: list[ParamGroup], lr: float) -> None:
+        # A group's own lr wins.
         self.param_groups: list[ParamGroup] = [{"lr": lr, **group} for group in groups]
         self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
 

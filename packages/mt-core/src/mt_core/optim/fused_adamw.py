@@ -46,8 +46,11 @@ class FusedAdamW(FunctionalOptimizer):
         options = AdamWOptions(group["lr"], self.beta1, self.beta2, self.eps, group["weight_decay"])
         scale = self.gradient_scale
         if scale is None:
+            # The kernel always reads a factor, from the device.
             scale = torch.ones((), device=parameters[0].device)
         copies = [self.copies.get(parameter) for parameter in parameters]
+        # A remainder exists where the weight is bf16, so a group has remainders for all of its weights or for none; so
+        # it is with copies.
         for members in _by_dtypes(parameters, gradients, copies):
             weights = [parameters[i] for i in members]
             states = [self._state(weight) for weight in weights]
@@ -72,6 +75,7 @@ class FusedAdamW(FunctionalOptimizer):
         if parameter.dtype == torch.float32:
             parameter.data.copy_(main)
             return
+        # high: the upper 16 bits, which are the bf16 weight. low: int16, the other bits of the fp32 mantissa.
         high, low = split_halves(main.float())
         parameter.data.copy_(high)
         self._state(parameter)["remainder"].copy_(low)
@@ -79,6 +83,7 @@ class FusedAdamW(FunctionalOptimizer):
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
+            # On the device: a skipped step must not count, and the host does not see whether a step is skipped.
             state["step"] = torch.zeros((), device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.moment_dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.moment_dtype)

@@ -12,6 +12,7 @@ from mt_core.optim.param_groups import ParamGroup
 BySamples = Callable[[int], float]
 """consumed samples -> the value for the step that starts after them"""
 
+# Fraction of the training -> fraction of the increase: 0 at 0, 1 at 1.
 _RISES: dict[WeightDecayStyle, Callable[[float], float]] = {
     "linear": lambda progress: progress,
     "cosine": lambda progress: 0.5 * (math.cos(math.pi * (1.0 - progress)) + 1.0),

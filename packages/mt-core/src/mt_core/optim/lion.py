@@ -25,6 +25,7 @@ class Lion(FunctionalOptimizer):
         lr, weight_decay = group["lr"], group["weight_decay"]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             moment = self._moment(parameter)
+            # beta1 interpolates for the direction. The moment decays with beta2, after its use.
             direction = moment.lerp(gradient, 1.0 - self.beta1).sign_()
             parameter.mul_(1.0 - lr * weight_decay).add_(direction, alpha=-lr)
             moment.lerp_(gradient, 1.0 - self.beta2)

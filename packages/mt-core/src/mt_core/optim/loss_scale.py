@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mt_core.config.schema import PrecisionConfig
 
+# Powers of two change the exponent alone, so scaling and unscaling round nothing.
 GROWTH, BACKOFF = 2.0, 0.5
 
 
@@ -29,6 +30,8 @@ class LossScaler:
         if overflowed:
             self.clean_steps = 0
             self.patience -= 1
+            # Patience is not refilled here, as in Megatron: every further overflow halves the scale, until a whole
+            # window is clean.
             if self.patience <= 0:
                 self.scale = max(self.scale * BACKOFF, self.min_scale)
             return

@@ -110,6 +110,7 @@ class Fp32Weights(UnshardedWeights):
         return trained_parameters(self.model)
 
     def zero_grad(self) -> None:
+        # With None the first micro-batch's gradient is stored and not added, which saves writing and reading zeros.
         self.model.zero_grad(set_to_none=True)
 
     def copy_to_model(self) -> None: ...
@@ -129,6 +130,7 @@ class AccumulatedWeights(UnshardedWeights):
         self._mains: dict[str, MainGrad] = {}
         for name, parameter in trained_parameters(model):
             gradient = torch.zeros_like(self.own[name], dtype=torch.float32)
+            # Set once: products and hooks write to its memory through the MainGrad.
             self.own[name].grad = gradient
             # A weight in 32 bits among others: nothing but its hook adds to the sum.
             self._mains[name] = attach_main_grad(parameter, gradient) or MainGrad(gradient)
@@ -142,6 +144,7 @@ class AccumulatedWeights(UnshardedWeights):
 
     def reduce(self) -> None:
         for main in self._mains.values():
+            # A weight that got no gradient in this step: its memory has last step's values until zeros are written.
             main.settle()
 
 
@@ -196,13 +199,16 @@ def _fp32_copy(parameter: nn.Parameter) -> nn.Parameter:
 
 def _same_memory(parameter: nn.Parameter) -> nn.Parameter:
     """Beside the model's, whose gradient has the dtype that autograd gives it."""
+    # detach() shares memory: the optimizer's write is the model's.
     weight = nn.Parameter(parameter.detach())
+    # torch requires a gradient in the dtype of its tensor unless grad_dtype says otherwise.
     weight.grad_dtype = torch.float32
     return weight
 
 
 def _accumulate_into(main: MainGrad) -> Callable[[Tensor], None]:
     def accumulate(parameter: Tensor) -> None:
+        # None where a matrix product has added the gradient to main_grad itself.
         if parameter.grad is not None:
             main.add(parameter.grad)
             parameter.grad = None

@@ -54,7 +54,9 @@ class HeadRows:
 
     def split(self, weight: Tensor) -> list[Tensor]:
         """[rows, columns] -> all queries, all keys, all values, each [rows of its kind, columns]"""
+        # [groups, heads_per_group + 2, head_dim, columns]
         parts = weight.unflatten(0, (-1, self.heads_per_group + 2, self.head_dim)).split(self._sizes, 1)
+        # [groups, heads, head_dim, columns] -> [groups * heads * head_dim, columns]
         return [part.flatten(0, 2) for part in parts]
 
     def join(self, parts: list[Tensor]) -> Tensor:
@@ -109,18 +111,22 @@ class Team:
     def broadcast(self, x: Tensor, number: int) -> None:
         """From the rank that computed it to all others, in place."""
         inner, outer = self._place(number)
+        # First along the owner's column of the grid, then along every row, so that each rank receives the matrix once.
+        # inner 2, outer 2, owner (1, 0): (1, 0) -> (1, 1), then (1, 0) -> (0, 0) and (1, 1) -> (0, 1)
         if self.outer.size > 1 and self.inner.rank == inner:
             dist.broadcast(x, self.outer.ranks[outer], group=self.outer.group)
         if self.inner.size > 1:
             dist.broadcast(x, self.inner.ranks[inner], group=self.inner.group)
 
     def _place(self, number: int) -> tuple[int, int]:
+        # (inner rank, outer rank). A round has at most `size` matrices, so the outer rank is in range.
         return number % self.inner.size, number // self.inner.size
 
 
 def team_of(matrix: ShardedMatrix) -> Team:
     ctx = matrix.ctx
     if matrix.layout.replicas == "edp":
+        # Without ep: each of its ranks has other experts and so other matrices.
         return Team(ctx.axis("etp"), ctx.axis("edp"))
     return Team(ctx.tp, ctx.dp_cp)
 
@@ -128,6 +134,7 @@ def team_of(matrix: ShardedMatrix) -> Team:
 def rounds(members: list[Update], size: int) -> Iterator[list[Update]]:
     """Matrices of about the same cost together, one for each rank, so that ranks are done at the same time and no more
     whole matrices exist at once."""
+    # sorted() is stable and the shapes are canonical, so all ranks form the same rounds.
     by_cost = sorted(members, key=lambda update: -math.prod(update.matrix.layout.shape))
     return (by_cost[first : first + size] for first in range(0, len(by_cost), size))
 
@@ -152,6 +159,7 @@ class Muon(FunctionalOptimizer):
         teams: dict[Team, list[Update]] = {}
         for parameter, gradient in zip(parameters, gradients, strict=True):
             matrix = self.matrices[parameter]
+            # Axes compare by ranks and not by group, so equal axes give one team.
             teams.setdefault(team_of(matrix), []).append(Update(parameter, gradient, matrix))
         for team, members in teams.items():
             for one_each in rounds(members, team.size):
@@ -159,6 +167,8 @@ class Muon(FunctionalOptimizer):
 
     def _update_together(self, updates: list[Update], team: Team, lr: float, weight_decay: float) -> None:
         """One matrix for each rank. A rank holds at most two whole ones at once, besides those of Newton-Schulz."""
+        # Gather all matrices of the round, orthogonalize the own one, broadcast each result, apply this rank's shard of
+        # it.
         own, shapes = self._unshard(updates, team)
         direction = None if own is None else self._orthogonal(*own).contiguous()
         del own
@@ -167,9 +177,11 @@ class Muon(FunctionalOptimizer):
                 assert direction is not None
                 whole = direction
             else:
+                # Memory for the broadcast.
                 whole = parameter.new_empty(shapes[number])
             team.broadcast(whole, number)
             shard = matrix.shard(whole).view_as(parameter)
+            # Decoupled weight decay, as AdamW's.
             parameter.mul_(1.0 - lr * weight_decay).add_(shard, alpha=-lr)
             del whole, shard  # before the next one is allocated
 
@@ -180,6 +192,7 @@ class Muon(FunctionalOptimizer):
         Newton-Schulz, as otherwise each rank would wait for those of the ranks before it."""
         own, shapes = None, []
         for number, (parameter, gradient, matrix) in enumerate(updates):
+            # Every rank updates its shard of the momentum and takes part in the gather, whichever rank owns the matrix.
             whole = matrix.unshard(self._momentum(parameter, gradient))
             shapes.append(whole.shape)
             if team.owns(number):
@@ -191,6 +204,7 @@ class Muon(FunctionalOptimizer):
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
+        # lerp_(g, 1 - b): m <- b m + (1 - b) g. Nesterov: (1 - b) g + b m.
         moment = state["momentum_buffer"].lerp_(gradient, 1.0 - self.config.muon_momentum)
         return gradient.lerp(moment, self.config.muon_momentum) if self.config.muon_nesterov else moment
 
@@ -203,6 +217,7 @@ class Muon(FunctionalOptimizer):
     def _scaled(self, matrix: Tensor) -> Tensor:
         rows, columns = matrix.shape[-2:]
         factor = scale_factor(rows, columns, self.config.muon_scale_mode) * self.config.muon_extra_scale_factor
+        # The factor is that of the whole matrix and not of the shard, so a step does not depend on the layout.
         return orthogonalize(matrix, self.config.muon_num_ns_steps, self.config.muon_coefficient_type) * factor
 
 
@@ -214,6 +229,7 @@ class ChainedOptimizer:
         self.param_groups: list[ParamGroup] = list(chain.from_iterable(one.param_groups for one in optimizers))
         self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
         for one in optimizers:
+            # One dictionary for all: checkpoints read the state of the chain and not of its members.
             one.state = self.state
 
     def step(self) -> Any:
@@ -223,6 +239,7 @@ class ChainedOptimizer:
 
 def is_matrix(name: str, layout: ParameterLayout) -> bool:
     """Whether Muon updates a weight: a matrix, or one per expert, but not an embedding or the output layer."""
+    # Experts are stacked on a leading axis: [experts, rows, columns].
     dimensions = 3 if layout.replicas == "edp" else 2
     return len(layout.shape) == dimensions and not is_table(name) and not is_embedding_or_output(name)
 
@@ -278,6 +295,7 @@ def _chosen(groups: list[ParamGroup], wanted: Any) -> list[ParamGroup]:
 def _of_one_matrix(layout: ParameterLayout) -> ParameterLayout:
     if len(layout.shape) == 2:
         return layout
+    # Dimension 0 counts the experts.
     return replace(layout, splits=tuple(split for split in layout.splits if split.dim > 0))
 
 
@@ -299,6 +317,7 @@ def _matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
+    # A setting of the whole process: the model's own fp32 products keep theirs.
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

@@ -31,12 +31,15 @@ SMALLEST_NORM = 1e-7
 
 def orthogonalize(matrix: Tensor, steps: int, coefficients: MuonCoefficients) -> Tensor:
     """Approximately U V^T of each matrix [..., rows, columns], in its dtype."""
+    # Transposed if tall: the Gram matrix is then of the smaller dimension.
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
+    # The Frobenius norm bounds the largest singular value, so all are in [0, 1], where the polynomial moves them to 1.
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=SMALLEST_NORM)
     sets = COEFFICIENTS[coefficients]
     for step in range(steps):
         a, b, c = sets[step % len(sets)]
+        # [..., n, n] with n = min(rows, columns)
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
     return x.mT if tall else x

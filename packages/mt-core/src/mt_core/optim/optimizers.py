@@ -37,6 +37,7 @@ class AdamW(FunctionalOptimizer):
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
+            # The empty list above is max_exp_avg_sqs, which only amsgrad has.
             [state["step"] for state in states],
             fused=True,
             amsgrad=False,
@@ -80,6 +81,7 @@ class SGD(FunctionalOptimizer):
             maximize=False,
         )
         for parameter, buffer in zip(parameters, buffers, strict=True):
+            # torch's sgd puts the buffers that it creates in the first step into the list.
             if buffer is not None:
                 self.state[parameter]["momentum_buffer"] = buffer
 

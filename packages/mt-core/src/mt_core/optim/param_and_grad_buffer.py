@@ -67,16 +67,21 @@ class ParamAndGradBuffer(UnshardedWeights):
         for bucket in self.buckets:
             for shard in shard_params(bucket):
                 self._shard_of[shard.slot.name] = shard
+        # Names whose 16-bit copy the optimizer writes itself (take_copy).
         self._taken: set[str] = set()
         self._names = [name for name, _ in trained_parameters(model)]
+        # _next_bucket: the first bucket whose reduction has not been started in this step.
         self._passes = self._next_bucket = 0
+        # Bucket -> gradients that it still lacks, over all backward passes of the step.
         self._waiting: dict[int, int] = {}
         self._gathers = GatherOrder(model, self.buckets) if options.overlap_gather else None
+        # The returned nodes are kept because their hooks are removed with them.
         self._hooked = [
             call_after_gradient(slot.parameter, self._accumulate(number, slot))
             for number, bucket in enumerate(self.buckets)
             for slot in bucket.slots
         ]
+        # Set for 16-bit weights alone: the gradient of an fp32 weight is accumulated by autograd in the bucket itself.
         self._mains: dict[str, MainGrad] = {}
         if options.accumulate_in_fp32:
             for bucket in self.buckets:
@@ -107,8 +112,10 @@ class ParamAndGradBuffer(UnshardedWeights):
 
     def expect(self, passes: int) -> None:
         """Set the number of backward passes of the step. A bucket is reduced in the last one."""
+        # The first forward pass follows: what it uses before any layer hook has to be there.
         if self._gathers is not None:
             self._gathers.finish_first()
+        # A parameter without a gradient in some pass leaves its bucket waiting; reduce() then starts what is left.
         self._passes, self._next_bucket = passes, 0
         self._waiting = {number: passes * len(bucket.slots) for number, bucket in enumerate(self.buckets)}
 
@@ -116,6 +123,8 @@ class ParamAndGradBuffer(UnshardedWeights):
         for bucket in self.buckets:
             for slot in bucket.slots:
                 self._collect(bucket, slot)
+        # Without overlap, all buckets; with it, those from the first that an unused parameter kept from being full. In
+        # the same order on all ranks, as in accumulate().
         while self._next_bucket < len(self.buckets):
             self._start_next()
         for bucket in self.buckets:
@@ -131,6 +140,7 @@ class ParamAndGradBuffer(UnshardedWeights):
     @torch.no_grad()
     def copy_to_model(self) -> None:
         for name, shard in self._shard_of.items():
+            # fp32 shards are views of the bucket and copy nothing.
             if name not in self._taken:
                 shard.copy_to_model()
         for bucket in self.buckets if self._gathers is None else self._gathers.in_order_of_use:
@@ -171,6 +181,7 @@ class ParamAndGradBuffer(UnshardedWeights):
 
         def accumulate() -> None:
             self._collect(bucket, slot)
+            # 0 until expect() is called: a backward pass before any step reduces nothing.
             if not self.options.overlap_reduce or not self._passes:
                 return
             self._waiting[number] -= 1
@@ -182,9 +193,11 @@ class ParamAndGradBuffer(UnshardedWeights):
 
     def _start_next(self) -> None:
         """Start the reduction of the next bucket, and that of the previous one over the replicas (HSDP)."""
+        # The collective reads the memory of the bucket, which a cleared and never written main_grad leaves stale.
         for main in self._mains_of(self.buckets[self._next_bucket]):
             main.settle()
         self.buckets[self._next_bucket].start_reduce()
+        # One bucket late: waiting for the reduction over the shard axis right after its start would expose it.
         if self._next_bucket > 0:
             self.buckets[self._next_bucket - 1].start_replicate_reduce()
         self._next_bucket += 1
@@ -192,12 +205,14 @@ class ParamAndGradBuffer(UnshardedWeights):
     def _collect(self, bucket: Bucket, slot: Slot) -> None:
         """Add the gradient to the bucket, unless autograd has accumulated it there in place."""
         grad, target = slot.parameter.grad, bucket.gradient(slot)
+        # The same memory: zero_grad() had set .grad to the view of the bucket.
         if grad is None or grad.data_ptr() == target.data_ptr():
             return
         if slot.name in self._mains:
             self._mains[slot.name].add(grad)
             slot.parameter.grad = None
             return
+        # autograd made a new tensor, as .grad was None and not the view that zero_grad() sets.
         target.add_(grad)
         slot.parameter.grad = target if grad.dtype == target.dtype else None
 
@@ -233,6 +248,7 @@ class ParamShard:
             assert part is not None
             return part.view_as(self.slot.parameter)
         shape = self.slot.parameter.shape
+        # fp32 holds every value of a 16-bit state exactly, and its bits fit the int32 of the sum.
         whole = torch.zeros(shape, dtype=torch.float32, device=self.main.device)
         if part is not None:
             whole.view(-1)[self.first : self.last] = part
@@ -241,6 +257,8 @@ class ParamShard:
         return whole
 
     def take_gradient(self) -> None:
+        # to() is the identity for fp32; with gradients accumulated in 16 bits it makes the fp32 ones that the optimizer
+        # needs.
         gradient = self.bucket.gradients[self.slot.start + self.first : self.slot.start + self.last]
         self.main.grad = gradient.to(self.main.dtype).view_as(self.main)
 
@@ -272,6 +290,7 @@ def shard_params(bucket: Bucket) -> Iterator[ParamShard]:
     is_fp32 = bucket.weights.dtype == torch.float32
     flat = bucket.part(bucket.weights) if is_fp32 else bucket.part(bucket.weights).float()
     for slot, first, last in bucket.owned_ranges():
+        # Offset in this rank's part, which starts at own.start of the bucket.
         begin = slot.start + first - own.start
         run = flat[begin : begin + last - first] if last > first else flat[:0]
         shaped = run if bucket.sharded else run.view_as(slot.parameter)
@@ -288,6 +307,7 @@ def build_buckets(
     """Buckets in the order in which backward fills them: roughly that of the parameters, reversed."""
     groups: dict[tuple[AxisName, torch.dtype, str], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in reversed(list(trained_parameters(model))):
+        # One bucket is one collective: of one group of ranks and one dtype.
         key = (layouts[name].replicas, parameter.dtype, name if name in alone else "")
         groups.setdefault(key, []).append((name, parameter))
     for (replicas, dtype, _), named in groups.items():

@@ -60,8 +60,10 @@ def param_groups(
     }
     for name, parameter in named_parameters:
         if parameter.requires_grad:
+            # A shard of a matrix may be one-dimensional. By its own shape it would lose its weight decay.
             shape = parameter.shape if shapes is None else shapes[name]
             group = groups[decoupled and is_embedding_or_output(name), decays(name, shape)]
             group["params"].append(parameter)
             group["names"].append(name)
+    # Ranks may have different groups, as pipeline stages without an embedding do; nothing is exchanged by group.
     return [group for group in groups.values() if group["params"]]

@@ -42,6 +42,7 @@ class LRSchedule:
 
     def __call__(self, consumed_samples: int) -> float:
         """The learning rate of the step that starts after `consumed_samples`."""
+        # At exactly `warmup` samples the decays give max_lr too.
         if self.span.warmup and consumed_samples <= self.span.warmup:
             return self.init_lr + (self.max_lr - self.init_lr) * consumed_samples / self.span.warmup
         if self.ends and consumed_samples > self.span.decay:
@@ -62,9 +63,11 @@ def cosine(consumed: int, span: Span, max_lr: float, min_lr: float) -> float:
 
 
 def inverse_square_root(consumed: int, span: Span, max_lr: float, min_lr: float) -> float:
+    # max_lr at the end of the warm-up; without one, after the first sample.
     return max(min_lr, max_lr * math.sqrt(max(span.warmup, 1)) / math.sqrt(max(consumed, 1)))
 
 
+# Fraction r of the tail -> fraction of max_lr - min_lr that is left: 1 at r = 0, 0 at r = 1.
 _TAILS: dict[str, Callable[[float], float]] = {
     "linear": lambda r: 1.0 - r,
     "cosine": lambda r: 0.5 * (math.cos(math.pi * r) + 1.0),
@@ -86,6 +89,7 @@ def wsd(tail_style: WSDTail) -> Decay:
 
 
 def _progress(consumed: int, span: Span) -> float:
+    # From 0 at the end of the warm-up to 1. max: a decay may be no longer than the warm-up.
     return (consumed - span.warmup) / max(span.decay - span.warmup, 1)
 
 
@@ -108,6 +112,7 @@ def span_of(config: LRScheduleConfig, horizon: Horizon) -> Span:
     decay = config.lr_decay_samples or (
         config.lr_decay_iters * batch if config.lr_decay_iters else horizon.total_samples
     )
+    # A fraction of the decay and not of the whole training, as in Megatron.
     if config.lr_warmup_fraction is not None:
         warmup = int(config.lr_warmup_fraction * decay)
     else:

@@ -35,6 +35,7 @@ def probe_state(config: Config, host: PluginHost) -> StateBytes:
     # Where there are no fp32 master weights the optimizer's state has the other 16 bits of each weight.
     remainders = getattr(config.optimizer, "main_weights", None) == "remainders" and config.precision.dtype == "bf16"
     dtype = torch.bfloat16 if remainders else torch.float32
+    # 64 elements each: tensors of 64 or more are state per element, smaller ones (step counters) state per parameter.
     for is_matrix, shape in ((True, (8, 8)), (False, (elements,))):
         parameter = nn.Parameter(torch.ones(shape, dtype=dtype))
         parameter.grad = torch.ones_like(parameter)

@@ -17,6 +17,7 @@ from mt_core.parallel.context import Axis
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, in a new tensor. Not differentiable."""
+    # A copy since dist.all_reduce works in place and autograd may have saved x.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=axis.group)
     return total
@@ -25,6 +26,7 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
 def all_gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """The shards of all ranks concatenated along `dim`. Not differentiable."""
     shards = empty_shards(x, axis)
+    # flatten(0, 1) is a view of contiguous memory, so the collective fills `shards`.
     dist.all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=axis.group)
     return concat_shards(shards, dim)
 
@@ -39,11 +41,13 @@ def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 def empty_shards(x: Tensor, axis: Axis) -> Tensor:
     """Uninitialized [ranks, ...]. Collectives take it flattened to [ranks * ..., ...], which shares its memory."""
+    # The list forms of the collectives allocate and copy a tensor for each rank; the *_tensor forms use one buffer.
     return x.new_empty((axis.size, *x.shape))
 
 
 def concat_shards(shards: Tensor, dim: int) -> Tensor:
     """[ranks, ...] -> shards concatenated along `dim` of the remaining dimensions; a view when `dim` is 0."""
+    # [..., ranks, size, ...] -> [..., ranks * size, ...]. For dim > 0 flatten copies.
     return shards.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -58,6 +62,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
+        # A new tensor object: autograd treats a Function that returns its input itself as a special case.
         return x.view_as(x)
 
     @staticmethod
@@ -109,6 +114,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: Axis) -> Tensor:
         ctx.dim, ctx.axis = dim, axis
+        # contiguous() copies, so the full tensor can be freed.
         return x.chunk(axis.size, dim)[axis.rank].contiguous()
 
     @staticmethod

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mt_core._torch_compat import backend_of, time_limit_of
 from mt_core.errors import ConfigError
 
+# CTAs are the thread blocks that NCCL may occupy on a GPU; fewer leave more of it to computation.
 NCCL_CONFIG = ("min_ctas", "max_ctas", "cga_cluster_size", "net_name")
 """Fields of ncclConfig_t that can be set, by their names there and in torch."""
 
@@ -37,6 +38,7 @@ class CommunicatorOptions:
     def of_nccl(self) -> Mapping[str, Any]:
         """Those that are set and that only NCCL has."""
         names = ("is_high_priority_stream", *NCCL_CONFIG)
+        # None and False are the unset values.
         return {name: value for name in names if (value := getattr(self, name)) not in (None, False)}
 
 
@@ -45,6 +47,7 @@ DEFAULT = CommunicatorOptions()
 
 def group_arguments(options: CommunicatorOptions, world: dist.ProcessGroup) -> dict[str, Any]:
     """Arguments of dist.new_group. Without a time limit of its own a group has that of the world, and not torch's."""
+    # dist.new_group would take torch's default (10 minutes with NCCL), which the user's limit of the world may exceed.
     limit = options.timeout or time_limit_of(world)
     chosen: dict[str, Any] = {} if limit is None else {"timeout": limit}
     return chosen | ({"pg_options": nccl_options(options, limit)} if options.of_nccl else {})
@@ -54,6 +57,7 @@ def nccl_options(options: CommunicatorOptions, limit: timedelta | None) -> dist.
     """limit: of an operation. torch takes it twice, and warns where the two differ."""
     made = dist.ProcessGroupNCCL.Options()
     if limit is not None:
+        # Options carry a limit of their own besides the argument `timeout` of new_group.
         made._timeout = limit
     made.is_high_priority_stream = options.is_high_priority_stream
     for name in NCCL_CONFIG:

@@ -162,7 +162,7 @@ class ParallelContext:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this is the first process of the axis, which writes files for all of them."""
+        """Whether this process is rank 0 of the world, which writes files for all of them."""
         return is_writer()
 
 
@@ -182,6 +182,7 @@ SINGLE = Axis()
 
 def axis_members(world_size: int, sizes: AxisSizes) -> dict[AxisName, list[tuple[int, ...]]]:
     """Axis -> the groups of global ranks along it, every process in exactly one. Needs no process group."""
+    # Row-major: the last name varies fastest. tp is innermost since it communicates most and is to stay inside a node.
     dense = {"pp": sizes.pp, "dp": sizes.dp(world_size), "cp": sizes.cp, "tp": sizes.tp}
     expert = {"pp": sizes.pp, "edp": sizes.edp(world_size), "ep": sizes.ep, "etp": sizes.expert_tp}
     members: dict[AxisName, list[tuple[int, ...]]] = {
@@ -203,6 +204,8 @@ def axis_members(world_size: int, sizes: AxisSizes) -> dict[AxisName, list[tuple
 
 def _hsdp_axes(axes: list[tuple[int, ...]], count: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Splits each axis into `count` blocks of consecutive ranks, and the ranks with the same index in their block."""
+    # axes (0 1 2 3 4 5 6 7), count 2: blocks (0 1 2 3) (4 5 6 7) shard the state; (0 4) (1 5) (2 6) (3 7) replicate it.
+    # Consecutive ranks are near one another, so the frequent collectives of a block use the faster links.
     size = len(axes[0])
     if size % count:
         raise ConfigError(
@@ -217,9 +220,11 @@ def _hsdp_axes(axes: list[tuple[int, ...]], count: int) -> tuple[list[tuple[int,
 def _groups(grid: Mapping[str, int], *along: str) -> list[tuple[int, ...]]:
     """Ranks of a row-major grid, grouped along some of its dimensions."""
     names = list(grid)
+    # [pp, dp, cp, tp], or [pp, edp, ep, etp]
     ranks = torch.arange(math.prod(grid.values())).view(list(grid.values()))
     kept = [names.index(name) for name in names if name not in along]
     chosen = [names.index(name) for name in names if name in along]
+    # [groups, ranks of a group]
     rows = ranks.permute(*kept, *chosen).reshape(-1, math.prod(grid[name] for name in along))
     return [tuple(row) for row in rows.tolist()]
 
@@ -243,6 +248,7 @@ def build_parallel_context(
     communicators = communicators or {}
     sharded = sequence_parallel and sizes.tp > 1
     context = ParallelContext(device or torch.device("cpu"), params_dtype, sharded, tp_comm_overlap=tp_comm_overlap)
+    # All checks precede the first group: a rank that raised between two of them would leave the others waiting.
     require_device(communicators, context.device)
     members = axis_members(dist.get_world_size() if dist.is_initialized() else 1, sizes)
     stages = members["pp"] if pipeline_backward_communicator else []
@@ -250,7 +256,10 @@ def build_parallel_context(
     if not dist.is_initialized():
         return context
     groups = Groups()
+    # Every rank creates its groups in the order of `members`, which is the same on all.
     axes = {name: groups.axis(members[name], communicators.get(name, DEFAULT)) for name in members}
+    # A communicator runs its operations one after another. On one of their own, gradients do not wait for activations
+    # whose sender is late.
     if stages:
         axes["pp_backward"] = groups.separate_axis(stages, communicators.get("pp_backward", DEFAULT))
     return replace(context, axes=axes)
@@ -265,6 +274,7 @@ class Groups:
 
     def __init__(self) -> None:
         assert dist.group.WORLD is not None
+        # An axis over the whole world reuses its communicator, which saves the memory of a second one on each GPU.
         self._made = {(tuple(range(dist.get_world_size())), DEFAULT): dist.group.WORLD}
 
     def axis(self, members: Iterable[tuple[int, ...]], options: CommunicatorOptions = DEFAULT) -> Axis:
@@ -283,6 +293,7 @@ class Groups:
 
 def _axis(members: Iterable[tuple[int, ...]], group_of: Callable[[tuple[int, ...]], dist.ProcessGroup]) -> Axis:
     rank = dist.get_rank()
+    # All groups of a partition are of one size. So either every process makes a group here or none does.
     own = next(ranks for ranks in members if rank in ranks)
     return Axis(len(own), own.index(rank), group_of(own) if len(own) > 1 else None, own)
 
@@ -292,6 +303,7 @@ def new_group(ranks: Sequence[int], options: CommunicatorOptions = DEFAULT) -> d
     are split from the world's, every process makes a group of one partition of it, if only of itself."""
     assert dist.group.WORLD is not None
     arguments = group_arguments(options, dist.group.WORLD)
+    # With local synchronization only the members take part in the creation.
     group = dist.new_group(list(ranks), use_local_synchronization=True, **arguments)
     assert isinstance(group, dist.ProcessGroup)
     return group

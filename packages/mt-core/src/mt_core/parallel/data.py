@@ -18,6 +18,7 @@ def sum_over(values: Sequence[float], axis: Axis, device: torch.device) -> list[
     """Each value summed over the axis, in fp64."""
     if axis.size == 1:
         return list(values)
+    # Counts of tokens exceed 2**24, above which fp32 no longer holds every integer.
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total, group=axis.group)
     return total.tolist()
@@ -33,6 +34,7 @@ def sum_gradients(gradients: Sequence[Tensor], axis: Axis, bucket_elements: int 
     if axis.size == 1:
         return
     for bucket in buckets(gradients, bucket_elements):
+        # One message a bucket instead of one a tensor: small all-reduces are bound by latency.
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         dist.all_reduce(flat, group=axis.group)
         for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):

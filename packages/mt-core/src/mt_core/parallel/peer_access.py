@@ -13,6 +13,7 @@ def peer_access_objection(ranks: Sequence[int], ranks_of_host: int) -> str | Non
 
     ranks_of_host: of the world on each host, which are consecutive and have a GPU each.
     """
+    # torchrun's numbering: rank = host * ranks_of_host + local rank, and local rank i uses GPU i.
     hosts = {rank // ranks_of_host for rank in ranks}
     if len(hosts) > 1:
         return f"ranks {', '.join(map(str, ranks))} are on {len(hosts)} hosts, and memory is shared inside one host"

@@ -25,13 +25,17 @@ def find_tied_weights(names: Iterable[str], ctx: ParallelContext) -> TiedWeights
     if ctx.pp.size == 1:
         return TiedWeights()
     own = list(names)
+    # Names of the parameters of every pipeline rank; a name on several of them is tied.
     everyone: list[list[str] | None] = [None] * ctx.pp.size
     dist.all_gather_object(everyone, own, group=ctx.pp.group)
     places: dict[str, tuple[int, ...]] = {}
     for place, of_rank in enumerate(everyone):
         for name in of_rank or []:
             places[name] = (*places.get(name, ()), place)
+    # Keeps the order of `places`, which is the same on all ranks of the pipeline.
     several = {name: stages for name, stages in places.items() if len(stages) > 1}
+    # Sorted, since group creation is collective over the world: the order has to be the same on every rank. The keys
+    # are equal on all of them, as pipelines differ in their tensor- and data-parallel ranks only.
     axes = {stages: _build_axis(stages, ctx) for stages in sorted(set(several.values()))}
     return TiedWeights({name: axes[stages] for name, stages in several.items() if ctx.pp.rank in stages})
 

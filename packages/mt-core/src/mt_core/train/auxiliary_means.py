@@ -26,15 +26,19 @@ class AuxiliaryMeans:
     def begin(self, passes: int, scale: float = 1.0) -> None:
         """passes: micro-batches of the step. scale: the loss scale, applied to the auxiliary gradients too."""
         for auxiliary in self.own.values():
+            # Gradients are summed over passes and data-parallel ranks; with this factor their sum is that of the mean.
             auxiliary.scale = scale / (passes * self.ctx.dp.size)
 
     def take(self, passes: int) -> list[Tensor]:
-        """name -> [] fp64 on the device, unscaled. Does not synchronize with the device."""
+        """For each of `names` its mean, [] fp64 on the device, unscaled. Does not synchronize with the device."""
         if not self.names:
             return []
+        # Every stage gives a number for each name, 0 for those of other stages, so that one all-reduce over the stages
+        # merges them.
         totals = {name: loss.take_on_device() for name, loss in self.own.items()}
         own = [totals.get(name) for name in self.names]
         means = torch.stack([device_scalar(0.0 if total is None else total, self.ctx) for total in own]) / passes
+        # dp and not dp_cp: all ranks that share a micro-batch have the same value (see AuxiliaryLoss).
         return list(sum_on_device(sum_on_device(means / self.ctx.dp.size, self.ctx.dp), self.ctx.pp))
 
 

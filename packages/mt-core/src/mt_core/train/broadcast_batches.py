@@ -23,6 +23,7 @@ Header = list[dict[str, tuple[str, tuple[int, ...]]]]
 def broadcast_batches(batches: Iterator[RankBatch] | None, axis: Axis) -> Iterator[RankBatch]:
     """The first rank's batches, on every rank of the axis; other ranks pass None. Collective for each batch."""
     while True:
+        # Only the first rank has an iterator; the others wait in the broadcast of the header.
         batch = next(batches, None) if batches is not None else None
         shared = _broadcast_header(batch, axis)
         if shared is None:
@@ -46,6 +47,7 @@ def _broadcast_arrays(
 ) -> Arrays:
     arrays = {}
     for name, (dtype, shape) in shapes.items():
+        # torch.from_numpy shares the array's memory, so the broadcast fills it in place.
         array = np.ascontiguousarray(batch.micro_batches[index][name]) if batch else np.empty(shape, dtype)
         dist.broadcast(torch.from_numpy(array), src=axis.ranks[0], group=axis.group)
         arrays[name] = array

@@ -84,6 +84,7 @@ def build_context(config: Config, device: torch.device) -> ParallelContext:
             f"parallel.nccl_ub=true: buffers are registered with NCCL, and gloo communicates on {device.type}; set "
             "it to false, or train.device=cuda"
         )
+    # Before the groups are made, so that no rank waits for one that raises.
     if parallel.tp_comm_overlap:
         require_symmetric_memory(config, device)
     ctx = build_parallel_context(
@@ -98,6 +99,7 @@ def build_context(config: Config, device: torch.device) -> ParallelContext:
         },
         pipeline_backward_communicator=has_backward_communicator(parallel, device),
     )
+    # After the context, which determines the ranks of the axis.
     if parallel.tp_comm_overlap:
         require_peer_access(ctx.tp.ranks)
     if parallel.hierarchical_context_parallel_sizes is None or ctx.cp.size == 1:
@@ -140,6 +142,7 @@ def restore_tokenizer(config: Config, files: Mapping[str, bytes], host: PluginHo
     spec = host.tokenizers.get(config.tokenizer.tokenizer_type, key="tokenizer.tokenizer_type")
     if spec.materialize is None or not files:
         return spec.build.load()(config.tokenizer)
+    # The folder is removed on return: a tokenizer reads its files when it is built.
     with TemporaryDirectory(prefix="mt-tokenizer-") as folder:
         return spec.build.load()(spec.materialize.load()(config.tokenizer, files, Path(folder)))
 
@@ -208,6 +211,7 @@ def build_initialized_model(
     provider: ModelProvider | None = None,
 ) -> nn.Module:
     """As `build_model`, with weights drawn from `train.seed`: the same canonical tensors under every layout."""
+    # Memory is allocated but not written; initialize() writes every parameter.
     model = build_within_memory(lambda: build_model(config, ctx, host, stages, kernels, provider), config, ctx, host)
     initialize(model, config.train.seed, ctx)
     return model
@@ -237,9 +241,11 @@ def build_weights(
         require_registered_buffers(ctx)
     if parallel.use_torch_fsdp2:
         return FullyShardedWeights(model, ctx, _shard_options(config, host))
+    # Experts may have replicas where the dense weights have none, and the reverse.
     alone = max(ctx.dp_cp.size, ctx.axis("edp").size) == 1
     if keeps_remainders(config):
         return Fp32RemainderWeights(model) if in_fp32 else RemainderWeights(model)
+    # Accumulation in 16 bits is implemented by the buffer only.
     if alone and in_fp32 and not parallel.use_distributed_optimizer:
         return build_master_weights(model)
     options = BufferOptions(

@@ -147,6 +147,7 @@ class GuardedTracker(CallbackList):
         self._run = run
 
     def _each(self, call: Callable[[Callback], Any]) -> None:
+        # Before on_train_start has succeeded, errors are raised.
         if self._run is None:
             return super()._each(call)
         try:

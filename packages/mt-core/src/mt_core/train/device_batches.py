@@ -39,6 +39,7 @@ class DeviceBatches:
     def __init__(self, device: torch.device, cp: Axis) -> None:
         self.device, self.cp = device, cp
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # At most two batches: the one that is computed next and the one after it.
         self._on_the_way: list[Copied] = []
 
     def ahead(self, rank_batches: Iterable[RankBatch]) -> Iterator[RankBatch]:
@@ -47,6 +48,7 @@ class DeviceBatches:
             yield from rank_batches
             return
         current = None
+        # The copy of a batch starts before the step of the batch ahead of it is launched.
         for following in rank_batches:
             self._start(following, self._stream)
             if current is not None:
@@ -59,6 +61,7 @@ class DeviceBatches:
         """The batch for use on the current stream. A batch that was not prefetched is copied now."""
         if self._stream is None:
             return micro_batches(rank_batch, self.cp)
+        # Identity and not equality: batches hold arrays, whose == is no bool.
         if not any(copied.rank_batch is rank_batch for copied in self._on_the_way):
             self._start(rank_batch, self._stream)
         found = next(copied for copied in self._on_the_way if copied.rank_batch is rank_batch)
@@ -77,6 +80,7 @@ class DeviceBatches:
             self._on_the_way.append(Copied(rank_batch, batches, stream.record_event()))
 
     def _to_device(self, batch: Batch) -> Batch:
+        # FIRST_SAMPLE stays on the CPU: begin_micro_batch() reads it on the host.
         return {name: tensor if name == FIRST_SAMPLE else self._copy(tensor) for name, tensor in batch.items()}
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -88,6 +92,7 @@ def micro_batches(rank_batch: RankBatch, cp: Axis) -> list[Batch]:
     """Tensors on the CPU; with context parallelism only this rank's tokens."""
     batches: list[Batch] = []
     for arrays, samples in zip(rank_batch.micro_batches, rank_batch.samples, strict=True):
+        # Positions are added before the sequence is cut.
         whole = arrays if cp.size == 1 else with_positions(arrays)
         tensors = {name: torch.from_numpy(array) for name, array in whole.items()}
         own = {name: own_positions(tensor, cp) for name, tensor in tensors.items()}

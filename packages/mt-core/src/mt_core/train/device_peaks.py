@@ -38,5 +38,6 @@ def peak_tflops(device: torch.device, config: LoggingConfig) -> float | None:
 
 def peak_of_name(name: str) -> float | None:
     """name: as torch.cuda.get_device_name has it, such as "NVIDIA A100-SXM4-80GB"."""
+    # Whole words, as "H20" is a part of "H200" and "A10" of "A100".
     words = set(re.findall(r"\w+", name))
     return next((peak for known, peak in DENSE_BF16_TFLOPS if words.issuperset(known.split())), None)

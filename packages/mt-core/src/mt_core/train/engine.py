@@ -174,6 +174,7 @@ class Engine:
         host = host or load_plugins()
         config, tokenizer, device = _resolved(loaded, host)
         ctx = build.build_context(config, device)
+        # First of all work on the device: hooks on gradients belong to the stream on which they are registered.
         if config.train.cuda_graphs != "none" and device.type == "cuda":
             use_capture_stream(device)
         stages = build_stages(config, ctx, host)
@@ -182,7 +183,9 @@ class Engine:
         flops_per_sample = build.count_flops(config, host) if model is None else None
         if model is None:
             model = build.build_initialized_model(config, ctx, host, own_stages, kernels, model_provider)
+        # Before graphs are built, which wrap the forward of the layers as they find it.
         build.compile_blocks(model, config)
+        # Read before build_weights(), which under FSDP2 replaces the parameters by DTensors.
         layouts = parameter_layouts(model)
         malloc = keep_freed_memory(config, model, ctx, host)
         copies = find_tied_weights([name for name, _ in model.named_parameters()], ctx)
@@ -197,6 +200,7 @@ class Engine:
         forward_backward = _build_forward_backward(
             config, ctx, model, main_weights, stages, losses.trained, forward_step, recorder
         )
+        # Over all stages: a kernel may serve a layer that only another stage has.
         kernels.require_used(merged_over_stages(dict.fromkeys(kernels.picked, True), ctx))
         scaler = build_loss_scaler(config.precision)
         step = OptimizerStep(
@@ -211,6 +215,7 @@ class Engine:
             deferred=defers_metrics(config, ctx, optimizer),
             capture=graphs if isinstance(graphs, StepGraphs) else None,
         )
+        # After initialization, which draws from generators of its own, so that steps start from a defined state.
         torch.manual_seed(stream_seed(config.train.seed, dropout_stream(ctx)))
         engine = cls(
             config=config,
@@ -239,6 +244,7 @@ class Engine:
             malloc=malloc,
             kept_logits=losses.kept_logits,
         )
+        # Last: the optimizer's master weights exist and are set too.
         if weights is not None:
             load_weights(weights, engine.checkpointed(), layouts, config, host)
         return engine
@@ -305,6 +311,7 @@ class Engine:
             ahead=self.config.data.prefetch_batches,
         )
         model = self.ctx.axis("model")
+        # The ranks of one copy of the model take the same samples.
         if self.config.data.read_by == "each" or model.size == 1:
             yield from reader
         else:
@@ -341,6 +348,7 @@ class Engine:
         learning_rate = self.next_learning_rate() if learning_rate is None else learning_rate
         batches = self.device_batches.take(rank_batch)
         captured = self.graphs.begin_step() if self.graphs is not None else None
+        # On the host, from the arrays: counting on the device would make the host wait for it.
         counted = counted_tokens(rank_batch.micro_batches)
         pending, traced = self._traced(batches, learning_rate, counted)
         num_samples = sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
@@ -377,6 +385,7 @@ class Engine:
         recorder, path = self.recorder, self.config.logging.trace_schedule
         if recorder is None or path is None or self._steps_taken != TRACED_STEP:
             return self.step(batches, learning_rate, counted), None
+        # trace_schedule excludes deferred metrics (needs_numbers_at_once), so the step has ended when step() returns.
         recorder.begin(self.ctx.pp)
         pending = self.step(batches, learning_rate, counted)
         timeline = recorder.gather(self.ctx.pp)
@@ -387,6 +396,8 @@ class Engine:
     def eval_step(self, rank_batch: RankBatch) -> float:
         """The mean loss over the counted tokens of the batches of all ranks; changes no weight and no counter. Its
         logits are those that `take_logits` gives."""
+        # With overlapped gathers the layers' hooks wait for their own weights, but only expect() waits for those that
+        # are used before any layer, and evaluation does not call it.
         self.weights.finish_gather()
         if self.kept_logits is not None:
             self.kept_logits.begin()
@@ -401,6 +412,7 @@ class Engine:
         """Mean loss over the first train.eval_iters global batches, or over all samples (train.full_validation): the
         same samples every time."""
         self.weights.finish_gather()
+        # A kept batch of logits [rows, S, vocabulary] would add to the peak of memory.
         self.take_logits()  # no longer kept
         batches = (batches for _, batches in self._evaluation_batches(dataset))
         return evaluate(self.model, batches, self.forward_backward, self.ctx)
@@ -426,7 +438,9 @@ class Engine:
                 )
 
     def _evaluation_batches(self, dataset: Dataset) -> Iterator[tuple[RankBatch, list[Batch]]]:
+        # Batches of the full size also during a ramp-up, so that the value does not depend on when it is computed.
         size, count = self.batch_size.full, self.evaluated_samples(dataset)
+        # The last batch may be short; a rank without a sample in it computes a micro-batch that does not count.
         steps = [(first, min(size, count - first)) for first in range(0, count, size)]
         for rank_batch in self.device_batches.ahead(self.read_batches(dataset, steps)):
             yield rank_batch, self.device_batches.take(rank_batch)
@@ -462,11 +476,14 @@ class Engine:
         directory = RunDirectory(run_dir)
         if self.ctx.is_writer:
             directory.create()
+        # No rank writes into a directory that is not there yet.
         wait_for_all()
+        # The caller may use the file, or end the process, as soon as this returns.
         keys = self.config.checkpoint.model_copy(update={"async_save": False})
         path = directory.checkpoint(self.state.iteration)
         writer = build_checkpoint_writer(keys, self.host, directory, self.ctx)
         writer.write(path, self.contents(with_optimizer=with_optimizer))
+        # The writer commits last; finish() may not report the checkpoint on other ranks before.
         wait_for_all()
         writer.finish()
         return path
@@ -489,6 +506,7 @@ def _resolved(loaded: LoadedConfig, host: PluginHost) -> tuple[Config, Tokenizer
         torch.set_num_threads(config.train.num_threads)
     device = build.resolve_device(config.train.device)
     tokenizer = building.build_tokenizer(config, host)
+    # The number of steps follows from the length of the data set, and the length of the warm-up is checked against it.
     config = building.with_resolved_epochs(build.with_vocab_size(config, tokenizer), tokenizer, host)
     if config.train.train_epochs is not None:
         check_warmup(config, loaded.origin)
@@ -516,6 +534,7 @@ def _build_losses(
     """given, wrap, return_logits: as the arguments of `Engine.build`."""
     model, ctx = environment.model, environment.ctx
     needs_logits = wrap is not None or return_logits
+    # Without logits in the model's output there is nothing to wrap or to keep, so the fused loss is not chosen.
     config = with_logits_loss(config, host) if needs_logits else with_resolved_loss(config, model, host)
     loss = given or _configured_loss(config, ctx, host, environment.kernels)
     if wrap is not None:

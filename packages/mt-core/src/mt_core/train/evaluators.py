@@ -24,4 +24,5 @@ def configured_evaluators(config: Config, host: PluginHost) -> list[Evaluator]:
         if getattr(config.eval, key) and key not in host.evaluators.names():
             raise ConfigError(f"eval.{key} is set, and no plugin measures it; install mt-eval, or remove the key")
     built = [spec.build.load()(config) for spec in host.evaluators]
+    # A plugin's build() returns None where the section does not turn it on.
     return [evaluator for evaluator in built if evaluator is not None]

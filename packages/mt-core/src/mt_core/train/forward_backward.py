@@ -29,6 +29,7 @@ def default_forward_step(loss: Loss) -> ForwardStep:
 
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         names = contract(model).inputs
+        # A field that the batch does not have keeps the default of the model's forward.
         return loss(model(**{name: batch[name] for name in names if name in batch}, **options), batch)
 
     return forward
@@ -73,11 +74,13 @@ class NoPipelining:
         self.weights = weights or UnshardedWeights(model)
 
     def forward_backward(self, batches: Sequence[Batch], share: LossShare) -> Tensor:
+        # On the CPU: adding a tensor of the device to this scalar gives one of the device.
         total = torch.zeros(())
         for number, batch in enumerate(batches):
             self.weights.begin_pass(number)
             self.begin(batch)
             part = share(self.forward_step(self.model, batch), batch)
+            # Before the next forward pass: the activations of one micro-batch are alive at a time.
             part.backward()
             total = total + part.detach()
         return total
@@ -92,4 +95,5 @@ class NoPipelining:
 
 def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
     """Sum of losses where mask is 1. A masked position contributes exactly 0, even if its loss is not finite."""
+    # losses * mask would give NaN for an infinite loss at a masked position (inf * 0).
     return losses.masked_fill(mask == 0, 0.0).sum()

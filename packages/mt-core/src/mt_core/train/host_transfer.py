@@ -23,6 +23,7 @@ class HostTransfer:
         """values: [n], on any device"""
         if values.device.type == "cpu":
             return cls(values, None)
+        # A copy to pageable memory would make the host wait for the device.
         pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         pinned.copy_(values, non_blocking=True)
         done = torch.cuda.Event()
@@ -51,6 +52,7 @@ class DelayedAllReduceFlag:
     def __call__(self, flag: bool) -> bool:
         if self.axis.size == 1:
             return flag
+        # Launched before the previous result is read, which may wait for the device.
         previous, total = self._previous, all_reduce(device_scalar(float(flag), self.ctx), self.axis)
         self._previous = HostTransfer.start(total.view(1))
         return previous is not None and previous.result()[0] > 0

@@ -34,10 +34,12 @@ class KeptLogits:
                 "or none, or build the engine without return_logits"
             )
         self.loss, self.config, self.ctx = loss, config, ctx
+        # Class logits are not sharded over tensor-parallel ranks.
         self._over_vocabulary = not hasattr(model, "classification_head")
         self._logits: list[Tensor] | None = None
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        # None outside of begin() ... take(): evaluation of a whole data set keeps nothing.
         if self._logits is not None:
             self._logits.append(logits_of(output).detach())
         return self.loss(output, batch)

@@ -17,6 +17,7 @@ def check_pipeline_schedule(config: Config, host: PluginHost) -> None:
     spec = host.pipeline_schedules.get(parallel.pipeline_schedule, key="parallel.pipeline_schedule")
     if parallel.pipeline_model_parallel_size == 1 or find_spec("torch") is None:
         return
+    # Imports torch.
     from mt_core.train.pipelining import model_stages
 
     model_stages(config, host)

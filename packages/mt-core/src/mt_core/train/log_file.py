@@ -18,6 +18,7 @@ class LogFile(Callback):
     def __init__(self, lines: LogLines) -> None:
         self._lines = lines
         self._file: TextIO | None = None
+        # Messages of the time before the run directory exists.
         self._early: list[str] = []
 
     def on_message(self, run: Run, text: str) -> None:

@@ -55,5 +55,6 @@ def has_own_settings(environ: Mapping[str, str] = os.environ) -> bool:
 
 def raise_thresholds() -> bool:
     """Whether glibc accepted both."""
+    # The symbols of this process, whose malloc is the one that torch uses.
     libc = ctypes.CDLL(None)
     return all(libc.mallopt(option, LARGEST) == 1 for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD))

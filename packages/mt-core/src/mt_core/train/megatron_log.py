@@ -40,6 +40,7 @@ def megatron_evaluation_lines(metrics: Metrics) -> str:
             line += f"{name} value: {value:.6E} | {name} PPL: {perplexity(float(value)):.6E} | "
         elif key != "iteration":
             line += f"{key} value: {value:.6E} | "
+    # Megatron prints as many characters as the line has, and one more.
     rule = "-" * (len(line) + 1)
     return f"{rule}\n{line}\n{rule}"
 

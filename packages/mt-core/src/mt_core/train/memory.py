@@ -50,10 +50,13 @@ class Budget(TorchFunctionMode):
         self.left = size
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Only parameters are allocated so; temporaries of initialization come later.
         if func is not torch.empty:
             return func(*args, **(kwargs or {}))
+        # Meta tensors have shape and dtype and no memory, so the size is found without allocating it.
         planned = func(*args, **{**(kwargs or {}), "device": "meta"})
         self.left -= planned.numel() * planned.element_size()
+        # Past the budget the model is finished on the meta device, so that its whole size can be reported.
         return func(*args, **(kwargs or {})) if self.left >= 0 else planned
 
 
@@ -66,6 +69,7 @@ def build_within_memory(
     free = free_bytes(ctx.device) if config.train.check_memory else None
     if free is None:
         return build()
+    # A model that fits is built once. One that does not is refused below, since the sizes exceed `free`.
     with Budget(free):
         model = build()
     needed = needed_bytes(model, config, ctx, host)
@@ -93,11 +97,14 @@ def needed_bytes(model: nn.Module, config: Config, ctx: ParallelContext, host: P
     weights = gradients = state = 0.0
     for name, parameter in trained_parameters(model):
         size, itemsize = parameter.numel(), parameter.element_size()
+        # Number of ranks that the optimizer state of this parameter is divided over.
         shards = ctx.axis(SHARDS[layouts[name].replicas][0]).size
         own = size / shards if parallel.use_distributed_optimizer or parallel.use_torch_fsdp2 else size
+        # FSDP2 shards weights and gradients too; the distributed optimizer keeps both whole.
         elements = own if parallel.use_torch_fsdp2 else size
         weights += elements * itemsize
         gradients += elements * (FP32 if in_fp32 else itemsize)
+        # Optimizer state of the rank's own elements, and what completes its 16-bit weights to fp32.
         state += each.of(parameter.dim() > 1, int(own)) + own * completed_bytes(config, itemsize)
     return Needed(sum(p.numel() for p in model.parameters()), weights, gradients, state)
 
@@ -106,6 +113,7 @@ def completed_bytes(config: Config, itemsize: int) -> int:
     """Bytes of the fp32 copies of 16-bit weights, or of their low 16 bits."""
     if itemsize == FP32:
         return 0
+    # remainders: the 2 bytes that bf16 leaves out of 4; copies: 4 bytes beside the weight.
     return FP32 - itemsize if getattr(config.optimizer, "main_weights", "copies") == "remainders" else FP32
 
 
@@ -113,6 +121,7 @@ def free_bytes(device: torch.device, environ: Mapping[str, str] = os.environ) ->
     """Free memory of a device for this rank; ranks of a node share its host memory. None if unknown."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
+    # In a container the host's /proc/meminfo shows more than the cgroup allows.
     available = [size for size in (_available_memory(), _left_of_cgroup()) if size is not None]
     ranks = int(environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", "1")))
     return min(available) / ranks if available else None
@@ -125,6 +134,7 @@ def _available_memory() -> float | None:
     except OSError:
         return _physical_memory()
     found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    # /proc/meminfo counts in KiB.
     return float(found[0]) * 1024 if found else _physical_memory()
 
 
@@ -141,4 +151,5 @@ def _left_of_cgroup() -> float | None:
         limit, used = ((CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
     except OSError:
         return None
+    # "max" stands for no limit.
     return float(limit) - float(used) if limit.isdigit() else None

@@ -45,6 +45,7 @@ def drop_after(path: Path, iteration: int) -> None:
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8").splitlines()
+    # Incomplete lines are dropped too: the next append would continue them.
     kept = [line for line in lines if _iteration(line) is not None and (_iteration(line) or 0) <= iteration]
     if len(kept) < len(lines):
         path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

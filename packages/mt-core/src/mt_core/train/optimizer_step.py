@@ -82,6 +82,7 @@ class PendingOutcome:
     def result(self) -> StepOutcome:
         """Waits for this step, not for those launched after it."""
         loss, norm, *more = self.numbers.result()
+        # _pending() appends the token count last.
         tokens = more.pop() if self.tokens is None else self.tokens
         updated = math.isfinite(loss) and math.isfinite(norm)
         auxiliary = dict(zip(self.auxiliary, more, strict=True))
@@ -125,6 +126,7 @@ class OptimizerStep:
         self.capture = capture
         self.on_gradients: Callable[[], None] | None = None
         self._passes = 0
+        # Such as routers with expert bias, which is updated from the counts of the step.
         self.updated_after = [module for module in model.modules() if isinstance(module, PostStepHook)]
 
     def __call__(self, micro_batches: Sequence[Batch], learning_rate: float, counted: float) -> PendingOutcome:
@@ -133,7 +135,11 @@ class OptimizerStep:
         counted: unmasked tokens in the whole sequences of this data-parallel rank's micro-batches. Losses are summed
         and divided by their count over all ranks.
         """
+        # begin (zero_grad, expect) -> passes, with overlapped reductions -> reduce -> finalize_model_grads -> norm ->
+        # clip -> optimizer -> copy_to_model (all-gather) -> after_step. Everything up to the norm may be one captured
+        # graph.
         tokens = self.global_tokens(counted)
+        # A replay runs no Python, so the callback would not be called.
         if self.capture is None or self.on_gradients is not None:
             loss, norm = self._compute_gradients(micro_batches, tokens)
         else:
@@ -147,6 +153,8 @@ class OptimizerStep:
         self.begin(len(micro_batches))
 
         def share(losses: Tensor, batch: Batch) -> Tensor:
+            # Divided by the global count before backward, so that gradients are summed over micro-batches and ranks. A
+            # mean of each micro-batch would give the tokens of short ones more weight.
             part = _divided(masked_sum(losses, batch["loss_mask"]), tokens)
             return part * scale if scale != 1.0 else part
 
@@ -167,26 +175,32 @@ class OptimizerStep:
     def _reduce(self, contribution: Tensor) -> tuple[Tensor, Tensor]:
         """Reduce the gradients of the passes. Returns the loss and the gradients' norm, without the loss scale."""
         scale = self.scaler.scale
+        # Launched before the weights' reductions are waited for.
         loss = _unscaled(self._over_ranks(contribution), scale)
         self.weights.reduce()
         self.sums.finalize_model_grads(self.weights.named_parameters())
         if self.on_gradients is not None:
             self.on_gradients()
+        # The norm of scaled gradients is divided by the scale, which is cheaper than to unscale them first; their
+        # factor is applied together with that of the clipping.
         return loss, _unscaled(self.sums.norm(self.weights.named_parameters()).double(), scale)
 
     def _clip_and_update(
         self, loss: Tensor, norm: Tensor, learning_rate: float, tokens: float | Tensor
     ) -> PendingOutcome:
+        # The scale of this step: update() below may change it for the next one.
         pending, scale = self._pending(loss, norm, tokens, self._passes), self.scaler.scale
         if self.deferred:
             self._scale_gradients_or_skip(device_clip_factor(loss, norm, self.clip_grad))
             self._update(learning_rate)
         else:
+            # Waits for the device: the host decides whether to update.
             outcome = pending.result()
             self.scaler.update(overflowed=not outcome.updated)
             if outcome.updated:
                 self._scale_gradients(clip_factor(outcome.grad_norm, self.clip_grad) / scale)
                 self._update(learning_rate)
+        # After a skipped step as well, so that no counts of it are left over.
         for module in self.updated_after:
             module.after_step()
         return pending
@@ -198,19 +212,23 @@ class OptimizerStep:
     def _over_ranks(self, loss: Tensor) -> Tensor:
         """Sum over the data-, context- and pipeline-parallel ranks; the same value on every rank."""
         total = loss.to(self.ctx.device, torch.float64)
+        # Ranks without the last stage contribute 0. The sum over tp is left out: its ranks have equal losses.
         return sum_on_device(sum_on_device(total, self.ctx.dp_cp), self.ctx.pp)
 
     def _pending(self, loss: Tensor, norm: Tensor, tokens: float | Tensor, passes: int) -> PendingOutcome:
+        # Counted before clipping, whose factor may round small gradients to zero.
         zeros = self.sums.zeros(self.weights.named_parameters()) if self.count_zeros else None
         numbers = [loss, norm, *self.auxiliary.take(passes)]
         if isinstance(tokens, Tensor):
             numbers.append(tokens)
         counted = None if isinstance(tokens, Tensor) else tokens
+        # One transfer for all numbers of the step.
         return PendingOutcome(HostTransfer.start(torch.stack(numbers)), self.auxiliary.names, counted, zeros)
 
     def _scale_gradients(self, factor: float) -> None:
         if isinstance(self.optimizer, ScalesGradients):
             self.optimizer.gradient_scale = torch.tensor(factor, device=self.ctx.device)
+        # A pass over all gradients, saved when nothing is clipped.
         elif factor != 1.0:
             scale_all_(self._gradients(), factor)
 
@@ -220,6 +238,8 @@ class OptimizerStep:
             self.optimizer.gradient_scale = factor.float()
             return
         assert isinstance(self.optimizer, SupportsFoundInf)
+        # Always: the host does not see whether the factor is 1. In a skipped step the gradients become NaN and the
+        # optimizer's step changes nothing.
         scale_all_(self._gradients(), factor.float())
         self.optimizer.found_inf = factor.isnan().float()
 
@@ -243,6 +263,7 @@ def _unscaled(value: Tensor, scale: float) -> Tensor:
 
 def clip_factor(norm: float, limit: float) -> float:
     """Factor on the gradients that limits their global norm to `limit` (0: no limit)."""
+    # 1e-6: as torch.nn.utils.clip_grad_norm_ and Megatron have it.
     return min(limit / (norm + 1e-6), 1.0) if limit > 0.0 else 1.0
 
 
@@ -251,11 +272,13 @@ def device_clip_factor(loss: Tensor, norm: Tensor, limit: float) -> Tensor:
     factor = torch.ones_like(norm)
     if limit > 0.0:
         factor = (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0)
+    # loss too: it may overflow where its gradient does not.
     return torch.where(torch.isfinite(loss) & torch.isfinite(norm), factor, math.nan)
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
+        # decoupled_lr is set by GroupSchedules.prepare; lr_mult may come from a plugin's parameter groups.
         group["lr"] = group.get("decoupled_lr", learning_rate) * group.get("lr_mult", 1.0)
 
 

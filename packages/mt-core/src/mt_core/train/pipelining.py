@@ -53,6 +53,7 @@ def model_stages(config: Config, host: PluginHost) -> list[Stage]:
     parallel, schedule = config.parallel, configured_schedule(config.parallel, host)
     each = parallel.virtual_pipeline_model_parallel_size or schedule.min_stages_per_rank
     count = parallel.pipeline_model_parallel_size * each
+    # Only for its ConfigError.
     schedule.stages_per_rank(parallel.pipeline_model_parallel_size, count)
     num_layers = config.model.stacked_layers
     if num_layers is None:
@@ -76,6 +77,7 @@ def output_cost(config: Config) -> float:
     hidden = getattr(config.model, "hidden_size", None)
     if hidden is None or config.model.vocab_size is None:
         return 0.0
+    # vocab * hidden weights of the LM head over 12 * hidden^2 of a layer. 50257 ids at hidden size 1024 cost 4 layers.
     return float(config.model.vocab_size / (MATRICES_OF_A_LAYER * hidden))
 
 

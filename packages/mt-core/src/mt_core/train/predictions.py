@@ -55,6 +55,7 @@ def predict(
         for groups, batches in steps:
             for samples, batch in zip(groups, batches, strict=True):
                 output = model(**{name: batch[name] for name in inputs if name in batch})
+                # [rows]: one value a sample.
                 fields = {name: field for name, field in batch.items() if field.ndim == 1}
                 table.put(samples, {OUTPUTS: output.float(), LOSSES: loss(output, batch).float(), **fields})
     finally:
@@ -75,10 +76,12 @@ class _Table:
         self._written[samples.start : samples.stop] += 1
         for name, values in rows.items():
             column = self._columns.setdefault(name, torch.zeros((self._count, *values.shape[1:]), dtype=values.dtype))
+            # A micro-batch that does not count has one row and an empty range: nothing of it is stored.
             column[samples.start : samples.stop] = values[: len(samples)].cpu()
 
     def summed(self, ctx: ParallelContext) -> dict[str, Tensor]:
         columns = {name: _sum_over(column, ctx) for name, column in self._columns.items()}
+        # Rows that two ranks wrote would be the sum of both.
         assert (_sum_over(self._written, ctx) == 1).all(), "each sample is predicted once"
         return columns
 

@@ -14,6 +14,7 @@ from mt_core.optim.finalize_grads import OTHER_AXES
 from mt_core.parallel.context import AxisName, ParallelContext
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The largest prime below 2^16, as in Adler-32. The factors of positions repeat with this period.
 MODULUS = 65521
 
 
@@ -24,6 +25,7 @@ def check_replicas(weights: Mapping[str, Tensor], layouts: Mapping[str, Paramete
     """
     by_axis: dict[AxisName, list[str]] = {}
     for name in weights:
+        # Names are in the same order on the ranks of an axis, so that hashes are compared column by column.
         for axis in copying_axes(layouts[name]):
             if ctx.axis(axis).size > 1:
                 by_axis.setdefault(axis, []).append(name)
@@ -48,10 +50,12 @@ def _differing(
 ) -> Iterator[str]:
     axis = ctx.axis(axis_name)
     own = torch.stack([bit_hash(weights[name]) for name in names])
+    # [ranks, names] int64
     hashes = own.new_empty((axis.size, len(names)))
     dist.all_gather_into_tensor(hashes.view(-1), own, group=axis.group)
     for column, name in enumerate(names):
         values = hashes[:, column].tolist()
+        # The majority is taken to be right.
         usual = max(values, key=values.count)
         odd = [axis.ranks[place] for place, value in enumerate(values) if value != usual]
         if odd and values.count(usual) > len(odd):
@@ -62,6 +66,8 @@ def _differing(
 
 def bit_hash(tensor: Tensor) -> Tensor:
     """A 64-bit hash of the bits of a tensor and their positions."""
+    # Bits and not values: 0.0 and -0.0 differ, and NaN equals itself.
     bits = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()]).long()
     places = torch.arange(len(bits), device=bits.device) % MODULUS + 1
+    # Integer arithmetic modulo 2^64: exact, and independent of the order of summation on the device.
     return (bits * places).sum()

@@ -32,6 +32,7 @@ class StopSignals:
         self._restore()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
+        # Only a flag: a handler may interrupt any bytecode, and the loop reads it between steps.
         self.received = signal.Signals(number)
         self._restore()
 

@@ -64,16 +64,20 @@ class SplitStep:
         Under tensor parallelism logits are those of this rank's ids."""
         engine, dp = self.engine, self.engine.ctx.dp
         rows = len(next(iter(tensors.values())))
+        # Index of the first sample of this micro-batch on this rank: all ranks' rows of the earlier micro-batches, then
+        # those of the ranks before.
         first = engine.state.consumed_samples + self._rows * dp.size + dp.rank * rows
         engine.weights.begin_pass(self._passes)
         begin_micro_batch({FIRST_SAMPLE: torch.tensor(first)})
         self._passes, self._rows = self._passes + 1, self._rows + rows
+        # Reported only: the caller's loss is not divided by it.
         self._tokens += counted_tokens([tensors]) if "loss_mask" in tensors else 0.0
         names = [name for name in contract(engine.model).inputs if name in tensors]
         return engine.model(**{name: tensors[name].to(engine.device) for name in names})
 
     def backward(self, loss: Tensor) -> None:
         """loss: a scalar, computed from the output of the last `forward`."""
+        # Gradients are summed over data-parallel ranks, so each gives 1 / size of its loss: the sum is the mean.
         share = loss * (self.engine.scaler.scale / self.engine.ctx.dp.size)
         share.backward()
         self._loss += share.detach()

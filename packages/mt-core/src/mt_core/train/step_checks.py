@@ -40,10 +40,12 @@ class StepChecks:
             self.recent_losses.add(outcome.loss)
             return
         self.engine.state.skipped_iterations += 1
+        # Overflow is the normal signal of a dynamic loss scale, and an error once the scale cannot shrink further.
         if self.engine.config.precision.dtype != "fp16" or self.engine.scaler.exhausted:
             raise TrainingError(self._not_finite(record, outcome, train_data))
 
     def _first_loss_problem(self, outcome: StepOutcome) -> str | None:
+        # Checked once, in the first step after resuming.
         expected, self.expected_loss = self.expected_loss, None
         problem = expected.problem(outcome.loss) if expected is not None and outcome.updated else None
         if problem is None:
@@ -56,6 +58,7 @@ class StepChecks:
     def _verify_replicas_if_due(self, iteration: int) -> None:
         interval = self.engine.config.train.verify_replicas_interval
         if interval and iteration % interval == 0:
+            # The hashes read weights that an overlapped gather may still write.
             self.engine.weights.finish_gather()
             weights = {name: parameter.detach() for name, parameter in self.engine.model.named_parameters()}
             check_replicas(weights, self.engine.layouts, self.engine.ctx)

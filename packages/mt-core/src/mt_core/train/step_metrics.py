@@ -86,11 +86,13 @@ class StepMetrics:
         """The time of the block is no time of steps."""
         began = time.perf_counter()
         yield
+        # Evaluation and checkpoints inside the window are left out of its duration.
         self._window.started += time.perf_counter() - began
 
     def _means(self, window: LogWindow) -> MetricValues:
         seconds = window.seconds
         return {
+            # Skipped steps have no loss to average.
             "loss": window.loss / max(window.updates, 1),
             "skipped_since_log": window.steps - window.updates,
             "iteration_time": seconds / window.steps,
@@ -108,6 +110,7 @@ class StepMetrics:
         """tflops: of one device, recomputation not counted. mfu: its fraction of the peak."""
         if self.engine.flops_per_sample is None:
             return {}
+        # samples_per_second is of all ranks.
         tflops = self.engine.flops_per_sample * samples_per_second / self.engine.ctx.world.size / 1e12
         return {"tflops": tflops, **({"mfu": tflops / self._peak} if self._peak is not None else {})}
 

@@ -80,6 +80,7 @@ def _shard(name: str, layout: ParameterLayout, weight: torch.Tensor) -> LocalSha
 
 
 def _config(reader: CheckpointReader, settings: Mapping[str, Mapping[str, Any]], host: PluginHost) -> Config:
+    # The layout of training is not that of use: default sizes, unless settings give others.
     stored = {**reader.metadata["config"], "parallel": {}}
     for section, values in settings.items():
         stored[section] = {**stored.get(section, {}), **values}

@@ -85,8 +85,11 @@ class Trainer:
         configured = configured_callbacks(config.config, self.host) if is_writer() else []
         self.callbacks = CallbackList([*configured, *callbacks])
         self.evaluators = configured_evaluators(config.config, self.host)
+        # The length of a caller's data set is known before the engine is built, which needs the number of steps for its
+        # schedules.
         if train_data is not None and config.config.train.train_epochs is not None:
             config = replace(config, config=with_train_iters(config.config, len(train_data)))
+        # Before the engine is built, which takes longest: a missing checkpoint is reported at once.
         self.resumed_from = find_resume(self.directory, config.config.checkpoint)
         self.engine = Engine.build(config, host=self.host, model=model, loss=loss, forward_step=forward_step)
         self.checkpoint_writer = build_checkpoint_writer(self.config.checkpoint, self.host, self.directory, self.ctx)
@@ -108,12 +111,14 @@ class Trainer:
             else building.build_train_data(self.config, self.engine.tokenizer, self.host)
         )
         self._data_identity = data_identity(self.train_data, self.engine.tokenizer)
+        # After _restore(), which has read the identity of the stored data.
         self._check_data()
         self.valid_data = (
             valid_data
             if valid_data is not None
             else building.build_datasets(self.config, self.engine.tokenizer, "valid", self.host)
         )
+        # A data set that is too short is an error before the first step and not in the middle of a run.
         building.require_samples(self.train_data, self.engine.total_samples)
         self.validation = Validation(self.engine, self.valid_data)
         self.best = self._build_best()
@@ -144,6 +149,7 @@ class Trainer:
         if self.directory is not None and self.ctx.is_writer:
             self.directory.create()
             self.directory.write_config(LoadedConfig(self.config, self.loaded.origins, self.loaded.preset))
+        # The directory exists before any rank writes into it.
         wait_for_all()
         try:
             with StopSignals() as signals, deterministic_algorithms(self.config.train.deterministic):
@@ -155,6 +161,7 @@ class Trainer:
             self.callbacks.on_train_end(self, result)
             return result
         finally:
+            # Also after an error: a checkpoint that was in flight is completed and committed.
             for text in self.checkpoint_writer.close():
                 self.message(text)
             self.callbacks.close()
@@ -182,6 +189,7 @@ class Trainer:
                 self.take_step(rank_batch)
                 if signals.received is not None:
                     self.stop(f"signal {signals.received.name}")
+                # Without an all-reduce: every rank is at the same iteration.
                 if self.state.iteration == self.config.train.exit_iteration:
                     self.stop(f"train.exit_iteration={self.state.iteration}")
                     return
@@ -204,8 +212,11 @@ class Trainer:
         record = self.engine.launch_step(rank_batch)
         for note in record.notes:
             self.message(note)
+        # The step before: its numbers have arrived while this one was launched. Its time ends where that of this one
+        # starts.
         self._report_pending(ended=record.started)
         self._pending = record
+        # A checkpoint must not be written, nor a model evaluated, before the step is known to be finite.
         if not self.engine.step.deferred or self._evaluates_or_saves():
             self._report_pending(ended=time.perf_counter())
         self._evaluate_and_save_if_due()
@@ -251,6 +262,7 @@ class Trainer:
             return
         if self._last_saved != self.state.iteration:
             self.save()
+        # best.json may name a complete checkpoint only.
         self._report_committed(self.checkpoint_writer.finish())
         self.best.update(self.state.iteration, values[self.best.metric])
         self.message(f"best {self.best.metric} so far: {values[self.best.metric]:.4f} (step {self.state.iteration})")
@@ -259,6 +271,7 @@ class Trainer:
         self._report_pending(ended=time.perf_counter())
         if self._last_saved != self.state.iteration:
             self.save()
+        # A stopped run is saved and not evaluated: it continues later, and may have seconds left to end.
         if self._stop_reason is None and self._last_evaluated != self.state.iteration:
             self._evaluate_and_keep_best()
         if self._stop_reason is None and self._last_measured != self.state.iteration:
@@ -358,6 +371,7 @@ class Trainer:
         losses = list(reader.metadata.get("recent_losses", []))  # absent in checkpoints from before this check
         self.recent_losses.replace(losses)
         self.checks.resumed_from = path
+        # Keys outside of SAME_LOSS_SECTIONS may change the loss itself.
         self.checks.expected_loss = expected_loss(losses) if is_comparable(change.key for change in changes) else None
         self._last_saved = self.state.iteration
         self._stored_data = reader.metadata.get("data", {})  # absent in checkpoints of older releases

@@ -46,6 +46,7 @@ def scores(predictions: Predictions, metrics: Mapping[str, Metric]) -> dict[str,
     """Mean loss and metrics over the samples that have a label."""
     outputs, losses, labels = predictions.labelled()
     count = max(len(losses), 1)
+    # Metrics are functions of NumPy arrays, as those of scikit-learn.
     measured = {name: float(metric(outputs.numpy(), labels.numpy())) for name, metric in metrics.items()}
     return {"loss": float(losses.double().sum()) / count, **measured}
 
@@ -74,9 +75,11 @@ class Validation:
         """Collective."""
         if not self.metrics:
             return _prefixed({name: self._measure(dataset) for name, dataset in self.sets.items()})
+        # One pass gives the loss and all metrics.
         found = {name: self.engine.predict(dataset) for name, dataset in self.sets.items()}
         values = _prefixed({name: scores(predictions, self.metrics) for name, predictions in found.items()})
         if len(found) > 1:
+            # Over all samples and not the mean over sets, whose sizes differ.
             overall = scores(together(list(found.values())), self.metrics)
             values |= {f"{OVERALL}_{metric}": overall[metric] for metric in self.metrics}
         return values

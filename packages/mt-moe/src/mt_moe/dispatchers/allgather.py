@@ -50,14 +50,17 @@ class AllGatherDispatcher:
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Gathering:
         sizes, padded_to = self._sizes(tokens, routing)
         experts, weights, kept = routing.experts, routing.weights, routing.kept
+        # First etp, then ep. The routing is gathered too, so that each rank finds the rows of its experts by itself.
         for axis, numbers in sizes:
             experts, weights = gather_rows_of(experts, axis, numbers), gather_rows_of(weights, axis, numbers)
             kept = None if kept is None else gather_rows_of(kept, axis, numbers)
+        # Only the last gather of tokens is asynchronous: it starts from the result of the one before.
         for axis, numbers in sizes[:-1]:
             tokens = gather_rows_of(tokens, axis, numbers)
         exchange = None
         if sizes:
             exchange, tokens = start_gather(tokens, *sizes[-1])
+        # [n, k] of the n tokens of all ranks
         everyone = Routing(experts, weights, routing.num_experts, kept, padded_to)
         return Gathering(tokens, everyone, sizes, exchange, self._room(everyone, routing.training))
 
@@ -68,19 +71,23 @@ class AllGatherDispatcher:
         local, overflow = self._local(gathering.routing), None
         by_expert, counts = sort_by_expert(local, self.placement.kernels)
         weights = local.weights
+        # Choices of other ranks' experts are marked as dropped, so the permutation has empty positions at its end.
         if self.placement.ep.size > 1 and local.padded_to is None:
             room = gathering.room
             if room is None:
+                # A host wait: the number of this rank's rows.
                 room = int(counts.sum())
             else:
                 counts, overflow = clip_counts(counts, room)
                 weights = invalidate(weights, overflow)
+            # Without this the rows would be as many as the choices of all ranks.
             by_expert = first_positions(by_expert, room)
         weights = permute_numbers(weights, by_expert)
         return Dispatched(tokens, weights, counts, gathering.sizes, RowOrder(by_expert, local.topk), overflow)
 
     def combine(self, expert_output: Tensor, state: Sizes) -> Tensor:
         total = expert_output
+        # Reduce-scatter sums the partial outputs of each token over all ranks, those of ep and those of etp.
         for axis, numbers in reversed(state):
             total = sum_rows_to(total, axis, numbers)
         return total
@@ -94,6 +101,7 @@ class AllGatherDispatcher:
             found.append((axis, [count] * axis.size))
             count *= axis.size
         ranks = self.placement.etp.size * self.placement.ep.size
+        # An expert gets padded_to rows from every rank.
         return found, None if routing.padded_to is None else routing.padded_to * ranks
 
     def _room(self, everyone: Routing, training: bool) -> int | None:
@@ -120,6 +128,7 @@ class AllGatherDispatcher:
         ours = (numbers >= 0) & (numbers < place.num_local)
         if routing.kept is not None:
             ours &= routing.kept
+        # Numbers of other ranks' experts would be out of range; `ours` marks them as dropped.
         numbers = numbers.clamp(0, place.num_local - 1)
         return Routing(numbers, routing.weights, place.num_local, ours, routing.padded_to)
 

@@ -69,6 +69,10 @@ class Sending:
     overflow: Tensor | None = None
 
 
+# Example: ep = 2, experts 0 1 on rank 0 and 2 3 on rank 1. Rows for experts 0 to 3: rank 0 has 1 2 0 1, rank 1 2 0 3 0.
+#   rank 0 sends 3 rows to itself and 1 to rank 1, and receives 3 + 2: chunks [[1, 2], [2, 0]]
+#   rank 1 sends 2 rows to rank 0 and 3 to itself, and receives 1 + 3: chunks [[0, 1], [3, 0]]
+# Received rows are ordered by sending rank and then by expert; _by_local_expert() orders them by expert.
 class AllToAllDispatcher:
     """Sends each token to the ranks of its experts, and the outputs back, by all-to-alls over ep."""
 
@@ -85,6 +89,7 @@ class AllToAllDispatcher:
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Sending:
         place = self.placement
+        # Nothing is sent: the experts permute the tokens themselves, by the order that is passed to them.
         if place.ep.size == place.etp.size == 1:
             permutation, counts = sort_by_expert(routing, place.kernels)
             weights = permute_numbers(routing.weights, permutation)
@@ -100,28 +105,35 @@ class AllToAllDispatcher:
             rows, weights = of_rows.wait(rows), of_weights.wait(weights)
         if sizes is None:
             return Dispatched(rows, weights, sending.counts, State(None, None), sending.by_expert)
+        # Each etp rank received the rows of its own ep group. All of them compute a part of each row, so they need all
+        # rows.
         rows = gather_rows_of(rows, self.placement.etp, sizes.shared)
         weights = gather_rows_of(weights, self.placement.etp, sizes.shared)
         by_local = self._by_local_expert(sizes)
         if by_local is not None:
             weights = permute_numbers(weights, by_local.permutation)
+        # [experts of this rank], over all etp and ep ranks
         counts = sizes.chunks.sum((0, 1))
         return Dispatched(rows, weights, counts, State(sending.by_expert, sizes), by_local, sending.overflow)
 
     def combine(self, expert_output: Tensor, state: State) -> Tensor:
         if state.sizes is None or state.home is None:
             return expert_output
+        # etp ranks have partial sums of every row; each gets the complete ones of the rows that it received.
         rows = sum_rows_to(expert_output, self.placement.etp, state.sizes.shared)
+        # Send and receive counts change places on the way back.
         return state.home.unpermute(all_to_all(rows, self.placement.ep, state.sizes.receive, state.sizes.send))
 
     def _send_agreed(self, tokens: Tensor, routing: Routing) -> Sending:
         """As many rows as there are. The host reads their numbers after all is launched that does not need them."""
         permutation, counts = sort_by_expert(routing, self.placement.kernels)
+        # The transfer of the numbers overlaps with the permutation below, whose size does not depend on them.
         chunks, numbers = self._start_agreeing(counts)
         by_expert = RowOrder(permutation, routing.topk)
         rows, weights = by_expert.permute(tokens), permute_numbers(routing.weights, permutation)
         sizes = self._agreed(chunks, numbers)
         sent = sum(sizes.send)
+        # The rows of dropped choices are at the end.
         if sent < len(rows):  # choices were dropped
             rows, weights = rows[:sent], weights[:sent]
             by_expert = replace(by_expert, permutation=first_positions(permutation, sent))
@@ -132,6 +144,7 @@ class AllToAllDispatcher:
         place, rows = self.placement, routing.padded_to
         assert rows is not None
         permutation, counts = sort_by_expert(routing, place.kernels)
+        # [etp, ep, experts of this rank]
         chunks = torch.full((place.etp.size, place.ep.size, place.num_local), rows, device=counts.device)
         return self._send_equal(tokens, routing.weights, permutation, counts, rows * place.num_local, chunks)
 
@@ -139,9 +152,12 @@ class AllToAllDispatcher:
         """Every rank has room for the same number of rows for each rank. Without a capacity they always fit."""
         place = self.placement
         room = rank_capacity(len(tokens), routing, place, self.config.expert_rank_capacity_factor)
+        # A block of `room` positions for each ep rank, in each of which the first ones are filled.
         permutation, counts = sort_by_rank(routing, place.ep.size, room, place.kernels)
+        # [ep, experts of a rank]
         fitting, overflow = clip_counts(counts.view(place.ep.size, -1), room)
         weights = invalidate(routing.weights, overflow)
+        # The counts are still exchanged, on the device; the host reads none.
         chunks = self._chunks(self._from_ep(fitting.flatten()))
         sending = self._send_equal(tokens, weights, permutation, counts, room, chunks)
         assert sending.sizes is not None
@@ -161,6 +177,7 @@ class AllToAllDispatcher:
         ep = self.placement.ep
         if ep.size == 1:
             return Sending(rows, weights, counts, by_expert, sizes)
+        # Two messages, as rows and weights differ in shape and dtype, in the same order on all ranks.
         of_weights, of_rows = (AllToAll(ep, sizes.send, sizes.receive) for _ in range(2))
         weights = of_weights.start(weights)
         return Sending(of_rows.start(rows), weights, counts, by_expert, sizes, (of_rows, of_weights))
@@ -169,6 +186,7 @@ class AllToAllDispatcher:
         """The chunks, and on their way to the host the numbers of rows to and from each rank."""
         from_ep = self._from_ep(counts)
         chunks = self._chunks(from_ep)
+        # [ep]
         to_ep = counts.view(self.placement.ep.size, -1).sum(1)
         return chunks, HostTransfer.start(torch.cat([to_ep, from_ep.sum(1), chunks.sum((1, 2))]))
 
@@ -194,14 +212,18 @@ class AllToAllDispatcher:
             return RowOrder(sort_present(self._experts_in_blocks(sizes), local, kernels)[0])
         if local == 1:
             return None
+        # Blocks of rows in the order in which they lie: etp rank, ep rank, expert.
         chunks = sizes.chunks.flatten()
         experts = torch.arange(len(chunks), device=chunks.device) % local
+        # output_size saves the host wait in which repeat_interleave would find it.
         return RowOrder(sort_by(experts.repeat_interleave(chunks, output_size=sum(sizes.shared)), kernels))
 
     def _experts_in_blocks(self, sizes: Sizes) -> Tensor:
         """The expert of each received position; the number of experts for an empty one."""
+        # [etp * ep, experts of this rank]: where each expert's rows end inside the block of a rank
         ends = sizes.chunks.flatten(0, 1).cumsum(1)
         positions = torch.arange(sizes.receive[0], device=ends.device).repeat(len(ends), 1)
+        # Positions behind the last end give the number of experts, which sort_present() drops.
         return torch.searchsorted(ends, positions, right=True).flatten()
 
 

@@ -31,6 +31,7 @@ class _Dispatch(torch.autograd.Function):
         received, local_experts, local_weights, _, handle, _ = buffer.dispatch(
             tokens.contiguous(),
             topk_idx=experts,
+            # DeepEP takes int64 expert numbers and fp32 weights.
             topk_weights=weights.float(),
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node,
@@ -39,6 +40,7 @@ class _Dispatch(torch.autograd.Function):
         )
         route.handle = handle
         ctx.route, ctx.weights_dtype = route, weights.dtype
+        # Of the received tokens: [tokens, k], numbered from 0 on this rank, -1 where the expert is elsewhere.
         ctx.mark_non_differentiable(local_experts)
         return received, local_experts, local_weights
 
@@ -46,6 +48,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None, None]:
         tokens, _, weights = grads
         route: Route = ctx.route
+        # The gradient of a token is the sum over the ranks that received it, which is what combine computes.
         dtokens, dweights, _ = route.buffer.combine(
             tokens.contiguous(), route.handle, topk_weights=weights.float().contiguous()
         )
@@ -64,6 +67,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         route: Route = ctx.route
+        # The same route as in forward: with a handle the layout is not exchanged again.
         received, *_ = route.buffer.dispatch(grads[0].contiguous(), handle=route.handle)
         return received, None
 
@@ -95,8 +99,10 @@ class DeepEPDispatcher:
         # Ranks that share the experts' matrices (etp) all-gather what each received.
         shared = gather_counts(torch.tensor([len(received)], device=received.device), place.etp).flatten().tolist()
         received, experts, weights = (gather_rows_of(x, place.etp, shared) for x in (received, experts, weights))
+        # -1 would be out of range; `kept` drops these choices.
         local = Routing(experts.clamp(min=0), weights, place.num_local, kept=experts >= 0)
         by_expert, counts = sort_by_expert(local, place.kernels)
+        # A host wait, as in DeepEP's own dispatch, whose results have sizes that depend on the routing.
         by_expert = first_positions(by_expert, int(counts.sum()))
         order = RowOrder(by_expert, routing.topk)
         return Dispatched(received, permute_numbers(weights, by_expert), counts, State(route, shared), order)

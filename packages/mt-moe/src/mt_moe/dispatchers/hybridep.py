@@ -93,9 +93,12 @@ class HybridEPDispatcher:
         place, route = self.placement, Route(self._buffer_for(tokens))
         kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
         zeros = torch.zeros(len(tokens), routing.num_experts, device=tokens.device)
+        # [T, E] bool; False where a choice was dropped.
         chosen = zeros.bool().scatter(1, routing.experts, kept)
+        # [T, E]; differentiable through scatter.
         weights = zeros.scatter(1, routing.experts, routing.weights.float().masked_fill(~kept, 0.0))
         rows, row_weights, counts = _Dispatch.apply(tokens, chosen, weights, place.num_local, route)
+        # [etp, experts of this rank]
         by_rank = gather_counts(counts, place.etp)
         if place.etp.size == 1:
             return Dispatched(rows, row_weights, counts, State(route, [len(rows)]))
@@ -113,6 +116,7 @@ class HybridEPDispatcher:
     def _buffer_for(self, tokens: Tensor) -> Any:
         if self._buffer is None:
             place = self.placement
+            # All ranks of the group have to make buffers of one size.
             sizes = gather_counts(torch.tensor([len(tokens)], device=tokens.device), place.ep)
             self._buffer = self._make_buffer(
                 group=place.ep.group,

@@ -62,6 +62,7 @@ class _TiledSwiglu(torch.autograd.Function):
         out = inner.new_empty(len(inner), inner.shape[1] // 2)
         for rows in _tiles(out):
             gate, up = _halves(inner[rows], weights.dtype)
+            # The product is rounded to the dtype of `out` once, at the end.
             torch.mul(F.silu(gate).mul_(up), weights[rows, None], out=out[rows])
         return out
 
@@ -90,16 +91,20 @@ class _Scratch:
         self, gate: Tensor, up: Tensor, weights: Tensor, grad: Tensor, d_inner: Tensor, d_weights: Tensor
     ) -> None:
         """Gradients of silu(gate) * up * weights [rows, F], written to d_inner [rows, 2F] and d_weights [rows]."""
+        # The last tile may have fewer rows.
         sigmoid, silu, other, weighted_grad = (tile[: len(gate)] for tile in self.tiles)
         d_gate, d_up = d_inner.chunk(2, 1)
         torch.sigmoid(gate, out=sigmoid)
         torch.mul(gate, sigmoid, out=silu)
         torch.mul(grad, silu, out=other)
+        # d_weights = sum over F of grad * silu(gate) * up
         torch.sum(other.mul_(up), 1, out=d_weights)
         torch.mul(grad, weights[:, None], out=weighted_grad)
+        # d_up = grad * weights * silu(gate)
         torch.mul(weighted_grad, silu, out=d_up)
         torch.sub(self.one, sigmoid, out=other)
         slope = other.mul_(silu).add_(sigmoid)  # of silu: sigmoid + silu (1 - sigmoid)
+        # d_gate = grad * weights * up * silu'(gate)
         torch.mul(weighted_grad.mul_(up), slope, out=d_gate)
 
 

@@ -36,6 +36,7 @@ def _automatic(ctx: ParallelContext, sizes: tuple[int, ...]) -> Name:
         return "loop"
     if is_one_kernel(ctx.device, ctx.params_dtype) and grouped_mm_objection(ctx.params_dtype, sizes) is None:
         return "grouped"
+    # Ampere and later, which have bf16 products.
     recent = torch.cuda.get_device_capability(ctx.device) >= (8, 0)
     return "triton" if recent and triton_objection("cuda") is None else "loop"
 

@@ -47,6 +47,7 @@ class ExpertLinear(LayoutModule):
     ) -> None:
         super().__init__(ctx)
         self.product = product
+        # replicas="edp": the ranks with the same experts, over which data parallelism reduces.
         by_expert = Split(dim=0, axis="ep")
         shards_outputs = split.dim == 1
         self.declare(
@@ -126,6 +127,7 @@ class Experts(nn.Module):
         self.recompute_activation = recompute_activation
         blocks = 2 if is_gated(activation) else 1
         local_ffn = ffn_size // ctx.axis("etp").size
+        # Sizes of a rank: alignment rules of the kernels apply to what it multiplies.
         self.product = resolve_product(config.moe_grouped_gemm, ctx, (hidden_size, local_ffn, blocks * local_ffn))
         product = load_product(self.product, self.device_type)
         self.linear_fc1 = ExpertLinear(
@@ -167,11 +169,14 @@ class Experts(nn.Module):
 
     def _compute(self, x: Tensor, weights: Tensor, groups: Groups, order: RowOrder | None) -> Tensor:
         has_bias, rows = self.linear_fc1.bias is not None, len(weights)
+        # [R, F], for gated activations [R, 2F]
         inner = self.linear_fc1(x, groups) if order is None else self.linear_fc1.of_tokens(x, groups, order)
         if has_bias:
             inner = inner + self.linear_fc1.bias_rows(groups, rows)
         out = self._activated_product(inner, weights, groups, order)
         if has_bias:
+            # The weight of a row applies to fc2(...) + bias; the product has it already through its input, the bias
+            # gets it here.
             bias = (self.linear_fc2.bias_rows(groups, rows) * weights[:, None]).to(out.dtype)
             out = out + (bias if order is None else order.unpermute(bias))
         return out
@@ -180,7 +185,10 @@ class Experts(nn.Module):
         """fc2(activation(inner) * weights). With recomputation, nothing of the activation is saved, nor its output."""
         if not (self.recompute_activation and self.training):
             return self._fc2(self.activate(inner, weights), groups, order)
+        # Two steps: checkpoint saves nothing inside of the activation, and recompute_saved nothing of its output, which
+        # fc2 would save as its input.
         activated = checkpoint(self.activate, inner, weights, use_reentrant=False)
+        # Detached: the recomputation in fc2's backward pass needs values and no graph.
         with recompute_saved(activated, partial(self.activate, inner.detach(), weights.detach())):
             return self._fc2(activated, groups, order)
 

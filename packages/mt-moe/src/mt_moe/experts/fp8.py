@@ -48,6 +48,7 @@ class EmulatedGroups:
     def rows_times(self, x: Tensor, matrices: Tensor, groups: Groups, margin: int, *, fast: bool) -> Tensor:
         out = x.new_empty(len(x), matrices.shape[1])
         for matrix, (first, end) in zip(matrices, groups.bounds, strict=True):
+            # Scales [rows, 1] of both operands.
             a, b = cast_rows(x[first:end], E4M3, margin), cast_rows(matrix, E4M3, margin)
             out[first:end] = emulated_product(a, b, x.dtype, fast=fast)
         return out
@@ -56,6 +57,7 @@ class EmulatedGroups:
         found = x.new_zeros(len(groups.counts), grad.shape[1], x.shape[1])
         for expert, (first, end) in enumerate(groups.bounds):
             if end > first:
+                # Transposed: the reduction is over the expert's rows, and scales have to be constant along it.
                 a, b = cast_rows(grad[first:end].t(), E4M3, margin), cast_rows(x[first:end].t(), E4M3, margin)
                 found[expert] = emulated_product(a, b, x.dtype, fast=False)
         return found
@@ -70,6 +72,7 @@ class TorchGroups:
     def rows_times(self, x: Tensor, matrices: Tensor, groups: Groups, margin: int, *, fast: bool) -> Tensor:
         a, b = cast_rows(x, E4M3, margin), cast_rows(matrices.flatten(0, 1), E4M3, margin)
         per_expert = matrices.shape[:2]
+        # [E * m, n] -> [E, n, m]: the kernel takes the second operand column-major.
         data = b.data.unflatten(0, per_expert).mT
         return _grouped(a.data, data, a.scale.flatten(), b.scale.view(per_expert), groups.ends, fast=fast)
 
@@ -77,6 +80,7 @@ class TorchGroups:
         places = AlignedRows(groups, len(x))
         a, a_scale = places.cast(grad, margin)
         b, b_scale = places.cast(x, margin)
+        # [out, room] times [room, in] in groups along the reduction -> [E, out, in]
         return _grouped(a, b.t(), a_scale.flatten(), b_scale.flatten(), places.ends, fast=False)
 
     def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups, main: MainGrad | None) -> Tensor | None:
@@ -92,11 +96,14 @@ class AlignedRows:
     The buffer has the largest size that this can need, which the host computes without reading the counts."""
 
     def __init__(self, groups: Groups, rows: int) -> None:
+        # counts 3 and 20: sizes 16 and 32, ends 16 and 48; rows of the second expert move from position 3 to 16, a
+        # shift of 13.
         sizes = (groups.counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         ends = sizes.cumsum(0)
         shifts = (ends - sizes) - (groups.counts.cumsum(0) - groups.counts)
         self.experts = groups.numbers(rows)
         self.count = len(groups.counts)
+        # Each expert adds less than ALIGNMENT positions.
         self.room = -(-rows // ALIGNMENT) * ALIGNMENT + self.count * ALIGNMENT
         self.present = groups.present(rows)[:, None]
         self.places = torch.arange(rows, device=ends.device) + shifts[self.experts]
@@ -107,8 +114,10 @@ class AlignedRows:
         x = torch.where(self.present, x, 0)  # rows that belong to no expert are undefined
         rows_of = self.experts[:, None].expand_as(x)
         amax = x.new_zeros((self.count, x.shape[1]), dtype=torch.float32)
+        # [E, n]: the largest absolute value of each column among the rows of an expert
         amax = amax.scatter_reduce(0, rows_of, x.abs().float(), "amax")
         scale = scale_of(amax, E4M3, margin)
+        # index_copy is not implemented for FP8; the bytes are copied as they are.
         data = to_fp8(x, scale[self.experts], E4M3).view(torch.uint8)
         apart = data.new_zeros((self.room, x.shape[1])).index_copy(0, self.places, data)
         return apart.t().contiguous().view(E4M3), scale
@@ -150,6 +159,7 @@ class _Fp8GroupedProduct(torch.autograd.Function):
         wants_dx, wants_dweight = gradients_wanted(ctx, 2)
         dx = dweight = None
         if wants_dx:
+            # [R, out] times [E, in, out] transposed -> [R, in]
             dx = product.groups.rows_times(grad, weight.mT, ctx.groups, product.margin, fast=False)
         if wants_dweight and product.wgrad_in_fp8:
             dweight = product.groups.outer(grad, x, ctx.groups, product.margin)

@@ -42,12 +42,14 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, groups: Groups, main: MainGrad | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups, ctx.main = groups, main
+        # [R, in] and [E, in, out] -> [R, out]
         return F.grouped_mm(x, weight.mT, offs=groups.ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
+        # Gradients may be expanded or transposed views, whose rows are not aligned.
         grad = grads[0].contiguous()
         wants_dx, wants_dweight = gradients_wanted(ctx, 2)
         dx = F.grouped_mm(grad, weight, offs=ctx.groups.ends) if wants_dx else None
@@ -62,6 +64,7 @@ def grouped_product(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 def weight_gradient(grad: Tensor, x: Tensor, groups: Groups, main: MainGrad | None) -> Tensor | None:
     """[R, out] and [R, in] -> outer products [E, out, in], or None if they were accumulated into main_grad."""
     if main is None or (grad.is_cuda and triton_objection("cuda") is not None):
+        # [out, R] and [R, in], grouped along R -> [E, out, in]
         return F.grouped_mm(grad.T, x, offs=groups.ends)
     add_outer_products(main, grad, x, groups)
     return None

@@ -39,6 +39,7 @@ class Groups:
     def numbers(self, rows: int) -> Tensor:
         """[rows] int64, the expert of each row; the last one for rows that belong to none."""
         positions = torch.arange(rows, device=self.counts.device)
+        # right=True: position ends[e] belongs to expert e + 1, and empty experts are passed over.
         return torch.searchsorted(self.counts.cumsum(0), positions, right=True).clamp(max=len(self.counts) - 1)
 
     def present(self, rows: int) -> Tensor:

@@ -33,14 +33,17 @@ class _LoopProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.groups, ctx.main, ctx.read, ctx.written = groups, main, read, written
+        # weight.mT: [E, in, out], a view.
         return _to_tokens(_times(_to_rows(x, read), weight.mT, groups), written)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
+        # The gradient of order.unpermute is order.permute, and the reverse below.
         grad = _to_rows(grads[0].contiguous(), ctx.written)
         wants_dx, wants_dweight = gradients_wanted(ctx, 2)
+        # [R, out] times [E, out, in] -> [R, in]
         dx = _to_tokens(_times(grad, weight, ctx.groups), ctx.read) if wants_dx else None
         dweight = weight_gradient(grad, _to_rows(x, ctx.read), ctx.groups, ctx.main) if wants_dweight else None
         return dx, dweight, None, None, None, None
@@ -58,6 +61,7 @@ def _times(x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """[R, a] and [E, a, b] -> [R, b]"""
     even = _even_rows(x, groups)
     if even is not None:
+        # [E, rows, a] and [E, a, b]
         return torch.bmm(x.unflatten(0, (len(matrices), even)), matrices).flatten(0, 1)
     out = x.new_empty(len(x), matrices.shape[2])
     for matrix, (first, end) in zip(matrices, groups.bounds, strict=True):
@@ -88,6 +92,7 @@ def outer_products(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
         return torch.bmm(grad.unflatten(0, by_expert).mT, x.unflatten(0, by_expert))
     found = x.new_empty(len(groups.counts), grad.shape[1], x.shape[1])
     for matrix, (first, end) in zip(found, groups.bounds, strict=True):
+        # An empty product writes zeros, so `found` needs no initialization.
         torch.mm(grad[first:end].T, x[first:end], out=matrix)
     return found
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 def recompute_saved(x: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:
     """A context in which operations do not save x: their backward passes call `compute` for it, which has to return
     a bitwise equal tensor."""
+    # What autograd hands to pack may be another tensor object with the same memory, so identity would not find it.
     memory, shape = x.data_ptr(), x.shape
 
     def pack(kept: Tensor) -> Tensor | None:

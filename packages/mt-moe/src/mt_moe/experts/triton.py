@@ -41,6 +41,7 @@ class _TritonProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         wants_dx, wants_dweight = gradients_wanted(ctx, 2)
+        # The orders change places: the gradient is read where the result was written, and written where x was read.
         dx = _times(grads[0], weight, ctx.groups, ctx.written, ctx.read) if wants_dx else None
         dweight = None
         if wants_dweight:
@@ -55,6 +56,8 @@ def _times(x: Tensor, matrices: Tensor, groups: Groups, read: RowOrder | None, w
         return rows_times(x, matrices, groups.ends, gather=gather)
     if not written.permutation.complete:  # room for each copy of each token could be much more than there are rows
         return written.unpermute(rows_times(x, matrices, groups.ends, gather=gather))
+    # [n * copies, b]: the kernel writes row r to the place of its (token, copy), so that the sum below runs over
+    # neighbours and in a fixed order.
     copies = x.new_empty(len(written.permutation.inverse), matrices.shape[2])
     rows_times(x, matrices, groups.ends, gather=gather, scatter=written.permutation.order, out=copies)
     return copies if written.copies == 1 else copies.unflatten(0, (-1, written.copies)).sum(1)

@@ -61,6 +61,8 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
     of a group, rounded up to a power of two; timings are kept by it. GROUPS: a power of two that is at least `groups`.
     WHOLE: every step along `depth` is a whole one.
     """
+    # [GROUPS] vectors, one lane a group. ends 3 3 300 with ROWS = 128: starts 0 3 3, tiles 1 0 3, tiles_until 1 1 4.
+    # Tile 2 is then the second of group 2, rows 131 to 258.
     numbers = tl.arange(0, GROUPS)
     stops = tl.load(ends + numbers, mask=numbers < groups, other=0)
     starts = tl.load(ends + numbers - 1, mask=(numbers > 0) & (numbers < groups), other=0)
@@ -68,11 +70,15 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
     tiles_until = tl.cumsum(tiles, 0)
     row_tiles, column_tiles = tl.sum(tiles, 0), tl.cdiv(width, COLUMNS)
     band_tiles = column_tiles * BAND
+    # Persistent programs: there may be more tiles than programs run at a time.
     for place in range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0)):
+        # Within a band of up to BAND row tiles the row index runs fastest, so that neighbouring programs share a column
+        # tile of the matrix, and the band's rows are read again for the next column tile while they are in the cache.
         band, in_band = place // band_tiles, place % band_tiles
         height = min(row_tiles - band * BAND, BAND)
         tile, column = band * BAND + in_band % height, in_band // height * COLUMNS
 
+        # True in one lane: a group without rows has no tiles. The sums below select that lane's value.
         found = (tile < tiles_until) & (tile >= tiles_until - tiles)
         group = tl.sum(tl.where(found, numbers, 0), 0)
         first = tl.sum(tl.where(found, starts + (tile - tiles_until + tiles) * ROWS, 0), 0)
@@ -80,6 +86,7 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
         rows = first + tl.arange(0, ROWS)
         valid = rows < end
         here = valid
+        # 64 bits: row * stride passes 2**31 elements in large layers.
         sources = rows.to(tl.int64)
         if GATHER:
             sources = tl.load(gather + rows, mask=valid, other=-1)
@@ -94,6 +101,8 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
             right_places += inner[:, None].to(tl.int64) * m_line_stride + columns[None, :]
         total = tl.zeros((ROWS, COLUMNS), dtype=DTYPE)
         for at in range(0, depth, DEPTH):
+            # A block may reach into the rows of the next group. Their products are computed and not stored (`valid`).
+            # Outside of the tensor TMA reads zeros.
             if X_TMA:
                 left = x_tma.load([first, at])
             elif WHOLE:
@@ -111,6 +120,7 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
                 right = tl.load(
                     right_places, mask=(inner[:, None] < depth - at) & (columns[None, :] < width), other=0.0
                 )
+            # "ieee": fp32 operands are multiplied as fp32 and not as TF32.
             total = tl.dot(left, right, total, input_precision="ieee", out_dtype=DTYPE)
             left_places += DEPTH
             right_places += DEPTH if TRANSPOSED else DEPTH * m_line_stride
@@ -141,6 +151,7 @@ def _grouped_gemm_outer(  # type: ignore[no-untyped-def]
     descriptor; the last one is masked, as the next group's rows follow. ADD: accumulate into out[g]. Tiles of one group
     are adjacent in the grid, so that their operands stay in the cache.
     """
+    # The grid is (column tiles, row tiles, groups).
     group = tl.program_id(2)
     start = 0
     if group > 0:
@@ -150,8 +161,10 @@ def _grouped_gemm_outer(  # type: ignore[no-untyped-def]
     down = row + tl.arange(0, ROWS)
     across = column + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), dtype=DTYPE)
+    # Without TMA every step is masked.
     masked_from = start
     if LEFT_TMA or RIGHT_TMA:
+        # The first step that would include rows of the next group.
         masked_from = end - (end - start) % DEPTH
         for at in range(start, masked_from, DEPTH):
             if LEFT_TMA:
@@ -167,6 +180,7 @@ def _grouped_gemm_outer(  # type: ignore[no-untyped-def]
         a = _rows_of(left, left_gather, at, end, down, height, LEFT, DEPTH).T
         b = _rows_of(right, right_gather, at, end, across, width, RIGHT, DEPTH)
         total = tl.dot(a, b, total, input_precision="ieee", out_dtype=DTYPE)
+    # [ROWS, COLUMNS] addresses in [groups, height, width]
     places = out + group.to(tl.int64) * height * width + down[:, None].to(tl.int64) * width + across[None, :]
     there = (down[:, None] < height) & (across[None, :] < width)
     if ADD:
@@ -212,6 +226,7 @@ def rows_times(
         out = x.new_empty(rows, width)
     if not rows or not width:
         return out
+    # Forward passes weight.mT, a view of [E, out, in]: the kernel reads it as it lies in memory, without a copy.
     is_transposed = matrices.stride(1) == 1
     lines = matrices.mT if is_transposed else matrices
     if lines.stride(2) != 1:
@@ -228,6 +243,7 @@ def rows_times(
     }  # fmt: skip
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
+        # An upper bound, as the host does not read `ends`: each group has at most one partly filled tile.
         most = (triton.cdiv(rows, meta["ROWS"]) + groups) * triton.cdiv(width, meta["COLUMNS"])
         return (min(most, resident_programs(x, meta["ROWS"] * meta["COLUMNS"])),)
 
@@ -264,6 +280,7 @@ def add_outer_products(
 
     Not timed: each call would add.
     """
+    # The kernel writes zeros for groups without rows, so a cleared total needs no zeroing before.
     total, is_cleared = main.take()
     _outer(left, left_gather, right, right_gather, total, ends, untimed_tile(OUTER, left), add=not is_cleared)
 
@@ -297,6 +314,7 @@ def _launch(
     if tile is None:
         kernel[grid](**arguments)
     else:
+        # What autotune does through pre_hook.
         prepare({**arguments, **tile.sizes()})
         kernel.fn[grid](**arguments, **tile.constants())
 

@@ -18,6 +18,7 @@ def _moe_gather_rows(source, rows, out, width, source_stride, BLOCK: tl.constexp
     place = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + place)
+    # The number of columns to read: none of an empty row, whose mask is then false everywhere.
     there = tl.where(row >= 0, width, 0)
     values = tl.load(source + row * source_stride + columns, mask=columns < there, other=0.0)
     tl.store(out + place * width + columns, values, mask=columns < width)
@@ -30,6 +31,7 @@ def _moe_sum_rows(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=DTYPE)
+    # In a fixed order: the sum is deterministic.
     for copy in tl.static_range(COPIES):
         place = tl.load(places + row * COPIES + copy)
         there = tl.where(place >= 0, width, 0)

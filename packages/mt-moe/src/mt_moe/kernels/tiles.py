@@ -34,6 +34,7 @@ class Tile:
     @property
     def shared_memory(self) -> int:
         """Bytes for operands in 16 bits, or for the result on its way to memory in fp32."""
+        # Each stage holds a [rows, depth] and a [depth, columns] block of 2-byte elements.
         return max((self.rows + self.columns) * self.depth * 2 * self.stages, self.rows * self.columns * 4)
 
     def config(self, prepare: Callable[[dict[str, Any]], None]) -> triton.Config:
@@ -73,6 +74,7 @@ def resident_programs(x: Tensor, elements: int) -> int:
     if is_interpreted():
         return 3
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    # An fp32 accumulator of 128 x 256 takes half of a multiprocessor's registers.
     return processors * (1 if elements > 128 * 128 else 2)
 
 

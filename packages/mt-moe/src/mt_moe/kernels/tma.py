@@ -21,6 +21,7 @@ def describe(x: Tensor) -> TensorDescriptor | None:
     sets to those of its tile; None where the tensor or the GPU has none."""
     if not (has_tma(x) and x.numel() and _is_aligned(x)):
         return None
+    # A block shape that is valid for any tensor; set_blocks_of_... replaces it before the launch.
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1] * (x.dim() - 1) + [ALIGNMENT])
 
 
@@ -31,5 +32,6 @@ def has_tma(x: Tensor) -> bool:
 
 
 def _is_aligned(x: Tensor) -> bool:
+    # Bytes from one line, or matrix, to the next.
     lines = [stride * x.element_size() for stride in x.stride()[:-1]]
     return x.stride(-1) == 1 and not any(number % ALIGNMENT for number in (x.data_ptr(), *lines))

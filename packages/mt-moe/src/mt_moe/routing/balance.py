@@ -49,6 +49,7 @@ class AuxLoss(nn.Module):
 
     def forward(self, scored: Scored) -> Tensor:
         counts = scored.counts.to(scored.logits.dtype)
+        # Stacked [2, E]: one all-reduce for both.
         sums, counts = scored.share.sum(torch.stack([scored.probabilities.sum(0), counts])).unbind()
         return balance(sums, counts, scored.share.total, scored.choices.shape[1])
 
@@ -60,7 +61,9 @@ class SequenceAuxLoss(nn.Module):
     def forward(self, scored: Scored) -> Tensor:
         share, experts = scored.share, scored.logits.shape[1]
         zeros = scored.logits.new_zeros(share.num_sequences, experts)
+        # [sequences, E]
         sums = zeros.index_add(0, share.sequence, scored.probabilities)
+        # [T, k]: the index of (sequence, expert) in a flat [sequences * E] table
         cells = share.sequence[:, None] * experts + scored.choices
         counts = count_occurrences(cells, sums.numel()).to(sums.dtype).view_as(sums)
         sums, counts = share.sum(torch.stack([sums, counts])).unbind()
@@ -88,9 +91,13 @@ class GlobalAuxLoss(nn.Module):
         here = torch.cat([counts.detach().double(), self.seen.new_full((1,), share.total)])
         if self.ctx.dp.size > 1:
             here = all_reduce(here, self.ctx.dp)
+        # so_far [E + 1]: counts, and in the last element tokens.
         *_, tokens = so_far = self.seen + here
         frequencies = (so_far[:-1] / tokens).to(sums.dtype)  # k / E each when the load is even
+        # Both arguments are means over tokens, hence the number of tokens 1.
         loss = balance(sums / share.total, frequencies, 1.0, scored.choices.shape[1])
+        # Recomputation runs forward() twice and backward once, and the second forward pass has to see what the first
+        # one saw.
         return on_backward(loss, lambda: self.seen.add_(here))
 
     def after_step(self) -> None:

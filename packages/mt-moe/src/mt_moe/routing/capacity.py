@@ -23,13 +23,17 @@ def keep_within(
 
     Ties keep the earlier token.
     """
+    # [T * k]
     chosen = experts.flatten()
     turn = _by_weight(weights) if policy == "probs" else torch.arange(chosen.numel(), device=chosen.device)
+    # argsort is stable, so within an expert the choices keep the order of `turn`.
     order = turn[chosen[turn].argsort(stable=True)]  # by expert, within one by turn
     counts = count_occurrences(chosen, num_experts)
     first = counts.cumsum(0) - counts
+    # Rank of each choice among those of its expert, in sorted order.
     place = torch.arange(chosen.numel(), device=chosen.device) - first[chosen[order]]
     kept = torch.empty_like(chosen, dtype=torch.bool)
+    # Back to the order of tokens.
     kept[order] = place < capacity
     return kept.view_as(experts)
 

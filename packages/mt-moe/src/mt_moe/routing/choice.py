@@ -40,7 +40,9 @@ def keep_best_groups(scores: Tensor, config: MoeConfig) -> Tensor:
     (DeepSeek-V2, 2024, with one score per group; DeepSeek-V3, 2024, with two)."""
     assert config.moe_router_num_groups is not None
     assert config.moe_router_group_topk is not None
+    # [T, groups, E / groups]
     grouped = scores.unflatten(1, (config.moe_router_num_groups, -1))
+    # [T, groups]
     group_scores = grouped.topk(config.group_score_topk).values.sum(-1)
     chosen = group_scores.topk(config.moe_router_group_topk).indices
     dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, chosen, False)
@@ -50,10 +52,12 @@ def keep_best_groups(scores: Tensor, config: MoeConfig) -> Tensor:
 def deal_in_turn(logits: Tensor, topk: int) -> Tensor:
     """Round robin: the numbers of tokens of any two experts differ by at most one."""
     tokens, experts = logits.shape
+    # Consecutive numbers modulo E: a token's k experts differ, as k <= E.
     return (torch.arange(tokens * topk, device=logits.device) % experts).view(tokens, topk)
 
 
 def draw_at_random(logits: Tensor, topk: int, seed: int) -> Tensor:
     """k different random experts for each token, the same at every call."""
     generator = torch.Generator(device=logits.device).manual_seed(seed)
+    # The k largest of E random numbers are k different experts.
     return torch.rand(logits.shape, device=logits.device, generator=generator).topk(topk).indices

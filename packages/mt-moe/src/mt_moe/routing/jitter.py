@@ -21,6 +21,8 @@ class InputJitter(SampleNoise):
         if self.epsilon is None or not self.training:
             return share.tokens
         self.seed()
+        # [B, S, H] of whole sequences, of which each rank keeps the part of its own tokens: so the noise of a token
+        # does not depend on the layout.
         shape = (share.num_sequences, share.total // share.num_sequences, share.tokens.shape[1])
         noise = share.tokens.new_empty(shape).uniform_(1.0 - self.epsilon, 1.0 + self.epsilon)
         return share.tokens * own_tokens(self.own_positions(noise).flatten(0, 1), self.ctx)

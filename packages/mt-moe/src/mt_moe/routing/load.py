@@ -32,6 +32,7 @@ class _OnBackward(torch.autograd.Function):
 
 def on_backward(x: Tensor, call: Callable[[], object]) -> Tensor:
     """Identity on x; `call` is called in the backward pass, when the gradient of x is ready."""
+    # Without a gradient there is no backward pass, and nothing to count: an evaluation.
     return _OnBackward.apply(x, call) if x.requires_grad else x
 
 
@@ -88,6 +89,7 @@ class LoadCounter(nn.Module):
         """The load over all ranks since the last call; collective over the ranks of the layer's stage."""
         window = self.window.clone()
         self.window.zero_()
+        # Every token is routed by exactly one of these ranks (see mt_moe.tokens).
         for axis in (self.ctx.tp, self.ctx.dp_cp):
             if axis.size > 1:
                 window = all_reduce(window, axis)

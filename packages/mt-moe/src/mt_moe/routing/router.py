@@ -57,6 +57,7 @@ class Router(LayoutModule):
         experts, partial = config.num_experts, partial_gradient_axes(ctx)
         self.declare("weight", ParameterLayout((experts, hidden_size), normal(init_std), partial_gradient=partial))
         self.declare("bias", ParameterLayout((experts,), zeros, partial_gradient=partial) if bias else None)
+        # A parameter, so that checkpoints hold it, but not a trained one: the optimizer leaves it alone.
         kept_by_itself = ParameterLayout((experts,), zeros, dtype=torch.float32, trained=False)
         self.declare("expert_bias", kept_by_itself if config.moe_router_enable_expert_bias else None)
         self.register_buffer("faults", torch.zeros((), device=ctx.device), persistent=False)
@@ -71,7 +72,9 @@ class Router(LayoutModule):
         logits = self.logits(self.jitter(share))
         experts = self.choose(logits, share)
         weights = self._weights(logits, experts)
+        # Before tokens are dropped: dropping would hide an uneven choice.
         counts = count_occurrences(experts, self.config.num_experts) if self.training else None
+        # share.total is that of all ranks, so all of them take part in the losses' reductions, or none.
         if self.training and torch.is_grad_enabled() and self.losses.coefficients and share.total:
             weights = self.losses(weights, self._scored(logits, experts, counts, share))
         kept, capacity = self._capacity(experts, weights)
@@ -82,9 +85,12 @@ class Router(LayoutModule):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[T, H] -> [T, E] in moe_router_dtype"""
+        # Never below fp32: with 16 bits, logits of different experts round to equal numbers, and the choice becomes
+        # arbitrary.
         dtype = torch.promote_types(DTYPES[self.config.moe_router_dtype], tokens.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(tokens.to(dtype), self.weight.to(dtype), bias)
+        # 0 for finite logits; 0 * inf and 0 * NaN are NaN, which stays. No host reads it here.
         self.faults += 0.0 * logits.detach().sum()
         if logits.device.type == "cpu":  # on a GPU this would synchronize; the step's check of the flag reports it
             require_finite(logits, self.name)
@@ -104,6 +110,7 @@ class Router(LayoutModule):
             return deal_in_turn(logits, config.moe_router_topk)
         if config.moe_router_random_seed is not None:
             return draw_at_random(logits, config.moe_router_topk, config.moe_router_random_seed)
+        # In evaluation the choice must not depend on the other tokens of the batch: the plain top-k follows.
         if config.uses_sinkhorn and self.training:
             with torch.no_grad():
                 scores = sinkhorn(logits.detach(), share.total, share.sum)
@@ -135,6 +142,8 @@ class Router(LayoutModule):
     def _move_bias(self, tokens: Tensor) -> None:
         """Loss-free balancing (Wang et al., 2024): +rate for experts below the mean load, -rate above it."""
         assert self.expert_bias is not None
+        # The sign alone, as in the paper: the size of the imbalance does not enter. All ranks have the same load, so
+        # the replicas of the bias stay equal.
         direction = (tokens.mean() - tokens).sign().to(self.expert_bias)
         self.expert_bias += self.config.moe_router_bias_update_rate * direction
 
@@ -150,6 +159,7 @@ class Router(LayoutModule):
 
     def _scored(self, logits: Tensor, experts: Tensor, counts: Tensor | None, share: TokenShare) -> Scored:
         probabilities = distribution(logits, self.config.moe_router_score_function)
+        # The losses count the plain top-k (see mt_moe.routing.balance).
         if not self._is_plain_topk or counts is None:
             experts = probabilities.detach().topk(experts.shape[1]).indices
             counts = count_occurrences(experts, self.config.num_experts)
@@ -182,6 +192,7 @@ class Router(LayoutModule):
 
 def require_finite(logits: Tensor, router: str) -> None:
     """Raises TrainingError, naming the router and a token."""
+    # One reduction in the usual case. A sum of finite logits may overflow too, hence the second look.
     if bool(logits.sum().isfinite()):
         return
     bad = logits.isfinite().logical_not().any(1).nonzero().flatten()

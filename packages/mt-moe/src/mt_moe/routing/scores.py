@@ -27,8 +27,11 @@ def log_scores(logits: Tensor, function: ScoreFunction) -> Tensor:
         return F.log_softmax(logits, -1)
     if function == "sigmoid":
         return F.logsigmoid(logits)
+    # softplus underflows to 0 for very small logits, and its log would be -inf. The mask also keeps the gradient of the
+    # branch that torch.where does not take from being 0 * inf = NaN.
     small = logits < _SOFTPLUS_IS_EXP
     log_softplus = F.softplus(logits.masked_fill(small, 0.0)).log()
+    # log sqrt(softplus(x)); log softplus(x) = x where softplus is exp.
     return 0.5 * torch.where(small, logits, log_softplus)
 
 
@@ -48,5 +51,6 @@ def expert_weights(logits: Tensor, experts: Tensor, function: ScoreFunction, pre
     chosen = log_scores(logits, function).gather(1, experts)
     if function == "softmax" or experts.shape[1] == 1:
         return chosen.exp()
+    # score / (sum of chosen scores + epsilon), in logarithms.
     log_sum = chosen.logsumexp(-1, keepdim=True)
     return (chosen - log_sum.logaddexp(torch.full_like(log_sum, LOG_EPSILON))).exp()

@@ -24,10 +24,13 @@ def sinkhorn(logits: Tensor, total_tokens: int, sum_over_ranks: Callable[[Tensor
     column = torch.ones(experts, dtype=logits.dtype, device=logits.device)
     row = column.new_ones(len(logits))
     for _ in range(MOST_ITERATIONS):
+        # [T]: each token gets the share 1 / total_tokens
         row = 1.0 / (total_tokens * (rows @ column + EPSILON))
+        # [E]: each expert gets the share 1 / E
         scaled = 1.0 / (experts * (sum_over_ranks(row @ rows) + EPSILON))
         change = (scaled - column).abs().mean()
         column = scaled
+        # The sum over ranks is the same number on all of them, so all leave the loop in the same iteration.
         if change <= TOLERANCE:
             break
     return rows * column * row[:, None]

@@ -10,7 +10,10 @@ from torch import Tensor
 
 Activations = Tensor | tuple[Tensor, ...]
 
+# A fixed length, since the receiver posts its receive before it has seen anything of the message. 64 numbers hold 8
+# tensors of 4 dimensions, and more of fewer.
 HEADER_LENGTH = 64
+# Numbered by position in the header; both ranks run the same code, so the order is no file format.
 DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -44,6 +47,8 @@ class ActivationsForm:
 
     def to_header(self) -> Tensor:
         """[HEADER_LENGTH] int64. Raises ValueError for more tensors or dimensions than it holds."""
+        # is_tuple, number of tensors, then for each: dtype, has_gradient, number of dimensions, the dimensions. Zeros
+        # follow.
         numbers = [int(self.is_tuple), len(self.tensors)]
         for tensor in self.tensors:
             numbers += [DTYPES.index(tensor.dtype), int(tensor.has_gradient), len(tensor.shape), *tensor.shape]

@@ -16,5 +16,6 @@ def without_garbage_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        # A caller may have disabled the collector for reasons of its own.
         if was_enabled:
             gc.enable()

@@ -42,6 +42,10 @@ def expand(layout: str) -> str:
     return _Parser(layout).parse()
 
 
+# Recursive descent over
+#   sequence = (item | separator)*
+#   item     = (letter | "(" sequence ")") ["*" number]
+# `place` is the index of the next character, and that of the error when one is raised.
 class _Parser:
     def __init__(self, text: str) -> None:
         self.text, self.place = text, 0
@@ -70,6 +74,7 @@ class _Parser:
         self.place += 1
         found = self._sequence()
         if self.place == len(self.text):
+            # Point at the parenthesis that was opened, not at the end of the string.
             self.place = opened
             raise self._error("this parenthesis is not closed")
         self.place += 1
@@ -89,6 +94,7 @@ class _Parser:
             return 1
         self.place += 1
         start = self.place
+        # str.isdigit would accept digits of other scripts and superscripts.
         while self.place < len(self.text) and self.text[self.place] in "0123456789":
             self.place += 1
         if self.place == start or int(self.text[start : self.place]) == 0:
@@ -112,12 +118,14 @@ def _check_counts(layout: str, stages: Sequence[str], expected: dict[str, int]) 
 
 def _check_sequence(layout: str, letters: str) -> None:
     """Embedding, layers, prediction blocks and loss have to appear in this order."""
+    # The stages are joined before the check, so that order is required across the boundaries too.
     for before, after in pairwise(letters):
         if "EtmL".index(before) > "EtmL".index(after):
             raise ConfigError(f"{KEY}={layout!r} has {before} before {after}; the sequence has to be E, t, m, L")
 
 
 def _check_ends(layout: str, stages: Sequence[str]) -> None:
+    # E and L occur once and in order, but may still be in a stage that is not the first or the last.
     for letter, number, name in (("E", 0, "first"), ("L", -1, "last")):
         if letter not in stages[number]:
             raise ConfigError(f"{KEY}={layout!r} has {letter} in another than the {name} stage; move it there")
@@ -126,6 +134,7 @@ def _check_ends(layout: str, stages: Sequence[str]) -> None:
 def _numbered(stages: Sequence[str]) -> list[Stage]:
     result, start = [], 0
     for letters in stages:
+        # Blocks of multi-token prediction are numbered as layers behind the last one.
         count = letters.count("t") + letters.count("m")
         result.append(Stage(range(start, start + count), first="E" in letters, last="L" in letters))
         start += count

@@ -69,6 +69,7 @@ class P2PCommunicator:
         """Raises RuntimeError when activations with the same key differ in shape or dtype."""
         form = form_of(hidden)
         if key not in self._sent_forms:
+            # A separate message: the receiver needs the shapes before it can allocate the buffers of the activations.
             self._send([form.to_header().to(self.device)], to, self.axis)
             self._sent_forms[key] = form
         elif form != self._sent_forms[key]:
@@ -76,16 +77,20 @@ class P2PCommunicator:
                 f"a pipeline stage gave hidden states {form} where it gave {self._sent_forms[key]} for inputs of the "
                 "same shapes; their shapes, dtypes and need of a gradient may depend on the shapes of the inputs only"
             )
+        # Detached, so that a send in flight keeps the values only, and not the graph of the stage.
         self._send([tensor.detach() for tensor in tensors_of(hidden)], to, self.axis)
 
     def receive_hidden(self, sender: int, key: Hashable) -> Incoming:
         """Waits for the header, if there is one, but not for the tensors."""
         if key not in self._received_forms:
             header = torch.empty(HEADER_LENGTH, dtype=torch.int64, device=self.device)
+            # With NCCL wait() orders streams only; reading the header on the host then waits for the device. This
+            # happens once a key, not once a micro-batch.
             for work in self._start(dist.irecv, [header], sender, self.axis):
                 work.wait()
             self._received_forms[key] = ActivationsForm.from_header(header)
         form = self._received_forms[key]
+        # Allocated at each receive: the tensors become inputs of the stage's graph and live until its backward pass.
         tensors = [torch.empty(own.shape, dtype=own.dtype, device=self.device) for own in form.tensors]
         return Incoming(form, tensors, self._start(dist.irecv, tensors, sender, self.axis))
 
@@ -107,7 +112,9 @@ class P2PCommunicator:
         self._outgoing.clear()
 
     def _send(self, tensors: Sequence[Tensor], to: int, axis: Axis) -> None:
+        # Completed sends are dropped here, so that memory is freed during the step and not only by finish().
         self._outgoing = [outgoing for outgoing in self._outgoing if not outgoing.is_done()]
+        # contiguous() may copy: the copy is what is in flight and has to be kept.
         contiguous = [tensor.contiguous() for tensor in tensors]
         self._outgoing.append(Outgoing(self._start(dist.isend, contiguous, to, axis), contiguous))
 
@@ -117,4 +124,6 @@ class P2PCommunicator:
         """peer: rank along the axis."""
         if not tensors:
             return []
+        # One NCCL group call for all tensors of a message, on the communicator of the axis. Plain isend and irecv would
+        # create a communicator for each pair of ranks.
         return dist.batch_isend_irecv([dist.P2POp(operation, one, axis.ranks[peer], axis.group) for one in tensors])

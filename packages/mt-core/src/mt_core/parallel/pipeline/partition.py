@@ -26,6 +26,8 @@ def balanced_stages(
     loads[0] += embedding_cost
     loads[-1] += output_cost
     # All layers cost the same, so assigning each to the cheapest stage so far is optimal.
+    # Equal loads compare by stage, so that all ranks compute the same stages and earlier ones take what does not
+    # divide.
     heap = [(load, stage) for stage, load in enumerate(loads)]
     heapq.heapify(heap)
     counts = [0] * num_stages
@@ -38,6 +40,7 @@ def balanced_stages(
 
 def consecutive_stages(counts: Sequence[int]) -> list[Stage]:
     """Consecutive stages with the given numbers of layers."""
+    # counts 3, 2 -> layers 0 1 2 in the first stage, 3 4 in the second.
     stages, start = [], 0
     for number, count in enumerate(counts):
         stages.append(Stage(range(start, start + count), first=number == 0, last=number == len(counts) - 1))
@@ -52,6 +55,7 @@ def stages_by_keys(
 
     Raises ConfigError when the keys cannot be satisfied, or conflict with another definition of the stages.
     """
+    # None, False and 0 are the unset values of these keys.
     given = {key: value for key in SPLIT_KEYS if (value := getattr(parallel, key))}
     if not given:
         return None
@@ -102,7 +106,9 @@ def even_stages(
 def _even(num_layers: int, num_ranks: int, stages_per_rank: int, embedding: bool, loss: bool) -> list[Stage]:
     extra, num_stages = embedding + loss, num_ranks * stages_per_rank
     each, rest = divmod(num_layers + extra, num_stages)
+    # A stage without layers cannot give one up for the embedding or the loss.
     if rest or each < max(embedding, loss):
+        # The next smaller and the next larger number of layers that divide.
         near = [number for number in (each * num_stages - extra, (each + 1) * num_stages - extra) if number > 0]
         counted = f" with {extra} for embedding or loss" if extra else ""
         raise ConfigError(
@@ -117,6 +123,7 @@ def _even(num_layers: int, num_ranks: int, stages_per_rank: int, embedding: bool
 
 
 def _uneven(num_layers: int, num_ranks: int, stages_per_rank: int, first: int | None, last: int | None) -> list[Stage]:
+    # Ranks that have no number of their own share the remaining layers evenly.
     middle_ranks = num_ranks - (first is not None) - (last is not None)
     middle = num_layers - (first or 0) - (last or 0)
     if middle_ranks < 0:
@@ -139,6 +146,8 @@ def _uneven(num_layers: int, num_ranks: int, stages_per_rank: int, first: int | 
                 f"parallel.virtual_pipeline_model_parallel_size={stages_per_rank} stages; they can be "
                 f"{_multiples(stages_per_rank)}"
             )
+    # Stages are numbered round by round over the ranks (loop placement). 2 ranks with 4 and 2 layers, 2 stages each:
+    # counts 2, 1, 2, 1 for stages 0 to 3, of which rank 0 holds 0 and 2.
     return consecutive_stages([count // stages_per_rank for count in of_rank] * stages_per_rank)
 
 

@@ -50,6 +50,7 @@ class Pipeline:
         begin: Callable[[Batch], object] = lambda batch: None,
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        # Only for its ConfigError, before the communicator below is made, which is collective.
         schedule.stages_per_rank(ctx.pp.size, len(stages))
         self.model, self.stages, self.schedule, self.axis = model, tuple(stages), schedule, ctx.pp
         self.inputs, self.options, self.begin = tuple(inputs), dict(options or {}), begin
@@ -76,6 +77,7 @@ class Pipeline:
 
     def _run(self, micro_batches: Sequence[Batch], share: LossFn, *, training: bool) -> Tensor:
         a_pass = ScheduleRun(self.rank, micro_batches, share, training=training)
+        # No schedule has a table for none.
         if not micro_batches:
             return a_pass.total
         return a_pass.run(
@@ -91,6 +93,7 @@ class Pipeline:
 
     def _run_stage(self, stage: int, hidden: Activations | None, batch: Batch) -> Any:
         self.begin(batch)
+        # A field that this micro-batch does not have keeps the model's default.
         inputs = {name: batch[name] for name in self.inputs if name in batch}
         with self.within():
             return self.model.run_stage(self.stages[stage], hidden, **inputs, **self.options)

@@ -12,6 +12,8 @@ def ranks_of_stages(num_stages: int, num_ranks: int, placement: Placement) -> tu
     """The rank of each stage, in order."""
     if placement == "loop":
         return tuple(stage % num_ranks for stage in range(num_stages))
+    # 3 ranks: stages 0 1 2 in round 0 are on ranks 0 1 2, stages 3 4 5 in round 1 on ranks 2 1 0. Stages 2 and 3 share
+    # a rank, so nothing is sent at the turn; embedding and loss share rank 0.
     rounds = [divmod(stage, num_ranks) for stage in range(num_stages)]
     return tuple(place if number % 2 == 0 else num_ranks - 1 - place for number, place in rounds)
 

@@ -41,6 +41,7 @@ def draw(timeline: Timeline) -> str:
     ]
     for rank, row in enumerate(timeline.ranks):
         y = TOP + rank * (ROW + GAP)
+        # Stage -> 0 for the rank's first stage, 1 for its second, ...
         first_stage = {stage: place for place, stage in enumerate(sorted({span.action.stage for span in row}))}
         lines.append(f'<text x="{GAP}" y="{y + ROW / 2 + 4}">rank {rank}</text>')
         for span in row:

@@ -51,10 +51,15 @@ class ScheduleRun:
 
     def __init__(self, rank: StageRunner, micro_batches: Sequence[Batch], share: LossFn, *, training: bool) -> None:
         self.rank, self.micro_batches, self.share, self.training = rank, micro_batches, share, training
+        # Training adds the fp32 losses of one step. Evaluation sums over many batches and stays in fp64.
         self.total = torch.zeros((), dtype=torch.float32 if training else torch.float64, device=rank.exchange.device)
+        # Both sides of a transfer have the micro-batch, so they derive equal keys without communication.
         self.shapes = [tuple((name, x.shape) for name, x in sorted(batch.items())) for batch in micro_batches]
+        # From the forward pass until the last backward action of the micro-batch in the stage.
         self.graphs: dict[Place, StageGraph] = {}
+        # Posted receives, by the action that posted them; waited for where the tensors are needed.
         self.receiving: dict[Action, Incoming] = {}
+        # Results between the action that computes them and the send action that follows in the plan.
         self.to_send: dict[Action, Any] = {}
         self.inputs: dict[Place, Activations] = {}  # from the previous stage, on the same rank
         self.output_gradients: dict[Place, Sequence[Tensor]] = {}  # from the next stage, on the same rank
@@ -63,6 +68,7 @@ class ScheduleRun:
         """Sum of the loss contributions that were computed on this rank."""
         for action in actions:
             HANDLERS[action.kind](self, action)
+        # A send may outlast the last action of its rank.
         self.rank.exchange.finish()
         return self.total
 
@@ -71,6 +77,7 @@ class ScheduleRun:
         batch, hidden = self.micro_batches[action.micro_batch], self._input(place)
         with self.rank.recorder.span(action):
             output = self.rank.run_stage(action.stage, hidden, batch)
+            # The graph then ends in the loss, and only what its backward pass needs of the logits is kept.
             if action.stage == self.rank.last_stage:
                 output = self.share(output, batch)
                 self.total += output.detach()
@@ -80,6 +87,7 @@ class ScheduleRun:
 
     def backward(self, action: Action) -> None:
         place = action.stage, action.micro_batch
+        # Outside the span: the wait is recorded as that of the receive, not as computation.
         gradients = self._output_gradients(place)
         graph = self.graphs.pop(place)
         with self.rank.recorder.span(action):
@@ -88,6 +96,7 @@ class ScheduleRun:
 
     def backward_input(self, action: Action) -> None:
         place = action.stage, action.micro_batch
+        # The graph is kept, in contrast to backward(): backward_weight needs it.
         gradients = self._output_gradients(place)
         with self.rank.recorder.span(action):
             found = self.graphs[place].backward_input(gradients)
@@ -114,6 +123,7 @@ class ScheduleRun:
 
     def receive_backward(self, action: Action) -> None:
         sender = self.rank.ranks_of_stages[action.stage + 1]
+        # Gradients have the shapes of the activations that this rank sent, so no header is needed.
         form = self.graphs[action.stage, action.micro_batch].output_form
         self.receiving[action] = self.rank.exchange.receive_gradients(form, sender)
 
@@ -125,6 +135,8 @@ class ScheduleRun:
             return self.inputs.pop(place)
         incoming, tensors = self._received(Action(Kind.RECEIVE_FORWARD, *place))
         for tensor, form in zip(tensors, incoming.form.tensors, strict=True):
+            # Received tensors are leaves. An activation that needs no gradient at its sender gets none sent back
+            # either.
             tensor.requires_grad_(form.has_gradient)
         return incoming.form.pack(tensors)
 
@@ -133,6 +145,7 @@ class ScheduleRun:
         if stage == self.rank.last_stage:
             return
         if self.rank.shares_rank(stage, stage + 1):
+            # The graph is cut here as it is between ranks: each stage has a backward action of its own in the table.
             self.inputs[stage + 1, number] = as_leaves(output)
         else:
             self.to_send[Action(Kind.SEND_FORWARD, *place)] = output
@@ -140,6 +153,7 @@ class ScheduleRun:
     def _output_gradients(self, place: Place) -> Sequence[Tensor]:
         stage, _ = place
         if stage == self.rank.last_stage:
+            # d loss / d loss.
             return [torch.ones((), dtype=self.graphs[place].output_form.tensors[0].dtype, device=self.total.device)]
         if place in self.output_gradients:
             return self.output_gradients.pop(place)
@@ -160,6 +174,7 @@ class ScheduleRun:
             return incoming, incoming.wait()
 
     def _key(self, receiving_stage: int, action: Action) -> Hashable:
+        # training: activations require a gradient in training and none in evaluation, which is part of the header.
         return receiving_stage, self.training, self.shapes[action.micro_batch]
 
 

@@ -55,6 +55,7 @@ class PipelineSchedule:
     def order(self, num_ranks: int, num_stages: int, num_micro_batches: int) -> ScheduleTable:
         """Raises ConfigError when the stages cannot be placed on the ranks as the schedule requires."""
         stages_per_rank = self.stages_per_rank(num_ranks, num_stages)
+        # A table has ranks x stages x micro-batches x 2 or 3 actions: a million tuples for large runs.
         with without_garbage_collection():
             return self.build(num_ranks, stages_per_rank, num_micro_batches)
 
@@ -73,10 +74,12 @@ class PipelineSchedule:
         if self.max_stages_per_rank == self.min_stages_per_rank:
             return f"{self.min_stages_per_rank * num_ranks} stages ({self.min_stages_per_rank} a rank)"
         first = self.min_stages_per_rank
+        # The first three numbers of stages that the schedule accepts; there is no last one.
         legal = ", ".join(str(num_ranks * each) for each in range(first, first + 3))
         return f"{first} or more on each rank, the same number on all ({legal}, ... stages)"
 
 
+# torch names the actions by the same letters of the zero-bubble paper.
 KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -92,18 +95,23 @@ def splits_backward(parallel: ParallelConfig, host: PluginHost) -> bool:
     return parallel.pipeline_model_parallel_size > 1 and configured_schedule(parallel, host).splits_backward
 
 
+# Every step runs the same table. Several are kept since training and evaluation alternate, with different numbers of
+# micro-batches, and since a batch-size ramp-up changes the number.
 @lru_cache(maxsize=16)
 def rank_actions(
     schedule: PipelineSchedule, num_ranks: int, num_stages: int, num_micro_batches: int, rank: int, *, training: bool
 ) -> tuple[Action, ...]:
     """The actions of `rank`, including communication; without training, its forward passes only."""
     order = schedule.order(num_ranks, num_stages, num_micro_batches)
+    # Filtered before communication is inserted: sends and receives are then planned for the forward passes alone.
     order = order if training else forward_only(order)
+    # The whole table is computed on every rank: the moments of this rank's transfers depend on all others.
     places = ranks_of_stages(num_stages, num_ranks, schedule.placement)
     return tuple(with_communication(order, places)[rank])
 
 
 def _single(order: Callable[[int, int], ScheduleTable]) -> Callable[[int, int, int], ScheduleTable]:
+    # These schedules have one stage per rank, which stages_per_rank() has checked.
     return lambda num_ranks, stages_per_rank, num_micro_batches: order(num_ranks, num_micro_batches)
 
 
@@ -114,6 +122,8 @@ def _from_torch(
     stages_per_rank: int,
     num_micro_batches: int,
 ) -> ScheduleTable:
+    # A table of torch's for at least as many micro-batches as requested. The actions of the surplus ones are removed,
+    # which leaves a valid table, if not always the shortest one.
     whole = defined_for(num_ranks, num_micro_batches)
     order = torch_pipeline_order(class_name, num_ranks, stages_per_rank, whole)
     actions = [[Action(KINDS[kind], stage, number) for kind, stage, number in rank] for rank in order]
@@ -122,10 +132,13 @@ def _from_torch(
 
 def _whole_rounds(num_ranks: int, num_micro_batches: int) -> int:
     """The next number that divides evenly into rounds of `num_ranks` micro-batches or a few more."""
+    # torch interleaves in max(1, m // ranks) rounds and requires that they divide the m micro-batches.
+    # Example with 4 ranks: m = 7 is one round of 7; m = 9 is 2 rounds and not divisible, so 10 is used.
     return next(number for number in count(num_micro_batches) if number % max(1, number // num_ranks) == 0)
 
 
 def _at_least_twice_the_ranks(num_ranks: int, num_micro_batches: int) -> int:
+    # DualPipeV needs a micro-batch for each of the 2 * num_ranks stages.
     return max(2 * num_ranks, num_micro_batches)
 
 

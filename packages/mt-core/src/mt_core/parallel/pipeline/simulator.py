@@ -52,6 +52,7 @@ def simulate(schedule: PipelineSchedule, num_ranks: int, num_micro_batches: int,
     places = ranks_of_stages(num_stages, num_ranks, schedule.placement)
 
     def delay(maker: int, reader: int) -> float:
+        # Neighbouring stages share a rank at the turn of a V, and everywhere with one rank.
         return 0.0 if places[maker] == places[reader] else times.transfer
 
     starts = start_times(order, times.of, delay)

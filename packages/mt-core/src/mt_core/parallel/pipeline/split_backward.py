@@ -48,6 +48,8 @@ class WeightBackward:
     def _run(self, group: Branches) -> None:
         edges, gradients = [], []
         for node in group.starts:
+            # A fork that no gradient reached has no entry: its weights get no gradient, as in an ordinary backward
+            # pass.
             for number, gradient in enumerate(self.arrived.get(node, ())):
                 if gradient is not None:
                     edges.append(GradientEdge(node, number))
@@ -66,6 +68,8 @@ class WeightBackward:
 
     def _fix(self, node: Node) -> Any:
         known = self.arrived[node]
+        # A prehook's return value replaces the gradients that arrive at the node. Those would be counted twice: once as
+        # the root gradient of the fork, once through the other fork.
         return node.register_prehook(lambda gradients: known)
 
 
@@ -76,15 +80,23 @@ def backward_of_inputs(
 
     A leaf that no output depends on has the gradient None.
     """
+    # Example: y = f(x, w1), z = g(y, w2), leaf x. On path: g, f and x's AccumulateGrad node. Forks: g, from which a
+    # branch leads to w2, and f, from which one leads to w1. The first part computes dx and records dz at g and dy at f.
     outputs = {edge.node for edge in edges}
     users = _users(outputs)
+    # The AccumulateGrad nodes of the leaves.
     own = {get_gradient_edge(leaf).node for leaf in leaves}
+    # All users of a node on path are on path too. The gradient that arrives at a fork in the first part is therefore
+    # complete: no contribution comes later from a branch.
     on_path = _reach(own & users.keys(), users)
     groups = _branches(users, on_path | outputs, own)
     forks = {node for group in groups for node in group.starts} & on_path
     arrived: dict[Node, Gradients] = {}
+    # Prehooks receive the gradients of the node's outputs, after the engine has summed them over all users.
     handles = [node.register_prehook(_noting(arrived, node)) for node in forks]
     try:
+        # grad() runs only the nodes between the outputs and the leaves, so hooks and accumulation of the weights do not
+        # fire. The graph is retained for the second part.
         found = torch.autograd.grad(list(edges), list(leaves), list(gradients), retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
@@ -106,7 +118,9 @@ def _of_outputs(
     """Gradients of outputs that depend on weights alone: the nodes are starts themselves."""
     sums: dict[Node, dict[int, Tensor]] = defaultdict(dict)
     for edge, gradient in zip(edges, gradients, strict=True):
+        # The engine does not visit these nodes in the first part, so no prehook records what arrives.
         if edge.node not in on_path:
+            # A tensor may be among the outputs twice.
             before = sums[edge.node].get(edge.output_nr)
             sums[edge.node][edge.output_nr] = gradient if before is None else before + gradient
     return {
@@ -116,6 +130,7 @@ def _of_outputs(
 
 def _users(outputs: Iterable[Node]) -> dict[Node, list[Node]]:
     """Every node of the graph, and the nodes that pass gradients to it."""
+    # Iterative: graphs of many layers are deeper than Python's recursion limit.
     users: dict[Node, list[Node]] = {node: [] for node in outputs}
     todo = list(users)
     while todo:
@@ -149,6 +164,7 @@ def _branches(users: dict[Node, list[Node]], starts: set[Node], inputs: set[Node
     """
     group_of: dict[Node, Branches] = {}
     for node in users:
+        # Only AccumulateGrad nodes have it: they are the leaves of the graph.
         weight = getattr(node, "variable", None)
         if weight is None or node in inputs:
             continue
@@ -158,17 +174,20 @@ def _branches(users: dict[Node, list[Node]], starts: set[Node], inputs: set[Node
             group.weights.update(other.weights)
             group.starts.update(other.starts)
         group_of.update(dict.fromkeys(group.starts, group))
+    # A group with several starts occurs several times. Branches is a mutable dataclass and not hashable, hence the ids.
     return list({id(group): group for group in group_of.values()}.values())
 
 
 def _nearest(weight: Node, users: dict[Node, list[Node]], starts: set[Node]) -> set[Node]:
     """The first nodes among `starts` on each path from a weight towards the outputs."""
+    # A weight that is an output of the stage itself.
     if weight in starts:
         return {weight}
     found: set[Node] = set()
     seen, todo = {weight}, [weight]
     while todo:
         for user in users[todo.pop()]:
+            # The search ends here: the gradient is known at this node.
             if user in starts:
                 found.add(user)
             elif user not in seen:

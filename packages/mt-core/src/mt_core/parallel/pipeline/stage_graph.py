@@ -23,11 +23,13 @@ class StageGraph:
     def __init__(self, inputs: Activations | None, output: Activations) -> None:
         self.output_form = form_of(output)
         self._leaves = [] if inputs is None else [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
+        # A gradient edge keeps the node and not the tensor. The send holds the values until they are sent.
         self._edges = [get_gradient_edge(tensor) for tensor in tensors_of(output) if tensor.requires_grad]
         self._weights: Callable[[], None] | None = None
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Accumulate the weights' gradients; return those of the leaves. gradients: of the outputs that have one."""
+        # Accumulates into .grad of the leaves as well, which belong to this micro-batch alone.
         self._backward_of_all(gradients)
         found = [_or_zeros(leaf.grad, leaf) for leaf in self._leaves]
         self._free()
@@ -36,6 +38,7 @@ class StageGraph:
     def backward_input(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of the leaves only; `backward_weight` has to follow."""
         if not self._leaves:  # the first stage: no input gradient, so the whole backward pass runs in backward_weight
+            # Such schedules place BACKWARD_WEIGHT after every BACKWARD_INPUT, also in the first stage.
             self._weights = partial(self._backward_of_all, gradients)
             return []
         found, self._weights = backward_of_inputs(self._edges, gradients, self._leaves)
@@ -48,6 +51,7 @@ class StageGraph:
         self._free()
 
     def _backward_of_all(self, gradients: Sequence[Tensor]) -> None:
+        # A stage may consist of frozen weights, or have no layers.
         if self._edges:
             torch.autograd.backward(self._edges, list(gradients))
 
@@ -57,9 +61,11 @@ class StageGraph:
 
 def as_leaves(hidden: Activations) -> Activations:
     """Detached tensors with the same values and the same requires_grad."""
+    # detach() shares the memory: no copy is made between stages of one rank.
     leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors_of(hidden)]
     return form_of(hidden).pack(leaves)
 
 
 def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+    # The other side has posted a receive for each tensor that requires a gradient, so something has to be sent.
     return torch.zeros_like(leaf) if gradient is None else gradient

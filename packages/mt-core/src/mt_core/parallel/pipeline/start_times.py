@@ -21,8 +21,14 @@ def start_times(
     deadlocks.
     """
     num_stages = num_stages_of(order)
+    # Each rank is advanced until its next action misses an input. It continues when the rank that produces this input
+    # reaches it. An action is visited once and each visit of a blocked rank follows one arrival, so the time is linear
+    # in the size of the table. Which runnable rank is taken first does not change the result: an action's start depends
+    # on its predecessors only.
     starts: list[list[float]] = [[] for _ in order]
+    # End of the last action of each rank.
     free_at = [0.0] * len(order)
+    # Inputs that were produced and not consumed yet -> their time of arrival. Keys as returned by awaited().
     arrivals: dict[tuple[bool, int, int], float] = {}
     waiting: dict[tuple[bool, int, int], int] = {}  # missing input -> the rank that is blocked on it
     runnable = list(range(len(order)))
@@ -35,6 +41,7 @@ def start_times(
             if needed is not None and needed not in arrivals:
                 waiting[needed] = rank
                 break
+            # pop: an input has one reader, and the dictionary stays as small as the number of micro-batches in flight.
             start = free_at[rank] if needed is None else max(free_at[rank], arrivals.pop(needed))
             own.append(start)
             free_at[rank] = start + duration(action)
@@ -44,6 +51,7 @@ def start_times(
                 arrivals[product] = free_at[rank] + delay(action.stage, receiver)
                 if product in waiting:
                     runnable.append(waiting.pop(product))
+    # No rank can run and some have actions left. With an acyclic order this cannot happen.
     if waiting:
         raise ValueError(f"the order cannot go on: ranks {sorted(waiting.values())} wait for one another")
     return starts

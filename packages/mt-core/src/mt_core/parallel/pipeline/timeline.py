@@ -28,6 +28,7 @@ class Timeline:
     def makespan(self) -> float:
         """From the start of the first computation to the end of the last, over all ranks."""
         spans = [span for rank in self.ranks for span in rank if span.action.kind in COMPUTATION]
+        # Waits for inputs are not counted at either end: a receive that is posted early is no work.
         return max(span.end for span in spans) - min(span.start for span in spans) if spans else 0.0
 
     def busy(self, rank: int) -> float:
@@ -43,4 +44,5 @@ class Timeline:
     @property
     def bubble_ratio(self) -> float:
         """Idle over busy time, which is (p - 1) / m for GPipe and 1F1B of p even stages and m micro-batches."""
+        # fraction = idle / (idle + busy), so this is idle / busy, the bubble of Narayanan et al. (2021).
         return self.bubble_fraction / (1.0 - self.bubble_fraction)

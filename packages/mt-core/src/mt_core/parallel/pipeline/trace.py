@@ -38,6 +38,8 @@ class ScheduleRecorder:
         self._spans.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        # No rank leaves the barrier before the last one has arrived, so the zeros of the ranks' clocks agree to within
+        # its latency. Clocks of different hosts are never compared.
         if axis.size > 1:
             dist.barrier(group=axis.group)
         self._now = _device_clock() if self.device.type == "cuda" else _host_clock()
@@ -62,8 +64,10 @@ class ScheduleRecorder:
         length = torch.tensor([len(own)], device=self.device)
         lengths = [torch.empty_like(length) for _ in range(axis.size)]
         dist.all_gather(lengths, length, group=axis.group)
+        # all_gather needs equal shapes, and ranks have different numbers of actions.
         longest = max(int(one) for one in lengths)
         padded = torch.cat([own, own.new_zeros(longest - len(own), own.shape[1])])
+        # Each [longest, 5].
         rows = [torch.empty_like(padded) for _ in range(axis.size)]
         dist.all_gather(rows, padded, group=axis.group)
         return Timeline(tuple(_from_rows(one[: int(n)]) for one, n in zip(rows, lengths, strict=True)))
@@ -79,6 +83,8 @@ def _host_clock() -> Callable[[], Moment]:
     return now
 
 
+# An event's time is unknown until the device has reached it. Reading it at once would make the host wait for the device
+# at every action and change what is measured; the returned functions read it after the step.
 def _device_clock() -> Callable[[], Moment]:
     def event() -> torch.cuda.Event:
         mark = torch.cuda.Event(enable_timing=True)
@@ -89,6 +95,7 @@ def _device_clock() -> Callable[[], Moment]:
 
     def now() -> Moment:
         mark = event()
+        # elapsed_time is in milliseconds.
         return lambda: zero.elapsed_time(mark) / 1000.0
 
     return now
@@ -96,7 +103,9 @@ def _device_clock() -> Callable[[], Moment]:
 
 def _to_rows(spans: tuple[Span, ...]) -> Tensor:
     """[spans, 5] fp64: kind, stage, micro-batch, start, end"""
+    # fp64 holds the integers exactly and the times to far below a nanosecond.
     rows = [(KINDS.index(s.action.kind), s.action.stage, s.action.micro_batch, s.start, s.end) for s in spans]
+    # The view makes [0, 5] of an empty list.
     return torch.tensor(rows, dtype=torch.float64).view(-1, 5)
 
 
@@ -124,6 +133,7 @@ def to_chrome(timeline: Timeline) -> dict[str, Any]:
     """Trace Event Format, one process a rank, times in microseconds."""
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.ranks):
+        # "ph" is the event's phase: M for metadata, X for a complete event with its duration.
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"pipeline rank {rank}"}})
         events += [_event(rank, span) for span in spans]
     return {

@@ -18,6 +18,7 @@ class BestCheckpoint:
         """iteration: at which the run begins; a record of a later one belongs to an abandoned run."""
         self.metric, self._directory, self._ctx = metric, directory, ctx
         found = read_best(directory.checkpoints)
+        # Values of another metric do not compare.
         fits = found is not None and found.metric == metric and found.iteration <= iteration
         self.record = found if fits else None
 
@@ -25,7 +26,9 @@ class BestCheckpoint:
         """Whether the evaluation is better than all before it. Collective over the world."""
         value = values[self.metric]
         before = None if self.record is None else self.record.value
+        # Losses are minimized, all other metrics maximized.
         better = before is None or (value < before if self.metric.endswith("_loss") else value > before)
+        # Only the writer has read the file for certain; its answer is the one that all ranks get.
         return any_over(better and self._ctx.is_writer, self._ctx.world, self._ctx.device)
 
     def update(self, iteration: int, value: float) -> None:

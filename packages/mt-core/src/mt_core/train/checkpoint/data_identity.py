@@ -34,4 +34,5 @@ def data_changes(stored: Mapping[str, str], now: Mapping[str, str]) -> Iterator[
     """The fingerprints that differ. A fingerprint that either side lacks is not compared."""
     for key in sorted(stored.keys() & now.keys()):
         if stored[key] != now[key]:
+            # 16 digits are enough to show that two hashes differ.
             yield Change(key, stored[key][:16], now[key][:16])

@@ -32,6 +32,8 @@ class LocalShard:
     def fragments(self, ctx: ParallelContext) -> Iterator[Fragment]:
         """The same as slices of the canonical tensor; those of padding are left out."""
         regions = self.layout.regions(ctx)
+        # A rank's part of an optimizer buffer is a range of elements, which is up to three rectangles of a matrix. A
+        # region is a box of the local tensor and the same box of the canonical one. Intersections are fragments.
         for number, own in enumerate(self.slices):
             for region in regions:
                 common = own.meet(TensorSlice(region.local, region.canonical.shape))
@@ -41,11 +43,14 @@ class LocalShard:
                         shape=self.layout.shape,
                         dtype=self.dtype,
                         tensor_slice=common.relative_to(region.local).placed_at(region.canonical.start),
+                        # Lazy: nothing is copied or converted until the fragment is written.
                         tensor=partial(self._cut, number, common.relative_to(own.start)),
                     )
 
     def _cut(self, number: int, tensor_slice: TensorSlice) -> Tensor:
         part = self.part()
+        # `part` then holds the elements of the slices one after another; with one slice it may have the slice's shape
+        # and any strides.
         if len(self.slices) > 1:
             sizes = [own.numel for own in self.slices]
             part = part.view(-1).split(sizes)[number]
@@ -72,6 +77,7 @@ def fill(shard: LocalShard, reader: CheckpointReader, ctx: ParallelContext) -> N
     for fragment, values in zip(
         fragments, read_slices(reader, shard.name, [f.tensor_slice for f in fragments]), strict=True
     ):
+        # tensor() is a view of part(), so this writes into the rank's memory.
         fragment.tensor().copy_(values)
 
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 WINDOW = 32
 """Number of losses that a checkpoint stores, of the last steps."""
+# A standard deviation of fewer values says little.
 ENOUGH = 8
 """With fewer losses than this no check is made."""
+# LEAST: for losses near 0, whose deviations are near 0 too.
 DEVIATIONS, SHARE, LEAST = 6.0, 0.1, 0.05
 
 SAME_LOSS_SECTIONS = frozenset({"parallel", "kernels", "recompute", "precision", "optimizer", "lr_schedule"})

@@ -72,6 +72,7 @@ def load_weights(
     starts_from = base_of(config.model.family, reader, host)
     load = partial_load(reader, shapes_of_all_stages(layouts, run.ctx), config.checkpoint, starts_from)
     run.load_model(reader, {name: layout for name, layout in layouts.items() if name not in load.initialized})
+    # The checkpoint of another model has no master weights of this one.
     run.weights.copy_from_model()
     return load
 
@@ -96,11 +97,13 @@ def partial_load(
     another shape without being named there.
     """
     stored = {name.removeprefix(MODEL) for name in reader.shapes() if name.startswith(MODEL)}
+    # The user's patterns have to match something; those of the family may match nothing (see starts_from).
     ignored = _fitting(config.load_ignored, stored, "checkpoint.load_ignored", "tensor of the checkpoint")
     may_miss = _fitting(config.load_missing, shapes, "checkpoint.load_missing", "parameter of the model")
     if starts_from is not None:
         ignored |= {name for name in stored if _fits(name, starts_from.left_out)}
         may_miss |= {name for name in shapes if _fits(name, starts_from.initialized)}
+    # A parameter that may be missing is loaded if the checkpoint has it.
     fresh = [name for name in shapes if name in may_miss and name not in stored - ignored]
     expected = {name: shape for name, shape in shapes.items() if name not in fresh}
     selected = SelectedTensors(reader, frozenset(MODEL + name for name in ignored))

@@ -27,6 +27,7 @@ def dropout_stream(ctx: ParallelContext) -> str:
     elements; with sequence parallelism they hold different positions and have different streams.
     """
     axes: tuple[AxisName, ...] = ("dp", "cp", "pp", "tp") if ctx.sequence_parallel else ("dp", "cp", "pp")
+    # Rank 0 of an axis is left out, so the stream of the first rank has the same name in every layout.
     places = [f"{PART_OF[name]} {ctx.axis(name).rank}" for name in axes if ctx.axis(name).rank]
     return " of ".join(["dropout", *places])
 
@@ -45,6 +46,8 @@ def restore_rng(reader: CheckpointReader, ctx: ParallelContext) -> None:
     if f"{RNG}cpu.{rank}" in names:
         torch.set_rng_state(reader.read(f"{RNG}cpu.{rank}"))
     else:
+        # A layout with more ranks than the run had. The iteration in the seed keeps it from repeating the masks of the
+        # first steps.
         torch.manual_seed(stream_seed(int(reader.metadata["iteration"]), dropout_stream(ctx)))
     if ctx.device.type == "cuda" and f"{RNG}cuda.{rank}" in names:
         torch.cuda.set_rng_state(reader.read(f"{RNG}cuda.{rank}"), ctx.device)

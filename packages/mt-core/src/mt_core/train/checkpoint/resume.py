@@ -78,6 +78,7 @@ def differences(stored: Mapping[str, Any], config: Config) -> Iterator[Change]:
         old, new = stored.get(section, {}), now[section]
         defaults = _defaults(getattr(config, section))
         for key in sorted({*old, *new}):
+            # An older version wrote the checkpoint, before this key existed.
             added = key not in old and key in defaults
             if f"{section}.{key}" not in FREE_KEYS and not added and old.get(key) != new.get(key):
                 yield Change(f"{section}.{key}", old.get(key), new.get(key))
@@ -99,6 +100,7 @@ def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str, h
     """
     found = differences(metadata["config"], config)
     if not config.train.deterministic:
+        # Such a change moves the loss by rounding alone, which continues the run in all but its bits.
         found = (change for change in found if not _is_other_rounding(change, host))
     changes = _require_accepted(found, config, origin)
     if config.train.deterministic:
@@ -126,6 +128,7 @@ def require_same_data(stored: Mapping[str, str], now: Mapping[str, str], config:
 
     Other content follows from another data key (another tokenizer key), and is accepted with it.
     """
+    # The content fingerprint of a data set changes with every key that selects data.
     sections = {key.partition(".")[0] for key in config.checkpoint.accept_changes}
     changes = (change for change in data_changes(stored, now) if change.key.partition(".")[0] not in sections)
     return _require_accepted(changes, config, origin)
@@ -135,6 +138,7 @@ def _require_accepted(changes: Iterable[Change], config: Config, origin: str) ->
     accepted: list[Change] = []
     refused: list[Change] = []
     for change in changes:
+        # A changed model has other tensors, and no acceptance makes them fit.
         taken = change.key in config.checkpoint.accept_changes and not change.key.startswith("model.")
         (accepted if taken else refused).append(change)
     if refused:

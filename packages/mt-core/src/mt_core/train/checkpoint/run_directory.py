@@ -43,6 +43,7 @@ class RunDirectory:
     def create(self) -> None:
         """Make the folders. Raises ConfigError when that is not possible."""
         _make_writable(self.path, "run directory", "--run-dir")
+        # An object store has no folders to create.
         if not is_remote(self.checkpoints):
             _make_writable(self.checkpoints, "checkpoints", "--run-dir or checkpoint.save")
 
@@ -69,6 +70,7 @@ class RunDirectory:
     def set_latest(self, checkpoint: Path) -> None:
         """Point to a complete checkpoint, atomically."""
         _write(self.checkpoints / LATEST, checkpoint.name + "\n")
+        # The rename of `latest` itself has to reach the disk: old checkpoints are removed after this.
         if not is_remote(self.checkpoints):
             sync_directory(self.checkpoints)
 
@@ -80,7 +82,9 @@ class RunDirectory:
 def _make_writable(folder: Path, what: str, key: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # mkdir does not object to a folder that exists and is read-only.
         if not os.access(folder, os.W_OK):
+            # 13: EACCES.
             raise PermissionError(13, "not writable")
     except OSError as error:
         raise ConfigError(f"{what} {folder}: {error.strerror}; choose another with {key}") from error

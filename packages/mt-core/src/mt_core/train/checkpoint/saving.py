@@ -64,6 +64,8 @@ class Commit:
 
     def __call__(self, path: Path, started: float) -> Committed:
         """started: start of the write, by time.perf_counter."""
+        # First point to the new checkpoint, then remove old ones: whenever the process ends, `latest` names a complete
+        # one.
         self._directory.set_latest(path)
         seconds = time.perf_counter() - started
         removed: list[Path] = []
@@ -78,6 +80,7 @@ class Commit:
     def _superfluous(self, latest: Path) -> list[Path]:
         if self._config.keep_last is None:
             return []
+        # Only folders that a loader recognizes are candidates for removal.
         found = retention.checkpoints_in(latest.parent, lambda path: any(detect(path) for detect in self._detectors))
         # Later checkpoints belong to an abandoned run: this one resumed from an earlier step. They are not counted.
         found = [path for path in found if retention.iteration_of(path) <= retention.iteration_of(latest)]
@@ -118,14 +121,17 @@ class ShardedMethod:
     def begin(self, path: Path, contents: Contents) -> tuple[list[Fragment], Write]:
         started = time.perf_counter()
         world = self._ctx.world
+        # The first rank creates the place that all ranks write to, and its name is sent to them.
         place = [self._saver.begin(path) if self._ctx.is_writer else ""]
         if world.size > 1:
             dist.broadcast_object_list(place, src=world.ranks[0], group=world.group)
 
         def write(fragments: Iterable[Fragment]) -> Committed | None:
             self._saver.write(path, place[0], world.rank, world.size, fragments, contents.metadata, contents.files)
+            # The saver's write() of the first rank returns when the parts of all ranks are there.
             return self._commit(path, started) if self._ctx.is_writer else None
 
+        # Collectives run here, in the training thread; `write` has none, as it may run beside those of the next steps.
         return self._plan.share(contents.fragments, self._ctx), write
 
 
@@ -138,6 +144,7 @@ class WholeMethod:
     def begin(self, path: Path, contents: Contents) -> tuple[Iterator[Fragment], Write]:
         def write(fragments: Iterable[Fragment]) -> Committed | None:
             if not self._ctx.is_writer:
+                # Iterating sends this rank's shards. A deque of length 0 consumes an iterator and keeps nothing.
                 deque(fragments, maxlen=0)
                 return None
             started = time.perf_counter()
@@ -209,9 +216,11 @@ class WritesInBackground:
 
     def __init__(self, method: Method, in_flight: int) -> None:
         self._method = method
+        # The bound on host memory: a checkpoint in flight holds one set of copies.
         self._free = [HostCopies() for _ in range(in_flight)]
         self._in_flight: deque[tuple[Path, HostCopies, Future[Committed | None]]] = deque()
         self._done: list[Committed] = []
+        # One thread: checkpoints are committed in the order of their steps.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mt-checkpoint")
 
     def write(self, path: Path, contents: Contents) -> None:
@@ -219,6 +228,7 @@ class WritesInBackground:
             self._settle_oldest()
         copies = self._free.pop()
         fragments, write = self._method.begin(path, contents)
+        # fill() runs here: the next step changes the tensors.
         self._in_flight.append((path, copies, self._thread.submit(write, copies.fill(fragments))))
 
     def committed(self) -> list[Committed]:
@@ -242,6 +252,7 @@ class WritesInBackground:
 
     def _settle_oldest(self) -> None:
         _, copies, future = self._in_flight.popleft()
+        # Raises the error of the write, in the training thread.
         committed = future.result()
         self._free.append(copies)
         if committed is not None:
@@ -279,12 +290,14 @@ class HostCopies:
         copied, on_gpu = [], False
         for fragment in fragments:
             tensor = fragment.tensor().detach()
+            # Fragments come in the same slices at each checkpoint, so the copies of the last one fit.
             copy = before.get((fragment.name, fragment.tensor_slice))
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
             self._copies[fragment.name, fragment.tensor_slice] = copy.copy_(tensor, non_blocking=True)
             copied.append(replace(fragment, tensor=partial(given, copy)))
             on_gpu = on_gpu or tensor.is_cuda
+        # Copies to pinned memory are asynchronous: one wait for all of them.
         if on_gpu:
             torch.cuda.synchronize()
         return copied
@@ -309,6 +322,7 @@ def build_checkpoint_writer(
 
 def _method(config: CheckpointConfig, host: PluginHost, commit: Commit, ctx: ParallelContext) -> Method:
     spec = host.checkpoint_savers.get(config.ckpt_format, key="checkpoint.ckpt_format")
+    # Preferred: no tensor is sent to another rank.
     if spec.save_sharded is not None:
         return ShardedMethod(spec.save_sharded.load()(), commit, ctx)
     if spec.save is not None:

@@ -58,6 +58,7 @@ class Checkpointed:
 
     def fragments(self) -> list[Fragment]:
         """This rank's shards of the whole state. Replicas hold equal fragments."""
+        # An all-gather that is under way would still write to the weights.
         self.weights.finish_gather()
         return list(self._fragments())
 
@@ -74,6 +75,7 @@ class Checkpointed:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if key == REMAINDER:
                     continue  # a part of the master weight
+                # Such as Adam's step counter.
                 if not isinstance(value, Tensor) or value.shape != parameter.shape:
                     yield whole_fragment(f"{OPTIMIZER}{key}.{name}", torch.as_tensor(value))
                 else:
@@ -93,6 +95,8 @@ class Checkpointed:
     @property
     def _has_copies(self) -> bool:
         """Whether the optimizer works on fp32 copies of the model's weights."""
+        # Of the whole model: the optimizer then has fp32 copies of all weights, also of those that are in fp32
+        # themselves.
         return any(parameter.dtype != torch.float32 for parameter in self.model.parameters())
 
     def metadata(self, config: Config) -> dict[str, Any]:
@@ -111,6 +115,7 @@ class Checkpointed:
                 "unchanged; load its weights: checkpoint.load, or load_state(..., with_optimizer=False)"
             )
         layouts = parameter_layouts(self.model)
+        # Of all stages, since the checkpoint holds the whole model: a tensor of another stage is not an unexpected one.
         shapes = shapes_of_all_stages(layouts, self.ctx)
         self.weights.finish_gather()
         require_fit(reader, shapes, MODEL)
@@ -122,6 +127,7 @@ class Checkpointed:
             require_fit(reader, trained, f"{OPTIMIZER}{MAIN}.")
             for name, parameter in parameters.items():
                 self._set_main(parameter, self._read_state(reader, MAIN, name, layouts[name], parameter))
+        # No copy_from_model() here: the fp32 weights have been read, and their lower bits would be lost.
         self._restore_optimizer(reader, layouts, parameters, trained)
         self.scaler.load_state(dict(reader.metadata["loss_scaler"]))
         self._restore_progress(reader)
@@ -138,12 +144,14 @@ class Checkpointed:
     def _restore_progress(self, reader: CheckpointReader) -> None:
         random_streams.restore_rng(reader, self.ctx)
         for key in asdict(self.state):
+            # Last of all, so that an error before leaves the counters as they were.
             setattr(self.state, key, int(reader.metadata[key]))
 
     def load_model(self, reader: CheckpointReader, layouts: Mapping[str, ParameterLayout]) -> None:
         """Load the model weights. Raises CheckpointError unless names and shapes match."""
         for name, layout in layouts.items():
             weight = self._weight(name, layout, torch.float32)
+            # Padding is not in the checkpoint.
             if layout.padded:
                 weight.part().zero_()
             fill(weight, reader, self.ctx)
@@ -187,6 +195,7 @@ class Checkpointed:
             if name not in parameters:
                 continue  # of another pipeline stage
             layout, parameter = layouts[name], parameters[name]
+            # () is excluded, as it is the shape of step counters and of scalar parameters alike.
             is_like_weight = bool(shape) and tuple(shape) == layout.shape
             state = self._read_state(reader, key, name, layout, parameter) if is_like_weight else reader.read(full_name)
             self.optimizer.state[parameter][key] = state

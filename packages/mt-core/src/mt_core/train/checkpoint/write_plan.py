@@ -41,6 +41,8 @@ class WritePlan:
     def share(self, fragments: Sequence[Fragment], ctx: ParallelContext) -> list[Fragment]:
         """The fragments of this rank that it has to write. Collective over the world."""
         claims = [claim_of(fragment) for fragment in fragments]
+        # All ranks plan together, or none does. In the usual case a save costs one all-reduce of a flag and no
+        # gathering of claims.
         if any_over(claims != self._claims, ctx.world, ctx.device):
             everyone = gather_claims(claims, ctx)
             shares = share_out(everyone) if everyone is not None else None
@@ -55,11 +57,14 @@ def collect(fragments: Sequence[Fragment], ctx: ParallelContext) -> Iterator[tup
     """
     own = {(fragment.name, fragment.tensor_slice): fragment for fragment in fragments}
     for name, shape, dtype, places in _table(fragments, ctx):
+        # Slices cover the tensor (_require_cover), so no element stays uninitialized.
         whole = torch.empty(shape if ctx.is_writer else (0,), dtype=dtype)
+        # Every rank goes through the same table, so sends and receives pair up in order.
         for rank, tensor_slice in places:
             if ctx.is_writer and rank == 0:
                 whole[tensor_slice.slices] = own[name, tensor_slice].tensor().detach().cpu()
             elif ctx.is_writer:
+                # On the device of the group's backend: NCCL sends no host memory.
                 values = torch.empty(tensor_slice.shape, dtype=dtype, device=ctx.device)
                 dist.recv(values, src=ctx.world.ranks[rank], group=ctx.world.group)
                 whole[tensor_slice.slices] = values.cpu()
@@ -113,6 +118,7 @@ def share_out(everyone: Sequence[Sequence[WriteItem]]) -> list[tuple[int, ...]]:
 
     The slices of a tensor have to be equal or disjoint, and cover it.
     """
+    # (name, slice) -> (rank, index of its claim) of each rank that holds it.
     holders: dict[tuple[str, TensorSlice], list[tuple[int, int]]] = defaultdict(list)
     for rank, claims in enumerate(everyone):
         for number, claim in enumerate(claims):
@@ -121,6 +127,7 @@ def share_out(everyone: Sequence[Sequence[WriteItem]]) -> list[tuple[int, ...]]:
     bytes_of = [0] * len(everyone)
     taken: list[list[int]] = [[] for _ in everyone]
     for places in sorted(holders.values(), key=len):  # replicated slices last: they balance the load
+        # min() takes the first of equal ones: the plan is the same in every run.
         rank, number = min(places, key=lambda place: bytes_of[place[0]])
         bytes_of[rank] += everyone[rank][number].num_bytes
         taken[rank].append(number)

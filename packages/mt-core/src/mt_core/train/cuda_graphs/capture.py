@@ -64,6 +64,7 @@ class CudaRecorder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
+        # The current stream may still write what the warm-up reads, and may overwrite it afterwards.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
@@ -90,9 +91,12 @@ class GraphedCall:
         self._recorder, self._pool = recorder, pool
         self.inputs = tensors_in((args, kwargs))
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        # Autograd builds its graph during the capture; capture_backward() runs it once, captured, and keeps no node
+        # afterwards.
         with torch.enable_grad(), recorder.capture(pool) as self._forward:
             self._output = function(*args, **kwargs)
         self.outputs = tensors_in(self._output)
+        # Noted here, since the outputs are detached later.
         self._differentiable = [output.requires_grad for output in self.outputs]
         self.after_backward: Callable[[], None] = _nothing
 
@@ -109,6 +113,7 @@ class GraphedCall:
         ]
         wanted = [tensor for tensor in (*self.inputs, *self.parameters) if tensor.requires_grad]
         with self._recorder.capture(self._pool) as self._backward:
+            # grad() and not backward(): gradients are returned as static tensors and .grad stays untouched.
             found = torch.autograd.grad(
                 [output for output, needed in zip(self.outputs, self._differentiable, strict=True) if needed],
                 wanted,
@@ -116,6 +121,7 @@ class GraphedCall:
                 allow_unused=True,
             )
         by_tensor = dict(zip(map(id, wanted), found, strict=True))
+        # None for tensors without a gradient, as autograd expects it of a Function.
         self.gradients = [by_tensor.get(id(tensor)) for tensor in (*self.inputs, *self.parameters)]
         # Drop the references to memory that only the backward pass read: the pool reuses it for the next captures.
         self._output = replaced(self._output, Tensor.detach, {})
@@ -123,16 +129,19 @@ class GraphedCall:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """tensors: the caller's inputs, for autograd. Their values have already been copied into the static inputs."""
+        # Parameters are passed too: autograd then returns their gradients and fires the hooks on them.
         results = _Replay.apply(self, *tensors, *self.parameters)
         by_own = dict(zip(map(id, self.outputs), results, strict=True))
         return replaced(self._output, lambda own: by_own[id(own)], {})
 
     def replay_forward(self) -> tuple[Tensor, ...]:
         self._forward.replay()
+        # Function.apply marks its outputs as its own results, and needs a new tensor object at each call.
         return tuple(output.detach() for output in self.outputs)
 
     def replay_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         for own, given, needed in zip(self.output_gradients, gradients, self._differentiable, strict=True):
+            # The next layer's graph may have written its input gradient to this memory already.
             if needed and own.data_ptr() != given.data_ptr():
                 own.copy_(given)
         self._backward.replay()

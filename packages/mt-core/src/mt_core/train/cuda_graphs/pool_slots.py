@@ -35,9 +35,12 @@ class GraphPoolSlot:
     """The graphs of consecutive recorded calls."""
 
     def __init__(self, recorded: Sequence[RecordedCall], recorder: Recorder) -> None:
+        # All warm-ups before the first capture: their temporary memory is not that of the pool.
         for call in recorded:
             _run_aside(call, recorder)
         pool = recorder.new_pool()
+        # id of a recorded tensor -> the static tensor in its place. An output of one layer that is the input of the
+        # next is thereby the same static tensor.
         known: dict[int, Any] = {}
         self.forms = [call.form for call in recorded]
         self.calls: list[GraphedCall] = []
@@ -52,6 +55,7 @@ class GraphPoolSlot:
         self.is_free = True
         self._fed: dict[int, Tensor] = {}
         backwards = [call for call in self.calls if call.has_backward]
+        # Backward passes run from the last call to the first, so after that of the first call the micro-batch is done.
         if backwards:
             backwards[0].after_backward = self.release
         self._frees_itself = not backwards
@@ -62,8 +66,11 @@ class GraphPoolSlot:
         for call, graphed in zip(reversed(recorded), reversed(self.calls), strict=True):
             if not graphed.has_backward:
                 continue
+            # The input gradients of the calls that read this output. With several readers autograd sums them into a
+            # tensor of its own, which replay_backward() copies.
             found = [readers.get(id(known[id(came)]), []) for came in call.outputs]
             graphed.capture_backward([gradients[0] if len(gradients) == 1 else None for gradients in found])
+            # strict=False: gradients of the parameters follow those of the inputs.
             for tensor, gradient in zip(graphed.inputs, graphed.gradients, strict=False):
                 readers.setdefault(id(tensor), []).append(gradient)
 
@@ -91,6 +98,8 @@ class GraphPoolSlot:
     def _feed(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Copy inputs that are not in static memory; once per tensor, even if several layers read it."""
         for own, given in zip(inputs, tensors, strict=True):
+            # Identity of the caller's tensor is enough within one pass: it is not written between the layers that read
+            # it.
             if own.data_ptr() != given.data_ptr() and self._fed.get(id(own)) is not given:
                 own.copy_(given)
                 self._fed[id(own)] = given

@@ -117,6 +117,7 @@ def _reasons_in_layers(model: nn.Module, config: Config) -> Iterator[str]:
     inside = [module for stack in stacks for module in stack.modules()]
     answering = [module for module in inside if isinstance(module, ReportsGraphObjection)]
     yield from (objection for module in answering if (objection := module.graph_objection()) is not None)
+    # A module that reports its own objections answers for all modules inside it.
     answered = {id(part) for module in answering for part in module.modules()}
     if any(isinstance(module, PostStepHook) and id(module) not in answered for module in inside):
         yield f"layers of model.family={config.model.family} update themselves through the host; use another family"

@@ -40,6 +40,7 @@ class CapturedCall:
         self, function: Callable[..., Any], parameters: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         form = form_of((args, kwargs))
+        # id() of a freed tensor may be given to a new one.
         self._held.append((args, kwargs))
         own_args, own_kwargs = replaced((args, kwargs), _detached, self._known)
         result = function(*args, **kwargs)
@@ -71,11 +72,13 @@ class LayerRun:
     def __init__(self, layers: Sequence[nn.Module], recorder: Recorder, warmup_steps: int) -> None:
         self.layers, self.recorder, self.warmup_steps = list(layers), recorder, warmup_steps
         self.forms: dict[Form, FormState] = {}
+        # Graphs read weights at the addresses of their capture.
         self._memory = self._memory_of_weights()
         self._lane: GraphPoolSlot | None = None
         self._record: CapturedCall | None = None
         self._next = 0
         for place, layer in enumerate(self.layers):
+            # forward and not __call__: hooks on the layer (gathers of weights) run outside of the graphs.
             layer.forward = partial(self._call, place, layer.forward)
 
     def begin_step(self) -> bool:
@@ -92,6 +95,7 @@ class LayerRun:
     def _begin_step(self, state: FormState) -> bool:
         state.steps += state.was_seen
         state.was_seen = False
+        # A step that failed between forward and backward left its slots in use.
         for lane in state.lanes:
             lane.release()
         record, state.record = state.record, None
@@ -103,6 +107,8 @@ class LayerRun:
                 f"{len(record.calls)} only, or with something between them; set train.cuda_graphs=none"
             )
         for main in self._main_gradients():
+            # A captured product either writes or adds, and replays the same in every micro-batch, so it has to add to
+            # zeros.
             main.zero_at_once()
         with unchanged_buffers(self.layers):
             state.lanes.append(GraphPoolSlot(record.calls, self.recorder))
@@ -113,6 +119,7 @@ class LayerRun:
             return plain(*args, **kwargs)
         if place == 0:
             self._begin_pass(args, kwargs)
+        # A layer that is called out of turn (an early exit, a loop) is not what was recorded.
         follows, self._next = place == self._next, place + 1
         if follows and self._record is not None:
             return self._recorded(place, plain, args, kwargs)
@@ -124,6 +131,8 @@ class LayerRun:
     def _begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._lane = self._record = None
         self._next = 0
+        # warmup_steps = 2: step 1 runs eagerly; in step 2 the first pass is recorded; before step 3 it is captured as a
+        # slot.
         state = self._state_of(args, kwargs)
         if state is None:
             return
@@ -131,6 +140,7 @@ class LayerRun:
         self._lane = next((lane for lane in state.lanes if lane.is_free), None)
         if self._lane is not None:
             self._lane.begin()
+        # No free slot: this pass runs eagerly and is recorded, at most one in a step and form.
         elif state.record is None and state.steps >= self.warmup_steps - 1:
             self._record = state.record = CapturedCall()
 

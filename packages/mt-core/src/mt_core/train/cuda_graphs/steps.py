@@ -34,6 +34,7 @@ class CapturedStep:
     @torch.no_grad()
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         for own, given in zip(self.inputs, inputs, strict=True):
+            # On the same stream as the replay, which follows it.
             own.copy_(given, non_blocking=True)
         self.graph.replay()
         for parameter, gradient in self.gradients:
@@ -70,6 +71,7 @@ class StepGraphs:
             self._note = f"CUDA graph of the step captured, for {len(batches)} micro-batch{'es' * (len(batches) > 1)}"
         if form in self.graphs:
             return self.graphs[form].replay(tensors_in(given))
+        # On the stream of the later capture, so that libraries have their workspaces there.
         with self.recorder.aside():
             return compute(batches, tokens)
 
@@ -82,6 +84,7 @@ class StepGraphs:
         return len(self.graphs) < MOST_FORMS
 
     def _capture(self, compute: ComputeGradients, batches: Sequence[Batch], tokens: Tensor) -> CapturedStep:
+        # Outside of the capture: the copies belong to the caller and not to the pool of the graph.
         static_batches, static_tokens = replaced((batches, tokens), torch.clone, {})
         # Gradients that autograd allocates have to be in the graph's pool, and not those of the step before.
         self.model.zero_grad(set_to_none=True)

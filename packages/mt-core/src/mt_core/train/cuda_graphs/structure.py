@@ -35,6 +35,7 @@ def replaced(value: Any, put: Callable[[Tensor], Tensor], known: dict[int, Any])
     """
     if isinstance(value, CONSTANTS):
         return value
+    # Containers and constants have no identity that matters: only tensors and objects are looked up in `known`.
     if isinstance(value, tuple | list):
         return type(value)(replaced(part, put, known) for part in value)
     if isinstance(value, dict):
@@ -46,7 +47,9 @@ def replaced(value: Any, put: Callable[[Tensor], Tensor], known: dict[int, Any])
 
 def _rebuilt(value: Any, put: Callable[[Tensor], Tensor], known: dict[int, Any]) -> Any:
     parts = {name: replaced(part, put, known) for name, part in _parts(value).items()}
+    # Without __init__, whose checks or derived fields may need the original tensors.
     new = copy.copy(value)
+    # A cache of the original would hold tensors that are not static.
     forgotten = {field.name: _default(field) for field in _remembered(value)}
     for name, part in {**parts, **forgotten}.items():
         object.__setattr__(new, name, part)  # also of a frozen dataclass
@@ -57,6 +60,7 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, (*CONSTANTS, Tensor)):
         yield path, value
         return
+    # The type is a part of the form: a list and a tuple of the same tensors are different calls.
     yield path, type(value)
     for name, part in _parts(value).items():
         yield from _leaves(part, f"{path}.{name}")

@@ -19,6 +19,7 @@ class CometWriter:
             experiment_key=run.run_id,
             experiment_config=comet_ml.ExperimentConfig(
                 name=options.comet_experiment_name or run.name,
+                # Console output, source code and the git state stay on this machine.
                 auto_output_logging=False,
                 log_code=False,
                 log_git_metadata=False,

@@ -32,6 +32,7 @@ class MlflowWriter:
         self._pending: deque[Any] = deque(maxlen=PENDING)
         self.native = mlflow.start_run(run_id=run.run_id, run_name=options.mlflow_run_name or run.name)
         self.run_id = str(self.native.info.run_id)
+        # MLflow refuses to change the parameters of a run.
         if run.run_id is None:
             self._write_params(dict(_flattened(run.config)))
 
@@ -45,6 +46,7 @@ class MlflowWriter:
     def write(self, values: Mapping[str, float], iteration: int, samples: int) -> None:
         from mlflow.entities import Metric
 
+        # Milliseconds since the epoch.
         now = int(time.time() * 1000)
         points = {**values, "consumed-samples": float(samples)}
         metrics = [Metric(name, value, now, iteration) for name, value in points.items()]

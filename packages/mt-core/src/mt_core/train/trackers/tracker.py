@@ -76,6 +76,7 @@ class Tracker(Callback):
     def on_train_start(self, run: Run) -> None:
         folder = run.directory.path if run.directory is not None else None
         ids = _read_ids(folder)
+        # A run that starts anew in the same directory is another run for the tracker.
         known = ids.get(self._name) if run.resumed_from is not None else None
         tracked = TrackedRun(self._options, run.config.to_dict(), folder, run.state.iteration, known)
         self._writer = self.open_writer(tracked)
@@ -108,6 +109,7 @@ class Tracker(Callback):
 def _read_ids(folder: Path | None) -> dict[str, str]:
     try:
         return dict(json.loads((folder / IDS_FILE).read_text(encoding="utf-8"))) if folder is not None else {}
+    # The file of ids is not worth an error: without it the tracker opens a new run.
     except (OSError, ValueError):
         return {}
 

@@ -16,6 +16,7 @@ class TrackioWriter:
         import trackio
 
         wanted = run.options.trackio_name or run.name or "mt"
+        # Random digits keep the runs of equally named directories apart.
         self.run_id = run.run_id or f"{wanted}-{uuid.uuid4().hex[:6]}"
         self.native = trackio.init(
             project=run.options.trackio_project,
