@@ -149,6 +149,7 @@ def _objects(file: Path) -> Iterator[tuple[Any, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
     decoder, place = json.JSONDecoder(), 0
+    # raw_decode does not skip white space; `place` moves to the next value or the end.
     while (place := len(text) - len(text[place:].lstrip())) < len(text):
         line = text.count("\n", 0, place) + 1
         try:

@@ -67,6 +67,7 @@ class T5Dataset(SentenceDataset):
         whole = np.concatenate(sentences)
         tokens = whole[:target]
         random = np.random.RandomState((self.rules.seed + index) % 2**32)
+        # Drawn in random order; sentinels are given in the order of the text.
         spans = sorted(self._masker.spans(tokens, target, random))
         if len(spans) > len(self.rules.sentinels):
             raise self._too_few_sentinels(index, len(spans))
@@ -76,6 +77,7 @@ class T5Dataset(SentenceDataset):
 
     def _padded(self, index: int, encoder: list[int], restored: list[int]) -> dict[str, np.ndarray]:
         rules = self.rules
+        # Teacher forcing: position i reads what position i - 1 was to predict.
         decoder, labels = [rules.bos, *restored], [*restored, rules.eos]
         if len(decoder) > rules.decoder_length:
             raise DataError(
