@@ -87,6 +87,7 @@ def checked_split(split: str) -> Split:
     """One of the three splits; ConfigError otherwise."""
     if split not in SPLITS:
         raise ConfigError(f"--split {split} must be train, valid or test")
+    # The element of SPLITS, whose type is the literal that the checker knows.
     return SPLITS[SPLITS.index(split)]
 
 
