@@ -76,7 +76,7 @@ class BertDataset(SentenceDataset):
         self, a: np.ndarray, b: np.ndarray, target: int, random: np.random.RandomState
     ) -> dict[str, np.ndarray]:
         rules, length = self.rules, self.rules.sequence_length
-        # B can be empty: without pairs, or when truncation has eaten it.
+        # B can be empty: without pairs, or when truncation removed all of it.
         end = [rules.sep] if len(b) else []
         # CLS A SEP B SEP, at most sequence_length ids
         true = np.concatenate([[rules.cls], a, [rules.sep], b, end]).astype(np.int64)

@@ -152,6 +152,7 @@ def rearrange_documents(
 def _split_at(tokens: list[int], separator: int) -> Iterator[tuple[list[int], bool]]:
     """The pieces between separators, and whether a separator follows."""
     start = 0
+    # tokens 7 0 8 with the separator 0: ([7], True), ([8], False)
     for place, token in enumerate(tokens):
         if token == separator:
             yield tokens[start:place], True

@@ -82,10 +82,9 @@ def gpt_over_file(
     )
 
     def build() -> dict[str, NDArray[np.integer]]:
+        # Two units a document: one for its step of the shuffle, one for the walk that cuts samples.
         with index_progress(
-            # Two units a document: one for its step of the shuffle, one for the walk that cuts samples.
-            f"GPT index of {tokens.name}, {request.split}",
-            2 * len(elements) * plan.epochs,
+            f"GPT index of {tokens.name}, {request.split}", 2 * len(elements) * plan.epochs
         ) as progress:
             return build_index(config.index_engine, elements, lengths, plan, progress).arrays()
 

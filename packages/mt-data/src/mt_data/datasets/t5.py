@@ -114,6 +114,9 @@ def corrupt(
     kept: list[int] = []
     restored: list[int] = []
     start = 0
+    # tokens a b c d e with the spans [1] and [3, 4]:
+    #   kept     a S0 c S1
+    #   restored S0 b S1 d e
     for span, sentinel in zip(spans, sentinels, strict=False):
         kept += [*tokens[start : span[0]], sentinel]
         restored += [sentinel, *(tokens[position] for position in span)]

@@ -139,7 +139,7 @@ def _checked_tokens(report: VerifyReport, scan: Scan, on_bytes: Callable[[int], 
         # int64: positions in the whole file, counted in tokens.
         wrong = done + _out_of_range(tokens, report.vocab_size)
         if scan.layout.multimodal and len(wrong):
-            # Only where something is out of range, since it maps both files and searches the offsets.
+            # Only where something is out of range, since it maps the index and searches the offsets.
             wrong = _in_text(report, wrong)
         if len(wrong) and first_wrong is None:
             first_wrong = int(wrong[0])

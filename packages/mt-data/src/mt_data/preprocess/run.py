@@ -126,8 +126,8 @@ class _Work:
         for shard in cut_stream(job, self.plan.shard_bytes, self.plan.task.read):
             chunks += 1
             yield shard
-        # Reached only at the end of the file. Without this record a later run cannot tell whether the last chunk that
-        # it finds is the last of the file.
+        # Reached only at the end of the file. Without this record a later run cannot determine whether the last chunk
+        # that it finds is the last of the file.
         self.folder.record_stream_length(job.number, chunks)
 
     def _reuse(self, name: str) -> bool:

@@ -74,7 +74,7 @@ def _ends_sentence(text: str, begin: int, match: re.Match[str], language: Langua
         return False
     following = _NEXT_WORD.match(text, end)
     next_word = following.group(1) if following else ""
-    # The sentence goes on: "approx. ten", "Wait... what". Scripts without case never reach this.
+    # The sentence goes on: "approx. ten", "Wait... what". In scripts without case no letter is a small one.
     if mark in ".!?…" and next_word[:1].islower():
         return False
     # "!", "?", "..." and a period with a quote behind it end the sentence; only a lone period may be an abbreviation's.

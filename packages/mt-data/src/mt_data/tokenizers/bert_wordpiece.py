@@ -113,12 +113,9 @@ def _wordpiece(vocab: dict[str, int], special: dict[str, int], lower_case: bool)
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARACTERS))
+    # strip_accents=None: accents are stripped exactly when letters are lowered, as in BERT.
     tokenizer.normalizer = normalizers.BertNormalizer(
-        # None: accents are stripped exactly when letters are lowered, as in BERT.
-        clean_text=True,
-        handle_chinese_chars=True,
-        strip_accents=None,
-        lowercase=lower_case,
+        clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=lower_case
     )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)

@@ -29,7 +29,7 @@ from mt_data.datasets.progress import index_progress
 
 FORMAT = 3
 """Raised when the same files give other arrays than before."""
-# One placeholder for each image in the cache: the same arrays serve any number of features, and are far smaller.
+# One placeholder for each image: an image has hundreds of features, which would make the cache many times as large.
 ENCODED_IMAGE = EncodedText([IMAGE], [False])
 SHOWN = 10
 """Unusable records that are reported one by one."""
@@ -99,7 +99,7 @@ class EncodedRecords:
     def fingerprint(self) -> str:
         """Of texts and of the names and places of images, whose pixels are not read for it."""
         digest = sha256()
-        # positions, images_end, first_label and views follow from these.
+        # positions, images_end, first_label and views follow from these and the tiling.
         for name in ("tokens", "counted", "bounds", "grid", "image_bounds", "names", "name_bounds", "offset", "size"):
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
         return combined([digest.hexdigest()])
@@ -163,8 +163,8 @@ def encode_files(
 
 def cached_records(cache: IndexCache, key: Mapping[str, Any], build: Callable[[], Arrays]) -> dict[str, NDArray[Any]]:
     """The arrays of `encode_files` by their `cache_key`; built again when the image of an unusable record changed."""
-    # Each round asks the cache for another key, made longer by the states that were found wrong; it ends with an entry
-    # whose unusable images are as they were when it was built.
+    # Each round reads the cache under another key, made longer by the states that were found wrong; it ends with an
+    # entry whose unusable images are as they were when it was built.
     while True:
         arrays = cache.get(key, build)
         refused = json.loads(arrays.pop("refused").tobytes())

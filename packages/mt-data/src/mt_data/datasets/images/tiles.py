@@ -94,6 +94,8 @@ class LongestEdgeTiling(Tiling):
         height, width = self.resized(height, width)
         proportion = width / height
         if width >= height:
+            # transformers: Idefics3ImageProcessor.resize_for_vision_encoder. The longer side is rounded up to whole
+            # tiles, the shorter one follows the proportions and is rounded up then; int() cuts as there.
             columns = math.ceil(width / self.img_w)
             return Grid(math.ceil(int(columns * self.img_w / proportion) / self.img_h), columns)
         rows = math.ceil(height / self.img_h)
@@ -103,6 +105,7 @@ class LongestEdgeTiling(Tiling):
         """Height and width in the same proportions, before they are stretched."""
         proportion = width / height
         if width >= height:
+            # transformers: _resize_output_size_rescale_to_max_len of Idefics3.
             return even(int(self.longest_edge / proportion)), self.longest_edge
         return self.longest_edge, even(int(self.longest_edge * proportion))
 

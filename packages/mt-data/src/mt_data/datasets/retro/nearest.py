@@ -73,7 +73,7 @@ def nearest_chunks(queries: Chunks, database: Chunks, neighbors: int, *, same_te
     nearest = np.full((len(queries), neighbors), -1, np.int64)
     if not len(database):
         return nearest
-    # One sorted list for each function: chunks with equal values are neighbours in it and found by bisection.
+    # One sorted list for each function: chunks with equal values are adjacent in it and found by bisection.
     orders = [np.argsort(column, kind="stable") for column in database.signatures.T]
     for start in range(0, len(queries), ROWS):
         rows = slice(start, start + ROWS)
@@ -87,8 +87,7 @@ def nearest_chunks(queries: Chunks, database: Chunks, neighbors: int, *, same_te
         left_out = candidates < 0
         if same_text:
             left_out |= _touch(queries.documents[rows, None], database.documents[candidates])
-        # One number to order by: more agreement first, then the lower number, since candidates are below len(database)
-        # + 1.
+        # One number to order by: more agreement first, then the lower number, as every candidate is below the factor.
         rank = np.where(left_out, -1, agreeing * (len(database) + 1) - candidates)
         for place in range(neighbors):
             best = rank.argmax(1)[:, None]
