@@ -90,7 +90,7 @@ class BertWordPieceTokenizer(BaseTokenizer):
 def parse_vocab(data: bytes, path: str) -> dict[str, int]:
     """Token to id; DataError for a token that stands twice or one of [PAD] [UNK] [CLS] [SEP] [MASK] missing."""
     vocab: dict[str, int] = {}
-    # split("\n") and not splitlines, which also cuts at characters such as U+2028, which a vocabulary may hold.
+    # Not splitlines, which also cuts at characters such as U+2028: a vocabulary may hold them.
     lines = decode_utf8(data, path, "vocab_file").removesuffix("\n").split("\n")
     for number, line in enumerate(lines):
         token = line.removesuffix("\r")
