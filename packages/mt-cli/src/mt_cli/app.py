@@ -68,12 +68,15 @@ class CommandGroup(QuickParameters, TyperGroup):
     """`mt` itself."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Kept before parsing consumes them: commands that start other processes pass the same words on (typed_words).
         ctx.meta[WORDS] = list(args)
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         own = [spec.name for spec in plugin.mt_register_commands()]
         home = HOMES.get(args[0]) or ("mt-cli" if args[0] in own else None)
+        # A known command of a distribution that is not installed, or whose plugin failed: better than "No such
+        # command".
         if home and args[0] not in self.commands:
             host_of(ctx).require_known_names()
             raise PluginError(f"mt {args[0]} is a command of {home}, {_why_absent(home, host_of(ctx))}")
@@ -89,6 +92,8 @@ def _why_absent(distribution: str, host: PluginHost) -> str:
     return f"which is not installed (pip install {distribution})"
 
 
+# `mt --help` shows names and documents of all commands from their specs; importing the commands themselves would import
+# torch. The import happens in make_context, which click calls for the one command that runs.
 class DeferredCommand(TyperCommand):
     """A command of a plugin, known by its name and document until it is called."""
 
@@ -99,17 +104,22 @@ class DeferredCommand(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """The context of the real command, which is what runs from here on."""
+        # Here and not in `main`: only a command that really runs may be refused, not help or completion.
         if self.spec.name not in DIAGNOSIS:
             self.host.require_known_names()
             if is_strict():
                 load_plugins()  # raises at the first problem
         if parent is not None:
+            # setdefault: a command below a group must not replace the words of the group, which hold its own.
             parent.meta.setdefault(WORDS, [info_name, *args])
+        # The context belongs to the loaded command, so click invokes that one and never this placeholder.
         return self.load().make_context(info_name, args, parent=parent, **extra)
 
     def load(self) -> Any:
         """Import the command. Raises PluginError, which names the plugin, if that fails or two plugins have it."""
         owners = self.host.commands.owners(self.spec.name)
+        # `get` raises for a name that two plugins register. Without an owner (DIAGNOSIS while the plugin of mt-cli is
+        # left out or broken) the spec at hand is used.
         spec = self.host.commands.get(self.spec.name) if owners else self.spec
         try:
             command = as_command(spec.name.rpartition(" ")[2], spec.app.load())
@@ -150,6 +160,7 @@ def ordered_commands(host: PluginHost) -> list[CommandSpec]:
     """mt-cli's own commands in their order, then the others by name; one for each name."""
     own = plugin.mt_register_commands()
     found = {spec.name: spec for spec in host.commands if " " not in spec.name}
+    # An allow-list can leave mt-cli's own plugin out; the commands that show why stay.
     kept = [spec for spec in own if spec.name in found or spec.name in DIAGNOSIS]
     others = sorted(found.keys() - {spec.name for spec in own})
     return kept + [found[name] for name in others]
@@ -160,6 +171,7 @@ def as_command(name: str, app: Any) -> Any:
     holder = typer.Typer(add_completion=False)
     if isinstance(app, typer.Typer):
         holder.add_typer(app, name=name)
+        # Through a holder, since a typer app has no name of its own until it is added to another.
         return get_group(holder).commands[name]
     if not callable(app):
         raise TypeError(f"expected a typer app or a function, got {type(app).__name__}")
@@ -169,6 +181,7 @@ def as_command(name: str, app: Any) -> Any:
 
 def escape(text: str) -> str:
     """Text whose square brackets are shown as they are."""
+    # rich reads [name] in help texts as markup and would drop it.
     return text.replace("[", r"\[")
 
 

@@ -52,15 +52,20 @@ def section_fields(section: str, host: PluginHost) -> list[ConfigField]:
     add or redefine."""
     base = SECTIONS.get(section)
     fields = [_describe(section, key, info) for key, info in base.model_fields.items()] if base else []
+    # Two declarations of a key are one field if all four agree: then only the list of selector values grows. A family
+    # that redefines a key with another default or text gets an entry of its own.
     known = {(field.key, field.type, field.default, field.doc): index for index, field in enumerate(fields)}
     for name, type_ in _plugin_types(section, host):
         for key, info in type_.model_fields.items():
             if base is not None and key == base.selector:
                 continue  # a type names itself there
             field = _describe(section, key, info, name if selector(section) else None)
+            # The index of the equal field, or of the place that this one gets now.
             same = known.setdefault((key, field.type, field.default, field.doc), len(fields))
             if same == len(fields):
                 fields.append(field)
+            # Empty selected_by means that all types have the key, as the base section declares it; nothing is added
+            # then.
             elif fields[same].selected_by:
                 fields[same] = _also_selected_by(fields[same], name)
     return fields
@@ -117,6 +122,7 @@ def _plugin_types(section: str, host: PluginHost) -> Iterator[tuple[str, type[Se
     registry = _registry(section, host)
     if registry is None:
         return
+    # A table such as model.moe has one type: that of the feed-forward of this name.
     names = [section.removeprefix("model.")] if registry is host.feed_forwards else registry.names()
     for name in names:
         try:
@@ -166,6 +172,7 @@ def type_in_words(info: FieldInfo) -> str:
     except PydanticInvalidForJsonSchema:
         return str(annotated)
     limits = _schema_of_limits(info)
+    # pydantic keeps limits of Field(gt=...) in the metadata of the field, outside of the annotation.
     return _words({**schema, **limits}, schema.get("$defs", {}))
 
 
@@ -182,6 +189,7 @@ def _schema_of_limits(info: FieldInfo) -> dict[str, Any]:
 
 def _words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     if "$ref" in schema:
+        # "#/$defs/Name"
         return _words(definitions[schema["$ref"].rpartition("/")[2]], definitions)
     if "anyOf" in schema:
         return " or ".join(_words(option, definitions) for option in schema["anyOf"])

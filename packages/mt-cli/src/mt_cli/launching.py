@@ -19,6 +19,8 @@ def world_of_launcher() -> Iterator[None]:
 
     environment = read_environment()
     if environment.world_size > 1:
+        # srun sets variables of its own names; everything behind reads torchrun's. Not undone: this process is that
+        # rank.
         os.environ.update(environment.variables())
     yield
 
@@ -28,6 +30,7 @@ def rank_arguments(config: Path | None, preset: str | None, settings: Sequence[s
     arguments = ["train", *([str(config)] if config is not None else [])]
     arguments += ["--preset", preset] if preset is not None else []
     arguments += [part for setting in settings for part in ("--set", setting)]
+    # Always given, so that the launcher and all ranks use one folder.
     return [*arguments, "--run-dir", str(run_dir)]
 
 

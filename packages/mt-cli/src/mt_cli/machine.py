@@ -48,6 +48,7 @@ def _cgroup_limit() -> int | None:
         text = CGROUP_MEMORY.read_text(encoding="ascii").strip()
     except OSError:
         return None
+    # cgroup v2 writes "max" where there is no limit.
     return int(text) if text.isdigit() else None
 
 
@@ -98,6 +99,8 @@ def _formats(torch: ModuleType, device: str) -> str:
 def _multiplies(torch: ModuleType, device: str, dtype: Any) -> bool:
     try:
         matrix = torch.ones(16, 16, device=device, dtype=dtype)
+        # Tried out instead of looked up: builds of torch differ in which dtypes a device can multiply. 16 ones add up
+        # exactly.
         return bool((matrix @ matrix == 16).all())
     except RuntimeError:
         return False
@@ -108,4 +111,5 @@ def _backends(torch: ModuleType) -> list[str]:
     if not torch.distributed.is_available():
         return []
     names = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    # bool() is False: an older torch does not have all of these functions.
     return [name for name in names if getattr(torch.distributed, f"is_{name}_available", bool)()]

@@ -31,6 +31,7 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
     """The exit code of `mt` with these arguments. Raises what is no MtError, and with `debug` also those."""
     try:
         host = load_plugins(strict=False)  # strictness applies to the command that runs, not to finding it
+        # obj: commands find the host in their context (mt_core.commands.host_of) instead of loading the plugins again.
         build_group(host).main(args=list(arguments) or ["--help"], prog_name="mt", obj=host)
     except SystemExit as stop:  # how typer ends, also after a wrong option
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -46,6 +47,7 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
 
 def take_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
     """Arguments without --debug, which may stand anywhere before `--`; and whether it was given, or MT_DEBUG is."""
+    # By hand and not by typer: `run` needs it for errors that arise outside of any command, such as those of parsing.
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = [argument for argument in arguments[:end] if argument != DEBUG_OPTION]
     debug = len(options) < end or os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")

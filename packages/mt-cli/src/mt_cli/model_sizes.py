@@ -67,7 +67,9 @@ def count_parameters(config: Config, host: PluginHost) -> ModelSize:
 
     if config.model.vocab_size is None:
         config = with_vocab_size(config, build_tokenizer(config, host))
+    # The meta device has shapes and no memory, so a model of any size can be built here.
     model = build_model(config, ParallelContext(device=torch.device("meta")), host)
+    # Full shapes by global name: vocabularies without padding, shared tensors once.
     sizes = {name: prod(layout.shape) for name, layout in parameter_layouts(model).items()}
     parts: Counter[str] = Counter()
     for name, size in sizes.items():
@@ -77,6 +79,7 @@ def count_parameters(config: Config, host: PluginHost) -> ModelSize:
 
 def part_of(name: str) -> str:
     """ "decoder.layers.3.mlp.linear_fc1.weight" -> "decoder.layers.*.mlp": layers together, modules apart."""
+    # Without the last part, "weight" or "bias".
     names = ["*" if part.isdigit() else part for part in name.split(".")[:-1]]
     depth = names.index("*") + 2 if "*" in names else 2
     return ".".join(names[:depth])

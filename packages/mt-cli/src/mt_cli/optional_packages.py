@@ -62,6 +62,7 @@ class Finding:
 def examine(packages: Sequence[Package]) -> list[Finding]:
     """Look for each package; those that are there are imported in processes of their own, all at once."""
     found = {package: locate(package) for package in packages}
+    # In other processes: a broken GPU package can end the process that imports it by a signal.
     imports = {package: _start_import(package.module) for package, finding in found.items() if not finding}
     return [found[package] or _await_import(package, imports[package]) for package in packages]
 
@@ -95,6 +96,7 @@ def _await_import(package: Package, process: subprocess.Popen[str]) -> Finding:
     try:
         _, complaint = process.communicate(timeout=IMPORT_TIMEOUT)
     except subprocess.TimeoutExpired:
+        # communicate again after the kill: it reaps the process and closes the pipe.
         process.kill()
         process.communicate()
         return Finding(package, "unusable", installed, f"importing it takes more than {IMPORT_TIMEOUT} s")
@@ -102,6 +104,7 @@ def _await_import(package: Package, process: subprocess.Popen[str]) -> Finding:
         return Finding(package, "usable", installed)
     if process.returncode < 0:
         return Finding(package, "unusable", installed, f"importing it ends with signal {-process.returncode}")
+    # The last line of a traceback is the exception.
     last = complaint.strip().splitlines()[-1:] or [f"importing it ends with status {process.returncode}"]
     return Finding(package, "unusable", installed, last[0])
 
@@ -109,6 +112,7 @@ def _await_import(package: Package, process: subprocess.Popen[str]) -> Finding:
 def distribution_version(module: str) -> str | None:
     """Version of the distribution that brings a module."""
     try:
+        # Names differ: the module flash_attn comes with flash-attn, backports.zstd with backports.zstd.
         return version(packages_distributions().get(module, [module])[0])
     except PackageNotFoundError:
         return None

@@ -66,6 +66,8 @@ def live_columns(width: int, last_iteration: int) -> list[ProgressColumn]:
         ("learning_rate", len(" lr 1.0e-04"), TextColumn("lr {task.fields[learning_rate]}")),
         ("bar", 1 + BAR, BarColumn(bar_width=None)),
     ):
+        # Stops at the first that does not fit, so that a less important column never takes the place of a more
+        # important one.
         if cost > room:
             break
         room -= cost
@@ -87,6 +89,7 @@ class LiveProgress(PlainProgress):
 
     def on_train_start(self, run: Run) -> None:
         super().on_train_start(run)
+        # Here and not in __init__: the number of the last step, and so the width of the counter, is known only now.
         self._progress.columns = tuple(live_columns(self.console.width, self._last))
         self._progress.update(self._task, total=self._last, completed=run.state.iteration)
         self._progress.start()

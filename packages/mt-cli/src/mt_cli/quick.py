@@ -21,6 +21,7 @@ class QuickParameters:
     def get_params(self, ctx: Any) -> list[Any]:
         parameters = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
+            # get_params is called several times for one command; the check of the instance wraps each parameter once.
             if "process_value" not in vars(parameter) and may_be_none(parameter):
                 parameter.process_value = partial(process_value, parameter, parameter.process_value)
         return parameters
@@ -39,6 +40,7 @@ def one_by_one(arguments: Sequence[str], option: str) -> list[str]:
     if option not in arguments:
         return list(arguments)
     place = arguments.index(option)
+    # With "=", so that a word which begins with dashes is a value and not an option of mt.
     return [*arguments[:place], *(f"{option}={word}" for word in arguments[place + 1 :])]
 
 

@@ -30,6 +30,7 @@ def prompt_of_sample(trainer: Trainer) -> str | None:
     try:
         trainer.engine.tokenizer.encode(prompt)
     except MtError as error:
+        # A prompt that the user chose must work; the default one need not suit every tokenizer.
         if trainer.loaded.origin(KEY) == DEFAULT:
             return None
         raise ConfigError(
@@ -79,5 +80,6 @@ def _generator(trainer: Trainer) -> TextGenerator:
     if trainer.ctx.world.size == 1:
         return TextGenerator.of_trainer(trainer)
     assert trainer.directory is not None
+    # Generating on the trainer's sharded model would need all ranks; this runs on one, which reads the whole model.
     own = load_trained_model(trainer.directory.checkpoints, trainer.host, device=trainer.engine.device.type)
     return TextGenerator.of_model(own.model, own.tokenizer, own.config, own.ctx)

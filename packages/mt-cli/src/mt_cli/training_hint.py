@@ -18,6 +18,8 @@ def training_command(name: str, host: PluginHost) -> tuple[str, list[str]]:
     try:
         config = load_config_anywhere(preset=name, host=host).config
     except MtError:
+        # A configuration without a number of steps is refused; if one makes it legal, that is all that the preset
+        # lacks.
         command = f"{command} --set {STEPS}"
         try:
             config = load_config_anywhere(preset=name, overrides=[STEPS], host=host).config

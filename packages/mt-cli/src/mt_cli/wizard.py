@@ -46,7 +46,9 @@ class Draft:
 
     def config(self, settings: Settings | None = None, processes: int | None = None) -> Config:
         """The checked configuration with some settings, or the processes, changed. Raises MtError if it cannot be."""
+        # Later ones win: what was answered replaces what a draft is checked with meanwhile.
         values = {**UNANSWERED, **self.settings, **(settings or {})}
+        # As --set writes them: every answer passes the same parser and checks as a configuration of mt train.
         overrides = [f"{key}={shown(value)}" for key, value in values.items()]
         with as_world(processes or self.processes):
             return load_config(preset=self.preset, overrides=overrides, host=self.host).config
@@ -104,6 +106,7 @@ def _take_model(draft: Draft, answer: str) -> None:
     external = read_hf_config(path)
     section = model_section(external, draft.host)
     if any((folder / name).is_file() for name in WEIGHTS):
+        # With weights the model section comes from the checkpoint; without, its keys are written out.
         draft.settings["checkpoint.load"] = str(folder)
     else:
         draft.settings.update({f"model.{key}": value for key, value in section.items() if value is not None})
@@ -240,6 +243,8 @@ def default_processes(has_gpu: bool) -> int:
 
 def legal_sizes(draft: Draft, key: str) -> list[int]:
     """Sizes of an axis that go with all answers so far."""
+    # By trial: whether a size is legal depends on heads, layers and experts, which the checks of the configuration
+    # compare.
     return [size for size in divisors(draft.processes) if draft.is_legal(_of_axis(key, size))]
 
 
@@ -271,6 +276,7 @@ def _axis(name: str, what: str, key: str) -> Question:
 
 
 def data_parallel(draft: Draft) -> int:
+    # Expert parallelism divides the data-parallel ranks further and is no factor here.
     return draft.processes // (draft.settings.get(TENSOR, 1) * draft.settings.get(PIPELINE, 1))
 
 
@@ -356,6 +362,7 @@ def make_draft(
     """
     draft = Draft(host, has_gpu)
     for question in QUESTIONS:
+        # Applied even where it would not be asked, so that an option that cannot be is an error.
         if question.name in given:
             question.apply(draft, given[question.name])
         elif question.asked(draft):

@@ -57,6 +57,7 @@ def iter_questions(path: Path, on_unusable: OnUnusable = raise_unusable) -> Iter
 
 def _records(file: TextIO) -> Iterator[tuple[int, list[str]]]:
     reader = csv.reader(file, delimiter="\t")
+    # line_num counts physical lines, so a quoted field with line ends is named by its last line.
     yield from ((reader.line_num, fields) for fields in reader if fields)
 
 
@@ -73,6 +74,8 @@ def _question(fields: list[str], where: str) -> Question:
 
 def _literal(text: str, where: str) -> object:
     try:
+        # DPR's own files have lists as Python prints them, with single quotes, which JSON refuses; literal_eval below
+        # accepts literals alone, no names and no calls.
         return json.loads(text)
     except (ValueError, RecursionError):
         pass

@@ -53,6 +53,8 @@ def read_record(path: Path, kind: type[R]) -> R:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     except (ValidationError, UnicodeDecodeError) as error:
+        # pydantic's message: a headline with the model's name, then location and cause, of which the user needs the
+        # latter.
         first = str(error).splitlines()
         raise DataError(f"{path} is damaged, or of another version of mt: {' '.join(first[1:3])}") from error
 

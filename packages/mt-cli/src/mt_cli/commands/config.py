@@ -68,6 +68,7 @@ def validate(context: typer.Context, config: ConfigPath = None, preset: Preset =
     typer.echo(f"{source} is valid ({given} value{'s' * (given != 1)} set on top)")
 
 
+# `mt config explain --num-layers`: an option of Megatron-LM is the argument here.
 @app.command(context_settings={"ignore_unknown_options": True})
 def explain(
     context: typer.Context,
@@ -79,8 +80,10 @@ def explain(
     from mt_cli.key_names import keys_called, names_of, sentences_about
 
     host = host_of(context)
+    # Options of other software that stand for no key are answered by the plugin that registers their names.
     if sentences := sentences_about(key, host):
         return typer.echo("\n".join(sentences))
+    # First as a name of other software, which may stand for several keys; else as a key.
     found = [field for name in keys_called(key, host) or [key] for field in find_fields(name, host)]
     names = {field.dotted: names_of(field.dotted, host) for field in found}
     if as_json:
@@ -120,6 +123,7 @@ def load(host: PluginHost, path: Path | None, preset: str | None, overrides: lis
     from mt_core.config.loading import load_config_anywhere
 
     if path is not None and path.is_dir():
+        # The resolved configuration that training wrote there.
         path = path / "config.json"
     return load_config_anywhere(
         path, preset=preset, overrides=overrides or (), host=host, default_preset=DEFAULT_PRESET
@@ -154,6 +158,7 @@ def toml_text(loaded: LoadedConfig, *, origin: bool = False) -> str:
             comment = f"  # {loaded.origin(f'{section}.{key}')}" if origin else ""
             if value is not None:
                 lines.append(f"{key} = {to_toml(value)}{comment}")
+            # A null that is the default may be left out; any other one would silently become the default again.
             elif fields[key].get_default(call_default_factory=True) is not None:
                 lines.append(f"# {key} is null, which TOML lacks: add --set {section}.{key}=null")
     return "\n".join(lines) + "\n"

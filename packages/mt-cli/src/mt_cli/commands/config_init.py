@@ -57,6 +57,7 @@ def init(
         "global-batch-size": global_batch_size,
         "steps": steps,
     }
+    # As text, since options and typed answers go through the same checks of the questions.
     given = {name: str(answer) for name, answer in answers.items() if answer is not None}
     host = host_of(context)
     draft = make_draft(host, _has_gpu(), given, None if yes else _ask, _tell)
@@ -90,6 +91,7 @@ def _show_plan(draft: Draft, out: Path, context: typer.Context, host: PluginHost
         typer.echo("mt plan shows whether this fits into memory: pip install mt-tools")
         return
     options: dict[str, Any] = {"memory_gib": _gpu_gib()} if draft.has_gpu else {}
+    # The command's function itself: mt-cli imports no other distribution, and mt-tools may be absent.
     host.commands.get("plan", key="mt config init").app.load()(
         context, config=out, world_size=draft.processes, **options
     )

@@ -28,6 +28,7 @@ def doctor(
     from mt_cli.optional_packages import DATA_PACKAGES, KERNELS, examine
 
     host = host_of(context)
+    # One call for both, so that all imports run at the same time.
     findings = examine([*KERNELS, *DATA_PACKAGES])
     kernels, packages = findings[: len(KERNELS)], findings[len(KERNELS) :]
     facts = {

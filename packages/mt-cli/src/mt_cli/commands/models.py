@@ -39,6 +39,7 @@ def models(
         presets = [measured_preset(preset, host) for preset in names]
     if as_json:
         typer.echo(json.dumps({**_listing(host, presets), "problems": problems}, indent=2))
+    # A preset and a family may have the same name; the family is then shown.
     elif name is not None and name not in host.models.names():
         _print_preset(presets[0], host)
     else:
@@ -54,6 +55,7 @@ def _chosen(name: str | None, host: PluginHost) -> tuple[list[str], list[str]]:
     if name is not None and name not in families:
         _require_known(name, [*families, *presets], presets)
         return [name], problems
+    # Of two plugins' presets with one name neither is used: which one is meant is ambiguous.
     doubled = [preset for preset, owners in presets.items() if len(owners) > 1]
     problems += [f"preset {preset} is brought by {_owners(presets[preset])}" for preset in doubled]
     wanted = [preset for preset, owners in presets.items() if name is None or owners[0].family == name]

@@ -37,6 +37,7 @@ def plugins(
         typer.echo(json.dumps(found, indent=2))
     else:
         _print(found)
+    # With MT_PLUGINS_STRICT the command serves as a check in scripts: it prints everything and then fails.
     if is_strict() and (found["duplicates"] or any(_is_fault(p) for p in found["plugins"])):
         raise typer.Exit(1)
 

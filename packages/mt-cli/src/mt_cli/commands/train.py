@@ -92,6 +92,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a model. Without arguments: a small GPT on the text that Python carries, in about a minute."""
+    # Before any import of torch: a missing package is a sentence, not a traceback.
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt train")
     host = load_plugins()
     if megatron_args is not None:
@@ -99,12 +100,16 @@ def train(
         config = translate_arguments(context, megatron_args, config, preset, run_dir)
     if not dry_run:
         _announce(config, preset)
+    # After the announcement, since these imports lead to torch.
     from mt_core.config.checks import as_world
     from mt_core.config.loading import load_config
 
     set_ = list(set_ or [])
     if trace_schedule is not None:
         set_.append(f"logging.trace_schedule={json.dumps(str(trace_schedule))}")
+    # Two roles of this command: the launcher, which starts `mt train` once for each rank and trains nothing itself, and
+    # a rank, alone or started by a launcher. A launcher checks the configuration for the world that it is about to
+    # start.
     launched = nproc is not None or dry_run
     with as_world((nproc or 1) * nnodes) if launched else world_of_launcher():
         loaded = load_config(config, preset=preset, overrides=set_, host=host, default_preset=DEFAULT_PRESET)
@@ -176,6 +181,7 @@ def convert_checkpoint(
         raise ConfigError(f"{missing} is missing: --ckpt-convert-format and --ckpt-convert-save go together")
     keys = loaded.config.checkpoint
     load = keys.resume_from or keys.load
+    # The order of training itself: a run's own checkpoint first, then resume_from, then load.
     own = RunDirectory(directory, keys.save).find(keys.ckpt_step)
     source = own or (find_checkpoint(load, keys.ckpt_step) if load is not None else None)
     if source is None:
@@ -196,11 +202,13 @@ def train_as_rank(loaded: LoadedConfig, directory: Path, host: PluginHost) -> No
     from mt_core.train import build
     from mt_core.train.trainer import Trainer
 
+    # Before the process group is formed, which needs the type of the device for its backend.
     device = build.resolve_device(loaded.config.train.device)
     timeouts = PhaseTimeouts(**loaded.config.timeouts.model_dump())
     with rank_session(device.type, run_dir=directory, timeouts=timeouts) as session:
         trainer = Trainer(loaded, run_dir=directory, host=host, phases=session.phases)
         prompt = prompt_of_sample(trainer)
+        # After the checkpoint was loaded: a run that is complete has nothing left to do, and says so.
         already = trainer.state.iteration
         result = trainer.train()
         if is_writer():
@@ -222,6 +230,7 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
         console.print(f"This run is complete ({already} steps). For a new one give another --run-dir.")
     continues_text = contract(trainer.model).continues_text
     for name, loss in result.losses.items():
+        # From nats; only a loss per predicted token has this unit.
         bits = f" ({loss / _LN2:.3f} bits per token)" if continues_text else ""
         console.print(f"{worded(name)} {loss:.4f}{bits}", style="bold")
     for name, value in result.metrics.items():

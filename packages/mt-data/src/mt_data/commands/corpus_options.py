@@ -57,6 +57,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         TextColumn("{task.fields[files]} files"),
     )
     with Progress(*columns, _rate_column(), TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+        # No total: counting the documents of the inputs would mean reading them twice.
         task, files = bar.add_task(what, total=None, files=0), [0]
 
         def advance(documents: int, done: int) -> None:

@@ -43,6 +43,8 @@ def spread(arguments: Sequence[str], options: Iterable[str]) -> list[str]:
     for argument in arguments:
         if argument.startswith("-") and argument != "-":
             option = argument if argument in options else None
+        # A further value: the option is repeated before it, unless it stands there already. `--input a b` has become
+        # `--input a --input b` when the loop ends.
         elif option is not None and result[-1] != option:
             result.append(option)
         result.append(argument)
@@ -167,6 +169,7 @@ def tokenizer_options(named: dict[str, Any], settings: Sequence[str]) -> dict[st
 
 def _toml_value(text: str) -> Any:
     try:
+        # TOML gives numbers, booleans and lists their types; what is no TOML, such as a bare path, is a text.
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
@@ -188,6 +191,7 @@ def run(options: PreprocessOptions) -> None:
                 f"interrupted; {progress.shards} finished shards are kept in {options.output_prefix}*.partial: "
                 "the same command goes on from there"
             )
+            # The shell's convention for a process that a signal ended: 130 after Ctrl-C, 143 after SIGTERM.
             raise typer.Exit(128 + (received[-1] if received else signal.SIGINT)) from None
     _show(report, options)
 
@@ -201,6 +205,8 @@ def sigterm_as_interrupt() -> Iterator[list[int]]:
         received.append(number)
         raise KeyboardInterrupt
 
+    # SIGTERM too, since schedulers end jobs by it; the default action would end this process at once, without the
+    # message on how to go on.
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield received

@@ -87,6 +87,7 @@ def checked_split(split: str) -> Split:
     """One of the three splits; ConfigError otherwise."""
     if split not in SPLITS:
         raise ConfigError(f"--split {split} must be train, valid or test")
+    # The element of SPLITS, which has the literal type that `build_datasets` requires.
     return SPLITS[SPLITS.index(split)]
 
 

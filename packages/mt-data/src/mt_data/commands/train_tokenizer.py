@@ -89,6 +89,7 @@ def limited(texts: Iterator[str], max_mb: float | None) -> Iterator[str]:
     for text in texts:
         yield text
         left -= len(text.encode("utf-8"))
+        # After the text that passes the limit, so that there is one text at least.
         if left <= 0:
             return
 

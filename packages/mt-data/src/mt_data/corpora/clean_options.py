@@ -120,6 +120,7 @@ class CleanOptions(BaseModel):
 def _parse(name: str, value: str) -> object:
     if name == "languages":
         return tuple(part.strip() for part in value.split(",") if part.strip() and value != "none")
+    # Pydantic converts the other texts to the field's type and names the rule whose value does not fit.
     if value == "none":
         return CleanOptions.model_fields[name].default
     return value

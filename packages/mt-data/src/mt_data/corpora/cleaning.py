@@ -33,6 +33,7 @@ def clean(inputs: Iterable[str | Path], options: CleanOptions, run: RunOptions) 
     """
     sources = expand_globs(inputs)
     task = CleanTask(options, run.reading)
+    # Builds the rules in this process before any file is read: a missing package or word list ends the command at once.
     opened(task)
     return run_locked_filter("clean", task, sources, run)
 
@@ -49,6 +50,8 @@ class CleanTask:
         return {
             "command": "clean",
             **asdict(self.reading),
+            # Thresholds, plus the content of the files that rules read and the versions of the packages that decide
+            # them.
             **self.options.model_dump(mode="json"),
             "files": [source_identity(file) for file in files],
             "versions": versions("mt-data", "ftfy", "py3langid"),
@@ -106,6 +109,7 @@ def document_rules(options: CleanOptions) -> dict[str, Rule]:
         rules["too_few_tokens"] = too_few_tokens_rule(options.tokenizer_file)
     if options.languages:
         rules["language"] = LanguageRule(options)
+    # The n-gram rules last: they hash every word of the document.
     return rules | {rule.__name__: rule for rule in REPETITION_RULES}
 
 
@@ -117,6 +121,7 @@ def blocked_word_rule(path: Path) -> Rule:
         raise DataError(f"blocked_words_file={path} cannot be read: {error}") from error
     if not words:
         raise DataError(f"blocked_words_file={path} holds no word; leave the option out, or name another file")
+    # Lookarounds in place of \b, which would fail at entries that begin or end with a mark.
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, words))})(?!\w)", re.IGNORECASE)
 
     def blocked_word(document: Document, options: CleanOptions) -> str | None:

@@ -36,6 +36,7 @@ def cut_pieces(text: str, spans: Iterable[Span], window: int) -> list[str]:
         _whole_words(words, len(text), words[start][0] - window, words[end - 1][1] + window)
         for start, end in merged(spans)
     )
+    # What lies between the cuts: from the end of each to the start of the next.
     starts, ends = [0, *(end for _, end in cuts)], [*(start for start, _ in cuts), len(text)]
     pieces = (text[start:end].strip() for start, end in zip(starts, ends, strict=True))
     return [piece for piece in pieces if piece]
@@ -43,6 +44,7 @@ def cut_pieces(text: str, spans: Iterable[Span], window: int) -> list[str]:
 
 def _whole_words(words: list[Span], length: int, start: int, end: int) -> Span:
     """The range widened to the ends of the words it cuts in two; without a word beyond, to the end of the text."""
+    # words[first] is the first that ends behind `start`, words[last] the last that begins before `end`.
     first = bisect_right(words, start, key=lambda word: word[1])
     last = bisect_left(words, end, key=lambda word: word[0]) - 1
     start = min(start, words[first][0]) if start > words[0][0] else 0

@@ -62,14 +62,18 @@ def decontaminate(
         raise ConfigError("no --eval-keys given; name the keys that hold the evaluation texts")
     jobs = plan_jobs(sources, run)
     with locked(run.output):
+        # With a limit the table depends on how often n-grams are in all inputs, so these become part of the identity.
         collective = sources if options.max_documents is not None else []
         task = OverlapTask(
             options, run.reading, tuple(eval_keys), sources_digest(eval_files), sources_digest(collective), run.work
         )
         notes = None
+        # The table is not built again when all outputs are there. Raises before any work where they were made
+        # otherwise.
         if len(finished_jobs(task, jobs, run.overwrite)) < len(jobs):
             notes = prepare_table(sources, eval_files, eval_keys, options, run)
         report = run_filter("decontaminate", task, jobs, run, notes)
+        # Only now: until the last job is done a run that continues needs the counts in it.
         shutil.rmtree(run.work, ignore_errors=True)
     return report
 
@@ -103,6 +107,7 @@ def document_counts(sources: Sequence[Path], count: int, run: RunOptions) -> NDA
     task = CountTask(run.reading, run.work / "all", table.hexdigest())
     plain = replace(run, output=run.work, dropped=None, ending=None)
     jobs = [Job(job.source, job.name, run.work, (run.work / f"{job.name}.hits",)) for job in plan_jobs(sources, plain)]
+    # overwrite: what is in the work folder is this command's own, and is replaced without a question.
     run_jobs(task, jobs, replace(run.running, overwrite=True))
     return count_documents((job.outputs[0] for job in jobs), count)
 
@@ -125,6 +130,7 @@ class CountTask:
             chunks = []
             for record in batch.records:
                 matches = table.matches(normalized_words(record.value[self.reading.key]))
+                # Each n-gram once a document, however often it stands there: GPT-3's limit counts documents.
                 chunks += [np.unique(numbers).astype("<u4").tobytes() for _, _, numbers in matches]
             return BatchResult((b"".join(chunks),), Report(read=len(batch.records)))
 
@@ -165,9 +171,11 @@ class OverlapTask:
 def judge_overlap(value: dict[str, Any], key: str, table: GramTable, options: OverlapOptions) -> Verdict:
     """The document as it is, its pieces, or why it is dropped."""
     words = normalized_words(value[key])
+    # Spans in words: (first, behind the last). They overlap where more than n words are shared.
     hits = [(int(start), int(start) + n) for n, starts, _ in table.matches(words) for start in starts]
     if not hits or covered_share(hits, len(words)) < options.min_share:
         return Verdict((value,))
+    # The first of them serves as the example in the report.
     start, stop = min(hits)
     detail = f'shares "{" ".join(words[start:stop])}"'
     if options.action == "drop":

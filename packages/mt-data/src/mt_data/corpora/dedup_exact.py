@@ -26,12 +26,14 @@ def normalize(text: str, how: Normalization) -> str:
     if how == "blanks":
         return " ".join(text.split())
     if how == "words":
+        # `or text`: texts of punctuation alone would otherwise all be equal.
         return " ".join(normalized_words(text)) or text
     return text
 
 
 def digest(text: str) -> bytes:
     """16 bytes: among 10^9 different texts two agree with a probability near 10^-21."""
+    # surrogatepass: JSON can hold lone surrogates, which plain UTF-8 refuses.
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8 * DIGEST_WORDS).digest()
 
 
@@ -58,4 +60,5 @@ class DigestTask:
 def mark_exact(digests: RowFiles, original: Ids, memory_bytes: int) -> None:
     """Write into `original` (int64 [documents], -1 before) the first document that each repeated one equals."""
     for group in iter_equal_groups(digests.iter_chunks, digests.total, DIGEST_WORDS, memory_bytes):
+        # Ids ascend within a group, so group[0] is the first in the order of the inputs.
         original[group[1:]] = group[0]

@@ -49,8 +49,11 @@ class Signer:
         self.empty = require("datasketch").MinHash(num_perm=options.num_perm, seed=options.seed, hashfunc=int)
 
     def __call__(self, text: str) -> Signatures:
+        # datasketch permutes hashes of 32 bits.
         hashes = shingles(text, self.options.ngram, self.options.unit) >> np.uint64(32)
+        # A copy shares the permutations instead of drawing them again.
         signature = self.empty.copy()
+        # update_batch holds num_perm values for each hash at once; a long document would take gigabytes.
         for start in range(0, len(hashes), SHINGLES_AT_ONCE):
             signature.update_batch(hashes[start : start + SHINGLES_AT_ONCE].tolist())
         return np.asarray(signature.hashvalues, np.uint32)
@@ -71,9 +74,11 @@ def table_shape(options: DedupOptions) -> tuple[int, int]:
 
 def band_keys(signatures: Signatures, bands: int, rows: int) -> U64:
     """A 64-bit key of each band of each signature: uint64 [documents, bands]."""
+    # [documents, bands, rows]; values beyond bands * rows are only compared when candidates are verified.
     parts = signatures[:, : bands * rows].astype(np.uint64).reshape(len(signatures), bands, rows)
     keys = np.zeros(parts.shape[:2], np.uint64)
     for row in range(rows):
+        # Row after row, so that the same values in another order give another key.
         keys = mix(keys ^ parts[:, :, row])
     return keys
 
@@ -115,6 +120,7 @@ def mark_near(keys: RowFiles, signatures: RowFiles, original: Ids, options: Dedu
     for band in range(keys.width):
         for group in _buckets(keys, band, options.memory_bytes):
             cut += _unite(group, sets, signatures, options)
+    # int64 [documents]: the smallest id of each document's cluster, hence the first in the order of the inputs.
     firsts = sets.flatten()
     for start in range(0, len(firsts), 2**20):
         first = firsts[start : start + 2**20]
@@ -132,10 +138,14 @@ def _unite(group: Ids, sets: DisjointSets, signatures: RowFiles, options: DedupO
     """Unite the documents of one bucket that are alike; True when the search was cut short."""
     if not options.verify:
         for other in group[1:]:
+            # Without verification a bucket is a cluster; a star of unions connects it.
             sets.union(int(group[0]), int(other))
         return False
     left, probes = group, 0
     while len(left) > 1 and probes < PROBES_PER_BUCKET:
+        # A search through the similarities of a bucket: a document joins the cluster when it is like any member, and is
+        # then compared with the rest itself. PROBES_PER_BUCKET bounds the quadratic case of a bucket with many
+        # documents that are not alike.
         waiting, left = [left[0]], left[1:]
         while waiting and len(left) and probes < PROBES_PER_BUCKET:
             probe, probes = int(waiting.pop()), probes + 1
@@ -152,10 +162,12 @@ def _alike(
 ) -> NDArray[np.bool_]:
     """Which of the others are in the probe's set already, or as similar as the threshold: bool [others]."""
     root = sets.find(probe)
+    # Documents that an earlier band has united already are not read again.
     alike = np.fromiter((sets.find(int(other)) == root for other in others), np.bool_, len(others))
     unknown = np.flatnonzero(~alike)
     for start in range(0, len(unknown), ROWS_AT_ONCE):
         some = unknown[start : start + ROWS_AT_ONCE]
+        # uint32 [1 + some, num_perm]; the share of equal values estimates the Jaccard similarity.
         rows = signatures.gather(np.concatenate([[probe], others[some]]))
         alike[some] = (rows[1:] == rows[0]).mean(axis=1) >= options.threshold
     return alike

@@ -56,7 +56,9 @@ def find_duplicates(sources: Sequence[Path], options: DedupOptions, run: RunOpti
         for source, name in zip(sources, output_names(sources), strict=True)
     ]
     run_jobs(task, jobs, replace(run.running, overwrite=True))
+    # Processes that filter read the order of the inputs here; document ids count over them in this order.
     (run.work / SOURCES).write_text(json.dumps([[str(job.source), str(job.outputs[0])] for job in jobs]))
+    # By kind of fingerprint, then by input.
     rows = [tuple(job.outputs[kind] for job in jobs) for kind in range(len(kinds))]
     original = _new_originals(run.work / ORIGINALS, RowFiles(rows[0], "<u8", 1).total)
     if options.method == "exact":
@@ -90,6 +92,7 @@ class KeepFirstTask:
     work: Path
 
     def identity(self) -> dict[str, Any]:
+        # Memory changes how sorting is divided, not what is found.
         options = {name: value for name, value in asdict(self.options).items() if name != "memory_bytes"}
         return {
             "command": "dedup",
@@ -103,10 +106,12 @@ class KeepFirstTask:
         files, lines = zip(*json.loads((self.work / SOURCES).read_text()), strict=True)
         rows = RowFiles(tuple(map(Path, lines)), "<u8", 1)
         first_of = dict(zip(files, rows.offsets.tolist(), strict=False))
+        # Mapped: the processes share one copy of 8 bytes a document.
         original = np.memmap(self.work / ORIGINALS, "<i8", "r")
         reason = "exact_duplicate" if self.options.method == "exact" else "near_duplicate"
 
         def judge(record: Record, ordinal: int) -> Verdict:
+            # ordinal counts the usable records before this one in its file, as the fingerprints did.
             first = int(original[first_of[record.file] + ordinal])
             if first < 0:
                 return Verdict((record.value,))

@@ -17,12 +17,14 @@ class DisjointSets:
         """The smallest id of the set that `item` is in; halves the path on the way."""
         parent = self.parent
         while parent[item] != item:
+            # Path halving: paths stay short without a second pass and without ranks in memory.
             parent[item] = parent[parent[item]]
             item = int(parent[item])
         return item
 
     def union(self, one: int, other: int) -> None:
         one, other = self.find(one), self.find(other)
+        # The smaller id becomes the root, which keeps "a parent is never larger than its child".
         self.parent[max(one, other)] = min(one, other)
 
     def flatten(self, chunk: int = 2**20) -> Ids:
@@ -30,6 +32,8 @@ class DisjointSets:
         for start in range(0, len(self.parent), chunk):
             rows = self.parent[start : start + chunk]
             while True:
+                # Chunks before this one hold roots already; within the chunk chains are shortened until nothing
+                # changes.
                 above = self.parent[rows]
                 if np.array_equal(above, rows):
                     break

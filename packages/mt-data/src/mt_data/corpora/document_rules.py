@@ -14,6 +14,7 @@ from mt_data.corpora.document import Document
 
 Rule = Callable[[Document, CleanOptions], "str | None"]
 
+# The eight words of Gopher's rule.
 STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
 _BULLETS = ("\u2022", "\u2023", "\u25e6", "\u25aa", "\u25cf", "\u25cb", "\u25a0", "\u00b7", "-", "*")
 _ELLIPSES = ("...", "\u2026")

@@ -38,6 +38,7 @@ def batch_filter(judge: Judge, key: str, encode: Callable[[dict[str, Any]], byte
 
     def run(batch: Batch) -> BatchResult:
         report, kept, dropped = Report(), [], []
+        # Counted over the file, not over the batch: it is the document's id within the file.
         for ordinal, record in enumerate(batch.records, batch.first):
             verdict = judge(record, ordinal)
             report.characters_read += len(record.value[key])

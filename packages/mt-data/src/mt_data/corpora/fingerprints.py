@@ -44,6 +44,7 @@ class RowFiles:
         rows_at_once = max(1, CHUNK_BYTES // self.row_bytes)
         for path, first in zip(self.paths, self.offsets, strict=False):
             with open(path, "rb") as stream:
+                # Plain reads for passes from end to end; maps, in `gather`, for single rows at random places.
                 while (rows := np.fromfile(stream, self.dtype, rows_at_once * self.width)).size:
                     rows = rows.reshape(-1, self.width)
                     yield int(first), rows[:, columns]
@@ -52,6 +53,7 @@ class RowFiles:
     def gather(self, ids: Ids) -> NDArray[Any]:
         """The rows of some ids: [ids, width]. A file that none of them is in is not opened."""
         found = np.empty((len(ids), self.width), self.dtype)
+        # [ids]; side="right" passes empty files, whose offset is that of the next one.
         files = np.searchsorted(self.offsets, ids, side="right") - 1
         for file in set(files.tolist()):
             inside = files == file
@@ -64,6 +66,7 @@ class RowFiles:
 
     def _mapped(self, file: int) -> NDArray[Any]:
         if file not in self._maps:
+            # Below vm.max_map_count, 65530 by default on Linux; arrays in use keep their maps.
             if len(self._maps) >= MAPS_AT_ONCE:
                 self._maps.clear()
             self._maps[file] = np.memmap(self.paths[file], self.dtype, "r").reshape(-1, self.width)

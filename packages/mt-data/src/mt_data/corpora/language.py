@@ -17,6 +17,7 @@ class LanguageRule:
 
     def __init__(self, options: CleanOptions) -> None:
         langid = require("py3langid.langid")
+        # norm_probs gives probabilities; without it py3langid returns unnormalized log scores.
         self.identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
         known = set(self.identifier.labels)
         for language in options.languages:

@@ -62,6 +62,7 @@ def filter_lines(text: str, rules: dict[str, LineRule], repeated: bool) -> tuple
         reason = next((name for name, rule in rules.items() if rule(bare)), None) if bare else None
         if repeated and bare and reason is None:
             reason = "repeated_line" if bare in seen else None
+            # Lines that a rule removes do not count as seen.
             seen.add(bare)
         if reason is None:
             kept.append(line)

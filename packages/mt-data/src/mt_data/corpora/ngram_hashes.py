@@ -16,6 +16,7 @@ _GRAM_BASE = np.uint64(0xD1342543DE82EF95)
 
 def mix(values: U64) -> U64:
     """A bijection of 64-bit words in which each bit of the input changes half of the output (SplitMix64)."""
+    # SplitMix64 (Steele, Lea and Flood 2014): the increment, then its finalizer. Overflow modulo 2^64 is intended.
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -33,8 +34,11 @@ def word_hashes(words: list[str]) -> U64:
         return np.empty(0, np.uint64)
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     starts = np.cumsum(lengths) - lengths
+    # int64 [characters of all words]: place of each within its word.
     place = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    # base^1, base^2, ... modulo 2^64: a word is the sum of its characters' values times the power of their place.
     powers = np.multiply.accumulate(np.full(lengths.max(), _UNIT_BASE))
+    # reduceat sums from each start to the next; an empty word would repeat its neighbour's value, hence the condition.
     return mix(np.add.reduceat(character_hashes("".join(words)) * powers[place], starts))
 
 
@@ -45,6 +49,8 @@ def ngram_hashes(units: U64, n: int) -> U64:
         return np.empty(0, np.uint64)
     total = units[:count].copy()
     for offset in range(1, n):
+        # Horner's rule over all runs at once: n - 1 passes over the array in place of a loop over n-grams.
         total *= _GRAM_BASE
         total += units[offset : offset + count]
+    # n is added so that runs of different lengths have different hashes.
     return mix(total + np.uint64(n))

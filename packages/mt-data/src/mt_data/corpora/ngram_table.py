@@ -38,6 +38,7 @@ def collect_grams(paths: Sequence[Path], keys: Sequence[str], ngram: int, min_ng
     texts = too_short = waiting = 0
     for text in (text for path in paths for record in iter_records(path) for text in eval_texts(record, keys)):
         words = normalized_words(text)
+        # A text of min_ngram to ngram - 1 words is searched for as a whole, in a table of its own length.
         n = min(ngram, len(words))
         texts += 1
         if n < min_ngram:
@@ -45,6 +46,7 @@ def collect_grams(paths: Sequence[Path], keys: Sequence[str], ngram: int, min_ng
             continue
         pending.setdefault(n, []).append(ngram_hashes(word_hashes(words), n))
         waiting += len(words)
+        # Merged now and then, so that repeated n-grams of large evaluation sets do not pile up.
         if waiting > GRAMS_AT_ONCE:
             grams, pending, waiting = _merged(grams, pending), {}, 0
     grams = _merged(grams, pending)
@@ -108,8 +110,10 @@ class _SortedSet:
 
     def __init__(self, hashes: U64) -> None:
         self.hashes = hashes
+        # 16 to 32 places for each hash, so about one miss in 16 or fewer passes the first test; 2^27 bytes at most.
         bits = min(27, max(10, len(hashes).bit_length() + 4))
         self.shift = np.uint64(64 - bits)
+        # Indexed by the upper bits of a hash.
         self.maybe = np.zeros(2**bits, np.bool_)
         self.maybe[hashes >> self.shift] = True
 
@@ -117,6 +121,7 @@ class _SortedSet:
         """(positions in `wanted` of the members, their ranks in the set)."""
         positions = np.flatnonzero(self.maybe[wanted >> self.shift])
         ranks = np.searchsorted(self.hashes, wanted[positions])
+        # A value above all hashes has the rank len(hashes); the minimum keeps the index valid, and the values differ.
         inside = self.hashes[np.minimum(ranks, len(self.hashes) - 1)] == wanted[positions]
         return positions[inside], ranks[inside].astype(np.int64)
 

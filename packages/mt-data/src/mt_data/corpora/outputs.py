@@ -26,6 +26,7 @@ def output_names(sources: Sequence[Path], ending: str | None = None) -> list[str
     """
     if remote := next((source for source in sources if is_remote(source)), None):
         raise ConfigError(f"input {remote}: corpora are built from files of this machine; copy them here first")
+    # Of the folders, so that one input gives its bare name.
     parent = Path(os.path.commonpath([source.resolve().parent for source in sources]))
     names: dict[str, Path] = {}
     for source in sources:
@@ -60,10 +61,12 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
     The bytes depend on what is written alone: no time and no name goes into a header.
     Raises DataError, naming the file, when the disk is full or refuses.
     """
+    # A fixed name: what a killed run left is overwritten. The caller holds the lock of the output folder.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as raw:
+            # Closed before the sync: the end of the compressed data is written only then.
             with _compressed(raw, path.suffix) as stream:
                 yield stream
             raw.flush()
@@ -80,6 +83,7 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
 @contextmanager
 def _compressed(raw: IO[bytes], suffix: str) -> Iterator[IO[bytes]]:
     if suffix == ".gz":
+        # An empty name and time 0 in the header: the same documents give the same bytes.
         with gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=raw, mtime=0) as packed:
             yield cast(IO[bytes], packed)
     elif suffix == ".zst":

@@ -43,6 +43,7 @@ def _wait_for_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        # The main thread of the worker blocks on the queue of tasks and would not end otherwise.
         os._exit(1)
 
 
@@ -53,6 +54,7 @@ def ordered_map(
     pending: deque[Future[Result]] = deque()
     for item in items:
         pending.append(executor.submit(function, item))
+        # The oldest first, whichever is done: outputs are written in the order of the inputs.
         if len(pending) >= ahead:
             yield pending.popleft().result()
     while pending:

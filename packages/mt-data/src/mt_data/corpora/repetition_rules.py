@@ -62,9 +62,11 @@ REPETITION_RULES: tuple[Rule, ...] = (duplicate_lines, duplicate_paragraphs, top
 
 def top_ngram_share(document: Document, n: int) -> float:
     """Occurrences x length of the commonest n-gram (of several, the longest) over all characters; 0 if none repeats."""
+    # For each different n-gram: the word at which it first begins, and how often it stands in the document.
     _, first, counts = np.unique(ngram_hashes(document.word_hashes, n), return_index=True, return_counts=True)
     if not counts.size or counts.max() == 1:
         return 0.0
+    # int64 [words + 1]: characters of words before each word.
     ends = np.concatenate([[0], np.cumsum(document.word_lengths)])
     starts = first[counts == counts.max()]
     return float(counts.max() * (ends[starts + n] - ends[starts]).max() / ends[-1])
@@ -74,11 +76,13 @@ def duplicate_ngram_share(document: Document, n: int) -> float:
     """The share of the characters in words that a repeated n-gram covers, each word counted once."""
     hashes = ngram_hashes(document.word_hashes, n)
     repeated = np.ones(len(hashes), bool)
+    # return_index gives the first occurrence of each n-gram, which is no repeat.
     repeated[np.unique(hashes, return_index=True)[1]] = False
     if not repeated.any():
         return 0.0
     starts = np.flatnonzero(repeated)
     steps = np.zeros(len(document.words) + 1, np.int64)
+    # +1 at the first word of each repeated n-gram, -1 behind its last: the running sum is the number that cover a word.
     steps[starts] += 1
     np.subtract.at(steps, starts + n, 1)
     covered = np.cumsum(steps)[:-1] > 0

@@ -45,6 +45,7 @@ class RunOptions:
                 refuse_remote_output(option, folder)
         if self.dropped is not None and self.dropped.resolve() == self.output.resolve():
             raise ConfigError(f"--dropped and --output are both {self.output}; give --dropped a folder of its own")
+        # The dataclass is frozen; resolved once, so that the lock, the outputs and the state use one path.
         object.__setattr__(self, "output", self.output.resolve())
         if self.dropped is not None:
             object.__setattr__(self, "dropped", self.dropped.resolve())
@@ -78,6 +79,7 @@ def run_filter(
 
     notes: for the report; None for those of the run that did what this one finds finished.
     """
+    # Notes of a pass that finished outputs made unnecessary are read back, so that the report of a rerun is complete.
     report = CorpusReport(command, task.identity(), notes=_kept_notes(options.output / FOLDER / "notes.json", notes))
     for result in run_jobs(task, jobs, options.running):
         report.add_file(result.job.source, result.job.outputs[0], result.report, result.reused)

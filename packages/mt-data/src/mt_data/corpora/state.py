@@ -23,6 +23,8 @@ def source_identity(path: Path) -> dict[str, Any]:
     """What distinguishes one state of an input file from another: path, size, time of change, a digest of both ends."""
     stat = path.stat()
     with open(path, "rb") as stream:
+        # Not the whole file: corpora have terabytes. Size and time reveal most changes, the two ends some that keep
+        # both.
         ends = stream.read(SAMPLED_BYTES)
         stream.seek(max(0, stat.st_size - SAMPLED_BYTES))
         ends += stream.read(SAMPLED_BYTES)
@@ -93,6 +95,7 @@ def reusable(
         raise ConfigError(
             f"{folder / name} was made with {difference}; give another --output, or --overwrite to make it again"
         )
+    # Output files that were deleted or cut since are made again.
     present = all(_size(path) == finished.outputs.get(str(path), -1) for path in outputs)
     return finished.report if present and not difference else None
 
@@ -102,6 +105,7 @@ def _difference(finished: Finished, source: dict[str, Any], made_by: dict[str, A
     if finished.source != source:
         was, now = finished.source["path"], source["path"]
         return f"input {was}, not {now}" if was != now else f"an earlier content of {now}"
+    # Through JSON as the stored one, which has lists for tuples.
     made_by = json.loads(json.dumps(made_by))
     for key in [*finished.made_by, *made_by]:
         was, now = finished.made_by.get(key), made_by.get(key)

@@ -124,6 +124,7 @@ def _run_left(task: Task, jobs: Sequence[Job], running: Running) -> Iterator[Rep
     if running.workers == 1 or not jobs:
         for job in jobs:
             yield _run_job(task, job, map, running.advance)
+    # A file for each process: only file names and reports pass between processes.
     elif len(jobs) >= running.workers:
         with process_pool(running.workers) as executor:
             for report in ordered_map(executor, partial(_run_job, task), jobs, ahead=len(jobs)):
@@ -131,6 +132,7 @@ def _run_left(task: Task, jobs: Sequence[Job], running: Running) -> Iterator[Rep
                 yield report
     else:
         with process_pool(running.workers) as executor:
+            # Fewer files than processes: this process reads and writes, and the batches are sent to the others.
             shared = partial(_map_batches, executor, 2 * running.workers)
             for job in jobs:
                 yield _run_job(task, job, shared, running.advance)
@@ -146,6 +148,8 @@ def _run_job(
     mapper: Callable[[RunBatch, Iterable[Batch]], Iterable[BatchResult]] = map,
     advance: Callable[[int, int], None] = lambda documents, files: None,
 ) -> Report:
+    # Taken before reading and compared after it, inside of the `with`: a difference raises, and no output gets its
+    # name.
     source, report = source_identity(job.source), Report()
     with ExitStack() as stack:
         streams = [stack.enter_context(atomic_writer(path)) for path in job.outputs]
@@ -157,6 +161,7 @@ def _run_job(
         if source_identity(job.source) != source:
             raise DataError(f"{job.source} changed while it was read; run again when it is complete")
     sizes = {str(path): path.stat().st_size for path in job.outputs}
+    # After the outputs have their names; a kill in between makes them again.
     save_finished(job.folder, job.name, Finished(source, task.identity(), sizes, report))
     advance(0, 1)
     return report

@@ -13,6 +13,7 @@ _END: Any = object()
 
 def run_ahead(executor: Executor, iterator: Iterator[T]) -> Iterator[T]:
     """What `iterator` yields, computed in `executor` from now on; its exception is raised here."""
+    # Not bounded: the producer never waits, so an abandoned consumer cannot block the executor's shutdown.
     queue: SimpleQueue[T] = SimpleQueue()
 
     def work() -> None:
@@ -20,6 +21,7 @@ def run_ahead(executor: Executor, iterator: Iterator[T]) -> Iterator[T]:
             for item in iterator:
                 queue.put(item)
         finally:
+            # After an error too, so that the consumer wakes up; result() then raises it there.
             queue.put(_END)
 
     future = executor.submit(work)

@@ -60,6 +60,8 @@ class BertDataset(SentenceDataset):
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         sentences, target = self.samples.sentences(index), self.samples.row(index)[2]
+        # Every draw below is in Megatron's order: pivot, exchange, truncation, masking. Another order gives other
+        # samples.
         random = np.random.RandomState((self.rules.seed + index) % 2**32)
         a, b, exchanged = split_pair(sentences, random) if self.rules.pairs else (_join(sentences), _join([]), False)
         whole = len(a) + len(b)
@@ -74,7 +76,9 @@ class BertDataset(SentenceDataset):
         self, a: np.ndarray, b: np.ndarray, target: int, random: np.random.RandomState
     ) -> dict[str, np.ndarray]:
         rules, length = self.rules, self.rules.sequence_length
+        # B can be empty: without pairs, or when truncation removed all of it.
         end = [rules.sep] if len(b) else []
+        # CLS A SEP B SEP, at most sequence_length ids
         true = np.concatenate([[rules.cls], a, [rules.sep], b, end]).astype(np.int64)
         tokens = np.full(length, rules.pad, np.int64)
         tokens[: len(true)] = true
@@ -84,6 +88,7 @@ class BertDataset(SentenceDataset):
             for position in span:
                 tokens[position] = self._replacement(int(true[position]), random)
         places = np.arange(length)
+        # B begins behind CLS, A and SEP.
         in_b = (places >= len(a) + 2) & (places < len(true))
         return {
             "tokens": tokens,
@@ -104,6 +109,7 @@ class BertDataset(SentenceDataset):
 
 def split_pair(sentences: list[np.ndarray], random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray, bool]:
     """A and B on either side of a random boundary between sentences, and whether they were exchanged."""
+    # With two sentences nothing is drawn, as in Megatron.
     pivot = int(random.randint(1, len(sentences))) if len(sentences) >= 3 else 1
     exchanged = random.random_sample() < 0.5
     a, b = _join(sentences[:pivot]), _join(sentences[pivot:])
@@ -116,6 +122,7 @@ def truncate_pair(
     """Cut tokens one by one off the longer of A and B (B when equal), at its front or back by chance."""
     excess = max(0, len(a) + len(b) - target)
     left = {"a": [0, len(a)], "b": [0, len(b)]}
+    # `excess` numbers drawn at once are the same as drawn one by one.
     for at_front in (random.random_sample(excess) < 0.5).tolist():
         longer = left["a"] if left["a"][1] - left["a"][0] > left["b"][1] - left["b"][0] else left["b"]
         if at_front:

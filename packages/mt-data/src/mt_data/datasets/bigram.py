@@ -13,6 +13,7 @@ LARGEST_VOCABULARY = 1024
 
 def bigram_probabilities(tokens: NDArray[np.integer], vocab_size: int) -> NDArray[np.float64]:
     """[vocab, vocab] P(next | current) from counts of neighbours, one added to each count (Laplace)."""
+    # A pair as one number, so that bincount makes the table [vocab * vocab] in one pass.
     pairs = tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
     counts = np.bincount(pairs, minlength=vocab_size**2).reshape(vocab_size, vocab_size) + 1.0
     return counts / counts.sum(axis=1, keepdims=True)

@@ -97,9 +97,12 @@ def _by_weight(
     index = _cached(
         cache, {"weights": weights.tolist(), "size": size}, lambda: build_blend_index(weights.tolist(), size)
     )
+    # [data sets]: how often each stands in the blend.
     used = np.bincount(index.dataset_index, minlength=len(entries)).tolist()
     datasets = []
     for entry, need, count in zip(entries, needed, used, strict=True):
+        # Megatron-LM: --mid-level-dataset-surplus, 0.5 % by default. The number of samples asked for decides the epochs
+        # and so the order of this data set; it must be the same as Megatron's for equal samples.
         dataset = build_one(entry, math.ceil(need * (1 + surplus)))
         # Rounding can ask one more of a data set than its share.
         datasets.append(dataset if len(dataset) >= count else build_one(entry, count))
@@ -110,6 +113,7 @@ def _exhaustive(
     entries: Sequence[BlendEntry], request: SplitRequest, build_one: BuildOne, cache: IndexCache
 ) -> BlendedDataset:
     datasets = [build_one(entry, entry.samples) for entry in entries]
+    # Sizes are the weights, so that all data sets run out near the end of the blend.
     sizes = [entry.samples or len(dataset) for entry, dataset in zip(entries, datasets, strict=True)]
     for entry, dataset in zip(entries, datasets, strict=True):
         if len(dataset) < (entry.samples or 0):
@@ -123,6 +127,7 @@ def _exhaustive(
             f"{'raise the samples' if entries[0].samples else 'give weights, so that data sets repeat'}, or use "
             "fewer samples (train.train_iters, train.eval_iters, train.global_batch_size)"
         )
+    # check_blend has made sure that either all entries have `samples` or none.
     size = total if asked is None or entries[0].samples else asked
     key = {"sizes": sizes, "size": size}
     index = _cached(cache, key, lambda: build_exhaustive_blend_index(sizes, size))

@@ -64,20 +64,29 @@ def _numbered(picks: NDArray[np.int16], datasets: int) -> BlendIndex:
 
 def _walk(weights: NDArray[np.float64], limits: NDArray[np.int64] | None, size: int) -> NDArray[np.int16]:
     """The data set at each of `size` places; limits [datasets] are the most that each may stand."""
+    # The rarest data set stands every 1 / weight places, so this is two of its turns.
     warm_up = int(np.ceil(_WARM_UP / weights.min()))
     chains = int(np.clip(size // (4 * warm_up), 1, _CHAINS))
+    # Each chain also walks warm_up places that are thrown away, at most a quarter of its own; with few chains side by
+    # side the NumPy calls of a step cost more than the steps of the loop that they save.
     if chains < 8:
         return _walk_alone(weights, limits, size)
+    # [chains + 1]: chain c fills the places bounds[c] to bounds[c + 1] - 1.
     bounds = np.linspace(0, size, chains + 1).astype(np.int64)
     early = np.maximum(bounds[:-1] - warm_up, 0)
+    # int64 [datasets, chains]: how often each data set stood before the chain's first place. Chain 0 starts at 0 with
+    # exact counts, so by induction a chain is right once its start equals the end of a right chain before it.
     starts = _advance(_guess(weights, limits, early), early, bounds[:-1], weights, limits)[0]
     picks = np.empty(size, np.int16)
     ends = np.empty_like(starts)
     wrong = np.arange(chains)
     while len(wrong):
+        # found [longest walk, wrong chains]; linspace makes lengths that differ by one, so the rest of a column is cut
+        # off.
         ends[:, wrong], found = _advance(starts[:, wrong], bounds[wrong], bounds[wrong + 1], weights, limits, keep=True)
         for chain, taken in zip(wrong.tolist(), found.T, strict=True):
             picks[bounds[chain] : bounds[chain + 1]] = taken[: bounds[chain + 1] - bounds[chain]]
+        # Each round makes at least the first wrong chain right, so the loop ends.
         wrong = 1 + np.flatnonzero((starts[:, 1:] != ends[:, :-1]).any(axis=0))
         starts[:, wrong] = ends[:, wrong - 1]
     return picks
@@ -90,6 +99,7 @@ def _guess(
     shares = weights[:, None] * places
     counts = np.floor(shares).astype(np.int64)
     # The largest remainders get what rounding down left over.
+    # argsort of argsort is the rank: 0 for the data set with the largest remainder in each chain.
     rank = np.argsort(np.argsort(counts - shares, axis=0, kind="stable"), axis=0)
     counts += rank < places - counts.sum(axis=0)
     return counts if limits is None else np.minimum(counts, limits[:, None])
@@ -114,11 +124,15 @@ def _advance(
     chains = np.arange(counts.shape[1])
     lag = np.empty(counts.shape, np.float64)
     for step in range(longest):
+        # float64 [datasets, chains], in Megatron's order of operations (weight * place, then - count): another order
+        # rounds differently and breaks ties in another way.
         np.multiply(weights[:, None], np.maximum(begin + step, 1).astype(np.float64), out=lag)
         lag -= counts
         if limits is not None:
             lag[counts >= limits[:, None]] = -np.inf
+        # argmax takes the first of equals, as the strict comparison in Megatron's build_blending_indices does.
         pick = lag.argmax(axis=0)
+        # Chains that have reached their end pick on, but their counts stay.
         going = step < lengths
         counts[pick[going], chains[going]] += 1
         if keep:
@@ -129,6 +143,7 @@ def _advance(
 def _walk_alone(weights: NDArray[np.float64], limits: NDArray[np.int64] | None, size: int) -> NDArray[np.int16]:
     """The same in a plain loop, for blends too short or too uneven for chains."""
     shares = weights.tolist()
+    # size + 1 is never reached: without limits no data set drops out.
     left = [size + 1] * len(shares) if limits is None else limits.tolist()
     counts = [0] * len(shares)
     picks = np.empty(size, np.int16)

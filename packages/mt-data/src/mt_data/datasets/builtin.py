@@ -81,6 +81,7 @@ def build_builtin(config: BuiltinDataConfig, tokenizer: Tokenizer, request: Spli
         num_samples=request.num_samples,
         seed=request.seed,
     )
+    # Not cached: it takes a fraction of a second, and there is no file beside which a cache would lie.
     index = build_gpt_index(range(len(tokens)), tokens.sequence_lengths, plan)
     rules = SampleRules.of(config, tokenizer)
     return BuiltinDataset(tokens, index, plan, rules, NAME, document_name=[name for name, _ in texts].__getitem__)
@@ -110,6 +111,7 @@ def corpus(limit: int) -> list[Document]:
     total, taken, absent = 0, [], set(get_args(Split))
     for document in _all_documents():
         split = split_of(document.name)
+        # Documents come in the order of a hash, so a larger limit adds documents and removes none.
         if total < limit or split in absent:
             total += document.size
             taken.append(document)

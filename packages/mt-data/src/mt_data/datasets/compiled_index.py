@@ -25,6 +25,7 @@ _STEPS = 1 << 20
 """Steps between two reports of progress."""
 _DRAWN = 1 << 14
 """Targets drawn ahead: 64 kB, which stay in the processor's cache."""
+# MT19937: n = 624 words of state, m = 397, mask of the upper bit (w - r = 1), of the lower 31 bits, and the twist a.
 _WORDS, _SHIFT = 624, 397
 _UPPER, _LOWER, _TWIST = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint32(0x9908B0DF)
 _LENGTH_BITS = np.uint64(31)
@@ -52,8 +53,10 @@ def build_compiled_index(
             progress(done, 2 * count)
 
     packed = np.empty(count, np.uint64)
+    # 33 bits are left for the document, which is below 2^31 as document_index is int32.
     _pack(sequence_lengths[elements.start : elements.stop], elements.start, packed)
     apart = plan.samples_before_final_epoch is not None
+    # The same order of shuffles from one generator as in gpt_index.build_gpt_index.
     for part in [packed[: -len(elements)], packed[-len(elements) :]] if apart else [packed]:
         random.shuffle(part, advance)
     longest = int(sequence_lengths[elements.start : elements.stop].max(initial=0))
@@ -70,6 +73,7 @@ class CompiledShuffler:
 
     def __init__(self, seed: int) -> None:
         state: Any = np.random.RandomState(seed).get_state(legacy=False)
+        # RandomState does the seeding, so only the recurrence is written here.
         self._key: NDArray[np.uint32] = state["state"]["key"].astype(np.uint32)
         # [624] words to be taken from `place` on; those of the key that RandomState starts with are all spent.
         self._words = np.empty(_WORDS, np.uint32)
@@ -84,12 +88,14 @@ class CompiledShuffler:
             _shuffle_steps(array, top, steps, self._key, self._words, self._place, self._targets)
             advance(steps)
             top -= steps
+        # n elements take n - 1 steps; one more is reported, so that all parts add up to the count of elements.
         advance(min(len(array), 1))
 
 
 def _compiled(function: Any) -> Any:
     """Compiled at the first call; kept on the disk for later processes, where there is a place for it."""
     try:
+        # nogil: the progress bar's thread goes on drawing meanwhile.
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
         return numba.njit(nogil=True)(function)
@@ -119,6 +125,7 @@ def _next_words(key: NDArray[np.uint32], words: NDArray[np.uint32]) -> None:
     key[_WORDS - 1] = key[_SHIFT - 1] ^ _twisted(key[_WORDS - 1], key[0])
     for k in range(_WORDS):
         word = key[k]
+        # Tempering, with the shifts and masks of MT19937.
         word ^= word >> np.uint32(11)
         word ^= (word << np.uint32(7)) & np.uint32(0x9D2C5680)
         word ^= (word << np.uint32(15)) & np.uint32(0xEFC60000)
@@ -140,17 +147,21 @@ def _draw(
         half = 1  # the largest power of 2 that is not above i
         while half << 1 <= top - drawn:
             half <<= 1
+        # The smallest mask of ones that covers i, as random_interval of NumPy's legacy generator takes it.
         mask = np.uint32(2 * half - 1)
+        # Draws until i falls below `half`, where the mask loses a bit.
         same_mask = min(steps, top - half + 1)
         while drawn < same_mask:
             if place[0] == _WORDS:
                 _next_words(key, words)
                 place[0] = 0
             first = place[0]
+            # No more words than draws are missing, so none is taken from the generator that belongs to the next mask.
             last = min(_WORDS, first + same_mask - drawn)
             for k in range(first, last):
                 value = words[k] & mask
                 targets[drawn] = value
+                # Rejection without a branch: a value above i is written to the same place again by the next word.
                 drawn += np.int64(value) <= top - drawn
             place[0] = last
 
@@ -171,6 +182,8 @@ def _shuffle_steps(
         _draw(top, block, key, words, place, targets)
         for k in range(block):
             target = targets[k]
+            # Neighbouring swaps do not wait for each other's memory unless they meet; the processor overlaps their
+            # loads.
             held = array[top - k]
             array[top - k] = array[target]
             array[target] = held
@@ -196,6 +209,7 @@ def _walk(
         document_index[place] = packed[place] >> _LENGTH_BITS
         start = end
         end += np.int64(packed[place] & _LENGTH_MASK)
+        # A loop: a document longer than sequence_length ends several samples.
         while end >= wanted and row < rows:
             sample_index[row, 0] = place
             sample_index[row, 1] = wanted - extra - start

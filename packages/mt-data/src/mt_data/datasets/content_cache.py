@@ -32,6 +32,7 @@ class DamagedEntryError(Exception):
     """An entry does not hold what it should; the message says what is wrong."""
 
 
+# What damaged JSON and arrays raise in the callers' `read`: wrong values, missing keys, null in place of an object.
 _UNREADABLE = (DamagedEntryError, DataError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -65,10 +66,13 @@ class ContentCache:
         self, entry: Path, key: Mapping[str, Any], write: Callable[[Path], None], read: Callable[[Path], T]
     ) -> None:
         _remove_leftovers(entry)
+        # In the same folder, hence on the same file system: rename is atomic only there.
         temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp-", dir=self.directory))
         try:
             write(temporary)
+            # For people: the folder's name is a hash, from which the parameters cannot be read.
             (temporary / "key.json").write_text(json.dumps(key, indent=1))
+            # mkdtemp makes folders for the owner alone; users of one group share a cache.
             temporary.chmod(0o777 & ~_umask())
             _move_into_place(temporary, entry, read)
         finally:
@@ -77,6 +81,7 @@ class ContentCache:
 
 def entry_name(key: Mapping[str, Any]) -> str:
     """Folder name of an entry: SHA-256 over canonical JSON of the key."""
+    # NaN is no JSON, and unequal to itself: it would be a key that readers disagree on.
     text = json.dumps({"format": FORMAT, "key": key}, sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -106,12 +111,15 @@ def _move_into_place(temporary: Path, entry: Path, read: Callable[[Path], T]) ->
     except OSError:
         if _read(entry, read) is not None:
             return
+        # A directory that is not empty cannot be replaced by rename, so the damaged one is moved away first and then
+        # removed. A job that has mapped its files keeps them until it unmaps.
         with tempfile.TemporaryDirectory(prefix=f"{entry.name}.old-", dir=entry.parent) as aside:
             entry.rename(Path(aside, "damaged"))
         temporary.rename(entry)
 
 
 def _umask() -> int:
+    # There is no call that only reads the mask.
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -139,6 +147,7 @@ def _lock(descriptor: int, path: Path) -> None:
     except ImportError:  # Windows; renames alone keep entries whole
         return
     try:
+        # Without waiting first, so that a wait is logged.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         log.info("waiting for another job that makes the same cache entry (%s)", path)

@@ -31,6 +31,7 @@ def render_sample(
     fields: what the data set declares (`DatasetSpec.sample`). The names alone do not say what a sample is: a masked
     language model's has `tokens`, `labels` and `loss_mask` too, and so has one with the label of a class.
     """
+    # segment_ids is there in some causal samples only (reset_attention_mask, packing).
     always = {field for field in CAUSAL_LM_SAMPLE if field.name != "segment_ids"}
     render = _render_causal if always <= set(fields) else _render_fields
     return render(sample, tokenizer, max_tokens)

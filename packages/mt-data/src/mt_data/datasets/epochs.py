@@ -14,6 +14,7 @@ def epoch_order(items: int, num_samples: int | None, seed: int) -> NDArray[np.in
     """
     epochs = 1 if num_samples is None or items == 0 else max(1, -(-num_samples // items))
     order = np.tile(np.arange(items, dtype=np.int64), epochs)
+    # RandomState takes seeds of 32 bits.
     random = np.random.RandomState(seed % 2**32)
     for epoch in range(epochs):
         random.shuffle(order[epoch * items : (epoch + 1) * items])

@@ -121,7 +121,10 @@ class FIMDataset:
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         plan = self.samples.plan
         size = plan.sequence_length + plan.extra
+        # A generator for each sample; Megatron's data set has one for all, so that its choices depend on the order of
+        # reading.
         random = np.random.default_rng([self.seed, index])
+        # Three marks a document make it longer; what passes the window is cut off at its end, as in Megatron.
         arranged = rearrange_documents(self.samples.tokens(index), self.rules, self.tokenizer, random)[:size]
         result = np.full(size, self.samples.rules.pad, np.int64)
         result[: len(arranged)] = arranged
@@ -149,6 +152,7 @@ def rearrange_documents(
 def _split_at(tokens: list[int], separator: int) -> Iterator[tuple[list[int], bool]]:
     """The pieces between separators, and whether a separator follows."""
     start = 0
+    # tokens 7 0 8 with the separator 0: ([7], True), ([8], False)
     for place, token in enumerate(tokens):
         if token == separator:
             yield tokens[start:place], True
@@ -179,6 +183,7 @@ def _rearrange(tokens: list[int], rules: FIMRules, tokenizer: Tokenizer, random:
         return tokens
     prefix, middle, suffix = _three_parts(tokens, text, tokenizer, random)
     if random.random() < rules.config.fim_spm_rate:
+        # SPM in the form of Bavarian et al. 2022 that joins prefix and middle behind one mark, which Megatron uses too.
         return [rules.prefix, rules.suffix, *suffix, rules.middle, *prefix, *middle]
     return [rules.prefix, *prefix, rules.suffix, *suffix, rules.middle, *middle]
 

@@ -51,6 +51,7 @@ GLUE: Mapping[str, TextTask] = {
     ),
     "cola": TextTask(
         doc="Sentences from the files of CoLA: grammatical or not",
+        # CoLA's files have four columns without a header: source, label, the author's mark, sentence.
         texts=(3,),
         label=1,
         labels=BINARY,

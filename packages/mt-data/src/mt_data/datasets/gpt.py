@@ -69,6 +69,7 @@ def gpt_over_file(
     reader = tokens.reader
     lengths = reader.sequence_lengths
     elements = tokens.elements(len(lengths), "sequences")
+    # Only the lengths of the split's own sequences: tokens_per_epoch, and with it the number of epochs, is the split's.
     plan = plan_index(
         lengths[elements.start : elements.stop],
         name=tokens.name,
@@ -81,11 +82,13 @@ def gpt_over_file(
     )
 
     def build() -> dict[str, NDArray[np.integer]]:
+        # Two units a document: one for its step of the shuffle, one for the walk that cuts samples.
         with index_progress(
             f"GPT index of {tokens.name}, {request.split}", 2 * len(elements) * plan.epochs
         ) as progress:
             return build_index(config.index_engine, elements, lengths, plan, progress).arrays()
 
+    # The engine is not part of the key: both give the same arrays.
     key = tokens.cache_key("gpt", elements, **plan.key())
     index = GPTIndex(**tokens.cache.get(key, build))
     return GPTDataset(
@@ -141,7 +144,10 @@ class GPTDataset:
     def sample_of(self, window: NDArray[np.int64]) -> dict[str, np.ndarray]:
         """The fields for a window [sequence_length + extra] of tokens."""
         if self.plan.extra:
+            # Copies: causal_sample writes padding over into both, which as views of one window would overwrite each
+            # other.
             return causal_sample(window[:-1].copy(), window[1:].copy(), self.rules)
+        # Without the extra token the last label is outside of the window: padding, which the loss mask leaves out.
         labels = np.roll(window, -1)
         labels[-1] = self.rules.pad
         return causal_sample(window.copy(), labels, self.rules)
@@ -160,7 +166,9 @@ class GPTDataset:
         and IndexError outside of [0, len).
         """
         parts = [self.source.read(*place) for place in self._places(index)]
+        # [sequence_length + extra], from uint16 or int32
         tokens = np.concatenate(parts).astype(np.int64)
+        # A whole document is read by its length in the file; longer than indexed means that the file was replaced.
         if len(tokens) > self.plan.sequence_length + self.plan.extra:
             raise DataError(
                 f"sample {index} has {len(tokens)} tokens, more than its index says; {self.name} was written anew "
@@ -195,9 +203,12 @@ class GPTDataset:
         """(document, offset, length) of each piece; length None is all the rest of the document."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {self.name}, which has {len(self)} samples")
+        # sample k -> row of sample_index -> two (position, offset) pairs -> positions of document_index -> (document,
+        # offset).
         row = int(self.index.shuffle_index[index])
         (first, offset), (last, end) = self.index.sample_index[row : row + 2].tolist()
         documents = self.index.document_index[first : last + 1].tolist()
+        # Row r + 1 says where the next sample starts, which is also read here as the last `extra` tokens of this one.
         if len(documents) == 1:
             return [(documents[0], offset, end - offset + self.plan.extra)]
         whole = [(document, 0, None) for document in documents[1:-1]]

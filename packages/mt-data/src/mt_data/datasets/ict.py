@@ -123,6 +123,7 @@ class ICTDataset(SentenceDataset):
     def context(self, block: list[NDArray[np.int64]], document: int) -> dict[str, NDArray[np.int64]]:
         """The context_* fields of a block of sentences of `document`."""
         title = self.titles[document]
+        # At least 1: _checked_title_lengths has refused longer titles.
         room = self.rules.sequence_length - SPECIAL_PLACES - len(title)
         return self._sequence("context", [title, np.concatenate(block)[:room]])
 
@@ -131,6 +132,7 @@ class ICTDataset(SentenceDataset):
         rules = self.rules
         joined = [rules.cls]
         for part in parts:
+            # At most sequence_length: query and block were cut by the callers.
             joined += [*part.tolist(), rules.sep]
         tokens = np.full(rules.sequence_length, rules.pad, np.int64)
         tokens[: len(joined)] = joined
@@ -143,6 +145,7 @@ class ICTDataset(SentenceDataset):
 
 def sample_random(seed: int, index: int) -> np.random.RandomState:
     """The random state of one sample. NumPy keeps the numbers of RandomState the same for ever."""
+    # A list seeds by all of its 32-bit words, so neighbouring seeds and samples do not share streams.
     return np.random.RandomState([seed % 2**32, index % 2**32, index // 2**32])
 
 

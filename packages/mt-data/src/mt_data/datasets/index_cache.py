@@ -41,6 +41,7 @@ class IndexCache:
         built: dict[str, NDArray[Any]] = {}
 
         def write(folder: Path) -> None:
+            # Kept outside: when the entry cannot be written or read back, the finished arrays are used from memory.
             built.update(build())
             _write_arrays(folder, built)
 
@@ -61,6 +62,7 @@ def _write_arrays(folder: Path, arrays: Arrays) -> None:
 
 def _write_array(path: Path, array: NDArray[Any]) -> dict[str, Any]:
     with path.open("wb") as file:
+        # Into an open file, so that it can be synced; np.save closes its own.
         np.lib.format.write_array(file, array, allow_pickle=False)
         file.flush()
         os.fsync(file.fileno())
@@ -80,6 +82,8 @@ def _read_arrays(folder: Path) -> dict[str, NDArray[Any]]:
 def _read_array(path: Path, facts: Mapping[str, Any]) -> NDArray[Any]:
     if (size := path.stat().st_size) != facts["bytes"]:
         raise DamagedEntryError(f"{path.name} has {size} bytes in place of {facts['bytes']}")
+    # Read whole once per process and index: a flipped bit would otherwise change which tokens are trained on without
+    # notice.
     if (found := _checksum(path)) != facts["sha256"]:
         raise DamagedEntryError(f"{path.name} has the SHA-256 {found} in place of {facts['sha256']}")
     array = np.load(path, mmap_mode="r", allow_pickle=False)

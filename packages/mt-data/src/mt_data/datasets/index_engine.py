@@ -32,6 +32,7 @@ def build_index(
     chosen = _resolved(engine, len(elements) * plan.epochs)
     if chosen == "numpy":
         return build_gpt_index(elements, sequence_lengths, plan, progress)
+    # Imports numba, which is an extra of mt-data and slow to import.
     from mt_data.datasets.compiled_index import build_compiled_index
 
     return build_compiled_index(elements, sequence_lengths, plan, progress)

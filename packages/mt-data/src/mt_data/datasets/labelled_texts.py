@@ -95,6 +95,7 @@ def _tabbed_rows(path: Path, task: TextTask) -> Iterator[tuple[Row | str, str]]:
     problem = _missing_columns([*places, *names], names or places, task, f"{path}, line 1")
     if problem is not None:
         raise DataError(problem)
+    # The first line was read to count the columns; without a header it is a row too.
     if not task.header:
         yield dict(enumerate(first)), f"{path}, line 1"
     for number, fields in lines:
@@ -105,6 +106,7 @@ def _tabbed_rows(path: Path, task: TextTask) -> Iterator[tuple[Row | str, str]]:
                 where,
             )
         else:
+            # By place and by name: tasks name their columns either way. Without a header `names` is empty.
             yield {**dict(enumerate(fields)), **dict(zip(names, fields, strict=False))}, where
 
 
@@ -128,6 +130,7 @@ def _listed(columns: Iterable[Column]) -> str:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
+        # newline="\n": a lone carriage return within a text must not end the line.
         with path.open(encoding="utf-8-sig", newline="\n") as file:  # MRPC's files begin with a byte-order mark
             for line in file:
                 number += 1

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 NUMPY_STEPS = 1 << 20
 """The last steps, done by NumPy."""
+# _DRAWS words are drawn at once (256 KB). A block of _BLOCK swaps of more than 2^20 elements has few swaps that meet:
+# about 4096^2 / (2 * 2^20) = 8 share a target with an earlier one.
 _DRAWS = 1 << 16
 _BLOCK = 1 << 12
 
@@ -54,12 +56,15 @@ class LegacyShuffler:
     def steps(self, length: int) -> Steps:
         """The steps of a shuffle of `length` elements, to be taken to their end before the next shuffle's."""
         # Beyond 32 bits NumPy draws otherwise.
+        # Elements below `alone` are shuffled by RandomState itself.
         alone = length if length > 1 << 32 else min(length, NUMPY_STEPS)
         top = length - 1
         while top >= alone:
+            # One mask from `top` down to the power of two below it, where i loses a bit.
             for swaps in self._swaps_of_one_mask(top, max(alone, 1 << (top.bit_length() - 1))):
                 yield swaps
                 top -= len(swaps.targets)
+        # Shuffling an identity and applying it to the elements equals shuffling these: swaps depend on places alone.
         permutation = np.arange(alone)
         self._state.shuffle(permutation)
         yield Rest(permutation)
@@ -68,13 +73,17 @@ class LegacyShuffler:
         """Steps from `top` to `bottom`, numbers of equally many bits."""
         mask = np.uint32((1 << top.bit_length()) - 1)
         while top >= bottom:
+            # Kept in case that more is drawn than this mask needs.
             before = self._state.get_state(legacy=False)
             draws = self._state.randint(0, 1 << 32, _DRAWS, dtype=np.uint32)
             draws &= mask
+            # Both [accepted]: values, and where in `draws` each was.
             targets, places = _accepted(draws, top)
             wanted = top - bottom + 1
             if len(targets) > wanted:
                 # Draws after the last step belong to whatever comes next.
+                # Redraws exactly the words up to the last accepted one, which leaves the generator where RandomState
+                # would be.
                 self._state.set_state(before)
                 self._state.randint(0, 1 << 32, int(places[wanted - 1]) + 1, dtype=np.uint32)
             yield Swaps(top, targets[:wanted])
@@ -87,9 +96,13 @@ def _accepted(draws: NDArray[np.uint32], top: int) -> tuple[NDArray[np.uint32], 
     places = np.flatnonzero(draws <= top)
     values = draws.take(places, mode="clip")
     # Another draw can only be above i where it is so with none of those before it turned down.
+    # places has the draws <= top. The k-th accepted draw is compared with i = top - k (k counted among the accepted),
+    # so value + k > top is a rejection. The position in `values` is an upper bound of k, hence only doubtful ones are
+    # looked at.
     doubtful = np.flatnonzero(values + np.arange(len(values), dtype=np.uint32) > top)
     dropped: list[int] = []
     for place, value in zip(doubtful.tolist(), values[doubtful].tolist(), strict=True):
+        # place - len(dropped) is k: each draw dropped before this one moved i by one less.
         if value + place - len(dropped) > top:
             dropped.append(place)
     return (np.delete(values, dropped), np.delete(places, dropped)) if dropped else (values, places)
@@ -99,6 +112,7 @@ def apply_steps(array: NDArray[Any], steps: Steps, advance: Callable[[int], None
     """Do the steps on a one-dimensional array of distinct values; `advance` is called with how many were done."""
     for step in steps:
         if isinstance(step, Rest):
+            # A view: the assignment below shuffles the beginning of `array` in place.
             head = array[: len(step.permutation)]
             head[:] = head[step.permutation]
             advance(len(head))
@@ -111,18 +125,25 @@ def apply_steps(array: NDArray[Any], steps: Steps, advance: Callable[[int], None
 def _swap_block(array: NDArray[Any], top: int, targets: NDArray[np.intp]) -> None:
     """Swap element top - t with element targets[t], for t = 0, 1, ... in turn."""
     bottom = top - len(targets) + 1
+    # A view of the elements top, top - 1, ... that this block of steps writes; `held` is in the order of the steps.
     block = array[bottom : top + 1]
     held = block[::-1].copy()  # what element top - t holds when its step comes
     taken = array.take(targets, mode="clip")  # what that step puts there
+    # Steps whose partner is an element of the block: they change what a later step finds in its own place.
     inside = np.flatnonzero(targets >= bottom)
     taken_inside = []
     for step, target in zip(inside.tolist(), (top - targets[inside]).tolist(), strict=True):
         taken_inside.append(held[target])
+        # Element top - target receives what element top - step held; a later step `target` reads it from there. A step
+        # that draws itself (target == step) leaves it.
         held[target] = held[step]
     array[targets] = held  # of steps with one target, the last one stays
+    # Steps that share a target with a later one. Values are distinct (the docstring's condition), so a difference shows
+    # it.
     overwritten = np.flatnonzero(array.take(targets, mode="clip") != held)
     for target in set(targets[overwritten].tolist()):
         meeting = np.flatnonzero(targets == target)
+        # The second step on a place takes what the first one put there, not what was there before the block.
         taken[meeting[1:]] = held[meeting[:-1]]
     taken[inside] = taken_inside
     block[:] = taken[::-1]

@@ -50,6 +50,7 @@ class MaskedDataConfig(IndexedDataConfig):
 def masking_rules(config: MaskedDataConfig, tokenizer: Tokenizer, unmaskable: tuple[int | None, ...]) -> MaskingRules:
     """The rules of the configuration. Raises ConfigError for whole words without a WordPiece tokenizer."""
     maskable = np.ones(tokenizer.vocab_size, np.bool_)
+    # bool [vocabulary], indexed by token: a lookup per sample in place of comparisons with each special id.
     maskable[[token for token in unmaskable if token is not None]] = False
     return MaskingRules(
         probability=config.mask_prob,
@@ -70,6 +71,7 @@ def starts_word(tokenizer: Tokenizer) -> NDArray[np.bool_]:
     else:
         pieces = _word_pieces_of_json(files.get("tokenizer.json", b"{}"))
     starts = np.ones(tokenizer.vocab_size, np.bool_)
+    # Tokens without a piece, such as added sentinels, count as words.
     starts[[token for token, piece in pieces.items() if piece.startswith(CONTINUES_WORD)]] = False
     if starts.all():
         raise ConfigError(

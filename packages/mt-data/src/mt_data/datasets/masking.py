@@ -38,10 +38,13 @@ class SpanMasker:
 
     def __init__(self, rules: MaskingRules) -> None:
         self.rules = rules
+        # p(n) proportional to 1 / n; Megatron favors long n-grams by reversing the list.
         weights = 1.0 / np.arange(1, rules.max_ngram + 1)
         weights = weights / weights.sum(keepdims=True)
         if rules.longer_ngrams:
             weights = weights[::-1]
+        # Normalized twice and divided by the last cumulative value, as Megatron and RandomState.choice do one after the
+        # other: a threshold that differs in its last bit can draw another n.
         chances = weights / weights.sum(keepdims=True)
         cumulative = chances.cumsum()
         self._cumulative = cumulative / cumulative[-1]
@@ -56,14 +59,18 @@ class SpanMasker:
         are masked.
         """
         positions, firsts = self._words(tokens)
+        # Candidates are words: positions firsts[w] to firsts[w + 1] - 1 of the list of maskable positions.
         order = np.arange(len(firsts) - 1)
         random.shuffle(order)
         probability = self.rules.probability
+        # A float where the first term is smaller; the comparison with counts is Megatron's.
         allowed = min(probability * target_length, max(1, round(len(tokens) * probability)))
         masked: set[int] = set()
         for word in order.tolist():
             if len(masked) >= allowed:
                 break
+            # Drawn for every candidate that is tried, also for one that is left out below: the stream of random numbers
+            # must be Megatron's.
             longest = self._draw_ngram(random)
             span = _longest_fitting(positions, firsts, word, longest, allowed - len(masked))
             if span and masked.isdisjoint(span):
@@ -76,12 +83,14 @@ class SpanMasker:
         if not self.rules.full_words:
             return positions.tolist(), list(range(len(positions) + 1))
         starts = self.rules.starts_word[tokens[positions]]
+        # The first token of a truncated sample may continue a word; it begins a candidate all the same.
         starts[:1] = True
         return positions.tolist(), [*np.flatnonzero(starts).tolist(), len(positions)]
 
     def _draw_ngram(self, random: np.random.RandomState) -> int:
         if self.rules.geometric:
             return min(int(random.geometric(_GEOMETRIC_P)), self.rules.max_ngram)
+        # What RandomState.choice(p=...) computes, without its checks of p at each call.
         return int(self._cumulative.searchsorted(random.random_sample(), side="right")) + 1
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 _SMALL = 1 << 14
 """Rows of which a shuffle is done one swap at a time."""
+# mt19937_64: n = 312 words of state, m = 156, r = 31 bits in the lower mask, and the twist a.
 _WORDS = 312
 _HALF = 156
 _LOWER = np.uint64((1 << 31) - 1)
@@ -32,6 +33,7 @@ class Mt19937:
 
     def draw(self, count: int) -> NDArray[np.uint32]:
         """The next numbers [count]."""
+        # The full range of uint32: NumPy then returns the generator's words as they are, without rejection.
         return self._state.randint(0, 1 << 32, size=count, dtype=np.uint32)
 
 
@@ -52,6 +54,7 @@ class Mt1993764:
         numbers = np.concatenate(parts)
         # What was left over from an earlier call is tempered already.
         _temper(numbers[len(self._ready) :])
+        # Words come 312 at a time; what one call does not take is the beginning of the next.
         self._ready = numbers[count:]
         return numbers[:count]
 
@@ -64,6 +67,8 @@ def shuffle_order(count: int, seed: int) -> NDArray[np.int64]:
     order = np.arange(count, dtype=np.int64)
     scratch = np.zeros(count, np.int32)
     last = count - 1
+    # With k swaps among n rows about k^2 / (2 n) pairs share a partner and k^2 / n partners are rows of the block: two
+    # and four for k = 2 * sqrt(n), whatever n is. Only these are swapped in turn.
     while last >= _SMALL:
         # Of so many swaps about one in a thousand meets another, if the rows are many.
         rows = np.arange(last, last - 2 * isqrt(last), -1)
@@ -77,6 +82,7 @@ def shuffle_order(count: int, seed: int) -> NDArray[np.int64]:
 
 
 def _partners(rows: NDArray[np.int64], random: Mt1993764) -> NDArray[np.int64]:
+    # The remainder, not rejection: Megatron's C++ takes (next number) % (i + 1), with its slight bias.
     return (random.draw(len(rows)) % (rows + 1).astype(np.uint64)).astype(np.int64)
 
 
@@ -88,17 +94,22 @@ def _swap_many(
     Swaps that share no place with another one can be done in any order, hence all at once.
     """
     steps = np.arange(len(rows), dtype=np.int32)
+    # Of equal `others` the last assignment stays, so all but the last read back another step: they share their partner.
     scratch[others] = steps
     shared = others[scratch[others] != steps]
     scratch[others] = 0
+    # Partners that are rows of this block themselves; rows fall by one, so rows[-1] is the lowest.
     inside = others[others >= rows[-1]]
     scratch[shared] = 1
     scratch[inside] = 1
+    # A swap meets another if either of its places is marked; all other swaps are independent and are done at once.
     meets = (scratch[others] | scratch[rows]) == 1
+    # Only what was set is cleared; zeroing all of scratch would cost count operations a block.
     scratch[shared] = 0
     scratch[inside] = 0
     alone = ~meets
     a, b = rows[alone], others[alone]
+    # Both right sides are copies (fancy indexing) before either is assigned.
     order[a], order[b] = order[b], order[a]
     _swap_in_turn(order, rows[meets], others[meets])
 
@@ -113,6 +124,7 @@ def _swap_in_turn(
 def _initial_words(seed: int) -> NDArray[np.uint64]:
     words = [seed & _MASK_64]
     for i in range(1, _WORDS):
+        # [rand.eng.mers] of the C++ standard: x_i = f * (x_(i-1) xor (x_(i-1) >> (w - 2))) + i mod 2^w, with w = 64.
         words.append((6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + i) & _MASK_64)
     return np.array(words, np.uint64)
 
@@ -122,6 +134,8 @@ def _twist(words: NDArray[np.uint64]) -> None:
 
     Word i needs word i + 156 (modulo 312), so each half can be made at once from the other half.
     """
+    # Word 155 takes its low bits from word 156, which is still the old one; so must word 311 from word 0, already new,
+    # as in the loop of the paper.
     words[:_HALF] = words[_HALF:] ^ _mix(words[:_HALF], words[1 : _HALF + 1])
     words[_HALF:-1] = words[: _HALF - 1] ^ _mix(words[_HALF:-1], words[_HALF + 1 :])
     words[-1:] = words[_HALF - 1 : _HALF] ^ _mix(words[-1:], words[:1])
@@ -133,6 +147,7 @@ def _mix(high: NDArray[np.uint64], low: NDArray[np.uint64]) -> NDArray[np.uint64
 
 
 def _temper(words: NDArray[np.uint64]) -> None:
+    # Tempering: u = 29 with d, s = 17 with b, t = 37 with c, l = 43.
     words ^= (words >> np.uint64(29)) & np.uint64(0x5555555555555555)
     words ^= (words << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
     words ^= (words << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)

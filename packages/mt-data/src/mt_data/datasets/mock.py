@@ -42,6 +42,7 @@ class MockTokens:
 
     @cached_property
     def sequence_lengths(self) -> NDArray[np.int32]:
+        # Megatron-LM: MockGPTLowLevelDataset, lengths in [1, 4096) by the same generator.
         random = np.random.default_rng(LENGTH_SEED)
         return random.integers(1, LONGEST + 1, DOCUMENTS, dtype=np.int32)
 
@@ -53,6 +54,7 @@ class MockTokens:
         """Tokens [length] of a document from `offset` on; all the rest by default."""
         end = int(self.sequence_lengths[index])
         stop = end if length is None else offset + length
+        # Token k of a document is k + 1, computed from the place: nothing is stored.
         tokens = np.arange(offset + 1, stop + 1, dtype=np.int64) % self.vocab_size
         if stop == end:
             tokens[-1:] = self.eod

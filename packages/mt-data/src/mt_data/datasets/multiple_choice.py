@@ -86,10 +86,12 @@ class MultipleChoiceDataset:
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         number = self._number(index)
         question = self.questions[number]
+        # Encoded once for the four options.
         article = self.encode(question.article)
         texts = [self.encode(text)[: self.max_qa_length] for text in question.texts]
         rows = [encode_pair(text, article, self.rules) for text in texts]
         return {
+            # [4, s] each; `truncated` is overwritten by one value for the question.
             **{name: np.stack([row[name] for row in rows]) for name in rows[0]},
             "truncated": np.array(max(int(row["truncated"]) for row in rows), np.int64),
             "labels": np.array(question.answer, np.int64),
@@ -149,6 +151,7 @@ def _objects(file: Path) -> Iterator[tuple[Any, str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
     decoder, place = json.JSONDecoder(), 0
+    # raw_decode does not skip white space; `place` moves to the next value or the end.
     while (place := len(text) - len(text[place:].lstrip())) < len(text):
         line = text.count("\n", 0, place) + 1
         try:

@@ -37,6 +37,7 @@ class OpenedTokens:
 
         Raises DataError when there are none.
         """
+        # Contiguous, in the order of the file: Megatron shuffles only after the split.
         elements = self.fractions.range_of(self.split, count)
         if len(elements) == 0:
             shares = self.fractions
@@ -85,6 +86,8 @@ def build_from_files(
         cache = IndexCache(folder)
 
         def build_one(entry: BlendEntry, num_samples: int | None) -> Dataset:
+            # Raw text is tokenized here, once for all three splits: its entry of the cache does not depend on the
+            # split.
             prefix = _token_file(entry.prefix, config, tokenizer, raw_text, folder)
             reader = open_tokens(prefix, config, tokenizer)
             return make(OpenedTokens(reader, entry.prefix, sources.fractions, request.split, cache), num_samples)
@@ -123,6 +126,7 @@ def open_tokens(prefix: str, config: IndexedDataConfig, tokenizer: Tokenizer) ->
 def _check_tokenizer(reader: IndexedDataset, tokenizer: Tokenizer) -> None:
     manifest = reader.manifest()
     made_with = (manifest.tokenizer or {}) if manifest else {}
+    # Files of Megatron record no tokenizer: nothing can be compared, and ids out of range are found when they are read.
     recorded = made_with.get("fingerprint")
     if recorded is not None and recorded != tokenizer.fingerprint():
         raise DataError(

@@ -93,6 +93,7 @@ def encode_pair(a: Sequence[int], b: Sequence[int] | None, rules: PairRules) -> 
     if rules.truncation == "longest_first" and b is not None:
         a, b = _cut_longest(a, b, length - len(before) - 2)
     body = [*before, *a] if b is None else [*before, *a, rules.sep, *b]
+    # One place is kept for the last SEP, whatever is cut.
     joined = [*body[: length - 1], rules.sep]
     tokens = np.full(length, rules.pad, np.int64)
     tokens[: len(joined)] = joined
@@ -115,6 +116,7 @@ def _cut_longest(a: Sequence[int], b: Sequence[int], room: int) -> tuple[Sequenc
         return a[: room - len(b)], b
     if len(a) <= room - half:
         return a, b[: room - len(a)]
+    # Both are longer than their half: A gets the odd place.
     return a[: room - half], b[:half]
 
 

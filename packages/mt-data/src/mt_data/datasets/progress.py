@@ -22,6 +22,7 @@ def index_progress(title: str, total: int) -> Iterator[Callable[[int, int], None
     task = bar.add_task(title, total=total)
 
     def update(done: int, total: int) -> None:
+        # Started late instead of at once: most indices are built in less than a second, and a bar would only flicker.
         if not bar.live.is_started and time.monotonic() - start > SILENT_SECONDS:
             bar.start()
         bar.update(task, completed=done, total=total)

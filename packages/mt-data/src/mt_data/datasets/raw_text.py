@@ -108,7 +108,9 @@ def _content_hash(path: Path) -> str:
 
 def _write_tokens(path: Path, options: RawTextOptions, tokenizer: Tokenizer, prefix: Path) -> None:
     files = examine([path])
+    # As `mt data preprocess` cuts, so that large files are tokenized in parallel; the tokens do not depend on the cuts.
     jobs = plan_jobs(files, default_shard_bytes(files))
+    # Inside of the cache entry under construction: a kill leaves nothing that would be taken for an entry.
     folder = prefix.with_name("shards")
     folder.mkdir()
     task = _task(folder, options.json_key, tokenizer)
@@ -131,6 +133,7 @@ def _write_tokens(path: Path, options: RawTextOptions, tokenizer: Tokenizer, pre
 def _task(folder: Path, json_key: str, tokenizer: Tokenizer) -> Task:
     return Task(
         folder=str(folder),
+        # The run's own tokenizer is pickled: its name and options are not known here.
         tokenizer=GivenTokenizer(tokenizer),
         fingerprint=tokenizer.fingerprint(),
         json_keys=(json_key,),
@@ -149,6 +152,7 @@ def _shards(jobs: list[Job], task: Task) -> Generator[Shard]:
         if isinstance(job, Shard):
             yield job
         else:
+            # The smallest size of a shard, since a compressed file's text is not known in advance.
             yield from cut_stream(job, default_shard_bytes([]), task.read)
 
 
@@ -161,10 +165,13 @@ def _executor(task: Task, tokenizer: Tokenizer, workers: int | None, size: int) 
             f"data.tokenize_workers={workers}: {type(tokenizer).__name__} cannot be sent to other processes (or this "
             "one may not start any); set it to 1, or make token files with mt data preprocess"
         )
+    # Without an encoder the processes are spawned, not forked: a training process has threads and perhaps a CUDA
+    # context.
     return InlineExecutor(build_encoder(task, tokenizer)) if workers == 1 else ProcessExecutor(workers)
 
 
 def _can_be_sent(tokenizer: Tokenizer) -> bool:
+    # Daemonic processes, such as loader workers, may not start children.
     if multiprocessing.current_process().daemon:
         return False
     try:

@@ -58,6 +58,7 @@ def segment_ids(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int32]:
     """[s] -> [s]: how many end-of-document tokens stand before each position."""
     ends = tokens == eod
     numbers = np.zeros(len(tokens), np.int32)
+    # The end-of-document token itself belongs to the document that it ends: [a, EOD, b] -> [0, 0, 1].
     np.cumsum(ends[:-1], out=numbers[1:])
     return numbers
 
@@ -65,6 +66,7 @@ def segment_ids(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int32]:
 def segment_positions(segments: NDArray[np.int32]) -> NDArray[np.int64]:
     """[s] -> [s]: position of each token within its document."""
     positions = np.arange(len(segments), dtype=np.int64)
+    # First position of each segment; segments count up from 0 without gaps, so they index it.
     starts = np.flatnonzero(np.diff(segments, prepend=-1))
     return positions - starts[segments]
 
@@ -78,7 +80,9 @@ def causal_sample(
     """
     loss_mask = np.ones(len(tokens), np.float32)
     if rules.eod_mask_loss:
+        # Before padding is replaced by 0 below, which may be the id of the end of document.
         loss_mask[tokens == rules.eod] = 0.0
+    # tokens, labels int64 [s]; loss_mask float32 [s]; position_ids int64 [s]; segment_ids int32 [s]
     sample: dict[str, NDArray[np.generic]] = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
     sample["position_ids"] = np.arange(len(tokens), dtype=np.int64)
     if rules.reset_position_ids or rules.reset_attention_mask:

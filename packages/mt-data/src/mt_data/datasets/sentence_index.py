@@ -75,9 +75,12 @@ def build_sentence_index(
     targets = _target_lengths(plan)
     parts: list[NDArray[np.int64]] = []
     samples, asked = 0, plan.num_samples or 0
+    # One round is one epoch over all documents, also when the number is reached in the middle of it.
     while samples == 0 or samples < asked:
         walked = 0
         for documents in _blocks(document_indices):
+            # `targets` goes on from epoch to epoch, so each epoch cuts the documents differently where lengths are
+            # drawn.
             parts.append(_walk(documents, sequence_lengths, plan, targets))
             samples += len(parts[-1])
             walked += len(documents) - 1
@@ -104,6 +107,7 @@ def build_block_index(
     """
     parts, document = [], 0
     for documents in _blocks(document_indices):
+        # [documents of the block]
         titles = title_lengths[document : document + len(documents) - 1]
         targets = plan.max_length - titles.astype(np.int64)
         rows = _walk_blocks(documents, sequence_lengths, targets, plan.min_sentences)
@@ -113,6 +117,7 @@ def build_block_index(
     once = np.concatenate(parts)
     if not len(once):
         raise _no_samples(document_indices, plan.min_sentences)
+    # Block numbers are the same in every epoch, as the walk draws nothing; Megatron resets block_id at each epoch too.
     once[:, 3] = np.arange(len(once))
     epochs = 1 if plan.num_samples is None else max(1, -(-plan.num_samples // len(once)))
     return _shuffled([once] * epochs, plan.seed, sequence_lengths)
@@ -130,6 +135,7 @@ def _shuffled(
     parts: list[NDArray[np.int64]], seed: int, sequence_lengths: NDArray[np.int32]
 ) -> NDArray[np.unsignedinteger]:
     wide = len(sequence_lengths) > np.iinfo(np.uint32).max
+    # seed + 1 as in Megatron's helpers.cpp, whose lengths use `seed`.
     rows = np.concatenate(parts)[shuffle_order(sum(map(len, parts)), seed + 1)]
     return rows.astype(np.uint64 if wide else np.uint32)
 
@@ -138,6 +144,7 @@ def _blocks(document_indices: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     """The boundaries [documents of the block + 1] of some documents at a time."""
     start = 0
     while start < len(document_indices) - 1:
+        # Whole documents up to _BLOCK sentences, but at least one, however long.
         limit = int(document_indices[start]) + _BLOCK
         stop = max(start + 1, int(np.searchsorted(document_indices, limit, side="right")) - 1)
         yield document_indices[start : stop + 1]
@@ -155,6 +162,8 @@ def _target_lengths(plan: SentenceIndexPlan) -> Iterator[int]:
     def some() -> Iterator[list[int]]:
         while True:
             numbers = random.draw(_DRAWS)
+            # One number decides both, as in Megatron's get_target_sample_len: whether the sample is short, and how long
+            # it is.
             short = 2 + numbers % np.uint32(plan.max_length - 1)
             yield np.where(numbers % ratio == 0, short, np.uint32(plan.max_length)).tolist()
 
@@ -171,8 +180,11 @@ def _walk(
 
     Each usable document takes a target when it starts and one after each sample, the last one unused.
     """
+    # Everything below counts sentences from the first of this block of documents; `base` is added at the end.
     base, full, fewest = int(documents[0]), plan.max_length, plan.min_sentences
     tokens = _tokens_before(documents, sequence_lengths)
+    # Most samples have the full length: where these end is computed for all sentences at once, [sentences]. Short
+    # targets are searched one by one below.
     closes = _closing_sentences(documents - base, tokens, np.int64(full), fewest, min_left=2).tolist()
     before = tokens.tolist()
     usable = _usable(documents, sequence_lengths, fewest, alone_may_be_long=True)
@@ -184,6 +196,7 @@ def _walk(
             if target == full:
                 end = closes[start]
             else:
+                # The same rule as in _closing_sentences, for one start.
                 end = max(bisect_left(before, before[start] + target, start), start + fewest)
                 end = last if end > last - 2 else end
             rows.append((start, end, target))
@@ -237,6 +250,8 @@ def _closing_sentences(
     counts = np.diff(bounds)
     starts = np.arange(len(tokens_before) - 1)
     target = np.repeat(np.broadcast_to(targets, counts.shape), counts)
+    # First sentence boundary at which at least `target` tokens lie behind the start; past the document's end where the
+    # document is shorter, which the comparison with `last` puts right.
     ends = np.searchsorted(tokens_before, tokens_before[:-1] + target)
     ends = np.maximum(ends, starts + min_sentences)
     last = np.repeat(bounds[1:], counts)
@@ -253,9 +268,12 @@ def _usable(
     """[documents]: whether a document has sentences enough and no overlong one."""
     start = int(document_indices[0])
     long = sequence_lengths[start : int(document_indices[-1])] > LONG_SENTENCE
+    # [documents + 1]: overlong sentences before each boundary; equal at both ends of a document that has none.
     before = np.concatenate([[0], np.cumsum(long)])[document_indices - start]
     count = np.diff(document_indices)
     short = np.diff(before) == 0
     if alone_may_be_long:
+        # Megatron's build_mapping looks for long sentences only in documents of more than one; build_blocks_mapping
+        # always.
         short |= count == 1
     return (count >= min_sentences) & short

@@ -114,6 +114,8 @@ def build_sentence_datasets(
 def _index(tokens: OpenedTokens, plan: SentenceIndexPlan) -> NDArray[np.unsignedinteger]:
     reader = tokens.reader
     elements = tokens.elements(reader.num_documents, "documents")
+    # [documents of the split + 1]: one boundary more than documents, the end of the last one. Splits are cut between
+    # documents here, between sequences in GPT data sets, as in Megatron.
     bounds = reader.document_indices[elements.start : elements.stop + 1]
 
     def build() -> dict[str, NDArray[np.unsignedinteger]]:

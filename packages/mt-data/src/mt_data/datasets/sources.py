@@ -55,6 +55,7 @@ def _entries_of_split(config: IndexedDataConfig, split: Split) -> Sequence[Blend
 
 def parse_args_list(items: Sequence[str], key: str) -> Blend:
     """Megatron's --data-path: prefixes, or weight and prefix in turn when every first of two is a number."""
+    # Megatron-LM: get_blend_from_list. A list of even length whose even places are no numbers is prefixes alone.
     weights, prefixes = items[::2], items[1::2]
     if len(items) % 2 == 0 and all(map(is_number, weights)):
         entries = [_weighted(weight, prefix, key) for weight, prefix in zip(weights, prefixes, strict=True)]
@@ -105,4 +106,5 @@ def cache_folder(config: IndexedDataConfig, entries: Sequence[BlendEntry]) -> Pa
     if config.data_cache_path is not None:
         return Path(config.data_cache_path)
     first = entries[0].prefix
+    # An index is written and mapped as files, which a store does not offer.
     return Path.home() / ".cache" / "mt" / "data" if is_remote(first) else Path(first).parent / "cache" / "mt"

@@ -69,6 +69,8 @@ def parse_split(text: str, key: str = "data.split") -> SplitFractions:
 
 
 def _book_ends(shares: Sequence[float]) -> tuple[tuple[float, float] | None, ...]:
+    # The same float64 operations in the same order as Megatron's (normalize, then running sum): a book-end that differs
+    # in its last bit can round to another document.
     padded = list(shares) + [0.0] * (len(SPLITS) - len(shares))
     total = sum(padded)
     normal = [share / total for share in padded]

@@ -67,6 +67,7 @@ class T5Dataset(SentenceDataset):
         whole = np.concatenate(sentences)
         tokens = whole[:target]
         random = np.random.RandomState((self.rules.seed + index) % 2**32)
+        # Drawn in random order; sentinels are given in the order of the text.
         spans = sorted(self._masker.spans(tokens, target, random))
         if len(spans) > len(self.rules.sentinels):
             raise self._too_few_sentinels(index, len(spans))
@@ -76,6 +77,7 @@ class T5Dataset(SentenceDataset):
 
     def _padded(self, index: int, encoder: list[int], restored: list[int]) -> dict[str, np.ndarray]:
         rules = self.rules
+        # Teacher forcing: position i reads what position i - 1 was to predict.
         decoder, labels = [rules.bos, *restored], [*restored, rules.eos]
         if len(decoder) > rules.decoder_length:
             raise DataError(
@@ -112,6 +114,9 @@ def corrupt(
     kept: list[int] = []
     restored: list[int] = []
     start = 0
+    # tokens a b c d e with the spans [1] and [3, 4]:
+    #   kept     a S0 c S1
+    #   restored S0 b S1 d e
     for span, sentinel in zip(spans, sentinels, strict=False):
         kept += [*tokens[start : span[0]], sentinel]
         restored += [sentinel, *(tokens[position] for position in span)]

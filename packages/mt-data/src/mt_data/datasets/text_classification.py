@@ -139,6 +139,7 @@ class TextClassificationDataset:
         first, *second = (self.encode(text) for text in line.texts)
         return {
             **encode_pair(first, second[0] if second else None, self.rules),
+            # int64 for classes, float32 for regression; without a label the loss mask is 0 and the value has no effect.
             "labels": np.array(NO_LABEL if line.label is None else line.label, self.label_type),
             "loss_mask": np.array(line.label is not None, np.float32),
             "uid": np.array(line.uid, np.int64),

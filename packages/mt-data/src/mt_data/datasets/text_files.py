@@ -116,6 +116,7 @@ def ids_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _ids_before(tokenizer: Tokenizer, added: list[int]) -> int:
+    # Two texts that share no character: ids that both have at the beginning or end were put there by the tokenizer.
     probes = [tokenizer.encode(text) for text in ("a", "1 b")]
     for before in range(len(added), -1, -1):
         head, tail = added[:before], added[before:]

@@ -66,12 +66,15 @@ class IndexedDataset(SequenceReader):
         self._bin = self._data_file()
         self._lengths_checked = self._boundaries_checked = False
 
+    # Only the prefix and the options are pickled. The receiving process (a spawned loader worker) opens and checks the
+    # files again and makes its own maps and descriptors.
     def __reduce__(self) -> tuple[Any, ...]:
         options = {"mmap": self._mmap, "multimodal": self.multimodal, "verify_checksums": self._verify}
         return partial(type(self), self.prefix, **options), ()
 
     def _data_file(self) -> Bytes:
         file = _data_file(self.prefix, self.sizes.data_bytes, self._mmap)
+        # The manifest is passed as a callable, since it is parsed only when a first token is read.
         return CheckedBlocks(file, manifest_path(self.prefix), self._recorded_blocks) if self._verify else file
 
     def _recorded_blocks(self) -> BlockChecksums | None:
@@ -100,9 +103,12 @@ class IndexedDataset(SequenceReader):
     @cached_property
     def _index(self) -> Bytes:
         """`.idx` as arrays are taken from it: mapped, or else read once and kept."""
+        # `_span` does not use this: it reads single entries of `.idx`, so random reads with mmap=False do not load the
+        # index.
         return self._idx if self._mmap else FetchedObject(self._idx.path, self._idx.read(0, self._idx.size))
 
     @property
+    # A new array over the map at each call instead of a cached one: making it checks that the file has its size still.
     def _lengths(self) -> NDArray[np.int32]:
         return self._array(LENGTH, len(self), self.sizes.layout.lengths_at)
 
@@ -125,6 +131,7 @@ class IndexedDataset(SequenceReader):
         return lengths
 
     def _check_lengths(self, lengths: NDArray[np.int32]) -> None:
+        # int64 explicitly: the sum of int32 would be accumulated in the platform's default integer.
         total = int(lengths.sum(dtype=np.int64))
         if total != self.num_tokens or (len(lengths) and lengths.min() < 0):
             raise DataError(
@@ -137,8 +144,10 @@ class IndexedDataset(SequenceReader):
         """Lengths that changed but not their sum would give other sequences; each offset is the end before it."""
         offsets, begin = self.byte_offsets, 0
         for start in range(0, len(lengths), CHUNK_ELEMENTS):
+            # By chunks: the temporaries of all S sequences (8 bytes each) take more memory than the index (12 bytes).
             ends = begin + np.cumsum(lengths[start : start + CHUNK_ELEMENTS], dtype=np.int64) * self.dtype.itemsize
             found = offsets[start : start + CHUNK_ELEMENTS]
+            # Byte offsets are the exclusive cumulative sum: expected[k] = end of sequence k - 1.
             wrong = np.flatnonzero(found != np.concatenate([[begin], ends[:-1]]))
             if len(wrong):
                 raise self._misplaced(start + int(wrong[0]), int(found[wrong[0]]))
@@ -175,6 +184,8 @@ class IndexedDataset(SequenceReader):
 
     # -- tokens of .bin -------------------------------------------------------------------------
 
+    # Three checks per sequence in place of the check of whole arrays, which would touch all of `.idx` before the first
+    # token: the sequence lies in .bin, and it ends where the next one begins.
     def _span(self, index: int) -> tuple[int, int]:
         position, end = self._begin_and_end(index)
         length = self._number(LENGTH, self.sizes.layout.lengths_at, index)
@@ -190,6 +201,7 @@ class IndexedDataset(SequenceReader):
     def _begin_and_end(self, index: int) -> tuple[int, int]:
         """Bytes of `.bin` that a sequence takes, as the offsets say: its own and the next one's."""
         count = min(2, len(self) - index)
+        # Two neighbouring offsets in one read; the last sequence has none behind it and ends with .bin.
         data = self._idx.read(self.sizes.layout.pointers_at + index * POINTER.itemsize, count * POINTER.itemsize)
         offsets = np.frombuffer(data, POINTER).tolist()
         return offsets[0], offsets[1] if count == 2 else self._bin.size
@@ -240,12 +252,16 @@ class IndexedDataset(SequenceReader):
     def _fingerprint(self) -> str:
         manifest = self.manifest()
         if manifest is None:
+            # Hashing .bin would read the whole corpus at each start of a run; lengths and sizes are what Megatron's
+            # files offer.
             return self._index_digest(f"{self.sizes.data_bytes} ".encode())
         if self._verify and (found := self._index_digest()) != manifest.idx.sha256:
             raise DataError(
                 f"{index_path(self.prefix)} is damaged: its SHA-256 is {found}, and {manifest_path(self.prefix)} says "
                 f"{manifest.idx.sha256}; copy or write the data set again"
             )
+        # The checksums and not the manifest's bytes: a copy under another name or with other extras has the same
+        # fingerprint, so that caches of indices stay valid.
         return sha256(f"{manifest.bin.sha256} {manifest.idx.sha256}".encode()).hexdigest()
 
     def _index_digest(self, before: bytes = b"") -> str:
@@ -272,6 +288,7 @@ def _open(prefix: str, mmap: bool, multimodal: bool) -> tuple[Sizes, Bytes]:
     with open_index(path) as index:
         sizes = read_sizes(prefix, index, size_of(data_path(prefix)), multimodal)
         if is_remote(prefix):
+            # An object was fetched whole by open_index; the same bytes serve as the index, without a second request.
             index.seek(0)
             return sizes, FetchedObject(path, index.read())
     return sizes, MappedFile(path, sizes.index_bytes) if mmap else PlainFile(path, sizes.index_bytes)

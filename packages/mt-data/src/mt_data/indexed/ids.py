@@ -23,8 +23,10 @@ def as_ids(ids: ArrayLike, dtype: np.dtype, *, longest: int | None = None) -> np
         raise DataError(f"a sequence of ids must have one dimension, got shape {array.shape}")
     if longest is not None and len(array) > longest:
         raise _too_long(len(array))
+    # An empty list becomes float64 in NumPy, whose kind would be refused below.
     if array.dtype == dtype or not len(array):
         return np.ascontiguousarray(array, dtype)
+    # Booleans, objects and (for integer dtypes) floats: casting would change them or hide a mistake of the caller.
     if array.dtype.kind not in ("iuf" if dtype.kind == "f" else "iu"):
         raise DataError(f"ids of dtype {array.dtype} cannot be stored as {dtype.name}")
     _refuse(array, _misfits(array, dtype), dtype)
@@ -41,12 +43,16 @@ def _as_array(ids: ArrayLike) -> np.ndarray:
 def _misfits(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """bool [length]: where a value would change."""
     if dtype.kind != "f":
+        # The limits are Python integers, which a comparison does not cast to the array's dtype, where they may not fit.
         limits = np.iinfo(dtype)
         return (array < limits.min) | (array > limits.max)
     if array.dtype.kind == "f":
         with np.errstate(over="ignore"):
+            # NaN differs from itself, and is kept as NaN.
             return (array.astype(dtype) != array) & ~np.isnan(array)
+    # Integers up to 2^(mantissa bits + 1) have an exact float of the dtype: 2^24 for float32, 2^53 for float64.
     exact = 1 << (np.finfo(dtype).nmant + 1)
+    # Unsigned arrays are not compared with a negative number.
     return (array > exact) | (array < -exact) if array.dtype.kind == "i" else array > exact
 
 

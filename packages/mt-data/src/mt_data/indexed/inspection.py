@@ -65,6 +65,7 @@ def inspect_dataset(
 
     find_decoder: gives the way from ids to text, once the manifest is known. Raises DataError for damaged files.
     """
+    # Scan for passes over whole arrays with bounded memory; IndexedDataset for random access to the previews.
     scan = Scan(os.fspath(prefix))
     layout = scan.layout
     dataset = IndexedDataset(scan.prefix, multimodal=layout.multimodal)
@@ -104,6 +105,7 @@ def preview_document(dataset: IndexedDataset, number: int, max_tokens: int, deco
 
 
 def _empty_documents(scan: Scan) -> int:
+    # -1 before the first boundary, 0: their difference is not 0 and counts no document.
     empty, before = 0, -1
     for boundaries in scan.boundaries():
         empty += int(np.count_nonzero(np.diff(boundaries, prepend=before) == 0))

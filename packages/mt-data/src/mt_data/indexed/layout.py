@@ -27,6 +27,7 @@ from mt_core.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
+# "<" turns padding off: with native alignment the version would begin at byte 16 instead of 9.
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {
     code: np.dtype(name)
@@ -43,6 +44,8 @@ DTYPES = {
     }.items()
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+# Explicit byte order, so that a big-endian machine reads the same files. LENGTH counts tokens, POINTER counts bytes of
+# .bin or (document boundaries) sequences.
 LENGTH = np.dtype("<i4")
 POINTER = np.dtype("<i8")
 MODE = np.dtype("<i1")
@@ -58,6 +61,8 @@ def data_path(prefix: str) -> str:
 
 def dtype_for_vocab(vocab_size: int | None) -> np.dtype:
     """The dtype that Megatron's writer takes for ids below `vocab_size`: uint16 below 65500, else int32."""
+    # Megatron-LM: DType.optimal_dtype. The margin below 65536 is Megatron's; a wider limit would write files whose
+    # dtype differs from the one that its preprocess_data.py writes for the same vocabulary.
     return np.dtype(np.uint16) if vocab_size is not None and vocab_size < 65500 else np.dtype(np.int32)
 
 
@@ -88,6 +93,7 @@ class Layout:
         return self.num_boundaries - 1
 
     @property
+    # The four *_at properties are byte offsets in `.idx`, each the end of the array before it.
     def lengths_at(self) -> int:
         return HEADER.size
 
@@ -131,6 +137,7 @@ def read_sizes(prefix: str, index: BinaryIO, data_bytes: int, multimodal: bool |
     multimodal: whether modes must be there; None to tell it from the size. Raises DataError.
     """
     path = index_path(prefix)
+    # seek works on a file as on the BytesIO of a fetched object, where fstat would not.
     index_bytes = index.seek(0, os.SEEK_END)
     index.seek(0)
     layout = _parse_header(path, index.read(HEADER.size), index_bytes)
@@ -143,6 +150,7 @@ def read_sizes(prefix: str, index: BinaryIO, data_bytes: int, multimodal: bool |
 def _parse_header(path: str, head: bytes, index_bytes: int) -> Layout:
     if not head:
         raise DataError(f"{path} is empty (0 bytes); it was never finished: write the data set again")
+    # A prefix of the magic is a file cut within it, which the check of the header's size below reports as such.
     if not head.startswith(MAGIC[: len(head)]):
         raise DataError(
             f"{path} is not the index of an indexed dataset: it begins with {head[: len(MAGIC)]!r} "
@@ -163,6 +171,7 @@ def _parse_header(path: str, head: bytes, index_bytes: int) -> Layout:
 def _check_index_bytes(path: str, layout: Layout, index_bytes: int, multimodal: bool | None) -> Layout:
     plain, with_modes = (replace(layout, multimodal=modes) for modes in (False, True))
     if multimodal is None:
+        # With S = 0 both layouts have the same size: such a file is taken as plain.
         multimodal = index_bytes == with_modes.index_bytes != plain.index_bytes
     expected = with_modes if multimodal else plain
     if index_bytes == expected.index_bytes:
@@ -180,6 +189,7 @@ def _check_index_bytes(path: str, layout: Layout, index_bytes: int, multimodal: 
 
 
 def _check_boundaries(path: str, index: BinaryIO, layout: Layout) -> None:
+    # The size of the file was checked against the counts before, so both reads lie inside of it.
     first = _read_one(index, layout.documents_at, POINTER)
     last = _read_one(index, layout.modes_at - POINTER.itemsize, POINTER)
     if first != 0:
@@ -193,7 +203,10 @@ def _check_boundaries(path: str, index: BinaryIO, layout: Layout) -> None:
 
 def _check_data_bytes(prefix: str, index: BinaryIO, layout: Layout, data_bytes: int) -> None:
     expected = 0
+    # Sequences lie one behind the other from byte 0 on, so the end of the last one is the size of .bin. Only the last
+    # row is read here; IndexedDataset and Scan compare all rows.
     if layout.num_sequences:
+        # An array's last element lies one item before the array that follows.
         length = _read_one(index, layout.pointers_at - LENGTH.itemsize, LENGTH)
         pointer = _read_one(index, layout.documents_at - POINTER.itemsize, POINTER)
         if pointer < 0 or length < 0:

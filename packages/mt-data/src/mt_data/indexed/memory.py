@@ -44,6 +44,7 @@ class MemoryIndexedDataset(SequenceReader):
     ) -> MemoryIndexedDataset:
         """One array or list of ids for each sequence."""
         arrays = [np.asarray(sequence) for sequence in sequences]
+        # np.asarray([]) is float64 and would turn the concatenated ids into floats.
         filled = [array for array in arrays if array.size]
         tokens = np.concatenate(filled) if filled else np.zeros(0, np.int32)
         return cls(tokens, [len(array) for array in arrays], document_indices, prefix=prefix)
@@ -80,6 +81,7 @@ class MemoryIndexedDataset(SequenceReader):
     def _fingerprint(self) -> str:
         digest = sha256(self.dtype.str.encode())
         for array in (self._lengths, self._boundaries, self._tokens):
+            # The sizes separate the arrays: [1, 2] + [3] and [1] + [2, 3] must not hash alike.
             digest.update(f"{array.size} ".encode())
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
@@ -99,6 +101,7 @@ class MemoryIndexedDataset(SequenceReader):
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
+    # A view, so that the caller's own array stays writable.
     view = array.view()
     view.flags.writeable = False
     return view

@@ -35,12 +35,14 @@ class PendingFile:
         self.path = path
         self.temporary = path + SUFFIX
         self._file = open(_open_locked(self.temporary, path), "wb", buffering=BUFFER_BYTES)  # noqa: SIM115
+        # Hashed while it is written: reading the file back for its checksum would double the I/O of a large merge.
         self._digest = sha256()
         self.blocks = BlockChecksummer() if blocks else None
         self.size = 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append the bytes of a C-ordered buffer of any element type."""
+        # cast refuses views with a 0 in their shape, which an empty array has.
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         self._file.write(view)
         self._digest.update(view)
@@ -53,17 +55,21 @@ class PendingFile:
 
     def sync(self) -> None:
         """Put everything written on the disk."""
+        # fsync covers only what has left Python's buffer.
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def publish(self) -> None:
         """Rename to the final name, in place of a file that is there, and close (which ends the lock)."""
+        # Rename before close: the lock is held until the name is final, so no second writer can take the temporary
+        # between.
         os.replace(self.temporary, self.path)
         self._file.close()
 
     def discard(self) -> None:
         """Remove what was written, under whichever name."""
         try:
+            # Closed means published: an error in a later file of the set takes this one back under its final name.
             os.unlink(self.path if self._file.closed else self.temporary)
         finally:
             # Closing writes the buffer's rest, which may not fit on the disk, and is not wanted.
@@ -77,6 +83,7 @@ class SpooledArray:
     def __init__(self, dtype: np.dtype, folder: str) -> None:
         self.dtype = dtype
         self._recent: list[int] = []
+        # In the output's folder, not in /tmp: the arrays of a large corpus exceed what a tmpfs holds.
         self._file = tempfile.SpooledTemporaryFile(max_size=CHUNK_BYTES, dir=folder)  # noqa: SIM115
         self._spooled = 0
 
@@ -85,6 +92,7 @@ class SpooledArray:
 
     def append(self, value: int) -> None:
         self._recent.append(value)
+        # Single values are collected in a list first; a write per value would dominate the time of small sequences.
         if len(self._recent) >= 1 << 14:
             self._flush()
 
@@ -105,12 +113,15 @@ class SpooledArray:
         self._file.seek(0)
         while data := self._file.read(CHUNK_BYTES):
             yield np.frombuffer(data, self.dtype)
+        # Back to the end, where the next append writes; chunks() is called twice for the lengths.
         self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
         self._file.close()
 
 
+# A rename survives a crash of the machine only when the directory itself has been synced; fsync of the file covers its
+# content alone.
 def sync_folder(path: str) -> None:
     """Put the names in a file's folder on the disk."""
     descriptor = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
@@ -122,12 +133,16 @@ def sync_folder(path: str) -> None:
 
 def _open_locked(temporary: str, path: str) -> int:
     """A descriptor of the empty file `temporary`, locked for this process."""
+    # 1. open or create the file; 2. lock it without waiting; 3. check that the name still refers to the locked file.
+    # Step 3 fails when the former holder renamed or removed the file between 1 and 2: its lock is then on a file that
+    # is final, and truncating it would destroy finished data. The loop opens the name anew.
     while True:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             _lock(descriptor, path)
             # The holder of the lock may have given the file its final name, or removed it, before we got the lock.
             if _is_same_file(descriptor, temporary):
+                # Not O_TRUNC at open, which would empty the file of a process that holds the lock.
                 os.ftruncate(descriptor, 0)
                 return descriptor
         except BaseException:

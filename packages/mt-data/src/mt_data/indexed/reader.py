@@ -81,6 +81,7 @@ class SequenceReader(ABC):
 
     def _place(self, index: SupportsIndex, offset: int, length: int | None) -> tuple[int, int, int]:
         """What `_view` and `_read` take."""
+        # The span is checked against the files by the subclass, so that what follows can rely on it.
         position, available = self._span(self._checked(index))
         if length is None:
             length = available - offset

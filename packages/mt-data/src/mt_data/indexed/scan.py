@@ -33,9 +33,12 @@ class Scan:
         """Lengths of the sequences, int32 [chunk]; they and the byte offsets must follow one from another."""
         layout = self.layout
         begin, first = 0, 0
+        # Two readers at different places of one file, in chunks of equally many elements, so that zip pairs row with
+        # row.
         all_lengths = chunks(self._idx, layout.lengths_at, layout.num_sequences, LENGTH)
         all_pointers = chunks(self._idx, layout.pointers_at, layout.num_sequences, POINTER)
         for lengths, pointers in zip(all_lengths, all_pointers, strict=True):
+            # int64 [chunk]: byte at which each sequence ends, were they stored without gaps.
             ends = begin + np.cumsum(lengths, dtype=np.int64) * layout.dtype.itemsize
             self._check_lengths(first, lengths, pointers, np.concatenate([[begin], ends[:-1]]))
             begin, first = int(ends[-1]), first + len(lengths)
@@ -59,6 +62,7 @@ class Scan:
         """First sequences of the documents and, at last, S: int64 [chunk]; they must not go back."""
         before, first = 0, 0
         for values in chunks(self._idx, self.layout.documents_at, self.layout.num_boundaries, POINTER):
+            # prepend carries the last boundary of the chunk before, so that a step back between two chunks is seen too.
             wrong = np.flatnonzero(np.diff(values, prepend=before) < 0)
             if len(wrong):
                 i = int(wrong[0])

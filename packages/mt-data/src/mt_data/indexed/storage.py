@@ -18,6 +18,7 @@ import numpy as np
 from mt_core.errors import DataError
 from mt_data.indexed.mapping import map_file
 
+# Scans take arrays of this many elements: 8 MiB of the widest dtype (int64, float64).
 CHUNK_ELEMENTS = 1 << 20
 CHUNK_BYTES = 8 * CHUNK_ELEMENTS
 SHARE_OF_DESCRIPTORS = 4
@@ -62,6 +63,7 @@ class MappedFile:
                     "(vm.max_map_count); read plainly with mmap=False (data.mmap_bin_files=false), or merge shards"
                 ) from error
             raise unreadable(self.path, error) from error
+        # The file was replaced between the check of its size and the map.
         if len(pages) != self.size:
             raise _changed(self.path, self.size, len(pages))
         return pages
@@ -76,6 +78,8 @@ class MappedFile:
 
     def _check_size(self) -> None:
         try:
+            # A system call per view, by name: the map keeps no descriptor (see mapping.py) on which fstat could be
+            # called.
             now = os.stat(self.path).st_size
         except FileNotFoundError:  # the map outlives the name
             return
@@ -103,8 +107,10 @@ class PlainFile:
     def read(self, offset: int, count: int) -> memoryview | bytes:
         try:
             # The local name keeps the descriptor open although another thread may replace it.
+            # No lock: two threads may both open, one descriptor is then kept and the other closed by its __del__.
             descriptor = self._kept or self._open()
             data: bytes | memoryview = os.pread(descriptor.number, count, offset)
+            # pread returns less than asked at the end of the file and above 2^31 - 4096 bytes (Linux).
             if len(data) < count:
                 data = _read_rest(descriptor.number, data, offset, count)
         except OSError as error:
@@ -115,6 +121,7 @@ class PlainFile:
 
     def _open(self) -> _Descriptor:
         descriptor = _Descriptor(self.path)
+        # Compared with the size that was checked against .idx: a file renamed into place since then is another one.
         if (now := os.fstat(descriptor.number).st_size) != self.size:
             raise _changed(self.path, self.size, now)
         # The system gives the lowest free number, which so says how many are in use.
@@ -127,6 +134,7 @@ class _Descriptor:
     """An open file, closed when nobody refers to it any more."""
 
     def __init__(self, path: str) -> None:
+        # Set before open, so that __del__ finds the attribute when open raises.
         self.number = -1
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -137,6 +145,7 @@ class _Descriptor:
 
 def _read_rest(descriptor: int, begin: bytes | memoryview, offset: int, count: int) -> memoryview:
     """`begin` and what follows it; less than asked only where the file ends. One system call gives 2 GiB at most."""
+    # One buffer of the full size, filled in place; joining pieces would hold the data twice.
     data = bytearray(count)
     view = memoryview(data)
     done = len(begin)
@@ -159,11 +168,13 @@ class StoredObject:
     def read(self, offset: int, count: int) -> bytes:
         if count == 0:
             return b""
+        # Not kept on the instance: fsspec caches filesystem instances, and a data set stays cheap to pickle.
         filesystem, key = object_store(self.path)
         try:
             data = filesystem.cat_file(key, start=offset, end=offset + count)
         except OSError as error:
             raise unreadable(self.path, error) from error
+        # A range request that passes the end returns the part that exists (RFC 9110, 14.1.2).
         if len(data) != count:
             raise _changed(self.path, self.size, offset + len(data))
         return data
@@ -191,6 +202,7 @@ def is_remote(location: str) -> bool:
 def object_store(url: str) -> tuple[Any, str]:
     """(fsspec filesystem, key) of a URL. Raises DataError when fsspec or the store's driver is missing."""
     try:
+        # Imported on use: local files need neither fsspec nor the driver of a store.
         from fsspec.core import url_to_fs
 
         return url_to_fs(url)
@@ -250,6 +262,7 @@ def chunks(source: Bytes, offset: int, count: int, dtype: np.dtype) -> Iterator[
     step = CHUNK_ELEMENTS
     for start in range(0, count, step):
         size = min(step, count - start)
+        # `read`, not `view`: a scan of a mapped file must raise on truncation, not end in SIGBUS.
         yield np.frombuffer(source.read(offset + start * dtype.itemsize, size * dtype.itemsize), dtype)
 
 

@@ -97,6 +97,7 @@ def _read_manifest(report: VerifyReport) -> None:
             )
 
 
+# All checks run although one has failed: the report lists every problem of the data set at once.
 def _check_index(report: VerifyReport, scan: Scan) -> None:
     for part in (scan.lengths(), scan.boundaries()):
         try:
@@ -135,14 +136,17 @@ def _checked_tokens(report: VerifyReport, scan: Scan, on_bytes: Callable[[int], 
     done = 0
     for tokens in scan.tokens():
         _note_range(report, tokens)
+        # int64: positions in the whole file, counted in tokens.
         wrong = done + _out_of_range(tokens, report.vocab_size)
         if scan.layout.multimodal and len(wrong):
+            # Only where something is out of range, since it maps the index and searches the offsets.
             wrong = _in_text(report, wrong)
         if len(wrong) and first_wrong is None:
             first_wrong = int(wrong[0])
         report.num_out_of_range += len(wrong)
         done += len(tokens)
         on_bytes(tokens.nbytes)
+        # A generator, so that one pass over .bin serves the digest of the caller and the range check here.
         yield tokens
     if first_wrong is not None:
         report.problems.append(_range_problem(report, first_wrong))
@@ -158,12 +162,14 @@ def _out_of_range(tokens: np.ndarray, vocab_size: int | None) -> NDArray[np.int6
     """Positions in the chunk of what is not in [0, vocab_size). Nothing is wrong without a vocabulary."""
     if vocab_size is None:
         return np.zeros(0, np.int64)
+    # Negated instead of (tokens < 0) | (tokens >= vocab_size): in a float data set NaN counts as out of range.
     return np.flatnonzero(~((tokens >= 0) & (tokens < vocab_size)))
 
 
 def _in_text(report: VerifyReport, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Those of the positions in `.bin`, in tokens, that lie in sequences of mode 0."""
     dataset = IndexedDataset(report.prefix, multimodal=True)
+    # side="right" passes empty sequences, which have the offset of the sequence behind them.
     sequences = np.searchsorted(dataset.byte_offsets, positions * dataset.dtype.itemsize, side="right") - 1
     modes = dataset.sequence_modes
     return positions if modes is None else positions[modes[sequences] == 0]

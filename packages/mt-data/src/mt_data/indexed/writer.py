@@ -49,6 +49,7 @@ class IndexedDatasetWriter:
             self._lengths, self._boundaries, self._modes = (
                 self._spool(dtype, folder) for dtype in (LENGTH, POINTER, MODE)
             )
+            # The format stores D = documents + 1 boundaries; the first is always 0.
             self._boundaries.append(0)
         self._last_boundary = 0
 
@@ -67,6 +68,8 @@ class IndexedDatasetWriter:
         array = as_ids(ids, self.dtype, longest=MAX_LENGTH)
         mode = as_mode(mode, self.multimodal)
         with self._taking_back():
+            # Checked before this block: a refused id raises with nothing written, while an error inside takes the files
+            # back.
             self._bin.write(array.data)
             self._lengths.append(len(array))
             if self.multimodal:
@@ -108,6 +111,8 @@ class IndexedDatasetWriter:
 
     def _append(self, source: Scan, on_bytes: Callable[[int], None]) -> None:
         base = len(self._lengths)
+        # The order matters: Scan checks each array while it is read, so lengths and boundaries are proven before the
+        # bulk of the tokens is copied. Raw token bytes are appended as they are, since both data sets have one dtype.
         for lengths in source.lengths():
             self._lengths.extend(lengths)
         # The first boundary of each source is 0, which the boundary before it has said already.
@@ -150,8 +155,12 @@ class IndexedDatasetWriter:
         index.write(self._layout().header())
         for lengths in self._lengths.chunks():
             index.write(lengths.data)
+        # The lengths are read a second time for the byte offsets, which are their exclusive cumulative sum times the
+        # itemsize: lengths [3, 0, 2] of uint16 give offsets [0, 6, 6]. Storing offsets too would spool 8 more bytes a
+        # sequence.
         begin = 0
         for lengths in self._lengths.chunks():
+            # int64 from the first addition on: int32 offsets overflow at 2 GiB, which _check_data_bytes reports.
             ends = begin + np.cumsum(lengths, dtype=POINTER) * self.dtype.itemsize
             index.write(np.concatenate([[begin], ends[:-1]]).astype(POINTER, copy=False).data)
             begin = int(ends[-1])
@@ -200,6 +209,8 @@ class IndexedDatasetWriter:
 
     # -- files ----------------------------------------------------------------------------------
 
+    # Registered at once, so that `abort` finds every file whatever raises in between; `_pending` is in the order in
+    # which `_publish` renames: .bin, .idx, manifest.
     def _open(self, path: str, *, blocks: bool = False) -> PendingFile:
         self._pending.append(PendingFile(path, blocks=blocks))
         return self._pending[-1]
@@ -227,6 +238,7 @@ class IndexedDatasetWriter:
                 f"{self.prefix} cannot be written: {error.strerror or error}; nothing is left of it. "
                 "Make room or choose another folder, and start again"
             ) from error
+        # KeyboardInterrupt included: a writer that was interrupted in the middle of a write has an unknown state.
         except BaseException:
             self.abort()
             raise

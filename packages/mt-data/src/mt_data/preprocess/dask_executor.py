@@ -43,12 +43,16 @@ class DaskExecutor:
             pending: set[Future] = set()
             try:
                 for shard in shards:
+                    # pure=False: a shard writes files, so Dask must neither take an equal call's result nor share the
+                    # call.
                     pending.add(client.submit(_run_shard, task, shard, pure=False))
                     if len(pending) >= threads * SHARDS_PER_THREAD:
                         yield from _finished(client, pending)
                 while pending:
                     yield from _finished(client, pending)
             finally:
+                # On an error or Ctrl-C too; tasks that have begun cannot be cancelled and end by themselves (see
+                # _run_shard).
                 client.cancel(list(pending), force=True)
 
 
@@ -62,6 +66,7 @@ def _finished(client: Client, pending: set[Future]) -> Iterator[ShardResult]:
     """Wait for at least one; raises what a shard raised. Takes them out of `pending`."""
     from distributed import KilledWorker, wait
 
+    # wait() uses the current client, and this one is not the process's default.
     with client.as_current():
         done = wait(pending, return_when="FIRST_COMPLETED").done
     for future in done:

@@ -27,6 +27,7 @@ class TokenizerChoice:
 
     @classmethod
     def of(cls, tokenizer_type: str, options: Mapping[str, Any]) -> TokenizerChoice:
+        # sort_keys: equal options give equal objects, on which encoder_of's cache depends.
         return cls(tokenizer_type, json.dumps(dict(options), sort_keys=True))
 
     def config(self) -> dict[str, Any]:
@@ -78,6 +79,7 @@ class DocumentEncoder:
         self.json_keys = json_keys
         self.vocab_size = tokenizer.vocab_size
         encode = getattr(tokenizer, "encode_array", None)
+        # encode_array is optional: it gives the ids as an array without a list of Python integers in between.
         self._encode = encode or (lambda text: np.array(tokenizer.encode(text), np.int64))
         self._split = split
         self._eod = np.array([_eod(tokenizer)], np.uint32) if append_eod else None
@@ -89,6 +91,8 @@ class DocumentEncoder:
     def _encode_field(self, key: str, record: Mapping[str, Any]) -> Encoded:
         text = record.get(key)
         try:
+            # Exact types: JSON has no subclasses of str or list, and `type(...) is` costs less than isinstance per
+            # record.
             if type(text) is str:
                 if self._split is None:
                     pieces = [self._encode(text)]
@@ -105,6 +109,9 @@ class DocumentEncoder:
     def _document(self, pieces: list[np.ndarray]) -> Encoded:
         """Sentences without ids are left out; the end-of-document id belongs to the last sentence."""
         lengths = [len(piece) for piece in pieces]
+        # Megatron-LM: preprocess_data.py drops sentences without ids and appends the end-of-document id to the last one
+        # that is left. A document without any keeps its boundary but has no sequence, hence no end-of-document id
+        # either.
         if not all(lengths):
             pieces = [piece for piece in pieces if len(piece)]
             lengths = [length for length in lengths if length]

@@ -59,6 +59,9 @@ class InlineExecutor:
             yield run_shard(task, shard, self.encoder)
 
 
+# In place of a pool of multiprocessing or concurrent.futures: Pool waits forever for the task of a killed worker, and
+# both take all of their input at once. Here each worker has a pipe of its own and gets its next shard when it is idle,
+# so that at most `width` shards and one more are in memory.
 class ProcessExecutor:
     """In processes of this machine; results go through files, not pipes.
 
@@ -88,18 +91,23 @@ class ProcessExecutor:
             self._forks = []
 
     def run(self, task: Task, shards: Iterator[Shard]) -> Iterator[ShardResult]:
+        # From here on this method ends them, not `prepared`.
         workers, self._forks = self._forks, []
         idle = workers.copy()
         try:
             for shard in shards:
+                # One shard is held while all workers are busy and no further one is taken, which limits what streams
+                # read ahead.
                 while not idle and len(workers) == self.width:
                     yield from _finished(workers, idle)
                 if not idle:
+                    # Spawned one by one as shards come, so that a corpus of two shards starts two processes.
                     workers.append(_spawn(task))
                     idle.append(workers[-1])
                 idle.pop().give(shard)
             while len(idle) < len(workers):
                 yield from _finished(workers, idle)
+            # None ends the loop of `_work`; `end_all` below ends what does not end by itself.
             for worker in workers:
                 worker.dismiss()
         finally:
@@ -111,12 +119,15 @@ def can_fork() -> bool:
 
     Linux only: the libraries of macOS do not survive a fork.
     """
+    # active_count sees Python threads only; threads of OpenBLAS and of tokenizers (Rayon) are the libraries' own
+    # matter.
     return sys.platform == "linux" and threading.active_count() == 1
 
 
 def _finished(workers: list[_Worker], idle: list[_Worker]) -> Iterator[ShardResult]:
     """Wait until at least one worker that is busy is done; those that are become idle."""
     busy = [worker for worker in workers if worker.shard is not None]
+    # A pipe becomes ready for its result and for the end of the process (EOF) alike, so a killed worker wakes this too.
     ready = wait([worker.connection for worker in busy])
     for worker in busy:
         if worker.connection in ready:
@@ -135,6 +146,8 @@ class _Worker:
     def give(self, shard: Shard) -> None:
         self.shard = shard
         try:
+            # The worker waits in recv, so this takes as long as a copy of the shard (with the lines of a stream: some
+            # MB).
             self.connection.send(shard)
         except OSError:
             raise self._death() from None
@@ -159,12 +172,15 @@ class _Worker:
 
     def end(self) -> None:
         """End the process whatever it does, and wait until it is gone."""
+        # SIGTERM ends a worker at once, by its default action; the shard under way has no .done.json yet and is done
+        # again.
         self._process.terminate()
         self.connection.close()
         self._process.join(END_SECONDS)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+        # Frees the sentinel's descriptor; Process objects otherwise keep it until they are collected.
         self._process.close()
 
     def _death(self) -> DataError:
@@ -203,6 +219,8 @@ def _start(method: str, task: Task, encoder: DocumentEncoder | None, blocked: li
     process = context.Process(target=_work, args=(task, theirs, encoder), daemon=True, name="mt-preprocess")
     with _blocked(blocked):
         process.start()
+    # Else this process would hold both ends, and the end of the worker would never read as EOF. A fork of a later
+    # worker inherits `ours` of the earlier ones, which is harmless: only the end of `theirs` is waited for.
     theirs.close()
     return _Worker(process, ours)
 
@@ -210,6 +228,8 @@ def _start(method: str, task: Task, encoder: DocumentEncoder | None, blocked: li
 @contextmanager
 def _blocked(signals: list[signal.Signals]) -> Iterator[None]:
     """A process started meanwhile never sees Ctrl-C, which reaches all of a terminal; this one sees it afterwards."""
+    # A blocked signal stays pending and the mask is inherited by fork and exec; ignoring it instead would lose a Ctrl-C
+    # of this process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -219,12 +239,15 @@ def _blocked(signals: list[signal.Signals]) -> Iterator[None]:
 
 def _work(task: Task, connection: Connection, encoder: DocumentEncoder | None) -> None:
     """What a worker process runs. It waits for its first shard before it touches the run's folder."""
+    # The order matters: the handler is replaced while SIGTERM is still blocked. SIGINT stays blocked for good.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     _end_with_parent()
     # EOFError, OSError: the other end is gone, and there is nobody to tell.
     with suppress(EOFError, OSError):
         shard = connection.recv()
+        # Entered after the first shard: forks start before the parent has made and locked the folder, and this takes a
+        # shared lock on a file in it.
         with writing_shards(Path(task.folder)):
             while shard is not None:
                 connection.send(_answer(task, shard, encoder))
@@ -234,6 +257,7 @@ def _work(task: Task, connection: Connection, encoder: DocumentEncoder | None) -
 def _answer(task: Task, shard: Shard, encoder: DocumentEncoder | None) -> ShardResult | Exception:
     try:
         return run_shard(task, shard, encoder)
+    # Raised again by the parent as it is; its class and message are what the user sees.
     except MtError as error:
         return error
     except Exception:
@@ -247,8 +271,12 @@ def _end_with_parent() -> None:
     if parent is None:
         return
 
+    # The sentinel is the read end of a pipe whose write end the parent holds; the kernel closes it however the
+    # parent ends. A forked worker also inherits the write ends of the workers before it, so they end one after another,
+    # the last first. EOF on `connection` does not serve: a fork holds the parent's end of its own pipe too.
     def watch() -> None:
         wait([parent.sentinel])
+        # Not sys.exit, which would end this thread alone, while the main thread may be in the middle of a shard.
         os._exit(1)
 
     Thread(target=watch, daemon=True, name="watch-parent").start()

@@ -27,6 +27,8 @@ def refuse_remote_output(option: str, output: str | Path) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write, put on the disk, and only then give the file its name."""
+    # The process id keeps writers of the same name apart, so that neither renames a file that the other is still
+    # writing.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with open(temporary, "wb") as file:
         file.write(data)
@@ -41,11 +43,14 @@ def try_lock(file: IO[str], *, shared: bool = False, wait_seconds: float = 0) ->
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     while True:
         try:
+            # flock and not lockf: the lock belongs to the open file, and is not lost when this process closes another
+            # descriptor of the same file. It ends with the last descriptor, so also with a killed process.
             fcntl.flock(file, kind | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 return False
+            # Polled, since flock has no time-out.
             time.sleep(0.05)
         except OSError as error:
             if error.errno not in NO_LOCKS:

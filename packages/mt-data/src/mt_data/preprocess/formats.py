@@ -85,6 +85,7 @@ def open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
     """
     try:
         with open_stream(path, detect_format(path, "text-lines")) as stream:
+            # Not closed here: closing the wrapper would close the stream beneath, which open_stream owns.
             yield TextIOWrapper(stream, encoding="utf-8", newline=newline)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is no UTF-8: {error}") from error
@@ -95,10 +96,12 @@ def open_with_raw(path: Path, found: InputFormat) -> Iterator[tuple[BinaryIO, Bi
     """(decompressed stream, the file beneath it, whose `tell` says how far it was read). Raises as `open_stream`."""
     try:
         with open_bytes(path) as raw:
+            # gzip reads an empty file as empty data without an error; an interrupted copy often leaves just that.
             if found.compression and path.stat().st_size == 0:
                 raise DataError(f"{path} was cut short: it is empty, which compressed data never is")
             with _decompressed(raw, path, found) as stream:
                 yield stream, raw
+    # These clauses also see what the body of the caller's `with` raises while it reads, since a stream fails only then.
     except EOFError as error:
         raise DataError(f"{path} was cut short: its compressed data ends too early") from error
     except (gzip.BadGzipFile, zlib.error) as error:
@@ -109,6 +112,7 @@ def open_with_raw(path: Path, found: InputFormat) -> Iterator[tuple[BinaryIO, Bi
 
 def open_bytes(path: Path) -> BinaryIO:
     """A file, or an object of a store, for reading from any place on. Raises OSError."""
+    # Files of fsspec have a read-ahead of their own.
     return path.open("rb") if is_remote(path) else path.open("rb", buffering=BUFFER_BYTES)
 
 

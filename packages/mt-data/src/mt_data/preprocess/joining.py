@@ -33,6 +33,8 @@ def join_run(plan: RunPlan, folder: PartialFolder, results: list[ShardResult]) -
     if not counts.documents and plan.share.count == 1:
         raise DataError(f"the inputs hold no document that can be used ({counts.skipped} were skipped)")
     names = [result.name for result in results]
+    # One output after the other; a kill in between leaves those before it finished, and all are written again by the
+    # next run, since run.json does not say "joined" yet.
     for key, prefix in plan.outputs.items():
         with IndexedDatasetWriter(prefix, plan.task.dtype) as writer:
             for name in names:
@@ -61,6 +63,7 @@ def _origin(plan: RunPlan, key: str, counts: Counts) -> dict[str, Any]:
 def _join_skipped(path: Path, parts: list[Path]) -> None:
     """A JSON line for each skipped line of the input; no file when none was."""
     if not parts:
+        # A report that an earlier run left would otherwise look like this run's.
         path.unlink(missing_ok=True)
         return
     temporary = path.with_name(f"{path.name}.tmp")

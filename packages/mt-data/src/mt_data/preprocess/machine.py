@@ -30,6 +30,7 @@ class MachineShare:
         return f"_{{{first}..{last}}}-of-{self._padded(self.count)}"
 
     def _padded(self, number: int) -> str:
+        # At least five digits, so that names sort in the order of the parts up to 99999 machines.
         return f"{number:0{max(5, len(str(self.count)))}d}"
 
 
@@ -61,6 +62,8 @@ def _from_option(shard: str, partitions: int | None) -> MachineShare:
 
 
 def _from_environment(environment: Mapping[str, str]) -> MachineShare:
+    # Both may be set: torchrun started inside of a SLURM array job. Which of the two divides the corpus cannot be
+    # guessed.
     shares = [share for share in (_from_slurm(environment), _from_torchrun(environment)) if share.count > 1]
     if len(shares) > 1:
         raise ConfigError(
@@ -73,6 +76,8 @@ def _from_slurm(environment: Mapping[str, str]) -> MachineShare:
     count = _number(environment, "SLURM_ARRAY_TASK_COUNT", 1)
     if "SLURM_ARRAY_TASK_ID" not in environment or count == 1:
         return WHOLE
+    # --array=5-20:5 gives the ids 5, 10, 15, 20 with MIN 5 and STEP 5: index = (id - MIN) / STEP. TASK_COUNT counts the
+    # members, so arrays with gaps (0,3,4) fail the check below.
     task, first, step = (
         _number(environment, name, default)
         for name, default in (

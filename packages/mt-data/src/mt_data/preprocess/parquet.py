@@ -13,6 +13,7 @@ from mt_data.preprocess.formats import open_bytes
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
+# Rows of a corpus can be documents of some MB, so a batch of pyarrow's default size (65536 rows) may not fit in memory.
 BATCH_ROWS = 128
 BUFFER_BYTES = 2**20
 
@@ -26,6 +27,7 @@ def open_parquet(path: Path) -> Iterator[ParquetFile]:
     except ModuleNotFoundError as error:
         raise DataError(f"{path} needs pyarrow (pip install pyarrow, or mt-data[parquet])") from error
     try:
+        # pre_buffer would read the column chunks of a row group into memory before the first row.
         with open_bytes(path) as raw, pq.ParquetFile(raw, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
             yield file
     except (pa.ArrowException, OSError) as error:
@@ -43,6 +45,7 @@ def iter_rows(
     groups = range(file.num_row_groups) if row_groups is None else row_groups
     for group in groups:
         row = 1 + first_row(file, group)
+        # use_threads=False: the parallelism is one process a core already.
         for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=names, use_threads=False):
             for value in batch.to_pylist():
                 yield row, value

@@ -42,6 +42,8 @@ class PartialFolder:
 
     def begin(self, identity: Identity) -> None:
         """Forget whatever is there and begin a run of this identity."""
+        # run.json goes with the shards, and is written last: shards are never beside the identity of another run. The
+        # lock files stay, since this process holds locks on these very inodes.
         self._clear(all_but=(LOCK_FILE, WORKERS_LOCK_FILE))
         self._write_run({"identity": identity})
 
@@ -51,7 +53,9 @@ class PartialFolder:
             found = self._read_run()["identity"]
         except (ValueError, KeyError):
             return [RUN_FILE]
+        # Through JSON, as the recorded one went: tuples become lists there.
         wanted = json.loads(json.dumps(identity))
+        # The union of keys: an entry that only one version of the program records is a difference too.
         return [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
 
     def joined(self) -> tuple[Counts, int] | None:
@@ -75,8 +79,11 @@ class PartialFolder:
         except FileNotFoundError:
             return None
         sizes = found["sizes"]
+        # Sizes alone: the content was synced before the record was written, and `append` checks the index when it
+        # joins.
         if any(_size(self.path / file) != size for file, size in sizes.items()):
             return None
+        # Its lines are part of the report of skipped lines, which could not be completed.
         if found["counts"]["skipped"] and not skipped_path(self.path, name).exists():
             return None
         job, chunk = found["order"]
@@ -101,6 +108,8 @@ class PartialFolder:
     def remove(self) -> None:
         """Remove everything; what says that the run is joined goes last, in case this is interrupted."""
         self._clear(all_but=(RUN_FILE, LOCK_FILE, WORKERS_LOCK_FILE))
+        # Killed after run.json: an empty folder with lock files, in which the next run begins anew, and refuses to
+        # replace the finished outputs unless --overwrite is given.
         for name in (RUN_FILE, WORKERS_LOCK_FILE, LOCK_FILE):
             (self.path / name).unlink(missing_ok=True)
         self.path.rmdir()
@@ -117,12 +126,16 @@ def lock_partial_folder(path: Path) -> Iterator[PartialFolder]:
     try:
         path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
+            # "a" creates the file without truncating it; the content plays no part.
             lock = stack.enter_context(open(path / LOCK_FILE, "a"))
             if not try_lock(lock):
                 raise DataError(f"another run is writing {path}; wait for it, or give another --output-prefix")
             workers = stack.enter_context(open(path / WORKERS_LOCK_FILE, "a"))
+            # An exclusive lock is granted when the last shared one is gone, hence when no worker of a killed run is
+            # left that could write under the names of this run's shards.
             if not try_lock(workers, wait_seconds=ORPHAN_SECONDS):
                 raise DataError(f"processes of an earlier run still write to {path}; end them first")
+            # Released at once, so that the workers of this run can take it shared.
             workers.close()
             yield PartialFolder(path)
     except OSError as error:

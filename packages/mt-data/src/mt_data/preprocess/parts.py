@@ -118,6 +118,7 @@ class PartReader:
 
     def reject(self, line: int, reason: str) -> None:
         """Report a record of this part as unusable; `line` is its number as this reader gave it."""
+        # Only here, since counting reads the file up to the range: a run without malformed lines never pays for it.
         if self._lines_before is None:
             self._lines_before = count_newlines(as_path(self.part.path), self._start)
         self._on_malformed(MalformedRecord(self.part.path, self._lines_before + line, reason))
@@ -128,12 +129,15 @@ class PartReader:
     def _byte_range(self, part: ByteRange, found: InputFormat) -> Iterator[tuple[int, bytes]]:
         with open_stream(as_path(part.path), found) as stream:
             self._start = seek_line_start(stream, part.begin, part.end)
+            # None: unknown. Line numbers of this part count from 1 at its first line until `reject` has counted those
+            # before.
             self._lines_before = None
             yield from iter_lines(
                 stream,
                 part.path,
                 self._renumbered,
                 self.options.max_line_bytes,
+                # Negative when a line of the range before reaches past this whole range: nothing is read then.
                 until=part.end - self._start,
             )
 
@@ -154,7 +158,11 @@ def seek_line_start(stream: BinaryIO, begin: int, end: int) -> int:
     """Move to the first line that begins at `begin` or later; its position (past `end` if none begins before)."""
     if begin == 0:
         return 0
+    # From one byte before: if that byte is a newline, a line begins exactly at `begin` and belongs to this range; else
+    # the line under way belongs to the range before, and is skipped. Each line is so read by exactly one range.
     stream.seek(begin - 1)
+    # The limit stops the search at the end of the range, so that a line of some GB is not read from its start to its
+    # end by each range that it crosses.
     return begin - 1 + skip_line(stream, limit=end - begin + 1)
 
 

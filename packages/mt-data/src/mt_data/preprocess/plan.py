@@ -15,6 +15,8 @@ from mt_core.paths import is_remote
 from mt_data.preprocess.formats import detect_format
 from mt_data.preprocess.parts import ByteRange, Part, RowGroups, Shard, WholeFile
 
+# The size of a shard bounds what an interruption costs (the shards under way), the memory of a worker's index and the
+# granularity of the progress bar; the number of shards bounds the files in the partial folder.
 MIB = 2**20
 SHARDS_OF_A_CORPUS = 256
 SHARDS_OF_A_MACHINE = 8
@@ -75,6 +77,14 @@ def default_shard_bytes(files: Iterable[InputFile], machines: int = 1) -> int:
     return size if machines == 1 else max(1, min(size, total // (machines * SHARDS_OF_A_MACHINE)))
 
 
+# Example, shard_bytes = 10: files a.jsonl (4 bytes), b.jsonl (25), c.jsonl.gz (3, taken as 12 of text), d.jsonl (2)
+#   job 0  Shard      a[0:4]              b[0:10] does not fit behind it
+#   job 1  Shard      b[0:10]
+#   job 2  Shard      b[10:20]
+#   job 3  Shard      b[20:25]
+#   job 4  CutStream  c                   chunks (4, 0), (4, 1), ... are cut while it is read
+#   job 5  Shard      d[0:2]
+# Results sorted by (job, chunk) are in the order of the input, whatever the order in which they finished.
 def plan_jobs(
     files: Iterable[InputFile], shard_bytes: int, input_format: str = "auto", cut_streams: bool = True
 ) -> list[Job]:
@@ -90,6 +100,7 @@ def plan_jobs(
     def close() -> None:
         nonlocal held
         if parts:
+            # A shard of the plan is chunk 0 of its job; only streams have further chunks.
             jobs.append(Shard((len(jobs), 0), tuple(parts), sum(weights)))
         parts.clear()
         weights.clear()
@@ -98,6 +109,7 @@ def plan_jobs(
     for piece, weight, text_bytes in _pieces(files, shard_bytes, input_format, cut_streams):
         if held and held + text_bytes > shard_bytes:
             close()
+        # A stream is a job of its own: what was collected before it must come before it in the output.
         if isinstance(piece, InputFile):
             close()
             jobs.append(CutStream(len(jobs), piece.path, piece.size))
@@ -115,6 +127,8 @@ def share_of_machine(jobs: list[Job], index: int, count: int) -> list[Job]:
     mine, before = [], 0
     for job in jobs:
         weight = max(job.input_bytes, 1)
+        # The machine in whose part of [0, total) the middle of the job lies: (before + weight / 2) * count / total, in
+        # integers, so that all machines round alike. Each job falls to exactly one machine.
         if (2 * before + weight) * count // (2 * total) == index:
             mine.append(job)
         before += weight
@@ -131,9 +145,11 @@ def _pieces(
         if found.kind == "parquet":
             yield from _row_groups(file, shard_bytes)
         elif found.divisible:
+            # Cut at bytes without a look at the content; PartReader moves each cut to the next beginning of a line.
             for begin in range(0, file.size, shard_bytes):
                 end = min(begin + shard_bytes, file.size)
                 yield ByteRange(path, begin, end), end - begin, end - begin
+        # Plain text is one document, compressed or not, and cannot be cut.
         elif found.compression is None or found.kind == "text":
             yield WholeFile(path), file.size, file.size
         elif cut_streams and file.size * COMPRESSION > shard_bytes:

@@ -23,7 +23,10 @@ MAX_LINE_BYTES = 256 * 2**20
 """A longer line (or text file) is malformed, unless the caller allows more: it bounds memory."""
 
 
+# Types of values in which orjson cannot have changed a number: it returns integers past 64 bits as floats, so only a
+# float, or a list or object that may hold one, makes a second parse necessary.
 _EXACT_TYPES = {str, int, bool, type(None)}
+# orjson is exact from -2^63 to 2^64 - 1, and 2^63 has 19 digits: a shorter run of digits is never out of range.
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 
 
@@ -39,6 +42,7 @@ class MalformedRecord(DataError):  # noqa: N818 - collected more often than rais
     """One line that cannot be used; the lines after it can. Carries `file`, `line` and `reason`."""
 
     def __init__(self, file: str, line: int, reason: str) -> None:
+        # All arguments in `args`: pickle, which brings the error back from a worker process, calls the class with them.
         super().__init__(file, line, reason)
         self.file, self.line, self.reason = file, line, reason
 
@@ -63,6 +67,7 @@ def expand_globs(patterns: Iterable[str | Path]) -> list[Path]:
     file that several match is taken once, at the first of them.
     Raises DataError when a pattern matches nothing, or a folder.
     """
+    # A dict for its order; a set would lose which pattern came first.
     found: dict[Path, None] = {}
     for pattern in patterns:
         text = str(pattern)
@@ -78,6 +83,8 @@ def expand_globs(patterns: Iterable[str | Path]) -> list[Path]:
 
 
 def _local_matches(pattern: str) -> list[Path]:
+    # An existing file first: its name may hold characters of patterns, such as "[". Sorted, since glob gives the order
+    # of the directory, which differs between file systems.
     matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
     return [Path(match) for match in matches]
 
@@ -158,6 +165,7 @@ def iter_lines(
     until: only lines that begin within so many bytes from here.
     """
     number, passed = first_line, 0
+    # One byte more than allowed: a result of that length without a newline is too long, with one it is just within.
     while (until is None or passed < until) and (line := stream.readline(max_line_bytes + 1)):
         passed += len(line)
         if len(line) > max_line_bytes and not line.endswith(b"\n"):
@@ -172,6 +180,8 @@ def skip_line(stream: BinaryIO, limit: int | None = None) -> int:
     """Read to behind the next newline (or the end, or until `limit` bytes were passed); the bytes passed."""
     passed = 0
     while limit is None or passed < limit:
+        # In pieces, so that a line without end takes no memory. The limit is compared between pieces and may be passed
+        # by one.
         piece = stream.readline(2**20)
         passed += len(piece)
         if not piece or piece.endswith(b"\n"):
@@ -189,6 +199,7 @@ def parse_json_line(line: bytes) -> dict[str, Any] | None:
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError:
+        # Looked at only after orjson failed: blank lines are rare, and strip copies every line.
         if not line.strip():
             return None
         value = _parse_as_python_does(line)
@@ -199,6 +210,7 @@ def parse_json_line(line: bytes) -> dict[str, Any] | None:
 
 def _may_hold_long_integers(value: dict[str, Any], line: bytes) -> bool:
     """Whether orjson may have made a float of an integer past 64 bits, somewhere in the record."""
+    # The types first: most corpora have texts and integers at the top level alone, and the search reads the whole line.
     return not _EXACT_TYPES.issuperset(map(type, value.values())) and bool(_LONG_NUMBER.search(line))
 
 
@@ -210,6 +222,7 @@ def json_kind(value: object) -> str:
 
 def _parse_as_python_does(line: bytes) -> Any:
     try:
+        # utf-8-sig: a byte order mark at the start of a file is part of its first line.
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(error)) from error
@@ -225,6 +238,7 @@ def parse_text_line(line: bytes) -> dict[str, Any] | None:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(not_utf8(error)) from error
+    # Other white space stays: it belongs to the document.
     return {"text": text.rstrip("\r\n")}
 
 

@@ -47,6 +47,7 @@ class RichProgress:
         self._input_bytes = total_bytes
         self._started = self._last_line = time.monotonic()
         self._bar.update(self._task, total=total_bytes)
+        # Started only when the plan is made: drawing starts a thread of rich, and workers are forked before it.
         self._bar.start()
 
     def advance(self, counts: Counts, reused: bool) -> None:
@@ -55,6 +56,7 @@ class RichProgress:
         if not reused:
             self._done_here.add(counts)
         self._bar.update(self._task, completed=self.total.input_bytes)
+        # Logs of batch jobs get a line every 30 s instead of a bar.
         if not self.console.is_terminal and time.monotonic() - self._last_line > LINE_SECONDS:
             self._last_line = time.monotonic()
             share = self.total.input_bytes / max(self._input_bytes, 1)

@@ -36,9 +36,12 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
     plan = plan_run(options)
     if plan.share.count > 1:
         progress.note(f"part {plan.share.index} of {plan.share.count} ({plan.share.origin})")
+    # The executor first: it forks its workers before this process opens lock files and starts threads. A worker that
+    # inherited the descriptor of the lock would keep the folder locked after a kill of this process.
     with plan.executor.prepared(plan.task), lock_partial_folder(plan.partial_folder) as folder:
         finished = _take_up(plan, folder, progress)
         reused = 0
+        # Not None: an earlier run was killed between the join and the removal of its folder; only the removal is left.
         if finished is None:
             work = _Work(plan, folder, progress)
             results = work.do()
@@ -46,6 +49,7 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
             plan.check_inputs_unchanged()
             progress.join(len(results))
             finished = join_run(plan, folder, results)
+        # Only after join_run has recorded that it is done: until then the shards are the only copy of the work.
         folder.remove()
     counts, shards = finished
     return PreprocessReport(
@@ -69,6 +73,8 @@ def _take_up(plan: RunPlan, folder: PartialFolder, progress: Progress) -> tuple[
         progress.note(
             f"{folder.path} holds shards of an earlier run with other {', '.join(different)}; they are thrown away"
         )
+    # After the reuse above: a run that was killed between the outputs of two keys finds one of them under its final
+    # name, and must be able to go on without --overwrite.
     if not plan.options.overwrite:
         refuse_existing(plan.outputs.values())
     folder.begin(identity)
@@ -88,9 +94,12 @@ class _Work:
         """The results of all shards in the order of the input."""
         self._results: list[ShardResult] = []
         self.progress.begin(self.plan.input_bytes)
+        # closing ends the read-ahead threads when the executor raises; the generator would else be finalized at any
+        # time.
         with closing(self._remaining()) as shards:
             for result in self.plan.executor.run(self.plan.task, shards):
                 self._keep(result, reused=False)
+        # Shards finish in any order; the output has the order of the input.
         return sorted(self._results, key=lambda result: result.order)
 
     def _keep(self, result: ShardResult, reused: bool) -> None:
@@ -107,6 +116,8 @@ class _Work:
         width = 1 + self.plan.executor.width // WORKERS_PER_STREAM
         with closing(interleave((self._chunks(job) for job in streams), width)) as chunks:
             for shard in chunks:
+                # A stream that was not read to its end must be decompressed again from its start, but its finished
+                # chunks are kept: the same options give the same chunks.
                 if not self._reuse(shard.name):
                     yield shard
 
@@ -115,6 +126,8 @@ class _Work:
         for shard in cut_stream(job, self.plan.shard_bytes, self.plan.task.read):
             chunks += 1
             yield shard
+        # Reached only at the end of the file. Without this record a later run cannot determine whether the last chunk
+        # that it finds is the last of the file.
         self.folder.record_stream_length(job.number, chunks)
 
     def _reuse(self, name: str) -> bool:
@@ -130,6 +143,8 @@ class _Work:
         if length is None:
             return False
         found = [self._usable(shard_name((job.number, chunk))) for chunk in range(length)]
+        # Nothing is kept unless all chunks are usable: otherwise _remaining meets each chunk again and keeps it then,
+        # and a result that was kept here already would be joined twice.
         kept = [result for result in found if result is not None]
         if len(kept) < length:
             return False

@@ -71,13 +71,17 @@ class RunPlan:
 
         Not `on_error`: a shard without a bad line is the same either way. Not the number of workers.
         """
+        # Each entry either moves the cuts between shards or changes the bytes that a shard writes. An entry that is
+        # missing here makes a continued run join shards of two kinds without an error.
         task, options = self.task, self.options
         return {
             "version": IDENTITY_VERSION,
+            # All inputs and not this share's alone: where the shares begin depends on all of them.
             "inputs": [[str(absolute(file.path)), file.size, file.changed] for file in self.files],
             "input_format": options.input_format,
             "share": [self.share.index, self.share.count],
             "shard_bytes": self.shard_bytes,
+            # With Dask a compressed file is one shard; locally it is cut into chunks.
             "cut_streams": self.executor.feeds_streams,
             "max_line_bytes": options.max_line_bytes,
             "tokenizer": task.fingerprint,
@@ -89,6 +93,8 @@ class RunPlan:
 
     def check_inputs_unchanged(self) -> None:
         """DataError when an input is not as it was when the run was planned."""
+        # Called between the last shard and the join: byte ranges were cut from the planned size, so lines that were
+        # appended since would be missing without notice.
         for before, now in zip(self.files, examine(file.path for file in self.files), strict=True):
             if before != now:
                 raise DataError(
@@ -103,9 +109,11 @@ def plan_run(options: PreprocessOptions) -> RunPlan:
     choice = TokenizerChoice.of(options.tokenizer_type, options.tokenizer)
     tokenizer = choice.build()
     paths = expand_globs(options.input)
+    # Workers on other machines have another working folder; local messages keep the paths as the user wrote them.
     files = examine(map(absolute, paths)) if options.executor == "dask" else examine(paths)
     shard_bytes = int(options.shard_mb * 2**20) if options.shard_mb else default_shard_bytes(files, share.count)
     feeds_streams = options.executor == "local"
+    # All machines plan the whole corpus alike and then take their share, so they need not communicate.
     all_jobs = plan_jobs(files, max(shard_bytes, 1), options.input_format, feeds_streams)
     jobs = share_of_machine(all_jobs, share.index, share.count)
     prefix = f"{options.output_prefix}{share.suffix}"
@@ -133,6 +141,7 @@ def plan_run(options: PreprocessOptions) -> RunPlan:
 def _task(options: PreprocessOptions, folder: str, choice: TokenizerChoice, tokenizer: Tokenizer) -> Task:
     splitter = (options.sentence_splitter, options.lang, options.keep_newlines)
     return Task(
+        # Absolute: the task is sent to other processes, on a cluster to other machines.
         folder=str(Path(folder).absolute()),
         tokenizer=choice,
         fingerprint=tokenizer.fingerprint(),
@@ -152,6 +161,7 @@ def build_executor(options: PreprocessOptions, encoder: DocumentEncoder, jobs: l
 
         return DaskExecutor(options.dask_scheduler or "")
     input_bytes = sum(job.input_bytes for job in jobs)
+    # input_bytes are bytes on the disk; a compressed file counts less than the text that it holds.
     workers = options.workers or min(available_cores(), 1 + input_bytes // BYTES_WORTH_A_WORKER)
     if all(isinstance(job, Shard) for job in jobs):
         workers = min(workers, len(jobs))  # a file that is cut while it is read gives an unknown number of shards
@@ -160,10 +170,12 @@ def build_executor(options: PreprocessOptions, encoder: DocumentEncoder, jobs: l
 
 def available_cores() -> int:
     """Cores that this process may use, divided among the processes that torchrun started on this machine."""
+    # Set by torchrun, under which each rank of a machine does a share of its own (see machine_share) on the same cores.
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, cores() // int(local)) if local.isdecimal() and int(local) else cores()
 
 
 def cores() -> int:
     """Cores that this process may use, whoever uses them too."""
+    # The affinity mask respects taskset and cgroup cpusets, cpu_count does not; macOS has no such call.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

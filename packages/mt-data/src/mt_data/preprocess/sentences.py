@@ -28,6 +28,7 @@ _CLOSER, _OPENER = f"[{re.escape(_CLOSERS)}]", f"[{re.escape(_OPENERS)}]"
 _WIDE_MARKS = "。！？｡"
 """Marks of scripts that write no space behind them."""
 # No part of the pattern goes back over what it took, so that its time is linear in the text.
+# Marks with closing quotes and brackets behind them, or a blank line. ++ and *+ are possessive (Python 3.11).
 _CANDIDATE = re.compile(rf"[.!?…؟۔।॥{_WIDE_MARKS}]++{_CLOSER}*+|\n[^\S\n]*+\n")
 _LAST_WORD = re.compile(r"\S*$")
 _MAX_WORD = 40
@@ -64,6 +65,8 @@ def sentence_spans(text: str, language: Language) -> Iterator[tuple[int, int]]:
 
 def _ends_sentence(text: str, begin: int, match: re.Match[str], language: Language) -> bool:
     candidate, end = match.group(), match.end()
+    # A blank line and marks such as U+3002 end a sentence whatever follows; the rest needs white space behind it, which
+    # excludes "3.14" and "example.com".
     mark = candidate[0]
     if mark == "\n" or candidate.rstrip(_CLOSERS)[-1] in _WIDE_MARKS:
         return True
@@ -71,10 +74,13 @@ def _ends_sentence(text: str, begin: int, match: re.Match[str], language: Langua
         return False
     following = _NEXT_WORD.match(text, end)
     next_word = following.group(1) if following else ""
+    # The sentence goes on: "approx. ten", "Wait... what". In scripts without case no letter is a small one.
     if mark in ".!?…" and next_word[:1].islower():
         return False
+    # "!", "?", "..." and a period with a quote behind it end the sentence; only a lone period may be an abbreviation's.
     if candidate != ".":
         return True
+    # search with bounds instead of a slice; `end - 1` is the place of the period. $ matches at the given end.
     word = _LAST_WORD.search(text, max(begin, end - 1 - _MAX_WORD), end - 1)
     return word is None or _period_ends(text, word, next_word, language)
 
@@ -102,6 +108,7 @@ def _stripped(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 def _covering(text: str, spans: Iterable[tuple[int, int]]) -> list[str]:
     """The text cut where the sentences after the first begin."""
+    # The first sentence takes the white space before it too, so that nothing of the text is lost.
     cuts = [0, *[begin for begin, _ in spans][1:], len(text)]
     return [text[begin:end] for begin, end in pairwise(cuts) if begin < end]
 

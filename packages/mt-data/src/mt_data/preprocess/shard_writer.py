@@ -35,9 +35,11 @@ class ShardWriter:
         self._dtype, self._vocab_size = dtype, vocab_size
         self._pieces: list[np.ndarray] = []
         self._held = 0
+        # C int and long long: 4 and 8 bytes an entry, as in the index; a list of Python integers takes over 30.
         self._lengths = array("i")
         self._boundaries = array("q", [0])
         self._paths = [f"{prefix}.bin", f"{prefix}.idx"]
+        # Unbuffered: `_flush` collects FLUSH_TOKENS itself, and a second buffer would only copy.
         self._bin = open(self._paths[0] + SUFFIX, "wb", buffering=0)  # noqa: SIM115
 
     def __enter__(self) -> ShardWriter:
@@ -46,6 +48,7 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # After `finish` nothing is left under the temporary names, and the unlinks below find nothing.
         self._bin.close()
         for path in self._paths:
             with suppress(FileNotFoundError):
@@ -70,6 +73,8 @@ class ShardWriter:
         with open(self._paths[1] + SUFFIX, "wb", buffering=0) as index:
             for data in self._index():
                 _write_all(index.fileno(), data)
+            # Both files are on the disk before either gets its name; .done.json, which follows, then never refers to
+            # lost data.
             os.fsync(index.fileno())
         os.fsync(self._bin.fileno())
         for path in self._paths:
@@ -79,6 +84,7 @@ class ShardWriter:
         if not self._pieces:
             return
         ids = np.concatenate(self._pieces)
+        # Before the cast: astype(uint16) of 65536 gives 0 without an error.
         if len(ids) and (highest := int(ids.max())) >= self._vocab_size:
             raise DataError(f"the tokenizer gave the id {highest}, but says its vocabulary is {self._vocab_size}")
         _write_all(self._bin.fileno(), ids.astype(self._dtype, copy=False).data)
@@ -89,6 +95,7 @@ class ShardWriter:
     def _index(self) -> list[bytes]:
         lengths = np.array(self._lengths, LENGTH)
         ends = np.cumsum(lengths, dtype=POINTER) * self._dtype.itemsize
+        # Exclusive cumulative sum, as in IndexedDatasetWriter, but of a shard that fits in memory.
         pointers = ends - lengths * self._dtype.itemsize
         layout = Layout(self._dtype, len(lengths), len(self._boundaries))
         boundaries = np.array(self._boundaries, POINTER)
@@ -98,4 +105,5 @@ class ShardWriter:
 def _write_all(descriptor: int, data: bytes | memoryview) -> None:
     view = memoryview(data).cast("B") if len(data) else memoryview(b"")
     while view:
+        # A raw write may take less than it was given (2 GiB at most, or up to a full disk), which buffered files hide.
         view = view[os.write(descriptor, view) :]

@@ -90,7 +90,9 @@ class _ShardRun:
         name = self.shard.name
         prefixes = [shard_prefix(self.folder, name, key, self.task.level) for key in self.task.json_keys]
         skipped = skipped_path(self.folder, name)
+        # On an error the stack removes the temporary files of all writers, in the order opposite to their opening.
         with ExitStack() as stack:
+            # "w": what an interrupted attempt at this shard left is overwritten.
             self._skipped = stack.enter_context(open(skipped, "w", encoding="utf-8"))
             dtype = np.dtype(self.task.dtype)
             writers = [stack.enter_context(ShardWriter(prefix, dtype, encoder.vocab_size)) for prefix in prefixes]
@@ -100,8 +102,10 @@ class _ShardRun:
                 self.counts.sequences[key], self.counts.tokens[key] = writer.sequences, writer.tokens
         if not self.counts.skipped:
             skipped.unlink()
+        # PartialFolder.result compares these before it takes the shard over.
         sizes = {file.name: file.stat().st_size for prefix in prefixes for file in output_files(prefix)}
         result = ShardResult(self.shard.order, self.counts, sizes)
+        # Last, when .bin and .idx have been synced and renamed: a shard counts as finished by this file alone.
         write_atomically(done_path(self.folder, name), json.dumps(asdict(result)).encode())
         return result
 
@@ -110,6 +114,8 @@ class _ShardRun:
             reader = PartReader(part, self.task.read, self._malformed)
             for record in reader:
                 try:
+                    # All keys are encoded before any is written: a record that one key refuses is left out of every
+                    # output, and the outputs stay aligned document by document.
                     documents = encoder.encode(record.value)
                 except ValueError as error:
                     reader.reject(record.line, str(error))

@@ -17,6 +17,8 @@ from mt_data.preprocess.readers import skip_line
 T = TypeVar("T")
 
 
+# A gzip or Zstandard stream can be decompressed from its start only, by one thread. That is several times faster than
+# encoding, so one reader keeps many workers busy (run.WORKERS_PER_STREAM).
 def cut_stream(job: CutStream, chunk_bytes: int, options: ReadOptions) -> Iterator[Shard]:
     """The file's lines in chunks of `chunk_bytes`, each up to the end of its last line.
 
@@ -26,10 +28,15 @@ def cut_stream(job: CutStream, chunk_bytes: int, options: ReadOptions) -> Iterat
     chunk, first_line, read_before = 0, 1, 0
     with open_with_raw(path, detect_format(path, options.input_format)) as (stream, raw):
         while data := stream.read(chunk_bytes):
+            # The chunk ended within a line: the rest of it is added, at most one byte more than a line may have.
             if not data.endswith(b"\n"):
                 data += stream.readline(options.max_line_bytes + 1)
+            # Still no newline: the line is too long (or the file's last, where skip_line passes nothing). Its rest is
+            # dropped and a newline put in its place, so that the numbers of the lines after it stay right; iter_lines
+            # then rejects it.
             if not data.endswith(b"\n") and skip_line(stream):
                 data += b"\n"
+            # Compressed bytes, for the progress; the decompressor reads ahead of the lines by a buffer.
             read = raw.tell()
             lines = Lines(str(path), first_line, data)
             yield Shard((job.number, chunk), (lines,), read - read_before)
@@ -42,6 +49,8 @@ def interleave(generators: Iterable[Generator[T]], width: int) -> Generator[T]:
     The first error of any ends it. Closing the generator ends the threads.
     """
     waiting = iter(generators)
+    # A rotation: with width 2 and files A, B, C the order is A0 B0 A1 B1 ... until one ends, then C takes its place.
+    # The order of results does not matter, since each shard carries its own (job, chunk).
     active: deque[_ReadAhead[T]] = deque()
     try:
         while True:
@@ -51,6 +60,7 @@ def interleave(generators: Iterable[Generator[T]], width: int) -> Generator[T]:
                 return
             ahead = active.popleft()
             item = ahead.take()
+            # None: the end of this generator; its thread has returned.
             if item is not None:
                 active.append(ahead)
                 yield item
@@ -63,6 +73,7 @@ class _ReadAhead(Generic[T]):
     """Runs a generator in a thread, one item ahead."""
 
     def __init__(self, generator: Generator[T]) -> None:
+        # One item in the queue and one in the hands of the thread: two chunks of text in memory for each stream.
         self._queue: Queue[T | BaseException | None] = Queue(maxsize=1)
         self._stop = Event()
         self._thread = Thread(target=self._run, args=(generator,), daemon=True, name="read-ahead")
@@ -82,6 +93,7 @@ class _ReadAhead(Generic[T]):
     def _run(self, generator: Generator[T]) -> None:
         end: BaseException | None = None
         try:
+            # Closed by the thread that runs it: a generator cannot be closed while it is running in another one.
             with closing(generator):
                 for item in generator:
                     self._put(item)
@@ -94,6 +106,7 @@ class _ReadAhead(Generic[T]):
     def _put(self, item: T | BaseException | None) -> None:
         while not self._stop.is_set():
             try:
+                # With a time-out, since `close` cannot wake a thread that waits in put for a consumer which has gone.
                 self._queue.put(item, timeout=0.1)
                 return
             except Full:

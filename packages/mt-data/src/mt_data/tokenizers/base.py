@@ -63,6 +63,8 @@ class BaseTokenizer(ABC):
         Raises DataError when `text` holds a surrogate, which no encoding of Unicode can write.
         """
         try:
+            # Surrogates are looked for only after a failure: a search of every text would cost as much as some
+            # tokenizers do.
             return self._encode(text)
         except (UnicodeEncodeError, TypeError, RuntimeError):
             _refuse_surrogates(text)
@@ -116,6 +118,7 @@ def materialize(config: ConfigT, files: Mapping[str, bytes], directory: Path) ->
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
+        # Names may come from a checkpoint that somebody else wrote; "../x" must not leave the directory.
         if Path(name).name != name:
             raise DataError(f"a tokenizer's file is named {name!r}; it must be a plain file name without folders")
         (directory / name).write_bytes(data)
@@ -172,6 +175,7 @@ class _DuplicateKeyError(ValueError):
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # The lengths differ only if a key stands twice; the slow search for it runs in that case alone.
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()

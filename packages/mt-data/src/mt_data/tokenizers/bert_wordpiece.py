@@ -51,6 +51,8 @@ class BertWordPieceTokenizer(BaseTokenizer):
         data = read_file(config.vocab_file, "vocab_file")
         vocab = parse_vocab(data, config.vocab_file)
         added = names.added_names(config.tokenizer_special_tokens, config.vocab_extra_ids)
+        # REQUIRED are in the vocabulary already (parse_vocab) and keep their ids; tokens that it lacks get ids behind
+        # it.
         special = names.assign_ids([*REQUIRED, *added], vocab.get, len(vocab))
         lower_case = config.tokenizer_type == LOWER_CASE
         around = not config.tokenizer_hf_no_include_special_tokens
@@ -88,6 +90,7 @@ class BertWordPieceTokenizer(BaseTokenizer):
 def parse_vocab(data: bytes, path: str) -> dict[str, int]:
     """Token to id; DataError for a token that stands twice or one of [PAD] [UNK] [CLS] [SEP] [MASK] missing."""
     vocab: dict[str, int] = {}
+    # Not splitlines, which also cuts at characters such as U+2028: a vocabulary may hold them.
     lines = decode_utf8(data, path, "vocab_file").removesuffix("\n").split("\n")
     for number, line in enumerate(lines):
         token = line.removesuffix("\r")
@@ -110,6 +113,7 @@ def _wordpiece(vocab: dict[str, int], special: dict[str, int], lower_case: bool)
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARACTERS))
+    # strip_accents=None: accents are stripped exactly when letters are lowered, as in BERT.
     tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True, handle_chinese_chars=True, strip_accents=None, lowercase=lower_case
     )
@@ -118,6 +122,7 @@ def _wordpiece(vocab: dict[str, int], special: dict[str, int], lower_case: bool)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
     )
+    # In the order of ids: the library numbers tokens that the vocabulary lacks one after the other.
     tokenizer.add_special_tokens(sorted(special, key=special.__getitem__))
     return tokenizer
 

@@ -46,6 +46,7 @@ class ByteLevelTokenizer(BaseTokenizer):
         )
 
     def _encode(self, text: str) -> np.ndarray:
+        # uint16, as the special ids lie above 255.
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
 
     def _decode(self, ids: list[int]) -> str:

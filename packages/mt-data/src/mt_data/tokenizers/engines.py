@@ -79,10 +79,12 @@ class TiktokenEngine:
         self._probes = common_beginnings(special)
 
     def encode(self, text: str) -> np.ndarray:
+        # The length first: nearly all texts are shorter, and are not searched.
         if len(text) >= LONG_WHITESPACE and re.search(rf"\s{{{LONG_WHITESPACE}}}", text):
             return self._encode_long_whitespace(text)
         # tiktoken copies the set of allowed tokens at each call, so pass it only where it can matter.
         allowed = self._allowed if any(probe in text for probe in self._probes) else _NO_SPECIAL
+        # disallowed_special=(): otherwise tiktoken raises for names of special tokens that it may not encode.
         return self._encoding.encode_to_numpy(text, allowed_special=allowed, disallowed_special=())
 
     def decode(self, ids: list[int]) -> str:
@@ -101,6 +103,7 @@ class TiktokenEngine:
         from tokenizers import Regex, pre_tokenizers
 
         cut = pre_tokenizers.Split(Regex(self._plain_pattern), "isolated")
+        # A pattern that takes everything: each piece was cut already and is only merged.
         whole_piece = self._new(r"[\s\S]+", {})
         parts: list[list[int]] = []
         for part in split_at(text, self._special):
@@ -115,6 +118,7 @@ def _piece_reader(decoder: tokenizers.decoders.Decoder | None) -> Callable[[str]
     """How a piece of the vocabulary is read as bytes: GPT-2's alphabet, or SentencePiece's pieces."""
     if decoder is None:
         return None
+    # The library shows a decoder's kind in its serialized form (JSON) alone.
     kinds = decoder.__getstate__().decode()
     if '"ByteLevel"' in kinds:
         alphabet = byte_alphabet()
@@ -131,6 +135,7 @@ def piece_bytes(piece: str) -> bytes:
 
 def common_beginnings(names: Iterable[str], length: int = 3) -> tuple[str, ...]:
     """Few short strings of which a text holds at least one if it holds any of `names`."""
+    # `"<|e" in text` costs a fraction of tiktoken's own search for all special tokens.
     return tuple(sorted({name[:length] for name in names}))
 
 
@@ -139,10 +144,12 @@ def split_at(text: str, names: Iterable[str]) -> list[str]:
     longest_first = sorted(names, key=len, reverse=True)
     if not longest_first:
         return [text]
+    # The group keeps the names in the result. An alternation takes the first that matches, hence the longest first.
     return [part for part in re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if part]
 
 
 def prefix_free(names: Iterable[str]) -> bool:
     """Whether no name begins with another one, so that every way of finding them finds the same."""
     ordered = sorted(names)
+    # If y begins with x, all names between them in sorted order begin with x too, so neighbours suffice.
     return not any(later.startswith(earlier) for earlier, later in pairwise(ordered))

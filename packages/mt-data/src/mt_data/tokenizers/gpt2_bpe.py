@@ -76,6 +76,8 @@ def choose_engine(pairs: BytePairVocabulary, special: dict[str, int]) -> Engine:
     """tiktoken where it provably gives the ids that the merges say, else `tokenizers`."""
     ordinary = set(pairs.ids_by_bytes.values())
     if (
+        # tiktoken merges the pair whose result has the lowest rank and takes ids as ranks; GPT-2's files list pairs.
+        # The four conditions make both the same; they hold for what BPE training writes.
         pairs.merges_by_rank
         and pairs.ids_in_merge_order
         and prefix_free(special)
@@ -89,6 +91,7 @@ def _tokenizers_engine(pairs: BytePairVocabulary, special: dict[str, int]) -> To
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE(dict(pairs.vocab), list(pairs.merges)))
+    # GPT-2 itself puts no space before a text; the library's default would.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(sorted(special, key=special.__getitem__))

@@ -62,9 +62,11 @@ class HuggingFaceTokenizer(BaseTokenizer):
         tokenizer = _load(files[MAIN_FILE], directory)
         added = names.added_names(config.tokenizer_special_tokens, config.vocab_extra_ids)
         _add_declared_tokens(tokenizer, settings, directory)
+        # Tokens that the vocabulary has keep their ids, and are from now on found in the text before it is cut.
         tokenizer.add_special_tokens([*_role_tokens(settings).values(), *added])
         ids = tokenizer.get_vocab(with_added_tokens=True).values()
         super().__init__(
+            # Not the number of tokens: vocabularies may leave ids out, and embeddings are indexed by id.
             vocab_size=max(ids) + 1,
             special=_special(settings, tokenizer, config.vocab_extra_ids),
             files=files,
@@ -113,6 +115,7 @@ def _load(data: bytes, directory: Path) -> tokenizers.Tokenizer:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises a bare Exception for a file that it cannot use
         raise DataError(f"tokenizer.{KEY}={path!r} is no tokenizer of the `tokenizers` library: {error}") from error
+    # tokenizer.json can prescribe both; a corpus must be encoded whole.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -146,6 +149,7 @@ def _add_declared_tokens(tokenizer: tokenizers.Tokenizer, settings: Mapping[str,
     from tokenizers import AddedToken
 
     declared = settings.get("added_tokens_decoder") or {}
+    # By number and not by text, since the library gives the next free id to each.
     for token, entry in sorted(declared.items(), key=lambda item: int(item[0])):
         name = _content(entry)
         if name is None or tokenizer.token_to_id(name) == int(token):

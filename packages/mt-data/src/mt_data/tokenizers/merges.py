@@ -29,6 +29,8 @@ class BytePairVocabulary:
     def ids_by_bytes(self) -> dict[bytes, int]:
         """Ids of the 256 bytes and of the results of merges, in the order of merging."""
         table = {ord(name): byte for name, byte in byte_alphabet().items()}
+        # All names at once: translate maps GPT-2's alphabet to U+0000 to U+00FF, which latin-1 writes as one byte each.
+        # One call in place of 50,000.
         whole = "".join(self._names).translate(table).encode("latin-1")
         ends = list(accumulate(map(len, self._names)))
         return {
@@ -42,12 +44,14 @@ class BytePairVocabulary:
         True of what BPE training makes. False where a merge's part is only made later or never, where two
         merges have one result, or where merges k' < k would cut a token k otherwise than merge k does.
         """
+        # Numbers in the order of making: 0 to 255 the bytes, 256 + k the result of merge k.
         numbers = {name: number for number, name in enumerate(self._names)}
         if len(numbers) < len(self._names) or not all(part in numbers for pair in self.merges for part in pair):
             return False
         flat = [numbers[part] for pair in self.merges for part in pair]
         parts = np.array(flat, np.int64).reshape(-1, 2)
         made = 256 + np.arange(len(parts))
+        # Parts must exist before they are merged; then no earlier merge may join across the boundary of a later one.
         return bool((parts < made[:, None]).all()) and not _any_crossed(parts[:, 0], parts[:, 1], made)
 
     @cached_property
@@ -66,16 +70,20 @@ def _any_crossed(left: np.ndarray, right: np.ndarray, made: np.ndarray) -> bool:
     merge comes first and the right side's after, since merging goes left to right.
     """
     find = _finder(left, right)
+    # The parts of each token by its number, int64 [256 + merges]; a byte stands for itself and is never cut.
     first, second = (np.concatenate((np.arange(256), part)) for part in (left, right))
+    # Until which merge the tokens on both sides of the boundary exist: at first until the merge under examination.
     left_until = right_until = made
     while len(left):
         across = find(left, right)
         if ((across < left_until) & (across <= right_until)).any():
             return True
+        # Two bytes have no parts: their boundary is settled.
         rest = np.maximum(left, right) >= 256
         left, right, left_until, right_until = left[rest], right[rest], left_until[rest], right_until[rest]
         cut = left > right  # the younger one is cut into its parts
         left_until, right_until = np.where(cut, left, left_until), np.where(cut, right_until, right)
+        # The part that touches the boundary is the right one of the left token, the left one of the right token.
         left = np.where(cut, second[left], left)
         right = np.where(cut, right, first[right])
     return False
@@ -84,6 +92,7 @@ def _any_crossed(left: np.ndarray, right: np.ndarray, made: np.ndarray) -> bool:
 def _finder(left: np.ndarray, right: np.ndarray) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """Pairs of tokens -> the result of their merge, or a number above all tokens."""
     size = 256 + len(left)
+    # A pair as one number below 2^63, so that pairs are found by bisection in an array.
     keys = left * size + right
     order = np.argsort(keys)
     ordered = keys[order]
@@ -91,6 +100,7 @@ def _finder(left: np.ndarray, right: np.ndarray) -> Callable[[np.ndarray, np.nda
     def find(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         wanted = a * size + b
         place = np.searchsorted(ordered, wanted).clip(max=len(keys) - 1)
+        # `size` is above every number of a token: a pair that is never merged crosses nothing.
         return np.where(ordered[place] == wanted, 256 + order[place], size)
 
     return find

@@ -13,6 +13,8 @@ PatternName = Literal["v1", "v2", "gpt2", "cl100k", "o200k"]
 _UPPER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
 _LOWER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+# `\s+(?!\S)` takes a run of white space but for its last character, which the alternative of the next word (` ?...`)
+# takes: "a   b" becomes "a", "  ", " b".
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+%s|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*%s"
 _V2 = rf"{_CASED % ('', '')}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"

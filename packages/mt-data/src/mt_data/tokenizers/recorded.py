@@ -37,6 +37,7 @@ def _built(recorded: Mapping[str, Any], tokenizer_type: str | None, entries: Map
     given = {**recorded.get("config", {}), "tokenizer_type": name}
     origins = dict.fromkeys(given, "the manifest") | dict.fromkeys(entries, "the command line")
     try:
+        # Entries override the recorded paths, where the files have moved since.
         config = config_type.model_validate({**given, **entries})
     except ValidationError as error:
         raise ConfigError(validation_message("tokenizer", config_type, error, origins)) from error

@@ -47,6 +47,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
     def __init__(self, config: SentencePieceConfig) -> None:
         data = read_file(config.tokenizer_model, KEY)
+        # From bytes that were read once, so that the fingerprint is that of the model in use.
         self._processor = processor = load_model(data, config.tokenizer_model)
         legacy = config.tokenizer_sentencepiece_legacy
         classic = legacy and config.tokenizer_type == "SentencePieceTokenizer"
@@ -81,6 +82,7 @@ class SentencePieceTokenizer(BaseTokenizer):
 
     def _piece_id(self, name: str) -> int | None:
         token = self._processor.piece_to_id(name)
+        # piece_to_id gives the id of <unk> for a text that is no piece.
         return token if self._processor.id_to_piece(token) == name else None
 
     def _id(self, name: str) -> int | None:
@@ -91,6 +93,7 @@ class SentencePieceTokenizer(BaseTokenizer):
             return np.array([*self._before, *self._processor.encode(text)], dtype=np.int32)
         ids = list(self._before)
         for part in split_at(text, self._added):
+            # Each part is encoded by itself, with its own space in front if the model adds one.
             ids.extend([self._added[part]] if part in self._added else self._processor.encode(part))
         return np.array(ids, dtype=np.int32)
 

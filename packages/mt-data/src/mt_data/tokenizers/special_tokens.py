@@ -40,6 +40,7 @@ def assign_ids(names: Iterable[str], lookup: Lookup, first_free: int) -> dict[st
     for name in names:
         known = lookup(name)
         ids[name] = first_free if known is None else known
+        # Only names that the vocabulary lacks take an id.
         first_free += known is None
     return ids
 

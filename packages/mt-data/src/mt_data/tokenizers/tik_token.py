@@ -52,6 +52,7 @@ class TikTokenizer(BaseTokenizer):
 
     def __init__(self, config: TikTokenConfig) -> None:
         data = read_file(config.tokenizer_model, KEY)
+        # Neither bracket occurs in base64.
         if data.lstrip()[:1] in (b"[", b"{"):
             ranks, special = _json_layout(data, config)
         else:
@@ -63,6 +64,7 @@ class TikTokenizer(BaseTokenizer):
             files={"tokenizer.model": data},
             options={
                 "type": "TikTokenizer",
+                # The expression itself and not its name: a change of the expression changes the ids.
                 "pattern": PATTERNS[config.tiktoken_pattern],
                 "special": special,
                 "ranks": len(ranks),
@@ -103,6 +105,7 @@ def _json_layout(data: bytes, config: TikTokenConfig) -> tuple[dict[bytes, int],
             f"tokenizer.{KEY}={config.tokenizer_model!r} has {len(tokens)} tokens, tokenizer.vocab_size={vocab_size} "
             f"less {count} special ones needs {vocab_size - count}; set vocab_size to at most {len(tokens) + count}"
         )
+    # Megatron-LM: reload_mergeable_ranks and the offset of num_special_tokens; special ids are 0 to count - 1.
     ranks = {token: count + rank for rank, token in enumerate(tokens[: vocab_size - count])}
     return ranks, {name: token for token, name in enumerate(listed)}
 
@@ -207,6 +210,7 @@ def _check_tokens(tokens: Iterable[bytes], path: str) -> None:
         if token in known:
             raise DataError(f"tokenizer.{KEY}={path!r} entry {number}: the token {token!r} stands there twice")
         known.add(token)
+    # tiktoken panics on a byte that is no token.
     missing = [byte for byte in range(256) if bytes([byte]) not in known]
     if missing:
         raise DataError(

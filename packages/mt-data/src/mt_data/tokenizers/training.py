@@ -56,6 +56,7 @@ class TrainOptions:
                 f"--kind {self.kind} cannot be written as --format {self.format}; it can be "
                 f"{' or '.join(FORMATS[self.kind])}"
             )
+        # WordPiece learns its alphabet from the text; the others start with all bytes. One learned token at least.
         special = len(REQUIRED) if self.kind == "wordpiece" else 1
         least = special + self.vocab_extra_ids + (0 if self.kind == "wordpiece" else NUM_BYTES) + 1
         if self.vocab_size < least:
@@ -89,6 +90,7 @@ def cut_long(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
     """`text` in parts of about `size` characters that end with a line, or `text` itself when it is short."""
     start = 0
     while len(text) - start > size:
+        # The last line end within the part; 0 where there is none, and then the cut is at `size`.
         end = text.rfind("\n", start, start + size) + 1
         end = end if end > start else start + size
         yield text[start:end]
@@ -117,6 +119,7 @@ def _train_bpe(texts: Iterable[str], options: TrainOptions) -> TrainedTokenizer:
         vocab_size=options.vocab_size,
         min_frequency=options.min_frequency,
         special_tokens=[END_OF_TEXT, *sentinel_names(options.vocab_extra_ids)],
+        # All 256 bytes are in the vocabulary even if the text lacks some, so that every text can be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -124,6 +127,7 @@ def _train_bpe(texts: Iterable[str], options: TrainOptions) -> TrainedTokenizer:
     if options.format == "huggingface":
         return _hugging_face(tokenizer, options)
     model = json.loads(tokenizer.to_str())["model"]
+    # Releases of the library serialize a merge as "a b" or as ["a", "b"].
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     files = {
         "vocab.json": json.dumps(model["vocab"], ensure_ascii=False).encode(),
@@ -148,6 +152,7 @@ def _train_wordpiece(texts: Iterable[str], options: TrainOptions) -> TrainedToke
     )
     tokenizer.train_from_iterator(texts, trainer)
     vocab = tokenizer.get_vocab()
+    # vocab.txt: the number of a line is the id.
     lines = "".join(f"{token}\n" for token in sorted(vocab, key=vocab.__getitem__))
     name = "BertWordPieceLowerCase" if options.lower_case else "BertWordPieceCase"
     return TrainedTokenizer({"vocab.txt": lines.encode()}, name, {"vocab_file": "vocab.txt"}, options.vocab_extra_ids)
@@ -189,6 +194,7 @@ def _train_sentencepiece(texts: Iterable[str], options: TrainOptions) -> Trained
     import sentencepiece
 
     model = io.BytesIO()
+    # SentencePiece takes sentences; a line end within one would be a character of the vocabulary.
     lines = (line for text in texts for line in text.splitlines() if line)
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -199,6 +205,7 @@ def _train_sentencepiece(texts: Iterable[str], options: TrainOptions) -> Trained
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
+            # In bytes, 4 at most a character: longer sentences are dropped without an error.
             max_sentence_length=4 * PIECE_CHARACTERS,
             unk_id=0,
             bos_id=1,
@@ -208,6 +215,7 @@ def _train_sentencepiece(texts: Iterable[str], options: TrainOptions) -> Trained
             minloglevel=2,
         )
     except (RuntimeError, ValueError) as error:
+        # SentencePiece puts the place in its source and the failed condition in brackets before the reason.
         reason = str(error).rsplit("] ", 1)[-1].strip() or str(error)
         raise ConfigError(f"SentencePiece cannot train --vocab-size {options.vocab_size}: {reason}") from error
     return TrainedTokenizer(

@@ -49,6 +49,7 @@ class CaptionedShapesDataset:
         height, width = grid.rows * self.config.img_h, grid.columns * self.config.img_w
         picture = draw(height, width, seed=self.seed, split=self.split, index=index)
         caption = [*self.encode(picture.caption), self.eod]
+        # In dynamic resolution each cell is a view with image_length features.
         image = EncodedText(self.shape.image.tokens * grid.tiles, self.shape.image.counted * grid.tiles)
         sample = self.shape.arrays(image + EncodedText(caption, [True] * len(caption)))
         if not self.config.dynamic_resolution:
@@ -66,6 +67,7 @@ class CaptionedShapesDataset:
         """The size of picture `index`, in cells."""
         if not self.config.dynamic_resolution:
             return Grid(1, 1)
+        # The last number keeps this stream apart from the one that draws the picture (shapes.draw).
         random = np.random.RandomState([self.seed % 2**32, SPLITS.index(self.split), index, 1])
         sizes = [
             grid

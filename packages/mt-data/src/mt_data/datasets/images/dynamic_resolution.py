@@ -41,6 +41,7 @@ class DynamicResolution(Tiling):
         """The rows and columns of cells nearest to the image's size; where they have too many or too few pixels, of
         the image made smaller or larger. Where the reference exceeds max_pixels (a side has at least one cell),
         the longer side is squashed into them."""
+        # transformers: smart_resize of Qwen2-VL, with cells in place of its factor of 28 pixels.
         rows, columns = round(height / self.img_h), round(width / self.img_w)
         pixels = rows * self.img_h * columns * self.img_w
         if pixels > self.max_pixels:
@@ -54,7 +55,9 @@ class DynamicResolution(Tiling):
     def _within_max_pixels(self, rows: int, columns: int) -> Grid:
         if rows * columns <= self.max_views:
             return Grid(rows, columns)
+        # The side that stays; the longer one becomes as long as max_views allows.
         shorter = min(rows, columns, math.isqrt(self.max_views))
+        # The division rounds down, which can fall below min_pixels; shorter = 1 uses all of the max_views cells.
         while shorter * (self.max_views // shorter) * self.img_h * self.img_w < self.min_pixels:
             shorter -= 1
         longer = self.max_views // shorter

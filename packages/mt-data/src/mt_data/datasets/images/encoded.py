@@ -29,6 +29,7 @@ from mt_data.datasets.progress import index_progress
 
 FORMAT = 3
 """Raised when the same files give other arrays than before."""
+# One placeholder for each image: an image has hundreds of features, which would make the cache many times as large.
 ENCODED_IMAGE = EncodedText([IMAGE], [False])
 SHOWN = 10
 """Unusable records that are reported one by one."""
@@ -98,6 +99,7 @@ class EncodedRecords:
     def fingerprint(self) -> str:
         """Of texts and of the names and places of images, whose pixels are not read for it."""
         digest = sha256()
+        # positions, images_end, first_label and views follow from these and the tiling.
         for name in ("tokens", "counted", "bounds", "grid", "image_bounds", "names", "name_bounds", "offset", "size"):
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
         return combined([digest.hexdigest()])
@@ -109,6 +111,7 @@ class UnusableRecords:
 
     def __init__(self, limit: int, found: NDArray[np.int64] | None = None) -> None:
         self.limit = limit
+        # A set: a record that is met again in a later epoch counts once.
         self.found: set[tuple[int, int]] = set()
         if found is not None:
             self.found.update((file, number) for file, number in found.tolist())
@@ -140,10 +143,14 @@ def encode_files(
         for file, (path, folder) in enumerate(zip(paths, folders, strict=True)):
             for record in read_image_texts(path, folder, partial(unusable.add, file)):
                 try:
+                    # From the head of each file: the grid decides how many tokens an image takes, and no pixels are
+                    # decoded here.
                     grids = [image_tokens.tiling.grid(*image_size(image)) for image in record.images]
                     gathered.add(file, folder, record, encoder(record), grids)
                 except DataError as error:
                     unusable.add(file, record.number, error)
+                    # JSON lines are hashed, but not the image files: their state is kept, so that a repaired image is
+                    # noticed.
                     refused += [os.path.abspath(image.path) for image in record.images]
             update(file + 1, len(paths))
     if not gathered.places:
@@ -156,6 +163,8 @@ def encode_files(
 
 def cached_records(cache: IndexCache, key: Mapping[str, Any], build: Callable[[], Arrays]) -> dict[str, NDArray[Any]]:
     """The arrays of `encode_files` by their `cache_key`; built again when the image of an unusable record changed."""
+    # Each round reads the cache under another key, made longer by the states that were found wrong; it ends with an
+    # entry whose unusable images are as they were when it was built.
     while True:
         arrays = cache.get(key, build)
         refused = json.loads(arrays.pop("refused").tobytes())
@@ -185,6 +194,7 @@ def cache_key(paths: Sequence[Path], **content: Any) -> Mapping[str, Any]:
 
 def _identity(path: Path) -> Any:
     """Of a shard its name, size and time: a checksum would read the images."""
+    # JSON lines by content, since they are small; images are not part of it.
     if not is_shard(path):
         return [str(path.resolve()), file_checksum(path)]
     state = path.stat()
@@ -210,6 +220,7 @@ class _Gathered:
         self.counted.append(np.array(text.counted, np.bool_))
         self.places.append((file, record.number))
         self.images_of.append(len(record.images))
+        # Computed with the images expanded, and stored, so that `select` needs no expansion of all records.
         self.sizes.append(self._sizes(self.tokens[-1], self.counted[-1], grids))
         self.grids += grids
         for image in record.images:

@@ -104,6 +104,7 @@ def shuffled(files: list[LabelledImage]) -> list[LabelledImage]:
 
 def class_names(config: ImageFolderDataConfig) -> list[str]:
     """The classes of all splits together, in the order of their names; DataError when they are not num_classes."""
+    # Over all splits: a class that one split lacks must not move the numbers of the others.
     labels = {file.label for entry in _entries(config) for file in find_images(Path(entry.prefix))}
     if len(labels) != config.num_classes:
         shown = ", ".join(sorted(labels)[:10])
@@ -118,6 +119,7 @@ def _entries(config: ImageFolderDataConfig) -> Iterable[BlendEntry]:
     for blend in (config.valid_data_paths or {}).values():
         yield from blend
     for split in SPLITS:
+        # The sets of valid_data_paths were taken above; split_sources does not cover them.
         sources = split_sources(config, split) if split != "valid" or config.valid_data_paths is None else None
         yield from sources.entries if sources is not None else ()
 

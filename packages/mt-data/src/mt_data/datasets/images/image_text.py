@@ -140,16 +140,20 @@ class ImageTextDataset:
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         members = self.members(index)
         sample = self.shape.padding(segments=len(members) if self.config.packing else None)
+        # [max_images, 3, img_h, img_w]: every sample has the same shape, so that samples can be stacked to batches.
         images = np.zeros((self.max_images, 3, self.config.img_h, self.config.img_w), np.float32)
         start = view = 0
         for segment, record in enumerate(members):
             pixels, is_whole = self._views(record)
             tokens, counted = self.records.expanded(record, self.image_tokens)
+            # A record with a damaged image keeps its tokens and positions but leaves the loss: the packing is fixed by
+            # now.
             start = self.shape.write(sample, start, tokens, counted & is_whole, segment)
             images[view : view + len(pixels)] = pixels
             view += len(pixels)
         if self.config.dynamic_resolution:
             grids = [grid for record in members for _, grid in self.records.images(record)]
+            # As many rows as there can be images, each of which has fewest_cells views at least.
             sample["image_grids"] = padded_grids(grids, max(self.max_images // self.config.fewest_cells, 1))
         return {**sample, "images": images}
 
@@ -178,6 +182,7 @@ class ImageTextDataset:
     def _read(self, file: ImageFile, grid: Grid) -> NDArray[np.uint8]:
         """Raises DataError for an image that was replaced by one with another grid since the records were encoded."""
         image = read_image(file)
+        # The tokens of the sample were laid out for the recorded grid; other pixels would not match their number.
         if (found := self.tiling.grid(*image.shape[:2])) != grid:
             raise DataError(
                 f"{file} has {found.rows} x {found.columns} views, and had {grid.rows} x {grid.columns} when the "
@@ -228,6 +233,7 @@ def _encoded_records(
         folders=[str(folder.resolve()) for folder in folders],
         tokenizer=tokenizer.fingerprint(),
         template=encoder.template.fingerprint(),
+        # The repr of a frozen dataclass has the class and all fields, hence everything that decides grids and views.
         tiling=repr(config.tiling),
         image_seq_length=config.image_seq_length,
         image_markers=config.image_markers,
@@ -240,6 +246,7 @@ def _encoded_records(
 def max_images(config: ImageTextDataConfig, shape: SampleShape) -> int:
     """Views of a sample, at most."""
     if config.packing:
+        # As many views as there is space for in a sample of images alone.
         return shape.length // shape.image_length
     return config.max_images or min(config.tiling.max_views, shape.length // shape.image_length)
 
@@ -281,6 +288,7 @@ def _with_fitting_images(
 ) -> NDArray[np.bool_]:
     """Which records have images that fit into a sample; the others are unusable."""
     ends, views = records.images_end[numbers], records.views[numbers]
+    # int64 [records]: ends, the position behind the last image; an image that is cut would have views without tokens.
     fits = (ends <= shape.length) & (views <= most)
     for place in np.flatnonzero(~fits).tolist():
         if ends[place] > shape.length:

@@ -39,6 +39,7 @@ def idefics3_markers(grid: Grid, views: int) -> str:
     whole = f"{around}<global-img>{VIEW}{around}"
     if views == 1:
         return whole
+    # transformers: Idefics3Processor. Rows are separated by a line end, and the whole image by an empty line.
     rows = (
         "".join(f"{around}<row_{row}_col_{column}>{VIEW}" for column in range(1, grid.columns + 1))
         for row in range(1, grid.rows + 1)
@@ -68,11 +69,13 @@ class ImageTokens:
         self.tiling, self.features = tiling, features
         self.markers, self.encode = MARKERS[markers], encode
         self.in_templates = IN_TEMPLATES.get(markers)
+        # Per object: a cache on the method would keep every object alive.
         self.of = lru_cache(maxsize=256)(self._of)
 
     def _of(self, grid: Grid) -> NDArray[np.int32]:
         """[n], IMAGE once for each feature of each view."""
         text = self.markers(grid, self.tiling.num_views(grid))
+        # The group keeps the separators in the result.
         pieces = re.split(f"({VIEW})", text)
         parts = [[IMAGE] * self.features if piece == VIEW else self.encode(piece) for piece in pieces if piece]
         return np.concatenate([np.array(part, np.int32) for part in parts])
@@ -89,5 +92,6 @@ class ImageTokens:
 
 def replaced(values: NDArray[Any], places: NDArray[np.int64], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """values [n] with a part in place of each of the elements at `places`."""
+    # np.split cuts before each place, so that each further part begins with the element that is replaced: after[1:].
     first, *rest = np.split(values, places)
     return np.concatenate([first, *(one for part, after in zip(parts, rest, strict=True) for one in (part, after[1:]))])

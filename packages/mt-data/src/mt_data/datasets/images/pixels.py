@@ -91,6 +91,7 @@ def _upright(image: Image) -> NDArray[np.uint8]:
     from PIL.Image import Transpose
 
     turn = TURNS.get(_orientation(image))
+    # Palettes, grey, CMYK and alpha become three channels; an alpha channel is dropped, not blended.
     image = image.convert("RGB")
     return np.asarray(image if turn is None else image.transpose(Transpose[turn]))
 
@@ -113,6 +114,7 @@ def _opened(file: ImageFile) -> Iterator[Image]:
     _require_pillow(str(file))
     with file.open() as whole:
         part = _member(whole, file) if file.member else whole
+        # Opening reads the head; pixels are decoded when they are first used.
         with _decoded(part, str(file)) as image:
             yield image
 
@@ -120,6 +122,7 @@ def _opened(file: ImageFile) -> Iterator[Image]:
 def _member(archive: BinaryIO, file: ImageFile) -> Any:
     from PIL.ContainerIO import ContainerIO
 
+    # A part of the archive as a file of its own, read in place.
     return ContainerIO(archive, file.offset, file.size)
 
 
@@ -133,6 +136,7 @@ def _decoded(source: Any, name: str, formats: tuple[str, ...] = FORMATS) -> Iter
         with Image.open(source, formats=formats) as image:
             _require_proportions(image.height, image.width, name)
             yield image
+    # Raised by the body of the caller's `with`, or above: the clause for all exceptions must not wrap it again.
     except DataError:
         raise
     except UnidentifiedImageError:
@@ -168,6 +172,8 @@ def fit(
     """
     if how == "squash":
         return resize(image, height, width, resample)
+    # The image is made just so large that it covers the wanted size, and the rest is cut off evenly. Only the pixels of
+    # the part are computed.
     scale = max(height / image.shape[0], width / image.shape[1])
     larger = (max(height, round(image.shape[0] * scale)), max(width, round(image.shape[1] * scale)))
     top, left = (larger[0] - height) // 2, (larger[1] - width) // 2
@@ -187,6 +193,7 @@ def _resized_part(
         return image[rows.start : rows.stop, columns.start : columns.stop]
     down = Taps.of(image.shape[0], size[0], rows, resample)
     across = Taps.of(image.shape[1], size[1], columns, resample)
+    # [used rows, columns, 3] after the horizontal pass, rounded to uint8 as in Pillow, then [rows, columns, 3].
     narrow = across.apply(image[down.used, across.used].swapaxes(0, 1)).swapaxes(0, 1)
     return down.apply(narrow)
 
@@ -194,4 +201,5 @@ def _resized_part(
 def as_input(image: NDArray[np.uint8], config: ImageDataConfig) -> NDArray[np.float32]:
     """uint8 [img_h, img_w, 3] -> what the model takes, float32 [3, img_h, img_w]."""
     mean, std = np.array(config.image_mean, np.float32), np.array(config.image_std, np.float32)
+    # mean, std [3] act on the last axis, before it becomes the first: [h, w, 3] -> [3, h, w].
     return np.ascontiguousarray(((image.astype(np.float32) / 255 - mean) / std).transpose(2, 0, 1))

@@ -99,6 +99,7 @@ def _of_shard(path: Path, on_unusable: OnUnusable) -> Read:
         except DataError as error:
             on_unusable(sample.number, error)
         else:
+            # By extension, since the order of members within a sample is up to the writer of the archive.
             images = (member for name, member in sorted(sample.members.items()) if member.suffix in SUFFIXES)
             yield sample.number, value, tuple(images)
 
@@ -162,6 +163,7 @@ def answers_of(value: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _question(value: Mapping[str, Any], answers: list[str], where: str) -> list[Message]:
+    # Of equally frequent answers the first: Counter keeps the order of insertion.
     (answer, _), *_ = Counter(answers).most_common(1)
     return [
         {"role": "user", "content": text_of(value, "question", where)},

@@ -35,13 +35,18 @@ class Taps:
         radius, kernel = FILTERS[resample]
         scale = old / new
         stretch = max(scale, 1.0)
+        # Where the centre of each new pixel lies among the old ones, [new].
         centres = (np.arange(within.start, within.stop) + 0.5) * scale
+        # Pillow: xmin = (int)(center - support + 0.5), xmax = (int)(center + support + 0.5), cut to the image.
         first = np.maximum(np.trunc(centres - radius * stretch + 0.5), 0).astype(np.int64)
         end = np.minimum(np.trunc(centres + radius * stretch + 0.5), old).astype(np.int64)
+        # [new, most taps]
         places = first[:, None] + np.arange((end - first).max())
+        # A product with the reciprocal, as in Pillow: a division rounds differently in the last bit.
         distance = (places + 0.5 - centres[:, None]) * (1 / stretch)
         weights = np.where(places < end[:, None], kernel(distance), 0.0)
         weights /= weights.sum(1, keepdims=True)
+        # Rounded half away from zero, as (int)(0.5 + w * (1 << PRECISION_BITS)) for positive weights in Pillow.
         return cls(first, end, np.trunc(weights / UNIT + np.copysign(0.5, weights)) * UNIT)
 
     @property
@@ -51,11 +56,14 @@ class Taps:
 
     def apply(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The rows `used` of an image [used, w, 3] -> its new rows [new, w, 3], rounded."""
+        # [used, w * 3]: all columns and colours are resampled alike.
         rows = image.reshape(len(image), -1)
         found = np.empty((len(self.first), rows.shape[1]), np.uint8)
         for start in range(0, len(found), BLOCK):
             first, table = self._table(slice(start, start + BLOCK))
+            # [block, taps] @ [taps, w * 3]; a block of neighbouring rows shares most of its taps.
             values = table @ rows[first : first + table.shape[1]].astype(np.float64)
+            # clip, then the assignment to uint8 cuts off the fraction: together a rounding.
             values += 0.5
             found[start : start + BLOCK] = values.clip(0, 255, out=values)
         return found.reshape(-1, *image.shape[1:])
@@ -64,6 +72,7 @@ class Taps:
         """The first of the rows `used` that a block of new ones takes, and the weights [block, rows from there on]."""
         first, end, weights = self.first[block], self.end[block], self.weights[block]
         table = np.zeros((len(first), int(end[-1] - first[0])))
+        # Weights start at each row's own first tap; in the table all rows count from the block's first tap.
         places = first[:, None] - first[0] + np.arange(weights.shape[1])
         rows, taps = np.nonzero(places < (end - first[0])[:, None])
         table[rows, places[rows, taps]] = weights[rows, taps]

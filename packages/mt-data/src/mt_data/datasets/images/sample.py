@@ -89,6 +89,7 @@ class SampleShape:
 
         What goes beyond the length is cut.
         """
+        # One token more than positions that are left: the last one is a label alone.
         left = self.length - start + 1
         ids = np.where(tokens < 0, self.image_token, tokens)[:left]
         end = start + len(ids) - 1
@@ -96,6 +97,8 @@ class SampleShape:
         # The image token need not be in the vocabulary; it is never predicted.
         sample["labels"][start:end] = np.where(ids[1:] == self.image_token, self.filler, ids[1:])
         sample["loss_mask"][start:end] = counted[1:left]
+        # To the end and not to `end`: the padding behind the last text goes on counting, and the next text overwrites
+        # it.
         sample["position_ids"][start:] = np.arange(self.length - start)
         if "segment_ids" in sample:
             sample["segment_ids"][start:end] = segment

@@ -61,6 +61,7 @@ def draw(height: int, width: int, *, seed: int, split: Split, index: int) -> Pic
     # The middle of a quarter, moved a little.
     middle_y = height * (0.25 + 0.5 * (place // 2) + random.uniform(-0.04, 0.04))
     middle_x = width * (0.25 + 0.5 * (place % 2) + random.uniform(-0.04, 0.04))
+    # [height, 1] and [1, width]: distances from the middle in units of the radius, to the centres of the pixels.
     y = (np.arange(height) + 0.5 - middle_y)[:, None] / radius
     x = (np.arange(width) + 0.5 - middle_x)[None, :] / radius
     background = random.randint(0, BRIGHTEST_BACKGROUND)

@@ -56,6 +56,7 @@ def key_and_extension(name: str) -> tuple[str, str]:
 
 def _members(path: Path) -> Iterator[ImageFile]:
     try:
+        # "r:" refuses compressed archives, in which members have no offset in the file. Only headers are read here.
         with tarfile.open(path, "r:") as archive:
             end = path.stat().st_size
             for member in archive:

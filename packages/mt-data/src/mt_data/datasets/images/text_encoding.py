@@ -43,6 +43,7 @@ class ImageTextEncoder:
         """What is to be continued by the last answer of a conversation; of a text, what is before its last part. The
         tokens are those of training."""
         text = self(pair)
+        # The last run of counted tokens is the answer to be continued: first is where it begins.
         last = len(text.counted) - 1 - text.counted[::-1].index(True)
         first = next((place for place in range(last, -1, -1) if not text.counted[place]), -1) + 1
         return EncodedText(text.tokens[:first], text.counted[:first])
@@ -63,6 +64,7 @@ class ImageTextEncoder:
         marks = [found.span() for found in re.finditer(re.escape(MARK), text)]
         starts = {start for start, _ in marks}
         whole = EncodedText([], [])
+        # Cut at marks, so that no token reaches over an image, and at the ends of answers, as generation ends there.
         for start, end in pairwise(sorted({0, *(cut for mark in marks for cut in mark), *ends, len(text)})):
             whole += self.image if start in starts else self._piece(text, start, end, counted)
             if end in ends and self.eod is not None:
@@ -70,6 +72,7 @@ class ImageTextEncoder:
         return whole
 
     def _piece(self, text: str, start: int, end: int, counted: Sequence[Span]) -> EncodedText:
+        # Counted spans that meet this piece, in characters of the piece.
         within = [(max(a, start) - start, min(b, end) - start) for a, b in counted if a < end and b > start]
         tokens, places = encode_with_cuts(text[start:end], [cut for span in within for cut in span], self._encode)
         learnt = [False] * len(tokens)

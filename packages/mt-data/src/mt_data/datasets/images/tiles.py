@@ -49,6 +49,7 @@ class Tiling:
         best, nearest = Grid(1, 1), float("inf")
         for grid in grids(self.max_num_tiles):
             pixels = grid.tiles * self.img_h * self.img_w
+            # InternVL: find_closest_aspect_ratio, with tiles that need not be square.
             distance = abs(width / height - (grid.columns * self.img_w) / (grid.rows * self.img_h))
             if distance < nearest or (distance == nearest and height * width > 0.5 * pixels):
                 best, nearest = grid, distance
@@ -71,6 +72,7 @@ class Tiling:
 
     def cut(self, image: NDArray[np.uint8], grid: Grid) -> NDArray[np.uint8]:
         """An image as large as the grid -> [tiles, img_h, img_w, 3], row by row."""
+        # [rows, img_h, columns, img_w, 3] -> [rows, columns, img_h, img_w, 3] -> [tiles, img_h, img_w, 3]
         tiles = image.reshape(grid.rows, self.img_h, grid.columns, self.img_w, 3)
         return tiles.transpose(0, 2, 1, 3, 4).reshape(-1, self.img_h, self.img_w, 3)
 
@@ -92,6 +94,8 @@ class LongestEdgeTiling(Tiling):
         height, width = self.resized(height, width)
         proportion = width / height
         if width >= height:
+            # transformers: Idefics3ImageProcessor.resize_for_vision_encoder. The longer side is rounded up to whole
+            # tiles, the shorter one follows the proportions and is rounded up then; int() cuts as there.
             columns = math.ceil(width / self.img_w)
             return Grid(math.ceil(int(columns * self.img_w / proportion) / self.img_h), columns)
         rows = math.ceil(height / self.img_h)
@@ -101,6 +105,7 @@ class LongestEdgeTiling(Tiling):
         """Height and width in the same proportions, before they are stretched."""
         proportion = width / height
         if width >= height:
+            # transformers: _resize_output_size_rescale_to_max_len of Idefics3.
             return even(int(self.longest_edge / proportion)), self.longest_edge
         return self.longest_edge, even(int(self.longest_edge * proportion))
 

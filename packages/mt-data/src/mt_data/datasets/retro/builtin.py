@@ -21,6 +21,7 @@ def build_builtin_retro(config: BuiltinRetroDataConfig, tokenizer: Tokenizer, re
     """
 
     def stream_of(split: Split) -> TokenStream:
+        # Only the tokens of the split are used; its GPT samples, in another order than RETRO's, are not read.
         documents = build_builtin(config, tokenizer, replace(request, split=split, num_samples=None))
         return TokenStream(documents.source, f"{NAME} ({split})")
 

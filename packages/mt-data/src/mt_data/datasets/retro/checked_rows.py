@@ -32,6 +32,7 @@ class CheckedRows:
         path = Path(str(array.filename))
         file = MappedFile(str(path), path.stat().st_size)
         self._blocks = CheckedBlocks(file, str(manifest), lambda: stored.blocks, cure)
+        # Byte of the file at which NumPy's header ends and the rows begin.
         self._begin = array.offset
         self._row_bytes = array.shape[1] * array.dtype.itemsize
 
@@ -40,6 +41,8 @@ class CheckedRows:
 
     def __getitem__(self, rows: slice, /) -> NDArray[np.integer]:
         """Raises DataError for damage in them."""
+        # Python's rules for slices past the end; all callers use step 1.
         first, stop, _ = rows.indices(len(self))
         data = self._blocks.view(self._begin + first * self._row_bytes, max(stop - first, 0) * self._row_bytes)
+        # [rows, columns]; a C-ordered array has its rows one behind the other, so a range of rows is a range of bytes.
         return np.frombuffer(data, self.dtype).reshape(-1, self.shape[1])[:, : self.columns]

@@ -66,10 +66,13 @@ class ChunkDatabase:
         return len(self.rows)
 
     def neighbor(self, number: int, length: int) -> NDArray[np.int64]:
+        # ceil(length / chunk_length) rows, fewer at the end of the database: as many as the tokens asked for can span.
         rows = self.rows[number : number - (-length // self.manifest.job.chunk_length)].tolist()
         text, document, first, _ = rows[0]
         end = first
         for row in rows:
+            # The next row follows only if it begins in the same document where this one ends; a chunk left out
+            # (duplicate, blank or held out) makes a gap.
             if row[:3] != [text, document, end]:
                 break
             end += row[3]

@@ -36,6 +36,7 @@ class Retrieval:
 
     def neighbors(self, first: int, count: int) -> dict[str, NDArray[np.int64]]:
         """neighbor_tokens and neighbor_mask [count, K, r] of chunks first, first + 1, ...; 0 for padding."""
+        # [count, K]
         numbers = np.asarray(self.numbers[first : first + count], np.int64)
         tokens = np.zeros((*numbers.shape, self.retrieved_length), np.int64)
         mask = np.zeros_like(tokens)
@@ -68,11 +69,14 @@ class RetroDataset:
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         item = self._item(index)
+        # [S + 1]; neighbouring items share one token, the label of the last position of the first.
         window = self.stream.read(item * self.length, self.length + 1)
         require_ids(window, self.rules.vocab_size, f"sample {index}, {self.describe(index)},")
         per_sample = self.length // self.retrieval.chunk_length
         return {
             **causal_sample(window[:-1].copy(), window[1:].copy(), self.rules),
+            # Items are multiples of S from the start of the stream, and m divides S: chunks of a sample are rows of the
+            # array.
             **self.retrieval.neighbors(item * per_sample, per_sample),
         }
 
@@ -117,6 +121,7 @@ def retro_dataset(
 ) -> RetroDataset:
     """The samples of these items, in an order of each epoch's own. Raises DataError when there are none."""
     require_items(items, stream, request.split, request.sequence_length)
+    # Chunks of samples are fixed by the stream, so only the order of samples changes between epochs, not their cuts.
     order = items.start + epoch_order(len(items), request.num_samples, request.seed)
     return RetroDataset(stream, order, request.sequence_length, rules, retrieval)
 

@@ -86,7 +86,9 @@ def items_of_split(
     if shares.is_zero(request.split):
         return None
     documents = shares.range_of(request.split, len(text.ends))
+    # Tokens of the stream at which the documents of the split begin and end.
     begin, end = (int(text.ends[place - 1]) if place else 0 for place in (documents.start, documents.stop))
+    # Items that lie wholly within: item i takes tokens i S to i S + S, the last of which is a label.
     return range(-(-begin // length), (end - 1) // length)
 
 
@@ -125,6 +127,8 @@ def neighbors_file(config: RetroDataConfig, length: int, text: TokenStream, data
             f"{folder} has neighbours in another database: {job.database[:16]}..., and {database.name} is "
             f"{database.manifest.fingerprint[:16]}...; run mt retro query with this database"
         )
+    # Neighbours were searched outside of the documents of each window of that length; a sample is within one window
+    # only if its length divides it.
     if job.exclude_sequence_length is not None and job.exclude_sequence_length % length:
         raise DataError(
             f"{folder} has neighbours for samples of {job.exclude_sequence_length} tokens, none of a document of the "
@@ -142,6 +146,7 @@ def open_neighbors(file: NeighborsFile, chunks: int, neighbors: int, verify_chec
     """
     path = file.path
     try:
+        # The header is read here; the pages of the array when a sample needs them.
         numbers = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
         raise DataError(f"data.retro_neighbors_path={path} is no readable .npy file: {error.strerror}") from error

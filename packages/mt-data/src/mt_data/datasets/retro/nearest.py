@@ -38,6 +38,7 @@ def chunks_of(stream: TokenStream, chunk_length: int, reach: int) -> Chunks:
     count = len(stream) // chunk_length
     tokens = stream.read(0, count * chunk_length).reshape(count, chunk_length)
     starts = np.arange(count, dtype=np.int64) * chunk_length
+    # Last token that counts of each chunk, [chunks].
     ends = np.minimum(starts + reach, max(len(stream), 1)) - 1
     documents = np.stack([stream.sequences_at(starts), stream.sequences_at(ends)], axis=1)
     return Chunks(signatures_of(tokens), documents)
@@ -45,13 +46,19 @@ def chunks_of(stream: TokenStream, chunk_length: int, reach: int) -> Chunks:
 
 def signatures_of(tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
     """[chunks, m] -> [chunks, FUNCTIONS]"""
+    # Fixed and from the legacy generator, whose numbers NumPy does not change: neighbours depend on the text alone.
     random = np.random.RandomState(0)
     # Odd factors modulo 2^64: one for each place of a run, and one for each function.
     places, functions = (random.randint(0, 2**62, n).astype(np.uint64) * np.uint64(2) + np.uint64(1) for n in (RUN, 16))
     run = min(RUN, tokens.shape[1])
+    # [chunks, m - run + 1, run], a view
     windows = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), run, axis=1)
+    # [chunks, m - run + 1]: a polynomial hash modulo 2^64. 1 is added so that id 0 counts too.
     runs = ((windows + np.uint64(1)) * places[:run]).sum(-1, dtype=np.uint64)
+    # Products by odd factors mix upwards only; the shift brings high bits down before the factors of the functions.
     runs ^= runs >> np.uint64(29)
+    # The smallest of a chunk's hashes under one function: equal in two chunks with the probability of their Jaccard
+    # similarity (MinHash).
     return np.stack([(runs * factor).min(1) for factor in functions], axis=1)
 
 
@@ -66,6 +73,7 @@ def nearest_chunks(queries: Chunks, database: Chunks, neighbors: int, *, same_te
     nearest = np.full((len(queries), neighbors), -1, np.int64)
     if not len(database):
         return nearest
+    # One sorted list for each function: chunks with equal values are adjacent in it and found by bisection.
     orders = [np.argsort(column, kind="stable") for column in database.signatures.T]
     for start in range(0, len(queries), ROWS):
         rows = slice(start, start + ROWS)
@@ -73,16 +81,20 @@ def nearest_chunks(queries: Chunks, database: Chunks, neighbors: int, *, same_te
         candidates = np.concatenate(
             [_agreeing(own[:, f], database.signatures[:, f], orders[f]) for f in range(FUNCTIONS)], axis=1
         )
+        # [rows, candidates]: functions in which both agree; [rows, candidates, FUNCTIONS] before the sum, so ROWS
+        # bounds memory.
         agreeing = (own[:, None] == database.signatures[candidates]).sum(-1)
         left_out = candidates < 0
         if same_text:
             left_out |= _touch(queries.documents[rows, None], database.documents[candidates])
+        # One number to order by: more agreement first, then the lower number, as every candidate is below the factor.
         rank = np.where(left_out, -1, agreeing * (len(database) + 1) - candidates)
         for place in range(neighbors):
             best = rank.argmax(1)[:, None]
             found = np.take_along_axis(candidates, best, 1)
             found = np.where(np.take_along_axis(rank, best, 1) >= 0, found, -1)
             nearest[rows, place] = found[:, 0]
+            # A chunk that agrees in several functions is a candidate several times; all of its places are struck out.
             rank[candidates == found] = -1
     return nearest
 
@@ -93,6 +105,7 @@ def _agreeing(queries: NDArray[np.uint64], database: NDArray[np.uint64], order: 
     first = np.searchsorted(values, queries, side="left")[:, None]
     count = np.searchsorted(values, queries, side="right")[:, None] - first
     steps = np.arange(CANDIDATES)[None]
+    # [queries, CANDIDATES] places in the sorted list, spread over the run of equal values where it is longer.
     places = first + np.where(count > CANDIDATES, steps * count // CANDIDATES, steps)
     exists = steps < count
     return np.where(exists, order[np.where(exists, places, 0)], -1)

@@ -42,6 +42,7 @@ def _only_text(project: Path) -> str:
 
 def _neighbors_of(project: Path, prefix: str) -> Path:
     """The folder of the text with this content, whatever its name was."""
+    # The content identifies the folder, so a text that was moved or renamed still finds its neighbours.
     digits = IndexedDataset(prefix).fingerprint()[:FINGERPRINT_DIGITS]
     found = sorted(project.glob(f"query/*_{digits}/{MANIFEST}"))
     if not found:

@@ -32,6 +32,7 @@ class TokenStream:
 
     def sequences_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n] places -> [n] numbers of the sequences that they are in."""
+        # side="right" passes empty sequences and takes the one that begins at its predecessor's end.
         return np.searchsorted(self.ends, places, side="right")
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:

@@ -43,6 +43,7 @@ class RetroSFTDataset:
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         number = self._record(index)
         tokens = self.answers.tokens_of(number)
+        # Positions, and the token at which the answer begins; it is the label of position first - 1.
         count, first = len(tokens) - 1, int(self.answers.first[number])
         sample: dict[str, np.ndarray] = {
             "tokens": np.full(self.sequence_length, self.pad, np.int64),
@@ -66,6 +67,7 @@ class RetroSFTDataset:
         ids = self.answers.neighbors[number].astype(np.int64)
         mask = (np.arange(ids.shape[1]) < self.answers.lengths[number][:, None]).astype(np.int64)
         every = {"neighbor_tokens": ids, "neighbor_mask": mask}
+        # [chunks, K, r] from [K, r]
         return {name: self.shape.of_every_chunk(own, self.sequence_length) for name, own in every.items()}
 
     def _record(self, index: int) -> int:

@@ -138,17 +138,20 @@ class _Gathered:
         if not record.answers:
             self.left_out.append((file, record.line))
             return
+        # One token more than positions, as the last token is a label alone.
         encoded = self.prompts.with_answer(record, record.passages[: config.ft_neighbours], positions + 1)
         if len(encoded.tokens) > positions + 1 and config.on_too_long == "error":
             raise DataError(
                 f"{record.where}: question and answer have {len(encoded.tokens)} tokens, more than data.seq_length="
                 f'{positions} and the last; make it larger, or cut such ones with data.on_too_long="truncate"'
             )
+        # The answer's first token would be behind the last label.
         if encoded.first > positions:
             self.left_out.append((file, record.line))
             return
         self.tokens.append(np.array(encoded.tokens[: positions + 1], np.int32))
         ids, mask = self.shape.tokens(record.passages[config.neighbor_passages], self.prompts.encode)
+        # [K, r] in int32, half of what samples hold; padding is restored from `lengths`.
         self.neighbors.append(ids.astype(np.int32))
         self.lengths.append(mask.sum(1, dtype=np.int32))
         self.places.append((encoded.first, file, record.line))

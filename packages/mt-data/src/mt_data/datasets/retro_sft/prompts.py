@@ -54,6 +54,8 @@ class PassagePrompts:
         not always suffice. Raises DataError for a record without an answer."""
         if not record.answers:
             raise DataError(f"{record.where} has no answer to train on; leave it out")
+        # The length of the answer is needed before passages can be cut; it does not depend on them but for the tokens
+        # at the border, which the final encoding below settles.
         _, answer = self._whole(record, "")
         context = self._fitting(record, passages, longest - len(answer))
         prompt, answer = self._whole(record, context)
@@ -63,7 +65,10 @@ class PassagePrompts:
     def _fitting(self, record: QARecord, passages: Sequence[str], longest: int) -> str:
         """The passages joined, without what must be cut at their end."""
         context = "".join(passage + BETWEEN for passage in passages)
+        # Rounded down to whole chunks, since the prompt is filled up to whole chunks afterwards.
         ids, longest = self.encode(context), longest // self.chunk_length * self.chunk_length
+        # Repeated: text that is encoded again after a cut can have a different number of ids. Each round drops one id
+        # at least, so the loop ends.
         while ids and (surplus := len(self._prompt(record, context)) - longest) > 0:
             ids = ids[: max(len(ids) - surplus, 0)]
             # A character of several ids may have been cut.
@@ -103,6 +108,7 @@ class PassagePrompts:
                 f"{record.where}: {self.template.name} writes the question differently when its answer follows, so "
                 "where the answer begins is not clear; choose another data.chat_template"
             )
+        # Earlier answers each end with an id that has no text; what follows the last of them is encoded as one text.
         start = ends[-1] if ends else 0
         tokens, (place,) = encode_with_cuts(text[start:], [len(before) - start], self.encode)
         earlier = self._tokens(before[:start], ends)
@@ -122,6 +128,7 @@ class PassagePrompts:
 
 def filled_up(prompt: list[int], chunk_length: int, filler: int) -> list[int]:
     """The ids behind as many of `filler` as make them whole chunks."""
+    # -n % m is what n lacks to a multiple of m: 0 for n = 0, m, 2 m.
     return [filler] * (-len(prompt) % chunk_length) + prompt
 
 

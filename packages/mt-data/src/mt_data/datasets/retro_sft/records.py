@@ -170,6 +170,8 @@ def _is_array(path: Path) -> bool:
     if found.kind != "jsonl":
         return False
     with open_stream(path, found) as stream:
+        # The ending .json means JSON lines; Megatron's NAME_QA_train.json holds one array. A page is enough for the
+        # white space that may come before its bracket.
         return stream.read(4096).lstrip().startswith(b"[")
 
 

@@ -73,6 +73,8 @@ class ConversationEncoder:
         return EncodedConversation(tokens, np.ones(len(tokens), np.bool_))
 
     def _with_spans(self, text: str, spans: Sequence[Span]) -> EncodedConversation:
+        # No id without text in between: the whole conversation is encoded as one text, and spans of characters become
+        # spans of ids.
         if self._eod is None:
             tokens, places = encode_with_cuts(text, [cut for span in spans for cut in span], self._encode)
             return _marked(tokens, list(zip(places[::2], places[1::2], strict=True)))
@@ -80,6 +82,7 @@ class ConversationEncoder:
         tokens, marked, done = [], [], 0
         for start, end in spans:
             piece, (place,) = encode_with_cuts(text[done:end], [start - done], self._encode)
+            # + 1: the end-of-document id is part of the answer, so that the model learns to stop.
             marked.append((len(tokens) + place, len(tokens) + len(piece) + 1))
             tokens += [*piece, self._eod]
             done = end
@@ -106,6 +109,8 @@ def answer_spans(conversation: Conversation, template: ChatTemplate) -> tuple[st
     for turn in conversation.turns_of("assistant"):
         prompt, _ = template.render(conversation, messages[:turn], add_generation_prompt=True)
         through, _ = template.render(conversation, messages[: turn + 1])
+        # Three renderings must be prefixes of one another: up to the generation prompt, through the answer, and the
+        # whole. Templates that drop the reasoning of earlier turns, for example, break this.
         if not (through.startswith(prompt) and text.startswith(through)):
             raise _not_a_prefix(conversation, template, turn, prompt, through, text)
         spans.append((len(prompt), len(through)))
@@ -140,10 +145,13 @@ def encode_with_cuts(text: str, cuts: Sequence[int], encode: Encode) -> tuple[li
     """
     tokens = encode(text)
     bounds = [0, *cuts, len(text)]
+    # First attempt: encode the pieces between the cuts. If together they are the ids of the whole, the counts are
+    # exact.
     pieces = [encode(text[start:end]) for start, end in pairwise(bounds)]
     if [token for piece in pieces for token in piece] == tokens:
         return tokens, np.cumsum([len(piece) for piece in pieces])[: len(cuts)].tolist()
     # Pieces are encoded otherwise than the whole (a merge across a cut, a space put before each text).
+    # Second: what the ids of the text before the cut have in common with those of the whole stands before the cut.
     return tokens, [_common_length(tokens, encode(text[:cut])) for cut in cuts]
 
 

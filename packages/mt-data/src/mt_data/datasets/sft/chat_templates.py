@@ -39,6 +39,7 @@ class ChatTemplate:
         eod_after_answer: bool,
         markers: Sequence[str] = (),
     ) -> None:
+        # jinja2 is imported only where a template is compiled.
         from mt_data.datasets.sft.jinja_sandbox import compile_template
 
         self.name = name
@@ -105,6 +106,8 @@ def _read(file: str) -> str:
 
 def _of_tokenizer(tokenizer: Tokenizer) -> str:
     files = tokenizer.files()
+    # Hugging Face's order: a file of its own, then the key of the tokenizer's configuration, which may hold several by
+    # name.
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode("utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -128,6 +131,7 @@ def _of_tokenizer(tokenizer: Tokenizer) -> str:
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """Special tokens by name ("bos_token") as the tokenizer's files give them; empty without such files."""
     tokens: dict[str, str] = {}
+    # The second overrides the first. Values are texts, or objects with a text under "content" (AddedToken).
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in _json(tokenizer.files(), name).items():
             text = value.get("content") if isinstance(value, dict) else value

@@ -84,6 +84,7 @@ class SFTDataset:
         }
         start = 0
         for segment, number in enumerate(members):
+            # [at most length + 1] each; n tokens take n - 1 positions.
             tokens, answer = self.conversations.tokens_of(number, length + 1)
             end = start + len(tokens) - 1
             sample["tokens"][start:end] = tokens[:-1]
@@ -92,6 +93,7 @@ class SFTDataset:
             sample["position_ids"][start:end] = np.arange(end - start)
             sample["segment_ids"][start:end] = segment
             start = end
+        # Padding is a segment, and its positions begin at 0 as those of every segment do.
         sample["position_ids"][start:] = np.arange(length - start)
         return sample
 
@@ -148,6 +150,7 @@ def select(conversations: Conversations, within: range, sequence_length: int, on
     """
     numbers = np.arange(within.start, within.stop, dtype=np.int64)
     starts, ends = conversations.bounds[numbers], conversations.bounds[numbers + 1]
+    # [conversations]
     positions = ends - starts - 1
     too_long = positions > sequence_length
     if on_too_long == "error" and too_long.any():
@@ -177,6 +180,7 @@ def _packing(
 ) -> Packing:
     if not config.packing:
         return pack_singly(len(selection.numbers))
+    # The packing depends on lengths alone, and these on the tokens, the split and the cut.
     whole = {"sft_packing": key, "within": [within.start, within.stop], "sequence_length": sequence_length}
     return Packing(**source.cache.get(whole, lambda: pack_best_fit(selection.positions, sequence_length).arrays()))
 

@@ -167,15 +167,18 @@ class _Gathered:
     def add(self, encoded: EncodedConversation, file: int, line: int) -> None:
         self._tokens.append(encoded.tokens.astype(np.int32))
         self._answer.append(encoded.answer)
+        # Without the first token, which no position predicts; + 1 gives places in the conversation again.
         counted = np.flatnonzero(encoded.answer[1:])
         first = int(counted[0]) + 1 if len(counted) else len(encoded.tokens)
         self._places.append((len(encoded.tokens), first, file, line))
         self.count += 1
         if self.count % _BATCH == 0:
+            # An array object costs some 100 bytes beside its content, as much as a short conversation.
             self._tokens[-_BATCH:] = [np.concatenate(self._tokens[-_BATCH:])]
             self._answer[-_BATCH:] = [np.concatenate(self._answer[-_BATCH:])]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
+        # [4, conversations]; rows of a transposed array are strided, hence the copies below.
         lengths, first, files, lines = np.array(self._places, np.int64).T
         return {
             "tokens": np.concatenate(self._tokens),

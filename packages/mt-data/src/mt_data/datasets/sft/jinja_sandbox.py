@@ -36,6 +36,8 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # Jinja calls `mark` with a function that renders the body, so marks follow whatever loops and filters do with
+        # the text.
         return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
     def mark(self, caller: Callable[[], str]) -> str:
@@ -67,12 +69,15 @@ _FAILURES = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError,
 
 def compile_template(source: str, name: str) -> CompiledTemplate:
     """Raises ConfigError, with the line, for a source that is no Jinja template."""
+    # A template comes with a downloaded tokenizer: the sandbox refuses access to Python's internals, and changes of the
+    # messages. trim_blocks, lstrip_blocks and loop controls are as transformers sets them for chat templates.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, undefined=_LoudUndefined, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     try:
+        # Looked for in the syntax tree, since the text of the tag may stand in a comment or a string.
         found = environment.parse(source).find_all(nodes.ExtensionAttribute)
         has_marks = any(node.identifier == _Generation.identifier for node in found)
         return CompiledTemplate(environment.from_string(source), has_marks, name)
@@ -84,6 +89,7 @@ def _unmark(text: str, where: str) -> tuple[str, list[tuple[int, int]]]:
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
     length = 0
+    # Each piece but the first follows an opening mark and must hold exactly one closing mark: "a<b>c" -> "a", "b>c".
     for number, piece in enumerate(text.split(_OPEN)):
         inside, found, outside = piece.partition(_CLOSE)
         if bool(found) != bool(number) or _CLOSE in outside:
@@ -94,6 +100,7 @@ def _unmark(text: str, where: str) -> tuple[str, list[tuple[int, int]]]:
         if number:
             spans.append((length, length + len(inside)))
         parts += [inside, outside]
+        # Spans are places in the text without marks.
         length += len(inside) + len(outside)
     return "".join(parts), spans
 

@@ -34,11 +34,14 @@ def pack_best_fit(lengths: NDArray[np.integer], capacity: int) -> Packing:
     if len(lengths) and not 1 <= int(lengths.min()) <= int(lengths.max()) <= capacity:
         raise ValueError(f"lengths must be within 1..{capacity}, are {lengths.min()}..{lengths.max()}")
     packs: list[list[int]] = []
+    # with_room[r]: packs with exactly r free positions, the latest last.
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     # Bit r is set when some pack has exactly r free positions.
     rooms = 0
     for item in np.argsort(-lengths.astype(np.int64), kind="stable").tolist():
         length = int(lengths[item])
+        # Bits of the rooms that are at least `length`; the lowest one is the fullest pack that fits. One Python integer
+        # of capacity + 1 bits replaces a search tree.
         fitting = rooms >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1
