@@ -38,15 +38,18 @@ class InTurn:
     def _results_of_group(self, group: Sequence[Run]) -> dict[Run, list[Any]]:
         cases = [case for _, case in group]
         try:
+            # All cases of the group in one launch: rank -> case -> result.
             of_ranks = run_ranks(group[0][0], one_after_another, self.function, cases, timeout=SECONDS)
         except (RankFailureError, TimeoutError):
             return {}
+        # Transposed: case -> result of each rank.
         return {run: list(results) for run, *results in zip(group, *of_ranks, strict=True)}
 
 
 def groups(runs: Iterable[Run]) -> Iterator[tuple[Run, ...]]:
     """Runs on as many ranks, at most AT_ONCE together."""
     of_world: dict[int, list[Run]] = {}
+    # Without repetitions, in their order.
     for run in dict.fromkeys(runs):
         of_world.setdefault(run[0], []).append(run)
     for same in of_world.values():
