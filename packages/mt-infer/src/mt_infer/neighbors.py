@@ -51,7 +51,7 @@ def with_neighbors(
     # Instruction tuning encodes prompts without BOS.
     text = encode(prompt) if isinstance(prompt, str) else []
     ids = filled_up(text or generator.prompt_tokens(prompt), shape.chunk_length, filler)
-    # Chunks that will be generated need their passages before: the model encodes neighbours once, with the request.
+    # Also of chunks that are still to be generated: neighbours are given once, with the request.
     positions = generator.longest if max_tokens is None else min(len(ids) + max_tokens, generator.longest)
     found = shape.tokens(_texts(values[PASSAGES], PASSAGES), encode)
     return ids, _inputs(*[list(shape.of_every_chunk(part, positions)) for part in found])

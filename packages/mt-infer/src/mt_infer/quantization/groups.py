@@ -15,6 +15,7 @@ from torch import Tensor
 
 INT8_MAX, INT4_LEVELS, INT4_PER_WORD = 127, 15, 4
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+# By format: int8 [..., columns]; the bits of fp8 as uint8 [..., columns]; words of int4 as int16 [..., columns / 4].
 Stored = tuple[Tensor, ...]
 """Bytes [..., columns] (uint8 or int8), scales [..., groups] in fp32, and for int4 lows [..., groups]."""
 

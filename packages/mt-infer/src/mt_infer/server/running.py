@@ -68,7 +68,6 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
-        # uvicorn returns without it when the application's start failed.
         if self.started:
             self._on_ready()
 
