@@ -49,7 +49,6 @@ class InTurn:
 def groups(runs: Iterable[Run]) -> Iterator[tuple[Run, ...]]:
     """Runs on as many ranks, at most AT_ONCE together."""
     of_world: dict[int, list[Run]] = {}
-    # Without repetitions, in their order.
     for run in dict.fromkeys(runs):
         of_world.setdefault(run[0], []).append(run)
     for same in of_world.values():

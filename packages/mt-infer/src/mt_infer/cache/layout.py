@@ -156,5 +156,4 @@ def blocks_of_sequence(group: CacheGroup, limits: CacheLimits, longest: int) -> 
         # While a chunk is computed: the window before it, what batch invariance reads behind that, the chunk itself (at
         # most a whole step), and a part of a block at the beginning of the window.
         longest = min(longest, group.window + limits.unread + limits.step + limits.block_size)
-    # Rounded up.
     return -(-longest // limits.block_size)

@@ -34,8 +34,8 @@ class DecodeGraph:
         # Rows of filler alone: the warm-up run below computes on valid places without touching a sequence.
         self.inputs.fill([])
         batch = DecodeBatch(self.inputs, manager)
-        # Eager, on the capture stream: at a first call Triton compiles and cuBLAS allocates a workspace, which cannot be
-        # part of a graph.
+        # Eager, on the capture stream: at a first call Triton compiles and cuBLAS allocates a workspace, which cannot
+        # be part of a graph.
         with recorder.aside():
             runner.logits(batch)
         # Recorded, not run. Every tensor it reads has to stay where it is: the inputs, the weights and the cache.

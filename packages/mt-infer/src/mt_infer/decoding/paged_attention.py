@@ -35,8 +35,8 @@ def plain_paged_attention(
     queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: Tensor, table: PageTable, scores: PagedScores
 ) -> Tensor:
     """In plain torch, over all positions that the table has room for. The softmax is computed in fp32."""
-    # The reference of the Triton kernel, and its replacement where Triton does not run. It gathers M * block_size keys of
-    # every sequence, computed or not: shapes do not depend on lengths. Masked ones weigh 0.
+    # The reference of the Triton kernel, and its replacement where Triton does not run. It gathers M * block_size keys
+    # of every sequence, computed or not: shapes do not depend on lengths. Masked ones weigh 0.
     offsets = torch.arange(table.block_size, device=values.device)
     places = (table.blocks.long()[..., None] * table.block_size + offsets).flatten(1)  # [B, T]
     groups = values.shape[1]  # G

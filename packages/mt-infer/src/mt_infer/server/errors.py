@@ -65,7 +65,6 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         return ApiError('the body must be a JSON object, sent with "Content-Type: application/json"')
     # A union of types has an error for each member, all at the same field.
     alike = [error for error in errors if error["loc"][1:2] == first["loc"][1:2]]
-    # Without repetitions, in their order.
     reasons = list(dict.fromkeys(_reason(error) for error in alike))
     return ApiError(f"{places[0]}: {'; or '.join(reasons[:4])}", param=places[0])
 

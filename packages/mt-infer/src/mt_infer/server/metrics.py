@@ -52,7 +52,6 @@ class RequestClock:
 
     def token(self, index: int) -> None:
         """Of sequence number `index`."""
-        # The clock does not jump when the system's time is set.
         now = time.monotonic()
         if not self._last:
             self.metrics.first_token.labels(self.model).observe(now - self._start)
