@@ -248,6 +248,7 @@ def main() -> None:
         check(Path(folder), state)
         rounds = []
         for number in range(options.rounds):
+            # Each method is first, second ... as often as the others: what precedes a save leaves work for the disk.
             shift = number % len(METHODS)
             rounds.append(one_round(Path(folder), state, [*METHODS[shift:], *METHODS[:shift]]))
         first, pairs = stalls(Path(folder), state, options.rounds)

@@ -131,6 +131,7 @@ def main() -> None:
             expected = theirs.of(lambda: reference(library, lengths, plan))
             for engine, times in ours.items():
                 build = partial(build_index, engine, range(len(lengths)), lengths, plan)
+                # After each build, outside of the time.
                 check_equal(times.of(build), expected)
     print(f"{len(lengths)} documents, {plan.tokens_per_epoch} tokens, sequence {plan.sequence_length}; arrays equal")
     print(f"reference: {theirs}")

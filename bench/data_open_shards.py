@@ -32,6 +32,8 @@ def make_shards(folder: Path, count: int, sequences: int, length: int) -> list[s
     lengths = np.full(sequences, length, "<i4").tobytes()
     pointers = (np.arange(sequences, dtype="<i8") * length * 2).tobytes()
     documents = np.arange(sequences + 1, dtype="<i8").tobytes()
+    # Megatron's index: magic, version (u64), dtype code (u8; 8 is uint16), counts of sequences and of documents + 1
+    # (u64), all little-endian; then lengths (i32), byte offsets (i64) and document boundaries (i64).
     index = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, sequences, sequences + 1) + lengths + pointers + documents
     prefixes = [str(folder / f"shard_{number:06d}") for number in range(count)]
     for prefix in prefixes:

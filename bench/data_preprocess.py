@@ -110,6 +110,7 @@ def ours(
     options += ["--tokenizer-type", "GPT2BPETokenizer", "--append-eod"]
     options += ["--vocab-file", arguments.vocab_file, "--merge-file", arguments.merge_file]
     options += [] if shard_mb is None else ["--shard-mb", shard_mb]
+    # RUSAGE_CHILDREN grows when a child has been waited for, with all of its own children.
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run([sys.executable, script, *map(str, options)], check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

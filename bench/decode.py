@@ -83,6 +83,7 @@ def configuration(model: Model, weights: str, machine: Machine, more: Sequence[s
 def build_engine(config: Config, machine: Machine, host: PluginHost, longest: int) -> InferenceEngine:
     ctx = build.build_context(config, machine.device)
     model = build.build_model(config, ctx, host).eval()
+    # Random values: of what a step does, only the routing of experts depends on them.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
@@ -97,6 +98,7 @@ def bytes_of_step(engine: InferenceEngine, batch: int, context: int) -> float:
 
 
 def weight_bytes(model: nn.Module, batch: int) -> float:
+    # By the name of the router, whose layer's experts have the same prefix.
     topk = {name: module.config.moe_router_topk for name, module in model.named_modules() if name.endswith(".router")}
     embedding = next(module for module in model.modules() if isinstance(module, VocabParallelEmbedding))
     is_tied = not any(name.startswith("output_layer") for name, _ in model.named_parameters())
@@ -106,7 +108,9 @@ def weight_bytes(model: nn.Module, batch: int) -> float:
         if isinstance(module, ExpertLinear):
             count = module.layouts["weight"].shape[0]
             chosen = next(k for router, k in topk.items() if name.startswith(router.removesuffix("router")))
+            # The expected share of experts that one token of the batch at least chooses, if choices are independent.
             own *= 1 - (1 - chosen / count) ** batch
+        # A step reads one row for each sequence of it. A tied one is read whole, as the LM head.
         if module is embedding and not is_tied:
             own = 0.0
         total += own
@@ -131,6 +135,7 @@ def timed_steps(engine: InferenceEngine, batch: int, context: int, steps: int) -
     for number in range(batch):
         generator = torch.Generator().manual_seed(number)
         engine.add(torch.randint(0, vocab, (context,), generator=generator).tolist(), sampling)
+    # Prompts are computed first: the steps that are timed decode alone.
     while any(sequence.waiting > 1 for sequence in engine.scheduler.sequences()):
         engine.step()
     seconds = []
@@ -140,6 +145,7 @@ def timed_steps(engine: InferenceEngine, batch: int, context: int, steps: int) -
         seconds.append(time.perf_counter() - started)
     while not engine.is_idle:
         engine.step()
+    # The next batch has the same prompts, and would find them in the cache.
     engine.manager.forget_prefixes()
     return seconds[WARM_UP:]
 
@@ -152,6 +158,7 @@ def replay_seconds(engine: InferenceEngine, steps: int) -> float | None:
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(steps):
+        # Rows of filler only: the kernels and the bytes of weights are the same; those of the sequences are not read.
         graph.replay([])
     torch.cuda.synchronize()
     return (time.perf_counter() - started) / steps

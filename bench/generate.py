@@ -70,6 +70,7 @@ def run_ours(engine: InferenceEngine, prompts: Prompts, counts: Sequence[int], *
 @torch.no_grad()
 def run_theirs(model: Any, rows: Prompts, count: int) -> None:
     longest = max(map(len, rows))
+    # Left padding, as generate() takes it.
     ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     model.generate(
@@ -142,6 +143,7 @@ def main() -> None:
 
 
 def run_fresh(engine: InferenceEngine, prompt: Sequence[int]) -> None:
+    # The prompt stays in the cache: this run alone does not look it up.
     kept = engine.manager.share_prefixes
     engine.manager.share_prefixes = False
     run_ours(engine, [prompt], [1], keep=True)

@@ -115,6 +115,7 @@ def bare_products(case: Case, counts: list[int]) -> Callable[[], None]:
 def measure_case(case: Case, rounds: int, even: bool) -> dict[str, Any]:
     x = torch.randn(1, case.tokens, case.shape.hidden_size, requires_grad=True)
     layer = moe_layer(case, even)
+    # The numbers of rows that the layer's own router gives, so that both multiply the same shapes.
     counts = layer.router(share_tokens(x, layer.ctx)).experts.flatten().bincount(minlength=case.experts).tolist()
     cases = {"moe": step(layer, x), "bare": bare_products(case, counts), "dense": step(dense_layer(case), x)}
     times = alternating(cases, rounds, measure=partial(elapsed, clock=time.process_time))

@@ -66,6 +66,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, list[Step]]:
     contenders = [Contender(name, case, arguments) for name in (OURS, *arguments.against)]
     try:
         for number in range(WARM_UP + arguments.rounds):
+            # So that no contender always runs after the same one, in what that has left in the processor's caches.
             for contender in contenders if number % 2 else reversed(contenders):
                 contender.steps.append(contender.step())
         return {contender.name: contender.steps[WARM_UP:] for contender in contenders}

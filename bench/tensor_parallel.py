@@ -47,6 +47,7 @@ def interleaved(works: Mapping[str, Work], rounds: int) -> dict[str, list[float]
     for number in range(rounds + WARM_UP):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
+            # Both ranks begin together; a work's time is that of the slower one.
             dist.barrier()
             started = time.perf_counter()
             works[name]()

@@ -23,6 +23,7 @@ def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launch_forked(nproc: int, arguments: Sequence[str], **_: object) -> int:
     """Shows the output of rank 0, and the errors of the first rank that failed; returns its exit code, or 0."""
+    # As the launcher: rank 0 has the terminal, and the exit code is that of a rank that failed.
     found = run_ranks(nproc, run_as_rank, arguments)
     sys.stdout.write(found[0][1])
     code, _, errors = next((one for one in found if one[0]), found[0])

@@ -28,11 +28,14 @@ class Launches(TorchDispatchMode):
 
     def move(self, tensors: Iterable[Any]) -> None:
         """A launch reads or writes these, each once."""
+        # Meta tensors have no data pointer: the storage's identity takes its place. A tensor that is given twice is
+        # read once.
         memory = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape): x.nbytes for x in flat(tensors)}
         self.moved += sum(memory.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
+        # Views and allocations launch nothing.
         if not (func.is_view or name in NO_KERNEL or self.fused):
             self.names[name] += 1
             result = func(*args, **(kwargs or {}))
@@ -111,6 +114,7 @@ def count(launches: Launches, model: nn.Module, run: Callable[[Tensor], Tensor],
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
+        # Autograd saves parameters by reference: they cost no memory beside the model.
         if storage._cdata not in known:
             saved[storage._cdata] = storage
         return tensor.detach()

@@ -47,12 +47,14 @@ def main() -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     clock, draw = Clock(), random_ids(case)
+    # transformers' Trainer owns its loop; the others give a function of one step.
     if hasattr(contender, "run"):
         contender.run(case, draw, clock.begin, clock.end)
         return
     step, parameters = contender.build(case)
     print(f"{sys.argv[1]}: {parameters:,} parameters", file=sys.stderr)
     while True:
+        # Before the clock begins: the data are not part of the step.
         ids = draw()
         clock.begin()
         clock.end(step(ids))

@@ -38,9 +38,11 @@ class InTurn:
     def _results_of_group(self, group: Sequence[Run]) -> dict[Run, list[Any]]:
         cases = [case for _, case in group]
         try:
+            # All cases of the group in one launch: rank -> case -> result.
             of_ranks = run_ranks(group[0][0], one_after_another, self.function, cases, timeout=SECONDS)
         except (RankFailureError, TimeoutError):
             return {}
+        # Transposed: case -> result of each rank.
         return {run: list(results) for run, *results in zip(group, *of_ranks, strict=True)}
 
 

@@ -79,6 +79,7 @@ def storages(tensors: Iterable[Any]) -> int:
     for tensor in tensors:
         if tensor is not None:
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            # Shards and views share the storage of a buffer.
             memory = local.untyped_storage()
             found[memory.data_ptr()] = memory.nbytes()
     return sum(found.values())
@@ -87,6 +88,7 @@ def storages(tensors: Iterable[Any]) -> int:
 def held(trainer: Trainer) -> int:
     """Weights, gradients, master weights with their gradients, and the moments of Adam."""
     model = list(trainer.model.parameters())
+    # Where master weights are the model's own, storages() counts them once.
     main = [parameter for _, parameter in trainer.engine.weights.named_parameters()]
     states = [value for state in trainer.engine.optimizer.state.values() for value in state.values() if value.ndim]
     every = [*model, *main, *(parameter.grad for parameter in (*model, *main)), *states]
@@ -167,6 +169,7 @@ class Recorder(Callback):
         function = getattr(dist, name, None)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            # Callers give tensors by position or by name.
             named = [value for value in kwargs.values() if isinstance(value, (Tensor, list))]
             for tensor in tensors(*args, *named):
                 self.note(noted_as or name, tensor)
@@ -241,6 +244,7 @@ def test_sequence_parallel_sends_the_same_and_gathers_inputs_again() -> None:
     """Each all-reduce becomes a reduce-scatter and an all-gather. Of the input of a region a rank keeps its piece only,
     so backward gathers it once more: the least that can be sent with activations so divided. Gradients of norms, which
     saw a part of the positions, are summed once a step."""
+    # Two norms a layer and the final one, in fp32.
     norms = (2 * LAYERS + 1) * HIDDEN * 4
     for calls in run_ranks(2, calls_of_a_step, 1, 3, (TP, SP)):
         assert totals(calls) == {

@@ -108,12 +108,14 @@ def run_case(case: Case, cp: Axis, axes: list[Axis]) -> list[float]:
     """Largest difference in this rank's output, dq, dk, dv, each relative to the largest value in the whole; and of the
     gradients of the sinks, to which all ranks add."""
     (tensors, pattern), sinks = inputs(case, cp.size), sinks_of(case)
+    # The reference in fp64, on the whole sequence on every rank.
     wide = [[x.double() for x in given] for given in (tensors, sinks)]
     expected = results(eager_attention(softmax_in_fp32=False), wide[0], pattern, wide[1])
     core = eager_attention() if case.sinks else sdpa_attention
     core = context_parallel_attention(case.method, axes, core=core, backend=case.backend)
     shards = [shard_sequence(x, 1, cp) for x in tensors]
     if pattern.segment_ids is not None:
+        # The mask is computed lazily from the whole sequence: without it, the shard would inherit it.
         pattern = replace(pattern, segment_ids=shard_sequence(pattern.segment_ids, 1, cp), _mask=None)
     found = results(core, shards, replace(pattern, _mask=None), sinks)
     for gradient in found[4:]:
@@ -162,6 +164,7 @@ def counted(axis_size: int) -> Iterator[dict[str, int]]:
 
 def visible_chunks(source: int, reader: int, size: int) -> int:
     """How many of the source's two chunks some query of the reader may see, from the causal mask itself."""
+    # Rank r has chunks r and 2 size - 1 - r (zigzag): the later one sees all chunks up to itself.
     last_query = 2 * size - 1 - reader
     return sum(chunk <= last_query for chunk in (source, 2 * size - 1 - source))
 
@@ -177,6 +180,8 @@ def least_bytes(case: Case, rank: int, size: int) -> dict[str, int]:
     features = case.heads * 2 * (HEAD_DIM + case.value_dim)  # of q, k, v and the result, a head having its own k, v
     a2a = 2 * 2 * chunk * features * (size - 1) // size  # forward and backward, two chunks
     return {
+        # Keys and values go out in the forward and again in the backward pass, to ranks that see them; gradients go
+        # back for those that this rank has read.
         "p2p": {"p2p": 2 * shown * kv + read * kv},
         "all_gather": {"all_gather": 2 * everything, "reduce_scatter": everything},
         "a2a": {"a2a": a2a},
@@ -332,6 +337,7 @@ def test_ranks_send_the_least_that_is_needed(four_ranks) -> None:
 
 
 def test_a_transfer_is_under_way_while_a_block_is_computed(four_ranks) -> None:
+    # The next block is sent before the present one is computed. Block k is of the rank k places before.
     expected = ["send 1", "compute 0", "send 2", "compute 1", "send 3", "compute 2", "compute 3"]
     assert [answers["order_of_events"] for answers in four_ranks] == [expected] * 4
 

@@ -134,6 +134,7 @@ def test_a_query_that_sees_no_key_weighs_nothing(attention) -> None:
     result = Softmax(out.clone(), lse.clone())
     result.add(slice(0, 4), out, lse)  # still nothing seen by query 1: no NaN from -inf - -inf
     torch.testing.assert_close(result.out, out)
+    # The backward pass computes exp(score - lse): +inf in place of -inf makes the weights of a query without keys 0.
     gradients = attention.backward(grad, q, k, v, out, lse.masked_fill(lse.isneginf(), math.inf), mask)
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert not gradients[0][:, :, 1].any()

@@ -162,6 +162,7 @@ def bad_on_one_rank(rank: int, world: int, run_dir: str) -> tuple[str, bool, boo
         if trainer.state.iteration != 1:
             return losses
         before.update({name: weights.detach().clone() for name, weights in model.named_parameters()})
+        # Of one rank alone: the flag has to reach the other before weights are updated on either.
         return losses * float("inf") if rank == 1 else losses
 
     trainer.engine.forward_backward.forward_step = bad

@@ -228,6 +228,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(program, tmp_path) -> None:
     wait_for(*(tmp_path / f"pid-{rank}" for rank in range(2)))
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
+    # They are not children of this process, which cannot wait for them.
     end = time.monotonic() + SECONDS_TO_END
     ranks = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
     while any(is_running(pid) for pid in ranks) and time.monotonic() < end:

@@ -60,6 +60,7 @@ def take_positions_for_consecutive() -> None:
 
     def wrong(x: torch.Tensor, dim: int, axis) -> torch.Tensor:
         piece = shard(x, dim, axis)
+        # The rows 0 1 2 ... are position ids; tokens are sharded rightly, so that the positions alone are wrong.
         is_positions = bool((x[0] == torch.arange(x.shape[dim])).all())
         return x.chunk(axis.size, dim)[axis.rank].contiguous() if is_positions and axis.size > 1 else piece
 

@@ -94,6 +94,7 @@ def small_enough(world: int, layout: tuple[str, ...]) -> tuple[str, ...]:
 def require_equal(found: RunRecord, reference: RunRecord) -> None:
     assert found.losses == pytest.approx(reference.losses, rel=1e-5)
     assert found.norms[0] == pytest.approx(reference.norms[0], rel=1e-6)
+    # Looser after the first step: the weights differ by rounding by then.
     assert found.norms == pytest.approx(reference.norms, rel=1e-4)
     assert found.evaluation == pytest.approx(reference.evaluation, rel=1e-5)
     for kind, tolerance in (("gradients", 1e-5), ("weights", 1e-5)):

@@ -104,6 +104,7 @@ def summed_over_ranks(
     gradients: dict[str, Tensor] = {}
     for _, of_rank in held:
         for name, gradient in of_rank.items():
+            # Tied embeddings: the first and the last stage have a part of the gradient each.
             gradients[name] = gradients[name] + gradient if name in gradients and add_copies else gradient
     return sum(one for one, _ in held), gradients
 
@@ -158,6 +159,7 @@ def test_every_schedule_computes_the_gradients_of_one_process(world, families, c
     """Layers that do not divide evenly; fewer and more micro-batches than stages, and no multiples."""
     host, cases = load_plugins(), list(itertools.product(families, counts))
     found = run_ranks(world, train, cases, layers)[0]
+    # Six schedules, one of them with two numbers of stages.
     assert len(found) == len(cases) * 7
     for family, count in cases:
         whole = build(host, FAMILIES[family], ParallelContext(), None, layers)
@@ -173,6 +175,7 @@ def mutated(rank: int, world: int, mutation: str) -> float:
     expected = one_process(build(host, keys, ParallelContext(), None, layers), batches)
     stages = balanced_stages(layers, world)
     if mutation == "wrong sequence of stages":
+        # Each stage has the layers of the other.
         swapped = zip(stages, [stages[1].layers, stages[0].layers], strict=True)
         stages = [replace(stage, layers=numbers) for stage, numbers in swapped]
     model, pipeline = pipeline_of(host, keys, "1f1b", stages, ctx, layers)
@@ -362,6 +365,8 @@ def test_every_action_is_recorded() -> None:
         for span in spans
         if span.action[0] is Kind.FORWARD and span.action[2] == 0
     }
+    # Placement "v" on two ranks: stages 0 and 3 on the first, 1 and 2 on the second. Spans are compared within a rank,
+    # by its own clock.
     assert forward[1].end <= forward[2].start
     assert forward[3].start - forward[0].end >= forward[2].end - forward[1].start
 

@@ -62,6 +62,7 @@ class Draw:
         keys = [f"{key}={value}" for key, value in {**self.model, **self.layout}.items()]
         return f"on {self.world} ranks:\n  " + "\n  ".join(keys)
 
+    # Mappings are not hashable, and draws are keys of InTurn.
     def __hash__(self) -> int:
         return hash(str(self))
 
@@ -72,10 +73,12 @@ def draw(number: int) -> Draw:
     parallel = _parallel(rng, tp, cp, pp, dp)
     heads, groups = _heads(rng, tp, cp, parallel.get("cp_comm_type"))
     family = rng.choice(("gpt", "llama", "qwen"))
+    # cp takes two chunks of each rank, and sequence parallelism cuts these over tp.
     length = 2 * tp * cp * rng.choice((2, 3))
     optimizer = rng.choice(tuple(OPTIMIZERS) if family == "llama" else ("adam", "sgd", "muon"))
     model = {
         "model.family": family,
+        # A layer at least for each of two stages of a pipeline rank, which some schedules have.
         "model.num_layers": max(rng.choice((1, 2, 3, 5)), 2 * pp if pp > 1 else 1),
         "model.num_attention_heads": heads,
         "model.num_query_groups": groups,
@@ -86,6 +89,7 @@ def draw(number: int) -> Draw:
         "model.untie_embeddings_and_output_weights": rng.choice(("true", "false")),
         **_of_family(rng, family, length),
         "data.seq_length": length,
+        # Micro-batches of one sample: 2 or 3 on each data-parallel rank.
         "train.global_batch_size": dp * rng.choice((2, 2, 3)),
         "optimizer.optimizer": optimizer,
         **{f"optimizer.{key}": value for key, value in OPTIMIZERS[optimizer].items()},
@@ -97,6 +101,7 @@ def draw(number: int) -> Draw:
 def draw_moe(number: int) -> Draw:
     """The same with experts, which ranks of a stage divide in a way of their own."""
     plain, rng = draw(1000 + number), Random(number)
+    # Ranks of a pipeline stage, which experts are sharded over apart from the dense layers: ep * etp divides them.
     stage = plain.world // plain.layout.get("parallel.pipeline_model_parallel_size", 1)
     tp = plain.layout["parallel.tensor_model_parallel_size"]
     etp = rng.choice([size for size in {1, 2, tp} if stage % size == 0])
@@ -157,6 +162,7 @@ def _parallel(rng: Random, tp: int, cp: int, pp: int, dp: int) -> dict[str, Any]
         keys["fsdp_reshard_after_forward"] = "false" if split else rng.choice(("true", "false"))
     else:
         keys["overlap_param_gather"] = rng.choice(("true", "false"))
+    # Two instances cut the axis of replicas, of dp and cp together, in half.
     if dp * cp % 2 == 0 and rng.random() < 0.3:
         keys["num_distributed_optimizer_instances"] = 2
     return keys
@@ -164,6 +170,7 @@ def _parallel(rng: Random, tp: int, cp: int, pp: int, dp: int) -> dict[str, Any]
 
 def _heads(rng: Random, tp: int, cp: int, exchange: str | None) -> tuple[int, int]:
     """Query heads and their groups: whole groups on a tensor-parallel rank, or one group on several."""
+    # a2a shards heads over cp as well.
     unit = tp * cp if exchange == "a2a" else tp
     heads = unit * rng.choice((1, 2)) * (2 if unit == 1 else 1)
     legal = [n for n in range(1, heads + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]

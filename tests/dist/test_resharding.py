@@ -150,6 +150,7 @@ def train(rank: int, world: int, training: Training) -> dict[str, Tensor]:
     assert trainer.train().state.iteration == training.steps
     if training.steps < 2 * STEPS:
         return {}
+    # Collected to canonical tensors: comparable whatever the layout.
     weights = [fragment for fragment in trainer.checkpointed().fragments() if fragment.name.startswith(MODEL)]
     return {name: tensor for name, tensor in collect(weights, trainer.ctx) if rank == 0}
 
@@ -236,6 +237,7 @@ def saved_under() -> Iterator[object]:
 
 def go_on(run: Path, model: Model, layout: Layout, folder: Path) -> Weights:
     """The other half, on a copy of the run."""
+    # The run is shared by tests, and continuing writes to it.
     shutil.copytree(run, folder / "run")
     return weights_after(Training(model, layout, 2 * STEPS, folder / "run"))
 

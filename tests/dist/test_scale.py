@@ -50,6 +50,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 def tied_embedding(everyone: list[Any], own: list[str], group: Any) -> None:
     """Names of the parameters of all pipeline stages."""
     everyone[:] = [[f"layer {stage}"] for stage in range(len(everyone))]
+    # As with tied embeddings: the first and the last stage have the same weight.
     everyone[0] = everyone[-1] = ["embedding"]
 
 
@@ -79,6 +80,8 @@ def test_weights_of_the_first_and_last_stage_are_summed_over_their_two_ranks(
 def test_axes_with_the_same_ranks_share_a_group(made: list[list[int]]) -> None:
     with fake_rank(1, 8):
         ctx = build_parallel_context(AxisSizes(tp=2))
+    # Rank 1 of 8 with tp=2: its tensor-parallel group and its data-parallel group; axes of the same ranks (dp_cp,
+    # expert_shard) reuse them, and the world is the default group.
     assert made == [[0, 1], [1, 3, 5, 7]]
     assert ctx.axis("etp").group is ctx.tp.group is not None
     assert ctx.axis("dp_cp").group is ctx.dp.group is ctx.axis("expert_shard").group

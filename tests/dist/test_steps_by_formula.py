@@ -76,6 +76,7 @@ def mean_loss(model: torch.nn.Module, samples: range) -> torch.Tensor:
 
 def reported_and_expected(rank: int, world: int, more: tuple[str, ...]) -> dict[str, tuple[float, float]]:
     seen, data = Metrics(), UnequalSamples()
+    # lr=0: the weights that the formula reads are those of the step.
     keys = ("train.exit_iteration=1", "train.eval_iters=2", "optimizer.lr=0", "optimizer.min_lr=0", *more)
     trainer = Trainer(config(*keys), callbacks=[seen], train_data=data, valid_data={"valid": data})
     trainer.train()
@@ -152,6 +153,7 @@ class Late:
         self.start = start
 
     def wait(self) -> None:
+        # wait() may be called again, and gathers once.
         start, self.start = self.start, lambda: None
         start()
 
@@ -161,6 +163,7 @@ def with_late_gathers(rank: int, world: int, more: tuple[str, ...]) -> tuple[Run
 
     def late(out: torch.Tensor, own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         nonlocal count
+        # Blocking gathers (of metrics and checks) are left as they are.
         if not async_op:
             return gather(out, own, group=group)
         count += 1

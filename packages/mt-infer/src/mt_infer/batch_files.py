@@ -77,17 +77,24 @@ def generate_file(
     `target`.job.json records the job (mt_infer.job_record). Raises ConfigError for files that cannot be read or
     written, and for a target that another job has begun, or that is the source or has something else in it.
     """
+    # Parquet cannot be appended to line by line: lines go to FILE.partial, which resumes as a file of lines does, and
+    # become a parquet file at the end.
     is_parquet = target.suffix == PARQUET
     if is_parquet:
         _parquet()  # before anything is generated
     lines = target.with_name(target.name + ".partial") if is_parquet else target
+    # Also the check that the source can be read, before anything is written.
     total = count_lines(source)
     with writing(target, "--output"):
         _require_other_files(source, target, lines)
+        # Killed, or called again, after the last step: nothing is left to do.
         is_written = is_parquet and target.exists() and not lines.exists()
+        # `size` cuts off the last line if a kill left it incomplete; it is generated again. With a seed, each line's
+        # own follows from its number, so that the file is what one run would have written.
         done, size = whole_lines(lines)
         has_lines = is_written or (lines.exists() and lines.stat().st_size > 0)
         job = job_of(source, sampling, generator.fingerprint, generator.config)
+        # Before the output is opened: a file of another job stays as it is.
         require_same_job(job, target, has_lines=has_lines)
         if is_written:
             return Progress(total, 0, 0)
@@ -111,10 +118,12 @@ def _write(
     on_progress: Callable[[Progress], None],
 ) -> Progress:
     progress = Progress(done, 0, 0)
+    # In the order of the input, although requests end in any order: the count of lines is the only record of progress.
     for answered in answered_in_order(generator, lines, partial(_submit, generator, sampling=sampling)):
         line = answered.item
         line.error = line.error or next((one.error for one in answered.completions if one.error), None)
         out.write(json.dumps(line.as_record(answered.completions), ensure_ascii=False) + "\n")
+        # To the operating system: a killed process loses nothing that was answered.
         out.flush()
         tokens = sum(len(one.tokens) for one in answered.completions)
         failed = progress.failed + (line.error is not None)
@@ -136,7 +145,10 @@ def _submit(generator: TextGenerator, line: Line, sampling: SamplingParameters) 
     try:
         own = _sampling_of(line, sampling)
         prompt, inputs = with_neighbors(generator, _prompt_of(line), line.values, own.max_tokens)
+        # n, not the number that best_of generates: completions are reported for n.
         return generator.submit(prompt, own, inputs), own.n
+    # Whatever a line can cause (types of JSON, nesting, the tokenizer): an error in its own line of the output, not an
+    # end of the file.
     except (MtError, TypeError, ValueError, RecursionError) as error:
         line.error = str(error)
         return None
@@ -160,6 +172,7 @@ def _prompt_of(line: Line) -> Prompt:
 def _sampling_of(line: Line, sampling: SamplingParameters) -> SamplingParameters:
     own = {key: value for key, value in line.values.items() if key in SAMPLING_KEYS}
     if "seed" not in own and sampling.seed is not None:
+        # Equal prompts of one file get different texts, the same in every run.
         own["seed"] = sequence_seed(sampling.seed, line.number)
     return replace(sampling, **own)
 
@@ -210,6 +223,7 @@ def _opened(source: Path) -> Any:
 
 def _require_other_files(source: Path, *written: Path) -> None:
     """Raises ConfigError for an input that is one of the files that are written."""
+    # samefile: also under another name, or by a link.
     if any(path.exists() and path.samefile(source) for path in written):
         raise ConfigError(f"--output would replace --input {source}; give another --output")
 

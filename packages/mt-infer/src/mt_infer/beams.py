@@ -23,6 +23,7 @@ def beam_candidates(logits: Tensor, sequences: Sequence[RunningSequence]) -> lis
 
     Penalties and the like change log-probabilities, as in transformers.
     """
+    # On log-probabilities, as in transformers: scores with penalties are not normalized again.
     scores = adjusted(logits.log_softmax(dim=-1), [SamplingRow(sequence) for sequence in sequences])
     return [_likeliest(row, sequence) for row, sequence in zip(scores, sequences, strict=True)]
 
@@ -42,6 +43,7 @@ def advance_beams(group: BeamGroup, scheduler: Scheduler) -> list[TokenEvent]:
         return [failed(request.id, index, group.error) for index in range(request.sampling.n)]
     found = [group.candidates[member] for member in group.members]
     group.candidates.clear()
+    # For each beam of the next step its parent and its token.
     following = group.search.advance(found, [member.generated for member in group.members])
     if not group.search.is_done:
         _continue(group, following, scheduler)
@@ -57,16 +59,21 @@ def _remove(group: BeamGroup, scheduler: Scheduler) -> None:
 
 def _continue(group: BeamGroup, following: Sequence[Continuation], scheduler: Scheduler) -> None:
     before = group.members
+    # Example, beams A B C; A is continued twice, C once: B is released, A continues itself, a fork of A is the second,
+    # C the third.
     going_on = {one.parent for one in following}
     for number, member in enumerate(before):
+        # Before forks, which may need the blocks.
         if number not in going_on:
             scheduler.manager.release(member)
     group.members, has_memory = _children(before, following, scheduler.manager)
     scheduler.replace(before, group.members)
     for member, one in zip(group.members, following, strict=True):
+        # After all forks: a fork copies its parent's tokens without the new one.
         member.tokens.append(one.token)
         if member.matcher is not None:
             member.matcher.advance(one.token)
+    # A beam without memory cannot run: the group waits as a whole, and is computed again with its new tokens.
     if not has_memory:
         scheduler.preempt(group.members[0])
 
@@ -82,10 +89,12 @@ def _children(
         if parent not in children:
             children.append(parent)
             continue
+        # A sequence with a copy of all that later steps write; conditioning and the search are shared.
         copy = copy_of(parent, manager)
         try:
             manager.fork(parent, copy)
         except OutOfBlocksError:
+            # Not at once: the other members are to be complete before they wait.
             has_memory = False
         children.append(copy)
     return children, has_memory
@@ -120,11 +129,13 @@ def _events(group: BeamGroup) -> Iterator[TokenEvent]:
 
 
 def _events_of(request: int, index: int, done: Hypothesis) -> Iterator[TokenEvent]:
+    # All but the last token are plain events; the last one carries the end and the score.
     *tokens, last = done.tokens
     every: list[LogProbs | None] = [_logprobs(one) for one in done.scored]
     *logprobs, last_logprobs = every or [None] * len(done.tokens)
     yield from (TokenEvent(request, index, *token) for token in zip(tokens, logprobs, strict=True))
     finish = FinishReason.LENGTH if done.end == "limit" else FinishReason.STOP
+    # A stop token is not shown.
     if done.end == "token":
         yield TokenEvent(request, index, None, finish=finish, score=done.score)
     else:

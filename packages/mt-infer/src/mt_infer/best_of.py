@@ -14,6 +14,7 @@ class BestOf:
 
     def __init__(self, sampling: SamplingParameters) -> None:
         self.sampling = sampling
+        # Log-probabilities are needed to rank, whether they are reported or not.
         self.generated = replace(sampling, logprobs=sampling.logprobs or 0)
         """What is asked of the engine."""
         self._events: list[list[TextEvent]] = [[] for _ in range(sampling.sequences)]
@@ -21,6 +22,7 @@ class BestOf:
     def add(self, event: TextEvent) -> list[TextEvent]:
         """The events of the chosen sequences, once all have ended. They are numbered anew, the best first."""
         self._events[event.index].append(event)
+        # Which are the best is not known before, so that nothing can be streamed.
         if not all(events and events[-1].finish is not None for events in self._events):
             return []
         best = sorted(self._events, key=_rank, reverse=True)[: self.sampling.n]

@@ -31,18 +31,21 @@ class ChunkResult:
 
 def results_from_logits(chunks: Sequence[Chunk], logits: Tensor, shares: Sequence[int] = ()) -> list[ChunkResult]:
     """logits [R, vocab]: the wanted ones of each chunk, in their order. shares: see log_probabilities."""
+    # [logits of the chunk, vocab] each; empty for chunks without.
     rows = logits.split([chunk.logits for chunk in chunks])
     found = [ChunkResult(prompt=_prompt_logprobs(*each, shares)) for each in zip(chunks, rows, strict=True)]
+    # Chunks behind which a token is sampled. Beams need scores of candidates in place of a token.
     ending = [number for number, chunk in enumerate(chunks) if chunk.is_last]
     beams = [number for number in ending if chunks[number].sequence.beams is not None]
     if beams:
-        last = torch.cat([rows[number][-1:] for number in beams])
+        last = torch.cat([rows[number][-1:] for number in beams])  # [beams, vocab]
         candidates = beam_candidates(last, [chunks[number].sequence for number in beams])
         for number, own in zip(beams, candidates, strict=True):
             matcher = chunks[number].sequence.matcher
             found[number].candidates, found[number].error = own, None if matcher is None else matcher.error
     others = [number for number in ending if chunks[number].sequence.beams is None]
     if others:
+        # [sum of 1 + drafts, vocab]; rows of prompt_logprobs before these are left out.
         last = torch.cat([rows[number][-1 - len(chunks[number].drafts) :] for number in others])
         verified = verify(last, [chunks[number] for number in others], shares)
         for number, sampled in zip(others, verified, strict=True):
@@ -60,10 +63,13 @@ def _constrained(sequence: RunningSequence, sampled: list[Sampled]) -> tuple[lis
         return sampled, None
     for place, one in enumerate(sampled):
         is_stop = one.token in sequence.stop_ids
+        # A stop token is not text, and need not match.
         if not is_stop:
             matcher.advance(one.token)
+        # The matcher failed at this token or before it, so that nothing ensures that the token matches.
         if (error := matcher.error) is not None:
             return sampled[:place], error
+        # What is behind it was sampled for drafts beyond the end.
         if is_stop or matcher.is_complete:
             return [*sampled[:place], replace(one, is_end=True)], None
     return sampled, None
@@ -74,6 +80,7 @@ def _prompt_logprobs(chunk: Chunk, logits: Tensor, shares: Sequence[int]) -> lis
     sequence, wanted = chunk.sequence, chunk.sequence.request.sampling.prompt_logprobs
     if wanted is None or chunk.start >= sequence.prompt_length:
         return []
+    # Logits at position i are of token i + 1. The last position of the prompt has no token of the prompt behind it.
     following = sequence.tokens[chunk.first_logits + 1 : min(chunk.end + 1, sequence.prompt_length)]
     tokens = torch.tensor(following, dtype=torch.int64, device=logits.device)
     # An image token behind the vocabulary has no probability.

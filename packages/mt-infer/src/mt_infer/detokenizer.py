@@ -36,13 +36,17 @@ class Detokenizer:
         if token < self.tokenizer.vocab_size:
             self._ids.append(token)
         fresh = self._fresh()
+        # Bytes of a character that spans tokens: the text waits until it is whole. Its ids stay undecoded, and are
+        # decoded again with the next one.
         if not fresh.endswith(INCOMPLETE):
             self._take(fresh)
+        # Example, stop "\n\n": a single "\n" at the end is held back until the next character.
         return self._show(len(self.text) - self._held_back())
 
     def finish(self) -> str:
         """The rest, at the end of the sequence."""
         if self.stopped_by is None:
+            # With replacement characters, where the sequence ends within a character.
             self._take(self._fresh())
         return self._show(len(self.text))
 
@@ -50,6 +54,7 @@ class Detokenizer:
         """Text of the ids that are not in `text` yet. A few ids before them are decoded too: what a tokenizer does at
         the start of a text (dropping a space) it must not do here."""
         start = max(self._decoded - CONTEXT, 0)
+        # A constant number of ids for each token: decoding all of them each time would be quadratic in the length.
         before = self.tokenizer.decode(self._ids[start : self._decoded])
         return self.tokenizer.decode(self._ids[start:])[len(before) :]
 
@@ -57,12 +62,14 @@ class Detokenizer:
         before = len(self.text)
         self.text += fresh
         self._decoded = len(self._ids)
+        # The earliest in the text wins, whatever the order of `stop`.
         found = [(place, stop) for stop in self.stop if (place := self._find(stop, before)) >= 0]
         if found:
             place, self.stopped_by = min(found)
             self.text = self.text[:place]
 
     def _find(self, stop: str, before: int) -> int:
+        # A stop text may have begun in earlier text, by all but one of its characters.
         return self.text.find(stop, max(before - len(stop) + 1, 0))
 
     def _held_back(self) -> int:
@@ -72,6 +79,7 @@ class Detokenizer:
         return max((length_of_beginning(stop, self.text) for stop in self.stop), default=0)
 
     def _show(self, end: int) -> str:
+        # max: `end` can be before what was shown where nothing is new; then the slice is empty.
         shown, self._shown = self.text[self._shown : end], max(end, self._shown)
         return shown
 

@@ -69,6 +69,7 @@ class TextEmbedder:
 
     def padded(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """tokens, mask: [B, S] int64; mask 1 for tokens, 0 for padding"""
+        # Padded to the longest of this batch, on the right.
         width = max(map(len, texts))
         tokens = torch.zeros(len(texts), width, dtype=torch.int64)
         seen = torch.zeros_like(tokens)

@@ -58,6 +58,8 @@ class InferenceEngine:
         placed: PlacedStages | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
+        # Order: the checks raise before any memory is taken; build_caches takes what inference.cache_memory_gb allows,
+        # or a share of what is free then.
         self.model, self.tokenizer, self.ctx, self.options = model, tokenizer, ctx, options
         self.longest = longest
         refuse_context_parallel(ctx)
@@ -103,9 +105,11 @@ class InferenceEngine:
 
     def cancel(self, request: int) -> list[TokenEvent]:
         """Ends a request and frees its memory."""
+        # A list first: remove() changes the lists that sequences() iterates over.
         cancelled = [sequence for sequence in self.scheduler.sequences() if sequence.request.id == request]
         for sequence in cancelled:
             self.scheduler.remove(sequence)
+        # Beams share index 0, and some of n sequences may have ended: one event for each index that is still open.
         indices = dict.fromkeys(one.index for one in cancelled)
         return [TokenEvent(request, index, None, finish=FinishReason.CANCELLED) for index in indices]
 
@@ -139,19 +143,27 @@ class InferenceEngine:
         """One forward pass over the sequences that are next. fill: also without any, for the experts of other ranks."""
         with self._evaluating():
             if self.drafter is not None:
+                # Before schedule(), which counts drafted positions in the budget of the step. Collective in layouts
+                # with pipeline stages or experts: every rank calls it in every step, also without sequences.
                 self.drafter.propose(self.scheduler.running)
             chunks = self.scheduler.schedule()
             if not chunks and not fill:
                 return []
+            # An encoder in pipeline stages communicates: `chunks` is the same on all ranks of the model.
             self._condition(chunks)
+            # Recurrent states cannot drop their last positions. A copy from before the pass is what roll_back restores
+            # when a draft is rejected; attention needs none, since positions behind `computed` are not read.
             snapshots = [self.manager.snapshot(chunk.sequence) if chunk.drafts else None for chunk in chunks]
             found = self._sample(chunks)
+        # A search decides over all its beams at once, so beams advance after every chunk of the step has its
+        # candidates.
         return [*self._advance_all(chunks, found, snapshots), *self._advance_beams(chunks)]
 
     def weights_changed(self) -> None:
         """After an update of the model's weights: no prefix may be reused. Raises ConfigError while requests run."""
         if not self.is_idle:
             raise ConfigError(REQUESTS_RUN)
+        # Blocks of ended requests keep their content under keys that do not include the weights.
         self.manager.forget_prefixes()
         if self.graphs is not None:
             self.graphs.weights_changed()
@@ -166,17 +178,22 @@ class InferenceEngine:
 
     def _sample(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
         """What each chunk has come to, on every rank of the model."""
+        # Without drafter, pipeline stages and batch invariance: decoding.objections refuses graphs with these.
         if self.graphs is not None and self.graphs.serves(chunks):
             return results_from_logits(chunks, self.graphs.logits(chunks))
+        # Eager: chunks of prompts, drafts, and whatever graphs do not serve.
         batch = self.runner.batch(chunks, self.manager, is_batch_invariant=self.options.batch_invariant)
         logits = self.runner.logits(batch)
         # Parts of the vocabulary that training's loss sums by, where its bits are wanted.
         shares = self.runner.vocab_shares if self.options.batch_invariant else ()
+        # None on ranks before the last pipeline stage: they get the results from it below.
         found = [ChunkResult() for _ in chunks] if logits is None else results_from_logits(chunks, logits, shares)
         if self.drafter is not None and logits is not None:
+            # On the last stage, while its hidden states are at hand (multi-token prediction).
             drafts = self.drafter.continued(batch, [one.sampled for one in found])
             for one, guesses in zip(found, drafts, strict=True):
                 one.drafts = guesses
+        # One object for each chunk, in the order of `chunks`, which is the same on every rank.
         return self.runner.from_last_stage(found)
 
     def _advance_all(
@@ -185,14 +202,17 @@ class InferenceEngine:
         events = []
         for chunk, own, snapshot in zip(chunks, found, snapshots, strict=True):
             if chunk.drafts:
+                # The last sampled token is no draft: it replaces the first wrong one, or follows the last right one.
                 self.speculation.count(len(chunk.drafts), max(len(own.sampled) - 1, 0))
             events += self._advance(chunk, own, snapshot)
         return events
 
     def _advance(self, chunk: Chunk, found: ChunkResult, snapshot: list[Tensor] | None) -> list[TokenEvent]:
+        # -1 where nothing was sampled: chunks of a prompt but the last, and beams.
         sequence, accepted = chunk.sequence, len(found.sampled) - 1
         if found.prompt:
             sequence.keep_prompt_logprobs(chunk.first_logits, found.prompt)
+        # Not where the pass is rolled back below: computed() releases blocks that have left the window, for good.
         if snapshot is None or accepted == len(chunk.drafts):
             self.manager.computed(sequence, chunk.end)
         if sequence.beams is not None and found.candidates:
@@ -203,11 +223,14 @@ class InferenceEngine:
             if events[-1].finish is not None:
                 self.scheduler.remove(sequence)
                 return events
+        # Tokens before the error are valid and have been reported.
         if found.error is not None:
             return [*events, *self._end_failed(sequence, found.error)]
         if snapshot is not None and accepted < len(chunk.drafts):
             # Recurrent states have drafts in them: what was accepted is computed again.
             self.manager.roll_back(sequence, chunk.start, snapshot)
+        # A second time: keys of full blocks are made of tokens, and those of accepted drafts are in the sequence only
+        # here. Rejected drafts stay in the blocks behind `computed`; the next pass overwrites them.
         elif accepted > 0:
             self.manager.computed(sequence, chunk.end + accepted)
         sequence.drafts = found.drafts
@@ -229,6 +252,8 @@ class InferenceEngine:
     def _condition(self, chunks: Sequence[Chunk]) -> None:
         """Of sequences that were admitted what the model makes of their requests' inputs, once for each request: those
         that wait take no memory for it."""
+        # Sequences of one request share the tensors: n samples of one image encode it once, also when some were
+        # preempted and lost their reference.
         found = {one.request.id: one.conditioning for one in self.scheduler.running if one.conditioning is not None}
         for sequence in (chunk.sequence for chunk in chunks):
             request = sequence.request

@@ -38,14 +38,18 @@ def answered_in_order(
 
     Each is yielded when it and all before it are done. Twice as many run or wait as the engine takes.
     """
+    # Twice the engine's own number: requests are ready when some end, and the items read ahead stay few.
     most = 2 * generator.config.inference.max_requests
     waiting = iter(items)
     queue: deque[Answered[ItemT]] = deque()
     running: dict[int, Answered[ItemT]] = {}
     exhausted = False
     while not exhausted or queue:
+        # `queue` also has answered items that wait for one before them: without a bound on it, one long answer would
+        # make the rest of a large file pile up behind it.
         while not exhausted and len(running) < most and len(queue) < 2 * most:
             try:
+                # Before submit(): an item without a request keeps its place, and is done at once.
                 queue.append(Answered(next(waiting), []))
             except StopIteration:
                 exhausted = True

@@ -28,6 +28,7 @@ ENGINE_KEYS = (
 
 def job_of(source: Path, sampling: SamplingParameters, model: str | None, config: Config) -> dict[str, Any]:
     """model: its fingerprint; None for one in memory alone, of which nothing is compared."""
+    # As they will be read back: tuples as lists, keys as texts.
     values = json.loads(json.dumps(asdict(sampling), default=str))
     engine = {f"inference.{key}": getattr(config.inference, key) for key in ENGINE_KEYS}
     settings = {"precision.dtype": config.precision.dtype, **engine}
@@ -62,9 +63,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
         return
     if before["input"] != now["input"]:
         yield "its input had other content"
+    # A model in memory has no fingerprint.
     if None not in (before["model"], now["model"]) and before["model"] != now["model"]:
         yield "its model was another, or had other weights"
     for part in ("sampling", "settings"):
+        # Parameters that only one of the two versions of mt has are compared too.
         for name in {**before[part], **now[part]}:
             old, new = before[part].get(name), now[part].get(name)
             if old != new:
@@ -73,9 +76,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 
 def checkpoint_fingerprint(path: Path) -> str:
     """Of the names and the content of a checkpoint's files, wherever it lies. Reads all of them."""
+    # Sorted: the order of a folder's entries is the file system's.
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     digest = blake2b(digest_size=16)
     with ThreadPoolExecutor() as threads:
+        # Threads overlap: hashlib releases the GIL for large buffers.
         for file, content in zip(files, threads.map(_hash_of_file, files), strict=True):
             digest.update(f"{file.relative_to(path)} {content}\n".encode())
     return digest.hexdigest()

@@ -15,4 +15,6 @@ def store_by_columns(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding | VocabParallelOutput):
+            # [vocab, hidden] with strides (1, vocab). Tied weights are one parameter and change once; the second time
+            # copies nothing new.
             module.weight.data = module.weight.data.t().contiguous().t()

@@ -64,7 +64,9 @@ def run_load(
 ) -> LoadResult:
     """Serves a prompt at each of the times; each gets exactly max_tokens. Prefixes are forgotten before."""
     engine = generator.engine.engine
+    # Forgets prefixes, so that each run computes all of its prompts.
     engine.weights_changed()
+    # Greedy and without an end: the work does not depend on what is sampled.
     sampling = SamplingParameters(temperature=0.0, max_tokens=max_tokens, ignore_eod=True)
     waiting = sorted(zip(times, prompts, strict=True), key=lambda one: one[0])
     running: dict[int, Served] = {}
@@ -77,6 +79,7 @@ def run_load(
                 arrival, prompt = waiting.pop(0)
                 running[generator.submit(list(prompt), sampling)] = Served(arrival)
             if not running:
+                # The engine has no work until the next arrival.
                 time.sleep(max(waiting[0][0] - now, 0.0))
                 passes.idle += max(waiting[0][0] - now, 0.0)
                 continue
@@ -106,6 +109,7 @@ class _Timed:
             self.seconds += time.perf_counter() - started
             return found
 
+        # On the instance, over the method of the class; __exit__ deletes it.
         self.runner.logits = timed
         return self
 

@@ -46,6 +46,12 @@ class _Gathered:
     statistics: EngineStatistics
 
 
+# One step, on dp=2, tp=2, with world ranks 0 and 1 in replica 0, 2 and 3 in replica 1:
+#   rank 0     broadcast of its commands        (all ranks)
+#   all        the commands of their replica, on the engine
+#   all        engine.step(fill=True)           (collectives within the replica, and of experts across replicas)
+#   0, 2       their events                     (gathered on rank 0)
+# Ranks of a replica but the first drop their events, which are the same.
 class LockstepEngine:
     """Has the methods of InferenceEngine, on rank 0; the other ranks call `follow`, which returns when rank 0 closes.
 
@@ -87,7 +93,11 @@ class LockstepEngine:
         if sampling.seed is None:
             sampling = replace(sampling, seed=new_seed())
         request = Request(next(self._ids), tuple(tokens), sampling, inputs or {})
+        # Before anything is sent: an error here is the caller's, and the request goes no further. What is sent must not
+        # fail, since ranks would then no longer be in step.
         self.engine.check(request)
+        # In requests, which rank 0 counts itself; its view of the caches of other replicas is a step old. The first of
+        # equals.
         loads = [sum(replica == number for replica in self._open.values()) for number in range(self.replicas)]
         replica = loads.index(min(loads))
         self._open[request.id], self._unfinished[request.id] = replica, set(range(sampling.sequences))
@@ -97,6 +107,7 @@ class LockstepEngine:
     def cancel(self, request: int) -> None:
         """Its memory is free after the next step; no events of it follow."""
         replica = self._open.pop(request, None)
+        # None: the request has ended, and its end has not reached the caller yet.
         if replica is not None:
             del self._unfinished[request]
             self._commands.append(Command("cancel", replica, (request,)))
@@ -109,16 +120,20 @@ class LockstepEngine:
 
     def weights_changed(self) -> None:
         """On every rank: see InferenceEngine. What was cancelled before it ends first."""
+        # Every rank calls weights_changed(); what rank 0 sends decides, so that all raise or none does.
         shared = self._shared([RUNNING] if self._unfinished else self._commands)
         if RUNNING in shared:
             raise ConfigError(REQUESTS_RUN)
         self._commands = []
+        # Cancelled requests leave the engine first, which refuses an update of weights while it has requests.
         self._carry_out(shared)
         self.engine.weights_changed()
 
     def step(self) -> list[TokenEvent]:
         """One forward pass on every replica. Events of requests that were cancelled are left out."""
+        # Swapped before the step: what it raises does not send them again.
         commands, self._commands = self._commands, []
+        # `_open` drops a request when it is cancelled, while its last events are on their way.
         events = [event for event in self._together(commands) if event.request in self._open]
         for event in events:
             if event.finish is not None:
@@ -132,6 +147,7 @@ class LockstepEngine:
 
     def take_part(self) -> bool:
         """On ranks other than 0: one step with rank 0. False when it has closed."""
+        # By identity: a step without events is an empty list too.
         return self._together(None) is not CLOSED
 
     def close(self) -> None:
@@ -144,10 +160,13 @@ class LockstepEngine:
         if STOP in shared:
             return CLOSED
         self._carry_out(shared)
+        # With several replicas a step without work computes filler: an all-to-all of experts needs all of its ranks.
         return self._gathered(self.engine.step(fill=self.replicas > 1))
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
+            # Names are those of engine methods and come from rank 0 of this program (`add_request`, `cancel`,
+            # `finish`).
             if command.replica in (None, self.ctx.dp.rank):
                 getattr(self.engine, command.name)(*command.arguments)
 
@@ -155,6 +174,8 @@ class LockstepEngine:
         """Rank 0's commands, on every rank."""
         if self.ctx.world.size == 1:
             return commands or []
+        # Pickled among the ranks of one launch, over its process group; nothing of a client is unpickled. It waits for
+        # rank 0, which may be idle for as long as its caller has no work: see the server's HEARTBEAT_SECONDS.
         box = [commands]
         dist.broadcast_object_list(box, src=0)
         return box[0] or []
@@ -163,6 +184,7 @@ class LockstepEngine:
         """The events of all replicas, on rank 0, which gets their statistics too; none on the others."""
         if self.replicas == 1:
             return events
+        # Ranks of tp and pp have the same events: from_last_stage gave them to all.
         is_first = self.ctx.tp.rank == 0 and self.ctx.pp.rank == 0
         own = _Gathered(self.ctx.dp.rank, events, self.engine.statistics) if is_first else None
         everyone: list[_Gathered | None] = [None] * self.ctx.world.size

@@ -41,6 +41,7 @@ def megatron_generate(
         raise ConfigError(f"megatron_generate has no {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
     options = {**OPTIONS, **options}
     top_k, top_p = top_k or 0, top_p or 0.0
+    # Here and not by SamplingParameters, whose ranges are wider.
     _check(top_k, top_p, 1.0 if temperature is None else temperature, options)
     prompts = _prompts(generator, inputs, attention_mask, add_bos=options["add_BOS"])
     room = _new_tokens(max(map(len, prompts)), max_length, max_new_tokens)
@@ -92,6 +93,7 @@ def _prompts(generator: TextGenerator, inputs: Tensor, mask: Tensor | None, *, a
     if inputs.ndim != 2:
         raise ConfigError(f"inputs has the shape {list(inputs.shape)}; it must be [batch, sequence]")
     lengths = [inputs.shape[1]] * len(inputs) if mask is None else mask.sum(1).tolist()
+    # The padding behind a prompt is dropped: the engine has no use for it.
     rows = [row[: int(length)].tolist() for row, length in zip(inputs, lengths, strict=True)]
     special = generator.tokenizer.special
     start = special.bos if special.bos is not None else special.eod
@@ -106,10 +108,12 @@ def _new_tokens(longest: int, max_length: int | None, max_new_tokens: int | None
     total = max_length if max_length is not None else longest + (max_new_tokens or 0)
     if total <= longest:
         raise ConfigError(f"max_length={total} leaves no room behind a prompt of {longest} tokens; give more")
+    # The length of the batch is rounded up, so that up to 3 tokens more than max_new_tokens are generated.
     return -(-total // MULTIPLE) * MULTIPLE - longest
 
 
 def _stop(generator: TextGenerator, token: int | None) -> dict[str, Any]:
+    # stop_token replaces the end of the document.
     if token is None or token == generator.tokenizer.special.eod:
         return {}
     return {"stop_token_ids": (token,), "ignore_eod": True}

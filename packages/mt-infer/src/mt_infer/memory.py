@@ -21,4 +21,5 @@ def cache_bytes(options: InferenceConfig, device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    # Pages that are free without reclaiming the page cache: an underestimate, on the safe side.
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

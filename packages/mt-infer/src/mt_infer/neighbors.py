@@ -44,12 +44,14 @@ def with_neighbors(
     shape = NeighborShape(model.retro_chunk_length, model.retro_num_neighbors, model.retrieved_length)  # type: ignore[attr-defined]
     encode = bare_encoder(generator.tokenizer)
     if given == [NEIGHBORS]:
+        # One (tokens [K, r], mask [K, r]) for each chunk.
         chunks = [shape.tokens(_texts(own, NEIGHBORS), encode) for own in _list(values[NEIGHBORS], NEIGHBORS)]
         return prompt, _inputs([tokens for tokens, _ in chunks], [mask for _, mask in chunks])
     filler = filler_of(generator.tokenizer, shape.chunk_length)
     # Instruction tuning encodes prompts without BOS.
     text = encode(prompt) if isinstance(prompt, str) else []
     ids = filled_up(text or generator.prompt_tokens(prompt), shape.chunk_length, filler)
+    # Also of chunks that are still to be generated: neighbours are given once, with the request.
     positions = generator.longest if max_tokens is None else min(len(ids) + max_tokens, generator.longest)
     found = shape.tokens(_texts(values[PASSAGES], PASSAGES), encode)
     return ids, _inputs(*[list(shape.of_every_chunk(part, positions)) for part in found])

@@ -28,6 +28,7 @@ class NewSequences:
 
     def of_request(self, request: Request) -> list[RunningSequence]:
         """Its n sequences, or the first of its beams."""
+        # A search starts from one sequence, since all beams have the prompt in common; others are copies of it.
         count = 1 if request.sampling.num_beams > 1 else request.sampling.sequences
         return [self._sequence(request, index) for index in range(count)]
 
@@ -45,9 +46,13 @@ class NewSequences:
         sequence = RunningSequence(
             request,
             index,
+            # n samples have a seed each, derived on every rank alike.
             sequence_seed(sampling.seed, index),
+            # capacity: dynamic rotary scaling takes this length from the first position on, since cached keys cannot
+            # follow a changing base.
             min(len(request.tokens) + sampling.max_tokens, self.longest),
             self.manager.new_tables(),
+            # The root of the prefix keys: equal tokens with other images are other values in the cache.
             self.manager.new_keys(content_hash(request.inputs)),
             list(request.tokens),
             prompt_logprobs=[None] * (len(request.tokens) - 1),
@@ -63,6 +68,7 @@ class NewSequences:
         return BeamSearch(sampling, first.stop_ids, first.capacity - first.prompt_length, self.stop_text(sampling))
 
     def _stop_ids(self, sampling: SamplingParameters) -> frozenset[int]:
+        # The tokenizer's end of document stops a sequence unless the request ignores it.
         eod = None if self.tokenizer is None or sampling.ignore_eod else self.tokenizer.special.eod
         return frozenset(sampling.stop_token_ids) | (frozenset() if eod is None else {eod})
 
@@ -71,6 +77,8 @@ def content_hash(inputs: Mapping[str, Tensor]) -> bytes:
     """Of the tensors that a sequence is conditioned by; empty for none."""
     digest = blake2b(digest_size=16)
     for name, tensor in sorted(inputs.items()):
+        # Name, shape and dtype go first: equal bytes in another shape are another input.
         digest.update(f"{name}{list(tensor.shape)}{tensor.dtype}".encode())
+        # As bytes, since NumPy has no bf16.
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.digest() if inputs else b""

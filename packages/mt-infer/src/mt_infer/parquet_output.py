@@ -41,6 +41,7 @@ def write_parquet(lines: Path, target: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
+    # Two passes over the lines: a column's type is known after the last line, and a parquet file's schema comes first.
     columns: dict[str, Kind] = {}
     for records in _batches(lines):
         for record in records:
@@ -50,6 +51,7 @@ def write_parquet(lines: Path, target: Path) -> None:
     schema = pyarrow.schema([(name, arrow_type(kind)) for name, kind in columns.items()])
     with pyarrow.parquet.ParquetWriter(target, schema) as writer:
         for records in _batches(lines):
+            # Row groups of ROWS lines: memory does not grow with the file.
             arrays = [
                 pyarrow.array([_stored(record.get(name), kind) for record in records], arrow_type(kind))
                 for name, kind in columns.items()
@@ -65,14 +67,18 @@ def _batches(lines: Path) -> Iterator[list[dict[str, Any]]]:
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
     """Of a JSON value."""
+    # Deeper values are stored as JSON texts, before recursion or pyarrow fail on them.
     if depth > DEEPEST:
         return MIXED
     match value:
         case None:
             return None
+        # Before int, of which bool is a subclass.
         case bool():
             return BOOL
         case int():
+            # int64 beside floats becomes float64, exact up to 2^53 only; larger ones would be rounded, so that LONG and
+            # FLOAT are MIXED.
             return INT if abs(value) <= EXACT_IN_FLOAT else LONG if -LARGEST <= value < LARGEST else MIXED
         case float():
             return FLOAT
@@ -92,6 +98,7 @@ def common(one: Kind, other: Kind) -> Kind:
     if isinstance(one, ListOf) and isinstance(other, ListOf):
         return ListOf(common(one.entries, other.entries))
     if isinstance(one, dict) and isinstance(other, dict):
+        # Fields of a struct are the union of the keys.
         return {key: common(one.get(key), other.get(key)) for key in one | other}
     pair = (one, other)
     if MIXED not in pair and all(kind in (INT, LONG, FLOAT) for kind in pair):
@@ -124,4 +131,5 @@ def _is_within(kind: Kind, wanted: Kind) -> bool:
 
 
 def _stored(value: Any, kind: Kind) -> Any:
+    # null stays null, and is not the text "null".
     return value if value is None or kind != MIXED else json.dumps(value, ensure_ascii=False)

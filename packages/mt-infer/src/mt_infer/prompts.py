@@ -63,8 +63,10 @@ class PromptEncoder:
         Raises ConfigError for ids that the model lacks.
         """
         if self.has_encoder and ENCODER_TOKENS not in inputs:
+            # The decoder continues from its start token; the prompt is what the encoder reads, [1, S].
             return [self._decoder_start()], {**inputs, ENCODER_TOKENS: torch.tensor([self.tokens(prompt)])}
         if isinstance(prompt, str) and IMAGES in inputs:
+            # [images, 2]: rows and columns of tiles; models of one view for each image have no grids.
             grids = inputs[IMAGE_GRIDS].tolist() if IMAGE_GRIDS in inputs else [WHOLE] * len(inputs[IMAGES])
             return self.with_images(prompt, [Grid(*grid) for grid in grids]), inputs
         return self.tokens(prompt), inputs
@@ -75,6 +77,7 @@ class PromptEncoder:
             special = self.tokenizer.special
             start = special.bos if special.bos is not None else special.eod
             ids = list(self.tokenizer.encode(prompt))
+            # A position is needed to sample from.
             return ids if ids or start is None else [start]
         size = self.model.vocab_size or self.tokenizer.vocab_size
         # The image token may lie behind the vocabulary.
@@ -107,17 +110,21 @@ class PromptEncoder:
         images, which else come first. encode: of a text that has its first ids, such as BOS; None: the tokenizer adds
         them, once. Raises ConfigError for another number of marks."""
         if self.image_tokens.in_templates is not None:
+            # Chat templates of some families write a placeholder of their own.
             prompt = prompt.replace(self.image_tokens.in_templates, MARK)
         marks = prompt.count(MARK)
         if marks not in (0, len(grids)):
             raise ConfigError(
                 f"the prompt has {MARK} {marks} times, and the number of images is {len(grids)}; they go in order"
             )
+        # Example: "a<image>b" -> "a", "b"; "a" with two images -> "", "", "a": the images, then the text.
         pieces = prompt.split(MARK) if marks else [""] * len(grids) + [prompt]
         within = encode or bare_encoder(self.tokenizer)
+        # The first piece may get BOS from the tokenizer; later ones must not.
         ids = list((encode or self.tokenizer.encode)(pieces[0]))
         for grid, piece in zip(grids, pieces[1:], strict=True):
             image = self.image_tokens.of(grid)
+            # The image's own tokens, in which IMAGE stands for each feature: the model's id in place of it.
             ids += np.where(image == IMAGE, self.model.image_token_index, image).tolist()
             ids += within(piece)
         return ids
@@ -148,6 +155,7 @@ def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]
 
     Raises ConfigError when marks and images are not as many.
     """
+    # Without marks images come first; `with_images` compares the numbers.
     if len(texts) == 1:
         return [list(images)]
     counts = [text.count(MARK) for text in texts]
@@ -165,6 +173,7 @@ def image_data(config: Config) -> ImageTextDataConfig:
     data = config.data
     if isinstance(data, ImageTextDataConfig):
         return data
+    # Text data: an imported checkpoint, or one trained on text alone.
     if not isinstance(data, ImageDataConfig):
         return ImageTextDataConfig.model_validate(model.image_data_keys)
     sizes = {key: model.image_data_keys[key] for key in ImageTextKeys.model_fields if key in model.image_data_keys}

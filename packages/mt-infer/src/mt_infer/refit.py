@@ -50,8 +50,12 @@ class Refit:
         own_ctx: ParallelContext,
     ) -> None:
         self.weights = weights
+        # A function: the trainer's tensors are looked up at each call, while their slices, and so the plan, stay the
+        # same.
         self._sources = partial(_trained_fragments, weights, layouts, ctx)
         self._targets = {fragment_key(one): one for one in _fragments(model, own_ctx)}
+        # Made once from what all ranks have: each rank derives its sends and receives from it, without further
+        # agreement.
         self._copies = plan_copies(
             _of_all_ranks(_slices(self._sources())), _of_all_ranks(_slices(self._targets.values()))
         )
@@ -59,10 +63,13 @@ class Refit:
     @torch.no_grad()
     def __call__(self) -> None:
         """Copies the weights as they are now."""
+        # The trainer's all-gather of updated weights overlaps with the next step and may still be under way.
         self.weights.finish_gather()
         sources: dict[str, list[Fragment]] = {}
         for fragment in self._sources():
             sources.setdefault(fragment.name, []).append(fragment)
+        # Weight by weight: buffers in flight are those of one weight, not a second copy of the model. The order is the
+        # same on all ranks, so that sends and receives of a pair match.
         for copies in self._copies:
             self._exchange(copies, sources.get(copies[0].name, []))
 
@@ -73,9 +80,12 @@ class Refit:
         for copy in copies:
             if own == copy.source:
                 part = _part(sources, copy.tensor_slice)
+                # On this rank already: no message.
                 if own == copy.target:
                     _part(targets, copy.tensor_slice).copy_(part)
                     continue
+                # fp32 on the wire, since trainer and engine may have different dtypes; exact for 16-bit weights, and
+                # copy_ rounds where they arrive.
                 sent = part.to(torch.float32).contiguous()
                 operations.append(dist.P2POp(dist.isend, sent, copy.target))
             elif own == copy.target:
@@ -86,6 +96,7 @@ class Refit:
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
+        # After the wait: `part` is often a strided view, which a receive cannot write to.
         for part, received in arriving:
             part.copy_(received)
 
@@ -104,12 +115,15 @@ def plan_copies(sources: list[Slices], targets: list[Slices]) -> list[list[Copy]
 
 
 def _copies_of(name: str, sources: list[Slices], targets: list[Slices]) -> Iterator[Copy]:
+    # Reversed, so that the lowest rank that has a slice is the one that is kept.
     first_owner = {held: rank for rank in reversed(range(len(sources))) for held in sources[rank].get(name, ())}
     for target, wanted in enumerate(targets):
         for tensor_slice in wanted.get(name, ()):
             # Prefer what the rank has itself.
             owners = {**first_owner, **dict.fromkeys(sources[target].get(name, ()), target)}
             found = [(rank, common) for held, rank in owners.items() if (common := tensor_slice.meet(held)) is not None]
+            # Slices of one weight are equal or disjoint among the trainer's ranks, so that sizes add up to a full
+            # cover.
             if sum(common.numel for _, common in found) != tensor_slice.numel:
                 raise ValueError(f"no ranks of the trainer have all of {name}: their model is another")
             yield from (Copy(name, common, rank, target) for rank, common in found)

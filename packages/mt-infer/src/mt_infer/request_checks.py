@@ -21,8 +21,10 @@ def check_request(request: Request, model: Generates, manager: CacheManager, seq
     if request.sampling.num_beams > 1:
         sequences.stop_text(request.sampling)
         _check_beams(request, manager, sequences.longest)
+    # Compiles the constraint, or finds it compiled: an invalid one is refused before the request waits.
     sequences.constraints.matcher(request.sampling)
     # A token that nothing follows takes no position.
+    # max_tokens=1 samples from the last position of the prompt alone; max_tokens=0 scores the prompt.
     asked = len(request.tokens) + (1 if request.sampling.max_tokens > 1 else 0)
     if asked > sequences.longest:
         raise ConfigError(

@@ -63,6 +63,9 @@ class TokenEvent:
     """With FinishReason.ERROR."""
 
 
+# States: waiting (no blocks, computed = 0), running with computed < len(tokens) - 1 (its prompt, or after a preemption
+# also what was generated, is computed in chunks), running with one position to compute (decoding). `tokens` survives a
+# preemption; everything in the cache does not.
 @dataclass(eq=False)
 class RunningSequence:
     """One of the n sequences of a request.

@@ -49,12 +49,16 @@ class ModelRunner:
     def __init__(self, model: nn.Module, ctx: ParallelContext, placed: PlacedStages | None = None) -> None:
         self.model = as_generator(model)
         self.ctx = ctx
+        # One stage that holds all layers, on rank 0 of pp: the same code then runs without pipeline.
         self.decoder = placed or PlacedStages((whole(self.model.decoded_layers),), (0,))
         self.encoder: PlacedStages | None = None
         if placed is not None and isinstance(model, EncodesInStages):
+            # An encoder-decoder cut into stages: the encoder runs once a request (`condition`), the decoder in every
+            # step.
             self.encoder, self.decoder = placed_stacks(model, placed)
         self.vocab_shares: tuple[int, ...] = ()
         """Ids of each rank of tp, after a forward pass; empty for one rank."""
+        # The constructor is collective over pp.
         self._p2p = P2PCommunicator(ctx.pp, ctx.device) if placed is not None else None
 
     @property
@@ -64,6 +68,7 @@ class ModelRunner:
 
     def batch(self, chunks: Sequence[Chunk], manager: CacheManager, *, is_batch_invariant: bool) -> CachedBatch:
         """The chunks with their cache, as the model's layout needs them."""
+        # Sequence parallelism scatters positions over tp in equal parts.
         multiple = self.ctx.tp.size if self.ctx.sequence_parallel else 1
         return CachedBatch(chunks, manager, self.ctx.device, is_batch_invariant=is_batch_invariant, multiple=multiple)
 
@@ -73,6 +78,7 @@ class ModelRunner:
         def decode(stage: Stage, hidden: Any) -> Any:
             return self.model.decode_stage(stage, hidden, batch)
 
+        # Shapes between stages depend on the number of positions alone: the key of the communicator's headers.
         hidden = self._through(self.decoder, decode, batch.tokens.shape[1])
         return self._whole_rows(hidden, batch) if self.has_logits else None
 
@@ -82,11 +88,14 @@ class ModelRunner:
             return self.model.condition(inputs)
         model = self.model
         assert isinstance(model, EncodesInStages)
+        # Distinct from the keys of `logits`, which are numbers.
         shapes = ("encoder", *(tuple(tensor.shape) for tensor in inputs.values()))
 
         def encode(stage: Stage, hidden: Any) -> Tensor:
             return model.encode_stage(stage, hidden, inputs)
 
+        # The last stages of the encoder and the first of the decoder may be on other ranks: the output is sent to all
+        # of the decoder, whose every layer attends to it.
         memory = self._to_decoder(self._through(self.encoder, encode, shapes), shapes)
         return {} if memory is None else model.conditioned(memory, inputs)
 
@@ -96,6 +105,8 @@ class ModelRunner:
         own, last = self.ctx.pp.rank, len(placed.stages) - 1
         hidden: Any = None
         for number, (stage, rank) in enumerate(zip(placed.stages, placed.ranks, strict=True)):
+            # A rank may hold several stages (interleaved or V-shaped placement): it runs each in its turn, in the order
+            # of the model, and stages on the same rank pass hidden states without communication.
             if rank != own:
                 continue
             if number and placed.ranks[number - 1] != own:
@@ -104,6 +115,7 @@ class ModelRunner:
             if number < last and placed.ranks[number + 1] != own:
                 self._send(hidden, placed.ranks[number + 1], (number + 1, key))
         if self._p2p is not None:
+            # Sends are asynchronous and keep their tensors until they are done: none may outlive the step.
             self._p2p.finish()
         return hidden
 
@@ -113,6 +125,7 @@ class ModelRunner:
         own, source = self.ctx.pp.rank, self.encoder.ranks[-1]
         others = set(self.decoder.ranks) - {source}
         if own == source:
+            # Sends and receives of a pair match by order; any order of the receivers does.
             for rank in sorted(others):
                 self._send(hidden, rank, key)
             return hidden
@@ -124,16 +137,20 @@ class ModelRunner:
             return value
         assert self.ctx.pp.group is not None
         everyone: list[ValueT] = [value]
+        # Along pp, for each rank of tp apart. Ranks of tp have the same gathered logits and the same random numbers, so
+        # that the objects of the last stage's ranks are equal.
         source = dist.get_global_rank(self.ctx.pp.group, self.decoder.ranks[-1])
         dist.broadcast_object_list(everyone, src=source, group=self.ctx.pp.group, device=self.ctx.device)
         return everyone[0]
 
     def _whole_rows(self, logits: Tensor, batch: CachedBatch | DecodeBatch) -> Tensor:
+        # Computed on every rank of tp: each samples for itself, without a broadcast along tp.
         every = gather_vocab(logits, self.ctx)
         self.vocab_shares = every.shares
         rows = every.logits[0]
         if isinstance(batch, CachedBatch) and batch.multiple > 1:
             rows = rows[batch.logit_rows]  # of all positions, which sequence parallelism shares
+        # fp32 for sampling: softmax and cumulative sums over a vocabulary are not precise in bf16.
         return rows.float()
 
     def _send(self, hidden: Any, to: int, key: Hashable) -> None:
@@ -149,6 +166,7 @@ class ModelRunner:
 def placed_stacks(model: EncodesInStages, placed: PlacedStages) -> tuple[PlacedStages, PlacedStages]:
     """The stages of the encoder and of the decoder, each in the numbering of its stack."""
     parts = [(model.stacks_of_stage(stage), rank) for stage, rank in zip(placed.stages, placed.ranks, strict=True)]
+    # One placed stage may hold the end of the encoder and the beginning of the decoder: it is then in both.
     encoder = [(own, rank) for (own, _), rank in parts if own is not None]
     decoder = [(own, rank) for (_, own), rank in parts if own is not None]
     return PlacedStages(*zip(*encoder, strict=True)), PlacedStages(*zip(*decoder, strict=True))
@@ -165,11 +183,15 @@ def gather_vocab(logits: Tensor, ctx: ParallelContext) -> GatheredLogits:
     """[1, R, ids of this rank] -> [1, R, vocab] on every rank of tp. The last ranks may have fewer ids, or none."""
     if ctx.tp.size == 1:
         return GatheredLogits(logits, ())
+    # Parts are not equal: logits leave out the padding of the vocabulary, which the last ranks hold. gather needs equal
+    # shapes: pad to the largest, and cut the result. Only the last parts are short, so that padding is at the end.
     counts = torch.zeros(ctx.tp.size, dtype=torch.int64, device=logits.device)
     counts[ctx.tp.rank] = logits.shape[-1]
     dist.all_reduce(counts, group=ctx.tp.group)
+    # Waits for the device: a layout with tp has no CUDA graphs of decode steps.
     shares = tuple(counts.tolist())
     share = max(shares)
     padded = torch.nn.functional.pad(logits, (0, share - logits.shape[-1]))
+    # [1, R, tp * share]
     every = gather_copies(padded, logits.ndim - 1, ctx.tp)
     return GatheredLogits(every[..., : sum(shares)], shares)

@@ -17,6 +17,9 @@ from mt_infer.cache.manager import CacheManager
 from mt_infer.requests import RunningSequence
 
 
+# Why decisions may not depend on time, on memory of the device or on sampled values that differ between ranks: ranks of
+# a model run the same chunks in one forward pass, with collectives in it. All inputs (requests, tokens, sizes of pools)
+# are the same on each of them, see mt_infer.cache.agreement.
 class Scheduler:
     """Sequences in order of arrival: running ones, and those that wait.
 
@@ -50,37 +53,53 @@ class Scheduler:
 
     def replace(self, before: Sequence[RunningSequence], after: Sequence[RunningSequence]) -> None:
         """Running beams by those that continue them, in their place."""
+        # Beams are neighbours in `running`, and all that comes before the first stays in order: preemption takes the
+        # last ones.
         place = self.running.index(before[0])
         kept = [sequence for sequence in self.running if sequence not in before]
         self.running = [*kept[:place], *after, *kept[place:]]
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next forward pass; empty when there is nothing to do."""
+        # 1. Running sequences, in order of arrival: one position each where they decode, the next part of the prompt
+        # else.
         budget = self.manager.limits.step
         self._preempted.clear()
         chunks: list[Chunk] = []
+        # A copy: _reserve preempts, which removes from `running`.
         for sequence in list(self.running):
             if sequence in self._preempted:
                 continue  # for one that came before it
             count = self._reserve(sequence, min(sequence.waiting, budget))
+            # 0: the budget is used up, or the sequence was preempted for its own next block.
             if count:
                 chunks.append(self._with_drafts(self._chunk(sequence, count), budget - count))
                 budget -= chunks[-1].count
+        # A group of beams is preempted as a whole, so that some may have chunks already.
         chunks = [chunk for chunk in chunks if chunk.sequence not in self._preempted]
+        # 2. New sequences, while there is budget and memory: with max_tokens_per_step=64 and 3 sequences that decode, a
+        # new prompt of 100 tokens gets 61 positions in this step and 39 in the next. Strictly in order: a request that
+        # does not fit keeps all behind it waiting, so that a large one is not overtaken forever.
         while self.waiting and budget and (admitted := self._admit(together(self.waiting[0]), budget)):
             for sequence in admitted:
+                # They are the first of `waiting`, in this order: preempt() and NewSequences keep groups together.
                 self.waiting.popleft()
                 self.running.append(sequence)
+                # May be 0 for later members of a group of beams; they then get their chunk in a next step, as running
+                # sequences.
                 count = self._within(sequence, budget)
                 if count:
                     chunks.append(self._chunk(sequence, count))
                     budget -= count
+        # Nothing else would free memory: without the error, step() would be called forever.
         if not chunks and not self.is_idle:
             raise ConfigError("the cache does not hold one step of the only request; raise inference.cache_memory_gb")
         return chunks
 
     def _chunk(self, sequence: RunningSequence, count: int) -> Chunk:
         start, end, first = sequence.computed, sequence.computed + count, sequence.first_logits
+        # Logits of the last position, if the prompt ends in this chunk. With prompt_logprobs those of the prompt from
+        # position `first` on; of positions that an earlier chunk computed they have been taken.
         logits = int(end == len(sequence.tokens))
         if first is not None and start < sequence.prompt_length:
             logits = max(logits, end - max(start, first))
@@ -89,31 +108,39 @@ class Scheduler:
     def _with_drafts(self, chunk: Chunk, budget: int) -> Chunk:
         """With as many drafted tokens behind it as there is room for."""
         sequence = chunk.sequence
+        # Drafts are good for one step: behind other tokens they guess something else.
         drafts, sequence.drafts = sequence.drafts[:budget], ()
         if not drafts or not chunk.is_last:
             return chunk
         try:
             self.manager.reserve(sequence, chunk.end + len(drafts))
         except OutOfBlocksError:
+            # No other sequence loses its memory for guesses.
             return chunk
+        # Logits behind the last token and behind each draft: 1 + len(drafts) tokens can come of the pass.
         return Chunk(sequence, chunk.start, chunk.count + len(drafts), 1 + len(drafts), drafts)
 
     def _admit(self, sequences: Sequence[RunningSequence], budget: int) -> Sequence[RunningSequence]:
         """Waiting sequences that run together, with memory for the first chunk of one, or all of several; none if there
         is no room."""
         taken = self._taken + self._wanted(sequences)
+        # max_requests counts beams that a search will still add; else it would grow past the slots of recurrent states.
         if self._awaits_prefix(sequences[0]) or taken > self.manager.limits.max_requests:
             return []
         try:
             for sequence in sequences:
                 self.manager.admit(sequence)
+                # Preempted beams are admitted with memory for all of their positions: the search goes on only when its
+                # last member has logits.
                 alone = len(sequences) == 1
                 count = self._within(sequence, budget) if alone else sequence.waiting
                 self.manager.reserve(sequence, sequence.computed + count)
         except OutOfBlocksError:
+            # All of them, also those that were not reached: release() of a sequence without memory frees nothing.
             for sequence in sequences:
                 self.manager.release(sequence)
             return []
+        # Counted after the sequence was admitted, so that attempts that fail do not count twice.
         if self.manager.share_prefixes:
             self.queried_tokens += sum(len(sequence.tokens) for sequence in sequences)
             self.cached_tokens += sum(sequence.cached for sequence in sequences)
@@ -122,6 +149,7 @@ class Scheduler:
     @property
     def _taken(self) -> int:
         """Running sequences, with the beams that they are going to be."""
+        # Each group once, by its first member.
         leaders = [one.beams for one in self.running if one.beams is not None and one is one.beams.members[0]]
         return len(self.running) + sum(beams.missing for beams in leaders)
 
@@ -131,6 +159,8 @@ class Scheduler:
 
     def _awaits_prefix(self, sequence: RunningSequence) -> bool:
         """Whether another sequence of the same request computes the prompt that both have."""
+        # n samples of one prompt: the first computes it, the others find it in the cache, in place of computing it n
+        # times.
         return self.manager.share_prefixes and any(
             other.request is sequence.request and other.computed < other.prompt_length for other in self.running
         )
@@ -150,6 +180,8 @@ class Scheduler:
                 self.manager.reserve(sequence, end)
                 return end - sequence.computed
             except OutOfBlocksError:
+                # The sequence that came last, which may be this one. Each turn removes one at least from `running`, so
+                # that the loop ends, and the one that came first is the last to be preempted.
                 self.preempt(self.running[-1])
                 if sequence in self._preempted:
                     return 0
@@ -157,12 +189,15 @@ class Scheduler:
     def preempt(self, sequence: RunningSequence) -> None:
         """The sequence, or all beams of its request, give up their memory and wait."""
         if sequence.beams is not None:
+            # Candidates of members that this step has computed would be mixed with those of a later step.
             sequence.beams.candidates.clear()
+        # Reversed, with appendleft: they wait in their order, before all that have not started.
         for one in reversed(together(sequence)):
             self.preemptions += 1
             self._preempted.add(one)
             self.running.remove(one)
             self.manager.release(one)
+            # Frees the tensors (an encoder's output); _condition makes them again after admission.
             one.conditioning = None
             self.waiting.appendleft(one)
 

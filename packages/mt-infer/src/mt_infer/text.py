@@ -79,6 +79,7 @@ class TextGenerator:
         settings: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> TextGenerator:
         """Of a model that was loaded with these settings: its weights stored for decoding, and its draft model."""
+        # Order: weights are quantized and stored first, so that the cache is sized by the memory that they leave free.
         prepare_weights(trained)
         longest = longest_sequence(trained.config, trained.model)
         draft = load_draft_model(trained, longest, host, device=device, settings=settings or {})
@@ -120,24 +121,30 @@ class TextGenerator:
         refuse_quantized_training(parts.config.inference)
         refuse_draft_model_in_training(parts.config.inference)
         if parallel is None:
+            # Without a layout of its own the engine computes with the trainer's modules, whose weights FSDP2 reshards
+            # between layers.
             if parts.config.parallel.use_torch_fsdp2:
                 raise ConfigError(
                     "parallel.use_torch_fsdp2=true keeps pieces of weights on each rank; give a layout for generation, "
                     'such as parallel={"tensor_model_parallel_size": 1}'
                 )
             return cls.of_model(parts.model, parts.tokenizer, parts.config, parts.ctx, parts.stages)
+        # A second model in the same world: another mesh over the same ranks, and weights of its own.
         config = with_parallel(parts.config, parallel)
         ctx = build.build_context(config, parts.device)
         stages = build_stages(config, ctx, parts.host)
         model = build.build_model(config, ctx, parts.host, None if stages is None else stages.own)
         generator = cls.of_model(model, parts.tokenizer, config, ctx, stages)
+        # Collective, and with a check that both models have the same weights: before the first request.
         generator._refit = Refit(parts.weights, parts.layouts, parts.ctx, model, ctx)
         generator.refit(trainer)
         return generator
 
     def refit(self, trainer: Trainer) -> None:
         """Takes over the trainer's weights after a step. Collective over the world; no request may be running."""
+        # First, since it raises on all ranks while requests run, before weights are touched.
         self.engine.weights_changed()
+        # The engine that shares the trainer's modules reads its weights in place: they must have arrived.
         trainer.engine.weights.finish_gather()
         if self._refit is not None:
             self._refit()
@@ -154,10 +161,12 @@ class TextGenerator:
         sampling = sampling or SamplingParameters()
         self._check_tokens(sampling)
         if not sampling.ignore_eod:
+            # An encoder-decoder's text ends with eos; the tokenizer's end of document may be another token.
             sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.prompts.end_tokens()))
         best = BestOf(sampling) if sampling.best_of is not None else None
         tokens, beside = self.prompts.encode(prompt, inputs or {})
         request = self.engine.add(tokens, sampling if best is None else best.generated, beside)
+        # All sequences among which the best are chosen, or n beams: whatever has events.
         for index in range(sampling.sequences):
             self._open[request, index] = Detokenizer(self.tokenizer, sampling.stop)
         if best is not None:
@@ -212,6 +221,7 @@ class TextGenerator:
         beside text, of each prompt."""
         each = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParameters()] * len(prompts)
         beside = inputs or [{}] * len(prompts)
+        # All at once: the engine batches them.
         numbers = [self.submit(*request) for request in zip(prompts, each, beside, strict=True)]
         found = {number: [Completion() for _ in range(own.n)] for number, own in zip(numbers, each, strict=True)}
         while not self.is_idle:
@@ -244,6 +254,7 @@ class TextGenerator:
 
     def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
         """The log-probability of each token of each text but its first, given those before it."""
+        # No token is generated; the probabilities of the prompt are taken of its prefill.
         scoring = SamplingParameters(max_tokens=0, prompt_logprobs=0)
         completions = [found[0] for found in self.generate(prompts, scoring)]
         return [[one.token for one in (done.prompt_logprobs or ())[1:] if one is not None] for done in completions]
@@ -279,12 +290,16 @@ class TextGenerator:
     def _text(self, event: TokenEvent) -> TextEvent | None:
         key = event.request, event.index
         detokenizer = self._open.get(key)
+        # The sequence ended with a stop text in the events of this step, and the rest of its drafts follow, or it was
+        # cancelled.
         if detokenizer is None:
             return None
         text = "" if event.token is None else detokenizer.add(event.token)
         finish = event.finish
+        # The engine ends sequences by tokens. Stop texts are found here, and their sequences ended afterwards.
         if detokenizer.stopped_by is not None and finish is None:
             self.engine.finish(*key)
+        # Also where the token that completed the stop text was the last one by length.
         if detokenizer.stopped_by is not None:
             finish = FinishReason.STOP
         if finish is not None:
@@ -345,4 +360,5 @@ def longest_sequence(config: Config, model: Any) -> int:
         raise ConfigError(
             f"inference.max_sequence_length={asked}, but the model has {positions} positions; it can be at most that"
         )
+    # A model without a limit (recurrent, or without positions): the length it was trained with.
     return asked or positions or config.data.seq_length

@@ -26,10 +26,12 @@ def _event_of(sequence: RunningSequence, sampled: Sampled, longest: int) -> Toke
     sampling, done = sequence.request.sampling, len(sequence.tokens) - sequence.prompt_length + 1
     finish: FinishReason | None = None
     token: int | None = sampled.token
+    # The prompt was scored; a token was sampled with its last logits, and is dropped.
     if sampling.max_tokens == 0:
         token, finish = None, FinishReason.LENGTH
     elif sampled.token in sequence.stop_ids:
         token, finish = None, FinishReason.STOP
+    # The token is reported with the end.
     elif done == sampling.max_tokens or sequence.prompt_length + done >= longest:
         finish = FinishReason.LENGTH
     prompt = None

@@ -65,10 +65,12 @@ Way = tuple[str, InferenceConfig, bool]
 
 def ways(options: InferenceConfig, memory_gb: float) -> list[Way]:
     """memory_gb: holds one sequence, and not all."""
+    # The reference has no sharing, no speculation, and one sequence in a batch.
     alone = options.model_copy(update={"prefix_caching": False, "speculative_method": None})
     return [
         ("one by one", alone, True),
         ("together", alone, False),
+        # Blocks and tiles are no multiples of 7, so that chunks end within them.
         ("in chunks of 7", alone.model_copy(update={"max_tokens_per_step": 7}), False),
         ("with prefixes of others", options.model_copy(update={"prefix_caching": True}), False),
         ("with preemption", alone.model_copy(update={"cache_memory_gb": memory_gb}), False),
@@ -92,6 +94,7 @@ def compare_ways(
     longest = max(map(len, prompts)) + max_tokens
     found: list[Difference] = []
     first: list[Outcome] = []
+    # An engine for each way: its options decide the cache and the batches. The model and its weights are the same.
     for name, options, one_by_one in ways(trained.config.inference, _memory_of_one(trained, longest)):
         engine = InferenceEngine(
             trained.model, None, trained.ctx, options, longest=longest, placed=placed, draft_model=draft_model
@@ -100,7 +103,9 @@ def compare_ways(
         require_finite(name, outcomes)
         first = first or outcomes
         found.append(compare(name, outcomes, first, prompts))
+    # The forward pass below is one call of the whole model over the same requests on every rank.
     if trained.ctx.pp.size == 1 and trained.ctx.dp.size == 1:
+        # Every rank of tp runs the forward pass, and rank 0 alone has the tokens.
         sampled = _shared(first)
         name, scored = "training's forward pass", list(_trained(trained, prompts, sampled))
         require_finite(name, scored)
@@ -113,11 +118,14 @@ def compare(
 ) -> Difference:
     result = Difference(way)
     for number, (own, other) in enumerate(zip(found, expected, strict=True)):
+        # Behind the first token that differs, the contexts differ, and probabilities cannot be compared.
         same = _common(own.tokens, other.tokens)
+        # Log-probabilities start with the prompt's second token.
         count = len(prompts[number]) - 1 + same
         pairs = list(zip(own.logprobs[:count], other.logprobs[:count], strict=True))
         off = max((abs(mine - theirs) for mine, theirs in pairs), default=0.0)
         differs = own.tokens != other.tokens
+        # Exactly: batch invariance promises the same bits.
         place = next((place for place, (mine, theirs) in enumerate(pairs, 1) if mine != theirs), None)
         if place is None and differs:
             place = count + 1
@@ -143,6 +151,7 @@ def _serve(
 ) -> list[Outcome]:
     """On rank 0; the others take part and have nothing."""
     if dist.is_initialized() and dist.get_rank():
+        # Until rank 0 closes this way's engine; then the next way begins on all ranks.
         engine.follow()
         return []
     batches = [[prompt] for prompt in prompts] if one_by_one else [prompts]
@@ -173,6 +182,7 @@ def _trained(trained: TrainedModel, prompts: Sequence[Sequence[int]], outcomes: 
         tokens = torch.tensor([[*prompt, *outcome.tokens]], device=ctx.device)
         with batch_invariant(config.inference.batch_invariant):
             losses: Tensor = loss(trained.model(tokens[:, :-1]), {"labels": tokens[:, 1:]})
+        # losses [1, S - 1]: the negative log-probability of each token but the first.
         yield Outcome(outcome.tokens, tuple((-losses[0]).tolist()))
 
 
@@ -193,8 +203,10 @@ def _common(own: Sequence[int], other: Sequence[int]) -> int:
 def _memory_of_one(trained: TrainedModel, longest: int) -> float:
     """GiB of a cache that holds one sequence of this length and little more."""
     options = trained.config.inference
+    # Memory 0: only sizes of a position are read from the agreed layout, which are those of the rank that keeps most.
     limits = CacheLimits(0, options.cache_block_size, options.max_requests, longest, options.max_tokens_per_step)
     layout, _ = agree(cache_layout(trained.model), limits, trained.ctx.axis("model"))
+    # Two blocks more than one sequence: a second one can be admitted, and is preempted as the first grows.
     positions = longest + 2 * options.cache_block_size
     size = sum(group.bytes_per_position for group in layout.groups) * positions
     return (size + (options.max_requests + 1) * layout.bytes_per_sequence) / 2**30

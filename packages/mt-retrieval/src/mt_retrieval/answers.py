@@ -34,6 +34,7 @@ def normalized_tokens(text: str) -> tuple[str, ...]:
 
 def _contains(tokens: Sequence[str], part: Sequence[str]) -> bool:
     size = len(part)
+    # An answer of no tokens is found in every text, as in DPR.
     return any(tokens[first : first + size] == part for first in range(len(tokens) - size + 1))
 
 

@@ -109,8 +109,11 @@ class Encoder:
             return self.vectors(sequences, "document")
         tokens, seen = self._embedder.padded(sequences)
         states = model.hidden_states(tokens, padding_mask=seen).float()
+        # Example: CLS a b SEP pad has seen 1 1 1 1 0. Shifted by one, inner is 1 1 1 0 at the positions of CLS a b SEP:
+        # SEP's is 0. Leaving out the first column drops CLS; a and b are averaged.
         inner = seen[:, 1:].float()  # One place less: with those behind SEP its own is left out; and that of CLS.
         means: NDArray[np.float32] = (
+            # states [B, S, H], inner [B, S - 1] -> [B, H]
             ((states[:, :-1] * inner[..., None])[:, 1:].sum(1) / inner[:, 1:].sum(1, keepdim=True)).cpu().numpy()
         )
         return means

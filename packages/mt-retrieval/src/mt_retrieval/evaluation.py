@@ -32,6 +32,7 @@ class Recall:
     first_hits: NDArray[np.int64]
 
     def at(self, k: int) -> float:
+        # The same search serves every k: found with the largest, counted for each.
         return float(((self.first_hits >= 0) & (self.first_hits < k)).mean())
 
 
@@ -52,6 +53,7 @@ def measure_recall(
 
 def _first_hit(question: Question, rows: NDArray[np.int64], evidence: Evidence, match: Match) -> int:
     for rank, row in enumerate(rows.tolist()):
+        # In the order of the scores: the first hit decides recall at every k.
         if row >= 0 and has_answer(question.answers, evidence.passage(row).text, match):
             return rank
     return -1
@@ -115,6 +117,7 @@ class EmbeddedQuestions:
             raise ConfigError(
                 f"--question-embeddings {self.path} has {len(self.matrix)} rows for {len(questions)} questions"
             )
+        # Files may be fp16; products are in fp32.
         matrix = self.matrix.astype(np.float32)
         return find_in_batches(self.index, lambda first, end: matrix[first:end], len(matrix), k, on_progress)
 

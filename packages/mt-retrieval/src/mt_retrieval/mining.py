@@ -29,6 +29,7 @@ def mine_negatives(
     A passage that has one of the answers (by string), or is one of the positives, is none.
     """
     asked = read_training_questions(questions)
+    # More than are kept: candidates with an answer, and positives, are left out below.
     found = retriever.find([one.question for one in asked], count * CANDIDATES, on_progress)
     records, total = [], 0
     for one, rows, scores in zip(asked, found.rows.tolist(), found.scores.tolist(), strict=True):
@@ -45,6 +46,7 @@ def mine_negatives(
 
 
 def _first(candidates: Iterable[ScoredPassage], question: TrainingQuestion, count: int) -> Iterable[ScoredPassage]:
+    # By content: the evidence and the questions' file number and space the same passage differently.
     positives = {_content(positive.text) for positive in question.positives}
     for candidate in candidates:
         if count == 0:

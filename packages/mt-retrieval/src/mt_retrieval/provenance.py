@@ -19,9 +19,11 @@ WEIGHTS = "model."
 def encoder_fingerprint(reader: CheckpointReader, tokenizer: Tokenizer) -> str:
     """SHA-256 of the weights as they are stored and of the tokenizer, whatever the format and place of the files."""
     digest = sha256(tokenizer.fingerprint().encode())
+    # Sorted, and without optimizer state: the same weights in another format or file layout have the same hash.
     for name in sorted(name for name in reader.shapes() if name.startswith(WEIGHTS)):
         tensor = reader.read(name).contiguous()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        # Bytes, since NumPy has no bf16.
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

@@ -57,6 +57,8 @@ class RefreshNegatives(Callback):
 
     def __init__(self, refresh: RefreshConfig, config: Config) -> None:
         self.refresh = refresh
+        # Samples that a loader has read already, or may read before the file of negatives is visible to it: a sample
+        # must take the same negatives on every rank, and again after a resumption.
         steps = 0 if config.data.num_workers == 0 else config.data.prefetch_batches
         self._ahead = (steps + STEPS_AHEAD) * global_batch_size(config)
         self._mining: Mining | None = None
@@ -64,6 +66,7 @@ class RefreshNegatives(Callback):
 
     def on_train_start(self, run: Run) -> None:
         """Raises ConfigError for a new run in the folder of another, whose negatives its samples would have."""
+        # A resumed run needs the files: its samples repeat with them.
         if run.resumed_from is None and MinedNegatives(Path(self.refresh.folder)).first_samples():
             raise ConfigError(
                 f"data.refresh.folder={self.refresh.folder} has negatives that another run has mined; give another "
@@ -73,13 +76,17 @@ class RefreshNegatives(Callback):
     def on_checkpoint(self, run: Run, path: Path) -> None:
         self._checkpoints += 1
         is_last = run.state.iteration == run.last_iteration
+        # Skipped, not queued: a mining that takes longer than the interval of checkpoints would fall further and
+        # further behind.
         if self._mining is not None or is_last or self._checkpoints % self.refresh.every_checkpoints:
             return
         self._mining = Mining.start(path, self.refresh)
+        # The step at which the negatives begin is then the same in every run.
         if not self.refresh.in_background:
             self._use(run, self._mining)
 
     def on_step_end(self, run: Run, metrics: Metrics) -> None:
+        # poll() does not wait.
         if self._mining is not None and self._mining.process.poll() is not None:
             self._use(run, self._mining)
 
@@ -89,12 +96,14 @@ class RefreshNegatives(Callback):
 
     def close(self) -> None:
         if self._mining is not None:
+            # No process is left behind; wait() reaps it.
             self._mining.process.terminate()
             self._mining.process.wait()
 
     def _use(self, run: Run, mining: Mining) -> None:
         mining.wait()
         self._mining = None
+        # replace() makes the file appear whole, under a name that says from which sample on it is used.
         first = run.state.consumed_samples + self._ahead
         mining.output.replace(mined_file(Path(self.refresh.folder), first))
         run.message(f"hard negatives of {mining.checkpoint.name} are used from sample {first} on")

@@ -21,6 +21,7 @@ def mine(checkpoint: str, evidence: str, questions: str, output: str, negatives:
     passages = evidence_of(evidence, encoder)
     folder = Path(f"{output}.embeddings")
     embed_evidence(encoder, passages, folder, shard_rows=SHARD_ROWS, batch_size=BATCH_SIZE)
+    # Exact: no index to train, for embeddings that serve one search.
     retriever = Retriever(encoder, ExactIndex.of_embeddings(folder), passages)
     mine_negatives(retriever, Path(questions), Path(output), int(negatives))
     shutil.rmtree(folder)

@@ -42,6 +42,7 @@ class Retriever:
 
     def __init__(self, encoder: Encoder, index: Index, evidence: Evidence) -> None:
         if index.source is not None:
+            # By hash, not by path: scores of vectors of two encoders mean nothing, and nothing else would show it.
             require_same("encoder", index.source.encoder, encoder.fingerprint, str(encoder.checkpoint))
         require_evidence(index, evidence)
         self.encoder, self.index, self.evidence = encoder, index, evidence
@@ -63,6 +64,7 @@ class Retriever:
             checkpoint or recorded(opened, "encoder", "--checkpoint"),
             device=device,
             settings=settings,
+            # Questions are cut as passages were.
             seq_length=None if opened.source is None else opened.source.seq_length,
         )
         return cls(encoder, opened, evidence_of(str(evidence or recorded(opened, "evidence", "--evidence")), encoder))
@@ -98,7 +100,9 @@ def find_in_batches(
     on_progress: Callable[[int, int], None],
 ) -> SearchResult:
     """vectors: (first, end) -> embeddings [end - first, dim] of these questions. k is cut to the size of the index."""
+    # faiss would fill up with -1.
     k = min(k, len(index))
+    # For no questions: shapes stay [0, k].
     found = [SearchResult(np.zeros((0, k), np.float32), np.zeros((0, k), np.int64))]
     for first in range(0, count, BATCH):
         end = min(first + BATCH, count)

@@ -39,6 +39,7 @@ def create_app(retriever: Retriever, options: ServerOptions) -> FastAPI:
     one_at_a_time = asyncio.Lock()
 
     async def search(body: SearchBody) -> dict[str, Any]:
+        # The encoder and the index are not made for several threads; the lock also bounds the memory of a search.
         async with one_at_a_time:
             found = await asyncio.to_thread(retriever.search, body.questions, body.top_k)
         return {"results": [[passage.as_record() for passage in passages] for passages in found]}

@@ -30,6 +30,7 @@ class TextPairs:
         return self._cut([self.cls, *title, self.sep, *text])
 
     def _cut(self, tokens: list[int]) -> list[int]:
+        # SEP is always there, also behind a text that was cut.
         return [*tokens[: self.length - 1], self.sep]
 
 

@@ -45,6 +45,7 @@ class Chunk:
     @property
     def is_last(self) -> bool:
         """Whether the next token can be sampled behind it."""
+        # All known tokens are computed, and drafts, if any, follow them.
         return self.end == len(self.sequence.tokens)
 
     @property
@@ -81,6 +82,10 @@ class CachedBatch:
     ) -> None:
         self.sequences, self.manager, self.is_batch_invariant = chunks, manager, is_batch_invariant
         self.device, self.multiple = device, multiple
+        # Example, chunks of A (positions 10 and 11) and B (0 ... 2), multiple=4:
+        #   tokens        A10 A11 B0 B1 B2 0 0 0     [1, T] with T = 8
+        #   position_ids   10  11  0  1  2 0 0 0
+        #   ends           2, 5; count 5, filler 3; logit_rows [1, 4]
         self.ends = list(accumulate(chunk.count for chunk in chunks))
         self.count = self.ends[-1] if chunks else 0
         # At least one position: ranks that share experts compute together.
@@ -89,11 +94,13 @@ class CachedBatch:
         self.position_ids = self._row(
             [position for chunk in chunks for position in range(chunk.start, chunk.start + chunk.count)]
         )
+        # [R] rows of the row of positions, in the order of chunks.
         self.logit_rows = torch.tensor(
             [row for chunk, end in zip(chunks, self.ends, strict=True) for row in range(end - chunk.logits, end)],
             dtype=torch.int64,
             device=device,
         )
+        # By identity of the layer: modules are not compared by value. Layers outlive the batch.
         self._groups = {
             id(layer): number for number, group in enumerate(manager.layout.groups) for layer in group.layers
         }
@@ -114,15 +121,20 @@ class CachedBatch:
         paged: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         number = self._groups[id(layer)]
+        # One store for each tensor of the layer, such as its keys and its values.
         stored, places = self.manager.storages[number].of(layer), self._of_group(number)
+        # Written first: a sequence that is read from the cache below gets its new positions too.
         pairs = zip(stored, kept, strict=True)
         own = [store.write(places.written, values[0, : self.count])[None] for store, values in pairs]
         found = []
         for chunk, end, read in zip(self.sequences, self.ends, places.read, strict=True):
-            span = slice(end - chunk.count, end)
+            span = slice(end - chunk.count, end)  # columns of the row
             # A new sequence attends to itself only: what was stored is what it has.
+            # [1, K, ...], K the positions so far (of a window: those that are read), the new ones last.
             past = [x[:, span] for x in own] if chunk.start == 0 else [store.read(read)[None] for store in stored]
+            # One call a sequence: attention kernels take one length of keys, and sequences differ in it.
             found.append(attend(*(x[:, span] for x in new), *past))
+        # Filler attends to itself, so that the result has the shape [1, T, ...]. Nothing of it is stored.
         if self.filler:
             found.append(attend(*(x[:, self.count :] for x in (*new, *kept))))
         return _packed(found)
@@ -136,6 +148,8 @@ class CachedBatch:
     ) -> Tensor:
         found = []
         for chunk, end in zip(self.sequences, self.ends, strict=True):
+            # The layer's keys and values of the encoder's output, made in the sequence's first pass and released with
+            # its cache.
             memory = chunk.sequence.memory
             if id(layer) not in memory:
                 length = int(chunk.conditioning["memory_length"])
@@ -153,18 +167,22 @@ class CachedBatch:
     ) -> Tensor:
         assert self.manager.states is not None
         states = self.manager.states.of(layer)
+        # Replaced below: results come by length, and are packed in the order of sequences.
         found: list[Tensor] = [torch.empty(0)] * len(self.sequences)
         for numbers in self._by_length():
             chunks = [self.sequences[number] for number in numbers]
             spans = [range(self.ends[number] - self.sequences[number].count, self.ends[number]) for number in numbers]
-            rows = torch.tensor([[*span] for span in spans], device=self.device)
-            slots = torch.tensor([chunk.sequence.slot for chunk in chunks], device=self.device)
+            rows = torch.tensor([[*span] for span in spans], device=self.device)  # [B, S]
+            slots = torch.tensor([chunk.sequence.slot for chunk in chunks], device=self.device)  # [B]
+            # Indexing by tensors copies: the states given are not those that are written below.
             out, after = advance(tuple(x[0, rows] for x in inputs), tuple(state[slots] for state in states))
             for state, value in zip(states, after, strict=True):
+                # Layers may compute states in another dtype than they keep.
                 state[slots] = value.to(state.dtype)
             for number, result in zip(numbers, out.split(1), strict=True):
                 found[number] = result
         if self.filler:
+            # Filler starts from zeros and stores no state.
             zeros = tuple(torch.zeros_like(state[:1]) for state in states)
             found.append(advance(tuple(x[:, self.count :] for x in inputs), zeros)[0])
         return _packed(found)
@@ -176,6 +194,8 @@ class CachedBatch:
 
     def _by_length(self) -> list[list[int]]:
         """Numbers of the sequences that advance together: those with one new position, and each other by itself."""
+        # Decode steps of all sequences are one batch. Chunks of prompts differ in length, and a recurrence cannot be
+        # padded without changing its state.
         singles = [number for number, chunk in enumerate(self.sequences) if chunk.count == 1]
         others = [[number] for number, chunk in enumerate(self.sequences) if chunk.count > 1]
         return [*others, singles] if singles else others
@@ -184,6 +204,7 @@ class CachedBatch:
         return torch.tensor([values + [filler] * self.filler], device=self.device)
 
     def _of_group(self, number: int) -> _Places:
+        # Once a pass for all layers of the group, which share tables.
         if number not in self._places:
             window = self.manager.layout.groups[number].window
             tables = [chunk.sequence.tables[number] for chunk in self.sequences]
@@ -195,12 +216,17 @@ class CachedBatch:
                 _on_device(table.places(self._first_read(chunk, window), chunk.start + chunk.count), self.device)
                 for table, chunk in zip(tables, self.sequences, strict=True)
             ]
+            # The empty array: a pass without sequences has nothing to concatenate.
             every = np.concatenate([np.empty(0, np.int64), *written])
             self._places[number] = _Places(torch.from_numpy(every).to(self.device), read)
         return self._places[number]
 
     def _first_read(self, chunk: Chunk, window: int | None) -> int:
+        # The first new position, chunk.start, sees keys from chunk.start + 1 - window on; later ones see less of the
+        # past.
         first = 0 if window is None else max(chunk.start + 1 - window, 0)
+        # The batch-invariant core adds keys up in blocks of KEYS from position 0. Starting between two of them would
+        # add in another order; `CacheLimits.unread` keeps the blocks before the window for it.
         return first // KEYS * KEYS if self.is_batch_invariant else first
 
 

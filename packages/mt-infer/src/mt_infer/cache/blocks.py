@@ -19,6 +19,8 @@ Key = bytes
 
 def block_key(before: Key, tokens: Sequence[int]) -> Key:
     """Of a full block: `before` is the key of the block before it, or of what the sequence depends on beside tokens."""
+    # A chain: equal keys mean equal tokens from the beginning on, not only in this block. 128 bits, so that no
+    # collision, which would give a sequence another text's values, is to be expected.
     return blake2b(before + np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=16).digest()
 
 
@@ -35,6 +37,7 @@ class BlockPool:
         self._keys: dict[int, Key] = {}
         self._of_key: dict[Key, int] = {}
         # Unused blocks, the next to be taken first. Those without content come before those with.
+        # [no content, last released first ... content, oldest ... content, released last]
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(count))
 
     @property
@@ -49,11 +52,14 @@ class BlockPool:
         """
         if not self._unused:
             raise OutOfBlocksError
+        # The neighbour in memory makes the sequence's positions one slice, which is read without a copy. It is taken
+        # unless this would evict content while a block without content is free.
         block = next(iter(self._unused))
         if after is not None and after + 1 in self._unused and (after + 1 not in self._keys or block in self._keys):
             block = after + 1
         del self._unused[block]
         self._forget(block)
+        # Its content is forgotten first: from here on it is overwritten.
         self._users[block] = 1
         return block
 
@@ -63,6 +69,7 @@ class BlockPool:
 
     def share(self, block: int) -> None:
         """One more user."""
+        # Unused, but with content (`find` gave it): it comes back from the list of blocks to be taken.
         if not self._users[block]:
             del self._unused[block]
         self._users[block] += 1
@@ -72,12 +79,15 @@ class BlockPool:
         self._users[block] -= 1
         if self._users[block]:
             return
+        # At the end: taken last.
         self._unused[block] = None
         if block not in self._keys:
             self._unused.move_to_end(block, last=False)
 
     def name(self, block: int, key: Key) -> None:
         """The block is full, and has the content of this key. The first block of a key keeps it."""
+        # Two sequences may compute the same block at the same time: the second's stays private and unnamed, so that a
+        # key has one block. It becomes free without content.
         if key not in self._of_key and block not in self._keys:
             self._keys[block], self._of_key[key] = key, block
 

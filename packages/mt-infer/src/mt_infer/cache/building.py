@@ -27,10 +27,12 @@ def build_caches(
         unread=KEYS if options.batch_invariant else 0,
     )
     axis = ctx.axis("model")
+    # The order of the collectives is that of the calls: the model first, then the draft model.
     layout, limits = agree(cache_layout(model, options.cache_dtype), own_limits, axis)
     if draft_model is None:
         return CacheManager(layout, limits, ctx.device, share_prefixes=options.prefix_caching), None
     of_drafts, limits = agree(cache_layout(draft_model), limits, axis)
+    # Both within cache_memory_gb.
     own, drafts = divided(limits, (layout, of_drafts))
     return (
         CacheManager(layout, own, ctx.device, share_prefixes=options.prefix_caching),

@@ -37,6 +37,7 @@ class PlainStore:
         self.values = torch.zeros((places, *shape), dtype=dtype, device=device)
 
     def write(self, places: Tensor, values: Tensor) -> Tensor:
+        # values [T, ...] -> [places, ...]. In place, so that captured graphs keep the address.
         self.values.index_copy_(0, places, values)
         return values
 
@@ -51,7 +52,10 @@ class QuantizedStore:
     """In 8 bits, one scale a vector."""
 
     def __init__(self, name: str, places: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        # One group of quantization for each vector, whose length is the last dimension.
         self.name, self.columns, self.dtype = name, shape[-1], dtype
+        # The parts of one quantized vector, with their shapes and dtypes, repeated for all places: stored zeros, scale
+        # 1.
         blank = quantize(torch.zeros((1, *shape), device=device), name, self.columns)
         self.parts = [part.expand(places, *part.shape[1:]).clone() for part in blank]
 
@@ -59,6 +63,7 @@ class QuantizedStore:
         stored = quantize(values, self.name, self.columns)
         for part, new in zip(self.parts, stored, strict=True):
             part.index_copy_(0, places, new)
+        # Not `values`: a position must have the same keys for the chunk that computed it and for all later ones.
         return self._dequantized(stored)
 
     def read(self, places: slice | Tensor) -> Tensor:
@@ -74,6 +79,7 @@ class QuantizedStore:
 
 def taken(tensor: Tensor, places: slice | Tensor) -> Tensor:
     """A slice is read without a copy."""
+    # [K, ...]
     return tensor[places] if isinstance(places, slice) else tensor.index_select(0, places)
 
 
@@ -88,4 +94,5 @@ def bytes_of(name: str, shape: Shape, dtype: torch.dtype) -> int:
     """Of one position."""
     if name == "auto":
         return math.prod(shape) * dtype.itemsize
+    # The stored numbers, and an fp32 scale for each vector.
     return math.prod(shape) * FORMATS[name].bits // 8 + math.prod(shape[:-1]) * torch.float32.itemsize

@@ -58,6 +58,7 @@ def _group(window: int | None, layers: Sequence[tuple[KeepsState, PositionState]
 
 
 def widest_first(windows: Iterable[int | None]) -> list[int | None]:
+    # None, for all positions, counts as infinite. The order is the same on all ranks, whose groups are matched by it.
     return sorted(set(windows), key=lambda window: window or math.inf, reverse=True)
 
 
@@ -99,6 +100,7 @@ def divided(limits: CacheLimits, layouts: Sequence[CacheLayout]) -> list[CacheLi
 
     Raises ConfigError when the memory does not hold one sequence of the longest length in each.
     """
+    # In proportion to the smallest possible caches, so that both hold about the same number of positions.
     needs = [least_bytes(layout, limits) for layout in layouts]
     _require_room(limits, sum(needs))
     return [replace(limits, memory=limits.memory * need // max(sum(needs), 1)) for need in needs]
@@ -112,9 +114,12 @@ def sizes_within(layout: CacheLayout, limits: CacheLimits) -> CacheSizes:
     needed = least_bytes(layout, limits)
     _require_room(limits, needed)
     longest = [_blocks_of_longest(group, limits) for group in layout.groups]
+    # Beyond the first sequence, up to max_requests of the longest length: more blocks could never be used.
     more = [(limits.max_requests - 1) * count for count in longest]
     # All groups, and the snapshots, get the same share of what they could use beyond one sequence.
     wanted = _bytes_of(more, layout, limits) + limits.snapshots * layout.bytes_per_sequence
+    # Example: longest=4096, block_size=16 and max_requests=4 give 256 blocks at least and 768 more at most; memory for
+    # half of these gives 256 + 384.
     share = min((limits.memory - needed) / wanted, 1.0) if wanted else 1.0
     blocks = tuple(least + int(count * share) for least, count in zip(longest, more, strict=True))
     return CacheSizes(blocks, int(limits.snapshots * share))
@@ -148,5 +153,7 @@ def _blocks_of_longest(group: CacheGroup, limits: CacheLimits) -> int:
 def blocks_of_sequence(group: CacheGroup, limits: CacheLimits, longest: int) -> int:
     """Blocks that a sequence of so many positions uses at a time."""
     if group.window is not None:
+        # While a chunk is computed: the window before it, what batch invariance reads behind that, the chunk itself (at
+        # most a whole step), and a part of a block at the beginning of the window.
         longest = min(longest, group.window + limits.unread + limits.step + limits.block_size)
     return -(-longest // limits.block_size)

@@ -27,6 +27,7 @@ class CacheManager:
 
     def __init__(self, layout: CacheLayout, limits: CacheLimits, device: torch.device, *, share_prefixes: bool) -> None:
         self.layout, self.limits, self.share_prefixes = layout, limits, share_prefixes
+        # Snapshots serve shared prefixes alone: without these their memory goes to blocks.
         sizes = sizes_within(layout, limits if share_prefixes else replace(limits, snapshots=0))
         self.pools = [BlockPool(count) for count in sizes.blocks]
         self.storages = [
@@ -34,6 +35,7 @@ class CacheManager:
             for group, count in zip(layout.groups, sizes.blocks, strict=True)
         ]
         self.states = StateStorage(layout, limits.slots, device) if layout.bytes_per_sequence else None
+        # By the key of the block that they follow, the least recently used first.
         self._snapshots: OrderedDict[Key, list[Tensor]] = OrderedDict()
         self._most_snapshots = sizes.snapshots
 
@@ -43,6 +45,7 @@ class CacheManager:
 
     def holds(self, sequences: int, positions: int) -> bool:
         """Whether so many sequences of a length fit at once, whatever they have in common."""
+        # Counted against all blocks, not the free ones: other sequences end, or are preempted.
         return all(
             sequences * blocks_of_sequence(group, self.limits, positions) <= pool.count
             for pool, group in zip(self.pools, self.layout.groups, strict=True)
@@ -50,6 +53,7 @@ class CacheManager:
 
     def new_tables(self) -> list[BlockTable]:
         return [
+            # `unread` positions behind the window stay too, for attention that starts at fixed places.
             BlockTable(
                 pool, self.limits.block_size, None if group.window is None else group.window + self.limits.unread
             )
@@ -62,18 +66,25 @@ class CacheManager:
     def admit(self, sequence: RunningSequence) -> None:
         """Finds the longest prefix that is in the cache, and shares it. Positions of which logits are wanted, the last
         among them, are always computed anew. Raises OutOfBlocksError when there is no room for another sequence."""
+        # Before anything is taken. A slot is of fixed size, and counted apart from blocks.
         if self.states is not None and not self.states.free:
             raise OutOfBlocksError
         snapshot = None
         if self.share_prefixes:
+            # Logits need a forward pass over their position: blocks are adopted up to the last position at most, or to
+            # the first whose prompt_logprobs are requested.
             last = len(sequence.tokens) - 1
             first = last if sequence.first_logits is None else min(last, sequence.first_logits)
+            # Of full blocks only. After a preemption `tokens` has the generated ones too, whose blocks may still be
+            # there.
             keys = sequence.keys.extend(sequence.tokens, first)
             count, snapshot = self._shared(sequence.tables, keys)
             for table in sequence.tables:
+                # Every group has these blocks, or those of its window: _shared counted so.
                 table.adopt(keys[:count])
             sequence.computed = sequence.cached = count * self.limits.block_size
         if self.states is not None:
+            # Zeros, unless a snapshot of the prefix is copied in.
             sequence.slot = self.states.take()
             if snapshot is not None:
                 self.states.restore(sequence.slot, snapshot)
@@ -87,22 +98,30 @@ class CacheManager:
         """So many positions of the sequence are in the cache now."""
         sequence.computed = positions
         if self.share_prefixes:
+            # Blocks that are full now get their keys, so that other sequences find them while this one still runs.
             keys = sequence.keys.extend(sequence.tokens, positions)
             for table in sequence.tables:
                 self._name(table, keys)
+            # Recurrent states hold exactly `positions` positions: a snapshot fits a key only where these end at a
+            # block's end.
             if keys and positions == len(keys) * self.limits.block_size:
                 self._take_snapshot(sequence, keys[-1])
         for table in sequence.tables:
+            # After naming: a block that leaves the window keeps its content and key until it is taken for something
+            # else.
             table.leave_window(positions)
 
     def fork(self, source: RunningSequence, copy: RunningSequence) -> None:
         """Gives `copy`, which has no memory, the computed positions of `source`: full blocks are shared, the last block
         and recurrent states are copied. Raises OutOfBlocksError, and then has taken nothing."""
+        # All checks come first, for every group: a fork that failed half way would leave blocks without an owner.
         partial = source.computed % self.limits.block_size > 0
         if (self.states is not None and not self.states.free) or (
             partial and not all(pool.free for pool in self.pools)
         ):
             raise OutOfBlocksError
+        # Full blocks are read only from here on. The partial one is written by both sequences next: each has its own
+        # copy.
         forks = [table.fork(source.computed) for table in source.tables]
         for storage, (_, copied) in zip(self.storages, forks, strict=True):
             if copied is not None:
@@ -118,6 +137,7 @@ class CacheManager:
 
     def roll_back(self, sequence: RunningSequence, positions: int, snapshot: list[Tensor] | None) -> None:
         """Only so many positions are in the cache again; with the recurrent states that they left behind."""
+        # Blocks stay with the sequence: what is behind `positions` is overwritten by the next pass.
         sequence.computed = positions
         if self.states is not None and sequence.slot is not None and snapshot is not None:
             self.states.restore(sequence.slot, snapshot)
@@ -141,10 +161,13 @@ class CacheManager:
         """The end of a chunk of a prompt. Recurrent states are kept at the last full block: a chunk ends there."""
         if self.states is None or not self.share_prefixes:
             return end
+        # Example, block_size=16: a prompt of 40 tokens is computed to 32, where _take_snapshot copies the states, then
+        # to 40.
         full = (len(sequence.tokens) - 1) // self.limits.block_size * self.limits.block_size
         return full if sequence.computed < full < end else end
 
     def _name(self, table: BlockTable, keys: Sequence[Key]) -> None:
+        # `named` is how far earlier calls have come; a None is a block that has left the window.
         for number in range(table.named, len(keys)):
             block = table.blocks[number]
             if block is not None:
@@ -154,14 +177,18 @@ class CacheManager:
     def _shared(self, tables: Sequence[BlockTable], keys: Sequence[Key]) -> tuple[int, list[Tensor] | None]:
         """Leading blocks in common, and the recurrent states behind them."""
         if self.states is None:
+            # Attention alone: the longest count.
             return next(shared_counts(tables, keys), 0), None
         for count in shared_counts(tables, keys):
+            # With recurrent layers a shorter prefix, at whose end a snapshot exists.
             if keys[count - 1] in self._snapshots:
                 self._snapshots.move_to_end(keys[count - 1])
                 return count, self._snapshots[keys[count - 1]]
         return 0, None
 
     def _take_snapshot(self, sequence: RunningSequence, key: Key) -> None:
+        # Of prompts alone, which other requests may begin with; generated text seldom recurs, and would push prompts
+        # out.
         in_prompt = sequence.computed < sequence.prompt_length
         if self.states is None or sequence.slot is None or not in_prompt or key in self._snapshots:
             return

@@ -16,6 +16,8 @@ class GroupStorage:
 
     def __init__(self, group: CacheGroup, blocks: int, block_size: int, device: torch.device) -> None:
         self.group, self.blocks, self.block_size = group, blocks, block_size
+        # By layer: one flat tensor [places, ...] for each of its tensors. Place = block * block_size + offset, the same
+        # in all layers of the group.
         self._stores = {
             id(layer): tuple(
                 new_store(group.format, self.spare_place + 1, shape, state.dtype, device) for shape in state.shapes
@@ -33,6 +35,7 @@ class GroupStorage:
 
     def copy_block(self, block: int, to: int) -> None:
         size = self.block_size
+        # A block number stands for the same positions in every layer of the group.
         for stores in self._stores.values():
             for store in stores:
                 store.copy(slice(block * size, (block + 1) * size), slice(to * size, (to + 1) * size))
@@ -43,7 +46,9 @@ class StateStorage:
 
     def __init__(self, layout: CacheLayout, slots: int, device: torch.device) -> None:
         self._tensors = {id(layer): _state_tensors(state, slots, device) for layer, state in layout.recurrent}
+        # Rows of filler in a captured step read and write it.
         self.spare_slot = slots - 1
+        # A stack: slot 0 is taken first.
         self._free = list(reversed(range(self.spare_slot)))
 
     def take(self) -> int:

@@ -31,36 +31,46 @@ class BlockTable:
 
     def reserve(self, positions: int) -> None:
         """Blocks for so many positions in all. Raises OutOfBlocksError, and then has taken none."""
+        # Checked against free blocks before the first is taken. Negative or 0: the last block has places left.
         wanted = -(-positions // self.block_size) - len(self.blocks)
         if wanted > self.pool.free:
             raise OutOfBlocksError
         for _ in range(wanted):
+            # The block behind the last one in memory if it is free, so that a sequence alone in the cache is one slice.
             self._append(self.pool.take(self.blocks[-1] if self.blocks else None))
 
     def leave_window(self, computed: int) -> None:
         """Release blocks that no later position reads, once `computed` positions are in the cache."""
         if self.window is None:
             return
+        # The next query is at position `computed` and sees keys from computed + 1 - window on. Blocks before that one
+        # are full of unread positions. Example, window=100, block_size=16: after 150 positions those before 51 are
+        # unread, which are 3 blocks.
         unread = max(computed + 1 - self.window, 0) // self.block_size
         while self._left < min(unread, len(self.blocks)):
             block = self.blocks[self._left]
             if block is not None:
                 self.pool.release(block)
+                # The entry stays, so that the number of a block in the table is position // block_size.
                 self.blocks[self._left] = None
             self._left += 1
 
     def release(self) -> None:
         # Last blocks first: a prefix outlives what follows it.
+        # Released blocks are evicted in this order: a prefix is found from its beginning, and without it the rest is
+        # lost.
         for block in reversed(self.blocks):
             if block is not None:
                 self.pool.release(block)
         self.blocks.clear()
         self.named = self._left = self._run = 0
+        # Static inputs of captured graphs hold a copy of the table, which is outdated now.
         self.changes += 1
 
     def adopt(self, keys: Sequence[Key]) -> None:
         """Share the blocks with these contents: all of them, or with a window those that are still read."""
         assert not self.blocks
+        # Blocks before the window are not needed, and may have been evicted.
         first = self.first_needed(len(keys))
         for number, key in enumerate(keys):
             block = None
@@ -78,6 +88,7 @@ class BlockTable:
         full, rest = divmod(positions, self.block_size)
         if rest and not self.pool.free:
             raise OutOfBlocksError
+        # _append below keeps its `_run`; entries that have left the window are copied as None.
         copy = BlockTable(self.pool, self.block_size, self.window, named=min(self.named, full), _left=self._left)
         for block in self.blocks[:full]:
             if block is not None:
@@ -96,16 +107,19 @@ class BlockTable:
         Those that have left the window may be anywhere: they are masked.
         """
         size, low = self.block_size, first // self.block_size
+        # Consecutive blocks from here to the end of the table: read as a view.
         if low >= self._run:
             block = self.blocks[low]
             assert block is not None
             start = block * size + first % size
             return slice(start, start + end - first)
-        blocks = np.array([block or 0 for block in self.blocks[low : -(-end // size)]])
+        blocks = np.array([block or 0 for block in self.blocks[low : -(-end // size)]])  # block numbers
+        # [blocks, block_size] places, flattened in the order of positions
         every = (blocks[:, None] * size + np.arange(size)).reshape(-1)
         return every[first - low * size : end - low * size]
 
     def _append(self, block: int | None) -> None:
+        # The run of consecutive blocks starts anew at this block; behind it, for an entry without a block.
         if block is None or (self.blocks and self.blocks[-1] != block - 1):
             self._run = len(self.blocks) + (block is None)
         self.blocks.append(block)
@@ -141,6 +155,7 @@ class PrefixKeys:
         size = self.block_size
         while (len(self.keys) + 1) * size <= count:
             start = len(self.keys) * size
+            # Keys that were made stay valid: tokens are only added.
             before = self.keys[-1] if self.keys else self.root
             self.keys.append(block_key(before, tokens[start : start + size]))
         return self.keys[: count // size]
@@ -150,9 +165,13 @@ def shared_counts(tables: Sequence[BlockTable], keys: Sequence[Key]) -> Iterator
     """The numbers of leading blocks that every group has, the largest first. It takes linear time."""
     for table in tables:
         if table.window is None:
+            # Groups of full attention need every block from the first on.
             keys = keys[: _leading(table.pool, keys)]
+    # Groups with a window need the last blocks before the position only. Example, window of 2 blocks and blocks 0 1 - 3
+    # 4 in the pool: 5 blocks in common are possible (3 and 4 are read), 4 are not (2 and 3 would be).
     runs = [(table, _runs(table.pool, keys)) for table in tables if table.window is not None]
     for count in range(len(keys), 0, -1):
+        # The run of blocks that ends at `count` reaches back to the first that is read.
         if all(count - table.first_needed(count) <= run[count - 1] for table, run in runs):
             yield count
 

@@ -88,6 +88,7 @@ class ChatFormat:
 
     def _form(self, content: Content) -> Content:
         """As the template takes it: parts, or a text in which MARK stands for an image."""
+        # Texts stay texts where the template takes both.
         takes_parts = self._takes_parts or (has_image(content) and self._writes_images)
         return as_parts(content) if takes_parts else as_text(content)
 
@@ -111,15 +112,18 @@ class ChatFormat:
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any],
     ) -> str:
+        # In this order: options cannot replace the special tokens or the messages.
         values = {**options, **self._special, "messages": [*messages], "tools": None if tools is None else [*tools]}
         return self._process.render(values)
 
     def _find_end(self) -> None:
         """What the template writes after an answer. One that refuses the probe ends with the end of the document."""
+        # The first mark behind the answer, such as <|im_end|>: the model was trained to end an answer with it.
         mark = END_MARK.match(self._written().rpartition(PROBE)[2])
         if mark is None:
             return
         ids = self.encode(mark[1])
+        # A mark that is one token ends the sequence as a token; one of several tokens is found in the text.
         if len(ids) == 1:
             self.stop_token_ids = (ids[0],)
         else:
@@ -128,6 +132,7 @@ class ChatFormat:
     def _written(self) -> str:
         """The probe as the template writes it; empty if it refuses it. A template that leaves out contents that are
         texts, or refuses them, is tried with parts."""
+        # render() reads the attribute, so that the loop's variable is the attribute itself.
         for self._takes_parts in (False, True):
             try:
                 written = self.render(CONVERSATION, None, WITHOUT_PROMPT)

@@ -60,9 +60,11 @@ class Conversation:
                 parts.append(part)
                 self.console.out(printable(part), end="", highlight=False)
         except KeyboardInterrupt:
+            # Ctrl-C ends the answer, not the program; what was shown stays in the conversation.
             answer.close()
         finally:
             self.console.out()
+        # Only here: an answer that raised leaves the messages as they were.
         self.messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
 
     def command(self, line: str) -> bool:

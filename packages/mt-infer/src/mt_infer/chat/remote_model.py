@@ -22,6 +22,7 @@ class RemoteModel:
     """A model of a server with OpenAI's interface. name: None for the server's first model."""
 
     def __init__(self, url: str, name: str | None, api_key: str | None) -> None:
+        # OpenAI's clients are given the address with /v1, browsers without.
         self._url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -29,6 +30,7 @@ class RemoteModel:
         self.name = name or self._first_model()
 
     def answer(self, messages: Sequence[Message], settings: ChatSettings) -> Generator[str, None, None]:
+        # Without what is not set: a server may refuse null.
         asked = {key: value for key, value in asdict(settings).items() if value is not None}
         body = {"model": self.name, "messages": list(messages), "stream": True, **asked}
         with self._reading(), self._open("/v1/chat/completions", body) as response:
@@ -38,6 +40,7 @@ class RemoteModel:
                     return
                 if line.startswith(b"data: "):
                     yield from self._texts(json.loads(data))
+            # The stream ended before [DONE].
             raise http.client.HTTPException("the answer has no end")
 
     def _texts(self, piece: Mapping[str, Any]) -> Iterator[str]:
@@ -55,6 +58,7 @@ class RemoteModel:
         """Raises ConfigError for an answer that breaks off, or is not one of OpenAI's interface."""
         try:
             yield
+        # A ValueError is caught below, and ConfigError may be one.
         except ConfigError:
             raise
         except (OSError, http.client.HTTPException) as error:

@@ -40,6 +40,7 @@ class TemplateProcess:
             self._end()
 
     def _start(self) -> None:
+        # The protocol is JSON lines: no object of the template's process is unpickled here.
         self._process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             self._exchange({"source": self.source, "name": self.name}, START_SECONDS)
@@ -52,6 +53,7 @@ class TemplateProcess:
         assert process is not None
         assert process.stdin is not None
         try:
+            # One request at a time, so that the next line out is its reply.
             process.stdin.write(json.dumps(message).encode() + b"\n")
             process.stdin.flush()
             reply = json.loads(self._line(process, seconds))
@@ -72,10 +74,12 @@ class TemplateProcess:
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
+            # A reply has no other newline: JSON escapes them.
             while not parts or not parts[-1].endswith(b"\n"):
                 if not selector.select(max(end - time.monotonic(), 0)):
                     raise TimeoutError
                 parts.append(os.read(process.stdout.fileno(), 1 << 16))
+                # End of file: the process has died, for instance of its memory limit.
                 if not parts[-1]:
                     break
         return b"".join(parts)
@@ -84,6 +88,7 @@ class TemplateProcess:
         process, self._process = self._process, None
         if process is None:
             return
+        # wait() after the kill: else the process would stay as a zombie.
         process.kill()
         process.wait()
         for stream in (process.stdin, process.stdout):

@@ -24,11 +24,13 @@ ADVICE = "correct the messages, or serve the model with another --chat-template"
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server that started it ends it
+    # Address space: Linux does not enforce RLIMIT_RSS, the limit of resident memory.
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     template: CompiledTemplate | None = None
     for line in sys.stdin:
         given = json.loads(line)
         try:
+            # The first line is the template, all others are values for it.
             if template is None:
                 template = compile_template(given["source"], given["name"])
                 reply = {"text": ""}
@@ -41,6 +43,7 @@ def main() -> None:
 
 def rendered(template: CompiledTemplate, values: dict[str, Any]) -> str:
     text, _ = template.render({**values, "strftime_now": strftime_now}, "the messages", ADVICE)
+    # In the worker, before the text is sent and encoded.
     if len(text) > LONGEST_TEXT:
         raise MemoryError(f"the chat template writes {len(text)} characters; {LONGEST_TEXT} are allowed")
     return text

@@ -45,12 +45,14 @@ def call_constraint(form: Form, functions: Sequence[Mapping[str, Any]]) -> dict[
     schema = {"anyOf": [_call_schema(function, KEYS[form]) for function in functions]}
     if form == "llama3_json":
         return {"json_schema": schema}
+    # The marks around the call are what Hermes templates write.
     return {"grammar": f'start: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: %json {json.dumps(schema)}'}
 
 
 def offered_constraint(form: Form, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The SamplingParameters for an answer of any text and any calls, in which calls are of one of the functions, with
     the arguments of its `parameters` where it is strict."""
+    # Calls of functions that are not strict may have any object as arguments.
     loose = ({**function, "parameters": None} for function in functions if not function.get("strict"))
     strict = (function for function in functions if function.get("strict"))
     schema = {"anyOf": [_call_schema(function, KEYS[form]) for function in (*strict, *loose)]}
@@ -88,6 +90,7 @@ class ToolCallParser:
     def add(self, text: str) -> str:
         """The content that is certain with this text."""
         self._held += text
+        # What may turn out to be a call is held back: a client cannot take shown text back.
         keep = self._kept()
         content, self._held = self._held[:keep], self._held[keep:]
         self._shown = self._shown or bool(content)
@@ -102,6 +105,7 @@ class ToolCallParser:
         """Characters of the held text that are content for certain."""
         if self.form == "hermes":
             return before_mark(self._held, OPEN)
+        # Llama 3 writes a call as the whole answer: only its beginning decides.
         start = self._held.lstrip()
         begins_call = start.startswith(("{", PYTHON_TAG)) or PYTHON_TAG.startswith(start)
         return 0 if begins_call and not self._shown else len(self._held)
@@ -119,6 +123,7 @@ def parse_hermes(text: str) -> list[ToolCall]:
     while rest:
         if not rest.startswith(OPEN):
             return []
+        # The last call may lack its closing mark, where the answer ended by length or by a stop token.
         inside, _, rest = rest.removeprefix(OPEN).partition(CLOSE)
         call = _call(_object(inside), KEYS["hermes"])
         if call is None:
@@ -137,6 +142,7 @@ def parse_llama3(text: str) -> list[ToolCall]:
             value, end = decoder.raw_decode(rest)
         except (ValueError, RecursionError):
             return []
+        # Some models write "arguments", as other forms do.
         call = _call(value, KEYS["llama3_json"]) or _call(value, "arguments")
         if call is None:
             return []

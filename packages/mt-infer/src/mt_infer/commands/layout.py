@@ -56,10 +56,12 @@ def on_ranks(
     from mt_core.train.build import resolve_device
     from mt_infer.text import TextGenerator
 
+    # Does not return with --nproc.
     start_ranks(context, nproc)
     settings = layout_of_ranks(settings)
     with rank_session(resolve_device(device).type):
         generator = TextGenerator.load(path, device=device, settings=settings)
+        # Ranks other than 0 take part in the collectives of every step until rank 0 closes.
         if not is_writer():
             return generator.follow()
         try:

@@ -71,6 +71,7 @@ class TokenOptions:
 
     def applied(self, sampling: SamplingParameters, tokenizer: Tokenizer) -> SamplingParameters:
         """Raises ConfigError for a text that is no token."""
+        # From the right: a token's text may have "=" in it.
         biases = [bias.rpartition("=") for bias in self.logit_bias]
         return replace(
             sampling,
@@ -116,6 +117,7 @@ def spellings(tokenizer: Tokenizer, word: str) -> set[tuple[int, ...]]:
 def within_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text that is not the first of a document."""
     ids = list(tokenizer.encode(text))
+    # BOS that the tokenizer writes at the start of every text.
     return ids[1:] if ids and ids[0] == tokenizer.special.bos else ids
 
 

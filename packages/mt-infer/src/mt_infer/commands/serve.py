@@ -135,4 +135,5 @@ def _follow(models: list[ServedModel]) -> None:
     # Rank 0 steps them in turn, and closes them in turn.
     is_open = True
     while is_open:
+        # min, not all(): every engine takes part in every turn, also behind one that has closed.
         is_open = min([engine.take_part() for engine in engines])

@@ -14,6 +14,8 @@ from mt_infer.decoding.inputs import DecodeInputs
 from mt_infer.decoding.paged_attention import PagedAttention, PageTable
 
 
+# Against CachedBatch: all rows have one position and attend through tables of fixed size, in one launch for the batch.
+# Lengths are values in device memory, not shapes, so that a graph serves all of them.
 class DecodeBatch:
     """Implements mt_core.nn.cache.Cache for one new position of each row of `inputs`.
 
@@ -55,6 +57,7 @@ class DecodeBatch:
         stored = []
         for store, values in zip(self.manager.storages[group].of(layer), kept, strict=True):
             assert isinstance(store, PlainStore), "refused by mt_infer.decoding.objections"
+            # [rows, ...] at [rows] places; rows of filler all write to the spare place, in any order.
             store.write(self.inputs.places(group), values[0])
             stored.append(store.values)
         table = PageTable(
@@ -79,13 +82,16 @@ class DecodeBatch:
     ) -> Tensor:
         assert self.manager.states is not None
         states, slots = self.manager.states.of(layer), self.inputs.slots
-        before = tuple(state.index_select(0, slots) for state in states)
+        before = tuple(state.index_select(0, slots) for state in states)  # [rows, ...]
+        # x [1, rows, ...] -> [rows, 1, ...]: a batch of sequences of one position.
         out, after = advance(tuple(x.transpose(0, 1) for x in inputs), before)
         for state, value in zip(states, after, strict=True):
+            # Rows of filler share the spare slot; which of them is written last does not matter.
             state.index_copy_(0, slots, value.to(state.dtype))
         return out.transpose(0, 1)
 
     def positions_for_logits(self, x: Tensor) -> Tensor:
+        # Every row samples.
         return x
 
 

@@ -14,6 +14,7 @@ def choose_paged_attention(device: torch.device, dtype: torch.dtype) -> PagedAtt
     request = KernelRequest(device_type=device.type, dtype=str(dtype).removeprefix("torch."))
     if device.type != "cuda" or supports_triton(request) is not True:
         return plain_paged_attention
+    # Not at the top of the module: Triton is not installed everywhere.
     from mt_infer.decoding.triton_attention import triton_paged_attention
 
     return triton_paged_attention

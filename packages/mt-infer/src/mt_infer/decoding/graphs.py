@@ -19,6 +19,8 @@ from mt_infer.decoding.batch import DecodeBatch
 from mt_infer.decoding.inputs import DecodeInputs
 from mt_infer.runner import ModelRunner
 
+# Few sizes, since each is a capture of its own; small ones are closer together, as there a row of filler costs
+# relatively more.
 POWERS = (1, 2, 4)
 STEP = 8
 """Sizes from here on are multiples of it."""
@@ -29,10 +31,14 @@ class DecodeGraph:
 
     def __init__(self, rows: int, runner: ModelRunner, manager: CacheManager, recorder: Recorder, pool: object) -> None:
         self.inputs = DecodeInputs(rows, manager, runner.ctx.device)
+        # Rows of filler alone: the warm-up run below computes on valid places without touching a sequence.
         self.inputs.fill([])
         batch = DecodeBatch(self.inputs, manager)
+        # Eager, on the capture stream: at a first call Triton compiles and cuBLAS allocates a workspace, which cannot
+        # be part of a graph.
         with recorder.aside():
             runner.logits(batch)
+        # Recorded, not run. Every tensor it reads has to stay where it is: the inputs, the weights and the cache.
         with recorder.capture(pool) as self._graph:
             logits = runner.logits(batch)
         assert logits is not None
@@ -42,6 +48,7 @@ class DecodeGraph:
         """[chunks, vocab]: of the position of each chunk."""
         self.inputs.fill([chunk.sequence for chunk in chunks])
         self._graph.replay()
+        # A view, without the rows of filler.
         return self.logits[: len(chunks)]
 
 
@@ -59,11 +66,14 @@ class DecodeGraphs:
 
     def serves(self, chunks: Sequence[Chunk]) -> bool:
         """Whether each sequence computes one position, and samples from it."""
+        # A step with a chunk of a prompt in it is computed eagerly as a whole.
         return 0 < len(chunks) <= self.sizes[-1] and all(chunk.count == chunk.logits == 1 for chunk in chunks)
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """[chunks, vocab] in fp32, valid until the next call."""
+        # 9 sequences run in the graph of 16 rows.
         rows = next(size for size in self.sizes if size >= len(chunks))
+        # Graphs read weights by address.
         if not self.captured:
             self._weights = self._addresses()
         if rows not in self.captured:
@@ -80,6 +90,7 @@ class DecodeGraphs:
     def _addresses(self) -> list[int]:
         model = self.runner.model
         assert isinstance(model, torch.nn.Module)
+        # A parameter whose `data` was replaced has another address; one that was written in place has the same.
         return [tensor.data_ptr() for tensors in (model.parameters(), model.buffers()) for tensor in tensors]
 
 

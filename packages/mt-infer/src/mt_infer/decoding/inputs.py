@@ -37,13 +37,16 @@ class DecodeInputs:
 
     def __init__(self, rows: int, manager: CacheManager, device: torch.device) -> None:
         self.rows, self.manager = rows, manager
+        # M, for the longest sequence: a table in a graph cannot grow.
         blocks = -(-manager.limits.longest // manager.limits.block_size)
         groups = len(manager.storages)
+        # All numbers are one tensor, so that a step makes one copy to the device for them.
         self._host_numbers = _on_host((PLACES + groups, rows), torch.int64, device)
         self._host_blocks = [_on_host((rows, blocks), torch.int32, device) for _ in range(groups)]
         self.numbers = self._host_numbers.to(device, copy=True)
         self.blocks = [host.to(device, copy=True) for host in self._host_blocks]
         # The same memory, for the host to write.
+        # A write of one element costs less through NumPy than through torch.
         self._number_values = self._host_numbers.numpy()
         self._block_values = [host.numpy() for host in self._host_blocks]
         self._written = [[_Written() for _ in range(rows)] for _ in range(groups)]
@@ -75,6 +78,8 @@ class DecodeInputs:
     def fill(self, sequences: Sequence[RunningSequence]) -> None:
         """The next position of each sequence. The copies to the device are in the order of its stream; the host may
         write the next step once it has read the tokens of this one."""
+        # Pinned host memory may be rewritten only after the copy has read it. Reading the step's tokens waits for the
+        # stream, and the copy is before them on it.
         self._fill_numbers(sequences)
         self.numbers.copy_(self._host_numbers, non_blocking=True)
         for group, (host, blocks) in enumerate(zip(self._host_blocks, self.blocks, strict=True)):
@@ -83,12 +88,15 @@ class DecodeInputs:
 
     def _fill_numbers(self, sequences: Sequence[RunningSequence]) -> None:
         numbers, states = self._number_values, self.manager.states
+        # What rows of filler have: token 0 at position 0, the spare slot, the spare place of each group.
         numbers[:PLACES] = 0
         numbers[CAPACITY] = 1
         numbers[SLOT] = 0 if states is None else states.spare_slot
+        # [groups, 1] over [groups, rows]; 0 for a model without positions in the cache, such as a pure recurrent one.
         numbers[PLACES:] = [[storage.spare_place] for storage in self.manager.storages] or 0
         for row, sequence in enumerate(sequences):
             position = sequence.computed
+            # In the order of TOKEN, POSITION, CAPACITY, SLOT.
             numbers[:PLACES, row] = sequence.tokens[position], position, sequence.capacity, sequence.slot or 0
             for group, table in enumerate(sequence.tables):
                 numbers[PLACES + group, row] = table.place(position)
@@ -96,8 +104,11 @@ class DecodeInputs:
     def _fill_blocks(self, group: int, sequences: Sequence[RunningSequence]) -> bool:
         """Whether there was anything new."""
         values, is_new = self._block_values[group], False
+        # strict=False: rows of filler keep the table of an earlier step. They read one key, at position 0 of a block
+        # that exists.
         for row, (sequence, written) in enumerate(zip(sequences, self._written[group], strict=False)):
             table = sequence.tables[group]
+            # Most steps add no block, so that nothing is copied: a sequence gets one every block_size steps.
             if written.table is table and written.changes == table.changes:
                 continue
             # A block that has left the window is not read; any number will do.

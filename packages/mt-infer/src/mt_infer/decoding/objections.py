@@ -35,6 +35,7 @@ def graph_objections(model: nn.Module, options: InferenceConfig, ctx: ParallelCo
 
 def layer_objections(model: nn.Module, options: InferenceConfig, ctx: ParallelContext) -> Iterator[str]:
     """As graph_objections, on any device."""
+    # The asserts of decoding.batch rely on these.
     for axis, key in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
         if (size := ctx.axis(axis).size) > 1:  # type: ignore[arg-type]
             yield f"parallel.{key}_model_parallel_size={size} communicates in each step; set it to 1"

@@ -35,17 +35,21 @@ def plain_paged_attention(
     queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: Tensor, table: PageTable, scores: PagedScores
 ) -> Tensor:
     """In plain torch, over all positions that the table has room for. The softmax is computed in fp32."""
+    # The reference of the Triton kernel, and its replacement where Triton does not run. It gathers M * block_size keys
+    # of every sequence, computed or not: shapes do not depend on lengths. Masked ones weigh 0.
     offsets = torch.arange(table.block_size, device=values.device)
     places = (table.blocks.long()[..., None] * table.block_size + offsets).flatten(1)  # [B, T]
-    groups = values.shape[1]
+    groups = values.shape[1]  # G
     found = sum(
+        # query [B, N, D] -> [B, G, N / G, D]; key[places] [B, T, G, D]. fp32 before the products are added and the
+        # softmax is taken.
         torch.einsum("bgnd,btgd->bgnt", query.unflatten(1, (groups, -1)), key[places]).float()
         for query, key in zip(queries, keys, strict=True)
     )
     assert isinstance(found, Tensor)
     distance = table.positions[:, None] - torch.arange(places.shape[1], device=values.device)  # [B, T]
-    weights = _weights(found, distance, scores).to(values.dtype)
-    return torch.einsum("bgnt,btgv->bgnv", weights, values[places]).flatten(1, 2)
+    weights = _weights(found, distance, scores).to(values.dtype)  # [B, G, N / G, T]
+    return torch.einsum("bgnt,btgv->bgnv", weights, values[places]).flatten(1, 2)  # [B, N, V]
 
 
 def _weights(products: Tensor, distance: Tensor, scores: PagedScores) -> Tensor:
@@ -54,11 +58,13 @@ def _weights(products: Tensor, distance: Tensor, scores: PagedScores) -> Tensor:
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
     if scores.slopes is not None:
-        slopes = scores.slopes.float().unflatten(0, (logits.shape[1], -1))
+        slopes = scores.slopes.float().unflatten(0, (logits.shape[1], -1))  # [G, N / G]
         logits = logits - slopes[..., None] * distance[:, None, None]
+    # distance < 0: places of the table behind the last position.
     unseen = distance < 0 if scores.window is None else (distance < 0) | (distance >= scores.window)
     logits = logits.masked_fill(unseen[:, None, None], float("-inf"))
     if scores.sinks is None:
         return logits.softmax(-1)
+    # One more score for each head without a value: it takes its part of the softmax (attention sinks, as in gpt-oss).
     sinks = scores.sinks.float().unflatten(0, (logits.shape[1], -1))[None, ..., None].expand(*logits.shape[:-1], 1)
     return torch.cat((logits, sinks), -1).softmax(-1)[..., :-1]

@@ -16,8 +16,10 @@ def kernel_objection(name: str, device: torch.device, dtype: torch.dtype) -> str
     request = KernelRequest(device_type=device.type, dtype=str(dtype).removeprefix("torch."))
     if (reason := supports_triton(request)) is not True:
         return str(reason)
+    # Triton is there, and not for a GPU: its interpreter, with TRITON_INTERPRET=1, which tests use.
     if device.type != "cuda":
         return "triton's interpreter does not multiply bf16" if dtype == torch.bfloat16 else None
+    # Conversions of e4m3 exist from this compute capability on.
     if name == "fp8" and torch.cuda.get_device_capability(device) < FP8_SINCE:
         return f"{torch.cuda.get_device_name(device)} has no FP8"
     return None

@@ -53,6 +53,7 @@ def perplexity(generator: TextGenerator, text: str) -> float:
     windows = [window for window in cut(generator.tokenizer.encode(text), generator.longest) if len(window) > 1]
     if not windows:
         raise DataError("the text has less than two tokens, and the first has no probability; take a longer one")
+    # Each window starts anew, so that its first token has no score.
     scores = [score for scored in generator.score(windows) for score in scored]
     return math.exp(-sum(scores) / len(scores))
 

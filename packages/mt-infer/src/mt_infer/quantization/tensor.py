@@ -38,6 +38,7 @@ class QuantizedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, stored: Stored, group: int, columns: int, dtype: torch.dtype) -> QuantizedTensor:
+        # From outside it is the dense matrix: shape, dtype and device are those of the weight that it stands for.
         shape = (*stored[0].shape[:-1], columns)
         found = tensor_without_memory(cls, shape, dtype, stored[0].device)
         assert isinstance(found, QuantizedTensor)
@@ -56,6 +57,8 @@ class QuantizedTensor(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Every linear layer multiplies by F.linear. Slices of rows stay quantized, since rows are quantized each by
+        # itself; any other index gives a dense tensor, below.
         if func is F.linear:
             return quantized_linear(*args, **kwargs)
         if func is Tensor.__getitem__ and isinstance(args[1], slice):
@@ -66,6 +69,8 @@ class QuantizedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Every operator that was not taken above sees a dense tensor, so that nothing computes with stored numbers by
+        # mistake.
         args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.dequantized, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -75,6 +80,7 @@ def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     assert isinstance(weight, QuantizedTensor)
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) > MOST_ROWS:
+        # The dense matrix lives for this call only.
         return F.linear(x, weight.dequantized(), bias)
     return triton_product(rows, weight.stored, weight.group, bias).unflatten(0, x.shape[:-1])
 
@@ -90,6 +96,7 @@ class QuantizedGroupedProduct:
 
     def __call__(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         assert isinstance(weight, QuantizedTensor)
+        # Rows of all experts together: the number of each expert's is on the device, and reading it would wait.
         if len(x) > MOST_ROWS * len(weight):
             return self.dense(x, weight, groups)
         return triton_product(x, weight.stored, weight.group, ends=groups.ends)

@@ -47,12 +47,17 @@ def _numbers_of(words, part: tl.constexpr, PER_WORD: tl.constexpr):
     exponent of 16 in bf16, or of 2^23 in fp32.
     """
     if PER_WORD > 1:
+        # bf16 is a sign, 8 bits of exponent and 7 of mantissa. 0x4180 is 16.0, in whose mantissa one unit is 1/8: the
+        # number n, placed 3 bits up (mask 0x78), makes it 16 + n. Callers take the 16 off with `low`.
         bits = words << 3 if part == 0 else words >> (4 * part - 3)
         numbers = (bits & 0x78 | 0x4180).to(tl.bfloat16, bitcast=True)
     elif words.dtype == tl.int8:
+        # In fp32 above 2^23 one unit of the mantissa is 1. ^ 0x80 turns -128 ... 127 into 0 ... 255, so that the result
+        # is exact.
         bits = words.to(tl.uint8, bitcast=True).to(tl.int32) ^ 0x4B000080  # 2^23 + 128 + number
         numbers = bits.to(tl.float32, bitcast=True) - 8388736.0
     else:
+        # fp8: hardware converts it.
         numbers = words
     return numbers
 
@@ -70,36 +75,45 @@ def _multiply_rows(
     STEPS: tl.constexpr = (SPAN + WORDS - 1) // WORDS
     steps = groups * STEPS
     share = tl.cdiv(steps, SPLITS)
+    # Masks: `there` of output features, `known` of rows, `inside` of a group that is no multiple of a step.
     there = column < width
     row = start + tl.arange(0, ROWS)
     known = row < end
+    # Pointers to the beginning of each line, int64: the matrices of all experts can have more than 2^31 numbers.
     line_words = stored + (line * (groups * SPAN))[:, None]
     line_inputs = x + (row.to(tl.int64) * x_row)[:, None]
+    # Transposed, [COLUMNS, ROWS], in fp32. Two levels of sums: `product` within a step, `total` over scaled groups.
     total = tl.zeros([column.shape[0], ROWS], tl.float32)
+    # A split whose range is empty stores zeros, which the sum over splits reads.
     for step in range(split * share, tl.minimum(split * share + share, steps)):
+        # A step never crosses a group, so that it has one scale for each output feature.
         group = step // STEPS
         in_group = (step % STEPS) * WORDS + tl.arange(0, WORDS)
         read, counted = there[:, None], known[:, None]
         if SPAN % WORDS != 0:
             inside = (in_group < SPAN)[None, :]
             read, counted = read & inside, counted & inside
-        words = tl.load(line_words + (group * SPAN + in_group)[None, :], mask=read, other=0.0)
+        words = tl.load(line_words + (group * SPAN + in_group)[None, :], mask=read, other=0.0)  # [COLUMNS, WORDS]
         scale = tl.load(scales + line * groups + group, mask=there, other=0.0)
         product = tl.zeros([column.shape[0], ROWS], tl.float32)
         sums = tl.zeros([ROWS], tl.float32)
+        # int4: the same bits of all words are consecutive features, which `inputs` loads in one run. Masked features
+        # are 0, so that what is stored for them does not count.
         for part in tl.static_range(PER_WORD):
             feature = group * GROUP + part * SPAN + in_group
             inputs = tl.load(line_inputs + feature[None, :], mask=counted & (feature < depth)[None, :], other=0.0)
-            weights = _numbers_of(words, part, PER_WORD).to(x.dtype.element_ty)
+            weights = _numbers_of(words, part, PER_WORD).to(x.dtype.element_ty)  # [COLUMNS, WORDS]
             product = tl.dot(weights, tl.trans(inputs), product, input_precision="ieee")
             if PER_WORD > 1:
                 sums += tl.sum(inputs.to(tl.float32), 1)
         total += product * scale[:, None]
         if PER_WORD > 1:
+            # sum x (16 + n) scale + (low - 16 scale) sum x = sum x (n scale + low)
             low = tl.load(lows + line * groups + group, mask=there, other=0.0) - 16.0 * scale
             total += low[:, None] * sums[None, :]
     if BIAS:
         total += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)[:, None]
+    # out [SPLITS, R, width]; with one split it is the result, in the dtype of x.
     place = (split.to(tl.int64) * rows + row)[:, None] * width + column[None, :]
     tl.store(out + place, tl.trans(total).to(out.dtype.element_ty), mask=known[:, None] & there[None, :])
 
@@ -117,6 +131,7 @@ def _weight_only_product(
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2) % SPLITS
+    # The third axis of the grid has experts and splits; only one of them is above 1 (see tiling).
     expert = (tl.program_id(2) // SPLITS).to(tl.int64)
     line = expert * width + column
     first = tl.program_id(1) * ROWS
@@ -124,6 +139,8 @@ def _weight_only_product(
         before = tl.load(ends + tl.maximum(expert - 1, 0))
         first += tl.where(expert > 0, before, 0)
         end = tl.load(ends + expert)
+        # How many rows an expert has is on the device only. There are programs for the mean number; each takes every so
+        # many tiles until the expert's end, and none where it has no rows.
         for start in range(first, end, tl.num_programs(1) * ROWS):
             _multiply_rows(
                 x, stored, scales, lows, bias, out, start, end, split, line, column, rows, width, depth, groups, x_row,
@@ -142,6 +159,7 @@ def _sum_of_splits(parts, bias, out, numbers, width, BIAS: tl.constexpr, SPLITS:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < numbers
     total = tl.zeros([BLOCK], tl.float32)
+    # In this order always: results do not depend on which program ends first, as they would with atomic adds.
     for split in range(SPLITS):
         total += tl.load(parts + split * numbers + place, mask=there, other=0.0)
     if BIAS:
@@ -158,6 +176,7 @@ def _dequantize(
     SPAN: tl.constexpr = GROUP // PER_WORD
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
     word = tl.program_id(1) * LINE_WORDS + tl.arange(0, LINE_WORDS)[None, :]
+    # Words of a line are stored group after group.
     group = word // SPAN
     there = (line < lines) & (group < groups)
     words = tl.load(stored + line * (groups * SPAN) + word, mask=there, other=0.0)
@@ -198,7 +217,10 @@ class Sizes:
 
 def tiling(sizes: Sizes, processors: int) -> Tiling:
     rows_of_expert = triton.cdiv(sizes.rows, sizes.experts)
+    # A step is no longer than a group, and at least 16 words, the least that tl.dot takes. Inputs of 32 bits take half
+    # the features, for the same bytes.
     depth = min(DEPTH * 2 // sizes.itemsize, max(triton.next_power_of_2(sizes.group), 16 * PER_WORD[sizes.bits]))
+    # From 16, as tl.dot demands, to 64 with inputs of 16 bits and 32 with those of 32.
     rows = min(max(triton.next_power_of_2(rows_of_expert), 16), 128 // sizes.itemsize)
     row_tiles = triton.cdiv(rows_of_expert, rows)
     programs = triton.cdiv(sizes.width, COLUMNS[sizes.bits]) * row_tiles * sizes.experts
@@ -206,6 +228,8 @@ def tiling(sizes: Sizes, processors: int) -> Tiling:
     # Parts of sums are written and read, 8 bytes each: at most a quarter of the bytes of the weights.
     few_bytes = sizes.groups * sizes.group * sizes.bits // (256 * sizes.rows)
     wanted = min(PROGRAMS_PER_PROCESSOR * processors // programs, steps // LEAST_STEPS, few_bytes)
+    # The largest power of 2 up to `wanted`. SPLITS is a constant of the compiled kernel: each number is compiled by
+    # itself.
     splits = 1 if sizes.experts > 1 else 1 << max(wanted.bit_length() - 1, 0)
     return Tiling(rows, depth, row_tiles, splits)
 
@@ -225,6 +249,7 @@ def triton_product(
         return out
     experts = 1 if ends is None else len(ends)
     tile = tiling(Sizes(rows, width, groups, group, experts, x.element_size(), bits), multiprocessors(x))
+    # Parts stay in fp32 until they are added up, and the bias is added once, to their sum.
     is_split = tile.splits > 1
     parts = x.new_empty(tile.splits, rows, width, dtype=torch.float32) if is_split else out
     with on_device(x):
@@ -255,6 +280,7 @@ def triton_dequantize(stored: Stored, group: int, columns: int, dtype: torch.dty
 def _operands(stored: Stored) -> tuple[Tensor, Tensor, Tensor | None]:
     """Bytes of FP8 as numbers of FP8; lows for int4."""
     values, scales, *lows = (part.contiguous() for part in stored)
+    # Stored as bytes, see quantize_fp8; the kernel's pointer has the type of the numbers.
     if values.dtype == torch.uint8 and not lows:
         values = values.view(torch.float8_e4m3fn)
     return values, scales, lows[0] if lows else None

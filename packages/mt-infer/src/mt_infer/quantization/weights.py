@@ -31,6 +31,7 @@ class QuantizedWeight(nn.Module):
     def __init__(self, weight: Tensor, name: str, group: int) -> None:
         super().__init__()
         self.name, self.group = name, group
+        # The stored columns are filled up to whole groups: the true number is kept here.
         self.columns, self.dtype = weight.shape[-1], weight.dtype
         self.uses_kernel = kernel_objection(name, weight.device, weight.dtype) is None
         self.product_description = product_description(name, weight.device, weight.dtype)
@@ -40,6 +41,8 @@ class QuantizedWeight(nn.Module):
             from mt_infer.quantization.tensor import QuantizedTensor
 
             return QuantizedTensor(stored, self.group, self.columns, self.dtype)
+        # Each read of `module.weight` makes the matrix again, and it is freed after the layer: memory holds one dense
+        # matrix.
         return dequantize(stored, self.name, self.group, self.columns).to(self.dtype)
 
     def right_inverse(self, weight: Tensor) -> Stored:
@@ -51,6 +54,7 @@ def quantize_weights(model: nn.Module, options: InferenceConfig) -> None:
     name, group = options.quantize_weights, options.quantize_group_size
     if name is None:
         return
+    # Before the first matrix changes: quantization in place cannot be undone.
     refuse_impossible(model, options)
     for path, module in matrices(model, with_output=options.quantize_output_layer):
         require_whole_groups(path, module, options)
@@ -58,6 +62,7 @@ def quantize_weights(model: nn.Module, options: InferenceConfig) -> None:
         weight = QuantizedWeight(getattr(module, WEIGHT), name, group)
         # unsafe: what is stored has other shapes and dtypes than the weight.
         parametrize.register_parametrization(module, WEIGHT, weight, unsafe=True)
+        # Their grouped product is a function of the module, not F.linear.
         if weight.uses_kernel and is_expert_matrix(module):
             multiply_as_stored(module)
 
@@ -71,6 +76,7 @@ def multiply_as_stored(module: LayoutModule) -> None:
 
 def matrices(model: nn.Module, *, with_output: bool) -> Iterator[tuple[str, LayoutModule]]:
     """Modules whose weight is quantized, with their names."""
+    # A list: parametrizations add modules while the loop runs.
     for path, module in list(model.named_modules()):
         is_output = isinstance(module, VocabParallelOutput)
         if (isinstance(module, LinearModule) and (with_output or not is_output)) or is_expert_matrix(module):
@@ -79,12 +85,15 @@ def matrices(model: nn.Module, *, with_output: bool) -> Iterator[tuple[str, Layo
 
 def is_expert_matrix(module: nn.Module) -> bool:
     layout = module.layouts.get(WEIGHT) if isinstance(module, LayoutModule) else None
+    # Recognized by its declared layout, since mt_infer does not import mt_moe.
     return layout is not None and layout.replicas == EXPERT_AXIS and len(layout.shape) == 3
 
 
 def require_whole_groups(path: str, module: LayoutModule, options: InferenceConfig) -> None:
     """A group is of one rank, so that every layout stores the same numbers."""
     layout, columns, group = module.layouts[WEIGHT], getattr(module, WEIGHT).shape[-1], options.quantize_group_size
+    # This rank has a part of the input features. If its boundary cut a group, ranks would have scales of other numbers
+    # than one rank alone, and other results.
     if columns < layout.shape[-1] and columns % group:
         multiple = INT4_PER_WORD if options.quantize_weights == "int4" else 2
         allowed = [size for size in range(multiple, columns + 1, multiple) if columns % size == 0]

@@ -34,6 +34,7 @@ def add_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     ]
     if found:
         numbers, tokens, biases = zip(*found, strict=True)
+        # Each (row, token) once, since logit_bias is a mapping: += with repeated indices would add one of them only.
         logits[list(numbers), list(tokens)] += _tensor(biases, logits)
 
 
@@ -43,7 +44,9 @@ def penalize(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     asking = [number for number, row in enumerate(rows) if row.sampling.penalizes]
     if not asking:
         return
+    # For each row with penalties: token -> how often it was generated, 0 for tokens of the prompt alone.
     seen = [times_generated(rows[number], logits.shape[-1]) for number in asking]
+    # Flattened to pairs of (row, token), so that one gather and one scatter serve all rows.
     numbers = [number for number, counts in zip(asking, seen, strict=True) for _ in counts]
     tokens = [token for counts in seen for token in counts]
     counts = torch.tensor([count for one in seen for count in one.values()], device=logits.device)
@@ -53,13 +56,16 @@ def penalize(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
     )
     found = logits[numbers, tokens]
+    # Away from the token in both cases: a negative logit divided by the penalty would become likelier.
     repeated = torch.where(found < 0, found * repetition, found / repetition)
+    # OpenAI's formula: logit - count * frequency_penalty - (count > 0) * presence_penalty.
     logits[numbers, tokens] = repeated - frequency * counts - presence * (counts > 0)
 
 
 def times_generated(row: SamplingRow, vocab: int) -> dict[int, int]:
     """Of each token of the prompt and the text. A prompt may have ids behind the vocabulary, which stand for images."""
     generated = Counter(row.generated)
+    # dict.fromkeys: each token once, in the order of the text.
     return {token: generated[token] for token in dict.fromkeys(row.tokens) if token < vocab}
 
 
@@ -72,12 +78,14 @@ def rule_out(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 def ends_of_bad_words(words: Iterable[tuple[int, ...]], tokens: Sequence[int]) -> list[int]:
     """The last tokens of the words whose other tokens stand at the end of the text."""
+    # A word of one token has nothing before it, and is always ruled out.
     return [word[-1] for word in words if tuple(tokens[len(tokens) - len(word) + 1 :]) == word[:-1]]
 
 
 def force(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     forced = [number for number, row in enumerate(rows) if row.index < len(row.sampling.forced_tokens)]
     if forced:
+        # Whatever was ruled out before: a forced token is chosen even if it is banned.
         logits[forced] = NEVER
         logits[forced, [rows[number].sampling.forced_tokens[rows[number].index] for number in forced]] = 0.0
 
@@ -85,6 +93,7 @@ def force(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 def constrain(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Rules out tokens with which the text would not match the request's constraint."""
     for number, row in enumerate(rows):
+        # After forced tokens; SamplingParameters refuses both in one request.
         if row.sequence.matcher is not None:
             logits[number].masked_fill_(~row.sequence.matcher.allowed(row.drafted, logits.shape[-1]), NEVER)
 

@@ -78,14 +78,20 @@ class BeamSearch:
         self, candidates: Sequence[Sequence[Candidate]], generated: Sequence[Sequence[int]]
     ) -> list[Continuation]:
         """Candidates and generated tokens of each beam -> the beams of the next step."""
+        # nlargest is stable: of equal scores the earlier beam, and in it the likelier token, comes first.
         best = nlargest(self.kept, self._continuations(candidates), key=lambda one: one.score)
+        # All running beams have the same length.
         length, beams = len(generated[0]) + 1, self.sampling.num_beams
         texts = [self._text(one) for one in best]
         scored = [self._with_token(one, candidates[one.parent]) for one in best]
         ends = [self._end(one, text, length) for one, text in zip(best, texts, strict=True)]
+        # transformers' rule: a beam ends only if its end token is among the first num_beams candidates; one that is
+        # lower is dropped, not finished.
         for one, own, end in zip(best[:beams], scored, ends, strict=False):
             if end is not None:
                 self._finish(one, generated[one.parent], own, end)
+        # At most one candidate of each beam ends for every stop token, so that num_beams of `kept` are left; ends by a
+        # text can leave fewer.
         running = [place for place, end in enumerate(ends) if end is None][:beams]
         following = [best[place] for place in running]
         self.scores = [one.score for one in following]
@@ -126,6 +132,7 @@ class BeamSearch:
         if not self._can_improve:
             return
         tokens = (*before, one.token)
+        # The length counts generated tokens with the stop token, without the prompt, as in transformers.
         score = one.score / len(tokens) ** self.sampling.length_penalty
         self.finished.append(Hypothesis(score, tokens, end, scored))
         self.finished = nlargest(self.sampling.num_beams, self.finished, key=lambda done: done.score)
@@ -135,6 +142,9 @@ class BeamSearch:
         if len(self.finished) < self.sampling.num_beams:
             return False
         penalty = self.sampling.length_penalty
+        # Scores are negative: with a positive penalty a longer text divides by more, so that the best that a beam can
+        # still reach is at the longest length. early_stopping=False takes the present length, a heuristic of
+        # transformers.
         to_the_end = self.sampling.early_stopping == "never" and penalty > 0
         best_possible = self.scores[0] / (self.limit if to_the_end else length) ** penalty
         self._can_improve = self._can_improve and best_possible > self.finished[-1].score

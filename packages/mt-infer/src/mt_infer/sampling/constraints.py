@@ -25,6 +25,7 @@ class Constraints:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
+        # A cache of this object, not of the class: matchers belong to one tokenizer.
         self._compiled = lru_cache(COMPILED)(self._compile)
 
     def matcher(self, sampling: SamplingParameters) -> Matcher | None:
@@ -33,6 +34,8 @@ class Constraints:
         if sampling.constraint is None:
             return None
         name, value = sampling.constraint
+        # Compiled once for equal constraints; each sequence advances a copy. Text as the key, since a schema is not
+        # hashable.
         return self._compiled(name, value if isinstance(value, str) else json.dumps(value, default=dict)).copy()
 
     def _compile(self, name: str, text: str) -> Matcher:
@@ -117,9 +120,11 @@ class Matcher:
     def allowed(self, drafted: Sequence[int], size: int) -> Tensor:
         """[size] bool: the ids that may come next, behind drafted tokens. A draft that does not match allows all: it is
         not accepted, and what follows it is never looked at."""
+        # Advanced over the drafts and taken back below: the sequence itself is not that far yet.
         accepted = self._matcher.try_consume_tokens(list(drafted)) if drafted else 0
         allowed = torch.ones(size, dtype=torch.bool)
         if accepted == len(drafted) and not self._matcher.is_error():
+            # Computing it may exceed the package's bounds, which sets the error.
             mask = self._mask(size)
             allowed = allowed if self._matcher.is_error() else mask
         if accepted and not self._matcher.is_error():
@@ -127,6 +132,8 @@ class Matcher:
         return allowed
 
     def _mask(self, size: int) -> Tensor:
+        # The mask comes as bits in little-endian words of 32. A model with more logits than the tokenizer has ids: the
+        # bits behind them are 0, not allowed.
         words = np.zeros(-(-max(size, self._vocab_size) // 32), dtype="<u4")
         bits = self._matcher.compute_bitmask()
         words.view(np.uint8)[: len(bits)] = np.frombuffer(bits, dtype=np.uint8)
@@ -160,5 +167,6 @@ def _grammar(matcher: type[LLMatcher], name: str, text: str) -> str:
     if name == "regex":
         return matcher.grammar_from_regex(text)
     if name == "choices":
+        # escape: a choice's characters are literal. (?:...): each choice is one alternative.
         return matcher.grammar_from_regex("|".join(f"(?:{re.escape(choice)})" for choice in json.loads(text)))
     return matcher.grammar_from_lark(text)

@@ -18,6 +18,7 @@ DIGITS = 20
 
 
 def is_integer(value: object) -> bool:
+    # bool is an Integral in Python; NumPy's integers are too.
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -69,6 +70,7 @@ def refused(name: str, value: object, allowed: str) -> ConfigError:
 
 
 def _is_list(value: object, is_element: Callable[[object], bool]) -> bool:
+    # A text is a Sequence of texts.
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     return is_list and all(is_element(one) for one in value)  # type: ignore[attr-defined]
 

@@ -16,16 +16,19 @@ def new_seed() -> int:
 
 def sequence_seed(seed: int, index: int) -> int:
     """The seed of sequence number `index` of a request; its own for the first."""
+    # >> 1: a seed of 63 bits, as new_seed gives.
     return seed if index == 0 else _hash(seed, index, b"sequence") >> 1
 
 
 def uniform(seed: int, position: int) -> float:
     """For the token that is generated as number `position` (from 0) of its sequence."""
+    # 53 bits, the precision of fp64: every value is exact, and below 1.
     return (_hash(seed, position, b"token") >> 11) / 2**53
 
 
 def _hash(first: int, second: int, use: bytes) -> int:
     key = struct.pack("<qq", _signed(first), second)
+    # `person` separates the uses: a sequence's seed is no token's number.
     return int.from_bytes(blake2b(key, digest_size=8, person=use).digest(), "little")
 
 

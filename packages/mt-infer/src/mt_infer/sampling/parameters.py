@@ -78,6 +78,7 @@ class SamplingParameters:
     choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        # object.__setattr__: the dataclass is frozen. Lists first: what they may hold is checked by their readers.
         for name, read in READERS.items():
             object.__setattr__(self, name, read(name, getattr(self, name)))
         self._check_types()
@@ -86,12 +87,14 @@ class SamplingParameters:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {allowed}")
         self._check_beams()
         self._check_constraint()
+        # After the checks, which refuse negative ones.
         if self.temperature < LOWEST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
 
     def _check_types(self) -> None:
         """Of all but lists: a value from a file, a program or an option may be of any type."""
         for entry in fields(self):
+            # Annotations are texts here (from __future__ import annotations): they are the keys of TYPES.
             value, kind = getattr(self, entry.name), str(entry.type).removesuffix(" | None")
             if kind not in TYPES or (value is None and str(entry.type).endswith(" | None")):
                 continue

@@ -29,6 +29,7 @@ class SamplingRow:
 
     @property
     def noise(self) -> float:
+        # By the index of the token, not by the step: drafted and repeated computations draw the same number.
         return uniform(self.sequence.seed, self.index)
 
     @cached_property

@@ -38,14 +38,17 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], shares: Sequence[int] = 
 def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """[B] ids"""
     logits = adjusted(logits, rows)
+    # Greedy rows too: the kernel takes temperature 0 as the likeliest token.
     if serves_fused(logits, rows):
         from mt_infer.sampling.triton_sampler import triton_sample
 
         return triton_sample(logits, rows)
+    # [B]; rows with a temperature are overwritten below.
     chosen = logits.argmax(dim=-1)
     warm = [number for number, row in enumerate(rows) if row.sampling.temperature > 0]
     if warm:
         drawn = [rows[number] for number in warm]
+        # fp64, as `draw` compares in it: fp32 has 24 bits, which are few beside a vocabulary of 2^18.
         noise = torch.tensor([row.noise for row in drawn], dtype=torch.float64, device=logits.device)
         chosen[warm] = draw(probabilities(logits[warm], drawn), noise)
     return chosen
@@ -69,6 +72,7 @@ def adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """[B, vocab] adjusted logits -> the probabilities by which tokens are drawn, with temperature and truncation."""
     temperatures = [row.sampling.temperature for row in rows]
+    # A new tensor: what truncation writes is not the caller's.
     logits = logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
     if any(row.sampling.truncates for row in rows):
         logits = truncate(logits, rows)
@@ -77,9 +81,12 @@ def probabilities(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 def draw(probabilities: Tensor, noise: Tensor) -> Tensor:
     """[B, vocab], [B] in [0, 1) -> [B] ids: the first id whose cumulative probability is above the noise."""
+    # [B, vocab]. Example: probabilities 0.2 0.5 0.3 and noise 0.6 give id 1, the first with 0.7 > 0.6.
     cumulative = probabilities.double().cumsum(dim=-1)
     # Times the sum, which rounding leaves beside 1: an id of probability 0 is never drawn.
     wanted = noise[:, None] * cumulative[:, -1:]
+    # right=True: an id whose cumulative value equals the number is passed over, so that ids of probability 0 are too.
+    # clamp: rounding.
     return torch.searchsorted(cumulative, wanted, right=True).squeeze(1).clamp(max=probabilities.shape[-1] - 1)
 
 
@@ -94,9 +101,11 @@ def log_probabilities(
     found: list[LogProbs | None] = [None] * len(wanted)
     if not rows:
         return found
+    # Of the model's own logits, without penalties and temperature.
     logs = sharded_log_softmax(logits[rows], shares) if shares else logits[rows].log_softmax(dim=-1)
-    own = logs.gather(1, tokens[rows][:, None]).squeeze(1).tolist()
+    own = logs.gather(1, tokens[rows][:, None]).squeeze(1).tolist()  # [rows]
     most = max(count or 0 for count in wanted)
+    # The most that a row requests; each takes its first ones.
     top = logs.topk(min(most, logs.shape[-1])) if most else None
     for place, number in enumerate(rows):
         count = wanted[number] or 0
@@ -110,6 +119,7 @@ def log_probabilities(
 
 def sharded_log_softmax(logits: Tensor, shares: Sequence[int]) -> Tensor:
     """log softmax of [B, vocab], in the order of operations of vocab_parallel_cross_entropy (mt_core.nn.loss)."""
+    # The maximum is exact in any order; sums are not, so that they follow the order of the ranks.
     shifted = logits - logits.amax(-1, keepdim=True)
     sums = [part.contiguous().exp().sum(-1) for part in shifted.split(list(shares), dim=-1) if part.shape[-1]]
     total = sums[0]

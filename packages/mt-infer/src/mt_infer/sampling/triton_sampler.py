@@ -25,6 +25,8 @@ WARPS = 32
 @triton.jit
 def _ordered_key(x):
     """int64 keys, larger for larger fp32 numbers."""
+    # The bits of a positive float grow with it. Those of a negative one, read as an integer, grow with its magnitude:
+    # reversed, they follow below. -0.0 and 0.0 both get 0. int64, so that nothing overflows.
     bits = x.to(tl.int32, bitcast=True).to(tl.int64)
     return tl.where(bits >= 0, bits, -2147483648 - bits)
 
@@ -34,6 +36,7 @@ def _sample_row_loads(logits, row, start, vocab, temperature, BLOCK: tl.constexp
     """Logits of a block divided by the temperature; -inf behind the vocabulary."""
     ids = start + tl.arange(0, BLOCK)
     x = tl.load(logits + row * vocab + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    # Rounded as torch's division; `/` in Triton may be approximate for fp32.
     return tl.div_rn(x, temperature + tl.zeros([BLOCK], tl.float32))
 
 
@@ -41,6 +44,7 @@ def _sample_row_loads(logits, row, start, vocab, temperature, BLOCK: tl.constexp
 def _sample_rows(logits, parameters, tokens, vocab, BLOCK: tl.constexpr):
     """parameters [B, 5] fp64: temperature (0: the likeliest token), top_k (0: all), top_p, min_p, a uniform number."""
     row = tl.program_id(0).to(tl.int64)
+    # fp64 for the uniform number; the rest is computed in fp32, as torch does.
     own = parameters + row * 5
     given = tl.load(own).to(tl.float32)
     temperature = tl.where(given > 0.0, given, 1.0)
@@ -51,16 +55,21 @@ def _sample_rows(logits, parameters, tokens, vocab, BLOCK: tl.constexpr):
     for start in range(0, vocab, BLOCK):
         x = _sample_row_loads(logits, row, start, vocab, temperature, BLOCK)
         here = tl.max(x, 0)
+        # Strictly above: of equal logits the first id is taken, as by tl.argmax within a block.
         if here > largest:
             best = (start + tl.argmax(x, 0)).to(tl.int64)
             largest = here
 
     if given > 0.0:
+        # A threshold is a key: bisection over the 2^32 keys of fp32 ends with the exact one in 32 turns, each a count
+        # (top-k) or a sum (top-p) over the row.
         # The smallest scaled logit that is kept.
         least = tl.cast(-2147483648, tl.int64)
         if (top_k > 0.0) & (top_k < vocab):
             above = tl.cast(2147483647, tl.int64)
             while least < above:
+                # Invariant: count(key >= least) >= top_k > count(key >= above + 1). Rounded up, so that least = middle
+                # makes progress.
                 middle = (least + above + 1) >> 1
                 count = 0
                 for start in range(0, vocab, BLOCK):
@@ -78,17 +87,21 @@ def _sample_rows(logits, parameters, tokens, vocab, BLOCK: tl.constexpr):
             # The smallest key behind which less than top_p is left.
             below, above = least, _ordered_key(largest)
             while below < above:
+                # Invariant: the mass above `above` is less than top_p. Rounded down, so that above = middle makes
+                # progress.
                 middle = (below + above) >> 1
                 mass = 0.0
                 for start in range(0, vocab, BLOCK):
                     x = _sample_row_loads(logits, row, start, vocab, temperature, BLOCK)
                     mass += tl.sum(tl.where(_ordered_key(x) > middle, tl.exp(x - largest), 0.0), 0)
+                # Of what top_k left, as in transformers.
                 if mass / total < top_p:
                     above = middle
                 else:
                     below = middle + 1
             least = below
         # Of probabilities, without their common factor.
+        # chance is exp(x - largest), 1 for the likeliest: min_p compares with it directly.
         floor = tl.where(min_p > 0.0, min_p, 0.0)
         total = 0.0
         for start in range(0, vocab, BLOCK):
@@ -96,6 +109,7 @@ def _sample_rows(logits, parameters, tokens, vocab, BLOCK: tl.constexpr):
             chance = tl.exp(x - largest)
             kept = (_ordered_key(x) >= least) & (chance >= floor)
             total += tl.sum(tl.where(kept, chance, 0.0), 0)
+        # The probabilities that are kept, as fp32 numbers that are added up in fp64: as `draw` does.
         mass = tl.cast(0.0, tl.float64)
         for start in range(0, vocab, BLOCK):
             x = _sample_row_loads(logits, row, start, vocab, temperature, BLOCK)
@@ -105,15 +119,19 @@ def _sample_rows(logits, parameters, tokens, vocab, BLOCK: tl.constexpr):
         wanted, before = noise * mass, tl.cast(0.0, tl.float64)
         found = tl.cast(-1, tl.int64)
         for start in range(0, vocab, BLOCK):
+            # A scalar branch: blocks behind the one that was hit are not read.
             if found < 0:
                 x = _sample_row_loads(logits, row, start, vocab, temperature, BLOCK)
                 chance = tl.exp(x - largest)
                 kept = (_ordered_key(x) >= least) & (chance >= floor)
                 cumulative = before + tl.cumsum(tl.where(kept, chance / total, 0.0).to(tl.float64), 0)
+                # Ids whose cumulative probability is not above the number, which all come before the one that is drawn.
                 passed = tl.sum((cumulative <= wanted).to(tl.int32), 0)
                 if passed < BLOCK:
                     found = (start + passed).to(tl.int64)
+                # The last one: cumulative sums do not fall.
                 before = tl.max(cumulative, 0)
+        # None was found where rounding left the last cumulative sum at `wanted`.
         best = tl.where(found < 0, best, found)
     tl.store(tokens + row, best)
 
@@ -125,6 +143,7 @@ def triton_sample(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         for row in rows
         for s in (row.sampling,)
     ]
+    # Pinned, so that the copy does not wait for the device.
     host = torch.tensor(values, dtype=torch.float64, pin_memory=logits.is_cuda)
     parameters, tokens = host.to(logits.device, non_blocking=True), logits.new_empty(len(rows), dtype=torch.int64)
     logits = logits.contiguous()

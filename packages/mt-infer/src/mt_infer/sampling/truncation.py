@@ -28,6 +28,7 @@ def keep_top_k(logits: Tensor, k: Tensor) -> Tensor:
     """The k largest of each row, and those equal to the last of them."""
     k = k.clamp(max=logits.shape[-1])
     largest = logits.topk(int(k.max())).values
+    # largest [B, most k]; each row's own k-th as the limit.
     return logits.masked_fill(logits < largest.gather(-1, k - 1), NEVER)
 
 
@@ -37,9 +38,11 @@ def keep_top_p(logits: Tensor, p: Tensor) -> Tensor:
     probabilities = logits.softmax(dim=-1)
     # Below this, all ids together have less than 1 - p: only the others are sorted.
     unlikely = (1 - p) / logits.shape[-1]
+    # topk of the candidates of the row that has most, in place of a sort of the vocabulary.
     candidates = int((probabilities >= unlikely).sum(dim=-1).max())
     ordered = probabilities.topk(max(candidates, 1)).values
-    before = ordered.cumsum(dim=-1) - ordered
+    before = ordered.cumsum(dim=-1) - ordered  # mass above each
+    # [B, 1]; at least the likeliest.
     kept = (before < p).sum(dim=-1, keepdim=True).clamp(min=1)
     return logits.masked_fill(probabilities < ordered.gather(-1, kept - 1), NEVER)
 
@@ -54,8 +57,10 @@ def keep_typical(logits: Tensor, p: Tensor) -> Tensor:
     """The ids whose information is closest to the entropy, up to the probability p (Meister et al., 2022)."""
     logs = logits.log_softmax(dim=-1)
     probabilities = logs.exp()
+    # nansum: a token that was ruled out has -inf * 0.
     entropy = -(logs * probabilities).nansum(dim=-1, keepdim=True)
     distance = (-logs - entropy).abs()
+    # [B, vocab], the most typical first.
     ordered, order = distance.sort(stable=True)
     before = (probabilities.gather(-1, order).cumsum(dim=-1) < p).sum(dim=-1, keepdim=True)
     farthest_kept = ordered.gather(-1, before.clamp(max=logits.shape[-1] - 1))
@@ -64,6 +69,7 @@ def keep_typical(logits: Tensor, p: Tensor) -> Tensor:
 
 def _where(logits: Tensor, limits: Sequence[float], none: float, keep: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """`keep` on the rows whose limit is not `none`."""
+    # Rows of one batch have different parameters: each measure computes those that request it.
     asking = [number for number, limit in enumerate(limits) if limit != none]
     if not asking:
         return logits

@@ -41,6 +41,7 @@ def _lifespan(service: Service) -> Any:
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         service.engine.start()
         yield
+        # stop() joins the thread, which hands its last errors to this event loop: the loop must not be blocked.
         await asyncio.to_thread(service.engine.stop)
         for model in service.models.by_name.values():
             if model.chat is not None:

@@ -28,5 +28,6 @@ class AnsweredWhenCancelled:
         try:
             await self.app(scope, receive, sending)
         except asyncio.CancelledError:
+            # An answer that has begun cannot become an error any more: its connection ends.
             if scope["type"] == "http" and not has_started:
                 await ApiError(STOPPED, status=503).response()(scope, receive, send)

@@ -45,6 +45,9 @@ class Request:
     unfinished: int = 0
 
 
+# Threads: the event loop creates requests and reads their queues; this thread alone calls the engines, which are not
+# thread-safe. Commands go in through a SimpleQueue, events go out by call_soon_threadsafe. While it runs, `_open` and
+# `failure` are written in it alone.
 class EngineThread:
     """Steps all generators in turn while they have requests, and sleeps while they have none.
 
@@ -68,6 +71,7 @@ class EngineThread:
 
     def stop(self) -> None:
         """Returns when the thread has ended. What is still open is cancelled."""
+        # Behind all commands that were given before.
         self._commands.put(self._stop)
         self._thread.join()
 
@@ -90,6 +94,7 @@ class EngineThread:
                 outcome, error = function(), None
             except Exception as raised:
                 outcome, error = None, raised
+            # A future belongs to the loop, and is settled there.
             loop.call_soon_threadsafe(_settle, done, outcome, error)
 
         self._command(run)
@@ -97,6 +102,8 @@ class EngineThread:
 
     def _command(self, command: Callable[[], None]) -> None:
         """For the thread; refused here where that has ended, and nobody else takes commands."""
+        # Put first, then the flag: either the thread still takes the command in its last _take_rest, or the flag is
+        # seen here. A command runs once, since get_nowait removes it.
         self._commands.put(command)
         if self._has_ended:
             self._take_rest()
@@ -113,6 +120,7 @@ class EngineThread:
     # -- in the thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        # A failed engine is not stepped again, but commands are taken, which answer with the error.
         while not self._stopping:
             try:
                 self._take_commands()
@@ -129,9 +137,12 @@ class EngineThread:
 
     def _take_commands(self) -> None:
         """Waits for one if there is nothing to compute."""
+        # Blocks without work: an idle server takes no processor time.
         has_work = self.failure is None and not self.is_idle
         wait = HEARTBEAT_SECONDS if self._has_ranks else None
         try:
+            # With ranks, a wait is cut off by a step without work: the other ranks wait in a broadcast, whose time-out
+            # would end them.
             self._commands.get(block=not has_work, timeout=wait)()
         except Empty:
             return
@@ -142,6 +153,7 @@ class EngineThread:
             # Other ranks step all engines in turn: none may be left out.
             if self._has_ranks or not generator.is_idle:
                 found = [self._answer(place, event) for event in generator.step()]
+                # One call for all events of a step: each wakes the event loop.
                 self._deliver_all([answer for answer in found if answer is not None])
 
     def _answer(self, place: int, event: TextEvent) -> tuple[Request, TextEvent | Exception] | None:
@@ -162,22 +174,26 @@ class EngineThread:
 
     def _deliver_all(self, events: Sequence[tuple[Request, TextEvent | Exception]]) -> None:
         if events:
+            # All requests of a server have the same loop.
             events[0][0].loop.call_soon_threadsafe(_put_all, events)
 
     def _submit(self, request: Request) -> None:
         try:
             self._require_running()
             request.number = request.generator.submit(request.prompt, request.sampling, request.inputs)
+        # The request's own fault: it alone has the error, and the engine goes on.
         except (MtError, ApiError) as error:
             return self._deliver(request, error)
         except Exception:
             log.exception("a request failed before its first step")
             return self._deliver(request, ApiError("the request failed; the server's log says why", status=500))
+        # The events of best_of sequences come for the n best.
         request.unfinished = request.sampling.n
         self._open[self.generators.index(request.generator), request.number] = request
         return None
 
     def _cancel(self, request: Request) -> None:
+        # It was refused, or has ended: nothing is in the engine.
         if request.number is None or not request.unfinished:
             return
         if self._open.pop((self.generators.index(request.generator), request.number), None) is not None:
@@ -193,6 +209,7 @@ class EngineThread:
         self._stopping = True
 
     def _fail(self, error: Exception) -> None:
+        # Stepping again could hang: other ranks may be in the middle of a collective, and caches half written.
         is_first, self.failure = self.failure is None, error
         failed = ApiError("the engine has failed; the server's log says why", status=500)
         for request in self._open.values():
@@ -208,6 +225,7 @@ def _put_all(events: Sequence[tuple[Request, TextEvent | Exception]]) -> None:
 
 
 def _settle(done: asyncio.Future[Any], outcome: Any, error: Exception | None) -> None:
+    # The client has gone while the call ran.
     if done.cancelled():
         return
     if error is None:

@@ -63,6 +63,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
         return ApiError(_reason(first))
     if not places:
         return ApiError('the body must be a JSON object, sent with "Content-Type: application/json"')
+    # A union of types has an error for each member, all at the same field.
     alike = [error for error in errors if error["loc"][1:2] == first["loc"][1:2]]
     reasons = list(dict.fromkeys(_reason(error) for error in alike))
     return ApiError(f"{places[0]}: {'; or '.join(reasons[:4])}", param=places[0])

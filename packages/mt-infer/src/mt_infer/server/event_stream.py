@@ -39,6 +39,7 @@ class EventStream(Response):
         self.pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A stream has nothing to read, so that a client that goes away is seen only by waiting for its disconnect.
         sending = asyncio.ensure_future(self._send(scope, receive, send))
         watching = asyncio.ensure_future(disconnected(receive))
         try:
@@ -46,6 +47,7 @@ class EventStream(Response):
         finally:
             for task in (sending, watching):
                 task.cancel()
+            # Both have ended before the pieces are closed, which cancels the requests in the engine.
             await asyncio.gather(sending, watching, return_exceptions=True)
             await self.pieces.aclose()
 
@@ -59,8 +61,10 @@ class EventStream(Response):
                 await _send_part(send, data_line(piece))
         except Exception as error:
             answer = as_api_error(error)
+            # Unexpected exceptions only: an ApiError is an answer that was meant, for instance that the queue is full.
             if answer.status >= 500 and answer is not error:
                 log.exception("a stream failed")
+            # No header has been sent yet: a proper status can be.
             if not started:
                 await answer.response()(scope, receive, send)
                 return

@@ -38,6 +38,7 @@ def load_models(
     models = []
     for name, path in zip(found, paths, strict=True):
         trained = load_trained_model(path, host, device=device, settings=settings)
+        # One command serves language models and encoders, by what the checkpoint holds.
         if not isinstance(trained.model, Generates):
             models.append(_encoder(name, trained))
             continue

@@ -93,6 +93,7 @@ def _prompt(model: ServedModel, body: MegatronBody, text: str) -> list[int]:
     tokens = model.require_generator().prompt_tokens(text) if text else []
     special = model.tokenizer.special
     start = special.bos if special.bos is not None else special.eod
+    # Tokenizers that write BOS themselves: one is enough.
     if not body.add_BOS or tokens[:1] == [start]:
         return tokens
     if start is None:
@@ -111,6 +112,7 @@ def _sampling(model: ServedModel, body: MegatronBody, prompts: Sequence[Sequence
     return given_parameters(
         temperature=body.temperature,
         top_k=body.top_k,
+        # 0 is "off" in Megatron's interface, and no value of SamplingParameters.
         top_p=body.top_p or None,
         top_p_decay=body.top_p_decay or None,
         top_p_bound=body.top_p_bound or None,
@@ -162,5 +164,6 @@ def _described(
 
 
 def _logprobs(done: Completion) -> list[float]:
+    # Without the first token, which has no probability.
     rows = [*(done.prompt_logprobs or ())[1:], *done.logprobs]
     return [finite(row.token) for row in rows if row is not None]

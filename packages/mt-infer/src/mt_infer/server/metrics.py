@@ -20,7 +20,9 @@ class ServerMetrics:
     """The numbers of one server, in a registry of their own."""
 
     def __init__(self, models: ServedModels) -> None:
+        # Not the package's global one: several servers may live in a process.
         self._registry = CollectorRegistry()
+        # Read at each scrape, so that the engines count without a dependency on Prometheus.
         self._registry.register(EngineGauges(models))
         self.requests = self._counter("mt_requests", "Requests that have ended, by their outcome", "outcome")
         self.prompt_tokens = self._counter("mt_prompt_tokens", "Tokens of prompts")

@@ -28,6 +28,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
+        # A server that is started again need not wait for connections in TIME_WAIT.
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
     except OSError as error:
@@ -55,6 +56,7 @@ class Server(uvicorn.Server):
     ) -> None:
         settings = uvicorn.Config(
             AnsweredWhenCancelled(app),
+            # uvicorn would install handlers and formats of its own.
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=math.ceil(drain_seconds) + GRACE_SECONDS,
@@ -70,6 +72,8 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # uvicorn's shutdown waits for open requests, up to timeout_graceful_shutdown. Stopping the engine before that
+        # gives each of them an error of its own, in place of a broken connection.
         ending = asyncio.ensure_future(self._end_after_drain())
         try:
             await super().shutdown(sockets)
@@ -95,9 +99,11 @@ def serve(service: Service, listening: socket.socket, *, on_ready: Callable[[], 
     def end() -> None:
         server.should_exit = True
 
+    # Called in the engine's thread: setting a flag that uvicorn polls is all that may be done there.
     service.engine.on_failure = end
     with _handled_signals():
         server.run(sockets=[listening])
+    # After the server has ended, so that clients have their errors first.
     if service.engine.failure is not None:
         raise TrainingError(f"the engine failed: {service.engine.failure}") from service.engine.failure
 
@@ -105,6 +111,7 @@ def serve(service: Service, listening: socket.socket, *, on_ready: Callable[[], 
 @contextlib.contextmanager
 def _handled_signals() -> Iterator[None]:
     """uvicorn raises the signals that it got again when it has ended; what is to be closed after it still is then."""
+    # Python sets signal handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -36,9 +36,11 @@ class RequestChecks:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         try:
+            # HTTP headers are bytes; latin-1 decodes any.
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             self._check_host(headers)
             self._check_key(scope["path"], headers)
+            # A client that sends its body byte by byte cannot hold a connection forever.
             async with asyncio.timeout(self.options.request_seconds):
                 body = await self._body(headers, receive)
         except TimeoutError:
@@ -51,6 +53,7 @@ class RequestChecks:
     def _check_host(self, headers: Mapping[str, str]) -> None:
         """A web page can give a name of its own this machine's address, and would reach a server on loopback."""
         host = headers.get("host", "")
+        # Without the port; an IPv6 address is in brackets, [::1]:8000.
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         if not self.options.any_host and not is_loopback(name):
             raise ApiError(
@@ -65,6 +68,7 @@ class RequestChecks:
         if key is None or path in OPEN_PATHS:
             return
         given = headers.get("authorization", "").removeprefix("Bearer ").strip()
+        # In constant time: the time of a plain comparison depends on how many leading characters match.
         if not hmac.compare_digest(given.encode("latin-1", "replace"), key.encode()):
             raise ApiError(
                 "the API key is missing or wrong; send it as the header Authorization: Bearer KEY",
@@ -76,6 +80,7 @@ class RequestChecks:
     async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes:
         limit = self.options.max_body_bytes
         too_long = ApiError(f"the body has more than the {limit} bytes that this server takes", status=413)
+        # Refused before it is read. A body without this header (chunked) is counted below.
         declared = headers.get("content-length", "0")
         if not declared.isdecimal() or int(declared[:20]) > limit:
             raise too_long
@@ -94,6 +99,7 @@ class RequestChecks:
 
 def replay(body: bytes, receive: Receive) -> Receive:
     """A `receive` that gives the body, which has been read, and then what comes."""
+    # An ASGI body can be received once, and was consumed by the check.
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:

@@ -50,6 +50,7 @@ class Service:
         Raises ApiError for too many sequences, for what the engine refuses, and when time is up.
         """
         generator = model.require_generator()
+        # Everything that takes memory in the engine counts: all n, all best_of, all beams.
         with self._queued(len(prompts) * max(sampling.sequences, sampling.num_beams)):
             if sampling.constraint is not None:
                 # Not in the thread of the engines, where all streams would wait for it.
@@ -69,6 +70,7 @@ class Service:
         """Of the engine, timed for the metrics."""
         count = len(prompts) * sampling.n
         events: asyncio.Queue[Event] = asyncio.Queue()
+        # What it is if the generator is closed: a client that went away.
         outcome, loop = "cancelled", asyncio.get_running_loop()
         requests = [Request(generator, ids, sampling, inputs, place, events, loop) for place, ids in enumerate(prompts)]
         clock = RequestClock(self.metrics, name, sum(map(len, prompts)))
@@ -76,6 +78,7 @@ class Service:
             try:
                 async for place, event in self._until_finished(events, count):
                     if event.token is not None:
+                        # A number for each sequence of the HTTP request.
                         clock.token(place * sampling.n + event.index)
                     yield place, event
                 outcome = "finished"
@@ -100,6 +103,7 @@ class Service:
     def _queued(self, places: int) -> Iterator[None]:
         """Takes so many places of the queue while it is open. Raises ApiError where they are not free."""
         self._check_room(places)
+        # Without a lock: only the event loop's thread comes here, and there is no await between check and count.
         self._open += places
         try:
             yield
@@ -123,6 +127,7 @@ class Service:
         self, events: asyncio.Queue[Event], count: int
     ) -> AsyncGenerator[tuple[int, TextEvent], None]:
         """The events of `count` sequences. Raises what is against one of them, and ApiError when time is up."""
+        # For the whole request, waiting in the queue included.
         deadline = asyncio.get_running_loop().time() + self.options.request_seconds
         while count:
             try:
@@ -157,6 +162,7 @@ class Service:
 
 async def until_disconnect(http: HttpRequest, answer: Awaitable[Response]) -> Response:
     """The answer; computing it ends when the client goes away. The request's body has been read."""
+    # Cancelled when the client goes away, which closes the generator and frees the engine's memory.
     working = asyncio.ensure_future(answer)
     watching = asyncio.ensure_future(disconnected(http.receive))
     try:

@@ -64,6 +64,7 @@ def _multi_token(most: int, manager: CacheManager, runner: ModelRunner) -> Draft
 
 def _model(options: InferenceConfig, runner: ModelRunner, draft: DraftModel, cache: CacheManager) -> Drafter:
     draft.model.eval()
+    # In the same layout, over the same process groups, as the large model.
     own = ModelRunner(draft.model, runner.ctx, draft.placed)
     if as_generator(draft.model).conditioned_by:
         raise ConfigError(

@@ -28,6 +28,11 @@ class _Drafted:
     tokens: tuple[int, ...] = ()
 
 
+# One step, for sequences that are ready (all tokens but the last are in the large model's cache):
+#   catch up   the small model computes the tokens that it has not seen yet, and drafts the first token
+#   extend     most - 1 times: one more token, computed behind the drafts so far
+#   roll back  drafts leave the small model's cache: those that are accepted are computed again next time
+# All of it is batched over sequences.
 class ModelDrafter(Drafter):
     """Samples with the uniform numbers that the model will use: where distributions agree, so do tokens.
 
@@ -49,16 +54,21 @@ class ModelDrafter(Drafter):
         self._copies: dict[RunningSequence, RunningSequence] = {}
 
     def propose(self, running: Sequence[RunningSequence]) -> None:
+        # Sequences that ended, or were preempted: the copy's memory is free for others.
         for gone in [sequence for sequence in self._copies if sequence not in running]:
             self.manager.release(self._copies.pop(gone))
         drafted = [_Drafted(one, self._copy(one), self.usable(one, len(one.tokens))) for one in self.ready(running)]
+        # Those without room in the small model's cache are not drafted for in this step.
         drafted = [one for one in drafted if self._reserve(one)]
         self._catch_up(drafted)
+        # Of recurrent small models, after the true tokens and before any draft.
         snapshots = [self.manager.snapshot(one.copy) for one in drafted]
+        # The number of turns is the same on every rank, since each may have a collective.
         for count in range(1, self.most):
             self._extend([one for one in drafted if one.wanted > count])
         for one, snapshot in zip(drafted, snapshots, strict=True):
             one.sequence.drafts = one.tokens
+            # Keys and values of drafts are overwritten; recurrent states are restored.
             self.manager.roll_back(one.copy, len(one.sequence.tokens), snapshot)
 
     def ready(self, running: Sequence[RunningSequence]) -> list[RunningSequence]:
@@ -71,16 +81,20 @@ class ModelDrafter(Drafter):
     def _copy(self, sequence: RunningSequence) -> RunningSequence:
         if sequence not in self._copies:
             tables, keys = self.manager.new_tables(), self.manager.new_keys(b"")
+            # The list `tokens` is shared: the copy has the large model's tokens as soon as they are sampled. Keys have
+            # no root of inputs, as nothing is shared among copies.
             self._copies[sequence] = replace(sequence, tables=tables, keys=keys, computed=0, slot=None, memory={})
         return self._copies[sequence]
 
     def _reserve(self, one: _Drafted) -> bool:
         """Whether there is memory for the sequence and its draft."""
         try:
+            # New, or released when there was no room.
             if not one.copy.computed:
                 self.manager.admit(one.copy)
             self.manager.reserve(one.copy, len(one.copy.tokens) + one.wanted)
         except OutOfBlocksError:
+            # All of it: the copy is computed anew when there is room.
             self.manager.release(one.copy)
             return False
         return True
@@ -91,8 +105,10 @@ class ModelDrafter(Drafter):
         while self._on_any_rank(behind):
             budget, chunks = self.manager.limits.step, []
             for one in behind:
+                # A prompt takes several turns, max_tokens_per_step positions each.
                 count = min(one.copy.waiting, budget)
                 if count:
+                    # Logits behind the last known token only.
                     ends = int(count == one.copy.waiting)
                     chunks.append((one, Chunk(one.copy, one.copy.computed, count, ends)))
                     budget -= count
@@ -101,6 +117,7 @@ class ModelDrafter(Drafter):
 
     def _extend(self, drafted: Sequence[_Drafted]) -> None:
         """Drafts one more token of each."""
+        # The last draft as the chunk's only position: it is not among the sequence's tokens.
         chunks = [(one, Chunk(one.copy, one.copy.computed, 1, 1, one.tokens[-1:])) for one in drafted]
         if self._on_any_rank(chunks):
             self._run(chunks)
@@ -110,6 +127,7 @@ class ModelDrafter(Drafter):
         ep = self.runner.ctx.ep
         if ep.size == 1:
             return bool(work)
+        # The all-to-all of experts needs every rank of ep, so that all of them go on while one has work.
         count = torch.tensor(len(work), device=self.runner.ctx.device)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=ep.group)
         return bool(count)
@@ -120,7 +138,9 @@ class ModelDrafter(Drafter):
         batch = self.runner.batch(own, self.manager, is_batch_invariant=self.is_batch_invariant)
         logits = self.runner.logits(batch)
         ending = [one for one, chunk in chunks if chunk.logits]
+        # The large model's sequence: its seed, index and parameters, so that the same random number is drawn.
         rows = [SamplingRow(one.sequence, one.tokens) for one in ending]
+        # Every rank continues from the same drafts.
         found = self.runner.from_last_stage(choose(logits, rows).tolist() if logits is not None and rows else [])
         for one, token in zip(ending, found, strict=True):
             one.tokens = (*one.tokens, token)

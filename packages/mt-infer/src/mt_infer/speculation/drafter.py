@@ -30,8 +30,11 @@ class Drafter:
 
     def usable(self, sequence: RunningSequence, length: int) -> int:
         """How many drafts can be used behind `length` tokens, which are at least one more than the prompt."""
+        # Beams are not sampled: their search takes candidates. A draft continues a sampled token, so that none is made
+        # behind the prompt itself.
         if sequence.beams is not None or length <= sequence.prompt_length:
             return 0
+        # One place is for the token that the model samples behind the last draft.
         return max(min(self.most, sequence.capacity - length - 1), 0)
 
     def ready(self, running: Sequence[RunningSequence]) -> list[RunningSequence]:

@@ -28,6 +28,7 @@ def load_draft_model(
     options = trained.config.inference
     if options.speculative_method != "draft_model" or options.speculative_model is None:
         return None
+    # The same layout as the large model's; what else the settings say is about the large one.
     layout = {"parallel": settings["parallel"]} if "parallel" in settings else {}
     draft = load_trained_model(options.speculative_model, host, device=device, settings=layout)
     require_same_vocabulary(trained, draft)

@@ -55,21 +55,30 @@ class _Span:
         return [known[place] if place < len(known) else 0 for place in range(self.start + by, self.end + by)]
 
 
+# Example, 2 depths, after the pass over positions 5 and 6, which sampled token t7:
+#   depth 0 at 5 6 reads t6 t7 and predicts t8 from position 6
+#   depth 1 at 5 6 reads t7 t8 and predicts t9 from position 6; t8 is a draft
+# If t8 turns out another, what depth 1 has at position 6 is of a wrong token: position 6 is in the tail, and is
+# computed again with the next pass.
 class MultiTokenDrafter(Drafter):
     """most: at most the depths that the model has."""
 
     def __init__(self, most: int, model: PredictsAhead, runner: ModelRunner, manager: CacheManager) -> None:
+        # A depth predicts one token.
         super().__init__(min(most, model.prediction_depths))
         self.model, self.runner, self.manager = model, runner, manager
+        # By identity of the sequence; an entry goes with it.
         self._tails: WeakKeyDictionary[RunningSequence, _Tail] = WeakKeyDictionary()
 
     def continued(self, batch: CachedBatch, sampled: Sequence[Sequence[Sampled]]) -> list[Draft]:
         assert batch.hidden is not None
+        # [count, H] for each chunk, without filler.
         hidden = batch.hidden[0, : batch.count].split([chunk.count for chunk in batch.sequences])
         spans = [
             self._span(chunk, own, [one.token for one in found])
             for chunk, own, found in zip(batch.sequences, hidden, sampled, strict=True)
         ]
+        # The depths keep keys and values at the same positions as the model's layers, in the same tables of blocks.
         passes = CachedBatch(
             [Chunk(span.sequence, span.start, span.end - span.start, 1) for span in spans],
             self.manager,
@@ -79,9 +88,11 @@ class MultiTokenDrafter(Drafter):
         # Without a sequence, a position of filler: ranks that share experts compute together.
         state = torch.cat([span.hidden for span in spans])[None] if spans else batch.hidden[:, :1]
         for depth in range(self.most):
+            # [T]
             ahead = [token for span in spans for token in span.ahead(depth + 1)]
             tokens = torch.tensor([ahead or [0]], device=batch.device)
-            state = self.model.predict_ahead(depth, state, tokens, passes)
+            state = self.model.predict_ahead(depth, state, tokens, passes)  # [1, T, H]
+            # Nothing to draft, but the layer's experts have been run with the other ranks.
             if not spans:
                 continue
             self._draft(spans, gather_vocab(self.model.logits(state[:, passes.logit_rows]), self.runner.ctx).logits[0])
@@ -90,11 +101,14 @@ class MultiTokenDrafter(Drafter):
     def _span(self, chunk: Chunk, hidden: Tensor, sampled: list[int]) -> _Span:
         """The chunk's positions without rejected drafts, behind those of its tail."""
         sequence, end = chunk.sequence, chunk.end + max(len(sampled) - 1, 0)
+        # Rejected drafts have hidden states of wrong tokens.
         start, hidden = chunk.start, hidden[: end - chunk.start]
         tail = self._tails.get(sequence)
+        # Else the sequence was preempted, or began with a shared prefix: there are no states to repeat.
         if tail is not None and tail.end == chunk.start:
             start, hidden = start - len(tail.hidden), torch.cat((tail.hidden, hidden))
         if self.most > 1:
+            # The last most - 1 positions: those at which a depth above the first reads a draft.
             self._tails[sequence] = _Tail(end, hidden[len(hidden) - min(self.most - 1, len(hidden)) :])
         tokens = [*sequence.tokens, *sampled]
         wanted = self.usable(sequence, len(tokens)) if sampled else 0
@@ -102,6 +116,7 @@ class MultiTokenDrafter(Drafter):
 
     def _draft(self, spans: Sequence[_Span], logits: Tensor) -> None:
         """logits [number of spans, vocab]: one more token for each span that is to have more."""
+        # Chunks that sampled nothing get no drafts.
         numbers = [number for number, span in enumerate(spans) if len(span.drafts) < span.wanted]
         rows = [SamplingRow(spans[n].sequence, (*spans[n].new_tokens, *spans[n].drafts)) for n in numbers]
         if rows:

@@ -27,8 +27,12 @@ class NgramDrafter(Drafter):
 def continuation(tokens: Sequence[int], longest: int) -> list[int]:
     """What followed the latest earlier place of the longest n-gram, of up to `longest` tokens, that ends the text."""
     text = np.asarray(tokens)
+    # Places at which an earlier n-gram may end; the last token of the text itself is not one of them.
     ends = np.arange(len(text) - 1)
     found: int | None = None
+    # Longer and longer n-grams: places whose token `back` before the end is also that of the text. `found` is the
+    # latest place of the longest that exists. Example: text 1 2 3 9 2 3, longest=3: ends [2] for "3", [2] for "2 3",
+    # none for "9 2 3"; 9 2 3 follows place 2.
     for back in range(min(longest, len(text) - 1)):
         ends = ends[(ends >= back) & (text[ends - back] == text[-1 - back])]
         if not len(ends):

@@ -22,6 +22,8 @@ def verify(logits: Tensor, chunks: Sequence[Chunk], shares: Sequence[int] = ()) 
 
     shares: see log_probabilities.
     """
+    # One row for each position behind the known tokens: row `count` is behind `count` drafts, with their penalties and
+    # index.
     rows = [
         SamplingRow(chunk.sequence, chunk.drafts[:count]) for chunk in chunks for count in range(len(chunk.drafts) + 1)
     ]
@@ -32,6 +34,7 @@ def verify(logits: Tensor, chunks: Sequence[Chunk], shares: Sequence[int] = ()) 
 def accepted(drafts: Sequence[int], sampled: Sequence[Sampled]) -> list[Sampled]:
     """The sampled tokens up to the first that differs from its draft: that one is right, those behind it are not."""
     count = 0
+    # Example: drafts a b c, sampled a b x y -> a b x. y was sampled behind c, which is not in the text.
     while count < len(drafts) and sampled[count].token == drafts[count]:
         count += 1
     return list(sampled[: count + 1])

@@ -66,6 +66,8 @@ class DPRDataset:
         present = len(passages)
         count = 1 + self.rules.hard + self.rules.other
         contexts = [self._passage(passage) for passage in passages]
+        # CLS SEP: a passage without text fills the place, and context_mask leaves it out of the loss. Every sample has
+        # the same shapes.
         contexts += [self.pairs.question([])] * (count - present)
         return {
             **{name: rows[0] for name, rows in self._padded("query", [query]).items()},
@@ -77,11 +79,14 @@ class DPRDataset:
     def negatives(self, index: int) -> list[Context]:
         question = self._question(index)
         hard, other = list(question.hard_negatives), list(question.negatives)
+        # Mined ones take the place of the file's.
         if self.mined is not None:
             hard = list(self.mined.of_sample(index, question.question, hard))
         if not self.rules.is_shuffled:
             return hard[: self.rules.hard] + other[: self.rules.other]
+        # By sample: the same negatives whatever rank or worker reads it.
         random = sample_random(self.seed, index)
+        # Hard ones in random order, then others, which fill up what hard ones lack.
         drawn = [negatives[place] for negatives in (hard, other) for place in random.permutation(len(negatives))]
         return drawn[: self.rules.hard]
 
@@ -128,6 +133,7 @@ def build_dpr(config: DPRDataConfig, tokenizer: Tokenizer, request: SplitRequest
         questions = read_training_questions(Path(source.name))
         within = source.elements(len(questions), "questions")
         chosen = questions[within.start : within.stop]
+        # Mined files decide the number later.
         if mined is None:
             _require_negatives(chosen, rules, source.name)
         order = epoch_order(len(chosen), num_samples, request.seed)

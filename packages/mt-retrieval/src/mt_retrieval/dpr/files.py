@@ -93,5 +93,6 @@ def _context(value: Any, where: str) -> Context:
     fields = [value.get(name) for name in ("title", "text")] if isinstance(value, dict) else [None]
     if not all(isinstance(field, str) for field in fields):
         raise DataError(f"{where} must have a title and a text")
+    # DPR's files have one name or the other.
     number = value.get("passage_id", value.get("psg_id"))
     return Context(value["title"], value["text"], None if number is None else str(number))

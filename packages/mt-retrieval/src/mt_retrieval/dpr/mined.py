@@ -24,6 +24,7 @@ class MinedNegatives:
 
     def of_sample(self, index: int, question: str, otherwise: Sequence[Context]) -> Sequence[Context]:
         """The hard negatives of a question that is sample `index`; `otherwise` while none are mined for it."""
+        # The folder is listed for each sample, since files appear while training runs.
         begun = [first for first in self.first_samples() if first <= index]
         return _negatives(mined_file(self.folder, max(begun))).get(question, otherwise) if begun else otherwise
 
@@ -39,6 +40,7 @@ def mined_file(folder: Path, first_sample: int) -> Path:
     return folder / f"mined-{first_sample:012}.json"
 
 
+# Two: around the sample at which a file begins, workers read both.
 @lru_cache(maxsize=2)
 def _negatives(path: Path) -> dict[str, tuple[Context, ...]]:
     return {question.question: question.hard_negatives for question in read_training_questions(path)}

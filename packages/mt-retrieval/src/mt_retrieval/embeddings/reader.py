@@ -35,6 +35,7 @@ class Embeddings:
     def shards(self) -> Iterator[NDArray[np.float16]]:
         """Mapped into memory: [rows, dim] each, in the order of the evidence."""
         for shard in self.manifest.shards:
+            # Hashed as it is reached, not all shards at the opening.
             path = require_unchanged(self.folder, shard.embeddings, CURE)
             matrix = np.load(path, mmap_mode="r", allow_pickle=False)
             if matrix.shape != (shard.rows, self.dim):

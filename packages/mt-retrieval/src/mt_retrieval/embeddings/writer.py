@@ -42,7 +42,10 @@ def embed_evidence(
     if encoder.ctx.is_writer:
         _begin(folder, _job(encoder, evidence, shard_rows, batch_size))
     wait_for_all()
+    # The job as it is on the disk, for every rank.
     shards = ShardWriter(encoder, evidence, folder, read_record(folder / MANIFEST, Manifest).job)
+    # Shards are dealt to replicas; a shard's batches are its own, so that its bytes do not depend on the number of
+    # ranks.
     own = range(encoder.ctx.dp.rank, shards.job.num_shards, encoder.ctx.dp.size)
     done, total = 0, sum(len(shards.job.rows_of(shard)) for shard in own)
 
@@ -50,6 +53,7 @@ def embed_evidence(
         on_progress(done + rows, total)
 
     for shard in own:
+        # The ranks of a replica decide the same: a shard is written after its collective computation.
         if not shards.is_written(shard):
             shards.write(shard, on_rows)
         done += len(shards.job.rows_of(shard))
@@ -127,6 +131,7 @@ class ShardWriter:
                 f"shard {shard} has embeddings that are not finite in fp16 (of at most 65504); the weights of "
                 f"{self.encoder.checkpoint} are damaged, or need model.biencoder_projection_dim to scale them down"
             )
+        # All ranks of tp have the same embeddings.
         if self.encoder.ctx.axis("model").rank:
             return
         ids = np.array([self.evidence.passage(row).id for row in rows], np.int64)
@@ -135,10 +140,12 @@ class ShardWriter:
             embeddings=write_array(self.folder, f"embeddings-{shard:0{DIGITS}}.npy", embeddings),
             ids=write_array(self.folder, f"ids-{shard:0{DIGITS}}.npy", ids),
         )
+        # After both files: the record makes the shard complete.
         write_record(self._record_path(shard), record)
 
     def finish(self) -> None:
         """Write the manifest of all shards."""
+        # Records of all ranks, whose barrier has been passed.
         shards = tuple(self._record(shard) for shard in range(self.job.num_shards))
         first = np.load(self.folder / shards[0].embeddings.name, mmap_mode="r", allow_pickle=False)
         made_with = computation(self.encoder.config, self.encoder.ctx)
@@ -148,6 +155,7 @@ class ShardWriter:
     def _embed(self, rows: range, on_rows: Callable[[int], None]) -> NDArray[np.float32]:
         """[rows, P]. Passages of about the same length share a batch, so that little is padding."""
         sequences = [self.encoder.pairs.passage(*self.evidence.tokens(row)) for row in rows]
+        # Stable: equal lengths stay in order, and a shard has the same batches in every run.
         order = np.argsort([len(sequence) for sequence in sequences], kind="stable")
         parts = []
         for first in range(0, len(order), self.job.batch_size):

@@ -30,15 +30,18 @@ class BlockEvidence:
             {
                 "seq_length": seq_length,
                 "data_path": [prefix],
+                # All documents, whatever split the encoder was trained with.
                 "split": "1,0,0",
                 "use_one_sent_docs": rules.use_one_sent_docs,
                 "titles_data_path": rules.titles_data_path,
             }
         )
+        # num_samples=None: one epoch, in which each block occurs once.
         built = build_ict(config, tokenizer, SplitRequest("train", None, seq_length, SEED))
         assert isinstance(built, ICTDataset)
         self._blocks = built
         self._rules = [seq_length, rules.use_one_sent_docs]
+        # Column 3 is the number of the block, column 2 its document.
         self._order = np.argsort(built.samples.index[:, 3], kind="stable")
         if not len(self._order):
             raise DataError(f"{prefix} has no blocks: each of its documents has fewer than two sentences")

@@ -47,11 +47,13 @@ class TSVEvidence:
 
     def passage(self, row: int) -> Passage:
         """Raises DataError for a row without its fields, or whose id is no number of int64."""
+        # One open file and one position: not for several threads at a time.
         self._file.seek(self._offsets[row])
         fields = next(_records(_lines(self._file)))
         where = f"{self.name}, passage {row + 1}"
         if len(fields) < len(self._columns):
             raise DataError(f"{where} has {len(fields)} fields, must have {', '.join(self._columns)}")
+        # strict=False: a line may have more columns than are named.
         values = dict(zip(self._columns, fields, strict=False))
         if not values["id"].isdecimal() or len(values["id"]) > INT64_DIGITS:
             raise DataError(f"{where} has the id {values['id']!r}, which is no number of at most {INT64_DIGITS} digits")
@@ -68,6 +70,8 @@ class TSVEvidence:
 
         def counted() -> Iterator[bytes]:
             nonlocal place
+            # place counts what the csv reader has consumed: it takes lines one at a time, so that `place` is the end of
+            # the record that it returned.
             for line in self._file:
                 place += len(line)
                 self._digest.update(line)

@@ -47,6 +47,8 @@ class ExactIndex:
         first = 0
         for matrix in self.matrices:
             for start in range(0, len(matrix), BLOCK_ROWS):
+                # Read from the memory map and converted a block at a time: memory is BLOCK_ROWS x (dim + questions)
+                # numbers, whatever the evidence.
                 block = matrix[start : start + BLOCK_ROWS].astype(np.float32)
                 rows = np.arange(first + start, first + start + len(block))
                 scores = self.scores(questions, block)
@@ -65,6 +67,8 @@ class ExactL2Index(ExactIndex):
     kind = "exact, L2"
 
     def scores(self, questions: NDArray[np.float32], block: NDArray[np.float32]) -> NDArray[np.float32]:
+        # Since |q|^2 - |q - b|^2 = 2 q.b - |b|^2; |q|^2 is the same for all rows, so that the order is that of the
+        # distances.
         scores: NDArray[np.float32] = 2 * (questions @ block.T) - np.square(block).sum(1)
         return scores
 
@@ -85,7 +89,9 @@ def _merged(a: SearchResult, b: SearchResult, k: int) -> SearchResult:
     defined."""
     scores, rows = np.concatenate([a.scores, b.scores], 1), np.concatenate([a.rows, b.rows], 1)
     if scores.shape[1] > k:
+        # Linear in the number of columns; only the k that are left are sorted.
         kept = np.argpartition(-scores, k - 1, axis=1)[:, :k]
         scores, rows = np.take_along_axis(scores, kept, 1), np.take_along_axis(rows, kept, 1)
+    # The last key is the first to count: scores, then rows.
     order = np.lexsort((rows, -scores), axis=1)
     return SearchResult(np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1))

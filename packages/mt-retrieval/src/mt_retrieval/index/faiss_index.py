@@ -82,6 +82,8 @@ def factory_of(kind: IndexType, count: int, dim: int, lists: int | None, bytes_:
     if kind == "hnsw":
         return "HNSW32"
     if kind == "ivf":
+        # 4 sqrt(n) lists, the least that faiss's guidelines recommend, and 39 vectors at least for each, below which
+        # its training warns.
         return f"IVF{lists or max(1, min(round(4 * sqrt(count)), count // 39))},Flat"
     size = bytes_ or next(size for size in range(max(dim // 4, 1), 0, -1) if dim % size == 0)
     if dim % size:
@@ -104,6 +106,7 @@ def build_index(
     for matrix in embeddings.shards():
         index.add(matrix.astype(np.float32))
         on_rows(index.ntotal, len(embeddings))
+    # Before the file is replaced: a kill between the two leaves no record that belongs to another file.
     (folder / INDEX_RECORD).unlink(missing_ok=True)
     record = IndexRecord(
         factory=factory,
@@ -145,6 +148,7 @@ def _first_rows(embeddings: Embeddings, count: int) -> NDArray[np.float32]:
 def write_index(index: Any, folder: Path, name: str) -> StoredFile:
     """Readers see the old file or all of the new one."""
     folder.mkdir(parents=True, exist_ok=True)
+    # In the same folder, since a rename is atomic within a file system only.
     temporary = folder / f".{name}.{os.getpid()}"
     faiss().write_index(index, str(temporary))
     with temporary.open("rb") as file:

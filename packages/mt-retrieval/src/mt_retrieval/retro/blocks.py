@@ -57,6 +57,7 @@ class Blocks:
 
     def write(self, number: int, array: NDArray[np.generic]) -> None:
         """Removes what killed runs have left of the block."""
+        # Of this block only: other ranks write theirs at the same time.
         for temporary in self.folder.glob(f".{self._stem(number)}.*"):
             temporary.unlink(missing_ok=True)
         write_record(self._record_path(number), write_array(self.folder, f"{self._stem(number)}.npy", array))
@@ -72,6 +73,7 @@ class Blocks:
 
     def remove(self, count: int) -> None:
         for number in range(count):
+            # The record first: a file without a record is no block, a record without its file would be a damaged one.
             self._record_path(number).unlink(missing_ok=True)
             (self.folder / f"{self._stem(number)}.npy").unlink(missing_ok=True)
 
@@ -86,16 +88,20 @@ def write_blocks(
     blocks: Blocks, rows: Sequence[int], chosen: Sequence[int], compute: Compute, share: Share, on_progress: OnProgress
 ) -> None:
     """Writes the chosen blocks that are not there. rows: of each block, for the progress. Collective."""
+    # Example, blocks 0 ... 4 on two ranks: 0 2 4 and 1 3.
     own = chosen[share.rank :: share.size]
     done, total = 0, sum(rows[number] for number in own)
     for number in own:
         before = done
+        # Ranks that share a model decide the same: the block is written after a collective computation, for which all
+        # of them have made this check.
         if not blocks.is_written(number):
             array = compute(number, lambda count, before=before: on_progress(before + count, total))  # type: ignore[misc]
             if share.writes:
                 blocks.write(number, array)
         done += rows[number]
         on_progress(done, total)
+    # Callers read the blocks of other ranks next.
     wait_for_all()
 
 

@@ -24,6 +24,7 @@ class ChunkCutter:
         self.length = length
         self._eod = tokenizer.special.eod
 
+        # By token: a vocabulary is small beside the tokens of a corpus.
         @cache
         def is_blank(token: int) -> bool:
             return token == self._eod or not tokenizer.decode([token]).strip()
@@ -39,6 +40,7 @@ class ChunkCutter:
             tokens = self._without_eod(source.read(document).astype(np.int64))
             rows += [(text, document, first, len(chunk), self._hash(chunk)) for first, chunk in self._chunks(tokens)]
             on_documents(count)
+        # reshape: an array of no rows has one dimension.
         return np.array(rows, np.uint64).reshape(-1, 5)
 
     def _without_eod(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -51,4 +53,6 @@ class ChunkCutter:
     def _hash(self, chunk: NDArray[np.int64]) -> int:
         if all(self._is_blank(token) for token in chunk.tolist()):
             return BLANK
+        # 64 bits of the int64 tokens, little-endian. The value 0 is BLANK: one chunk in 2^64 would be taken for white
+        # space.
         return int.from_bytes(blake2b(chunk.tobytes(), digest_size=8).digest(), "little")

@@ -79,13 +79,17 @@ def build_database(
         with writing(project, "PROJECT"):
             _begin(folder, manifest)
     wait_for_all()
+    # Steps: each rank cuts its blocks of documents; the first one merges them to the table of chunks that are searched.
     blocks = DatabaseBlocks.of(folder, job)
     with bars("cutting documents") as update:
         blocks.write(ChunkCutter(tokenizer, chunk_length), texts, update)
     if is_writer():
         with bars("merging blocks") as update:
+            # All chunks in the memory of one process, 25 bytes each: a hash is compared with those of all texts.
             table, counts = searched(blocks.read(update), deduplicate)
         _require_chunks(counts, job)
+        # The manifest gets the table's hash after the table is whole: until then read_database finds the project
+        # incomplete.
         write_array(folder, CHUNKS, table)
         complete = {"counts": counts, "chunks": blocked_file(folder / CHUNKS)}
         write_record(folder / MANIFEST, manifest.model_copy(update=complete))
@@ -158,10 +162,13 @@ class DatabaseBlocks:
 
     def read(self, on_progress: OnProgress) -> ChunkRows:
         """All blocks, one after the other."""
+        # An empty part first, so that a project without documents concatenates something.
         found = [ChunkRows(np.zeros((0, HASH), np.uint32), np.zeros(0, np.uint64), np.zeros(0, np.bool_))]
         for number, (text, _) in enumerate(self.parts):
             rows = np.asarray(self.files.read(number), np.uint64)
             found.append(
+                # uint64 in the blocks, for the hash; the table's own columns fit 32 bits. Documents of a text are split
+                # by number: training ones come first.
                 ChunkRows(rows[:, :HASH].astype(np.uint32), rows[:, HASH], rows[:, 1] < self.job.train_documents(text))
             )
             on_progress(number + 1, len(self.parts))
@@ -180,9 +187,12 @@ class ChunkRows(NamedTuple):
 def searched(chunks: ChunkRows, deduplicate: bool) -> tuple[NDArray[np.uint32], ChunkCounts]:
     """The rows of the chunks that are searched, in their order."""
     blank = chunks.hashes == BLANK
+    # A training chunk with the tokens of a held-out one would show the model, as a neighbour, the text that it is
+    # evaluated on.
     held_out = ~blank & ~chunks.is_train
     copied = ~blank & chunks.is_train & np.isin(chunks.hashes, chunks.hashes[held_out])
     kept = ~blank & chunks.is_train & ~copied
+    # After held-out copies are left out: the first of equal chunks is one that is kept.
     again = kept & ~_is_first(chunks.hashes, kept) if deduplicate else np.zeros_like(kept)
     kept &= ~again
     counts = {"cut": np.ones_like(blank), "blank": blank, "held_out": held_out, "also_held_out": copied}
@@ -194,6 +204,7 @@ def _is_first(hashes: NDArray[np.uint64], among: NDArray[np.bool_]) -> NDArray[n
     """[chunks], True for the first of those that have equal hashes."""
     places = np.flatnonzero(among)
     first = np.zeros_like(among)
+    # np.unique returns the first place of each value.
     first[places[np.unique(hashes[places], return_index=True)[1]]] = True
     return first
 

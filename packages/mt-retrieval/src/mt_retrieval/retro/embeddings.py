@@ -64,6 +64,7 @@ class ChunkEmbeddings:
     ) -> NDArray[np.float16]:
         """Raises DataError for vectors that fp16 cannot hold."""
         chunks = [database.tokens(row) for row in self.rows[number]]
+        # An overflow gives inf, which the check below finds.
         with np.errstate(over="ignore"):
             vectors = embedder.vectors(chunks, on_rows).astype(np.float16)
         if not np.isfinite(vectors).all():
@@ -110,6 +111,7 @@ def recorded_embedder(
     Raises DataError for a project whose index is not trained.
     """
     manifest = read_record(project / "embeddings" / MANIFEST, EmbeddingsManifest)
+    # The batch size changes the padding, and with it the last bits of a vector.
     batch_size = int(manifest.job.settings.get("batch_size", BATCH_SIZE))
     return open_embedder(
         name or manifest.embedder.path, tokenizer, batch_size=batch_size, device=device, settings=settings

@@ -45,16 +45,22 @@ def _counts(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
     tokens = np.zeros((len(chunks), longest), np.uint64)  # 0 is no token here
     for row, chunk in enumerate(chunks):
         tokens[row, : len(chunk)] = chunk + 1
+    # RandomState's stream is frozen across versions of NumPy: vectors of a project are the same everywhere.
+    # `fingerprint` has a version number for changes here.
     random = np.random.RandomState(0)
     # Odd factors modulo 2^64, one for each place of a run.
     factors = random.randint(0, 2**62, max(RUNS)).astype(np.uint64) * np.uint64(2) + np.uint64(1)
     counts = np.zeros(len(chunks) * WIDTH, np.float64)
     for run in (run for run in RUNS if run <= longest):
         windows = np.lib.stride_tricks.sliding_window_view(tokens, run, axis=1)
+        # windows [chunks, longest - run + 1, run]. + run: equal numbers in runs of other lengths are other hashes.
         hashes = _mixed((windows * factors[:run]).sum(-1, dtype=np.uint64) + np.uint64(run))
+        # Windows whose last token is padding are not in the chunk.
         rows, places = np.nonzero(windows[..., -1])
         chosen = hashes[rows, places]
+        # The highest bit gives the sign, so that collisions cancel in expectation; the lowest 9 bits the place.
         signs = 1.0 - 2.0 * (chosen >> np.uint64(63)).astype(np.float64)
+        # Sums of 1 and -1 in fp64 are exact in any order.
         counts += np.bincount(rows * WIDTH + (chosen % np.uint64(WIDTH)).astype(np.int64), signs, len(counts))
     return counts.reshape(len(chunks), WIDTH).astype(np.float32)
 
@@ -69,5 +75,6 @@ def _mixed(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _normalized(counts: NDArray[np.float32]) -> NDArray[np.float32]:
     roots = np.sign(counts) * np.sqrt(np.abs(counts))
     norms = np.linalg.norm(roots, axis=1, keepdims=True)
+    # 1e-6: a chunk whose runs cancel has the vector 0, not NaN.
     vectors: NDArray[np.float32] = roots / np.maximum(norms, np.float32(1e-6))
     return vectors

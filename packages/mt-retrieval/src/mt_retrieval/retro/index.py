@@ -95,6 +95,7 @@ def train_index(
             _begin(project, IndexManifest(job=job, embedder=Origin(sha256=embedder.fingerprint, path=embedder.name)))
     wait_for_all()
     if factory != EXACT:
+        # Training needs a part of the embeddings only; these are kept, and `add` computes the others.
         chosen = _training_blocks(ChunkEmbeddings(project), train_rows)
         with bars("embedding chunks to train on") as update:
             ChunkEmbeddings(project).write(database, embedder, chosen, update)
@@ -114,6 +115,7 @@ def add_to_index(project: Path, embedder: ChunkEmbedder, *, bars: Bars = no_bars
     require_of_index(manifest, database, embedder)
     embeddings = ChunkEmbeddings(project)
     with bars("embedding chunks") as update:
+        # Those that training wrote are there already.
         embeddings.write(database, embedder, range(len(embeddings.rows)), update)
     finished: dict[str, Any]
     if manifest.job.factory == EXACT:
@@ -122,6 +124,7 @@ def add_to_index(project: Path, embedder: ChunkEmbedder, *, bars: Bars = no_bars
         added = _add(project, manifest, embeddings, embedder.share, bars)
         finished = {"added": added, "fingerprint": added.sha256 if added else None}
     if is_writer():
+        # Last, after everything that the fingerprint stands for is on the disk.
         made_with = {"made_with": versions()}
         write_record(index_folder(project) / MANIFEST, read_index(project).model_copy(update=finished | made_with))
     wait_for_all()
@@ -136,6 +139,7 @@ def open_search(project: Path, search_parameters: str | None) -> Search:
         raise DataError(f"{index_folder(project)} has no chunks yet; run mt retro index add")
     if manifest.added is None:
         _require_exact(search_parameters)
+        # added is None where faiss was not used.
         return ExactL2Index(ChunkEmbeddings(project).matrices()).search
     path = require_unchanged(index_folder(project), manifest.added, CURE)
     index = faiss(INSTEAD).read_index(str(path))
@@ -154,6 +158,7 @@ def require_index(factory: str, embedder: ChunkEmbedder, search_parameters: str 
     if factory == EXACT:
         _require_exact(search_parameters)
         return
+    # One chunk of one token: the width is that of the vectors, which no embedder declares.
     _, width = embedder.vectors([np.zeros(1, np.int64)], lambda count: None).shape
     with _refusals(factory, f"embeddings of width {width}"):
         index = faiss(INSTEAD).index_factory(width, factory)
@@ -185,6 +190,7 @@ def _begin(project: Path, manifest: IndexManifest) -> None:
     """Make the folder, or check that an index in it belongs to the same job, whose embedder may have moved."""
     path = index_folder(project) / MANIFEST
     stored = read_record(path, IndexManifest) if path.exists() else None
+    # An index without a file may become another one.
     if stored is not None and (stored.empty or stored.fingerprint):
         require_same_job(path.parent, stored.job, manifest.job)
         manifest = stored.model_copy(update={"embedder": manifest.embedder})
@@ -195,6 +201,7 @@ def _training_blocks(embeddings: ChunkEmbeddings, train_rows: int | None) -> lis
     """Blocks evenly spread, as many as have the rows."""
     count = len(embeddings.rows)
     needed = count if train_rows is None else min(count, -(-train_rows // embeddings.manifest.job.block_rows))
+    # Example: 10 blocks, 3 needed -> 0, 3, 6.
     return [number * count // needed for number in range(needed)]
 
 
@@ -203,6 +210,7 @@ def _train(project: Path, chosen: list[int], bars: Bars) -> None:
     if is_unchanged(folder, manifest.empty):
         return
     blocks = [np.asarray(ChunkEmbeddings(project).files.read(number), np.float32) for number in chosen]
+    # Whole blocks are embedded; the last one may have more rows than wanted.
     vectors = np.concatenate(blocks)[: manifest.job.train_rows]
     with bars("training the index"):
         empty = write_index(_trained(vectors, manifest.job.factory), folder, EMPTY)
@@ -224,6 +232,7 @@ def _refusals(factory: str, embeddings: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # faiss's messages are "Error in FUNCTION at FILE:LINE: Error: 'CONDITION' failed: REASON".
         reason = str(error).splitlines()[-1].rpartition("failed: ")[2]
         raise ConfigError(
             f"faiss cannot make the index {factory} of {embeddings}: {reason}; choose another --index, or other "
@@ -242,11 +251,13 @@ def _add(
     if is_unchanged(folder, manifest.added):
         return manifest.added
     index = faiss(INSTEAD).read_index(str(require_unchanged(folder, manifest.empty, CURE)))
+    # None for an index without inverted lists: one process adds its vectors.
     inverted = faiss().try_extract_index_ivf(index)
     codes = Blocks(folder, "codes", CURE)
     if inverted is not None:
         with bars("encoding chunks") as update:
             _encode(index, embeddings, codes, share, update)
+    # Adding is serial: the file is one, and encoding, which is shared, is most of the work.
     if not is_writer():
         return None
     with bars("adding chunks") as update:
@@ -254,7 +265,9 @@ def _add(
             if inverted is None:
                 index.add(np.asarray(embeddings.files.read(number), np.float32))
             else:
+                # Ids are the rows of the chunks, whatever the order of the lists.
                 inverted.add_sa_codes(np.array(codes.read(number)), np.arange(rows.start, rows.stop))
+                # A transform in front of the lists (OPQ) counts by itself, and its own add was not called.
                 index.ntotal = inverted.ntotal
             update(rows.stop, embeddings.manifest.job.count)
         added = write_index(index, folder, ADDED)

@@ -59,6 +59,7 @@ def find_neighbors(
     is damaged or of another database.
     """
     database, index = open_database(project), read_index(project)
+    # Every rank makes all checks on the same files, so that all raise or none does.
     require_of_index(index, database, embedder)
     search = open_search(project, search_parameters)
     text, chunk_length = open_text(prefix, database), database.manifest.job.chunk_length
@@ -80,6 +81,8 @@ def find_neighbors(
         with writing(project, "PROJECT"):
             _begin(folder, NeighborsManifest(job=job, prefix=str(Path(prefix).absolute())))
     wait_for_all()
+    # All ranks decide the same: the array is written after the collective writing of blocks, for which the first rank
+    # has to wait for the others.
     if not is_unchanged(folder, read_record(folder / MANIFEST, NeighborsManifest).neighbors):
         with bars(f"finding neighbours of {Path(prefix).name}") as update:
             _write(folder, NeighborQuery(database, text, embedder, search, job), update)
@@ -100,12 +103,14 @@ class NeighborQuery:
     def neighbors(self, chunks: range, on_rows: Callable[[int], None]) -> NDArray[np.int64]:
         """[chunks, num_neighbors]"""
         length = self.job.chunk_length
+        # [chunks, m]: chunks follow one another in the text without gaps, across documents.
         tokens = self.text.read(chunks.start * length, len(chunks) * length).reshape(len(chunks), length)
         vectors = self.embedder.vectors(
             list(tokens), lambda count: on_rows(count // 2)
         )  # The search is the other half.
         own = own_documents(self.text, chunks, length, self.job.exclude_sequence_length or length)
         parts = []
+        # SLICE x num_neighbors_query rows of the table are in memory at a time.
         for start in range(0, len(chunks), SLICE):
             part = slice(start, start + SLICE)
             found = self.search(vectors[part], min(self.job.num_neighbors_query, len(self.database))).rows
@@ -115,7 +120,10 @@ class NeighborQuery:
 
     def _is_own(self, found: NDArray[np.int64], own: NDArray[np.int64]) -> NDArray[np.bool_]:
         """found: [n, k] chunks of the database -> whether each is of one of the documents own [n, 2] of the text."""
+        # [n, k, 4]: text, document, first token, tokens. -1 (nothing found) reads row 0, and is left out later.
         rows = self.database.rows[:][np.maximum(found, 0)].astype(np.int64)
+        # The text's number in the database, by its fingerprint; None for a text that is not in it, whose chunks have no
+        # document of their own there.
         number = self.database.number_of(self.job.text.fingerprint)
         documents = rows[..., 1]
         within = (own[:, :1] <= documents) & (documents <= own[:, 1:])
@@ -137,7 +145,10 @@ def open_text(prefix: str, database: ChunkDatabase) -> TokenStream:
 
 def own_documents(text: TokenStream, chunks: range, chunk_length: int, sample_length: int) -> NDArray[np.int64]:
     """[chunks, 2]: the first and the last document that overlap the sample of each chunk."""
+    # Example, chunks of 64 tokens and samples of 256: chunks 4 ... 7 are of sample 1, tokens 256 ... 511, and exclude
+    # every document that has one of these.
     samples = np.arange(chunks.start, chunks.stop, dtype=np.int64) * chunk_length // sample_length
+    # The last sample may be cut off by the end of the text.
     ends = np.minimum((samples + 1) * sample_length, len(text)) - 1
     return np.stack([text.sequences_at(samples * sample_length), text.sequences_at(ends)], axis=1)
 
@@ -145,8 +156,10 @@ def own_documents(text: TokenStream, chunks: range, chunk_length: int, sample_le
 def first_allowed(found: NDArray[np.int64], is_own: NDArray[np.bool_], count: int) -> NDArray[np.int64]:
     """[n, k] chunks, the nearest first -> [n, count]: those that are not own, in their order; then -1."""
     left_out = is_own | (found < 0)
+    # A stable sort of booleans: allowed ones move to the front in their order.
     order = np.argsort(left_out, axis=1, kind="stable")[:, :count]
     kept = np.where(np.take_along_axis(left_out, order, 1), -1, np.take_along_axis(found, order, 1))
+    # Fewer were searched than are kept, in a small database.
     return np.pad(kept, ((0, 0), (0, count - kept.shape[1])), constant_values=-1).astype(np.int64)
 
 
@@ -170,6 +183,7 @@ def _begin(folder: Path, manifest: NeighborsManifest) -> None:
     if path.exists():
         stored = read_record(path, NeighborsManifest)
         require_same_job(folder, stored.job, manifest.job)
+        # What is complete stays recorded; only the place of the text is new.
         manifest = stored.model_copy(update={"prefix": manifest.prefix})
     write_record(path, manifest)
 
@@ -190,11 +204,14 @@ def _join(folder: Path, blocks: Blocks) -> None:
     """One array of all blocks, which are removed."""
     manifest = read_record(folder / MANIFEST, NeighborsManifest)
     temporary, shape = folder / f".{NEIGHBORS}", (manifest.job.count, manifest.job.num_neighbors)
+    # On the disk, block by block: the array of a large text does not fit into memory.
     joined = np.lib.format.open_memmap(temporary, "w+", np.int64, shape)
     parts = ranges(manifest.job.count, manifest.job.block_rows)
     for number, rows in enumerate(parts):
         joined[rows.start : rows.stop] = blocks.read(number)
     joined.flush()
+    # Array, record, and then the blocks are removed: whenever the process is killed, there are blocks to join again or
+    # a complete array.
     temporary.replace(folder / NEIGHBORS)
     stored = blocked_file(folder / NEIGHBORS)
     write_record(folder / MANIFEST, manifest.model_copy(update={"neighbors": stored}))

@@ -45,6 +45,8 @@ def verify_project(
     """
     tokenizer = database_tokenizer(project)
     opened = recorded_embedder(project, tokenizer, name=embedder, device=device)
+    # Checks are functions, made first and called below: the bar has their number, and all problems are collected in
+    # place of the first.
     database = open_database(project)
     parts = {
         "database": list(_database_checks(project, database, tokenizer, fraction)),
@@ -68,6 +70,7 @@ def _database_checks(project: Path, database: ChunkDatabase, tokenizer: Tokenize
     blocks = DatabaseBlocks.of(folder, manifest.job)
     cutter = ChunkCutter(tokenizer, manifest.job.chunk_length)
     assert manifest.chunks is not None
+    # The table that training reads; then the blocks that it was merged from.
     yield partial(require_unchanged, folder, manifest.chunks, blocks.files.cure)
     yield from _of_blocks(
         blocks.files,
@@ -94,6 +97,7 @@ def _index_checks(project: Path, database: ChunkDatabase, embedder: ChunkEmbedde
     yield partial(require_of_index, index, database, embedder)
     yield from (partial(require_unchanged, folder, file, CURE) for file in (index.empty, index.added) if file)
     if index.job.factory == EXACT:
+        # Without faiss the index is the embeddings: its fingerprint is that of their blocks.
         yield lambda: _require_fingerprint("the embeddings", ChunkEmbeddings(project).fingerprint(), index.fingerprint)
 
 
@@ -107,6 +111,7 @@ def _neighbor_checks(
     yield partial(_require_fingerprint, database.name, database.manifest.fingerprint, job.database)
     yield partial(_require_fingerprint, "the index", index.fingerprint, job.index)
     yield partial(require_unchanged, folder, stored, "remove the folder and run mt retro query again")
+    # Neighbours have been joined to one array: blocks are ranges of its rows.
     rows = ranges(job.count, job.block_rows)
     if not (drawn := _drawn(len(rows), fraction)):
         return
@@ -126,6 +131,7 @@ def _of_blocks(files: Blocks, count: int, fraction: float, compute: Callable[[in
 
 
 def _drawn(count: int, fraction: float) -> list[int]:
+    # Others each time, not those of a seed: repeated runs cover more of the project.
     return sorted(SystemRandom().sample(range(count), math.ceil(fraction * count)))
 
 
@@ -139,6 +145,7 @@ def _require_fingerprint(what: str, found: str | None, recorded: str | None) -> 
 
 def _require_equal(what: str, stored: Array, compute: Callable[[], Array]) -> None:
     computed = compute()
+    # Bit for bit, which holds on the same kind of device with the same versions and batch size.
     if stored.dtype != computed.dtype or not np.array_equal(stored, computed):
         raise DataError(
             f"{what} is not what is computed now: it was changed together with its record, or made on another kind of "

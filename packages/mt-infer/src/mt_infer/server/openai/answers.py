@@ -35,6 +35,7 @@ def finite(value: float) -> float:
             status=500,
             code="not_finite",
         )
+    # Minus infinity is possible: scores of beams have rules applied, which exclude tokens.
     return max(value, LOWEST)
 
 
@@ -51,6 +52,7 @@ class CompletionLogProbs:
             rows["tokens"].append(self._texts.label(token))
             rows["token_logprobs"].append(None if found is None else finite(found.token))
             rows["top_logprobs"].append(None if found is None else self._top(token, found))
+            # Negative while tokens come that the echoed text does not show, such as BOS.
             rows["text_offset"].append(max(self._offset, 0))
             self._offset += len(self._texts.text(token))
             self._texts.advance(token)
@@ -60,6 +62,7 @@ class CompletionLogProbs:
         """The likeliest tokens and the token itself. Of two with the same text the likelier counts."""
         top: dict[str, float] = {}
         for other, value in (*found.top[: self._count], (token, found.token)):
+            # The dictionary is keyed by text, as OpenAI's is; found.top is sorted, so that the first is the likelier.
             top.setdefault(self._texts.label(other), finite(value))
         return top
 

@@ -127,6 +127,7 @@ class Job:
 
 async def create_chat_completion(service: Service, body: ChatBody, http: HttpRequest) -> Response:
     model = service.models.find(body.model)
+    # Order: cheap refusals first, then images (memory), the template (another process), and the tokens.
     urls = image_urls(body.messages)
     if urls and not model.require_generator().prompts.takes_images:
         raise ApiError(f'the model "{model.name}" takes no images', param="messages")
@@ -155,6 +156,7 @@ async def _images(service: Service, model: ServedModel, urls: Sequence[str]) -> 
     Raises ApiError for more images than the context has room for, before any is decoded.
     """
     data = image_data(model.require_generator().config)
+    # A lower bound: a tiled image takes several times as many.
     if (tokens := len(urls) * data.image_seq_length) > model.longest:
         raise ApiError(
             f"this model's context is {model.longest} tokens; {len(urls)} images take {tokens} and more; send fewer",
@@ -177,6 +179,7 @@ def _sampling(service: Service, model: ServedModel, body: ChatBody, prompt: Sequ
         model,
         max_tokens=tokens_to_generate(asked, None, [prompt], model, service.options),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        # The template's end marks are added to the request's own.
         stop=chat.stop,
         stop_token_ids=() if body.ignore_eos else chat.stop_token_ids,
         **_call_constraint(model, body),
@@ -217,6 +220,7 @@ class Choice:
 
     def add(self, event: TextEvent) -> tuple[str, list[Piece], str | None]:
         """What the event brings: content, entries of logprobs, and why the answer ends."""
+        # With tools, text that may be a call is held back to the end.
         content = event.text if self._parser is None else self._parser.add(event.text)
         finish: str | None = event.finish
         if event.finish is not None and self._parser is not None:

@@ -164,6 +164,7 @@ def choice_piece(index: int, text: str, logprobs: Any, finish: str | None) -> Pi
 async def _pieces(service: Service, job: Job) -> AsyncGenerator[Piece, None]:
     n, generated = job.sampling.n, 0
     choices = [_StreamedChoice(job, number) for number in range(len(job.prompts) * n)]
+    # OpenAI's streams have the field in every piece where it is requested, with null in all but the last.
     more = {"usage": None} if job.body.includes_usage else {}
     async with aclosing(service.generate(job.model, job.prompts, job.sampling)) as events:
         async for place, event in events:
@@ -188,6 +189,7 @@ class _StreamedChoice:
         rows = None
         if self._logprobs is not None and event.token is not None and event.logprobs is not None:
             rows = self._logprobs.rows([event.token], [event.logprobs])
+        # An event may bring nothing to show: half of a character, or text that is held back.
         if event.text or rows is not None or event.finish is not None:
             pieces.append(choice_piece(self.number, event.text, rows, event.finish))
         return pieces

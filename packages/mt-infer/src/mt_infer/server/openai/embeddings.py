@@ -63,6 +63,7 @@ async def _embeddings(service: Service, body: EmbeddingBody) -> Response:
     parts = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
     async with service.limited(len(parts)):
         for part in parts:
+            # In the thread of the engines, a batch at a time: generation of other models goes on between two.
             vectors += await service.engine.call(partial(embedder.embed, part, side))
     count = sum(map(len, texts))
     service.metrics.prompt_tokens.labels(model.name).inc(count)

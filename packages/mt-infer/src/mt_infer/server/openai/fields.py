@@ -27,6 +27,7 @@ class RequestBody(Body):
     @classmethod
     def _refuse_surrogates(cls, value: Any) -> Any:
         try:
+            # Half a surrogate pair is valid as a JSON escape, and cannot be encoded later by a tokenizer.
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError("the body has half of a surrogate pair, which is no character") from None

@@ -56,6 +56,7 @@ def _file(url: str, name: str, folders: Sequence[Path]) -> Path:
         raise _refused(
             f"{name} is at {url[:50]!r}, which this server does not fetch; send it as data:image/...;base64,..."
         )
+    # After links and `..` are resolved: a link inside the folder that leads outside is refused.
     if not any(path.is_relative_to(folder.resolve()) for folder in folders):
         raise _refused(
             f"{name} is a file outside the folders that this server reads images from (--allowed-local-media-path "
@@ -67,6 +68,7 @@ def _file(url: str, name: str, folders: Sequence[Path]) -> Path:
 def _path_of(url: str) -> Path | None:
     """Of a file: URL, without links and `..`; None for others. Raises ValueError for what is no URL or no path."""
     parts = urlsplit(url)
+    # http: URLs are never fetched: a request could reach addresses inside the server's network.
     if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
         return None
     return Path(unquote(parts.path)).resolve()

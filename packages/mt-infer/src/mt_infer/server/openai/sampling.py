@@ -20,6 +20,7 @@ def sampling_of(fields: SamplingFields, model: ServedModel, *, max_tokens: int, 
     if fields.prompt_logprobs is not None:
         refuse_encoder(model, "prompt_logprobs")
     others.setdefault("prompt_logprobs", fields.prompt_logprobs)
+    # The request's and those of the chat template.
     others["stop"] = (*fields.stops, *others.get("stop", ()))
     others["stop_token_ids"] = (*(fields.stop_token_ids or ()), *others.get("stop_token_ids", ()))
     top_k = fields.top_k
@@ -83,6 +84,7 @@ def constraint(fields: SamplingFields) -> dict[str, Any]:
 def bad_words_ids(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
     """The ids of each word at the beginning of a text, and within one."""
     encode = bare_encoder(model.tokenizer)
+    # Byte-pair tokenizers have other tokens for a word at the start of a text and behind a space.
     found = [tuple(encode(text)) for word in words for text in (word, f" {word.lstrip()}")]
     return tuple(dict.fromkeys(ids for ids in found if ids))
 
@@ -106,6 +108,7 @@ def tokens_to_generate(
     that fits. Raises ApiError for more than fits."""
     longest = longest_prompt(prompts, model)
     room = model.longest - longest
+    # Without max_tokens one token at least must fit.
     wanted = 1 if asked is None else asked
     if wanted > room:
         raise ApiError(
@@ -124,4 +127,5 @@ def tokens_to_generate(
 
 def longest_prompt(prompts: Sequence[Sequence[int]], model: ServedModel) -> int:
     """Positions of the decoder that the longest prompt takes; a model with an encoder reads the prompt there."""
+    # The decoder's start token.
     return 1 if model.require_generator().prompts.has_encoder else max(map(len, prompts))

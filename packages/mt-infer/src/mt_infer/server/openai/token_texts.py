@@ -23,6 +23,7 @@ class TokenTexts:
         """What the token adds; may be part of a character, or nothing."""
         if token >= self._tokenizer.vocab_size:
             return ""
+        # The difference of two decodings: a token has no text of its own in tokenizers that write spaces by context.
         return self._tokenizer.decode([*self._before, token])[len(self._decoded) :]
 
     def label(self, token: int) -> str:
