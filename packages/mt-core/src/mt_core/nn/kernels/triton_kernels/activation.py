@@ -11,13 +11,14 @@ from torch import Tensor
 from mt_core.nn.activations import CLAMP, is_gated
 from mt_core.nn.kernels.triton_kernels.launch import on_device
 
+# Columns of a program: 8 elements for each of 128 threads, one 16-byte access in bf16.
 _BLOCK = 1024
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _NORMAL_DENSITY = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 # gelu_tanh(x) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), since 0.5 (1 + tanh(u)) = sigmoid(2 u)
 _TWO_U = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 _CUBE = tl.constexpr(0.044715)
-_THREE_CUBE = tl.constexpr(0.134145)
+_THREE_CUBE = tl.constexpr(0.134145)  # 3 * 0.044715
 _CLAMP = tl.constexpr(CLAMP)
 _QUICK = tl.constexpr(1.702)  # quick_gelu(x) = x sigmoid(1.702 x)
 
@@ -25,11 +26,13 @@ _QUICK = tl.constexpr(1.702)  # quick_gelu(x) = x sigmoid(1.702 x)
 @triton.jit
 def gate_value(x, NAME: tl.constexpr):
     """The activation of the gate half (swiglu, geglu, geglu_tanh, clamped_swiglu) or of everything (squared_relu)."""
+    # The names are compared while Triton compiles: each activation is a kernel without branches.
     if NAME == "swiglu":
         result = x * tl.sigmoid(x)
     elif NAME == "geglu":
         result = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     elif NAME == "geglu_tanh":
+        # By a sigmoid, which is one exponential and saturates without overflow; Triton's language has no tanh.
         result = x * tl.sigmoid(x * (x * x * _CUBE + 1.0) * _TWO_U)
     elif NAME == "clamped_swiglu":
         clamped = tl.minimum(x, _CLAMP)
@@ -44,16 +47,19 @@ def gate_value(x, NAME: tl.constexpr):
 def gate_slope(x, NAME: tl.constexpr):
     """Its derivative."""
     if NAME == "swiglu":
+        # (x s)' = s (1 + x (1 - s)) for s = sigmoid(x)
         gate = tl.sigmoid(x)
         result = gate * (1.0 + x * (1.0 - gate))
     elif NAME == "geglu":
+        # (x Phi(x))' = Phi(x) + x phi(x), the normal distribution and its density
         result = 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * _NORMAL_DENSITY * tl.exp(-0.5 * x * x)
     elif NAME == "geglu_tanh":
         gate = tl.sigmoid(x * (x * x * _CUBE + 1.0) * _TWO_U)
-        inner = (x * x * _THREE_CUBE + 1.0) * _TWO_U
+        inner = (x * x * _THREE_CUBE + 1.0) * _TWO_U  # d(2 u) / dx
         result = gate * (1.0 + x * (1.0 - gate) * inner)
     elif NAME == "clamped_swiglu":
         gate = tl.sigmoid(x * _QUICK)
+        # At the limit itself the gradient passes, as in the backward pass of torch.clamp.
         result = tl.where(x <= _CLAMP, gate * (1.0 + x * (1.0 - gate) * _QUICK), 0.0)
     else:
         result = 2.0 * tl.maximum(x, 0.0)
@@ -80,9 +86,11 @@ def through_factor(grad, up, NAME: tl.constexpr):
 def _activation_forward(
     x, bias, y, width, NAME: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    # int64: offsets pass 2^31 for many rows.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
+    # A gated row is [gate half | up half], 2 * width long.
     source = x + row * width * (2 if GATED else 1) + column
     value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
@@ -112,6 +120,7 @@ def _activation_backward(
         up = tl.load(x + offset + width, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
             up += tl.load(bias + width + column, mask=inside, other=0.0).to(tl.float32)
+        # The up half first: `grad` becomes that of the gate half below.
         tl.store(dx + offset + width, through_factor(grad * gate_value(value, NAME), up, NAME), mask=inside)
         grad *= up_factor(up, NAME)
     tl.store(dx + offset, grad * gate_slope(value, NAME), mask=inside)
@@ -120,6 +129,7 @@ def _activation_backward(
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, name: str) -> Tensor:
+        # x is kept, not the activation: the product before has written it already.
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], x.shape[-1] // (2 if is_gated(name) else 1))
         ctx.save_for_backward(x, bias)
@@ -138,11 +148,13 @@ class _Activation(torch.autograd.Function):
                 _activation_backward[_grid(dy)](
                     dy, x, x if bias is None else bias, dx, dy.shape[-1], *_flags(ctx.name, bias)
                 )
+        # dbias is the sum over rows of dx, which torch takes in fp32 and in a fixed order.
         dbias = None if bias is None else dx.flatten(0, -2).sum(0, dtype=torch.float32).to(bias.dtype)
         return dx, dbias, None
 
 
 def _grid(y: Tensor) -> tuple[int, int]:
+    # Rows first: the second dimension of a CUDA grid is limited to 65,535.
     return y.numel() // y.shape[-1], triton.cdiv(y.shape[-1], _BLOCK)
 
 

@@ -19,6 +19,7 @@ from mt_core.nn.kernels.triton_kernels.tensor_lists import BLOCK, TableCache, Te
 
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _WARPS = 8
+# Rows of TensorTable.addresses.
 _WEIGHTS, _GRADIENTS, _MOMENTS1, _MOMENTS2, _STEPS, _REMAINDERS, _COPIES = (tl.constexpr(i) for i in range(7))
 
 
@@ -27,11 +28,15 @@ def _adamw_advance(
     addresses, tensors, scale, corrections, BETA1: tl.constexpr, BETA2: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Steps go up by one unless the scale is not finite; corrections [2, tensors]: 1 - beta1^t, sqrt(1 - beta2^t)."""
+    # A launch of its own before the update: every program of a tensor reads its step, and none may change it meanwhile.
+    # BETA1, BETA2: natural logarithms; constexpr, as Triton passes a float argument in fp32.
     which = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = which < tensors
+    # 0 for lanes behind the last tensor, whose accesses are masked too.
     address = tl.load(addresses + tensors * _STEPS + which, mask=inside, other=0)
     steps = address.to(tl.pointer_type(tl.float32))
     factor = tl.load(scale)
+    # NaN compares false. Decided on the device: the host does not wait to learn whether the step counts.
     finite = tl.abs(factor) < float("inf")
     step = tl.load(steps, mask=inside, other=1.0) + tl.where(finite, 1.0, 0.0)
     tl.store(steps, step, mask=inside)
@@ -46,6 +51,7 @@ def _adamw_advance(
 @triton.jit
 def _hash32(index, step):
     """As the reference's, in uint32."""
+    # uint32 arithmetic wraps, which is the reference's & 0xFFFFFFFF.
     h = index.to(tl.uint32) ^ (step.to(tl.uint32) * 0x9E3779B1)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -55,12 +61,16 @@ def _hash32(index, step):
 @triton.jit
 def _round_moment(x, noise):
     """fp32 -> bf16, up with the probability that the cut-off bits say; noise in [0, 65536)."""
+    # Adding up to 0xFFFF carries into bit 16 with the probability (low bits) / 65536. Sign and magnitude: negative
+    # numbers move away from 0 in the same way.
     bits = x.to(tl.uint32, bitcast=True) + noise
     return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _pointer(addresses, row, tensors, which, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    # An address that comes from memory has no known alignment, and without one the compiler emits accesses of one
+    # element.
     pointer = tl.load(addresses + tensors * row + which).to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -76,15 +86,17 @@ def _adamw_update(
 ):  # fmt: skip
     """ALIGNED: as TensorTable.aligned; without it every access is of a single element."""
     which = tl.load(owner + tl.program_id(0))
+    # The first element of a program is a multiple of BLOCK, so that index, too, is known to be aligned.
     index = tl.multiple_of(tl.load(first + tl.program_id(0)), BLOCK) + tl.arange(0, BLOCK)
     factor = tl.load(scale)
     # Nothing is inside when the scale is not finite.
     size = tl.where(tl.abs(factor) < float("inf"), tl.load(sizes + which), 0)
     if ALIGNED:
+        # The mask is then the same for every 8 neighbours, so that masked accesses stay 16 bytes wide.
         size = tl.multiple_of(size, 8)
     inside = index < size
     g = tl.load(_pointer(addresses, _GRADIENTS, tensors, which, GRADIENT, ALIGNED) + index, mask=inside, other=0.0)
-    g = g.to(tl.float32) * factor
+    g = g.to(tl.float32) * factor  # [BLOCK]; factor: loss scale and clipping
 
     moments1 = _pointer(addresses, _MOMENTS1, tensors, which, MOMENT, ALIGNED) + index
     moments2 = _pointer(addresses, _MOMENTS2, tensors, which, MOMENT, ALIGNED) + index
@@ -93,28 +105,35 @@ def _adamw_update(
     m += one_minus_beta1 * (g - m)
     v = beta2 * v + one_minus_beta2 * g * g
     if tl.bfloat16 == MOMENT:
+        # Already counted by _adamw_advance: the t of this update, as in the reference.
         step = tl.load(_pointer(addresses, _STEPS, tensors, which, tl.float32, False))
         noise = _hash32(index, step)
+        # One hash of 32 bits serves both moments, 16 bits each.
         tl.store(moments1, _round_moment(m, noise & 0xFFFF), mask=inside)
         tl.store(moments2, _round_moment(v, noise >> 16), mask=inside)
     else:
         tl.store(moments1, m, mask=inside)
         tl.store(moments2, v, mask=inside)
 
+    # The update takes m and v before they are rounded for storage.
     correction1 = tl.load(corrections + which)
     correction2 = tl.load(corrections + tensors + which)
+    # eps is added outside of the root, as in torch.optim.AdamW.
     change = lr / correction1 * m / (tl.sqrt(v) / correction2 + eps)
     if HALVES:
         high = _pointer(addresses, _WEIGHTS, tensors, which, tl.int16, ALIGNED) + index
         low = _pointer(addresses, _REMAINDERS, tensors, which, tl.int16, ALIGNED) + index
+        # bits(w) = (bits(bf16) << 16) + remainder; `low` is signed and is extended to 32 bits.
         bits = (tl.load(high, mask=inside, other=0).to(tl.int32) << 16) + tl.load(low, mask=inside, other=0)
         w = bits.to(tl.float32, bitcast=True) * decay - change
         bits = w.to(tl.int32, bitcast=True)
+        # To nearest, ties away from 0. The remainder bits - (rounded << 16) is in [-32768, 32767], so int16 holds it.
         rounded = (bits + 0x8000) >> 16
         tl.store(high, rounded.to(tl.int16), mask=inside)
         tl.store(low, (bits - (rounded << 16)).to(tl.int16), mask=inside)
     else:
         weights = _pointer(addresses, _WEIGHTS, tensors, which, tl.float32, ALIGNED) + index
+        # Decoupled decay: decay = 1 - lr * weight_decay, independent of the gradient.
         w = tl.load(weights, mask=inside, other=0.0) * decay - change
         tl.store(weights, w, mask=inside)
         if COPY is not None:
@@ -130,8 +149,10 @@ def _adamw_sum_of_squares(
     size = tl.load(sizes + which)
     if ALIGNED:
         size = tl.multiple_of(size, 8)
+    # One list: row 0.
     source = _pointer(addresses, 0, 0, which, TYPE, ALIGNED) + index
     value = tl.load(source, mask=index < size, other=0.0).to(tl.float32)
+    # A partial sum for each program instead of an atomic addition, whose order differs between runs.
     tl.store(partial + tl.program_id(0), tl.sum(value * value, 0))
 
 
@@ -150,6 +171,7 @@ class TritonAdamW:
         copy = _TRITON_TYPES[tensors.copies[0].dtype] if tensors.copies else None
         # Lists that are absent are never read; the weights' addresses stand in for theirs.
         lists = [tensors.weights, tensors.gradients, tensors.moments1, tensors.moments2, tensors.steps]
+        # The number of rows is fixed, so that the row numbers above are.
         table = self._table([*lists, tensors.remainders or tensors.weights, tensors.copies or tensors.weights])
         with on_device(tensors.weights[0]):
             corrections = _advance_steps(table, options, scale)
@@ -186,4 +208,5 @@ def _advance_steps(table: TensorTable, options: AdamWOptions, scale: Tensor) -> 
 
 def _log(beta: float) -> float:
     """exp(t log 0) is 0: with beta 0 the moment is the gradient."""
+    # math.log(0) raises.
     return math.log(beta) if beta > 0 else -math.inf

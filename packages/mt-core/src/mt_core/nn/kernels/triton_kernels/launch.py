@@ -20,4 +20,6 @@ def multiprocessors(x: Tensor) -> int:
 
 def warps_for(elements: int) -> int:
     """Warps of a program that holds a tile of this many elements: 8 or more of them a thread, up to 32 warps."""
+    # 512 = 32 threads of a warp x 16 elements. Under 4 warps a program does not fill the four schedulers of a
+    # multiprocessor; 32 warps are CUDA's largest block of 1024 threads.
     return min(max(elements // 512, 4), 32)

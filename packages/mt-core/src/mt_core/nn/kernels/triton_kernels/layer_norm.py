@@ -21,6 +21,7 @@ def _layer_norm_forward(
     ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ADD: of x + branch, which is rounded to total first."""
+    # int64: offsets pass 2^31 for many rows.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -32,11 +33,15 @@ def _layer_norm_forward(
     value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(branch + offsets, mask=inside, other=0.0).to(tl.float32)
+        # See _rms_norm_forward: the norm of the rounded sum.
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + offsets, rounded, mask=inside)
         value = rounded.to(tl.float32)
     average = tl.sum(value, 1) / width
+    # The variance in a second pass over the registers: E[x^2] - E[x]^2 cancels where the mean is large beside the
+    # deviation. Masked columns would be -average, not 0.
     centered = tl.where(inside, value - average[:, None], 0.0)
+    # eps inside the root, the biased variance (divided by width), as torch.
     inverse = 1.0 / tl.sqrt(tl.sum(centered * centered, 1) / width + eps)
     tl.store(y + offsets, centered * inverse[:, None] * scale[None, :] + shift[None, :], mask=inside)
     tl.store(mean + row, average, mask=row < rows)
@@ -50,6 +55,7 @@ def _layer_norm_forward_by_columns(
     """As _layer_norm_forward, for a row wider than the registers: it is read again from the cache."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
+    # Three passes over a row, the last two from the cache: the mean, the variance around it, the result.
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         total += tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
@@ -80,10 +86,12 @@ def _layer_norm_backward(
     ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dweight, dbias: [programs, width], what this program's rows add. ADD: dtotal is added to dx."""
+    # x^ = (x - mean) rstd, g = dy w:  dw = sum of dy x^,  db = sum of dy,  dx = rstd (g - mean(g) - x^ mean(g x^))
     column = tl.arange(0, BLOCK)
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         scale += 1.0
+    # Over the rows of this program, as in _rms_norm_backward.
     weight_total = tl.zeros([BLOCK], tl.float32)
     bias_total = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0).to(tl.int64) * tiles * ROWS
@@ -94,6 +102,7 @@ def _layer_norm_backward(
         average = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
         inverse = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
         value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+        # [ROWS, BLOCK]; masked places would hold -average * inverse.
         normed = tl.where(inside, (value - average) * inverse, 0.0)
         grad = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
         weight_total += tl.sum(grad * normed, 0)
@@ -121,6 +130,7 @@ def _layer_norm_backward_by_columns(
         row = first + tile * ROWS + tl.arange(0, ROWS)
         average = tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
         inverse = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
+        # First pass: means of g x^ and of g. dy is masked to 0, so x^ needs no mask here.
         along = tl.zeros([ROWS, BLOCK], tl.float32)
         level = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in range(0, width, BLOCK):
@@ -148,6 +158,7 @@ def _layer_norm_backward_by_columns(
             change = inverse * (grad * scale[None, :] - level_mean - normed * along_mean)
             tl.store(dx + offsets, change, mask=inside)
             own = tl.program_id(0).to(tl.int64) * width + column
+            # The first tile overwrites memory that was not zeroed; later ones add to it.
             later = (column < width) & (tile > 0)
             weight_total = tl.load(dweight + own, mask=later, other=0.0) + tl.sum(grad * normed, 0)
             bias_total = tl.load(dbias + own, mask=later, other=0.0) + tl.sum(grad, 0)
@@ -164,7 +175,7 @@ def _normalize(
         rows, branch = (rows + branch).to(rows.dtype), None
     y = torch.empty_like(rows)
     total = rows if branch is None else torch.empty_like(rows)
-    mean, rstd = torch.empty(2, height, dtype=torch.float32, device=rows.device)
+    mean, rstd = torch.empty(2, height, dtype=torch.float32, device=rows.device)  # [rows] each
     if rows.numel():
         with on_device(rows):
             if width > WIDEST_FORWARD:
@@ -206,6 +217,7 @@ def _narrow_gradients(
 ) -> Tensor:
     """Writes dx. -> [2, width] fp32, dweight and dbias"""
     tiles = RowTiles.of(rows)
+    # [2, programs, width]: dweight and dbias of each program
     parts = torch.empty(2, tiles.programs, rows.shape[1], dtype=torch.float32, device=rows.device)
     if rows.numel():
         with on_device(rows):

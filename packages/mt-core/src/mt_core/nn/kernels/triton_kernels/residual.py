@@ -24,6 +24,8 @@ def _bias_dropout_add_forward(
     if BIAS:
         value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if DROP:
+        # Philox, by seed and place of the element alone: the backward pass draws the same numbers. The seed is read on
+        # the device: as an argument of the launch it would be a host wait. Places count modulo 2^32.
         keep = tl.rand(tl.load(seed), offset.to(tl.uint32)) >= probability
         value = tl.where(keep, value / (1.0 - probability), 0.0)
     tl.store(y + offset, value + tl.load(residual + offset, mask=inside, other=0.0).to(tl.float32), mask=inside)
@@ -61,6 +63,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor, None]:
         (seed,) = ctx.saved_tensors
         dy = grads[0].contiguous()
+        # Without dropout dx is dy, and no kernel runs.
         dx = dy.to(ctx.dtype) if seed is None else torch.empty_like(dy, dtype=ctx.dtype)
         if seed is not None and dy.numel():
             with on_device(dy):
@@ -68,6 +71,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         dbias = None
         if ctx.bias_dtype is not None:
             dbias = dx.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        # The residual's gradient is dy as it came.
         return dx, dbias, dy, None
 
 

@@ -26,20 +26,24 @@ def _rms_norm_forward(
     ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ADD: of x + branch, which is rounded to total first."""
+    # int64: rows * width passes 2^31 for 16384 tokens of 131072 columns.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (column < width)[None, :]
+    inside = (row < rows)[:, None] & (column < width)[None, :]  # [ROWS, BLOCK]
     offsets = row[:, None] * width + column[None, :]
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         scale += 1.0
+    # fp32 [ROWS, BLOCK]; masked columns are 0 and add nothing to the sum of squares.
     value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(branch + offsets, mask=inside, other=0.0).to(tl.float32)
+        # The norm is that of the rounded sum, as with separate kernels. The backward pass reads `total`, so it starts
+        # from the same numbers.
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + offsets, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(value * value, 1) / width + eps)
+    inverse = 1.0 / tl.sqrt(tl.sum(value * value, 1) / width + eps)  # [ROWS]
     tl.store(y + offsets, value * inverse[:, None] * scale[None, :], mask=inside)
     tl.store(rstd + row, inverse, mask=row < rows)
 
@@ -50,23 +54,27 @@ def _rms_norm_backward(
     ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dweight: [programs, width], what this program's rows add. ADD: dtotal is added to dx."""
+    # x^ = x rstd, g = dy w:  dw = sum over rows of dy x^,  dx = rstd (g - x^ mean(g x^))
     column = tl.arange(0, BLOCK)
     scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     if ZERO_CENTERED:
         scale += 1.0
+    # Summed over this program's rows in registers and written once. Atomic additions to one dweight would depend on the
+    # order in which programs end.
     total = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0).to(tl.int64) * tiles * ROWS
     for tile in range(tiles):
         row = first + tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < width)[None, :]
         offsets = row[:, None] * width + column[None, :]
+        # 0 for rows behind the last one: these add nothing to the sums.
         inverse = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
         normed = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) * inverse
         grad = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
         total += tl.sum(grad * normed, 0)
         grad *= scale[None, :]
         mean = tl.sum(grad * normed, 1) / width
-        change = inverse * (grad - normed * mean[:, None])
+        change = inverse * (grad - normed * mean[:, None])  # [ROWS, BLOCK], dx
         if ADD:
             change += tl.load(dtotal + offsets, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + offsets, change, mask=inside)
@@ -83,6 +91,7 @@ def _rms_norm_backward_by_columns(
     for tile in range(tiles):
         row = first + tile * ROWS + tl.arange(0, ROWS)
         inverse = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
+        # First pass over the columns: the mean of g x^. Sums for each lane, reduced once behind the loop.
         along = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in range(0, width, BLOCK):
             column = start + tl.arange(0, BLOCK)
@@ -94,6 +103,7 @@ def _rms_norm_backward_by_columns(
             normed = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) * inverse
             along += tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32) * scale[None, :] * normed
         mean = (tl.sum(along, 1) / width)[:, None]
+        # Second pass: x and dy come from the L2 cache, as a program has two rows at a time.
         for start in range(0, width, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -108,6 +118,8 @@ def _rms_norm_backward_by_columns(
                 change += tl.load(dtotal + offsets, mask=inside, other=0.0).to(tl.float32)
             tl.store(dx + offsets, change, mask=inside)
             own = dweight + tl.program_id(0).to(tl.int64) * width + column
+            # The row of dweight does not fit in registers either, so it is added to in memory. The first tile
+            # overwrites what is there: the memory is not zeroed before.
             before = tl.load(own, mask=(column < width) & (tile > 0), other=0.0)
             tl.store(own, before + tl.sum(grad * normed, 0), mask=column < width)
 
@@ -116,9 +128,11 @@ def _normalize(
     rows: Tensor, branch: Tensor | None, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> what was normalized (rows + branch), y, and 1 / sqrt(mean square + eps) of each row."""
+    # The sum needs registers for a second row. torch adds, and the kernel without ADD reads the result.
     if branch is not None and rows.shape[1] > WIDEST_SUM:
         rows, branch = (rows + branch).to(rows.dtype), None
     tiles = RowTiles.of(rows)
+    # Without a branch `total` is `rows` itself and stays unwritten, as does the pointer that stands for `branch`.
     y = torch.empty_like(rows)
     total = rows if branch is None else torch.empty_like(rows)
     rstd = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
@@ -140,7 +154,7 @@ def _gradients(
     tiles = RowTiles.by_columns(rows) if is_wide else RowTiles.of(rows)
     kernel = _rms_norm_backward_by_columns if is_wide else _rms_norm_backward
     dx = torch.empty_like(rows)
-    parts = torch.empty(tiles.programs, rows.shape[1], dtype=torch.float32, device=rows.device)
+    parts = torch.empty(tiles.programs, rows.shape[1], dtype=torch.float32, device=rows.device)  # [programs, width]
     if rows.numel():
         with on_device(rows):
             kernel[(tiles.programs,)](
@@ -148,6 +162,7 @@ def _gradients(
                 *rows.shape, tiles.per_program, dtotal is not None, zero_centered, tiles.rows, tiles.block,
                 num_warps=tiles.warps,
             )  # fmt: skip
+    # One reduction in a fixed order, so that a run can be repeated bit for bit.
     return dx.view(dy.shape), parts.sum(0).to(weight.dtype)
 
 
@@ -175,12 +190,15 @@ class _AddRMSNorm(torch.autograd.Function):
         total, y, rstd = _normalize(rows_of(x), rows, weight, eps, zero_centered)
         ctx.save_for_backward(total, weight, rstd)
         ctx.zero_centered, ctx.branch_dtype = zero_centered, None if branch is None else branch.dtype
+        # A layer may use one of the outputs only; None is then passed instead of zeros of the stream's size.
         ctx.set_materialize_grads(False)
         return x if branch is None else total.view(x.shape), y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # total = x + branch, y = norm(total): dx = dtotal + dnorm(dy), and dbranch is the same, total being a sum.
         dtotal, dy = grads
+        # y was not used: only the gradient of the sum passes.
         dx, dweight = dtotal, None
         if dy is not None:
             dx, dweight = _gradients(dy, dtotal, ctx.saved_tensors, ctx.zero_centered)

@@ -33,11 +33,19 @@ class RowTiles:
     @classmethod
     def of(cls, matrix: Tensor) -> RowTiles:
         height, width = matrix.shape
+        # tl.arange requires a power of two; the columns behind `width` are masked.
         block = triton.next_power_of_2(max(width, 1))
+        # Narrow rows share a program: of 128 columns it takes 16, as one row would be less work than a launch of the
+        # program costs.
         rows = max(_TILE // block, 1)
         count = triton.cdiv(height, rows)
+        # As many programs as run at once, each with a run of neighbouring tiles, so that the partial sums [programs,
+        # width] do not grow with the number of rows. 4 programs of block 8192 (16 warps each) are the 64 warps that a
+        # multiprocessor of an A100 or H100 holds.
         busy = multiprocessors(matrix) * (_PROGRAMS_PER_MULTIPROCESSOR if block <= 8192 else 1)
         per_program = max(triton.cdiv(count, busy), 1)
+        # Rounded up twice: the last program may have fewer tiles, but none has no tile, as each writes its partial
+        # sums.
         return cls(rows, block, count, triton.cdiv(count, per_program), per_program, warps_for(rows * block))
 
     @classmethod

@@ -21,11 +21,13 @@ def _softmax_forward(
     MASK: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """mask_*: strides of the mask, 0 where it is broadcast."""
+    # One row of scores [batch, head, query] to a program; int64, as rows * keys passes 2^31 for long sequences.
     row = tl.program_id(0).to(tl.int64)
     query, head, batch = row % queries, (row // queries) % heads, row // (queries * heads)
     key = tl.arange(0, BLOCK)
     seen = key < keys
     if CAUSAL:
+        # The queries are the last of the positions: keys - queries of them are in a cache.
         seen = seen & (key <= query + keys - queries)
     if MASK:
         allowed = mask + batch * mask_batch + head * mask_head + query * mask_query + key
@@ -34,6 +36,7 @@ def _softmax_forward(
     value = tl.load(scores + row * keys + key, mask=key < keys, other=0.0).to(tl.float32) * scale
     value = tl.where(seen, value, float("-inf"))
     largest = tl.max(value, 0)
+    # A row that sees no key has the maximum -inf, and -inf - -inf is NaN.
     powers = tl.exp(value - tl.where(largest == float("-inf"), 0.0, largest))
     total = tl.sum(powers, 0)
     # A row that sees no key has the total 0.
@@ -43,6 +46,7 @@ def _softmax_forward(
 @triton.jit
 def _softmax_backward(dweights, weights, dscores, scale, keys, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    # d scores = scale P (dP - sum(P dP)). Hidden keys have P = 0, so the mask is not needed again.
     key = tl.arange(0, BLOCK)
     weight = tl.load(weights + row * keys + key, mask=key < keys, other=0.0).to(tl.float32)
     grad = tl.load(dweights + row * keys + key, mask=key < keys, other=0.0).to(tl.float32)
@@ -54,6 +58,7 @@ def _softmax_backward(dweights, weights, dscores, scale, keys, BLOCK: tl.constex
 def _softmax_backward_by_columns(dweights, weights, dscores, scale, keys, BLOCK: tl.constexpr):
     """As _softmax_backward, for a row wider than the registers: it is read again from the cache."""
     row = tl.program_id(0).to(tl.int64)
+    # fp32 for each lane, reduced once behind the loop.
     products = tl.zeros([BLOCK], tl.float32)
     for start in range(0, keys, BLOCK):
         key = start + tl.arange(0, BLOCK)
@@ -75,6 +80,7 @@ class _ScaledMaskedSoftmax(torch.autograd.Function):
         weights = torch.empty_like(scores)
         if scores.numel():
             block = triton.next_power_of_2(keys)
+            # expand() gives broadcast dimensions the stride 0: no mask of the scores' size is stored.
             seen = scores if mask is None else mask.expand(scores.shape).view(torch.uint8)
             strides = (0, 0, 0) if mask is None else seen.stride()[:3]
             with on_device(scores):
@@ -82,6 +88,7 @@ class _ScaledMaskedSoftmax(torch.autograd.Function):
                     scores, seen, weights, scale, heads, queries, keys, *strides, mask is not None, causal, block,
                     num_warps=warps_for(block),
                 )  # fmt: skip
+        # The result alone: the scores are not needed for the gradient.
         ctx.save_for_backward(weights)
         ctx.scale = scale
         return weights

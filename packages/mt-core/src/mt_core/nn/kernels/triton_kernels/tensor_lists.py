@@ -46,9 +46,12 @@ class TableCache:
 
     def __call__(self, lists: Sequence[Sequence[Tensor]]) -> TensorTable:
         """lists: of tensors of equal length; the first decides sizes. All contiguous, on one device."""
+        # Addresses and sizes are all that a table holds, so a tensor that takes over freed memory of one size is served
+        # by the same table.
         key = (*(tuple(t.data_ptr() for t in tensors) for tensors in lists), tuple(t.numel() for t in lists[0]))
         if key not in self._tables:
             if len(self._tables) == self._capacity:
+                # Insertion order: the oldest table.
                 del self._tables[next(iter(self._tables))]
             self._tables[key] = _build(lists)
         return self._tables[key]
@@ -61,12 +64,15 @@ def _build(lists: Sequence[Sequence[Tensor]]) -> TensorTable:
     device = lists[0][0].device
     sizes = torch.tensor([tensor.numel() for tensor in lists[0]])
     blocks = (sizes + BLOCK - 1) // BLOCK
+    # sizes 5000, 100 and blocks of 2048: owner = 0 0 0 1, first = 0 2048 4096 0. A tensor without elements gets no
+    # program.
     owner = torch.repeat_interleave(torch.arange(len(sizes)), blocks)
-    before = torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)
-    addresses = torch.tensor([[tensor.data_ptr() for tensor in tensors] for tensors in lists])
+    before = torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)  # [programs], blocks of the tensors before
+    addresses = torch.tensor([[tensor.data_ptr() for tensor in tensors] for tensors in lists])  # [lists, tensors]
     first = (torch.arange(len(owner)) - before) * BLOCK
     # Lists of single numbers, such as step counts, are not read by the block.
     by_block = [tensors for tensors in lists if [t.numel() for t in tensors] == sizes.tolist()]
+    # 8 elements of 2 bytes are one access of 16 bytes; of 4 bytes they are two.
     aligned = all(t.data_ptr() % 16 == 0 and t.numel() % 8 == 0 for tensors in by_block for t in tensors)
     return TensorTable(
         addresses.to(device), sizes.to(device), owner.to(torch.int32).to(device), first.to(device), aligned

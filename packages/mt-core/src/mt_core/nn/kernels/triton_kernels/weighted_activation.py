@@ -25,6 +25,7 @@ def _weighted_activation_forward(x, weights, y, width, NAME: tl.constexpr, GATED
     result = gate_value(tl.load(source, mask=inside, other=0.0).to(tl.float32), NAME)
     if GATED:
         result *= up_factor(tl.load(source + width, mask=inside, other=0.0).to(tl.float32), NAME)
+    # Rounded once, after the weight; separate operations round the activation first.
     tl.store(y + row * width + column, result * tl.load(weights + row).to(tl.float32), mask=inside)
 
 
@@ -37,6 +38,7 @@ def _weighted_activation_backward(
     weight = tl.load(weights + row).to(tl.float32)
     x += row * width * (2 if GATED else 1)
     dx += row * width * (2 if GATED else 1)
+    # One program has the whole row, so the weight's gradient needs neither atomics nor a second launch.
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -46,8 +48,10 @@ def _weighted_activation_backward(
         value = gate_value(gate, NAME)
         if GATED:
             up = tl.load(x + width + column, mask=inside, other=0.0).to(tl.float32)
+            # y = weight gate_value(gate) up_factor(up): each gradient has the two other factors.
             tl.store(dx + width + column, through_factor(grad * weight * value, up, NAME), mask=inside)
             grad *= up_factor(up, NAME)
+        # grad is dy * up_factor(up) here, or dy where the activation is not gated.
         total += grad * value
         tl.store(dx + column, grad * weight * gate_slope(gate, NAME), mask=inside)
     tl.store(dweights + row, tl.sum(total, 0))
