@@ -51,16 +51,19 @@ _ROW_TILES = {False: (4, 2048), True: (64, 128)}
 def _halves(x, grad, row, column, width, inside, NAME: tl.constexpr, GRADIENT: tl.constexpr):
     """In fp32, rounded to the dtype of x [rows, 2 width]: the gradients of the gate and of the other half by grad
     [rows, width]; without GRADIENT the activation, twice."""
+    # Of the halves' own matrix [rows, width]; a row of x is twice as long: row * 2 width + column.
     place = row * width + column
     gate = tl.load(x + row * width + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * width + place + width, mask=inside, other=0.0).to(tl.float32)
     if GRADIENT:
         after = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        # As _activation_backward computes them, so that the bytes are those of separate kernels.
         other = through_factor(after * gate_value(gate, NAME), up, NAME)
         one = after * up_factor(up, NAME) * gate_slope(gate, NAME)
     else:
         one = gate_value(gate, NAME) * up_factor(up, NAME)
         other = one
+    # The rounding to 16 bits that writing them between two kernels would do.
     return one.to(x.dtype.element_ty).to(tl.float32), other.to(x.dtype.element_ty).to(tl.float32)
 
 
@@ -71,6 +74,7 @@ def _fp8_amax_of_activation(
     """parts [programs]: bits of the largest magnitude of this program's rows."""
     largest = tl.zeros([BLOCK], tl.int32)
     first, programs = tl.program_id(0), tl.num_programs(0)
+    # Rows first, first + programs, ...: neighbouring programs read neighbouring rows.
     for step in range(tl.cdiv(rows - first, programs)):
         row = (first + step * programs).to(tl.int64)
         for start in range(0, width, BLOCK):
@@ -95,6 +99,7 @@ def _fp8_cast_of_activation(
     divisor = scale_of_whole(amaxes, count, limit, scale, COUNT)
     if MEASURED:
         store_largest(parts, tl.maximum(magnitude_bits(one), magnitude_bits(other)))
+    # data [rows, columns]: gradients of the gate half end at `width`, those of the other half at `columns`.
     columns = width * (2 if GRADIENT else 1)
     store_cast(
         one, divisor, data, transposed, row, column, rows, width, columns, padded,
@@ -122,6 +127,7 @@ def _store_blocks(
         across = divisor[:, None]
     value = tl.clamp(tl.div_rn(value, across), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     cast = rounded(value, data.dtype.element_ty, EMULATED)
+    # 128 is BLOCK of casts.py, which a kernel could read as a constexpr only.
     blocks = length // 128
     if TURNED:
         tl.store(scale + column * blocks + first_block, divisor, mask=column < columns)
@@ -147,6 +153,8 @@ def _fp8_cast_blocks_of_activation(
     block = tl.program_id(0) if TURNED else tl.program_id(1)
     _store_blocks(one, data, scale, row, column, block, rows, width, length, limit, LARGEST, TURNED, EMULATED)
     if GRADIENT:
+        # The other half begins width / 128 blocks further along a row. Of the transpose its lines are further down, in
+        # the same blocks of rows.
         if not TURNED:
             block += width // 128
         end = column + width
@@ -170,6 +178,7 @@ def _fp8_cast_rows_of_activation(
         one, other = _halves(x, grad, row, column, width, (line < lines) & (place < extent), NAME, GRADIENT)
         largest = tl.maximum(largest, magnitude_bits(one))
         second = tl.maximum(second, magnitude_bits(other))
+    # A row [gate | up] has one scale for both halves.
     if not TURNED:
         largest = tl.maximum(largest, second)
         second = largest
@@ -178,8 +187,11 @@ def _fp8_cast_rows_of_activation(
     tl.store(scale + line, divisor, mask=line < lines)
     if TURNED and GRADIENT:
         tl.store(scale + width + line, divisor_of_other, mask=line < lines)
+    # The sizes of a matrix in FP8 are multiples of ALIGNMENT (Fp8Options.objection), so a gradient's row has no
+    # padding; the halves are written one behind the other.
     end = width if GRADIENT and not TURNED else length
     behind = width.to(tl.int64) * length if TURNED else width  # from a number of the gate half to that of the other
+    # Second pass: the same numbers are computed again from x, which the cache may still hold.
     for first in range(0, end, BLOCK):
         place = first + tl.arange(0, BLOCK)[None, :].to(tl.int64)
         row, column = (place, line) if TURNED else (line, place)
@@ -199,6 +211,7 @@ class TritonActivationCasts(TritonCasts):
         if isinstance(x, Tensor):
             return super().amaxes(x)
         rows = len(x.x)
+        # At least one, which writes the magnitude 0 of a matrix without rows.
         programs = max(min(rows, multiprocessors(x.x) * AMAX_PROGRAMS), 1)
         parts = torch.empty(programs, dtype=torch.int32, device=x.x.device)
         with on_device(x.x):
@@ -232,7 +245,7 @@ class TritonActivationCasts(TritonCasts):
         if isinstance(x, Tensor):
             return super().rows(x, dtype, margin)
         lines, columns = x.shape
-        data = torch.empty(lines, rounded_up(columns, ALIGNMENT), dtype=dtype, device=x.x.device)
+        data = torch.empty(lines, rounded_up(columns, ALIGNMENT), dtype=dtype, device=x.x.device)  # [lines, length]
         scale = torch.empty(lines, 1, dtype=torch.float32, device=x.x.device)
         tile = _ROW_TILES[x.turned]
         grid = (triton.cdiv(x.width if x.turned else len(x.x), tile[0]),)
@@ -256,7 +269,7 @@ def _operands(x: Activated) -> tuple[Tensor, Tensor]:
 
 
 def _kind(x: Activated) -> tuple[str, bool]:
-    return x.name, x.grad is not None
+    return x.name, x.grad is not None  # NAME, GRADIENT
 
 
 def _launch_by_lines(

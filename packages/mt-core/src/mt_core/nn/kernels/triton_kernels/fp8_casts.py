@@ -25,6 +25,7 @@ AMAX_PROGRAMS = 2
 """Of a multiprocessor. Few, as each tile of a cast reads what every program found."""
 TILE_SIZE, TILE_WARPS = 128, 8
 """Rows and columns of a tile: 128 bytes next to one another in either order."""
+# Of columns, the 64 lines of a tile are the neighbours in memory: 128 bytes of bf16 at once.
 _ROW_TILES = {False: (4, 2048), True: (64, 128)}
 """Lines and numbers of each that a program has at a time, of rows and of columns."""
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -40,7 +41,9 @@ def magnitude_bits(x):
 @triton.jit
 def _fp8_amax(x, parts, size, blocks, BLOCK: tl.constexpr):
     """parts [programs]: bits of the largest magnitude of this program's blocks."""
+    # Integers: a maximum of floats would drop a NaN.
     largest = tl.zeros([BLOCK], tl.int32)
+    # Neighbouring blocks to one program; int64, as an index passes 2^31 for large matrices.
     first = tl.program_id(0).to(tl.int64) * blocks * BLOCK
     for block in range(blocks):
         index = first + block * BLOCK + tl.arange(0, BLOCK)
@@ -51,6 +54,7 @@ def _fp8_amax(x, parts, size, blocks, BLOCK: tl.constexpr):
 @triton.jit
 def scale_of(bits, limit):
     """As formats.scale_of, of the bits of magnitudes."""
+    # div_rn: Triton's / is an approximate division in fp32, and the bytes have to be those of torch's casts.
     scale = tl.div_rn(bits.to(tl.float32, bitcast=True), limit)
     scale = tl.where(scale < _SMALLEST, _SMALLEST, scale)  # which leaves NaN
     return tl.where(bits == 0, 1.0, scale)
@@ -69,11 +73,15 @@ def rounded(value, TYPE: tl.constexpr, EMULATED: tl.constexpr):
         sign = (value.to(tl.int32, bitcast=True) >> 31) & 1
         # Below the smallest normal number: added to one whose last place is the format's smallest number.
         ones = tl.full(bits.shape, (127 - BIAS + 24 - DIGITS) << 23, tl.int32)
+        # The sum's last place is the format's smallest number, so the addition itself rounds to nearest even, and the
+        # difference of bits counts multiples of that number: the code of a subnormal.
         small = bits.to(tl.float32, bitcast=True) + ones.to(tl.float32, bitcast=True)
         small_bits = small.to(tl.int32, bitcast=True) - ones
         odd = (bits >> (23 - DIGITS)) & 1
+        # Exponent bias 127 -> BIAS, then half of the last place kept, less 1 for even numbers: ties to even.
         normal_bits = (bits - ((127 - BIAS) << 23) + (1 << (22 - DIGITS)) - 1 + odd) >> (23 - DIGITS)
         code = tl.where(bits < ((128 - BIAS) << 23), small_bits, normal_bits)
+        # 0x7F is a NaN of both formats.
         code = tl.where(bits > _INFINITY, 0x7F, code) | (sign << 7)
         result = code.to(tl.uint8).to(TYPE, bitcast=True)
     return result
@@ -86,7 +94,9 @@ def scale_of_whole(amaxes, count, limit, scale, COUNT: tl.constexpr):
         divisor = tl.load(scale)
     else:
         which = tl.arange(0, COUNT)
+        # Each program takes the maximum again: a few hundred numbers from the cache instead of a launch between.
         divisor = scale_of(tl.max(tl.load(amaxes + which, mask=which < count, other=0), 0), limit)
+        # One writer. No program of this launch reads it.
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(scale, divisor)
     return divisor
@@ -104,6 +114,7 @@ def store_cast(
     LARGEST: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """A tile of data [rows, columns], up to the column `end`, and of transposed [columns, padded]."""
+    # NaN has to pass: without propagate_nan it becomes -LARGEST, a number that hides it.
     value = tl.clamp(tl.div_rn(value, divisor), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     cast = rounded(value, data.dtype.element_ty, EMULATED)
     if STRAIGHT:
@@ -111,6 +122,8 @@ def store_cast(
         tl.store(data + row[:, None] * columns + column[None, :], cast, mask=inside)
     if TRANSPOSED:
         within = (column < end)[:, None] & (row < padded)[None, :]
+        # The tile is transposed in the chip's memory: both stores write neighbours. Rows behind the last one were
+        # loaded as 0, and fill up the padding.
         tl.store(transposed + column[:, None] * padded + row[None, :], tl.trans(cast), mask=within)
 
 
@@ -125,11 +138,13 @@ def _fp8_cast(
     COUNT 0: by `scale`, which is read; else by amaxes, and `scale` is written. MEASURED: parts [programs] gets the
     bits of the largest magnitude of each tile.
     """
+    # int64: row * columns passes 2^31 for large matrices.
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
     divisor = scale_of_whole(amaxes, count, limit, scale, COUNT)
+    # Delayed scaling: the magnitude for later steps, from the numbers that are in registers already.
     if MEASURED:
         store_largest(parts, magnitude_bits(value))
     store_cast(
@@ -147,6 +162,8 @@ def _fp8_note(parts, count, noted, scale, NOTED: tl.constexpr, BLOCK: tl.constex
         index = first + tl.arange(0, BLOCK)
         largest = tl.maximum(largest, tl.load(parts + index, mask=index < count, other=0))
     bits = tl.max(largest, 0)
+    # The cast itself clamped infinities, and its bytes look finite. The scale is what makes the product NaN, so that
+    # the run notices it. It is written after the cast, which has read the history and not this.
     if bits >= _INFINITY:
         tl.store(scale, float("nan"))
     elif NOTED:
@@ -163,8 +180,9 @@ def _fp8_cast_blocks(
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)  # [TILE, TILE]
     bits = magnitude_bits(value)
+    # `line` and `block` are the indices of a scale: scale [lines, blocks], blocks along the contracted dimension.
     if SQUARE:
         line = tl.program_id(1) if TURNED else tl.program_id(0)
         divisor = scale_of(tl.max(tl.max(bits, 1), 0), limit)
@@ -180,6 +198,7 @@ def _fp8_cast_blocks(
         divisor = scale_of(tl.max(bits, 1), limit)
         across = divisor[:, None]
         lines = rows
+    # Grid (row tiles, column tiles) of x as it is stored; of its transpose the blocks go along the rows.
     block, blocks = (tl.program_id(0), tl.num_programs(0)) if TURNED else (tl.program_id(1), tl.num_programs(1))
     tl.store(scale + line * blocks + block, divisor, mask=line < lines)
     value = tl.clamp(tl.div_rn(value, across), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
@@ -200,15 +219,17 @@ def _fp8_cast_rows(
     """x [rows, columns], one program some rows (TURNED: columns), which it reads twice -> data [rows, length] with a
     scale for each."""
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
-    lines, extent = (columns, rows) if TURNED else (rows, columns)
+    lines, extent = (columns, rows) if TURNED else (rows, columns)  # scales, and numbers that share one
     largest = tl.zeros([LINES, BLOCK], tl.int32)
     for first in range(0, extent, BLOCK):
         place = first + tl.arange(0, BLOCK)[None, :]
+        # place * columns passes 2^31; line is int64 already.
         offset = place.to(tl.int64) * columns + line if TURNED else line * columns + place
         value = tl.load(x + offset, mask=(line < lines) & (place < extent), other=0.0).to(tl.float32)
         largest = tl.maximum(largest, magnitude_bits(value))
     divisor = scale_of(tl.max(largest, 1)[:, None], limit)
     tl.store(scale + line, divisor, mask=line < lines)
+    # Up to `length`: the padding of a row is written too, as zeros.
     for first in range(0, length, BLOCK):
         place = first + tl.arange(0, BLOCK)[None, :]
         offset = place.to(tl.int64) * columns + line if TURNED else line * columns + place
@@ -228,9 +249,11 @@ class TritonCasts:
         parts = torch.empty(max(triton.cdiv(blocks, per_program), 1), dtype=torch.int32, device=x.device)
         with on_device(x):
             _fp8_amax[(len(parts),)](x, parts, x.numel(), per_program, _AMAX_BLOCK, num_warps=AMAX_WARPS)
+        # Bits of magnitudes are the magnitudes: the caller may reduce them over ranks.
         return parts.view(torch.float32)
 
     def by_amaxes(self, x: Tensor, amaxes: Tensor, dtype: torch.dtype, margin: int, along: Along) -> WholeCast:
+        # Written by the cast's first program.
         scale = torch.empty((), dtype=torch.float32, device=x.device)
         return _cast(x, scale, amaxes, dtype, margin, along)[0]
 
@@ -272,6 +295,7 @@ class TritonCasts:
 def note(parts: Tensor, noted: Tensor | None, scale: Tensor) -> None:
     """See _fp8_note."""
     with on_device(parts):
+        # One program, so that the maximum needs no atomics. Without `noted` its pointer is never used.
         _fp8_note[(1,)](parts, len(parts), scale if noted is None else noted, scale, noted is not None, 1024)
 
 
@@ -291,6 +315,7 @@ def _cast_blocks(x: Tensor, result: Scaled, margin: int) -> Scaled:
 
 def _stored(x: Tensor) -> tuple[Tensor, bool]:
     """x as it stands in memory, contiguous, and whether that is its transpose."""
+    # A transposed view is read in the order of memory, and turned by the kernel; contiguous() would be one more copy.
     if not x.is_contiguous() and x.t().is_contiguous():
         return x.t(), True
     return x.contiguous(), False
@@ -321,10 +346,13 @@ def _cast(
     grid = tile_grid(rows, columns, TILE_SIZE, TILE_SIZE)
     target = WholeTarget.empty(rows, columns, dtype, along, grid, measured, x.device)
     limit, largest = limits(dtype, margin)
+    # By a given scale no magnitudes are read: any tensor stands for the pointer.
     bits = target.parts if amaxes is None else amaxes.view(torch.int32)
     with on_device(x):
         _fp8_cast[grid](
             x, bits, len(bits), limit, scale, *target.written, target.parts, rows, columns, target.padded,
+            # COUNT is a power of two for tl.arange. It changes with the matrix's size only up to the number of programs
+            # of `amaxes`, so that few kernels are compiled.
             0 if amaxes is None else triton.next_power_of_2(len(bits)), largest,
             *target.flags, measured, is_interpreted(), TILE_SIZE, num_warps=TILE_WARPS,
         )  # fmt: skip
@@ -352,6 +380,7 @@ class WholeTarget:
         measured: bool,
         device: torch.device,
     ) -> WholeTarget:
+        # The transpose is contracted along rows: a length that scaled products take.
         padded = rounded_up(rows, ALIGNMENT)
         data = torch.empty(rows, columns, dtype=dtype, device=device) if along != "rows" else None
         transposed = torch.empty(columns, padded, dtype=dtype, device=device) if along != "columns" else None

@@ -24,7 +24,7 @@ def load_pairs(row, valid, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
         # Neighbours are loaded together and taken apart in registers.
         both = tl.arange(0, 2 * HALF)
         value = tl.load(row + both[None, :], mask=valid[:, None] & (both < 2 * half)[None, :], other=0.0)
-        a, b = tl.split(tl.reshape(value.to(tl.float32), [row.shape[0], HALF, 2]))
+        a, b = tl.split(tl.reshape(value.to(tl.float32), [row.shape[0], HALF, 2]))  # [R, HALF] each
     else:
         inside = valid[:, None] & (pair < half)[None, :]
         a = tl.load(row + pair[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -51,6 +51,7 @@ def turn(
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """The heads of one token, in groups: source and target with strides of heads and of groups of their own."""
+    # HEADS at a time: the tile of all heads of a large model does not fit in registers.
     for start in range(0, heads, HEADS):
         head = start + tl.arange(0, HEADS)
         row = source + place(head, per_group, source_head, source_group)[:, None]
@@ -58,6 +59,7 @@ def turn(
         a, b = load_pairs(row, head < heads, half, INTERLEAVED, HALF)
         first, second = a * cos[None, :] - b * sin[None, :], a * sin[None, :] + b * cos[None, :]
         store_pairs(out, head < heads, first, second, half, INTERLEAVED, HALF)
+        # Partial rotary (rotary_percent < 1): the channels behind the first 2 * half are copied.
         if REST > 0:
             rest = 2 * half + tl.arange(0, REST)
             passing = (head < heads)[:, None] & (rest < head_dim)[None, :]
@@ -79,6 +81,7 @@ def angle(cos, sin, offset, half, INVERSE: tl.constexpr, HALF: tl.constexpr):
     pair = tl.arange(0, HALF)
     c = tl.load(cos + offset + pair, mask=pair < half, other=0.0).to(tl.float32)
     s = tl.load(sin + offset + pair, mask=pair < half, other=0.0).to(tl.float32)
+    # The transpose of a rotation is the rotation by the opposite angle.
     if INVERSE:
         s = -s
     return c, s
@@ -92,13 +95,16 @@ def _rotary(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    # One program a token: its angles are loaded once for all heads of q and k.
     batch, position = token // sequence, token % sequence
     c, s = angle(cos, sin, batch * angle_batch_stride + position * half, half, INVERSE, HALF)
+    # By strides: q and k may be views of the product of queries, keys and values. Results are contiguous.
     q_row = q + batch * q_batch_stride + position * q_token_stride
     k_row = k + batch * k_batch_stride + position * k_token_stride
     q_target = q_out + token * q_heads * head_dim
     k_target = k_out + token * k_heads * head_dim
     turn(
+        # A single group of all heads, whose own stride does not matter.
         q_row, q_target, q_heads, q_heads, q_head_stride, 0, head_dim, 0, c, s, half, head_dim,
         INTERLEAVED, Q_HEADS, HALF, REST,
     )  # fmt: skip
@@ -124,8 +130,10 @@ def _launch(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, i
         with on_device(q):
             _rotary[(batch * sequence,)](
                 q, k, turned_q, turned_k, cos, sin, sequence, q_heads, k_heads, half, head_dim,
+                # cos [1, S, 1, R / 2] serves every sample: the stride 0.
                 *q.stride()[:3], *k.stride()[:3], sequence * half if cos.shape[0] > 1 else 0,
                 inverse, interleaved,
+                # Tile sizes are powers of two for tl.arange; REST 0 leaves that part out of the kernel.
                 min(triton.next_power_of_2(q_heads), HEADS), min(triton.next_power_of_2(k_heads), HEADS),
                 triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(rest) if rest else 0,
             )  # fmt: skip

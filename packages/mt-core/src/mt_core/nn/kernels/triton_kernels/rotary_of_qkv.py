@@ -33,6 +33,7 @@ def _rotary_of_qkv(
     token = tl.program_id(0).to(tl.int64)
     batch, position = token // sequence, token % sequence
     c, s = angle(cos, sin, batch * angle_batch_stride + position * half, half, BACKWARD, HALF)
+    # A row of 2 groups with 2 query heads each: q0 q1 k0 v0 q2 q3 k1 v1, `group` numbers from q0 to q2.
     group = (per_group + 2) * head_dim
     queries = qkv + token * groups * group
     keys = queries + per_group * head_dim
@@ -42,6 +43,7 @@ def _rotary_of_qkv(
     k_row = k + token * groups * head_dim
     v_row = v + token * groups * head_dim
     if BACKWARD:
+        # The same places with source and target exchanged, by the opposite angle.
         turn(
             q_row, queries, groups * per_group, per_group, head_dim, own_group, head_dim, group, c, s, half, head_dim,
             INTERLEAVED, Q_HEADS, HALF, REST,
@@ -64,6 +66,7 @@ def _rotary_of_qkv(
 @triton.jit
 def _weight_pairs(weight, half, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
     """[1, HALF] each"""
+    # The weight as the only row, so that its channels are paired as those of heads are.
     a, b = load_pairs(weight + tl.zeros([1, 1], tl.int32), tl.full([1], True, tl.int1), half, INTERLEAVED, HALF)
     if ZERO_CENTERED:
         a, b = a + 1.0, b + 1.0
@@ -102,13 +105,14 @@ def _norm_and_turn(
     for start in range(0, heads, HEADS):
         head = start + tl.arange(0, HEADS)
         valid = head < heads
-        row = source + place(head, per_group, source_head, source_group)[:, None]
+        row = source + place(head, per_group, source_head, source_group)[:, None]  # [HEADS, 1]
         out = target + (head * head_dim)[:, None]
-        a, b = load_pairs(row, valid, half, INTERLEAVED, HALF)
+        a, b = load_pairs(row, valid, half, INTERLEAVED, HALF)  # [HEADS, HALF], fp32
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if REST > 0:
             rest = _load_rest(row, valid, half, head_dim, REST)
             squares += tl.sum(rest * rest, 1)
+        # RMSNorm over all head_dim channels, those that are not turned included. q_scale is folded into the factor.
         factor = (scale / tl.sqrt(squares / head_dim + eps))[:, None]
         a, b = a * factor * wa, b * factor * wb
         first, second = a * cos[None, :] - b * sin[None, :], a * sin[None, :] + b * cos[None, :]
@@ -137,6 +141,7 @@ def _normed_rotary_of_qkv_forward(
     )  # fmt: skip
     _norm_and_turn(
         keys, k + token * groups * head_dim, k_weight, 1.0, eps, groups, 1,
+        # One key head a group: the stride within a group is not used.
         0, group, c, s, half, head_dim, ZERO_CENTERED, INTERLEAVED, K_HEADS, HALF, REST,
     )  # fmt: skip
     copy(keys + head_dim, v + token * groups * head_dim, groups, group, head_dim, head_dim, K_HEADS, WIDTH)
@@ -158,6 +163,7 @@ def _norm_and_turn_backward(
         offset = place(head, per_group, head_stride, group_stride)[:, None]
         grad = grads + (head * head_dim)[:, None]
         first, second = load_pairs(grad, valid, half, INTERLEAVED, HALF)
+        # cos and sin of the opposite angle: the gradient of the norm's result, times q_scale.
         da = (first * cos[None, :] - second * sin[None, :]) * scale
         db = (first * sin[None, :] + second * cos[None, :]) * scale
         a, b = load_pairs(source + offset, valid, half, INTERLEAVED, HALF)
@@ -167,7 +173,9 @@ def _norm_and_turn_backward(
             squares += tl.sum(rest * rest, 1)
         # A number that is not infinite where there is no head, whose part of the sums is 0, with eps = 0 too.
         inverse = (1.0 / tl.sqrt(tl.maximum(squares / head_dim + eps, 1e-30)))[:, None]
+        # x^ = x rstd. dw = sum of d x^;  dx = rstd (g - x^ mean(g x^)) with g = d w, the mean over all channels.
         a, b = a * inverse, b * inverse
+        # [HEADS, HALF], one sum for each place of the tile: the reduction over heads waits until all tokens are added.
         sum_a += da * a
         sum_b += db * b
         da, db = da * wa, db * wb
@@ -192,6 +200,7 @@ def _store_weight_gradient(
     target, sum_a, sum_b, sum_rest, half, head_dim,
     INTERLEAVED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
+    # A tile of one row, stored in the order of channels.
     row, valid = target + tl.zeros([1, 1], tl.int32), tl.full([1], True, tl.int1)
     store_pairs(row, valid, tl.sum(sum_a, 0)[None, :], tl.sum(sum_b, 0)[None, :], half, INTERLEAVED, HALF)
     if REST > 0:
@@ -206,12 +215,14 @@ def _normed_rotary_of_qkv_backward(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """dweights [programs, 2, head_dim]: what this program's tokens add to the gradients of both weights."""
+    # tl.zeros takes no dimension of 0; the sums are not used then.
     RESTS: tl.constexpr = REST if REST > 0 else 1
     group = (per_group + 2) * head_dim
     qa, qb = tl.zeros([Q_HEADS, HALF], tl.float32), tl.zeros([Q_HEADS, HALF], tl.float32)
     ka, kb = tl.zeros([K_HEADS, HALF], tl.float32), tl.zeros([K_HEADS, HALF], tl.float32)
     q_rest, k_rest = tl.zeros([Q_HEADS, RESTS], tl.float32), tl.zeros([K_HEADS, RESTS], tl.float32)
     first, programs = tl.program_id(0), tl.num_programs(0)
+    # Tokens first, first + programs, ...; the partial sums of the weights stay in registers.
     for step in range(tl.cdiv(tokens - first, programs)):
         token = (first + step * programs).to(tl.int64)
         batch, position = token // sequence, token % sequence
@@ -229,7 +240,7 @@ def _normed_rotary_of_qkv_backward(
             ZERO_CENTERED, INTERLEAVED, K_HEADS, HALF, REST,
         )  # fmt: skip
         copy(dv + token * groups * head_dim, dqkv + keys + head_dim, groups, head_dim, group, head_dim, K_HEADS, WIDTH)
-    own = dweights + tl.program_id(0).to(tl.int64) * 2 * head_dim
+    own = dweights + tl.program_id(0).to(tl.int64) * 2 * head_dim  # [2, head_dim]
     _store_weight_gradient(own, qa, qb, q_rest, half, head_dim, INTERLEAVED, HALF, REST)
     _store_weight_gradient(own + head_dim, ka, kb, k_rest, half, head_dim, INTERLEAVED, HALF, REST)
 
@@ -268,6 +279,7 @@ class _RotaryOfQKV(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         batch, sequence, groups, head_dim = dk.shape
         dqkv = dk.new_empty((batch, sequence, groups, dq.shape[2] // groups + 2, head_dim))
+        # Attention's backward pass may give gradients of transposed views.
         gradients = (dq.contiguous(), dk.contiguous(), dv.contiguous())
         _launch_of_qkv(dqkv, gradients, cos, sin, ctx.interleaved, backward=True)
         return dqkv, None, None, None
@@ -301,13 +313,25 @@ class _NormedRotaryOfQKV(torch.autograd.Function):
         qkv = qkv.contiguous()
         batch, sequence, groups, rows, head_dim = qkv.shape
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
+        # In the order of the kernels' last parameters before the tiles.
         ctx.options = q_scale, eps, zero_centered, interleaved
         q = qkv.new_empty((batch, sequence, groups * (rows - 2), head_dim))
         k, v = [qkv.new_empty((batch, sequence, groups, head_dim)) for _ in range(2)]
         if batch * sequence:
             with on_device(qkv):
                 _normed_rotary_of_qkv_forward[(batch * sequence,)](
-                    qkv, q, k, v, q_weight, k_weight, cos, sin, *_sizes(qkv, cos), *ctx.options, *_tiles(qkv, cos)
+                    # qkv itself was saved: the backward pass normalizes the heads again, so no normalized copy is kept.
+                    qkv,
+                    q,
+                    k,
+                    v,
+                    q_weight,
+                    k_weight,
+                    cos,
+                    sin,
+                    *_sizes(qkv, cos),
+                    *ctx.options,
+                    *_tiles(qkv, cos),
                 )
         return q, k, v
 
@@ -315,8 +339,9 @@ class _NormedRotaryOfQKV(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
         tokens = qkv.shape[0] * qkv.shape[1]
-        programs = min(tokens, multiprocessors(qkv) * _PROGRAMS_PER_MULTIPROCESSOR)
+        programs = min(tokens, multiprocessors(qkv) * _PROGRAMS_PER_MULTIPROCESSOR)  # each with a row of partial sums
         dqkv = torch.empty_like(qkv)
+        # [programs, 2, head_dim]; without tokens [0, 2, head_dim], whose sum is 0.
         parts = torch.empty(programs, 2, qkv.shape[-1], dtype=torch.float32, device=qkv.device)
         if tokens:
             with on_device(qkv):
