@@ -54,6 +54,7 @@ def _triton_norm(name: str) -> Implementation:
 
 def _triton_fp8_cast() -> Implementation:
     cast = _triton("fp8_activations:TritonActivationCasts")
+    # One class has both: its casts accept a Tensor or an Activated.
     return replace(cast, fused=cast.function)
 
 
@@ -69,6 +70,7 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
     "rms_norm": (
         _torch("rms_norm:rms_norm"),
         _triton_norm("rms_norm"),
+        # The arguments of needs_*: features that the package's kernel lacks.
         _external("te", "rms_norm", needs_te()),
         _external("apex", "rms_norm", needs_apex("zero_centered")),
         _external("liger", "rms_norm", needs_liger()),

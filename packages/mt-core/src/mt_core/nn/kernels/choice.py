@@ -39,11 +39,13 @@ def choose(kernel: KernelName, wanted: str, request: KernelRequest, section: str
     Raises ConfigError when the named one does not exist or cannot serve the request, with those that can.
     section: where the keys of kernels stand in the configuration.
     """
+    # `auto` has a result for every request; a named implementation that cannot serve is an error and never replaced.
     if wanted == AUTO:
         return _automatic(kernel, request)
     known = {implementation.name: implementation for implementation in KERNELS[kernel]}
     if wanted not in known:
         raise ConfigError(f"{section}.{kernel}={wanted}: no such implementation; it can be {_either([AUTO, *known])}")
+    # True or a sentence: `is not True`, since a sentence is true as well.
     answer = known[wanted].supports(request)
     if answer is not True:
         use = _either([AUTO, *able(kernel, request)])
@@ -69,6 +71,7 @@ def _automatic(kernel: KernelName, request: KernelRequest) -> Choice:
     if request.device_type != "cuda":
         return Choice(kernel, known["torch"], f"auto on {request.device_type}", automatic=True)
     answer = known["triton"].supports(request)
+    # KERNELS has "torch" and "triton" for every kernel.
     if answer is True:
         return Choice(kernel, known["triton"], f"auto: {request}", automatic=True)
     return Choice(kernel, known["torch"], f"auto: triton cannot serve ({request}), {answer}", automatic=True)
@@ -97,6 +100,7 @@ class Kernels:
         plain: what a caller has in plain torch, to be used in place of the reference where torch is chosen.
         """
         choice = self._choose(kernel, features, width)
+        # By its line for the log: layers of one kind are one entry.
         self._choices[str(choice)] = choice
         if plain is not None and choice.implementation.name == "torch":
             return plain
@@ -110,6 +114,7 @@ class Kernels:
         joined: the kernel that this form takes the place of as well. The two have to be of one implementation.
         """
         chosen = self._choose(kernel, features, width).implementation
+        # Not recorded as a pick: a fused form stands beside the plain one, which the caller picks too.
         if joined is not None and self._choose(joined, (), width).implementation.name != chosen.name:
             return None
         return None if chosen.fused is None else chosen.fused.load()
@@ -134,6 +139,7 @@ class Kernels:
 
     def require_used(self, picked: Collection[str]) -> None:
         """Raises ConfigError for a kernel that was named and that is not among those that a run picked."""
+        # `picked` is given, not self.picked: with pipeline stages another rank may be the one that uses a kernel.
         for kernel, wanted in self.wanted.items():
             if wanted != AUTO and kernel not in picked:
                 use = ", ".join(sorted(picked)) or "none"

@@ -31,6 +31,7 @@ from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.context import Axis
 
 CHUNK_BYTES = 2**30
+# Fewer chunks read and write the weight's gradient fewer times; more of them take less memory.
 """Of logits held at a time: 4096 rows of 128k ids. For each chunk the weight's fp32 gradient is read and written."""
 CPU_CHUNK_BYTES = 100 * 2**20
 """The same on a CPU, where fewer rows suffice and passes over the logits are bound by memory."""
@@ -41,6 +42,8 @@ def rows_of_chunk(hidden: Tensor, weight: Tensor) -> int:
     """Tokens at a time: a multiple of 128 whose logits take at most CHUNK_BYTES, and at least 128."""
     limit = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
     rows = limit // max(len(weight) * hidden.element_size(), 1)
+    # Rows of the product dW = dlogits^T hidden that is contracted along them: a multiple that matrix products handle
+    # without a remainder.
     return max(rows // ROW_MULTIPLE * ROW_MULTIPLE, ROW_MULTIPLE)
 
 
@@ -58,7 +61,7 @@ def chunked_losses(
     Two reductions over the axis, of all tokens at once. chunk: tokens at a time. ids: rows of weight that stand for
     ids, the first ones; default all.
     """
-    of_rows = _with_ids(rows, weight, ids)
+    of_rows = _with_ids(rows, weight, ids)  # ids: the columns that count
     chunk = chunk or rows_of_chunk(hidden, weight)
     return _ChunkedLosses.apply(hidden, weight, main_gradient_of(weight), columns, axis, of_rows, chunk)
 
@@ -112,9 +115,12 @@ class _ChunkedLosses(torch.autograd.Function):
         rows: _RowsWithIds,
         chunk: int,
     ) -> Tensor:
+        # m, s and y of vocab_parallel for each token: [3, T]
         statistics = torch.empty(3, len(hidden), dtype=_wide(hidden), device=hidden.device)
         for part in _parts(len(hidden), chunk):
+            # The chunk's logits [t, V] are freed here: of each token three numbers are kept.
             statistics[:, part] = rows.statistics(F.linear(hidden[part], weight), columns[part])
+        # Once for all chunks, so that the number of collectives does not depend on the chunk size.
         losses, lse = reduce_statistics(statistics, axis)
         ctx.save_for_backward(hidden, weight, columns, lse)
         ctx.main, ctx.rows, ctx.chunk = main, rows, chunk
@@ -125,12 +131,16 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, columns, lse = ctx.saved_tensors
         wants_dhidden, wants_dweight = gradients_wanted(ctx, 2)
+        # Without fp32 main gradients the gradient is returned to autograd in the weight's dtype; with them it is added
+        # there, and autograd gets None.
         own = _OwnFormat(torch.empty_like(weight)) if wants_dweight and ctx.main is None else None
         sums = own or ctx.main if wants_dweight else None
         gradients = _Gradients(hidden, weight, sums, wants_dhidden, empty=own is not None)
         for part in _parts(len(hidden), ctx.chunk):
+            # Same operands and kernel as in the forward pass, so the same logits; they become their own gradient in
+            # place.
             logits = F.linear(hidden[part], weight)
-            ctx.rows.subtract_target_(logits, columns[part], lse[part], grads[0][part])
+            ctx.rows.subtract_target_(logits, columns[part], lse[part], grads[0][part])  # [t, V]
             gradients.add(part, logits)
         return gradients.hidden, None if own is None else own.total, None, None, None, None, None
 
@@ -150,17 +160,20 @@ class _ChunkedWeightedSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
         # What the sum's gradient is, is not known yet, so that nothing can be added to the main gradient.
-        total = torch.empty_like(weight, dtype=weight.dtype if main is None else torch.float32)
+        total = torch.empty_like(weight, dtype=weight.dtype if main is None else torch.float32)  # [V, H]
         own = _OwnFormat(total) if main is None else MainGrad(total)
         gradients = _Gradients(hidden, weight, own, empty=True)
         for part in _parts(len(hidden), chunk):
             logits = F.linear(hidden[part], weight)
+            # The whole lse is needed for the gradient of this chunk, so ranks reduce here and not once behind the loop.
+            # Ranks of the axis have the same tokens, and so the same number of chunks.
             losses[part], lse = reduce_statistics(rows.statistics(logits, columns[part]), axis)
             rows.subtract_target_(logits, columns[part], lse, loss_weights[part])
             gradients.add(part, logits)
+        # Not by save_for_backward: the backward pass scales both in place, and frees them.
         ctx.made, ctx.main = (gradients.hidden, own.total), main
         ctx.mark_non_differentiable(losses)
-        return (losses * loss_weights).sum(), losses
+        return (losses * loss_weights).sum(), losses  # [], [T]
 
     @staticmethod
     @once_differentiable
@@ -174,6 +187,7 @@ class _ChunkedWeightedSum(torch.autograd.Function):
             return hidden.mul_(grads[0]), weight.mul_(grads[0]), *(None,) * 6
         if gradients_wanted(ctx, 2)[1]:
             ctx.main.add_multiple(weight, grads[0])
+        # Where the weight's gradient is not requested (a split backward pass), only that of hidden is returned.
         return hidden.mul_(grads[0]), *(None,) * 7
 
 
@@ -185,6 +199,7 @@ class _OwnFormat:
 
     def set_product(self, rows: Tensor, inputs: Tensor) -> None:
         """total [out, in] = rows^T inputs"""
+        # out=: no second [V, H], and no zeros to be written before.
         torch.mm(rows.T, inputs, out=self.total)
 
     def add_product(self, rows: Tensor, inputs: Tensor) -> None:
@@ -209,13 +224,14 @@ class _Gradients:
     ) -> None:
         self._inputs, self._weight, self._weight_sum = hidden, weight, weight_sum
         self._empty = empty
-        self.hidden = torch.empty_like(hidden) if wants_hidden else None
+        self.hidden = torch.empty_like(hidden) if wants_hidden else None  # [T, H]
+        # Without tokens no product writes to it.
         if empty and weight_sum is not None and len(hidden) == 0:
             weight_sum.total.zero_()
 
     def add(self, part: slice, logits: Tensor) -> None:
         if self.hidden is not None:
-            torch.mm(logits, self._weight, out=self.hidden[part])
+            torch.mm(logits, self._weight, out=self.hidden[part])  # [t, V] x [V, H]; `logits` is their gradient
         if self._weight_sum is None:
             return
         if self._empty:
@@ -230,4 +246,4 @@ def _parts(length: int, chunk: int) -> Iterator[slice]:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.promote_types(x.dtype, torch.float32)  # fp32, or fp64 for fp64

@@ -23,6 +23,7 @@ def supports_torch(request: KernelRequest) -> bool | str:
 def supports_triton(request: KernelRequest) -> bool | str:
     """Any of ours: on a GPU, or on a CPU in triton's interpreter (for tests)."""
     if not _installed("triton"):
+        # First the package, then the device: the reason that a user can remove is named first.
         return "triton is not installed"
     if request.device_type not in ("cuda", "cpu"):
         return f"it runs on cuda, not on {request.device_type}"
@@ -80,6 +81,7 @@ def _installed(module: str, part: str = "") -> bool:
     spec = find_spec(module)
     if spec is None:
         return False
+    # A module, a package or a compiled extension: the name is followed by .py, nothing or .so.
     return not part or any(
         next(Path(folder).glob(f"{part}*"), None) for folder in spec.submodule_search_locations or ()
     )

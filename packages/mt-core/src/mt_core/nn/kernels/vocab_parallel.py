@@ -35,13 +35,15 @@ class RowKernels:
 
 def reduce_statistics(own: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """[3, T] of this rank -> losses [T] and lse [T] of the whole vocabulary. Changes `own`; collective."""
-    largest, sums = own[0], own[1:]
+    largest, sums = own[0], own[1:]  # [T], [2, T]
     if axis.size > 1:
         before = largest.clone()
+        # Two reductions: the sums can be brought to a common maximum only when it is known.
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
         # A rank of padding only has m = -inf and s = 0; its factor exp(-inf) is 0.
         sums[0].mul_(torch.exp(before - largest))
         dist.all_reduce(sums, group=axis.group)
+    # s is at least 1: the rank of the largest logit has exp(0) among its terms.
     log_sum = sums[0].log()
     # m - y first: they are of one size, and may be large beside log s.
     return largest - sums[1] + log_sum, largest + log_sum

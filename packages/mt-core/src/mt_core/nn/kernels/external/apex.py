@@ -18,6 +18,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centere
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Apex takes [S, B, N, D] and the angles of both halves, [S, 1, 1, R]."""
     cos, sin = (_both_halves(angles) for angles in (cos, sin))
+    # transpose: [B, S, N, D] -> [S, B, N, D]
     turned_q, turned_k = (fused_apply_rotary_pos_emb_cached(x.transpose(0, 1), cos, sin) for x in (q, k))
     return turned_q.transpose(0, 1), turned_k.transpose(0, 1)
 

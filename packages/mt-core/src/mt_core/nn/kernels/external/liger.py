@@ -26,6 +26,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centere
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
     """Liger takes [B, N, S, D], turns in place, and wants the angles of both halves, [B or 1, S, D]."""
     cos, sin = (angles[:, :, 0].repeat(1, 1, 2).to(q.dtype) for angles in (cos, sin))
+    # clone: queries and keys are views of one product, which the kernel would overwrite.
     turned_q, turned_k = LigerRopeFunction.apply(q.clone().transpose(1, 2), k.clone().transpose(1, 2), cos, sin)
     return turned_q.transpose(1, 2), turned_k.transpose(1, 2)
 
@@ -41,5 +42,6 @@ def activation(x: Tensor, bias: None, name: str) -> Tensor:
 def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:
     """Liger writes the gradient over its input in the forward pass."""
     given = logits if overwrite else logits.clone()
+    # ignore_index -100, no z-loss (lse_square_scale), no label smoothing, a loss for each token.
     losses = LigerCrossEntropyFunction.apply(given, columns, None, -100, 0.0, 0.0, "none")
     return losses[0] if isinstance(losses, tuple) else losses

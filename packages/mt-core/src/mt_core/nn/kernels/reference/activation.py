@@ -17,5 +17,6 @@ def activation(x: Tensor, bias: Tensor | None, name: FusedActivation) -> Tensor:
 
     Gated: x [..., 2F] and bias [2F], gate half then up half -> [..., F]. squared_relu: [..., F] -> [..., F].
     """
+    # The bias is added in fp32, so the sum is not rounded before the activation.
     wide = widened(x) if bias is None else widened(x) + widened(bias)
     return activate(name, wide).to(x.dtype)

@@ -60,6 +60,7 @@ class TorchAdamW:
     @torch.no_grad()
     def step(self, tensors: AdamWTensors, options: AdamWOptions, scale: Tensor) -> None:
         """One step, in place. scale: [] fp32 on the device, times the gradients; not finite: nothing changes."""
+        # Decided by torch.where on the device: an `if` would make the host wait for the norm of the gradients.
         proceed = torch.isfinite(scale)
         for i in range(len(tensors.weights)):
             _update(tensors, i, options, scale, proceed)
@@ -72,6 +73,7 @@ class TorchAdamW:
 
 def _update(tensors: AdamWTensors, i: int, options: AdamWOptions, scale: Tensor, proceed: Tensor) -> None:
     def keep(target: Tensor, value: Tensor) -> None:
+        # where, not a product by 0 or 1: a NaN of the update would survive the product.
         target.copy_(torch.where(proceed, value, target))
 
     weight, step = tensors.weights[i], tensors.steps[i] + 1
@@ -80,11 +82,14 @@ def _update(tensors: AdamWTensors, i: int, options: AdamWOptions, scale: Tensor,
     m, v = tensors.moments1[i], tensors.moments2[i]
     new_m = m.float() + (1 - options.beta1) * (g - m.float())
     new_v = options.beta2 * v.float() + (1 - options.beta2) * g * g
+    # fp64: 1 - 0.999 in fp32 is wrong in the fifth digit.
     correction1 = 1 - options.beta1 ** step.double()
     correction2 = torch.sqrt(1 - options.beta2 ** step.double())
+    # eps outside of the root, behind the correction, as in torch.optim.AdamW.
     denominator = new_v.sqrt() / correction2.float() + options.eps
     new = main * (1 - options.lr * options.weight_decay)
     new = new - (options.lr / correction1).float() * new_m / denominator
+    # By index and step: a run that is repeated or resumed rounds the same way, and no random stream is advanced.
     noise = hash32(torch.arange(g.numel(), device=g.device).view_as(g), step)
     keep(m, round_moment(new_m, noise & 0xFFFF) if m.dtype == torch.bfloat16 else new_m)
     keep(v, round_moment(new_v, noise >> 16) if v.dtype == torch.bfloat16 else new_v)
@@ -102,6 +107,7 @@ def _update(tensors: AdamWTensors, i: int, options: AdamWOptions, scale: Tensor,
 def split_halves(main: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 -> (bf16 rounded to nearest, int16 remainder)."""
     bits = main.contiguous().view(torch.int32)
+    # To nearest, ties away from 0: the remainder is in [-32768, 32767], int16.
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
@@ -114,11 +120,13 @@ def join_halves(high: Tensor, low: Tensor) -> Tensor:
 def round_moment(x: Tensor, noise: Tensor) -> Tensor:
     """fp32 -> bf16, up with the probability that the cut-off bits say. noise: integers in [0, 65536)."""
     bits = x.contiguous().view(torch.int32) + noise.to(torch.int32)
+    # An arithmetic shift: the sign bit stays in place.
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def hash32(index: Tensor, step: Tensor) -> Tensor:
     """32 well-mixed bits (as int64) of an element's index and the step: the finalizer of MurmurHash3."""
+    # int64 and a mask stand for the wrapping arithmetic of uint32.
     h = (index ^ (step.to(torch.int64) * 0x9E3779B1)) & 0xFFFFFFFF
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     h = ((h ^ (h >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF

@@ -36,6 +36,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, columns, lse = ctx.saved_tensors
+        # Without `overwrite` the logits may be saved by an operation before, such as a soft cap.
         gradient = logits if ctx.overwrite else logits.clone()
         subtract_target_(gradient, columns, lse, grads[0], logits.shape[1])
         return gradient, None, None, None
@@ -44,14 +45,18 @@ class _CrossEntropy(torch.autograd.Function):
 def statistics(logits: Tensor, columns: Tensor, ids: int) -> Tensor:
     """As RowKernels."""
     wide = widened(logits[:, :ids])
+    # A rank whose shard of the vocabulary is padding alone. It takes part in the reductions all the same: m = -inf, s =
+    # y = 0.
     if wide.shape[1] == 0:
         empty = wide.new_zeros(3, len(wide))
         empty[0] = float("-inf")
         return empty
-    largest = wide.amax(1)
+    largest = wide.amax(1)  # [T]
     blocks = zip(_row_blocks(wide), _row_blocks(largest[:, None], wide), strict=True)
+    # In blocks, as rows - top and exp are temporaries of the logits' size otherwise.
     sums = torch.cat([(rows - top).exp_().sum(1) for rows, top in blocks])
     here, safe = _inside(columns, wide.shape[1])
+    # gather needs a valid index on every rank; what it reads elsewhere is masked.
     label = wide.gather(1, safe[:, None])[:, 0].masked_fill(~here, 0.0)
     return torch.stack((largest, sums, label))
 
@@ -64,7 +69,7 @@ def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tenso
     if logits.shape[1] == 0:
         return
     here, safe = _inside(columns, logits.shape[1])
-    target = -here.to(lse.dtype)
+    target = -here.to(lse.dtype)  # -1 where the label is this rank's, else 0
     per_row = [_row_blocks(values[:, None], logits) for values in (lse, safe, target, factor)]
     for rows, *values in zip(_row_blocks(logits), *per_row, strict=True):
         _subtract_target_of_block_(rows, *values)
@@ -73,7 +78,9 @@ def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tenso
 def _subtract_target_of_block_(logits: Tensor, lse: Tensor, column: Tensor, target: Tensor, factor: Tensor) -> None:
     """lse, column, target, factor: [T, 1]"""
     wide = widened(logits)
+    # In fp32 the logits are overwritten; in 16 bits a block in fp32 is computed and copied back.
     gradient = wide.sub_(lse) if wide is logits else wide - lse
+    # factor * (exp(z - lse) - [column])
     gradient.exp_().scatter_add_(1, column, target.to(gradient.dtype)).mul_(factor)
     if wide is not logits:
         logits.copy_(gradient)

@@ -12,4 +12,5 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, probabili
     probability: of an element to be dropped, the others being divided by 1 - probability; 0 outside training.
     Implementations draw from torch's stream of the device, each in its own way.
     """
+    # F.dropout's training=True: outside training the caller passes the probability 0.
     return residual + F.dropout(x if bias is None else x + bias, probability)

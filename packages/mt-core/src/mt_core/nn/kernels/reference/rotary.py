@@ -35,8 +35,10 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = F
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     rotary_dim = 2 * cos.shape[-1]
-    turned, passed = widened(x[..., :rotary_dim]), x[..., rotary_dim:]
+    turned, passed = widened(x[..., :rotary_dim]), x[..., rotary_dim:]  # [..., R], [..., D - R]
+    # [..., R / 2] each
     first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
     pair = (first * cos - second * sin, first * sin + second * cos)
+    # Interleaved pairs go back to neighbouring channels, others to the two halves.
     result = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
     return torch.cat((result.to(x.dtype), passed), dim=-1)

@@ -18,7 +18,9 @@ def scaled_masked_softmax(scores: Tensor, scale: float, mask: Tensor | None = No
     scaled = widened(scores) * scale
     hidden = torch.zeros(1, 1, 1, keys, dtype=torch.bool, device=scores.device) if mask is None else ~mask
     if causal:
+        # Query i is position keys - queries + i.
         hidden = hidden | torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)
     blind = hidden.all(-1, keepdim=True)
+    # A row of -inf alone gives NaN: such rows keep their scores here and are set to 0 afterwards.
     weights = torch.softmax(scaled.masked_fill(hidden & ~blind, float("-inf")), dim=-1)
     return weights.masked_fill(blind, 0.0).to(scores.dtype)

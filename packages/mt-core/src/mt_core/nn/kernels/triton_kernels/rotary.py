@@ -59,7 +59,7 @@ def turn(
         a, b = load_pairs(row, head < heads, half, INTERLEAVED, HALF)
         first, second = a * cos[None, :] - b * sin[None, :], a * sin[None, :] + b * cos[None, :]
         store_pairs(out, head < heads, first, second, half, INTERLEAVED, HALF)
-        # Partial rotary (rotary_percent < 1): the channels behind the first 2 * half are copied.
+        # Partial rotary embedding: the channels behind the first 2 * half are copied.
         if REST > 0:
             rest = 2 * half + tl.arange(0, REST)
             passing = (head < heads)[:, None] & (rest < head_dim)[None, :]
