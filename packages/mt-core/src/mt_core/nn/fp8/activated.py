@@ -43,6 +43,7 @@ class Activated:
         return activation(self.x, None, self.name)
 
     def _gradient(self, grad: Tensor) -> Tensor:
+        # Called in backward passes, where gradients are off; the graph of this one operation is freed with them.
         with torch.enable_grad():
             x = self.x.detach().requires_grad_()
             (gradient,) = torch.autograd.grad(activation(x, None, self.name), x, grad)

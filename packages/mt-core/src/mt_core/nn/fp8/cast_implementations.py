@@ -34,6 +34,7 @@ class WholeCast:
     """One scale for all of it: cast once. column_major: the same numbers [rows, columns] with those of a column next to
     one another, perhaps with rows of zeros behind them; None: transposed as bytes when it is needed."""
 
+    # data [rows, length], of which the products along columns are made.
     cast: Scaled
     column_major: Tensor | None = None
 
@@ -42,14 +43,17 @@ class WholeCast:
         return self.cast.scale
 
     def kept(self) -> Tensor:
+        # For the weight's gradient: the order that its product reads, where the cast has given it.
         return self.cast.data if self.column_major is None else self.column_major
 
     def along_columns(self, map_rows: Map | None = None) -> Scaled:
         if map_rows is None:
             return self.cast
+        # One scale for the whole matrix, which ranks agreed on: gathering the bytes is enough.
         return Scaled(map_rows(self.cast.data), self.cast.scale, self.cast.granularity)
 
     def along_rows(self) -> Scaled:
+        # [columns, rows]; the number of tokens need not be a multiple of what products take.
         data = padded(self.kept().t(), self.cast.granularity.multiple).contiguous()
         return Scaled(data, self.cast.scale, self.cast.granularity)
 
@@ -125,6 +129,7 @@ class TorchCasts:
         amax = amax_of(x)
         if noted is not None:
             note(noted, amax)
+        # 0 * inf and 0 * NaN are NaN: the scale of a matrix that is not finite becomes NaN without an `if` on the host.
         return self.by_scale(x, scale_of(past + 0.0 * amax, dtype, margin), dtype, along)
 
 
@@ -133,9 +138,11 @@ TORCH_CASTS = TorchCasts()
 
 def note(noted: Tensor, amax: Tensor) -> None:
     """noted = max(noted, amax), both [] fp32. An amax that is not finite is left out."""
+    # Else one overflow of a dynamically scaled loss would stay the maximum of the whole history.
     torch.maximum(noted, torch.where(amax.isfinite(), amax, 0.0), out=noted)
 
 
 def amax_of(x: Tensor) -> Tensor:
     """[] fp32, the largest magnitude; 0 for a matrix without elements."""
+    # amax is exact in 16 bits, so only the result is widened.
     return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)

@@ -59,25 +59,25 @@ def cast_tensor(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Scaled:
 
 def cast_rows(x: Tensor, dtype: torch.dtype, margin: int = 0) -> Scaled:
     """x [rows, length], each row by its largest magnitude."""
-    x = padded(x, Granularity.ROW.multiple)
-    scale = scale_of(x.abs().amax(1, keepdim=True).float(), dtype, margin)
+    x = padded(x, Granularity.ROW.multiple)  # zeros, which change no magnitude
+    scale = scale_of(x.abs().amax(1, keepdim=True).float(), dtype, margin)  # [rows, 1]
     return Scaled(to_fp8(x, scale, dtype), scale, Granularity.ROW)
 
 
 def cast_row_blocks(x: Tensor, dtype: torch.dtype, margin: int = 0) -> Scaled:
     """x [rows, length], every 128 numbers of a row by their largest magnitude (DeepSeek-V3, 2024, section 3.3)."""
     x = padded(x, BLOCK)
-    blocks = x.unflatten(1, (-1, BLOCK))
-    scale = scale_of(blocks.abs().amax(2).float(), dtype, margin)
+    blocks = x.unflatten(1, (-1, BLOCK))  # [rows, blocks, 128]
+    scale = scale_of(blocks.abs().amax(2).float(), dtype, margin)  # [rows, blocks]
     return Scaled(to_fp8(blocks, scale[..., None], dtype).flatten(1), scale, Granularity.ROW_BLOCK)
 
 
 def cast_square_blocks(x: Tensor, dtype: torch.dtype, margin: int = 0) -> Scaled:
     """x [rows, length], multiples of 128 both, every 128 x 128 numbers by their largest magnitude."""
-    blocks = x.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scale = scale_of(blocks.abs().amax((1, 3)).float(), dtype, margin)
+    blocks = x.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [row blocks, 128, column blocks, 128]
+    scale = scale_of(blocks.abs().amax((1, 3)).float(), dtype, margin)  # [row blocks, column blocks]
     data = to_fp8(blocks, scale[:, None, :, None], dtype)
-    return Scaled(data.flatten(2).flatten(0, 1), scale, Granularity.SQUARE_BLOCK)
+    return Scaled(data.flatten(2).flatten(0, 1), scale, Granularity.SQUARE_BLOCK)  # [rows, length]
 
 
 def padded(x: Tensor, multiple: int) -> Tensor:

@@ -55,8 +55,10 @@ class BorrowedLinear:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
         if self.cut == "output":
+            # The collectives at the layer's input; copy_to is the identity whose backward all-reduces.
             x = gather_from(x, SEQUENCE_DIM, ctx.tp) if ctx.sequence_parallel else copy_to(x, ctx.tp)
         with self.within():
+            # The module has no weight of its own: the layer's stays the one parameter, under its canonical name.
             out = functional_call(self.module, {"weight": weight}, (x,))
         if self.cut == "input" and ctx.tp.size > 1:
             out = leave_tensor_parallel(out, ctx)
@@ -78,6 +80,7 @@ def _transformer_engine(weight: Tensor, config: PrecisionConfig) -> tuple[nn.Mod
     kinds = {"tensorwise": recipe.Float8CurrentScaling, "blockwise": recipe.Float8BlockScaling}
     chosen = kinds[config.fp8_recipe](fp8_format=form)
     out_features, in_features = weight.shape
+    # meta: no memory for a weight that is replaced at every call.
     module = te.Linear(in_features, out_features, bias=False, params_dtype=torch.bfloat16, device="meta")
     return module, lambda: te.fp8_autocast(enabled=True, fp8_recipe=chosen)
 

@@ -50,6 +50,7 @@ class _Fp8FeedForward(torch.autograd.Function):
         name: FusedActivation,
     ) -> Tensor:
         inner, saved1 = forward_product(x.flatten(0, -2), x.shape, weight1, first, ctx.needs_input_grad[1])
+        # Not computed here: the cast for the second product computes it tile by tile.
         activated = Activated(inner.flatten(0, -2), name)
         out, saved2 = forward_product(activated, inner.shape, weight2, second, ctx.needs_input_grad[2])
         ctx.save_for_backward(inner, *saved1, *saved2)
@@ -61,21 +62,27 @@ class _Fp8FeedForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inner, *saved = ctx.saved_tensors
-        saved1, saved2 = SavedProduct(*saved[:4]), SavedProduct(*saved[4:])
+        saved1, saved2 = SavedProduct(*saved[:4]), SavedProduct(*saved[4:])  # four tensors each
         rows, grad = inner.flatten(0, -2), grads[0]
         if saved2.scale is None:  # a scale of the whole matrix belongs to its cast, which was kept
+            # Scales by row or block: the casts of the backward pass compute the activation again, along the other
+            # dimension.
             saved2 = saved2._replace(kept=Activated(rows, ctx.name))
         wants_x, wants_first, wants_second = gradients_wanted(ctx, 3)
         needs_dinner = wants_x or wants_first
+        # Schedules that split the backward pass (zero bubble) call it twice with the same gradient: first for x, then
+        # for the weights.
         dinner = ctx.first_half.inner_gradient(grad) if ctx.first_half is not None else None
         wanted = (needs_dinner and dinner is None, wants_second)
         computed, dweight2 = backward_products(grad.flatten(0, -2), inner.shape, saved2, ctx.second, wanted)
         dinner = computed if dinner is None else dinner
+        # Used once, then freed.
         dx = dweight1 = ctx.first_half = None
         if dinner is not None and needs_dinner:
-            gradient = Activated(rows, ctx.name, dinner.flatten(0, -2))
+            gradient = Activated(rows, ctx.name, dinner.flatten(0, -2))  # [rows, 2F], computed by its casts
             dx, dweight1 = backward_products(gradient, ctx.shape, saved1, ctx.first, (wants_x, wants_first))
             # The values of a tensor of inference mode, which has no version, may change unseen.
+            # The weight needs a gradient, but not in this pass: its half follows.
             if ctx.needs_input_grad[1] and not wants_first and not grad.is_inference():
                 ctx.first_half = _FirstHalf(grad, dinner)
         return dx, dweight1, dweight2, None, None, None
@@ -86,6 +93,7 @@ class _FirstHalf:
     given the same gradient of the output, does not repeat the product. It is freed with that gradient."""
 
     def __init__(self, grad: Tensor, dinner: Tensor) -> None:
+        # By identity of the tensor, not by its values.
         self._computed = WeakTensorKeyDictionary({grad: (grad._version, dinner)})
 
     def inner_gradient(self, grad: Tensor) -> Tensor | None:
@@ -109,6 +117,8 @@ def _joined(module: DenseFeedForward) -> Fp8FeedForward | None:
     first, second = module.linear_fc1.multiply, module.linear_fc2.multiply
     if not isinstance(first, Fp8Multiply) or not isinstance(second, Fp8Multiply):
         return None
+    # A bias of the first layer would be added to its product, before the activation, and its gradient is a sum in 16
+    # bits.
     in_fp8 = first.wgrad_in_fp8 and second.wgrad_in_fp8 and module.linear_fc1.bias is None
     if not in_fp8 or not is_gated(module.activation) or module.activation not in FUSED:
         return None

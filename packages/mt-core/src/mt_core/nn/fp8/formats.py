@@ -28,11 +28,13 @@ def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
     amax: fp32, any shape; 0 gives 1. margin: powers of two that are left free above. What is not finite stays so, and
     then makes everything that it scales NaN.
     """
+    # amax / 448 may underflow to 0, and x / 0 is infinite.
     scale = (amax / (torch.finfo(dtype).max / 2.0**margin)).clamp(min=_SMALLEST_SCALE)
     return torch.where(amax == 0.0, 1.0, scale)
 
 
 def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x / scale in `dtype`, rounded to nearest, ties to even; beyond the largest value: that value."""
+    # Conversions of e4m3 give NaN beyond the largest value: clamp first. NaN passes the clamp.
     limit = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-limit, limit).to(dtype)

@@ -36,15 +36,17 @@ class AmaxHistory(LayoutModule):
     def __init__(self, length: int, algorithm: Algorithm, ctx: ParallelContext) -> None:
         super().__init__(ctx)
         self.algorithm = algorithm
+        # Declared as a parameter, not as a buffer: it is saved, resharded and named as parameters are.
         self.declare(
             "amax_history", ParameterLayout((len(ROLES), length), _nothing, dtype=torch.float32, trained=False)
         )
+        # Not saved: a checkpoint is written between steps, when both are 0.
         self.register_buffer("noted_in_forward", torch.zeros(2, device=ctx.device), persistent=False)
         self.register_buffer("noted_in_backward", torch.zeros(1, device=ctx.device), persistent=False)
         self.has_stepped = False
         """In this process. Before, the history may be without an entry; after, it has one."""
 
-    def amax(self, role: Role) -> Tensor:
+    def amax(self, role: Role) -> Tensor:  # detach: a parameter of the module, though not trained
         """[] fp32: what the scale follows; NOTHING before the first step."""
         past = self.amax_history.detach()[ROLES.index(role)]
         return past.amax() if self.algorithm == "max" else past[0]
@@ -65,6 +67,8 @@ class AmaxHistory(LayoutModule):
     @torch.no_grad()
     def advance(self, amaxes: Tensor) -> None:
         """amaxes: [3], of the step that ended, over all ranks."""
+        # [3, length], shifted by one: the oldest falls out. In place, as the optimizer's and captured graphs' addresses
+        # stay.
         self.amax_history.copy_(torch.cat([amaxes[:, None], self.amax_history[:, :-1]], 1))
         zero_all_([self.noted_in_forward, self.noted_in_backward])
         self.has_stepped = True
@@ -80,12 +84,15 @@ class AdvanceHistories(nn.Module):
     def __init__(self, histories: Sequence[AmaxHistory], ctx: ParallelContext) -> None:
         super().__init__()
         self.histories = tuple(histories)  # a tuple, so that they keep the names they have in their layers
+        # Ranks of other pipeline stages have other layers. Experts are not scaled with a history.
         self.axes = (ctx.dp_cp, ctx.tp)
 
     def after_step(self) -> None:
         """All-reduce (max) the amaxes over the ranks that share the layers or the batch, so that scales stay equal."""
         if not self.histories:
             return
+        # [histories, 3], one all-reduce an axis for all layers. The order of histories is that of the modules, so it is
+        # the same on all these ranks.
         noted = torch.stack([history.noted for history in self.histories])
         for axis in self.axes:
             noted = largest_over(noted, axis)
@@ -97,6 +104,7 @@ def largest_over(amax: Tensor, axis: Axis) -> Tensor:
     """The maximum over the ranks of the axis. Collective."""
     if axis.size == 1:
         return amax
+    # Reduced in place; the caller's tensor may be the layer's own.
     amax = amax.clone()
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=axis.group)
     return amax

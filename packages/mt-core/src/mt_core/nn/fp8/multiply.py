@@ -42,6 +42,7 @@ class Fp8Multiply:
         return self.leave(_Fp8Linear.apply(x, weight, self.call(weight, ctx)), bias, ctx)
 
     def call(self, weight: Tensor, ctx: ParallelContext) -> LayerCall:
+        # is_grad_enabled: False in evaluation, and in the first pass of a recomputed layer, which is not counted twice.
         return LayerCall(self, ctx.tp, ctx.sequence_parallel, torch.is_grad_enabled(), main_gradient_of(weight))
 
     def leave(self, out: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
@@ -83,13 +84,17 @@ class LayerCall:
         if role == "weight":
             is_sharded = cut != "none"
         elif role == "input":
+            # With sequence parallelism the scale is that of all tokens, as they are gathered in FP8; a row-parallel
+            # layer's input is sharded over features.
             is_sharded = self.sequence_parallel or cut == "input"
         else:
+            # A row-parallel layer's gradient is whole on every rank: it has passed the gather that is the backward of
+            # leave_tensor_parallel.
             is_sharded = cut == "output" or (self.sequence_parallel and cut == "none")
         return self.axis if is_sharded else SINGLE
 
     def multiply(self, a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        return self.layer.product(a, b, dtype, fast=fast)
+        return self.layer.product(a, b, dtype, fast=fast)  # [M, N]
 
     def map_rows(self, shape: torch.Size) -> Map | None:
         """Rows of this rank's shard of a sequence -> those of all. shape: of the shard, [B, S / tp, ...]."""
@@ -129,10 +134,12 @@ def forward_product(
     """x [rows, in], of a tensor of `shape` -> x W^T [..., out], and what its backward pass needs: tensors alone. Of an
     Activated that is not cast for both products at once its own input is kept."""
     # What is gathered again for the weight's gradient has to be kept by rows.
+    # A transpose that is needed later costs less to write with the cast than to make from its bytes.
     is_both = call.layer.wgrad_in_fp8 and wants_dweight and not call.gathers
     inputs, weights = call.operand(x, "input", "both" if is_both else "columns"), call.operand(weight, "weight")
-    a = inputs.along_columns(call.map_rows(shape))
+    a = inputs.along_columns(call.map_rows(shape))  # [all rows, in]
     out = call.multiply(a, weights.along_columns(), weight.dtype if isinstance(x, Activated) else x.dtype, fast=True)
+    # The 16-bit input is what a weight gradient in 16 bits multiplies.
     kept = inputs.kept() if call.layer.wgrad_in_fp8 else x
     saved = SavedProduct(kept.x if isinstance(kept, Activated) else kept, inputs.scale, weight, weights.scale)
     return out.view(*_gathered_shape(shape, call), len(weight)), saved
@@ -149,13 +156,17 @@ def backward_products(
     gradients = call.operand(grad, "gradient", along_rows if is_in_fp8 else "columns")
     dx = dweight = reducing = None
     if wants_dx:
+        # Cast again by the forward pass's scale: no FP8 copy of the weight is held between the passes.
         weights = call.operand(weight, "weight", "rows", weight_scale)
         rows = call.multiply(gradients.along_columns(), weights.along_rows(), weight.dtype)
+        # Started first, so that the collective runs beside the product for the weight's gradient.
         dx, reducing = _leave(rows.view(*_gathered_shape(shape, call), weight.shape[1]), call)
     if wants_dweight:
         gather = call.map_rows(shape)
+        # [all rows, in]: sequence parallelism keeps a shard of x and gathers its bytes again (Megatron does so, too).
         whole = gather(kept) if gather is not None and isinstance(kept, Tensor) else kept
         dweight = _weight_gradient(call, grad, gradients, whole, scale, weight.dtype)
+    # The stream waits, not the host, where the backend is NCCL.
     if reducing is not None:
         reducing.wait()
     return dx, dweight
@@ -177,7 +188,7 @@ def _leave(dx: Tensor, call: LayerCall) -> tuple[Tensor, dist.Work | None]:
         return dx, None
     if not call.gathers:
         return dx, dist.all_reduce(dx, group=call.axis.group, async_op=True)
-    shards = split_shards(dx, SEQUENCE_DIM, call.axis.size)
+    shards = split_shards(dx, SEQUENCE_DIM, call.axis.size)  # [tp, B, S / tp, in]
     own = shards.new_empty(shards.shape[1:])
     return own, dist.reduce_scatter_tensor(own, shards.flatten(0, 1), group=call.axis.group, async_op=True)
 

@@ -61,6 +61,7 @@ class Fp8Options:
     def multiply(self, module: LinearModule, history: AmaxHistory | None) -> Multiply:
         """The product of a layer."""
         if self.implementation in MODULES:
+            # The other packages' products and casts are one module.
             return borrowed_linear(self.implementation, module.weight, module.cut, self.config)
         product = PRODUCTS[self.implementation]
         return Fp8Multiply(self.scaling(history), product, module.cut, self.config.fp8_wgrad)
@@ -68,7 +69,7 @@ class Fp8Options:
     def scaling(self, history: AmaxHistory | None) -> Scaling:
         """history: of the layer, for delayed scaling."""
         if self.config.fp8_recipe == "delayed":
-            assert history is not None
+            assert history is not None  # `history` above, for every layer with delayed scaling
             return DelayedScaling(self.dtypes, history, self.margin, self.casts)
         return SCALINGS[self.config.fp8_recipe](self.dtypes, self.margin, self.casts)
 
@@ -80,6 +81,7 @@ class Fp8Options:
     def objection(self, sizes: Sequence[int], multiple: int) -> str | None:
         """Why a matrix of these sizes on a process stays in 16 bits; None: it does not."""
         for features in sizes:
+            # Sizes on this process: tensor parallelism may leave a fraction that cannot be cast.
             if features % multiple:
                 return f"{features} features are no multiple of {multiple}"
             if features < self.min_features:
@@ -100,6 +102,8 @@ def resolve_options(config: PrecisionConfig, ctx: ParallelContext, kernels: Kern
     if problem is not None:
         raise ConfigError(f"precision.fp8_implementation={wanted} cannot serve: {problem}")
     automatic = SLOWER_UP_TO + 1 if on_gpu else 1
+    # Picked only where they are used: a pick is a line of the run's summary, and a key of `kernels` that nothing picks
+    # is an error.
     casts: Casts = kernels.pick("fp8_cast")() if implementation in PRODUCTS else TORCH_CASTS
     return Fp8Options(config, implementation, config.fp8_min_features or automatic, casts)
 
@@ -116,6 +120,7 @@ def _torch_objection(config: PrecisionConfig, device: torch.device) -> str | Non
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         return f"it needs compute capability 8.9, and this GPU has {capability[0]}.{capability[1]}; set fp8_format=none"
+    # cuBLAS has the scales of DeepSeek-V3's blocks on compute capability 9 only.
     if blockwise and capability[0] != 9:
         return "torch's scaled_mm has blocks on Hopper alone; set precision.fp8_recipe=tensorwise or rowwise"
     return None

@@ -31,7 +31,7 @@ class Product(Protocol):
 
 def emulated_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """What the FP8 numbers stand for, multiplied and summed in fp32. Runs anywhere; the reference."""
-    return (a.decode() @ b.decode().t()).to(dtype)
+    return (a.decode() @ b.decode().t()).to(dtype)  # [M, K] x [K, N]
 
 
 def torch_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
@@ -39,6 +39,7 @@ def torch_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Te
     blocks = Granularity.ROW_BLOCK in (a.granularity, b.granularity)
     return scaled_mm(
         a.data.contiguous(),
+        # scaled_mm takes b column by column: K next to one another for both operands.
         b.data.contiguous().t(),
         (_left_scale(a), _right_scale(b)),
         (RECIPES[a.granularity], RECIPES[b.granularity]),
@@ -49,6 +50,7 @@ def torch_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Te
 
 def _left_scale(a: Scaled) -> Tensor:
     """[] | [M, 1] | [M, K / 128] with rows next to one another in memory"""
+    # cuBLAS reads the scales of 1 x 128 blocks with M next to one another; the shape stays [M, K / 128].
     return a.scale.t().contiguous().t() if a.granularity is Granularity.ROW_BLOCK else a.scale
 
 
@@ -59,5 +61,5 @@ def _right_scale(b: Scaled) -> Tensor:
     if b.granularity is Granularity.ROW_BLOCK:
         return _left_scale(b)
     if b.granularity is Granularity.SQUARE_BLOCK:
-        return F.pad(b.scale, (0, -b.scale.shape[1] % SCALES_PER_WORD)).t()
+        return F.pad(b.scale, (0, -b.scale.shape[1] % SCALES_PER_WORD)).t()  # [N / 128, K / 128]
     return b.scale

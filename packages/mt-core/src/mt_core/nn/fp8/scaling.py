@@ -56,9 +56,11 @@ class CastByDirection:
         scaled = self.cast(self.x, self.dtype, self.margin)
         if map_rows is None:
             return scaled
+        # A scale for each row is gathered with the row.
         return Scaled(map_rows(scaled.data), map_rows(scaled.scale), scaled.granularity)
 
     def along_rows(self) -> Scaled:
+        # From the 16-bit matrix: rows of the transpose have other scales, so bytes of the first cast cannot be used.
         return self.cast(self.x.t(), self.dtype, self.margin)
 
 
@@ -106,6 +108,8 @@ class CurrentScaling:
         casts, dtype = _outside_of_compiler(self.casts), self.dtypes[role]
         if scale is not None:
             return casts.by_scale(x, scale, dtype, along)
+        # A collective for each sharded matrix. All ranks of the axis make the same calls in the same order, as they run
+        # the same layers.
         return casts.by_amaxes(x, largest_over(casts.amaxes(x), cut_over), dtype, self.margin, along)
 
     def restored(self, kept: Matrix, scale: Tensor | None, role: Role) -> Operand:
@@ -133,6 +137,7 @@ class DelayedScaling:
         scale: Tensor | None = None,
     ) -> Operand:
         casts, dtype = _outside_of_compiler(self.casts), self.dtypes[role]
+        # From the second step of this process on: no look at the matrix before the cast, and no branch on the device.
         if scale is None and self.history.has_stepped:
             noted = self.history.noted_of(role) if note else None
             return casts.by_past(x, self.history.amax(role), noted, dtype, self.margin, along)
@@ -148,12 +153,14 @@ class DelayedScaling:
         if note:
             self.history.note(role, amax)
         past = self.history.amax(role)
+        # NOTHING is -1: chosen on the device, as the history of a checkpoint is not read by the host.
         past = torch.where(past < 0.0, largest_over(amax, cut_over), past)
         return scale_of(past + 0.0 * amax, self.dtypes[role], self.margin)
 
 
 def _outside_of_compiler(casts: Casts) -> Casts:
     """torch.compile joins casts in plain torch with the kernels before them."""
+    # A Triton cast is a call that the compiler cannot join with others.
     return TORCH_CASTS if torch.compiler.is_compiling() else casts
 
 
@@ -208,6 +215,7 @@ class BlockScaling:
 
 
 def _restored(kept: Matrix, scale: Tensor | None) -> Operand:
+    # One scale: the cast was kept in FP8 together with it.
     assert scale is not None
     assert isinstance(kept, Tensor)
     return restored_cast(kept, scale)

@@ -78,8 +78,10 @@ def use_fp8(model: nn.Module, config: Config, ctx: ParallelContext, kernels: Ker
     report = Fp8Report(resolve_options(config.precision, ctx, kernels))
     histories: list[AmaxHistory] = []
     for layer, reason in _layers(model, config):
+        # A list, since _convert adds modules while the loop runs.
         for module in list(layer.modules()):
             if isinstance(module, LinearModule):
+                # A layer that stays in 16 bits has a reason, and is not converted.
                 report.count(reason or _convert(module, report.options, histories))
             elif isinstance(module, UsesFp8):
                 report.count(reason or module.use_fp8(report.options))
@@ -99,10 +101,12 @@ def fp8_report(model: nn.Module) -> Fp8Report | None:
 
 def _convert(module: LinearModule, options: Fp8Options, histories: list[AmaxHistory]) -> str | None:
     objection = options.objection(module.weight.shape, options.multiple)
+    # The layer keeps its product in 16 bits.
     if objection is not None:
         return objection
     history = options.history(module.ctx) if options.is_delayed else None
     if history is not None:
+        # As a child: its history is saved under the layer's name.
         module.add_module("fp8", history)
         histories.append(history)
     module.multiply = options.multiply(module, history)
@@ -114,6 +118,7 @@ def _layers(model: nn.Module, config: Config) -> Iterator[tuple[nn.Module, str |
     precision = config.precision
     start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     for path, stack in model.named_modules():
+        # Numbers are global: of a pipeline stage the first layer is not number 0.
         if not isinstance(stack, NumberedLayers):
             continue
         length = stack_length(path, config.model)
