@@ -70,12 +70,13 @@ class AttentionPattern:
 
     def additive_mask(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[B or 1, N or 1, S, T]: 0 or the bias where a query sees a key, -inf elsewhere. Built once."""
+        # The layers of a forward pass share dtype and device, so only the sizes are compared.
         if self._mask is None or self._mask.shape[-2:] != (queries, keys):
             self._mask = self._build_mask(queries, keys, dtype, device)
         return self._mask
 
     def _build_mask(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        query_positions = torch.arange(keys - queries, keys, device=device)
+        query_positions = torch.arange(keys - queries, keys, device=device)  # [S], the last S of T
         distance = query_positions[:, None] - torch.arange(keys, device=device)[None, :]  # [S, T]
         hidden = (distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool))[None, None]
         if self.window is not None:
@@ -87,7 +88,7 @@ class AttentionPattern:
             hidden = hidden | ~self.key_padding[:, None, None, :]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
         if self.alibi_slopes is not None:
-            mask = mask - self.alibi_slopes.to(dtype)[None, :, None, None] * distance.to(dtype)
+            mask = mask - self.alibi_slopes.to(dtype)[None, :, None, None] * distance.to(dtype)  # [1, N, S, T]
         mask = mask.masked_fill(hidden, float("-inf"))
         # Added last: addition saves no tensors for backward, and recomputed layers reuse the cached mask.
         bias = self.bias_over(queries, keys)
@@ -115,7 +116,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     exp(lse) / (exp(lse) + exp(sink)).
     """
     # logsigmoid form: the gradient does not underflow when a sink is far below the scores.
-    kept = F.logsigmoid(lse - sinks.to(lse.dtype)[None, :, None]).exp()
+    kept = F.logsigmoid(lse - sinks.to(lse.dtype)[None, :, None]).exp()  # [B, N, S]
     return out * kept.transpose(1, 2)[..., None].to(out.dtype)
 
 
@@ -130,7 +131,7 @@ def eager_attention(*, softmax_in_fp32: bool = True, logit_softcap: float | None
     ) -> Tensor:
         heads = q.shape[2]
         k, v = expand_groups(k, heads), expand_groups(v, heads)
-        scores = torch.einsum("bsnd,btnd->bnst", q, k)
+        scores = torch.einsum("bsnd,btnd->bnst", q, k)  # [B, N, S, T]
         scores = (scores.float() if softmax_in_fp32 else scores) / math.sqrt(q.shape[-1])
         if logit_softcap is not None:
             scores = logit_softcap * torch.tanh(scores / logit_softcap)
@@ -146,11 +147,13 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, d
     """torch's scaled_dot_product_attention, whose fused kernels materialize no S x T tensor."""
     heads, queries, keys = q.shape[2], q.shape[1], k.shape[1]
     pattern = pattern.over(keys)
+    # torch's is_causal aligns queries with the first keys, patterns here with the last: the same only for S = T.
     causal = pattern.is_plain_causal and queries == keys
     # A single query in plain causal attention is the last position: it sees every key.
     unmasked = pattern.is_plain and (queries == 1 or not pattern.causal)
     if unmasked and queries == 1 and k.shape[2] < heads:
         return _single_query(q, k, v, dropout)
+    # Any mask excludes torch's flash kernel, so the cases that need none are found first.
     mask = None if causal or unmasked else pattern.additive_mask(queries, keys, q.dtype, q.device)
     grouped = k.shape[2] < heads and serves_groups(q, mask)
     if not grouped:

@@ -22,6 +22,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        # In backward: it runs once for each micro-batch, while a recomputed forward pass runs twice.
         ctx.total += ctx.loss.float()
         return grads[0], ctx.factor.to(ctx.loss.dtype), None, None
 
@@ -61,6 +62,8 @@ class AuxiliaryLoss(nn.Module):
     def forward(self, x: Tensor, loss: Tensor) -> Tensor:
         if not (self.training and torch.is_grad_enabled()):
             return x
+        # Made at the first use, when the device is known; later filled in place, as captured graphs read these
+        # addresses.
         if self._factor is None or self._total is None:
             self._factor = torch.full((), self._scale, dtype=torch.float64, device=loss.device)
             self._total = torch.zeros((), dtype=torch.float32, device=loss.device)
@@ -75,7 +78,7 @@ class AuxiliaryLoss(nn.Module):
         """As `take`, [] fp32 on the device, without synchronization. None before the first micro-batch."""
         if self._total is None:
             return None
-        total = self._total.clone()
+        total = self._total.clone()  # then cleared in place
         self._total.zero_()
         return total
 

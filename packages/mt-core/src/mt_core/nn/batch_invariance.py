@@ -112,6 +112,7 @@ class _BatchInvariance(TorchDispatchMode):
         name, kwargs = func._schema.name, dict(kwargs or {})
         if replacement := self._replacement(name, args):
             return _into(kwargs.pop("out", None), replacement(func, *args, **kwargs))
+        # Elsewhere autograd has taken composite operators (linear, matmul) apart before this mode sees them.
         if torch.is_inference_mode_enabled():
             # Composite operators arrive whole there.
             with self:
@@ -131,6 +132,7 @@ class _BatchInvariance(TorchDispatchMode):
             return products[operator]  # type: ignore[return-value]
         if operator == "convolution":
             return self._convolution
+        # A function of two tensors, such as pow, is left as it is.
         single = args[0].numel() and not any(isinstance(other, Tensor) for other in args[1:])
         if operator.removesuffix("_") in FUNCTIONS and single:
             return _in_place if operator.endswith("_") else _elementwise
@@ -142,7 +144,8 @@ class _BatchInvariance(TorchDispatchMode):
         if not a.numel() or not b.numel():
             return func(a, b)
         own = b.shape[1]
-        wide = _widened(b, self._width(b[None]))
+        wide = _widened(b, self._width(b[None]))  # [K, width]
+        # At most as many rows as were checked. Rows of zeros do not change others.
         pieces = [torch.mm(_filled(piece, 0), wide)[: len(piece), :own] for piece in a.split(MOST_ROWS)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -154,6 +157,7 @@ class _BatchInvariance(TorchDispatchMode):
         if not a.numel() or not b.numel():
             return func(a, b)
         own = b.shape[2]
+        # Strides are part of what was checked.
         b = b.contiguous()
         wide = _widened(b, self._width(b[:1]))
         pieces = [torch.bmm(_filled(piece, 1), wide)[:, : piece.shape[1], :own] for piece in a.split(MOST_ROWS, dim=1)]
@@ -168,9 +172,11 @@ class _BatchInvariance(TorchDispatchMode):
 
         Raises ConfigError when there are none.
         """
+        # Kernels choose by shape, order in memory, dtype and threads.
         key = (*b.shape, b.stride()[1:], b.dtype, torch.get_num_threads())
         if key not in self._widths:
             columns = b.shape[2]
+            # As it is, or else filled up with columns of zeros, for which libraries have regular kernels.
             widths = [columns, -(-columns // COLUMNS) * COLUMNS]
             able = next((width for width in widths if _is_invariant(_widened(b, width))), None)
             if able is None:
@@ -187,6 +193,7 @@ class _BatchInvariance(TorchDispatchMode):
         plain = (list(stride), list(padding), list(dilation), transposed) == ([1], [0], [1], False)
         if plain and groups == weight.shape[0] and weight.shape[1] == 1:
             return _depthwise(x, weight[:, 0], bias)
+        # One sample at a time: the algorithm is chosen by the batch size.
         return torch.cat([func(sample, weight, bias, *options) for sample in x.split(1)])
 
 
@@ -195,7 +202,7 @@ def _is_invariant(b: Tensor) -> bool:
     generator = torch.Generator().manual_seed(0)
     a = torch.randn((1, MOST_ROWS, b.shape[1]), generator=generator).to(b.dtype)
     whole = torch.mm(a[0], b[0])
-    spans = ((0, 16), (3, 16), (5, 32), (20, 48), (37, 80), (1, 256))
+    spans = ((0, 16), (3, 16), (5, 32), (20, 48), (37, 80), (1, 256))  # (first row, rows)
     parts = [(first, torch.mm(a[0, first : first + rows].contiguous(), b[0])) for first, rows in spans]
     three = torch.bmm(a[:, :48].expand(3, -1, -1).contiguous(), b.expand(3, -1, -1).contiguous())
     return all(torch.equal(part, whole[first : first + len(part)]) for first, part in parts) and all(
@@ -226,6 +233,7 @@ def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [B, C, S], weight [C, k] -> [B, C, S - k + 1]"""
     length = x.shape[2] - weight.shape[1] + 1
     y = x[:, :, :length] * weight[:, :1]
+    # Additions in the order of taps, for every element alike.
     for tap in range(1, weight.shape[1]):
         y = y + x[:, :, tap : tap + length] * weight[:, tap : tap + 1]
     return y if bias is None else y + bias[:, None]
@@ -240,6 +248,7 @@ def _elementwise(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if missing:
         # Ones: every function is finite there.
         flat = torch.cat([flat, flat.new_ones(missing)])
+    # One thread a piece, so that no thread's range ends within a vector.
     pieces = [func(piece.contiguous(), *args, **kwargs) for piece in flat.split(RANGE)]
     if isinstance(pieces[0], tuple):
         return tuple(_shaped([piece[i] for piece in pieces], x) for i in range(len(pieces[0])))
@@ -263,6 +272,7 @@ def _shaped(pieces: list[Tensor], like: Tensor) -> Tensor:
 def _all_reduce(func: Any, tensors: list[Tensor], group: Any, operation: Any, *options: Any, **kwargs: Any) -> Any:
     """Sums in the order of the ranks; a ring adds each part of a tensor in another order."""
     members = dist.ProcessGroup.unbox(group)
+    # Of two ranks the sum is the same in either order, a + b = b + a; three and more have to be ordered.
     is_sum = operation.op() == dist.ReduceOp.SUM  # torch 2.11 has no ReduceOp.unbox
     if members.size() <= 2 or not is_sum or not tensors[0].is_floating_point():
         return func(tensors, group, operation, *options, **kwargs)
@@ -270,7 +280,7 @@ def _all_reduce(func: Any, tensors: list[Tensor], group: Any, operation: Any, *o
     _, work = torch.ops.c10d.allgather_(outputs, tensors, group, -1)
     dist.Work.unbox(work).wait()
     for tensor, parts in zip(tensors, outputs, strict=True):
-        total = parts[0]
+        total = parts[0]  # rank 0 first, on every rank
         for part in parts[1:]:
             total = total + part
         tensor.copy_(total)

@@ -51,6 +51,7 @@ class DropoutStreams:
     def begin(self, site: str) -> None:
         seed = stream_seed(self.seed, f"dropout of {site} at sample {SAMPLE.get()}")
         # torch.manual_seed formats a stack for each kind of device that is not in use: 0.4 ms at every dropout.
+        # The default generators: F.dropout and attention kernels take no other.
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed(seed)
@@ -80,6 +81,8 @@ class SampleNoise(nn.Module):
 
     def own_positions(self, whole: Tensor) -> Tensor:
         """[B, S of the whole sequence, ...] -> this rank's positions."""
+        # First context-parallel chunks, then the sequence-parallel share of these: the order in which the tokens were
+        # cut.
         own = shard_sequence(whole, SEQUENCE_DIM, self.ctx.cp)
         if not self.ctx.sequence_parallel:
             return own
@@ -104,6 +107,7 @@ class Dropout(SampleNoise):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, ...] -> the same"""
         rate = self.begin()
+        # Every rank has whole sequences: nothing more is drawn than is used.
         if rate == 0.0 or self.streams is None or not self.divides_positions:
             return F.dropout(x, rate, rate > 0.0)
         return x * self._kept(x, 1.0 - rate) / (1.0 - rate)
@@ -112,6 +116,7 @@ class Dropout(SampleNoise):
         """This rank's part of what is kept of the whole sequence: bool, as x."""
         ranks = self.ctx.cp.size * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
         shape = (x.shape[0], x.shape[SEQUENCE_DIM] * ranks, *x.shape[2:])
+        # Drawn for all ranks' positions, [B, S, ...]: 1 byte a number, and no communication.
         return self.own_positions(torch.empty(shape, dtype=torch.bool, device=x.device).bernoulli_(keep))
 
 
@@ -120,6 +125,7 @@ class AttentionDropout(Dropout):
 
     def begin(self) -> float:
         if self.streams is not None and self.training and self.rate > 0.0:
+            # Ranks have other heads of one layer under one name: without the rank their masks would be equal.
             self.streams.begin(f"{self.site} of tensor-parallel rank {self.ctx.tp.rank}")
             return self.rate
         return self.rate if self.training else 0.0

@@ -60,6 +60,7 @@ class VocabParallelEmbedding(LayoutModule):
         """[B, S] -> [B, S, H] (S sharded with sequence parallelism)"""
         if self.ctx.tp.size == 1:
             return F.embedding(ids, self.weight)
+        # Ids of other ranks look up row 0 and are then zeroed, so that the sum over ranks has one term that is not 0.
         elsewhere = (ids < self.range.start) | (ids >= self.range.stop)
         own = F.embedding((ids - self.range.start).masked_fill(elsewhere, 0), self.weight)
         return leave_tensor_parallel(own.masked_fill(elsewhere[..., None], 0.0), self.ctx)
@@ -103,6 +104,7 @@ def aligned_pitch(rows: int, own: VocabRange, ctx: ParallelContext) -> int | Non
     Ranks without padding have none, so that this may not decide which collectives a rank calls.
     """
     overlaps = ctx.tp.size > 1 and ctx.sequence_parallel and ctx.tp_comm_overlap
+    # Rows of a rank without padding are as aligned as its share of the vocabulary is.
     return None if overlaps or not 0 < len(own) < rows else rows
 
 
@@ -115,8 +117,10 @@ def gather_logits(logits: Tensor, vocab_size: int, multiple: int, ctx: ParallelC
     """[B, S, ids of this rank] -> [B, S, vocab] on every rank, for sampling; training never needs it."""
     if ctx.tp.size == 1:
         return logits
+    # A rank with padding has fewer columns; an all-gather takes equal shapes.
     share = padded_vocab_size(vocab_size, multiple * ctx.tp.size) // ctx.tp.size
     padded = F.pad(logits, (0, share - logits.shape[-1]))
+    # Padding is behind the last id, so it is at the end of the gathered vocabulary.
     return gather_copies(padded, -1 % logits.ndim, ctx.tp)[..., :vocab_size]
 
 

@@ -83,6 +83,7 @@ class ModelEnvironment:
 
         Raises ConfigError, with the backend's reason, if it cannot serve.
         """
+        # In place of model.attention_backend, whose kernels are not batch invariant.
         if self.config.inference.batch_invariant:
             backend = BATCH_INVARIANT
         request = AttentionRequest(
@@ -92,7 +93,7 @@ class ModelEnvironment:
             num_heads=num_heads,
             num_query_groups=num_query_groups,
             causal=causal,
-            segments=self.config.data.reset_attention_mask,
+            segments=self.config.data.reset_attention_mask,  # packed documents
             bias=bias,
             dropout=dropout,
             deterministic=self.config.train.deterministic,
@@ -111,13 +112,16 @@ class ModelEnvironment:
             raise ConfigError(f"model.attention_backend={backend} cannot serve this model: {answer}; {use}")
         core = spec.build.load()(request, softmax_in_fp32=self.config.precision.attention_softmax_in_fp32)
         core = core if self.parallel.cp.size == 1 else self._over_context(request, core)
+        # Outside of context parallelism, so that its collectives run again in the second pass, on all ranks alike.
         return recomputed(core) if self.recompute.selects("core_attn") else core
 
     def _over_context(self, request: AttentionRequest, core: AttentionCore) -> AttentionCore:
         """The core for sequences that several ranks share; one for all layers with the same request."""
         method = self.context_parallel_method
         self._check_divisible(request)
+        # Layers that share a core gather the segment ids of a batch once.
         if request not in self._context_cores:
+            # Hierarchical: the inner axis (all-to-all) first.
             names: tuple[AxisName, ...] = ("cp_inner", "cp_outer") if method.hierarchical else ("cp",)
             axes = [self.parallel.axis(name) for name in names]
             check_sequence_length(self.config.data.seq_length, self.parallel.cp.size)

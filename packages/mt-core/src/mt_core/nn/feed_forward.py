@@ -81,6 +81,7 @@ class DenseFeedForward(nn.Module):
         self.activate = pick_activation(self.activation, kernels)
 
     def forward(self, x: Tensor) -> Tensor:
+        # The compiler joins the casts of separate layers with the operations before them.
         if self.joined is not None and not torch.compiler.is_compiling():
             return self.joined(x, self.linear_fc1, self.linear_fc2)
         return self.linear_fc2(self.activate(self.linear_fc1(x)))
@@ -92,6 +93,7 @@ def pick_activation(name: Activation, kernels: Kernels) -> Callable[[Tensor], Te
     if name not in FUSED:
         return plain
     function = kernels.pick("activation", cast(Feature, name), plain=activate)
+    # `pick` gives back `activate` where torch is chosen.
     return plain if function is activate else lambda x: function(x, None, name)
 
 

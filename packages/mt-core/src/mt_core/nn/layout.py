@@ -49,6 +49,7 @@ class Split:
         """Each rank's share of a whole tensor."""
         if ranks == 1:
             return [tensor]
+        # sections=2, 2 ranks: [g0 g1 g2 g3 u0 u1 u2 u3] -> [g0 g1 u0 u1], [g2 g3 u2 u3]
         blocks = tensor.split(self.block_sizes(tensor.shape[self.dim]), self.dim)
         shares = zip(*(block.chunk(ranks, self.dim) for block in blocks), strict=True)
         return [torch.cat(share, self.dim) if len(share) > 1 else share[0] for share in shares]
@@ -58,7 +59,7 @@ class Split:
         if len(shares) == 1:
             return shares[0]
         size = shares[0].shape[self.dim] * len(shares)
-        own = [block // len(shares) for block in self.block_sizes(size)]
+        own = [block // len(shares) for block in self.block_sizes(size)]  # a share's part of each block
         blocks = zip(*(share.split(own, self.dim) for share in shares), strict=True)
         return torch.cat([part for block in blocks for part in block], self.dim)
 
@@ -101,6 +102,7 @@ class ParameterLayout:
 
     def local_shape(self, ctx: ParallelContext) -> tuple[int, ...]:
         """Shape of this rank's tensor."""
+        # Padding first: ranks share the padded size evenly.
         sizes = [self.padded.get(dim, size) for dim, size in enumerate(self.shape)]
         for split in self.splits:
             sizes[split.dim] //= ctx.axis(split.axis).size
@@ -120,6 +122,7 @@ class ParameterLayout:
     def to_canonical(self, local: Tensor, ctx: ParallelContext | None = None) -> Tensor:
         """The canonical tensor. Collective over the axes that split it: all their ranks get it, and need `ctx`."""
         tensor = local
+        # In the opposite order of to_local: the last cut is joined first.
         for split in reversed(self.splits):
             axis = ctx.axis(split.axis) if ctx is not None else SINGLE
             if axis.size > 1:
@@ -144,12 +147,15 @@ class ParameterLayout:
         cuts = [split for split in self.splits if split.dim == dim and ctx.axis(split.axis).size > 1]
         if not cuts:  # as most are: the tensor itself, then padding
             return [_Run(0, 0, self.shape[dim])] if self.shape[dim] else []
+        # The positions of a dimension are cut as the tensor would be, and runs are read from the result. shape 8 in 2
+        # sections, rank 1 of 2: places 2 3 6 7, so runs (2 -> 0, length 2) and (6 -> 2, length 2).
         places = torch.arange(self.padded.get(dim, self.shape[dim]))
         for split in cuts:
             axis = ctx.axis(split.axis)
             places = replace(split, dim=0).cut(places, axis.size)[axis.rank]
-        local = (places < self.shape[dim]).nonzero().flatten()
+        local = (places < self.shape[dim]).nonzero().flatten()  # without padding
         places = places[local]
+        # A run ends where either side jumps.
         breaks = ((places.diff() != 1) | (local.diff() != 1)).nonzero().flatten() + 1
         starts, ends = [0, *breaks.tolist()], [*breaks.tolist(), len(places)]
         return [_Run(int(places[a]), int(local[a]), b - a) for a, b in zip(starts, ends, strict=True) if b > a]
@@ -161,8 +167,10 @@ class ParameterLayout:
         """
         tensors = list(slices)
         for split in reversed(self.splits):
+            # The last axis is the fastest: neighbours in the list are its ranks.
             size = ctx.axis(split.axis).size
             tensors = [split.join(tensors[i : i + size]) for i in range(0, len(tensors), size)]
+        # Without a context to_canonical only removes the padding.
         (whole,) = tensors
         return self.to_canonical(whole)
 
@@ -231,6 +239,7 @@ def _fill(parameter: Tensor, layout: ParameterLayout, seed_of: Callable[[int], i
     for number, block, regions in drawn_blocks(layout, ctx):
         generator = torch.Generator(device=parameter.device)
         generator.manual_seed(seed_of(number))
+        # fp32 whatever the parameter's dtype, so that runs in other dtypes start from the same numbers, rounded.
         drawn = torch.empty(block.shape, dtype=torch.float32, device=parameter.device)
         layout.init(drawn, generator)
         for region in regions:
@@ -242,6 +251,7 @@ def drawn_blocks(layout: ParameterLayout, ctx: ParallelContext) -> Iterator[tupl
     """The blocks that this rank draws: number, elements of the canonical tensor, and what of them the rank holds."""
     regions = layout.regions(ctx)
     for number, block in enumerate(blocks_of(layout)):
+        # A block without elements of this rank is not drawn: its stream is not a continuation of the one before.
         own = [region.within(block) for region in regions]
         if within := [region for region in own if region is not None]:
             yield number, block, within
@@ -259,7 +269,7 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[TensorSlice]:
     if math.prod(shape) <= BLOCK_ELEMENTS:
         yield TensorSlice.whole(shape)
         return
-    rows = BLOCK_ELEMENTS // math.prod(shape[1:])
+    rows = BLOCK_ELEMENTS // math.prod(shape[1:])  # of the first dimension in a block; 0: a row is larger
     for start in range(0, shape[0], max(rows, 1)):
         if rows:
             yield TensorSlice((start,) + (0,) * (len(shape) - 1), (min(rows, shape[0] - start), *shape[1:]))
@@ -275,7 +285,7 @@ def _block_seed(seed: int, name: str, number: int) -> int:
 def stream_seed(seed: int, name: str) -> int:
     """A 63-bit seed for the random stream `name` of a run."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return int.from_bytes(digest, "little") >> 1  # torch's seeds are signed
 
 
 def sequence_axes(ctx: ParallelContext) -> tuple[AxisName, ...]:

@@ -109,6 +109,7 @@ def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: Par
         out = _OverlappedRowParallelLinear.apply(x, weight, main_gradient_of(weight), ctx.tp)
     else:
         out = leave_tensor_parallel(linear(x, weight, None), ctx)
+    # After the sum: every rank has the whole bias, and would add it tp times before.
     return out if bias is None else out + bias
 
 
@@ -140,6 +141,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, pitch: int | None = N
     rows that are not aligned slowly. With a pitch or a main gradient the result can be differentiated once.
     """
     main = main_gradient_of(weight)
+    # Without gradients there is nothing to add to a main gradient: torch's own function serves.
     if pitch is None and (main is None or not torch.is_grad_enabled()):
         return F.linear(x, weight, bias)
     return _MainGradientLinear.apply(x, weight, bias, main, pitch)
@@ -150,7 +152,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, pitch: int | None) 
         return F.linear(x, weight, bias)
     assert bias is None
     rows = x.flatten(0, -2)
-    out = x.new_empty(len(rows), pitch)[:, : len(weight)]
+    out = x.new_empty(len(rows), pitch)[:, : len(weight)]  # a view: rows `pitch` apart
     return torch.mm(rows, weight.t(), out=out).unflatten(0, x.shape[:-1])
 
 
@@ -168,7 +170,7 @@ class _MainGradientLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         wanted = _wanted(ctx)
-        dx = grad @ weight if wanted.x else None
+        dx = grad @ weight if wanted.x else None  # [..., in]
         dweight = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2), ctx.main) if wanted.weight else None
         dbias = _bias_gradient(grad) if wanted.bias else None
         return dx, dweight, dbias, None, None
@@ -193,11 +195,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
         ctx.main, ctx.axis, ctx.sequence_parallel, ctx.has_bias = main, axis, sequence_parallel, bias is not None
         ctx.save_for_backward(x, weight)  # with sequence parallelism this rank's shard only; backward gathers again
         if overlap:
+            # The fused operator multiplies the shards that have arrived while others are copied, and drops the gathered
+            # input.
             assert axis.group is not None
             assert pitch is None
             _, out = gather_matmul(x.contiguous(), weight.T, SEQUENCE_DIM, axis.group)
             return out if bias is None else out + bias
-        whole = all_gather(x, SEQUENCE_DIM, axis) if sequence_parallel else x
+        whole = all_gather(x, SEQUENCE_DIM, axis) if sequence_parallel else x  # [B, S, in]
         return _product(whole, weight, bias, pitch)
 
     @staticmethod
@@ -206,14 +210,17 @@ class _ColumnParallelLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         axis: Axis = ctx.axis
         wanted = _wanted(ctx)
+        # Order of launches: gather x (for dW), dx = dy W, reduce dx, dW = dy^T x. The gather runs beside the first
+        # product, the reduction beside the second (Megatron's LinearWithGradAccumulationAndAsyncCommunication).
         dx = dweight = gathered = gathering = reducing = None
+        # In a split backward pass the half for x alone needs no gather.
         if ctx.sequence_parallel and wanted.weight:
             gathered, gathering = _start_gather(x, axis)
         if wanted.x:
             dx, reducing = _start_sum(grad @ weight, axis, ctx.sequence_parallel)
         if gathering is not None and gathered is not None:
             gathering.wait()
-            x = concat_shards(gathered, SEQUENCE_DIM)
+            x = concat_shards(gathered, SEQUENCE_DIM)  # [B, S, in]
         if wanted.weight:
             dweight = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2), ctx.main)
         dbias = _bias_gradient(grad) if wanted.bias else None
@@ -240,6 +247,7 @@ class _OverlappedRowParallelLinear(torch.autograd.Function):
         wanted = _wanted(ctx)
         dx = dweight = None
         if wanted.x:
+            # whole: dy of the whole sequence, which dW needs too.
             whole, dx = gather_matmul(grad.contiguous(), weight, SEQUENCE_DIM, ctx.axis.group)
         else:
             whole = all_gather(grad, SEQUENCE_DIM, ctx.axis)
@@ -265,7 +273,7 @@ def _wanted(ctx: Any) -> _Wanted:
 def weight_gradient(rows: Tensor, inputs: Tensor, main: MainGrad | None) -> Tensor | None:
     """rows^T inputs: [n, out] and [n, in] -> [out, in], or None after it was added to the main gradient."""
     if main is None:
-        return rows.T @ inputs
+        return rows.T @ inputs  # [out, in]
     main.add_product(rows, inputs)
     return None
 
@@ -283,8 +291,9 @@ def _start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, dist.Work | None]:
 def _start_sum(dx: Tensor, axis: Axis, sequence_parallel: bool) -> tuple[Tensor, dist.Work | None]:
     """Start the all-reduce of x's gradient, or with sequence parallelism the reduce-scatter."""
     if not sequence_parallel:
+        # Collectives read memory in order; the product of a transposed gradient may not be contiguous.
         dx = dx.contiguous()
         return dx, dist.all_reduce(dx, group=axis.group, async_op=True)
     shards = split_shards(dx, SEQUENCE_DIM, axis.size)
-    own = shards.new_empty(shards.shape[1:])
+    own = shards.new_empty(shards.shape[1:])  # [B, S / tp, in]
     return own, dist.reduce_scatter_tensor(own, shards.flatten(0, 1), group=axis.group, async_op=True)

@@ -35,6 +35,7 @@ class Unprojected:
         """[B * S, H] of the whole sequence; the gradient is summed over the ranks of the vocabulary."""
         tp, x = self.ctx.tp, self.hidden
         if tp.size > 1:
+            # Either way the backward pass adds up the ranks' gradients: each rank has other columns.
             x = gather_from(x, SEQUENCE_DIM, tp) if self.ctx.sequence_parallel else copy_to(x, tp)
         return x.flatten(0, -2)
 
@@ -45,7 +46,7 @@ class Unprojected:
 
     def columns(self, batch: Mapping[str, Tensor]) -> Tensor:
         """[B * S]: the rows of `weight` that labels stand for; outside of it for those of other ranks."""
-        return seen_labels(batch).flatten() - self.own.start
+        return seen_labels(batch).flatten() - self.own.start  # negative or too large on other ranks
 
 
 class LinearCrossEntropy:
@@ -88,6 +89,7 @@ class LinearCrossEntropySum:
     def __call__(self, output: Unprojected, batch: Mapping[str, Tensor]) -> Tensor:
         if not torch.is_grad_enabled():
             return self.losses_alone(output, batch)
+        # The weights of the sum. What the trainer divides by is part of the gradient that arrives.
         mask = batch["loss_mask"].flatten().float()
         ids = len(output.own)
         total, losses = self.kernel(output.rows(), output.matrix(), output.columns(batch), mask, self.tp, ids=ids)
@@ -100,11 +102,14 @@ class _LossesOfSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor, losses: Tensor, mask: Tensor) -> Tensor:
         ctx.save_for_backward(mask)
+        # clone: an input that a Function returns unchanged becomes a view of that input.
         return losses.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
+        # The gradient is one number at all unmasked positions: its mean there. At least 1: a micro-batch may be masked
+        # entirely.
         return (grads[0] * mask).sum() / mask.sum().clamp(min=1.0), None, None
 
 

@@ -35,6 +35,7 @@ def cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     Where loss_mask is 0 the label may be anything, also negative; the loss there is 0.
     """
     labels = batch["labels"]
+    # No division: the trainer divides by the number of unmasked tokens over all ranks and micro-batches.
     flat = F.cross_entropy(logits.float().flatten(0, -2), seen_labels(batch).flatten(), reduction="none")
     return flat.view(labels.shape)
 
@@ -62,12 +63,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: Tensor, axis: Axis) -> Tensor:
         """columns [B, S]: the label's column on this rank, outside of [0, columns) on the others."""
+        # A rank may hold padding alone: 0 columns. It takes part in the collectives all the same.
         largest = logits.amax(-1) if logits.shape[-1] else logits.new_full(columns.shape, float("-inf"))
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)  # [B, S]
         exponentials = (logits - largest[..., None]).exp()
         # [2, B, S]: the normalizer, and the label's logit on the rank that has it
         sums = torch.stack((exponentials.sum(-1), _logit_of(logits - largest[..., None], columns)))
         dist.all_reduce(sums, group=axis.group)
+        # In place: the softmax of this rank's columns.
         ctx.save_for_backward(exponentials.div_(sums[0][..., None]), columns)
         return sums[0].log() - sums[1]
 
@@ -78,6 +81,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         grad = probabilities * grads[0][..., None]
         if width:
             here = (columns >= 0) & (columns < width)
+            # d loss / d z = softmax - [column is the label]; on other ranks `here` makes it - 0.
             grad.scatter_add_(-1, columns.clamp(0, width - 1)[..., None], -(grads[0] * here)[..., None])
         return grad, None, None
 
@@ -104,6 +108,7 @@ class CrossEntropy:
     def use_kernels(self, kernels: Kernels) -> None:
         features: tuple[Feature, ...] = ("parallel",) if self.axis.size > 1 else ()
         kernel = kernels.pick("cross_entropy", *features, plain=self.loss)
+        # Where torch is chosen, `pick` gives back the plain form.
         if kernel is not self.loss:
             self.loss = self._with(kernel)
 

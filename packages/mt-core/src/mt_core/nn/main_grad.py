@@ -47,8 +47,10 @@ class MainGrad:
     def take(self) -> tuple[Tensor, bool]:
         """The memory of `total`, and whether all of it has to be written, without a look at what it holds. Else it is
         added to."""
+        # Views share one flag: the first use of any of them ends the cleared state of all.
         whole, is_cleared = self._whole or self, self._is_cleared
         whole._stands_for_zeros = False
+        # The rest (rows of padding) is not written by the caller, so its zeros have to be.
         if is_cleared and self._total.numel() < whole._total.numel():
             whole._total.view(-1)[self._total.numel() :].zero_()
         return self._total, is_cleared
@@ -85,6 +87,7 @@ class MainGrad:
         if self._is_cleared:
             self.set_product(rows, inputs)
         elif self._total.is_cuda:
+            # out is the summand: one kernel, no second tensor of the weight's size.
             torch.addmm(self._total, rows.t(), inputs, out_dtype=torch.float32, out=self._total)
         else:
             self._total.addmm_(rows.t().float(), inputs.float())
@@ -145,6 +148,7 @@ def with_main_gradient(weight: Tensor, view: Callable[[Tensor], Tensor]) -> Tens
     view: gives the first rows of a tensor or another shape of it, in the same memory.
     """
     part, main = view(weight), main_gradient_of(weight)
+    # An attribute of the view, as autograd's view does not carry that of its base.
     if main is not None:
         part.main_grad = main.view(view)  # type: ignore[attr-defined]
     return part
@@ -156,6 +160,7 @@ def call_after_gradient(weight: nn.Parameter, call: Callable[[], None]) -> Node:
     Hooks on the weight itself may fire only for gradients that autograd accumulates. Keep a reference to the returned
     node: the hook is removed with it.
     """
+    # The AccumulateGrad node runs once a backward pass, when all uses have given their part, None included.
     node = get_gradient_edge(weight).node
     node.register_hook(lambda inputs, outputs: call())
     return node

@@ -132,7 +132,7 @@ def as_generator(model: nn.Module) -> Generates:
 
 def required_inputs(model: nn.Module) -> tuple[str, ...]:
     """The fields of a micro-batch that the model needs. Positions and segments are optional in all models."""
-    return tuple(name for name in contract(model).inputs if name not in MODEL_INPUTS[1:])
+    return tuple(name for name in contract(model).inputs if name not in MODEL_INPUTS[1:])  # MODEL_INPUTS[0]: tokens
 
 
 @runtime_checkable

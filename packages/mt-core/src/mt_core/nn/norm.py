@@ -37,6 +37,7 @@ class Norm(LayoutModule):
         if self.add_kernel is not None:
             x, normed = self.add_kernel(x, branch, *self.operands())
             return x, normed
+        # The stream keeps its dtype, whatever the branch was computed in.
         x = x if branch is None else (x + branch).to(x.dtype)
         return x, self(x)
 
@@ -99,6 +100,7 @@ def build_norm(kind: Normalization, size: int, eps: float, ctx: ParallelContext)
 
 def build_head_norm(kind: Normalization, size: int, eps: float, ctx: ParallelContext) -> Norm:
     """A norm over each head [..., heads, size]; tensor parallelism gives every rank other heads."""
+    # One weight for all heads: each rank's gradient is that of its own heads.
     return _norm_type(kind)(size, eps, ctx, ("tp",) if ctx.tp.size > 1 else ())
 
 

@@ -13,6 +13,7 @@ class NumberedLayers(nn.Module):
     def __init__(self, layers: Iterable[tuple[int, nn.Module]]) -> None:
         super().__init__()
         for number, layer in layers:
+            # A ModuleList would number from 0 in every stage, and canonical names have global numbers.
             self.add_module(str(number), layer)
 
     def __getitem__(self, number: int) -> nn.Module:

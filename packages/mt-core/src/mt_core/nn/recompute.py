@@ -61,6 +61,8 @@ class Recompute:
         config = self.config
         if config.recompute_granularity != "full" or config.recompute_method == "block":
             return [[layer] for layer in layers]
+        # Megatron's method uniform: one saved input for every recompute_num_layers layers. block: the first
+        # recompute_num_layers layers of a stage one by one, the others keep everything.
         size = config.recompute_num_layers or 1
         return [layers[start : start + size] for start in range(0, len(layers), size)]
 
@@ -74,12 +76,13 @@ class Recompute:
         if not self.config.distribute_saved_activations or self.ctx.tp.size == 1:
             return recomputed(_through)(group, x, call)
         # The input is replicated over tp: each rank saves a shard of it, and backward all-gathers.
-        part = split_to(x, HIDDEN_DIM, self.ctx.tp)
+        part = split_to(x, HIDDEN_DIM, self.ctx.tp)  # [B, S, H / tp]
         return recomputed(lambda kept: _through(group, gather_copies(kept, HIDDEN_DIM, self.ctx.tp), call))(part)
 
     def _offloading(self, place: int) -> AbstractContextManager[object]:
         if place >= self.config.cpu_offloading_num_layers:
             return nullcontext()
+        # Pinned memory, as copies from and to pageable memory make the host wait.
         return torch.autograd.graph.save_on_cpu(pin_memory=self.ctx.device.type == "cuda")
 
 
@@ -92,6 +95,7 @@ def remade(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -
         return use(*make())
     made = make()
     discarded = _Discarded(make, made)
+    # Around `use` alone: what `make` saves for its own backward pass stays.
     with torch.autograd.graph.saved_tensors_hooks(discarded.pack, discarded.unpack):
         return use(*made)
 
@@ -111,13 +115,14 @@ class _Discarded:
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], made: Sequence[Tensor]) -> None:
         self._make, self._contexts = make, _contexts()[1]
+        # By storage: `use` may save views of the results, such as transposes.
         self._numbers = {tensor.untyped_storage().data_ptr(): number for number, tensor in enumerate(made)}
         self._again: tuple[Tensor, ...] | None = None
         self._packed = self._unpacked = 0
 
     def pack(self, tensor: Tensor) -> Tensor | _Place:
         number = self._numbers.get(tensor.untyped_storage().data_ptr())
-        if number is None:
+        if number is None:  # not of make: kept as it is
             return tensor
         self._packed += 1
         return _Place(number, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -126,10 +131,12 @@ class _Discarded:
         if isinstance(kept, Tensor):
             return kept
         if self._again is None:
+            # Values alone: the graph of make was recorded by the first call.
             with torch.no_grad(), self._contexts:
                 self._again = self._make()
         whole = self._again[kept.number]
         self._unpacked += 1
+        # All were taken out once: free them. A second pass (a split backward) makes them again.
         if self._unpacked % self._packed == 0:
             self._again = None
         return whole.as_strided(kept.size, kept.stride, kept.offset)
@@ -141,6 +148,7 @@ def recomputed(function: F) -> F:
     def run(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args)
+        # Not reentrant: arguments without gradients, and backward passes for some inputs, work.
         return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts)
 
     return run  # type: ignore[return-value]
@@ -148,6 +156,8 @@ def recomputed(function: F) -> F:
 
 def _contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """For the first computation and for the second, which may come when another micro-batch is at hand."""
+    # SAMPLE is read when the layer runs first. In the backward pass of a pipeline schedule it is that of another
+    # micro-batch.
     return nullcontext(), AtSample(SAMPLE.get())
 
 

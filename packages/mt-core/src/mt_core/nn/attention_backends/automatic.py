@@ -23,6 +23,7 @@ def automatic_backend(request: AttentionRequest, host: PluginHost) -> tuple[str,
         if answer is True:
             return name, refused
         refused[name] = str(answer)
+    # supports_eager is always True, and eager ends both orders.
     raise AssertionError("eager serves every request")
 
 

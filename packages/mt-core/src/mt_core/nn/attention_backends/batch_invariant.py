@@ -39,14 +39,15 @@ def _online(
     """-> [B, S, N, D] and the log-sum-exp of the scores [B, N, S], in fp32"""
     batch, queries, heads, _ = q.shape
     keys = k.shape[1]
-    mask = pattern.over(keys).additive_mask(queries, keys, torch.float32, q.device)
-    mask = F.pad(mask, (0, -keys % KEYS), value=-math.inf)
-    rows = _by_head(q) / math.sqrt(q.shape[-1])
+    mask = pattern.over(keys).additive_mask(queries, keys, torch.float32, q.device)  # [B or 1, N or 1, S, T]
+    mask = F.pad(mask, (0, -keys % KEYS), value=-math.inf)  # keys that fill the last block are hidden
+    rows = _by_head(q) / math.sqrt(q.shape[-1])  # [B N, S, D]
     columns, values = (_by_head(_filled(expand_groups(x, heads))) for x in (k, v))
     # A column of ones beside the values adds up the weights.
     values = torch.cat([values, values.new_ones((*values.shape[:2], 1))], -1)
-    largest = rows.new_full((batch * heads, queries, 1), -math.inf)
-    total = rows.new_zeros((batch * heads, queries, values.shape[-1]))
+    largest = rows.new_full((batch * heads, queries, 1), -math.inf)  # [B N, S, 1]
+    total = rows.new_zeros((batch * heads, queries, values.shape[-1]))  # [B N, S, D + 1]
+    # From the first key on, so that a query sums its keys in the same blocks whatever comes after them.
     for first in range(0, columns.shape[1], KEYS):
         block = slice(first, first + KEYS)
         scores = torch.bmm(rows, columns[:, block].transpose(1, 2))
@@ -54,6 +55,7 @@ def _online(
             scores = logit_softcap * torch.tanh(scores / logit_softcap)
         scores = scores.unflatten(0, (batch, heads)) + mask[..., block]
         scores = scores.flatten(0, 1)
+        # Detached: the maximum cancels in the result, so it has no gradient.
         reached = torch.maximum(largest, scores.amax(-1, keepdim=True).detach())
         # Where nothing is seen yet the largest score is -inf, and any finite number will do.
         base = reached.masked_fill(reached == -math.inf, 0.0)

@@ -36,6 +36,7 @@ class CudnnAttention:
         pattern = pattern.over(k.shape[1])
         if is_packed(pattern, q.shape[1], k.shape[1]) and dropout == 0:
             return self.packed_with_lse(q, k, v, pattern)[0]
+        # In this order, not as a set: torch tries the next one where a kernel does not serve.
         with sdpa_kernel(ORDER, set_priority=True):
             return sdpa_attention(q, k, v, pattern, dropout)
 
@@ -45,6 +46,7 @@ class CudnnAttention:
         assert segment_ids is not None
         documents = self._documents.get(pattern, None, lambda: find_documents(segment_ids))
         rows = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+        # rows: [B * S, heads, D] each
         out, lse = self._attend_packed(*rows, documents.starts, documents.longest, window_sides(pattern))
         return out.unflatten(0, q.shape[:2]), lse
 

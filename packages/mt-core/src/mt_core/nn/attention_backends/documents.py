@@ -29,6 +29,7 @@ def find_documents(segment_ids: Tensor) -> Documents:
     first[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
     starts = first.flatten().nonzero()[:, 0]
     end = starts.new_full((1,), batch * sequence)
+    # The sequence length bounds every document: reading the true maximum would be one more host wait.
     return Documents(torch.cat([starts, end]).to(torch.int32), sequence)
 
 
@@ -40,5 +41,6 @@ def is_packed(pattern: AttentionPattern, queries: int, keys: int) -> bool:
 
 def window_sides(pattern: AttentionPattern) -> tuple[int, int]:
     """(keys before, keys after) that a query sees beside itself; -1 for all of them."""
+    # A window counts the query itself.
     before = -1 if pattern.window is None else pattern.window - 1
     return before, 0 if pattern.causal else before

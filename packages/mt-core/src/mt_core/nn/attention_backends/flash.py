@@ -40,12 +40,14 @@ class FlashAttention:
         segment_ids = pattern.segment_ids
         assert segment_ids is not None
         documents = self._documents.get(pattern, None, lambda: find_documents(segment_ids))
-        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        rows = [x.flatten(0, 1) for x in (q, k, v)]  # [B * S, heads, D]
+        # Queries and keys are the same documents.
         bounds = (documents.starts, documents.starts, documents.longest, documents.longest)
         return _first(self._attend_packed(*rows, *bounds, **options)).unflatten(0, q.shape[:2])
 
     def _options_for(self, pattern: AttentionPattern, dropout: float) -> dict[str, Any]:
         options = {**self._options, "causal": pattern.causal, "window_size": window_sides(pattern)}
+        # Passed only if used: versions 3 and 4 have no such argument.
         if dropout > 0:
             options["dropout_p"] = dropout
         if pattern.alibi_slopes is not None:

@@ -54,7 +54,7 @@ def flash_attention_4(
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    before, after = options["window_size"]
+    before, after = options["window_size"]  # -1: no end
     # Beside causality a window to the left is enough; without either, both sides have no end.
     return {**options, "window_size": (None if before < 0 else before, None if after < 0 else after)}
 

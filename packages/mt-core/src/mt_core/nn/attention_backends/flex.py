@@ -56,6 +56,7 @@ class FlexAttention:
             v.transpose(1, 2),
             score_mod=score_function(pattern, queries, keys, self._logit_softcap),
             block_mask=mask,
+            # Groups are not repeated.
             enable_gqa=k.shape[2] < q.shape[2],
             return_aux=AuxRequest(lse=True),
         )
@@ -65,6 +66,7 @@ class FlexAttention:
         function = mask_function(pattern, keys - queries)
         if function is None:
             return None
+        # Else one mask serves all samples; None broadcasts, as for heads.
         batched = pattern.segment_ids is not None or pattern.key_padding is not None
         return self._make_mask(function, len(q) if batched else None, None, queries, keys, device=q.device)
 
@@ -73,6 +75,7 @@ def mask_function(pattern: AttentionPattern, offset: int) -> MaskFunction | None
     """What the pattern hides; None: nothing. offset: position of the first query among the keys."""
     parts: list[MaskFunction] = []
     if pattern.causal:
+        # Traced by the compiler into one kernel: b, h, q and k are index tensors, so no Python `and`.
         parts.append(lambda b, h, q, k: k <= q + offset)
     if pattern.window is not None:
         window = pattern.window
@@ -131,4 +134,5 @@ def supports_flex(request: AttentionRequest) -> bool | str:
 
 
 def build_flex(request: AttentionRequest, *, softmax_in_fp32: bool = True) -> AttentionCore:
+    # Not compiled, flex_attention materializes the scores.
     return FlexAttention(torch.compile(flex_attention), torch.compile(create_block_mask), request.logit_softcap)

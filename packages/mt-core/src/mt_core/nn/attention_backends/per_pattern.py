@@ -15,6 +15,7 @@ class PerPattern(Generic[T]):
     """Values by pattern (the object, not its content) and a key; they go when their pattern goes."""
 
     def __init__(self) -> None:
+        # By id: a dataclass that compares by value has no hash, so it cannot be a key of a WeakKeyDictionary.
         self._known: dict[int, tuple[weakref.ref[AttentionPattern], dict[Hashable, T]]] = {}
 
     def get(self, pattern: AttentionPattern, key: Hashable, make: Callable[[], T]) -> T:
@@ -25,6 +26,8 @@ class PerPattern(Generic[T]):
 
     def _values(self, pattern: AttentionPattern) -> dict[Hashable, T]:
         found = self._known.get(id(pattern))
+        # An id may be used again by a new pattern before the callback of the old one has run; replacing the entry drops
+        # the old reference and its callback.
         if found is None or found[0]() is not pattern:
             found = self._known[id(pattern)] = (weakref.ref(pattern, self._forget(id(pattern))), {})
         return found[1]

@@ -38,9 +38,12 @@ class AllGatherAttention(torch.autograd.Function):
     ) -> Tensor:
         kv, queries = pack(k, v), ForwardPass(q, pattern, backend)
         shards = gather(kv, pattern.axis)
+        # The own keys first: Softmax starts from a block that holds every query.
         for sources in groups_of_sources(pattern.axis):
+            # [sources, rows, ...] -> [sources * rows, ...]: the ranks' keys laid end to end, one call for all of them.
             queries.add(sources, visible(shards, sources, pattern).flatten(0, 1))
         out, lse = queries.finish(sinks)
+        # This rank's keys alone.
         ctx.save_for_backward(q, kv, out, lse, sinks)
         ctx.pattern, ctx.backend = pattern, backend
         return out
@@ -51,11 +54,13 @@ class AllGatherAttention(torch.autograd.Function):
         pattern = ctx.pattern
         queries = BackwardPass(grads[0], q, out, lse, pattern, ctx.backend)
         shards = gather(kv, pattern.axis)
+        # Zeros: rows that this rank does not see have no gradient, and are summed all the same.
         dshards = torch.zeros_like(shards)
         for sources in groups_of_sources(pattern.axis):
             keys = visible(shards, sources, pattern)
             visible(dshards, sources, pattern).copy_(queries.add(sources, keys.flatten(0, 1)).view(keys.shape))
         dkv = torch.empty_like(kv)
+        # Summed in the dtype of kv, unlike p2p, which sums in fp32.
         dist.reduce_scatter_tensor(dkv, dshards.flatten(0, 1), group=pattern.axis.group)
         dk, dv = unpack(dkv, q.shape[-1])
         return queries.dq.to(q.dtype), dk, dv, queries.sink_gradient(sinks), None, None
@@ -78,4 +83,5 @@ def visible(shards: Tensor, sources: range, pattern: ShardedPattern) -> Tensor:
     """[CP, 2c, ...] -> a view of the rows that this rank sees of the sources: [sources, rows, ...]"""
     chosen = shards[sources.start : sources.stop]
     own = sources.start == pattern.axis.rank
+    # Ranks on one side show the same rows, so the first of them stands for all.
     return chosen if own else chosen[:, pattern.rows(sources.start, pattern.axis.rank)[1]]

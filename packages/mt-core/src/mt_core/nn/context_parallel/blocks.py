@@ -44,6 +44,7 @@ class BlockAttention:
 
 def pick_block_attention(q: Tensor, v: Tensor, mask: BlockMask, backend: BlockBackend) -> BlockAttention:
     """The fastest that serves these tensors. It depends on nothing that differs between forward and backward."""
+    # Latent attention has wider queries than values, which torch's flash kernels do not take.
     if backend == "math" or q.shape[-1] != v.shape[-1]:
         return MATH
     if q.device.type == "cpu":
@@ -66,7 +67,7 @@ class Softmax:
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge a block that holds some rows of the queries."""
         known, known_lse = self.out[:, :, rows], self.lse[:, :, rows]
-        total = torch.logaddexp(known_lse, lse)
+        total = torch.logaddexp(known_lse, lse)  # [B, N, rows]
         reference = total.masked_fill(total.isneginf(), 0.0)  # exp(-inf - 0) = 0 where no block is seen yet
         known.mul_(torch.exp(known_lse - reference)[..., None])
         known.addcmul_(out.to(known.dtype), torch.exp(lse - reference)[..., None])
@@ -80,7 +81,7 @@ def math_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tens
     scores = _scores(q, k, mask)  # [B, G, N / G, S, T]
     lse = scores.logsumexp(-1)
     reference = lse.masked_fill(lse.isneginf(), 0.0)
-    weights = torch.exp(scores - reference[..., None])
+    weights = torch.exp(scores - reference[..., None])  # [B, G, N / G, S, T], sums to 1 over the keys
     out = torch.einsum("bghst,bgte->bghse", weights, v.to(weights.dtype))
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
@@ -92,10 +93,11 @@ def math_backward(
     scores = _scores(q, k, mask)
     queries, grads, outs = (_by_group(x.to(scores.dtype), groups) for x in (q, grad, out))
     keys, values = k.to(scores.dtype), v.to(scores.dtype)
+    # lse is that of the whole softmax: the probabilities of this block among all keys.
     weights = torch.exp(scores - _by_group(lse, groups)[..., None])
     dv = torch.einsum("bghst,bghse->bgte", weights, grads)
     dweights = torch.einsum("bghse,bgte->bghst", grads, values)
-    dscores = weights * (dweights - (grads * outs).sum(-1, keepdim=True)) * scale
+    dscores = weights * (dweights - (grads * outs).sum(-1, keepdim=True)) * scale  # [B, G, N / G, S, T]
     dq = torch.einsum("bghst,bgtd->bghsd", dscores, keys).flatten(1, 2)
     dk = torch.einsum("bghst,bghsd->bgtd", dscores, queries)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -106,10 +108,12 @@ def _scores(q: Tensor, k: Tensor, mask: BlockMask) -> Tensor:
     groups, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
     scores = torch.einsum("bghsd,bgtd->bghst", _by_group(q.to(dtype), groups), k.to(dtype)) / math.sqrt(q.shape[-1])
     if mask.causal:
+        # A causal block is square: the rank's own queries and keys.
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         return scores.masked_fill(hidden, -math.inf)
     if mask.bias is None:
         return scores
+    # [B or 1, N or 1, S, T] -> [B or 1, G or 1, N / G or 1, S, T]
     return scores + (_by_group(mask.bias, groups) if mask.bias.shape[1] > 1 else mask.bias[:, :, None])
 
 

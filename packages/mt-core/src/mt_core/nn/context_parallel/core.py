@@ -45,7 +45,10 @@ def context_parallel_attention(
     if method == "a2a+p2p":
         inner, outer = axes
         return context_parallel_attention(
-            "a2a", [inner], core=context_parallel_attention("p2p", [outer], core=core, backend=backend)
+            # The point-to-point core sees the outer rank's chunks in order, as the shards nest (`hierarchical`).
+            "a2a",
+            [inner],
+            core=context_parallel_attention("p2p", [outer], core=core, backend=backend),
         )
     (axis,) = axes
     if axis.size == 1:
@@ -77,13 +80,14 @@ def check_inner_heads(sizes: Sequence[int], heads: int) -> None:
 
 def block_attention(method: Method, axis: Axis, backend: BlockBackend) -> AttentionCore:
     """The methods in which queries stay and keys are sent."""
-    gather = SegmentGatherer(axis, lambda shards: shards)
+    gather = SegmentGatherer(axis, lambda shards: shards)  # kept by rank: [CP, B, 2c]
     function = PointToPointAttention if method == "p2p" else AllGatherAttention
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, sinks: Tensor | None = None
     ) -> Tensor:
         sharded = shard_pattern(pattern, q, axis, gather)
+        # Blocks are computed head by head: [B, heads, 2c, D].
         out: Tensor = function.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks, sharded, backend)
         return out.transpose(1, 2)
 

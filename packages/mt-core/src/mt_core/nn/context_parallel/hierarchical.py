@@ -36,6 +36,7 @@ def hierarchical_members(axes: Iterable[tuple[int, ...]], inner: int) -> tuple[M
     inner_axes: Members = []
     outer_axes: Members = []
     for ranks in axes:
+        # Neighbours are an inner axis, ranks at a distance of `inner` an outer one.
         inner_axes += [ranks[start : start + inner] for start in range(0, len(ranks), inner)]
         outer_axes += [ranks[start::inner] for start in range(inner)]
     return inner_axes, outer_axes

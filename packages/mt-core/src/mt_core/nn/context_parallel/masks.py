@@ -54,6 +54,7 @@ class ShardedPattern:
 
     def mask(self, sources: Sequence[int]) -> BlockMask:
         """The rectangle of `rows`, for other ranks that are all before or all after this one, laid end to end."""
+        # The rectangle of `rows` is seen as a whole.
         if self._is_plain:
             return BlockMask()
         return BlockMask(bias=self._bias(sources, *self.rows(sources[0], self.axis.rank)))
@@ -109,6 +110,7 @@ class SegmentGatherer:
 
 def shard_pattern(pattern: AttentionPattern, q: Tensor, axis: Axis, gather: SegmentGatherer) -> ShardedPattern:
     """The pattern for queries q [B, 2c, N, D] of this rank; pattern.segment_ids [B, 2c] are this rank's too."""
+    # A window that reaches over the whole sequence is none, and then blocks need no bias.
     pattern = pattern.over(q.shape[1] * axis.size)
     return ShardedPattern(
         axis,

@@ -55,6 +55,7 @@ def exchange(axis: Axis, sent: Tensor, target: int, source: int, rows: int) -> T
         dist.P2POp(dist.isend, sent, axis.ranks[target], axis.group),
         dist.P2POp(dist.irecv, received, axis.ranks[source], axis.group),
     ]
+    # Batched: with NCCL, separate sends and receives could wait for each other in a cycle of ranks.
     return Transfer(sent, received, dist.batch_isend_irecv(operations))
 
 
@@ -85,6 +86,7 @@ class Rounds:
         """(source, its visible rows) in every step; the next block is on its way while one is used."""
         received = kv
         for step in range(self.axis.size):
+            # Before the yield: the transfer runs while the caller computes the block.
             transfer = self._start_block(step + 1, kv) if step + 1 < self.axis.size else None
             yield self.source(step), received
             if transfer is not None:
@@ -137,12 +139,15 @@ def circulate(queries: BackwardPass, kv: Tensor, rounds: Rounds, dtype: torch.dt
     """The gradient of this rank's kv, summed in `dtype` over all ranks that read it."""
     dkv = torch.zeros_like(kv, dtype=dtype)
     homeward: Transfer | None = None
+    # CP = 4, each step: receive the next keys | compute | wait for the gradient sent back before | send this one back.
     for step, (source, block) in enumerate(rounds.blocks(kv)):
         dblock = queries.add([source], block)
         if step == 0:
+            # Step 0 is the own block, whole.
             dkv += dblock
             continue
         if homeward is not None:
+            # One gradient in flight: its buffers are freed here, and the next one starts behind it.
             dkv[rounds.shown_rows(step - 1)] += homeward.wait()
         homeward = rounds.start_return(step, dblock)
     if homeward is not None:

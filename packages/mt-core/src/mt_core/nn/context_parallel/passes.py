@@ -40,7 +40,7 @@ class ForwardPass:
         rows, mask = block_of(self.pattern, sources)
         q, (k, v) = self.q[:, :, rows], unpack(kv, self.q.shape[-1])
         out, lse = pick_block_attention(q, v, mask, self.backend).forward(q, k, v, mask)
-        if self.result is None:
+        if self.result is None:  # the own block
             self.result = Softmax(out, lse)
         else:
             self.result.add(rows, out, lse)
@@ -50,6 +50,7 @@ class ForwardPass:
         assert self.result is not None
         if sinks is not None:
             scores = sinks.to(self.result.lse.dtype)[None, :, None].expand_as(self.result.lse)
+            # With the value 0 it only adds exp(sink) to the denominator.
             self.result.add(slice(None), torch.zeros_like(self.result.out), scores)
         return self.result.out.to(self.q.dtype), self.result.lse
 
@@ -73,6 +74,7 @@ class BackwardPass:
         k, v = unpack(kv, q.shape[-1])
         attention = pick_block_attention(q, v, mask, self.backend)
         dq, dk, dv = attention.backward(grad, q, k, v, out, lse, mask)
+        # In fp32: a sum over CP blocks.
         self.dq[:, :, rows] += dq
         return pack(dk, dv)
 
@@ -82,7 +84,7 @@ class BackwardPass:
             return None
         grad, _, out, lse = self.parts
         weights = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
-        products = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        products = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)  # [B, N, 2c]
         return -(weights * products).sum((0, 2)).to(sinks.dtype)
 
 

@@ -28,6 +28,7 @@ from mt_core.parallel.context import Axis
 
 def ulysses_attention(axis: Axis, core: AttentionCore) -> AttentionCore:
     """`core` over the sequences of all ranks of the axis, each rank with its share of the heads."""
+    # [CP, B, 2c] -> [B, S]
     gather = SegmentGatherer(axis, lambda shards: in_order(shards.movedim(0, 1).flatten(1, 2), 1, axis.size))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, *sinks: Tensor) -> Tensor:
@@ -59,6 +60,7 @@ def check_heads(heads: int, size: int) -> None:
 
 def group_repeats(heads: int, groups: int, size: int) -> int:
     """Number of copies of each key-value group, so that groups can be sharded over the ranks like the heads."""
+    # 8 heads, 2 groups, CP 4: every group twice, so that each rank has one group for its two heads.
     return next(times for times in divisors(heads // groups) if groups * times % size == 0)
 
 
@@ -91,7 +93,7 @@ def to_heads(tensors: tuple[Tensor, ...], axis: Axis) -> list[Tensor]:
     shapes = [(x.shape[2] // axis.size, x.shape[3]) for x in tensors]
     # For each rank, per token, the features of its heads of every tensor: [CP, S / CP, B, heads / CP * D]
     chunks = [x.unflatten(2, (axis.size, -1)).permute(2, 1, 0, 3, 4).flatten(3) for x in tensors]
-    received = _AllToAll.apply(torch.cat(chunks, -1), axis).flatten(0, 1)
+    received = _AllToAll.apply(torch.cat(chunks, -1), axis).flatten(0, 1)  # [S, B, features]
     whole = in_order(received, 0, axis.size).transpose(0, 1)  # [B, S, features]
     parts = whole.split([math.prod(shape) for shape in shapes], -1)
     return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -58,6 +58,7 @@ def in_order(x: Tensor, dim: int, size: int) -> Tensor:
     """The shards of ranks 0, 1, ... end to end along `dim` -> their tokens in the sequence's order."""
     start = dim % x.dim()
     early, late = x.unflatten(start, (size, 2, -1)).unbind(start + 1)  # each [..., rank, token of the chunk, ...]
+    # Late chunks are in the opposite order of the ranks that hold them.
     return torch.cat([early, late.flip(start)], start).flatten(start, start + 1)
 
 

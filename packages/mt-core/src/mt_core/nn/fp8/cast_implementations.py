@@ -34,7 +34,6 @@ class WholeCast:
     """One scale for all of it: cast once. column_major: the same numbers [rows, columns] with those of a column next to
     one another, perhaps with rows of zeros behind them; None: transposed as bytes when it is needed."""
 
-    # data [rows, length], of which the products along columns are made.
     cast: Scaled
     column_major: Tensor | None = None
 

@@ -49,6 +49,7 @@ class _Fp8FeedForward(torch.autograd.Function):
         second: LayerCall,
         name: FusedActivation,
     ) -> Tensor:
+        # inner: [..., 2F]
         inner, saved1 = forward_product(x.flatten(0, -2), x.shape, weight1, first, ctx.needs_input_grad[1])
         # Not computed here: the cast for the second product computes it tile by tile.
         activated = Activated(inner.flatten(0, -2), name)

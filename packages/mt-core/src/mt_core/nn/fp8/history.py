@@ -67,8 +67,7 @@ class AmaxHistory(LayoutModule):
     @torch.no_grad()
     def advance(self, amaxes: Tensor) -> None:
         """amaxes: [3], of the step that ended, over all ranks."""
-        # [3, length], shifted by one: the oldest falls out. In place, as the optimizer's and captured graphs' addresses
-        # stay.
+        # [3, length], shifted by one: the oldest falls out. In place, as the parameter keeps its memory.
         self.amax_history.copy_(torch.cat([amaxes[:, None], self.amax_history[:, :-1]], 1))
         zero_all_([self.noted_in_forward, self.noted_in_backward])
         self.has_stepped = True

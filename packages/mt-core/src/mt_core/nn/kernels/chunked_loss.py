@@ -183,6 +183,7 @@ class _ChunkedWeightedSum(torch.autograd.Function):
             raise RuntimeError("a weighted sum of chunked losses has one backward pass; its gradients are used up")
         hidden, weight = made
         if ctx.main is None:
+            # grads[0] is [] on the device, and is not read by the host.
             # Scaled where they stand, as a second gradient of the weight would cost what is saved on logits.
             return hidden.mul_(grads[0]), weight.mul_(grads[0]), *(None,) * 6
         if gradients_wanted(ctx, 2)[1]:
