@@ -39,15 +39,18 @@ def with_checkpoint_layer(
     load = _start(merge_layers(layers, Problems()))
     if load is None:
         return list(layers)
+    # With the default preset's sections, which are dropped only for what the checkpoint has in fact.
     whole = list(layers)
     if preset_is_default:
         layers = [_without(layer, FROM_CHECKPOINT) if layer.is_preset else layer for layer in layers]
     written = merge_layers([layer for layer in layers if not layer.is_preset], Problems())
+    # A run's own config.json has every key: its checkpoint need not be opened.
     wanted = [name for name in FROM_CHECKPOINT if name in names and not _is_complete(name, written, host)]
     chosen = merge_layers(layers, Problems())
     if not wanted or _may_be_absent(load, wanted, chosen):
         return list(layers)
     stored = _stored_sections(load, host)
+    # A family that starts from another family's weights (Retro from GPT) takes that one's shape.
     base = _base_of(_value(chosen, "model", "family"), stored.get("model", {}).get("family"), host)
     taken = {name: _taken(name, chosen, stored[name], base) for name in wanted if name in stored}
     values = {name: section for name, section in taken.items() if section is not None}
@@ -57,6 +60,7 @@ def with_checkpoint_layer(
         layers = [_without_base_keys(layer, base, host) if layer.is_preset else layer for layer in layers]
     presets = [layer for layer in layers if layer.is_preset]
     origin = load if isinstance(load, str) else " and ".join(load.values())
+    # Above presets, below file, program and --set.
     return [*presets, Layer(f"checkpoint {origin}", values), *layers[len(presets) :]]
 
 
@@ -97,6 +101,7 @@ def _may_be_absent(load: str | dict[str, str], wanted: Iterable[str], chosen: Me
     A run that resumes from its own checkpoints no longer needs this one, and the data of a run are prepared without
     torch; training itself stops when the checkpoint is missing.
     """
+    # load_parts: each part is a table of the model section.
     has_parts = isinstance(load, str) or load.keys() <= chosen.get("model", {}).keys()
     if has_parts and all(_value(chosen, name, SECTIONS[name].selector) is not None for name in wanted):
         paths = [load] if isinstance(load, str) else load.values()
@@ -154,11 +159,13 @@ def _with_own_files(tokenizer: dict[str, Any], reader: CheckpointReader, host: P
         return tokenizer
     merged = merge_layers([Layer("stored configuration", {"tokenizer": tokenizer})])
     config = build_sections(["tokenizer"], merged, host, Problems())["tokenizer"]
+    # Only the values are needed: paths into the folder are replaced by those of the checkpoint's.
     with TemporaryDirectory(prefix="mt-tokenizer-") as folder:
         laid_out = spec.materialize.load()(config, reader.files(), Path(folder)).model_dump(mode="json")
         return {key: _moved(value, folder, str(reader.files_folder)) for key, value in laid_out.items()}
 
 
 def _moved(value: Any, folder: str, to: str) -> Any:
+    # With the slash: /tmp/a is no part of /tmp/ab.
     is_inside = isinstance(value, str) and (value == folder or value.startswith(folder + "/"))
     return to + value.removeprefix(folder) if is_inside else value

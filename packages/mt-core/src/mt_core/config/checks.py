@@ -143,12 +143,14 @@ def smallest_world(parallel: ParallelConfig) -> int:
     stages = parallel.pipeline_model_parallel_size
     dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size * stages
     expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    # Both views of the processes have to fit: tp x cp x pp of dense layers, ep x etp x pp of experts.
     return math.lcm(dense, parallel.expert_model_parallel_size * expert_tp * stages)
 
 
 @contextmanager
 def as_world(size: int) -> Iterator[None]:
     """Configuration is checked for so many processes, before any of them is started."""
+    # The rules read the launcher's variable; it is restored, as commands may start processes afterwards.
     before = os.environ.get(WORLD_SIZE)
     os.environ[WORLD_SIZE] = str(size)
     try:
@@ -175,6 +177,7 @@ def global_batch_size(config: Config) -> int:
 def check_world(parallel: ParallelConfig) -> None:
     """That the axes divide the processes."""
     world = world_size()
+    # One by one first: the message names the one axis that cannot be.
     for key in MODEL_AXES:
         must_divide(f"parallel.{key}", getattr(parallel, key), "the number of processes", world)
     dense = parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
@@ -334,6 +337,7 @@ def check_warmup(config: Config, origin: Callable[[str], str]) -> None:
         if not value or origin(key).startswith("preset"):
             continue
         warmup = int(value * end) if key.endswith("fraction") else value
+        # Both the decay and the run: a warm-up may fit in a decay that is longer than the run.
         for name, length in given.items():
             if warmup >= length:
                 raise ConfigError(

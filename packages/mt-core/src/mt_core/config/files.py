@@ -42,6 +42,7 @@ def read_values(path: Path) -> Any:
 
 def _decode(path: Path) -> Any:
     """What a file holds. Raises OSError, ValueError, and RecursionError for values within values without end."""
+    # Before the file is read: a checkpoint given by mistake has gigabytes.
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"it has {path.stat().st_size} bytes, and no configuration has more than {MAX_FILE_BYTES}")
     text = path.read_text(encoding="utf-8")

@@ -82,6 +82,7 @@ class _Parser:
 
     def _split(self, text: str) -> list[str]:
         tokens, end = [], 0
+        # match, not findall: characters between tokens are an error, not skipped.
         while match := _TOKEN.match(text, end):
             tokens.append(match[1])
             end = match.end()
@@ -157,6 +158,7 @@ class _Parser:
         values, times = (left, right) if isinstance(left, list) else (right, left)
         assert isinstance(values, list)
         assert isinstance(times, int)
+        # Before the product exists.
         if len(values) * times > _LONGEST:
             raise self.error(f"has more than {_LONGEST} entries")
         return values * times

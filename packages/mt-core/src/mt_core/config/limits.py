@@ -9,6 +9,7 @@ from typing import Any
 MAX_FILE_BYTES = 16 << 20
 MAX_DEPTH = 50
 TOO_DEEP = f"tables and lists are nested more than {MAX_DEPTH} levels deep; no key of a configuration is"
+# Possessive quantifiers (++, *+): without backtracking the search is linear in the text.
 _LONG_KEY = re.compile(r"(?<![\w.-])(?:[\w-]++\s*+\.\s*+){50}")
 
 
@@ -20,6 +21,7 @@ def refuse_long_keys(text: str) -> None:
 
 def require_depth(values: Any) -> None:
     """Raises ValueError for tables and lists in more than MAX_DEPTH levels."""
+    # A stack of its own: recursion would end in RecursionError for the values that this refuses.
     waiting = [(values, MAX_DEPTH)]
     while waiting:
         value, levels = waiting.pop()

@@ -69,6 +69,7 @@ def _check(loaded: LoadedConfig, host: PluginHost) -> None:
     with problems.collect():
         check_warmup(loaded.config, loaded.origin)
     problems.stop_if_any()
+    # Not collected: plugins may compute with values that the rules above require, and fail on others.
     host.check_config(loaded.config)
 
 
@@ -112,6 +113,7 @@ def load_sections(
     """
     host = host or _load_plugins()
     read = read_layers(Sources(path, preset, list(overrides)), names, host)
+    # Without validation: the other sections are missing, and these were checked one by one.
     config = Config.model_construct(**cast(Any, read.build(names, host)))
     problems = Problems()
     refuse_unused_values(config, names, LoadedConfig(config, read.origins(), read.preset).origin, problems)

@@ -43,6 +43,7 @@ def validation_message(
     for entry in error.errors():
         where, what = _line(section, type_, dict(entry), origins, other_types or {})
         lines.setdefault(where, []).append(what)
+    # dict.fromkeys drops repeated reasons and keeps their order.
     return "\n".join(where + " or ".join(dict.fromkeys(whats)) for where, whats in lines.items())
 
 
@@ -59,6 +60,7 @@ def _line(
 ) -> tuple[str, str]:
     """What is meant, and what is wrong with it: a value that fits none of several types has an entry for each."""
     path = [str(part) for part in entry["loc"]]
+    # loc is (key, entries ..., branch of the union): ("rope_scaling", "factor", "float").
     while len(path) > 1 and _BRANCH.fullmatch(path[-1]):
         path.pop()
     key = path[0] if path else ""
@@ -84,12 +86,14 @@ def unknown_key(
 ) -> str:
     """A key or section that does not exist: where it belongs, or what it resembles."""
     if key is None:
+        # --set seq_length.x=1: the name of a key stands where a section belongs.
         homes = [name for name, base in SECTIONS.items() if section in base.model_fields]
         belongs = f"; {section} is a key of [{homes[0]}]: write {homes[0]}.{section}" if homes else ""
         hint = belongs or did_you_mean(section, [*SECTIONS, "preset"])
         return f"unknown section {section} (from {origin}){hint}; sections are {', '.join(SECTIONS)}"
     fields = list((type_ or SECTIONS[section]).model_fields)
     hint = did_you_mean(key, fields)
+    # The most helpful hint wins: a similar key, then another selection, another section, Megatron's word.
     if able := [name for name, other in (other_types or {}).items() if key in other.model_fields]:
         selector = f"{section}.{SECTIONS[section].selector}"
         names = " or ".join(part for part in (", ".join(able[:-1]), able[-1]) if part)

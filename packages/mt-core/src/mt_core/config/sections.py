@@ -53,11 +53,13 @@ def _build_section(name: str, values: Mapping[str, tuple[Any, str]], host: Plugi
     if selected is not None and not isinstance(selected, str):
         raise ConfigError(f"{name}.{selector}: got {selected!r}, expected a name in quotes")
     type_ = section_type(name, selected, host)
+    # Options of the selection that was replaced would be unknown keys of the new type.
     values = _without_replaced_preset(values, type_, chosen_by)
     try:
         return type_.model_validate({key: value for key, (value, _) in values.items()})
     except ValidationError as error:
         origins = {key: origin for key, (_, origin) in values.items()}
+        # from None: the sentence says all that pydantic's error does.
         raise ConfigError(validation_message(name, type_, error, origins, _types(name, host))) from None
 
 
@@ -72,6 +74,7 @@ def _without_replaced_preset(
     values: Mapping[str, tuple[Any, str]], type_: type[Section], chosen_by: str
 ) -> Mapping[str, tuple[Any, str]]:
     """A preset's options of, say, adam go with adam when a file or --set chooses another optimizer."""
+    # The preset's own selection keeps the preset's options, so that a wrong one among them is found.
     if chosen_by == DEFAULT or chosen_by.startswith("preset "):
         return values
     return {

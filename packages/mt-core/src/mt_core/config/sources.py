@@ -67,6 +67,7 @@ class ReadLayers:
 
 def read_layers(sources: Sources, names: Iterable[str], host: PluginHost) -> ReadLayers:
     """Read and merge. names: the sections that are wanted; a checkpoint is opened only for these."""
+    # Lowest first: default < preset < checkpoint < file < program < --set.
     file_preset, file_layer = read_config_file(Path(sources.path)) if sources.path is not None else (None, None)
     preset = sources.preset or file_preset
     by_default = preset is None and file_layer is None and sources.sections is None
@@ -74,11 +75,14 @@ def read_layers(sources: Sources, names: Iterable[str], host: PluginHost) -> Rea
     base = [Layer(f"preset {preset}", find_preset(preset, host))] if preset else []
     base += [file_layer] if file_layer else []
     base += [Layer(PROGRAM, sources.sections)] if sources.sections is not None else []
+    # Overrides before the checkpoint: they may name the checkpoint to read.
     problems = Problems()
     layers, notes = translate(_with_overrides(base, sources.overrides, problems))
     layers = with_checkpoint_layer(layers, names, host, preset_is_default=by_default)
+    # `base` was built without --set; one layer more is that of a checkpoint.
     settled = [layer for layer in layers if layer.origin != OVERRIDE]
     if len(settled) > len(base):  # entries of tables that the checkpoint brings can be changed, too
+        # Their problems and notes were collected the first time.
         layers, _ = translate(_with_overrides(settled, sources.overrides, Problems()))
     return ReadLayers(merge_layers(layers, problems), preset, problems, notes)
 
@@ -96,6 +100,7 @@ def _override_layer(text: str, below: list[Layer]) -> Layer:
     """One `--set`. A path below a key (model.rope_scaling.factor) changes one entry of its table."""
     (section, key, *inner), parsed = parse_override(text)
     if inner:
+        # The whole table is written again with one entry changed, as later layers replace values key by key.
         table = merge_layers(below, Problems()).get(section, {}).get(key, ({}, ""))[0]
         parsed = _with_entry(table if isinstance(table, Mapping) else {}, inner, parsed)
     return Layer(OVERRIDE, {section: {key: parsed}})
@@ -123,10 +128,12 @@ def _with_entry(table: Mapping[str, Any], path: list[str], value: Any) -> dict[s
 
 
 def _parse_value(text: str) -> Any:
+    # TOML has no null.
     if text == "null":
         return None
     try:
         value = tomllib.loads(f"value = {text}")["value"]
+    # Bare text, such as a path, needs no quotes on the command line.
     except tomllib.TOMLDecodeError:
         return text
     except RecursionError:

@@ -25,6 +25,7 @@ def refuse_unused_values(
         section = getattr(config, name)
         for key, field in type(section).model_fields.items():
             origin = origin_of(f"{name}.{key}")
+            # A value that equals the default is not lost when it is ignored.
             if origin == DEFAULT or Layer(origin, {}).is_background or _is_default(section, key, field):
                 continue
             with problems.collect():
@@ -42,6 +43,7 @@ def _require_used(section: Section, name: str, key: str, field: FieldInfo, origi
     for other, allowed in conditions.items():
         assert isinstance(allowed, list)
         value = getattr(section, other)
+        # Of a list one entry has to be allowed, such as recompute_modules with a certain module.
         if not any(entry in allowed for entry in (value if isinstance(value, list) else [value])):
             verb = "has" if isinstance(value, list) else "is"
             legal = " or ".join(str(value) for value in allowed)

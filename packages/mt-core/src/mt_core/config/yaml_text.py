@@ -22,6 +22,7 @@ def parse_yaml(text: str) -> Any:
     # Events come one by one without recursion, so that the limits hold before anything is built.
     try:
         require_small(YAML(typ="safe", pure=True).parse(text))
+        # A second parser: the first one is used up by its events.
         values = YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:
         raise ValueError(str(error)) from error
@@ -50,8 +51,10 @@ def require_small(events: Iterable[Any]) -> None:
             anchor, size = event.anchor, 1
         elif isinstance(event, kinds.CollectionEndEvent):
             anchor, size = open_nodes.pop()
+        # Known from its end on: an alias inside of its own node is refused above.
         if anchor is not None:
             sizes[anchor] = size
+        # Sizes add up from the innermost node outwards; an alias counts its node again.
         outer, inside = open_nodes[-1]
         open_nodes[-1] = (outer, inside + size)
         if inside + size > MAX_NODES:

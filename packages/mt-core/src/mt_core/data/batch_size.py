@@ -19,10 +19,14 @@ class BatchSizeSchedule:
     ramp_samples: int = 0
 
     def __call__(self, consumed_samples: int) -> int:
+        # Megatron's RampupBatchsizeNumMicroBatchesCalculator: the same size after the same number of samples, also
+        # behind a resumption.
         if self.start is None or consumed_samples > self.ramp_samples or self.start == self.full:
             return self.full
         increments = (self.full - self.start) // self.increment
+        # 16 -> 64 by 16 over 300 samples: 3 increments, one at 100, 200 and 300 samples.
         samples_per_increment = self.ramp_samples / increments
+        # ramp_samples of 0: the full size from the first step on.
         if samples_per_increment == 0:
             return self.full
         return min(self.start + int(consumed_samples / samples_per_increment) * self.increment, self.full)

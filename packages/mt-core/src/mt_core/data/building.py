@@ -28,6 +28,7 @@ def build_datasets(config: Config, tokenizer: Tokenizer, split: Split, host: Plu
     built = spec.build.load()(config.data, tokenizer, request)
     if built is None:
         return {}
+    # A single data set stands under the name of its split.
     return built if isinstance(built, Mapping) else {split: built}
 
 
@@ -44,7 +45,7 @@ def in_epochs(epoch: Dataset, config: Config) -> Dataset:
     epochs = config.train.train_epochs
     if epochs is None:
         return epoch
-    samples = iterations_of_epoch(len(epoch), config) * global_batch_size(config)
+    samples = iterations_of_epoch(len(epoch), config) * global_batch_size(config)  # whole steps only
     return EpochDataset(epoch, epochs, samples, config.train.seed)
 
 
@@ -75,6 +76,7 @@ def require_samples(dataset: Dataset, needed: int) -> None:
 
 def unsuitable_data(inputs: Iterable[str], config: Config, host: PluginHost) -> str | None:
     """Says which of a model's inputs some data sets give and the configured one does not; None: it gives them all."""
+    # Fields by the declared schema: no data set is opened to find out.
     given = {spec.name: {entry.name for entry in spec.sample} for spec in host.datasets}
     chosen = given[host.datasets.get(config.data.dataset_type, key="data.dataset_type").name]
     missing = [name for name in inputs if name not in chosen and any(name in names for names in given.values())]
@@ -91,4 +93,5 @@ def unsuitable_data(inputs: Iterable[str], config: Config, host: PluginHost) -> 
 def counts_tokens(config: Config, host: PluginHost) -> bool:
     """Whether the losses of a sample are those of its tokens: of a pair or a text to classify there is one."""
     sample = host.datasets.get(config.data.dataset_type, key="data.dataset_type").sample
+    # A loss_mask without a dimension is one number for the whole sample.
     return all(field.shape != "[]" for field in sample if field.name == "loss_mask")

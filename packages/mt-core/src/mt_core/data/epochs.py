@@ -25,6 +25,7 @@ class EpochDataset:
 
     def __init__(self, dataset: Dataset, epochs: int, epoch_samples: int, seed: int) -> None:
         self.dataset, self.epochs, self.epoch_samples, self.seed = dataset, epochs, epoch_samples, seed
+        # Two: readers that prefetch cross from one epoch into the next. On the object, so that it is freed with it.
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
     def __len__(self) -> int:
@@ -44,9 +45,12 @@ class EpochDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {self.epochs} epochs that have {len(self)} samples")
         epoch, place = divmod(index, self.epoch_samples)
+        # place < epoch_samples <= len(dataset): the end of the permutation, the incomplete batch, is left out, other
+        # samples in each epoch.
         return int(self._order(epoch)[place])
 
     def _shuffled(self, epoch: int) -> NDArray[np.int64]:
+        # By seed and epoch alone, so that a resumed run finds the same order.
         return np.random.default_rng(self.seed + epoch).permutation(len(self.dataset))
 
 

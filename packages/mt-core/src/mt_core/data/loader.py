@@ -34,6 +34,7 @@ def micro_batch_samples(first: int, size: int, micro_size: int, dp_rank: int, dp
     A step takes samples first ... first + size - 1. Each round of micro-batches takes dp_size * micro_size
     consecutive ones, of which rank r has the r-th micro_size (Megatron's order).
     """
+    # first 0, size 8, micro_size 2, 2 ranks: rank 0 has 0-1 and 4-5, rank 1 has 2-3 and 6-7.
     starts = range(first + dp_rank * micro_size, first + size, dp_size * micro_size)
     return [range(start, min(start + micro_size, first + size)) for start in starts]
 
@@ -63,6 +64,7 @@ def cut_rank_batch(
     if rows == 0 or set(lengths.values()) != {rows}:
         raise DataError(f"a batch needs arrays of one length, its samples; these have {lengths}")
     cuts = [range(start, min(start + micro_size, rows)) for start in range(0, rows, micro_size)]
+    # The numbers that micro_batch_samples would give these rows; rows of a round are micro_size on every rank.
     starts = [first + cut.start * dp_size + dp_rank * micro_size for cut in cuts]
     samples = [range(start, start + len(cut)) for start, cut in zip(starts, cuts, strict=True)]
     return RankBatch([{name: array[cut.start : cut.stop] for name, array in arrays.items()} for cut in cuts], samples)
@@ -86,6 +88,8 @@ class BatchReader:
         self.micro_size, self.dp_rank, self.dp_size = micro_size, dp_rank, dp_size
         self._steps = iter(steps)
         self._ahead = ahead
+        # Threads: reading a memory map and copying arrays release the interpreter's lock, and arrays are not sent
+        # between processes.
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="mt-reader") if workers else None
         self._pending: deque[Future[RankBatch]] = deque()
 
@@ -102,6 +106,7 @@ class BatchReader:
         """The batch of the step that takes samples first ... first + size - 1."""
         groups = micro_batch_samples(first, size, self.micro_size, self.dp_rank, self.dp_size)
         batches = [collate(self.dataset[index] for index in group) for group in groups]
+        # Micro-batches of the rank with most: every rank has to run as many passes, as they meet in collectives.
         rounds = -(-size // (self.micro_size * self.dp_size))
         if len(groups) < rounds:  # of an evaluation that ends within a round
             batches.append(uncounted(self.dataset[first]))
@@ -114,6 +119,7 @@ class BatchReader:
 
     def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator[RankBatch]:
         while True:
+            # Batches come in the order of steps, whichever thread ends first.
             while len(self._pending) < self._ahead:
                 step = next(self._steps, None)
                 if step is None:
@@ -121,4 +127,5 @@ class BatchReader:
                 self._pending.append(pool.submit(self.read, *step))
             if not self._pending:
                 return
+            # An error of a reader is raised here, at its step.
             yield self._pending.popleft().result()

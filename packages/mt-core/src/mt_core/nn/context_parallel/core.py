@@ -44,11 +44,9 @@ def context_parallel_attention(
         raise ConfigError(f'parallel.cp_comm_type="{method}" is unknown; it can be p2p, all_gather, a2a or a2a+p2p')
     if method == "a2a+p2p":
         inner, outer = axes
+        # The point-to-point core sees the outer rank's chunks in order, as the shards nest (`hierarchical`).
         return context_parallel_attention(
-            # The point-to-point core sees the outer rank's chunks in order, as the shards nest (`hierarchical`).
-            "a2a",
-            [inner],
-            core=context_parallel_attention("p2p", [outer], core=core, backend=backend),
+            "a2a", [inner], core=context_parallel_attention("p2p", [outer], core=core, backend=backend)
         )
     (axis,) = axes
     if axis.size == 1:
