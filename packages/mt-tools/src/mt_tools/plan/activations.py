@@ -71,9 +71,11 @@ class StageCost:
 
 def part_of(path: str) -> str:
     """ "decoder.layers.3.mlp.linear_fc1" -> "feed_forward"."""
+    # Before the marks: its name has "experts" in it, but what it saves was received from other ranks.
     end, permuted = PERMUTED
     if path.endswith(end):
         return permuted
+    # The innermost module that has a mark.
     for name in reversed(path.split(".")):
         for mark, part in PARTS.items():
             if mark in name:
@@ -90,6 +92,7 @@ class KeptStorages:
     def __init__(self, model: nn.Module, kernels: PlannedKernels) -> None:
         self.model, self.kernels = model, kernels
         self.bytes: Counter[str] = Counter()
+        # By storage: views of a parameter are not counted either.
         self._seen = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
         self._paths = [""]
         self._computing = ExitStack()
@@ -116,6 +119,7 @@ class KeptStorages:
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
+        # Several operations save the same tensor; its memory is held once.
         if reference not in self._seen:
             self._seen.add(reference)
             self.bytes[part_of(self._paths[-1])] += storage.nbytes()
@@ -125,6 +129,7 @@ class KeptStorages:
     def _entering(self, path: str) -> Callable[[nn.Module, object], None]:
         def enter(module: nn.Module, inputs: object) -> None:
             self._paths.append(path)
+            # In the forward pass the mode is entered already, and this does nothing.
             if len(self._paths) == 2:  # in the backward pass, to recompute
                 self._computing.enter_context(self.kernels.entered())
 
@@ -132,7 +137,7 @@ class KeptStorages:
 
     def _leaving(self, module: nn.Module, inputs: object, output: object) -> None:
         self._paths.pop()
-        if len(self._paths) == 1:
+        if len(self._paths) == 1:  # the outermost module: [""] is left
             self._computing.close()
 
 
@@ -144,15 +149,19 @@ def measure(
     Returns the cost, and the form of the output.
     """
     ledger = kernels.ledger
-    ledger.take()
+    ledger.take()  # what building the model recorded
     kept = KeptStorages(model, kernels)
     with kept.following_modules(), routed:
+        # The hooks end before the backward pass: tensors that a recomputed layer saves again are held for that layer
+        # alone (`Planner.recomputed`).
         with kept.saving(), kernels.entered():
             output: Activations = run()
         forward = ledger.take()
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        # Run for its messages and for recomputation. Products of the backward pass itself are outside of the mode.
         torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
     again = ledger.take()
+    # Two products, dx and dW, for each of the forward pass; `again` has the products of recomputed layers.
     backward = Flow(2 * forward.flops + again.flops, again.bytes, again.calls)
     return StageCost(dict(kept.bytes), forward, backward, _bytes_of(outputs)), form_of(output)
 

@@ -58,5 +58,6 @@ def fake_context(config: Config, world: int, pp_rank: int, ledger: Ledger) -> Pa
 
 def fake_axis(name: AxisName, size: int, rank: int, ledger: Ledger) -> Axis:
     """A fake axis of `size` ranks under the name that reports show."""
+    # An axis of one rank has no group: the runtime then calls no collective.
     group = RecordingGroup(SHOWN_AS.get(name, name), size, ledger, rank) if size > 1 else None
     return Axis(size, rank, group, tuple(range(size)) if size > 1 else (0,))

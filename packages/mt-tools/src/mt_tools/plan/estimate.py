@@ -82,6 +82,7 @@ def estimate(
         if dtype not in BITS:
             raise ConfigError(f"--dtypes {dtype}{did_you_mean(dtype, BITS)}: it can be {', '.join(BITS)}")
     configs = {dtype: _configured(name, dtype, overrides, world, host) for dtype in dict.fromkeys(dtypes)}
+    # Parameters do not depend on the dtype: counted once.
     first = Planner(next(iter(configs.values())), host, machine)
     size = model_size(first.whole_model)
     reason = first.unsuitable_data()
@@ -109,6 +110,7 @@ def model_size(model: nn.Module) -> ModelSize:
 def layer_of(name: str) -> str:
     """ "decoder.layers.3.mlp.linear_fc1.weight" -> "decoder.layers.3"; "output_layer.weight" -> "output_layer"."""
     parts = name.split(".")
+    # The first number: experts have a second one.
     number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
     return ".".join(parts[: number + 1] if number is not None else parts[:-1])
 
@@ -119,7 +121,7 @@ def _configured(name: str, dtype: str, overrides: Sequence[str], world: int, hos
     usual += [f"precision.dtype={TRAINED.get(dtype, 'bf16')}"]
     path = Path(name)
     if not path.exists():
-        find_preset(name, host)
+        find_preset(name, host)  # raises for a name that is neither a file nor a preset
         with as_world(world):
             return load_config(preset=name, overrides=[*usual, *overrides], host=host).config
     section = model_section(read_hf_config(path), host)

@@ -106,8 +106,9 @@ class _Kept(torch.autograd.Function):
         ctx: Any, q: Tensor, mask: Tensor | None, backward: Callable[[], None], value_size: int, *keys: Tensor
     ) -> Tensor:
         """q [B, S, N, D], keys: the saved keys and values -> [B, S, N, value_size]"""
-        out = q.new_empty((*q.shape[:-1], value_size))
+        out = q.new_empty((*q.shape[:-1], value_size))  # [B, S, N, value_size]
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        # What decides the memory: KeptStorages counts these, each storage once.
         ctx.save_for_backward(q, *keys, out, lse, *([] if mask is None else [mask]))
         ctx.shapes, ctx.note_backward = [key.shape for key in keys], backward
         return out
@@ -128,6 +129,7 @@ def fused_attention(ledger: Ledger, *, on_gpu: bool) -> AttentionCore:
         if not pattern.over(k.shape[1]).is_plain:
             mask = pattern.additive_mask(q.shape[1], k.shape[1], q.dtype, q.device)
         if mask is not None or not on_gpu or q.dtype == torch.float32:
+            # The copies are saved for backward, too.
             k, v = expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2])
         ledger.flops += attention_flops(q, k, v, pattern.causal)
         return _Kept.apply(q, mask, _nothing, v.shape[-1], k, v)
@@ -137,6 +139,7 @@ def fused_attention(ledger: Ledger, *, on_gpu: bool) -> AttentionCore:
 
 def attention_flops(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
     """FLOPs of the forward pass: Q K^T, and scores times V; a causal mask hides half of the scores."""
+    # 2 FLOPs x queries x heads x (D + E) x keys.
     whole = 2.0 * q.shape[:-1].numel() * (q.shape[-1] + v.shape[-1]) * k.shape[1]
     return whole / 2 if causal else whole
 
@@ -149,8 +152,10 @@ def communicated_keys(method: str, axis: Axis, ledger: Ledger) -> AttentionCore:
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
-        kv = torch.cat([k.permute(1, 0, 2, 3), v.permute(1, 0, 2, 3)], -1)
+        kv = torch.cat([k.permute(1, 0, 2, 3), v.permute(1, 0, 2, 3)], -1)  # [2c, B, G, D + E]
         size = kv.numel() * kv.element_size()
+        # See visible_rows: this rank shows all rows to the `rank` ranks before it and half of them to those behind it,
+        # and reads half of the rows of the ranks before it and all of those behind it.
         behind = axis.size - 1 - axis.rank
         shown = size * (axis.rank + behind / 2)
         read = size * (axis.rank / 2 + behind)
@@ -197,12 +202,15 @@ class PlannedKernels(TorchFunctionMode):
             return
         self._is_entered = True
         try:
+            # Entering a TorchFunctionMode twice would count every product twice.
             with self:
                 yield
         finally:
             self._is_entered = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Modes are not active within their own __torch_function__: the inner functions of a product are not counted
+        # again.
         out = self.replaced.get(func, func)(*args, **(kwargs or {}))
         if func in PRODUCTS:
             self.ledger.flops += PRODUCTS[func](args, out)
@@ -228,10 +236,12 @@ ON_GPUS: Mapping[Any, Callable[..., Any]] = {F.dropout: gpu_dropout}
 
 
 def _linear(args: Any, out: Tensor) -> float:
+    # [..., K] x [K, N]: K multiply-adds for each element of the result.
     return 2.0 * out.numel() * args[0].shape[-1]
 
 
 def _convolution(args: Any, out: Tensor) -> float:
+    # The weights of one output channel: input channels of a group x kernel.
     return 2.0 * out.numel() * args[1][0].numel()
 
 

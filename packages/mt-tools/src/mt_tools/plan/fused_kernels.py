@@ -44,9 +44,10 @@ class ConfiguredKernels(Kernels):
     def pick(
         self, kernel: KernelName, *features: Feature, width: int = 0, plain: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
+        # By what the planned device would take, not by what is installed here.
         if kernel in FAKES and self._is_fused(kernel, width):
             return FAKES[kernel]
-        in_torch = Kernels({kernel: TORCH}, self.device_type, self.dtype)
+        in_torch = Kernels({kernel: TORCH}, self.device_type, self.dtype)  # plain torch, which saves more
         return in_torch.pick(kernel, *features, width=width, plain=plain)
 
     def pick_fused(
@@ -63,6 +64,7 @@ class ConfiguredKernels(Kernels):
 
     def _is_fused(self, kernel: KernelName, width: int) -> bool:
         wanted = self.wanted.get(kernel, AUTO)
+        # As `auto` chooses: Triton on a GPU, but for rows that are too wide.
         return wanted != TORCH if wanted != AUTO else self.on_gpu and width <= WIDEST_ROW
 
 
@@ -101,6 +103,7 @@ class _RotaryOfQKV(torch.autograd.Function):
         ctx.shape = qkv.shape
         *positions, groups, rows, width = qkv.shape
         q = qkv.new_empty((*positions, groups * (rows - 2), width))
+        # New tensors: qkv can be freed, unless norms keep it.
         return q, qkv.new_empty((*positions, groups, width)), qkv.new_empty((*positions, groups, width))
 
     @staticmethod

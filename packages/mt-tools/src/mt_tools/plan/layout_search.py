@@ -51,6 +51,7 @@ class QuickPlanner(Planner):
     def stage_costs(self, config: Config, world: int, assign: Assignment = assign_round_robin) -> StageCosts:
         one = config.train.model_copy(update={"micro_batch_size": 1})
         costs = super().stage_costs(config.model_copy(update={"train": one}), world, assign)
+        # Activations, messages and FLOPs of a micro-batch grow with its samples; one measurement serves all sizes.
         return costs.of_samples(config.train.micro_batch_size)
 
     def imbalanced_costs(self, config: Config, world: int) -> StageCosts | None:
@@ -60,13 +61,16 @@ class QuickPlanner(Planner):
     def start_times(
         self, config: Config, pp: int, by_stage: list[StageCost], passes: int, clock: Clock
     ) -> tuple[ScheduleTable, float, float]:
+        # Behind the warm-up a schedule repeats itself: pp more micro-batches add the same time. gpipe keeps all of
+        # them, so that its peak memory needs the whole order.
         simulated = SIMULATED_ROUNDS * pp
         if pp == 1 or passes <= simulated or config.parallel.pipeline_schedule == "gpipe":
             return super().start_times(config, pp, by_stage, passes, clock)
         order, bubble, seconds = super().start_times(config, pp, by_stage, simulated, clock)
+        # Two simulations, pp micro-batches apart, give the time of each further one.
         shorter = super().start_times(config, pp, by_stage, simulated - pp, clock)[2]
         whole = seconds + (passes - simulated) * (seconds - shorter) / pp
-        busy = (1 - bubble) * seconds * passes / simulated
+        busy = (1 - bubble) * seconds * passes / simulated  # seconds of computing, which grow with the passes
         return order, 1 - busy / whole, whole
 
 
@@ -94,12 +98,14 @@ def search(planner: QuickPlanner, world: int, memory_gib: float) -> Found:
     """
     found = Found()
     for axes in axis_choices(planner, world):
+        # The smallest micro-batch without recomputation: rules that it breaks hold for the others, too.
         bare = _with(planner.config, axes, "none", 1)
         try:
             _checked(planner, bare, world)
         except ConfigError as error:
             found.refused[_reason(error)] += 1
             continue
+        # Before the plan, which is slow: an average rank is a lower bound of the fullest.
         if weights_gib(planner, bare, world) > memory_gib:
             found.too_large += 1
             continue
@@ -112,6 +118,7 @@ def search(planner: QuickPlanner, world: int, memory_gib: float) -> Found:
 def _try_micro_batch(
     planner: QuickPlanner, axes: Mapping[str, Any], size: int, world: int, memory_gib: float, found: Found
 ) -> None:
+    # From the fastest to the one with the least memory; the first that fits is taken.
     for recompute in RECOMPUTE:
         choice = _with(planner.config, axes, recompute, size)
         try:
@@ -134,6 +141,7 @@ def axis_choices(planner: QuickPlanner, world: int) -> Iterator[dict[str, Any]]:
     config = planner.config
     longest = max(1, config.data.seq_length // TOKENS_OF_A_CONTEXT_RANK)
     layers = len(planner.kinds)
+    # tp within a node: its messages are in every layer and are not overlapped.
     for tp in (size for size in divisors(world) if size <= planner.machine.node_size):
         for cp in (size for size in divisors(world // tp) if size <= longest):
             for pp in (size for size in divisors(world // (tp * cp)) if size <= max(1, layers)):
@@ -159,6 +167,7 @@ def expert_choices(planner: QuickPlanner, stage: int, tp: int) -> Iterator[tuple
         yield 1, None
         return
     for etp in dict.fromkeys((1, tp)):
+        # Every rank has equally many experts, and the ranks of a stage are divided evenly.
         legal = [ep for ep in divisors(experts) if stage % (ep * etp) == 0]
         inside = [ep for ep in legal if ep * etp <= planner.machine.node_size]
         yield from ((ep, etp) for ep in dict.fromkeys((*inside[-2:], *legal[-1:])))
@@ -183,6 +192,8 @@ def weights_gib(planner: QuickPlanner, choice: Choice, world: int) -> float:
     stage = world // parallel["pipeline_model_parallel_size"]
 
     def gibibytes(count: float, shards: int) -> float:
+        # stage / world = 1 / pp. A rank has count / pp / shards elements; of their sharded state 1 / (stage / shards),
+        # as many ranks hold the same elements.
         return count * stage / world / shards * (fixed + sharded * shards / stage)
 
     tensor = parallel["tensor_model_parallel_size"]
@@ -201,6 +212,7 @@ def _with(config: Config, axes: Mapping[str, Any], recompute: str, size: int) ->
 
 
 def _checked(planner: QuickPlanner, tree: dict[str, dict[str, Any]], world: int) -> Config:
+    # config_from_dict validates the sections; the rules across them depend on the number of ranks.
     with as_world(world):
         config = config_from_dict(tree, planner.host)
         check_config(config)
@@ -223,4 +235,5 @@ def _changes(tree: Choice) -> Choice:
 
 def _reason(error: ConfigError) -> str:
     """The message without its numbers, so that rejections for one reason are counted together."""
+    # Up to the first semicolon: what follows is advice.
     return " ".join("N" if any(c.isdigit() for c in word) else word for word in str(error).split(";")[0].split())

@@ -199,6 +199,7 @@ class Planner:
     def plan(self, config: Config, world: int) -> LayoutPlan:
         """The planner's configuration with any [parallel], [recompute] and [train]."""
         with as_world(world):
+            # The model of this planner has its vocabulary size resolved.
             return self._plan(config.model_copy(update={"model": self.config.model}), world)
 
     def _plan(self, config: Config, world: int) -> LayoutPlan:
@@ -208,6 +209,7 @@ class Planner:
         self._require_pipelined(config, pp)
         placement = configured_schedule(config.parallel, self.host).placement if pp > 1 else "loop"
         own = [stages_of_rank(rank, len(stages), pp, placement) for rank in range(pp)]
+        # Micro-batches of a step.
         passes = build_batch_size(config).full // (config.train.micro_batch_size * data_parallel_size(config))
         costs = self.stage_costs(config, world)
         by_stage = [costs.of(stage) for stage in stages]
@@ -239,6 +241,7 @@ class Planner:
     def stage_costs(self, config: Config, world: int, assign: Assignment = assign_round_robin) -> StageCosts:
         """Shared by all layouts that shard a layer in the same way, for any number of stages and ranks."""
         parallel = config.parallel
+        # All that changes the tensors of a stage without experts. Data-parallel and pipeline sizes do not.
         dense = (
             parallel.tensor_model_parallel_size,
             parallel.sequence_parallel,
@@ -252,6 +255,7 @@ class Planner:
         if (dense, experts) not in self._costs:
             ledger = Ledger()
             ctx = fake_context(config, world, 0, ledger)
+            # Layouts that differ in the axes of experts share the stages without them.
             runs = self._runs_without_experts.setdefault(dense, {})
             shared = SharedRuns(partial(has_experts, self.whole_model), runs, self._results)
             self._costs[dense, experts] = StageCosts(
@@ -278,6 +282,7 @@ class Planner:
         if pp == 1:
             # With one pipeline rank: each micro-batch runs forward and backward before the next.
             order = [[Action(kind, 0, number) for number in range(passes) for kind in (Kind.FORWARD, Kind.BACKWARD)]]
+            # Both halves of a backward pass take equally long.
             return order, 0.0, passes * (times.forward[0] + 2 * times.backward_input[0])
         timeline = simulate(configured_schedule(config.parallel, self.host), pp, passes, times)
         order = [[span.action for span in rank] for rank in timeline.ranks]
@@ -287,6 +292,7 @@ class Planner:
         self, config: Config, world: int, stages: Sequence[Stage], own: Sequence[tuple[int, ...]], passes: int
     ) -> list[WeightCost]:
         """Of each pipeline rank; computed once for layouts that differ in micro-batches and recomputation only."""
+        # passes > 1: FSDP2 then keeps unsharded gradients between micro-batches.
         key = (repr(config.parallel), world, passes > 1)
         if key not in self._weights:
             self._weights[key] = self._weigh(config, world, stages, own, passes)
@@ -297,6 +303,7 @@ class Planner:
     ) -> list[WeightCost]:
         """Pipeline ranks with the same kinds of layers are computed once."""
         ledger = Ledger()
+        # A middle rank of a deep pipeline is like its neighbours: one model is built for all of them.
         kinds = [self._kind_of_rank([stages[number] for number in numbers]) for numbers in own]
         models = {
             kind: build_on_meta(
@@ -308,6 +315,7 @@ class Planner:
             )
             for kind in dict.fromkeys(kinds)
         }
+        # Outside of layers: embeddings, norms, the LM head.
         names = [{name for name, _ in models[kind].named_parameters() if not _is_numbered(name)} for kind in kinds]
         found: dict[object, WeightCost] = {}
         for kind, model in models.items():
@@ -328,6 +336,7 @@ class Planner:
         if options.recompute_granularity != "full" or not len(stage.layers):
             return 0.0
         size = (options.recompute_num_layers or 1) if options.recompute_method == "uniform" else 1
+        # While a group is recomputed, it holds all that it would keep without recomputation.
         plain = self.stage_costs(config.model_copy(update={"recompute": WITHOUT_RECOMPUTING}), world)
         return plain.of(Stage(stage.layers[:size], first=False, last=False)).kept_bytes
 
@@ -342,7 +351,7 @@ class Planner:
         rank: int,
         passes: int,
     ) -> RankPlan:
-        in_flight = peak_in_flight(order[rank], by_stage)
+        in_flight = peak_in_flight(order[rank], by_stage)  # stage -> micro-batches
         kept: Counter[str] = Counter()
         for stage, count in in_flight.items():
             for part, size in by_stage[stage].kept.items():
@@ -352,7 +361,9 @@ class Planner:
             passing = passing + by_stage[number].forward + by_stage[number].backward
         sends = messages_between_stages(own, by_stage, rank)
         cost = weights[rank]
+        # Every micro-batch passes all stages of the rank; the rest is once per step.
         flow = (passing + sends + cost.micro_batch) * passes + cost.step
+        # The result of the largest collective exists beside its input: the average bytes of a call.
         largest = max((size / by_stage_calls for size, by_stage_calls in _sizes(passing)), default=0.0)
         recomputed = max((again[number] for number in own[rank]), default=0.0)
         boundary = max((by_stage[number].sent for number in own[rank]), default=0.0) if len(stages) > 1 else 0.0
@@ -365,6 +376,7 @@ class Planner:
             sum(in_flight.values()),
             recomputed,
             # The update's memory is needed after the last backward pass, in place of activations.
+            # boundary twice: hidden states that are received while others are sent.
             max(cost.buffers + largest + 2 * boundary, cost.update - kept.total() - recomputed),
             flow,
         )
@@ -379,12 +391,15 @@ def _step_time(
     simulated: float,
 ) -> StepTime:
     """stages: the stages of each pipeline rank. simulated: seconds from the first pass to the last."""
+    # One micro-batch through each rank.
     one = [sum((cost.forward + cost.backward for cost in costs), Flow()) for costs in stages]
     busiest = max(one, key=lambda flow: clock.compute(flow) + clock.messages(flow))
     products, messages = passes * clock.compute(busiest), passes * clock.messages(busiest)
+    # Of one micro-batch: a forward pass is about a third.
     backward = 2 / 3 * (products + messages) / passes
     collecting = passes * max(clock.messages(rank.weights.micro_batch) for rank in ranks)
     end = max(clock.step_end(config, rank.weights, backward / 2, backward) for rank in ranks)
+    # The bubble is what the simulated schedule takes beyond the busiest rank's own work.
     return StepTime(products, messages + collecting, max(0.0, simulated - products - messages), end)
 
 
@@ -408,6 +423,7 @@ def fake_copies(names: Sequence[set[str]], rank: int, ledger: Ledger) -> TiedWei
     """Weights that several pipeline ranks hold (tied weights), given those of each rank outside of its layers."""
     axes: dict[str, Axis] = {}
     for name in sorted(names[rank]):
+        # The word embeddings of the first stage and the tied LM head of the last, for instance.
         holders = [place for place, of_rank in enumerate(names) if name in of_rank]
         if len(holders) > 1:
             axes[name] = fake_axis("stage_copies", len(holders), holders.index(rank), ledger)  # type: ignore[arg-type]
@@ -424,6 +440,7 @@ def peak_in_flight(actions: Sequence[Action], by_stage: Sequence[StageCost]) -> 
         if action.kind is Kind.FORWARD:
             in_flight[action.stage] += 1
             size += kept[action.stage]
+        # A split backward pass frees activations with its second half, the weights' gradients.
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             in_flight[action.stage] -= 1
             size -= kept[action.stage]
@@ -437,9 +454,9 @@ def messages_between_stages(own: Sequence[tuple[int, ...]], by_stage: Sequence[S
     ledger = Ledger()
     for number in own[rank]:
         if number + 1 < len(by_stage) and number + 1 not in own[rank]:
-            ledger.sent("pp", "send", by_stage[number].sent)
+            ledger.sent("pp", "send", by_stage[number].sent)  # hidden states forward
         if number > 0 and number - 1 not in own[rank]:
-            ledger.sent("pp", "send", by_stage[number - 1].sent)
+            ledger.sent("pp", "send", by_stage[number - 1].sent)  # their gradients back
     return ledger.take()
 
 

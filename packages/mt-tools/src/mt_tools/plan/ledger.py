@@ -14,6 +14,7 @@ from torch import Tensor
 Call = tuple[str, str]
 """Axis, operation."""
 
+# all_reduce = reduce_scatter, then all_gather.
 SENT_SHARES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """Factor of a ring algorithm over n ranks: a rank sends this times (n - 1) / n of the largest tensor of the call."""
 
@@ -47,6 +48,7 @@ class Flow:
 
 def _sum(first: Mapping[Call, float], second: Mapping[Call, float], factor: float) -> dict[Call, float]:
     sums = {key: first.get(key, 0) + factor * second.get(key, 0) for key in dict.fromkeys([*first, *second])}
+    # Differences of layers (StageCosts) leave zeros.
     return {key: value for key, value in sums.items() if value}
 
 
@@ -99,6 +101,7 @@ class RecordingGroup(dist.ProcessGroup):
         return Done()
 
     def allreduce(self, tensors: list[Tensor], *options: Any) -> Done:  # type: ignore[override]
+        # Routing computes with counts on the CPU: n equal ranks sum to n times the value.
         if has_values(tensors[0]):
             tensors[0].mul_(self.size())
         return self._note("all_reduce", tensors[0])
@@ -106,7 +109,7 @@ class RecordingGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, tensor: Tensor, *options: Any) -> Done:
         if has_values(output):
             output.view(self.size(), -1).copy_(tensor.reshape(1, -1).expand(self.size(), -1))
-        return self._note("all_gather", output)
+        return self._note("all_gather", output)  # the largest tensor of the call
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, *options: Any) -> Done:
         if has_values(output):
@@ -122,7 +125,7 @@ class RecordingGroup(dist.ProcessGroup):
             output.copy_(torch.cat([tensor[first : first + size] for size in sizes]))
         return self._note("all_to_all", tensor)
 
-    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # the names of torch 2.11
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 

@@ -35,8 +35,10 @@ def longest_sequence(
     best, units = fitting(1), 1
     if best is None:
         return None
+    # Doubling: `units` fits and 2 * units does not.
     while (longer := fitting(2 * units)) is not None:
         best, units = longer, 2 * units
+    # Then a binary search in between: steps of units / 2, units / 4, ..., 1.
     step = units // 2
     while step:
         if (longer := fitting(units + step)) is not None:

@@ -33,6 +33,7 @@ def count_parameters(config: Config, host: PluginHost, model: nn.Module) -> Para
         if any(split.axis == "ep" for split in layouts[name].splits)
     )
     of_a_layer, share = experts_of_a_layer(config, host)
+    # A token uses top-k of the experts of each layer.
     return ParameterCount(total, experts, total - experts + round(experts * share), of_a_layer)
 
 

@@ -43,6 +43,7 @@ class ResultCache:
 
     def of(self, key: object, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """The result of an operation that has a cache key."""
+        # A new tensor of the same form: two calls must not share storage, which is counted.
         if (known := self._results.get(key)) is not None:
             return _made(known)
         out = func(*args, **options)
@@ -56,7 +57,7 @@ class ResultCache:
             self._makes_new[func] = _makes_new_tensors(func)
         if not self._makes_new[func]:
             return None
-        described: list[Any] = [func, *options]
+        described: list[Any] = [func, *options]  # names of keyword arguments, then all values
         if not (_describe(args, described) and _describe(options.values(), described)):
             return None
         return tuple(described)
@@ -89,6 +90,7 @@ def _describe(values: Iterable[Any], described: list[Any]) -> bool:
 
 def _form_of_result(out: Any, given: tuple[Any, ...]) -> Form | tuple[type, list[Form | None]] | None:
     """None if the result is not a new tensor, or not a collection of new tensors."""
+    # A result that is an argument or a view of one is no new tensor, whatever the schema says.
     taken = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_in(given)}
     if isinstance(out, Tensor):
         return _form_of_new(out, taken)
@@ -110,6 +112,7 @@ def _form_of_new(tensor: Tensor, taken: set[StorageWeakRef]) -> Form | None:
         return None
     taken.add(storage)
     form = Form(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    # A result that is a part of a larger storage would be counted with less memory.
     whole = form.empty().untyped_storage().nbytes()
     return form if tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == whole else None
 

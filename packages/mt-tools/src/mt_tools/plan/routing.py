@@ -28,6 +28,7 @@ Assignment = Callable[[int, int, int], Tensor]
 
 def assign_round_robin(rows: int, k: int, choices: int) -> Tensor:
     """Balanced load: the numbers of tokens of any two experts differ by at most one."""
+    # rows 3, k 2, choices 4: [[0, 1], [2, 3], [0, 1]]
     return (torch.arange(rows * k) % choices).view(rows, k)
 
 
@@ -45,6 +46,7 @@ class RoutedTokens:
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
+        # Two modes: torch.tensor is a function, which never reaches __torch_dispatch__ with its values.
         self._entered.enter_context(_Numbers())
         self._entered.enter_context(_Choices(self.assign, self.cache))
 
@@ -72,10 +74,13 @@ class _Choices(UncompiledDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
+        # Of real indices, on the CPU, these operations are computed.
         if func in WITHOUT_VALUES and args[0].device.type == "meta":
             return WITHOUT_VALUES[func](self.assign, func, args, options)
         if (key := self.cache.key(func, args, options)) is not None:
             return self.cache.of(key, func, args, options)
+        # All tensors with values, or none: computed as they are. Mixed: operations take tensors of one device, and the
+        # result has no values.
         with_values = {_has_values(tensor) for tensor in tensors_in((*args, *options.values()))}
         if len(with_values) < 2:
             return func(*args, **options)

@@ -97,6 +97,8 @@ class StageCosts:
     def _of(self, stage: Stage) -> StageCost:
         key = (self._kinds_of(stage), stage.first, stage.last)
         if key not in self._known:
+            # Where some layers of a stage are recomputed and others not, a layer's cost depends on its place: the stage
+            # is run whole.
             taken_apart = bool(self.kinds) and len(stage.layers) > 0 and not self._counts_layers
             self._known[key] = self._sum_of_layers(stage) if taken_apart else self._measured(stage)[0]
         return self._known[key]
@@ -108,6 +110,8 @@ class StageCosts:
 
     def _sum_of_layers(self, stage: Stage) -> StageCost:
         start, end = stage.layers.start, stage.layers.stop
+        # kinds A A B: embedding + A + (AA - A) + (AB - A) + what follows. Saved tensors that layers share are in A, and
+        # cancel in the differences.
         total = self._measured(Stage(range(0), first=True, last=False))[0] if stage.first else StageCost()
         total = total.plus(self._layers(start, start + 1), 1)
         for number, count in self._first_of_pairs(stage.layers).items():
@@ -120,6 +124,7 @@ class StageCosts:
     def _first_of_pairs(self, layers: range) -> dict[int, int]:
         """A representative layer for each pair (kind of the layer before, kind) -> the number of such layers."""
         pairs = [(self.kinds[number - 1], self.kinds[number]) for number in layers[1:]]
+        # Reversed: of equal pairs the first one stays, so that all stages run the same layers.
         firsts = dict(reversed(list(zip(pairs, layers[1:], strict=True))))
         return {firsts[pair]: count for pair, count in Counter(pairs).items()}
 
@@ -139,7 +144,7 @@ class StageCosts:
     def form_before(self, number: int) -> ActivationsForm:
         """The input of a layer."""
         if not self._forms:
-            self._forms.append(self._measured(Stage(range(0), first=True, last=False))[1])
+            self._forms.append(self._measured(Stage(range(0), first=True, last=False))[1])  # the embedding's output
         while len(self._forms) <= number:
             layer = len(self._forms) - 1
             self._forms.append(self._measured(Stage(range(layer, layer + 1), first=False, last=False))[1])
@@ -161,7 +166,7 @@ class StageCosts:
 
         def run(model: nn.Module) -> Any:
             inputs = {name: batch[name] for name in contract(model).inputs if name in batch}
-            inputs.update(model_options(loss))
+            inputs.update(model_options(loss))  # such as project=False
             staged = as_pipelined(model)
             output = staged.run_stage(stage, hidden, **inputs) if staged is not None else model(**inputs)
             return masked_sum(self._losses(loss, output, batch), batch["loss_mask"]) if stage.last else output
@@ -207,6 +212,7 @@ def layer_kinds(config: Config, model: nn.Module) -> dict[int, Kind]:
     staged = as_pipelined(model)
     if staged is None:
         return {}
+    # Layers with and without a window have the same parameters and other attention.
     window_of = getattr(config.model, "window_of", lambda number: None)
     found: dict[object, Kind] = {}
     return {
@@ -219,7 +225,7 @@ def has_experts(model: nn.Module, stage: Stage) -> bool:
     """Whether a stage depends on the sharding of experts. True for a model that cannot be split into stages."""
     staged = as_pipelined(model)
     return staged is None or any(
-        layout.replicas == "edp"
+        layout.replicas == "edp"  # what experts own
         for module in staged.stage_modules(stage)
         for layout in parameter_layouts(module).values()
     )
@@ -269,6 +275,7 @@ def text_with_image(config: Config, batch: Mapping[str, Tensor], parts: int) -> 
         found |= {"images": torch.empty(views, device="meta"), "image_grids": torch.tensor([[[1, cells]]] * rows)}
         features *= cells
     must_divide("parallel.context_parallel_size", parts, "the positions of an image", features)
+    # An image's placeholders at the beginning of each row.
     tokens[:, : features // parts] = config.model.image_token_index  # type: ignore[attr-defined]
     return found
 

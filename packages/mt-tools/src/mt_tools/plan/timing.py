@@ -48,13 +48,15 @@ class Clock:
 
     def speed(self, axis: str) -> float:
         """Bandwidth between the ranks of an axis: that within a node if the whole axis fits into a node."""
+        # Ranks are numbered tp fastest: an axis spans stride x size neighbouring ranks.
         stays = self._stride(axis) * self.size(axis) <= self.machine.node_size
         return self.machine.node_speed if stays else self.machine.network_speed
 
     def stage_times(self, costs: list[StageCost]) -> StageTimes:
         forward = [self.compute(cost.forward) + self.messages(cost.forward) for cost in costs]
         backward = [self.compute(cost.backward) + self.messages(cost.backward) for cost in costs]
-        half = [seconds / 2 for seconds in backward]
+        half = [seconds / 2 for seconds in backward]  # dx and dW: one product each
+        # The slowest boundary: the simulator takes one time for all of them.
         sent = max((cost.sent for cost in costs[:-1]), default=0.0)
         return StageTimes(forward, half, half, sent / self.speed("pp") + self.machine.latency if sent else 0.0)
 
@@ -62,6 +64,7 @@ class Clock:
         """Exposed time from the last backward pass to the next forward pass, including communication that the forward
         pass waits for. forward, backward: seconds of a pass."""
         step = weights.step
+        # calls of both operations: `messages` looks up those of the bytes it has.
         reduced = Flow(0.0, {call: size for call, size in step.bytes.items() if call[1] != "all_gather"}, step.calls)
         gathered = Flow(0.0, {call: size for call, size in step.bytes.items() if call[1] == "all_gather"}, step.calls)
         sums = self.messages(reduced)
@@ -69,16 +72,19 @@ class Clock:
             sums = max(0.0, sums - backward)
         collecting = self.messages(gathered)
         if config.parallel.overlap_param_gather:
+            # Before the first layer nothing can be hidden.
             first = weights.collected_first * collecting
             collecting = first + max(0.0, collecting - first - forward)
         return sums + collecting + weights.updated * UPDATE_BYTES / self.machine.memory_speed
 
     def size(self, axis: str) -> int:
+        # dp stands for the ranks that reduce gradients (SHOWN_AS), copies for the stages that hold them: pp at most.
         names: Mapping[str, AxisName] = {"dp": "dp_cp", "stage_copies": "pp"}
         return self.sizes[names.get(axis, axis)]  # type: ignore[arg-type]
 
     def _stride(self, axis: str) -> int:
         """Distance of neighbours on the axis, in ranks (tp-cp-dp-pp, tp fastest)."""
         tp, etp, ep = self.sizes["tp"], self.sizes["etp"], self.sizes["ep"]
+        # Pp is the slowest axis: a stage is world / pp neighbours.
         strides = {"tp": 1, "cp": tp, "dp": tp, "etp": 1, "ep": etp, "edp": etp * ep}
         return strides.get(axis, self.sizes["world"] // self.sizes["pp"])

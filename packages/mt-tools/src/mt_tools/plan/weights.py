@@ -91,6 +91,7 @@ def weight_cost(
     """For a model on the meta device. copies: weights that other pipeline ranks hold too. passes: micro-batches."""
     if config.parallel.use_torch_fsdp2:
         return _fully_sharded_cost(config, host, model, ctx, copies, state, passes)
+    # The runtime's own master weights and buckets, on the meta device, so that padding and dtypes are its own.
     weights = build_weights(config, model, ctx, copies, host)
     layouts = parameter_layouts(model)
     named = dict(weights.named_parameters())
@@ -139,6 +140,7 @@ def _exchange(
     named = dict(weights.named_parameters())
     if not isinstance(weights, ParamAndGradBuffer):
         for parameter in named.values():
+            # Without buckets gradients are those of autograd, which has not run.
             parameter.grad = torch.empty_like(parameter)
     weights.reduce()
     GradFinalizer(layouts, ctx, copies, sharded=shards_state(config)).finalize_model_grads(named.items())
@@ -151,10 +153,12 @@ def resident_bytes(weights: MasterWeights, model: nn.Module) -> tuple[float, flo
     named = dict(weights.named_parameters())
     buckets = weights.buckets if isinstance(weights, ParamAndGradBuffer) else []
     own = parameter_storages(model)
+    # In fp32 training the master weights are the model's own storage.
     main = {key: size for key, size in storage_bytes(named.values()).items() if key not in own}
     gradients = storage_bytes(
         [bucket.gradients for bucket in buckets] + [one.grad for one in named.values() if one.grad is not None]
     )
+    # The copy in the dtype of the reduction.
     sent = sum(bucket.size * bucket.reduce_dtype.itemsize for bucket in buckets if _is_copied(bucket))
     return float(sum(own.values())), float(sum(gradients.values())), float(sum(main.values())), float(sent)
 
@@ -191,7 +195,7 @@ def _fully_sharded_cost(
         for name in names:
             shape = model.get_parameter(name).shape
             size = ctx.axis(SHARDS[layouts[name].replicas][0]).size
-            share = -(-shape[0] // size) * math.prod(shape[1:])
+            share = -(-shape[0] // size) * math.prod(shape[1:])  # rows of the largest shard
             own, whole, gathered = own + share, whole + math.prod(shape), gathered + share * size
             optimizer_state += state.of(len(layouts[name].shape) > 1, share)
         shard, replicate = (ctx.axis(axis) for axis in SHARDS[layouts[names[0]].replicas])
@@ -199,10 +203,12 @@ def _fully_sharded_cost(
         if shard.size > 1:
             gathers.sent("dp", "all_gather", gathered * compute)
             if config.parallel.fsdp_reshard_after_forward:
+                # Resharded behind the forward pass: gathered once more for the backward pass.
                 again.sent("dp", "all_gather", gathered * compute)
             ledger.sent("dp", "reduce_scatter", gathered * reduced)
         if replicate.size > 1:
             ledger.sent("dp", "all_reduce", gathered / shard.size * reduced)
+    # Resharded: the layer at hand and the next one, which is prefetched.
     collected = whole if not config.parallel.fsdp_reshard_after_forward else 2 * waiting
     return WeightCost(
         parameters=whole,
@@ -246,6 +252,8 @@ def fsdp_units(model: nn.Module) -> list[list[str]]:
     ]
     inside = set().union(*layers) if layers else set()
     named = list(trained_parameters(model))
+    # Fully_shard is applied to each layer.
     units = [[name for name, parameter in named if id(parameter) in layer] for layer in layers]
+    # Shared parameters are among these or in one layer: by identity, each once.
     units.append([name for name, parameter in named if id(parameter) not in inside])
     return [unit for unit in units if unit]
