@@ -40,9 +40,10 @@ class AttentionShape:
     def forward_flops(self) -> float:
         """FLOPs of scores and values over the visible keys; a multiply-add counts as 2."""
         length = self.sequence // self.documents
+        # A query sees up to `reach` keys: the first ones 1, 2, ..., the others `reach`.
         reach = min(self.window or length, length)
         seen = reach * (reach + 1) / 2 + (length - reach) * reach
-        return 4.0 * self.batch * self.documents * seen * self.heads * self.head_dim
+        return 4.0 * self.batch * self.documents * seen * self.heads * self.head_dim  # Q K^T and P V
 
 
 SHAPES = (
@@ -72,6 +73,7 @@ def measure(shape: AttentionShape, machine: Machine, rounds: int, host: PluginHo
     q, k, v = tensors(shape, machine)
     pattern = AttentionPattern(segment_ids=segments(shape, machine), window=shape.window)
     ones = torch.ones_like(q)
+    # No log-sum-exp or inputs are kept.
     forward = {name: [torch.no_grad()(partial(core, q, k, v, pattern, 0.0))] for name, core in cores.items()}
     step = {name: [partial(_step, core, (q, k, v), pattern, ones)] for name, core in cores.items()}
     return {
@@ -131,6 +133,7 @@ def segments(shape: AttentionShape, machine: Machine) -> Tensor | None:
 
 
 def _step(core: Callable[..., Tensor], inputs: tuple[Tensor, ...], pattern: AttentionPattern, grad: Tensor) -> None:
+    # autograd.grad: gradients are not accumulated into inputs, which would be timed as well.
     torch.autograd.grad(core(*inputs, pattern, 0.0), inputs, grad)
 
 

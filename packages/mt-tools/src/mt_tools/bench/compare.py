@@ -62,12 +62,14 @@ def _walk(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[st
 
 
 def _is_lower(path: tuple[str, ...]) -> bool:
+    # Or one level up: peak_mb is a table of implementations.
     return path[-1] in LOWER_IS_BETTER or (len(path) > 1 and path[-2] in LOWER_IS_BETTER)
 
 
 def _ratio(metric: str, before: float, after: float) -> float:
     if before == after:
         return 1.0
+    # The ratio is above 1 for an improvement, whichever direction is better.
     worse, better = (after, before) if _is_lower(tuple(metric.split("."))) else (before, after)
     return better / worse if worse else float("inf")
 

@@ -53,6 +53,7 @@ class Launches(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Views launch nothing.
         self.count += not func.is_view
         return func(*args, **(kwargs or {}))
 
@@ -71,6 +72,7 @@ def step_against_plain_loop(name: str, shape: PlainShape, steps: int, host: Plug
     arrays = collate(data[index] for index in range(shape.batch))
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
     try:
+        # In turns, so that both steps see the same machine.
         times = alternating({"mt": run.step, "plain": lambda: plain.step(batch)}, steps)
         operators, plain_operators = launches(run.step), launches(lambda: plain.step(batch))
     finally:

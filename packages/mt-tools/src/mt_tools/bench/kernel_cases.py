@@ -79,6 +79,7 @@ def norm_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     def layer(function: Callable[..., Any]) -> Tensor:
         return function(x, weight, bias, 1e-5)
 
+    # Forward reads x, writes y. Backward reads dy and x and writes dx: 5 in all.
     yield KernelCase("rms_norm", label, sizes.hidden, rms, differentiated(rms, x, weight), 2 * one, 5 * one)
     yield KernelCase("layer_norm", label, sizes.hidden, layer, differentiated(layer, x, weight, bias), 2 * one, 5 * one)
 
@@ -115,6 +116,7 @@ def activation_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
         out = x.numel() // halves * x.element_size()
         yield KernelCase(
             "activation", f"{name} {sizes.tokens} x {sizes.ffn}", sizes.ffn, call, differentiated(call, x),
+            # Forward: x in, y out. Backward: dy and x in, dx out.
             (halves + 1) * out, (3 * halves + 2) * out, features=(name,),
         )  # fmt: skip
 
@@ -130,7 +132,16 @@ def residual_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     step = differentiated(call, x, bias, residual)
     label = f"{sizes.tokens} x {sizes.hidden}"
     yield KernelCase(
-        "bias_dropout_add", label, sizes.hidden, call, step, 3 * one, 6 * one, features=("bias", "dropout")
+        # Forward: x and residual in, y out. Backward: dy in, dx out; the residual's gradient is dy. The sum over rows
+        # for the bias reads dx.
+        "bias_dropout_add",
+        label,
+        sizes.hidden,
+        call,
+        step,
+        3 * one,
+        6 * one,
+        features=("bias", "dropout"),
     )
 
 
@@ -167,6 +178,7 @@ def loss_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
         yield KernelCase(
             "cross_entropy", f"{label} {name}", sizes.vocabulary, entropy, entropy_step, one, 3 * one, memory=True
         )
+        # The next dtype's logits are as large: 2 GB in bf16, 4 GB in fp32.
         del logits
 
     def linear(function: Callable[..., Any]) -> None:
@@ -175,6 +187,8 @@ def loss_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     def linear_sum(function: Callable[..., Any]) -> None:
         torch.autograd.grad(function(hidden, weight, columns, factor, Axis())[0], (hidden, weight))
 
+    # Three products: logits, dhidden, dweight. A form that computes the logits again does more than it is credited
+    # with.
     flops = 6.0 * sizes.tokens * sizes.hidden * sizes.vocabulary
     shape = f"{sizes.tokens} x {sizes.hidden} x {sizes.vocabulary}"
     width = sizes.vocabulary
@@ -187,6 +201,7 @@ def adamw_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     scale = torch.ones((), device=machine.device)
     count = sum(sizes.parameters)
     for label, moment, gradient, in_halves, cost in (
+        # Bytes of an element: weight, moments and gradient read; weight, moments and copy written.
         ("fp32 with bf16 copy", torch.float32, torch.bfloat16, False, 28),
         ("halves, bf16 moments", torch.bfloat16, torch.bfloat16, True, 18),
     ):
@@ -201,12 +216,14 @@ def adamw_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
             [low for _, low in halves],
             [] if in_halves else [x.to(torch.bfloat16) for x in main],
         )
+        # Only the lists that the update takes are kept in memory.
         del main, halves
         engines: dict[Any, Any] = {}
 
         def step(
             engine: Callable[..., Any], tensors: AdamWTensors = tensors, engines: dict[Any, Any] = engines
         ) -> None:
+            # One engine for all calls: its tables of addresses are built once, as in training.
             engines.setdefault(engine, engine()).step(tensors, options, scale)
 
         features: tuple[Feature, ...] = ("remainders", "moments_16bit") if in_halves else ()
@@ -228,6 +245,7 @@ def fp8_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
 
     size, item = x.numel(), x.element_size()
     label = f"{sizes.tokens} x {sizes.hidden}"
+    # Read x (twice to find its magnitude first), write it and its transpose in a byte each.
     for name, step, moved in (("tensorwise", current, 2 * item + 2), ("delayed", delayed, item + 2)):
         yield KernelCase("fp8_cast", f"{name} {label}", sizes.hidden, None, step, step_bytes=float(moved * size))
 

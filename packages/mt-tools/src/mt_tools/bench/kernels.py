@@ -42,12 +42,14 @@ def measure_kernels(machine: Machine, only: Collection[str], rounds: int, *, com
     for make in CASES:
         for index, case in enumerate(make(machine, sizes)):
             if not only or case.kernel in only:
+                # The same case on other memory: calls in turn find nothing of their inputs in the cache.
                 again = (nth_case(make, index, machine, sizes) for _ in range(buffer_sets(case, machine) - 1))
                 yield measure([case, *again], machine, rounds, compiled=compiled)
 
 
 def buffer_sets(case: KernelCase, machine: Machine) -> int:
     """How many sets of a case's buffers are used in turn: enough to exceed the L2 cache many times."""
+    # Products reuse what they read, so that the cache does not matter to them.
     moved = min(x for x in (case.forward_bytes, case.step_bytes, ROTATED_BYTES) if x) if machine.is_gpu else 0.0
     return 1 if case.step_flops or not moved else math.ceil(ROTATED_BYTES / moved)
 
@@ -71,7 +73,7 @@ def measure(cases: Sequence[KernelCase], machine: Machine, rounds: int, *, compi
         floor = case.forward_bytes / machine.copy_bandwidth
         result["forward"] = rows(medians(calls, machine.device, rounds), floor)
     steps = {n: [partial(each.step, f) for each in cases] for n, f in functions.items()}
-    floor = case.step_flops / machine.gemm_rate or case.step_bytes / machine.copy_bandwidth
+    floor = case.step_flops / machine.gemm_rate or case.step_bytes / machine.copy_bandwidth  # one of the two is 0
     result["step"] = rows(medians(steps, machine.device, rounds), floor)
     if case.memory and machine.is_gpu:
         result["peak_mb"] = {n: peak_megabytes(several[0]) for n, several in steps.items()}
@@ -105,6 +107,7 @@ def compiled_for(kernel: KernelName, reference: Callable[..., Any]) -> Callable[
         casts = CompiledCasts(
             *(torch.compile(f) for f in (reference().amaxes, reference().by_amaxes, reference().by_past))
         )
+        # KERNELS has classes for these two; the case calls what it is given to get an instance.
         return lambda: casts
     return torch.compile(PLAIN_LOSSES.get(kernel, reference))
 

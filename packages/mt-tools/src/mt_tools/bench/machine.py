@@ -81,6 +81,7 @@ def launch_seconds(device: torch.device, rounds: int) -> float:
         for _ in range(LAUNCHES):
             empty.add_(1)
 
+    # The host's time is wanted: device_timing would leave it out on a GPU.
     return medians({"launches": [launches]}, torch.device("cpu"), rounds)["launches"] / LAUNCHES
 
 
@@ -94,6 +95,7 @@ def disk_rates(megabytes: int = 64) -> tuple[float, float]:
             for _ in range(megabytes):
                 file.write(data)
             file.flush()
+            # Without it the page cache is measured.
             os.fsync(file.fileno())
         written = time.perf_counter() - started
         started = time.perf_counter()

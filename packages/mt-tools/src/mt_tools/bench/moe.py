@@ -48,7 +48,7 @@ class MoeShape:
 
     @property
     def forward_flops(self) -> float:
-        return 2.0 * self.tokens * self.topk * 3 * self.hidden * self.ffn
+        return 2.0 * self.tokens * self.topk * 3 * self.hidden * self.ffn  # gate, up and down
 
 
 SHAPES = (MoeShape(4096, 4096, 14336, 8, 2), MoeShape(32768, 2048, 768, 128, 8))
@@ -77,6 +77,7 @@ def measure(shape: MoeShape, machine: Machine, rounds: int, host: PluginHost) ->
 
 def layers_for(shape: MoeShape, machine: Machine, host: PluginHost) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """(layer by the grouped GEMM of its experts, and "dense"; reasons why the others cannot run)"""
+    # topk experts side by side have as many FLOPs per token.
     layers = {"dense": build_layer(shape, machine, host, "dense", ffn=shape.ffn * shape.topk)}
     refused = {}
     for product, own in PRODUCTS.items():

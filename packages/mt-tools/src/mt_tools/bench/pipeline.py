@@ -57,6 +57,8 @@ class SleepingModel(nn.Module):
     def run_stage(self, stage: Stage, hidden: Any, **inputs: Tensor) -> Tensor:
         number = stage.layers.start
         time.sleep(self.times.forward[number])
+        # Two functions, one on the weight and one on the input: a schedule that splits the backward pass runs them
+        # apart.
         factor = SleepBackward.apply(self.factors[number], self.times.backward_weight[number])
         if hidden is None:
             return inputs["x"] * factor
@@ -70,6 +72,7 @@ class SleepingModel(nn.Module):
 def stage_times(num_ranks: int, stages_per_rank: int, unit: float) -> StageTimes:
     """2 units of each kind on each rank. The first stage has no input, so that its backward is all of its weights."""
     each, count = 2.0 * unit / stages_per_rank, num_ranks * stages_per_rank
+    # Forward, backward_input, backward_weight of each stage.
     return StageTimes([each] * count, [0.0] + [each] * (count - 1), [2 * each] + [each] * (count - 1))
 
 
@@ -91,6 +94,7 @@ def measured(rank: int, world: int, schedules: Sequence[tuple[str, int]], count:
             recorder.begin(ctx.pp)
             pipeline.forward_backward(batches, share)
             steps.append(recorder.gather(ctx.pp))
+        # The quickest: other processes of the machine can only delay a step.
         found.append(min(steps[1:], key=lambda step: step.makespan))
     return found
 

@@ -36,6 +36,7 @@ class Report:
         self.cases.append(case)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # An interrupted benchmark leaves a complete report of the cases so far.
             draft = self.path.with_name(self.path.name + ".part")
             draft.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
             os.replace(draft, self.path)

@@ -88,6 +88,7 @@ def schedule_cases(host: PluginHost) -> Iterator[Case]:
         for schedule in (spec.schedule.load() for spec in host.pipeline_schedules):
             each = schedule.min_stages_per_rank
             stages = ranks * each
+            # A rank's work is the same for all schedules, however many stages it is divided into.
             times = StageTimes.even(stages, 1.0 / each, 2.0 / each)
             bubble = simulate(schedule, ranks, micro_batches, times).bubble_ratio
             yield {"name": f"{name}: {schedule.name}, {ranks} ranks, {micro_batches} micro-batches", "bubble": bubble}

@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 
 def startup_cases(rounds: int, train_rounds: int) -> Iterator[Case]:
     with tempfile.TemporaryDirectory() as folder:
+        # Else no bytecode is written, and every start would compile all modules.
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         environment["PYTHONPYCACHEPREFIX"] = f"{folder}/bytecode"
         calls: dict[str, Call] = {name: partial(_start, arguments, environment) for name, arguments in COMMANDS.items()}

@@ -39,6 +39,7 @@ def time_shares(step: Callable[[], None], steps: int, device: torch.device) -> d
         if cuda:
             torch.cuda.synchronize()
     if not cuda:
+        # self time: an operator's own, without the operators it calls.
         rows = ((row.key, float(row.self_cpu_time_total)) for row in profiler.key_averages())
         return {"time_shares": shares(row for row in rows if row[0].startswith("aten::"))}
     spans = [
@@ -65,6 +66,7 @@ def idle_share(spans: Iterable[tuple[float, float]]) -> float:
     if not ordered:
         return 1.0
     busy, reached = 0.0, ordered[0][0]
+    # Kernels of several streams may overlap: their union is counted, not their sum.
     for start, end in ordered:
         busy += max(end - max(start, reached), 0.0)
         reached = max(reached, end)

@@ -27,6 +27,7 @@ def alternating(
     names = list(calls)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + warm_up):
+        # Rotated: none always follows the same one, whose data is in the caches.
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             spent = measure(calls[name])
@@ -37,4 +38,5 @@ def alternating(
 
 def ratio(times: Times, above: str, below: str) -> float:
     """Median over the rounds of the ratio within a round: what slows the machine slows both sides."""
+    # Not the ratio of medians: a round is short, and a disturbance lasts longer than one.
     return statistics.median(a / b for a, b in zip(times[above], times[below], strict=True))

@@ -38,9 +38,10 @@ class RandomTokens:
         self.vocabulary, self.sequence = vocabulary, sequence
 
     def __len__(self) -> int:
-        return 10**12
+        return 10**12  # more than any benchmark takes
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        # Labels are the tokens shifted by one.
         ids = np.random.default_rng(index).integers(0, self.vocabulary, self.sequence + 1)
         positions, mask = np.arange(self.sequence), np.ones(self.sequence, np.float32)
         return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask, "position_ids": positions}
@@ -79,6 +80,7 @@ class TimedRun:
         if self.trainer.engine.device.type != "cuda":
             return [_elapsed(self.step) for _ in range(count)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        # Step by step in the stream: no synchronization between steps, which would empty the queue.
         events[0].record()
         for event in events[1:]:
             self.step()
@@ -100,6 +102,7 @@ def measure_training(
         for _ in range(WARM_UP):
             run.step()
         if machine.is_gpu:
+            # After the warm-up, which compiles and tunes kernels with memory of its own.
             torch.cuda.reset_peak_memory_stats()
         seconds = statistics.median(run.timed_steps(steps))
         peak = torch.cuda.max_memory_allocated() if machine.is_gpu else None

@@ -49,11 +49,13 @@ def _statement(statement: Statement, variables: Variables) -> bool | None:
         return None
     if name in _CLOSING and words and _literal(words[-1]) == _CLOSING[name]:
         words = words[:-1]
+    # | binds weaker than &&, -o weaker than -a.
     return _or(words, variables, "||" if name == "[[" else "-o", "&&" if name == "[[" else "-a")
 
 
 def _chain(chain: Chain, variables: Variables) -> bool | None:
     result: bool | None = None
+    # && and || of commands have equal precedence, from left to right.
     for sign, part in chain.parts:
         value = _statement(part, variables)
         result = value if not sign else _and(result, value) if sign == "&&" else _either(result, value)
@@ -98,6 +100,7 @@ def _term(words: list[Word], variables: Variables) -> bool | None:
 
 def _is_empty(word: Word, variables: Variables, *, wanted: bool) -> bool | None:
     """A variable that is not set is empty here: scripts ask so whether it is."""
+    # Elsewhere an unset variable is an unknown value; "[ -z $X ]" asks for just that.
     if len(word) == 1 and isinstance(word[0], Parameter) and variables.get(word[0].name) is None:
         text = "" if not word[0].operator else _text(word, variables)
     else:
@@ -109,6 +112,7 @@ def _compared(left: str, sign: str, right: str) -> bool | None:
     if not (is_known(left) and is_known(right)):
         return None
     if sign in ("=", "=="):
+        # [[ a == b* ]] matches a pattern. Of [ ] a right side with signs of patterns is rare.
         return fnmatchcase(left, right)
     if sign == "!=":
         return not fnmatchcase(left, right)
@@ -134,13 +138,14 @@ def _is_literal(word: Word) -> bool:
 
 
 def _and(left: bool | None, right: bool | None) -> bool | None:
+    # Three-valued logic: False and unknown is False, True and unknown is unknown.
     if left is False or right is False:
         return False
     return None if left is None or right is None else True
 
 
 def _either(left: bool | None, right: bool | None) -> bool | None:
-    return _negated(_and(_negated(left), _negated(right)))
+    return _negated(_and(_negated(left), _negated(right)))  # De Morgan
 
 
 def _negated(value: bool | None) -> bool | None:

@@ -17,7 +17,7 @@ _OPERATIONS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
+    ast.Div: operator.floordiv,  # integers, as bash
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
@@ -34,6 +34,7 @@ def expand_word(word: Word, variables: Variables) -> list[str]:
     open_: str | None = None  # the argument that the next part is appended to
     for part in word:
         for piece in _pieces(part, variables):
+            # "" opens an argument, too: a quoted empty text is one argument, nothing is none.
             if piece is not None:
                 open_ = (open_ or "") + piece
             elif open_ is not None:
@@ -52,6 +53,7 @@ def _pieces(part: Text | Parameter | Arithmetic | Substitution, variables: Varia
     """Texts with None where one argument ends and another one begins."""
     value = _part(part, variables)
     texts = value if isinstance(value, list) else [value]
+    # "$*" and "${a[*]}" are one argument, "$@" and "${a[@]}" one for each element.
     if isinstance(part, Parameter) and part.quoted and part.joined:
         texts = [" ".join(texts)]
     for position, text in enumerate(texts):
@@ -60,6 +62,7 @@ def _pieces(part: Text | Parameter | Arithmetic | Substitution, variables: Varia
         if part.quoted or isinstance(part, Text):
             yield text
         else:
+            # Unquoted: blanks in the value separate arguments; those at its ends separate it from its neighbours.
             yield from (None if piece.isspace() else piece for piece in re.split(r"(\s+)", text) if piece)
 
 
@@ -74,6 +77,7 @@ def _part(part: Text | Parameter | Arithmetic | Substitution, variables: Variabl
 
 
 def _substitution(command: str, variables: Variables) -> str:
+    # The folder of the script, however it is found: paths relative to it stay readable.
     if _SCRIPT_FOLDER.search(command) or command.strip() == "pwd":
         return "."
     shown = f"$({command.strip()})"
@@ -88,6 +92,7 @@ def _parameter(part: Parameter, variables: Variables) -> Value:
         return _with_default(part, value, variables)
     if value is None:
         return [] if part.every else variables.missing(part.name)
+    # $array is its first element.
     if isinstance(value, list) and not part.every:
         value = value[0] if value else ""
     if not part.operator:
@@ -99,6 +104,7 @@ _DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
 
 
 def _with_default(part: Parameter, value: Value | None, variables: Variables) -> Value:
+    # With a colon an empty value counts as not set.
     is_set = value is not None and (value != "" or not part.operator.startswith(":"))
     if part.operator.endswith("+"):
         return expand_text(part.argument, variables) if is_set else ""
@@ -144,9 +150,12 @@ def _without(value: str, pattern: str, form: str) -> str:
 
 def _arithmetic(part: Arithmetic, variables: Variables) -> str:
     text = expand_text(part.expression, variables).strip()
+    # The result is as unknown as its first unknown operand.
     if not is_known(text):
         return text[text.index("\ue000") : text.index("\ue001") + 1]
     try:
+        # The syntax tree alone: nothing is evaluated but numbers, names and the operations above. $((a / b)) has the
+        # same form in Python.
         return str(_number(ast.parse(text, mode="eval").body, variables))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
         return variables.unknowns.mark(f"$(({text}))", f"$(({text})) is not read: give --define for its variable")

@@ -77,8 +77,10 @@ def launch_of(command: Command, unknowns: Unknowns) -> Launch:
     options = _options(command.words[:place])
     environment = command.environment
     nnodes = _integer(_first(options, NODES))
+    # srun and accelerate give the processes of all nodes.
     total = _integer(_first(options, TOTAL)) or _integer(environment.get("WORLD_SIZE"))
     nproc = _integer(_first(options, PROCESSES))
+    # Not given: one node. Given by a value that is not known: None.
     if nnodes is None and not _first(options, NODES):
         nnodes = 1
     if nproc is None and total is not None and nnodes:
@@ -104,6 +106,7 @@ def _options(words: Sequence[str]) -> dict[str, str]:
     for place, word in enumerate(words):
         if word.startswith("-"):
             name, equals, value = word.lstrip("-").partition("=")
+            # Without its parser it is not known which options take a value: the next word is kept for each.
             follows = words[place + 1] if place + 1 < len(words) else ""
             found[name.replace("_", "-")] = value if equals else follows
     return found

@@ -42,6 +42,7 @@ class _Parser:
     """Recursive descent over the characters of a script."""
 
     def __init__(self, text: str, origin: str, depth: int = 0) -> None:
+        # Scripts that were edited on Windows.
         self.text = text.replace("\r\n", "\n")
         self.origin = origin
         self.at = 0
@@ -75,6 +76,7 @@ class _Parser:
             elif self.peek(2) == "\\\n":
                 self.at += 2
             elif self.peek() == "#":
+                # find gives -1 without a line break: modulo, that is the end of the text.
                 self.at = (self.text.find("\n", self.at) + len(self.text) + 1) % (len(self.text) + 1)
             else:
                 return
@@ -93,6 +95,7 @@ class _Parser:
     def end_line(self) -> None:
         """The line break, and the heredocs that begin behind it."""
         self.at += 1
+        # Heredocs of one line follow each other, in the order in which they were named.
         for word, quoted, tabs in self.heredocs:
             self.read_heredoc = self.heredoc(word, quoted, tabs)
         self.heredocs.clear()
@@ -124,6 +127,7 @@ class _Parser:
         for end in ends:
             if self.text.startswith(end, self.at):
                 after = self.text[self.at + len(end) : self.at + len(end) + 1]
+                # A keyword ends where a word ends: `done`, not `donely`.
                 if not end.isalpha() or after in _ENDS_WORD or not after:
                     return True
         return False
@@ -162,6 +166,7 @@ class _Parser:
                 return commands[0] if len(commands) == 1 else Group(tuple(commands))
             self.at += 2 if self.peek(2) == "|&" else 1
             self.skip_lines()
+            # The commands of a pipeline are read as if they ran one after another: only what they launch matters.
             commands.append(self.command())
 
     def command(self) -> Statement:
@@ -251,6 +256,7 @@ class _Parser:
 
     def loop(self) -> Loop:
         line, source = self.line, self.source_line()
+        # The header is skipped: how often the body runs is not decided, so its variables are unknown.
         self.at = self.text.find("do", self.at)
         while self.at >= 0 and not self.stands_at(("do",)):
             self.at = self.text.find("do", self.at + 2)
@@ -270,6 +276,7 @@ class _Parser:
             self.skip_blanks()
             if self.redirection():
                 continue
+            # name=value is an assignment before the command's name, and behind export and the like.
             if (not words or words[0] in _DECLARING) and (found := self.assignment()):
                 assignments.append(found)
             elif self.at >= len(self.text) or self.peek() in _ENDS_WORD:
@@ -343,6 +350,7 @@ class _Parser:
             line = line.lstrip("\t") if tabs else line
             if line == end:
                 text = "\n".join(lines)
+                # <<'EOF' keeps $ as it is; <<EOF expands as in double quotes.
                 return (Text(text, quoted=True),) if quoted else self.inner(text).double_quoted("")
             lines.append(line)
         raise self.error(f"the text of a heredoc has no line {end}")
@@ -393,6 +401,7 @@ class _Parser:
             if end and character == end:
                 self.at += 1
                 return _joined(parts)
+            # In double quotes a backslash before another character is a character.
             if character == "\\" and self.peek(2)[1:] in tuple('$`"\\\n'):
                 parts += self.escaped()
             elif character == "`" or (character == "$" and self.peek(2)[1:2] not in ("", " ", '"')):
@@ -410,6 +419,7 @@ class _Parser:
             return Substitution(self.up_to("`"), quoted)
         if self.peek(3) == "$((":
             text = self.balanced("((", "))")
+            # Words are not split in arithmetic, so that it is read as if it were quoted.
             return Arithmetic(self.inner(text).double_quoted(""), quoted)
         if self.peek(2) == "$(":
             return Substitution(self.balanced("(", ")"), quoted)
@@ -428,6 +438,7 @@ class _Parser:
         while self.at < len(self.text):
             if self.peek() == "\\":
                 self.at += 2
+            # In "${x:-it's}" a single quote is a character.
             elif self.peek() == "'" and opening != "{":
                 self.up_to("'")
             elif self.text.startswith(closing, self.at) and level == 1:
@@ -442,12 +453,13 @@ class _Parser:
 
     def parameter(self, quoted: bool) -> Parameter:
         """The text between ${ and }."""
+        # ${#name}; ${#} alone is the number of arguments.
         if self.peek() == "#" and len(self.text) > 1:
             return Parameter(self.text[1:], operator="#", quoted=quoted)
         found = self.take(_SPECIAL)
         if found is None:
             raise self.error(f"${{{self.text}}} is not read")
-        index = self.take(re.compile(r"\[([^]]*)\]"))
+        index = self.take(re.compile(r"\[([^]]*)\]"))  # ${a[0]}, ${a[@]}
         elements = found[0] if index is None else index[1]
         operator = self.take(_OPERATOR)
         if operator is None and self.at < len(self.text):

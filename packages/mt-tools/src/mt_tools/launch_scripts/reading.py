@@ -105,7 +105,7 @@ class _Reader:
         elif isinstance(statement, Function):
             self.functions[statement.name] = statement.body
         else:
-            self.maybe([statement.body], statement)
+            self.maybe([statement.body], statement)  # Loop
 
     # -- what may or may not run -----------------------------------------------------------------------
 
@@ -113,9 +113,11 @@ class _Reader:
         """Commands other than tests are taken to succeed."""
         last: bool | None = True
         for sign, part in chain.parts:
+            # Behind a test that the text does not decide.
             if sign and last is None:
                 self.maybe([(part,)], If((), _line_of(part), "a test"))
                 continue
+            # a && b: b runs after a success; a || b: after a failure. A skipped command leaves `last` as it is.
             if sign and last is not (sign == "&&"):
                 continue
             if is_test(part):
@@ -128,6 +130,7 @@ class _Reader:
         for position, (condition, body) in enumerate(statement.branches):
             decided = evaluate(condition, self.variables) if condition else True
             if decided is None:
+                # This branch and all behind it: an earlier one that is decided and false never runs.
                 return self.maybe([branch for _, branch in statement.branches[position:]], statement)
             if decided:
                 return self.run(body)
@@ -144,12 +147,15 @@ class _Reader:
 
     def maybe(self, bodies: Sequence[Sequence[Statement]], statement: If | Case | Loop) -> None:
         """Bodies of which it is not known whether they run: what they assign is not known, either."""
+        # Each body is followed for the commands in it, from the same values, and its values are dropped.
         before, where = dict(self.variables.values), self.undecided
         self.undecided = f"`{statement.source}` in line {statement.line}"
         changed: set[str] = set()
         for body in bodies:
+            # An exit in a branch that may not run does not end the script.
             with suppress(_ExitError):
                 self.run(body)
+            # Variables that a body sets or unsets are unknown behind it.
             changed |= {name for name in self.variables.values if self.variables.values[name] != before.get(name)}
             changed |= before.keys() - self.variables.values.keys()
             self.variables.values = dict(before)
@@ -207,6 +213,7 @@ class _Reader:
         name = words[0] if words else ""
         path = self.folder / name
         if is_known(name) and path.is_file():
+            # Its assignments and functions are those of the script.
             self.nested(_text_of(path), path.name)
         else:
             shown = self.variables.unknowns.readable(name)
@@ -241,6 +248,7 @@ class _Reader:
         self.calls -= 1
 
     def other(self, command: Simple, words: list[str]) -> None:
+        # sbatch <<EOF: the launch is in the text of the heredoc.
         if command.heredoc and words[0] in _BATCH:
             text = expand_text(command.heredoc, self.variables)
             return self.inner_script(text, f"the text of {words[0]}", command.line)
@@ -248,6 +256,7 @@ class _Reader:
         if shell is not None and "-c" in words[shell:-1]:
             text = words[words.index("-c", shell) + 1]
             return self.inner_script(text, f"{words[shell]} -c in line {command.line}", command.line, words[:shell])
+        # Any command with a Python file: torchrun, accelerate launch, srun python, deepspeed.
         if any(word.endswith(".py") for word in words):
             self.commands.append(Command(words, dict(self.environment(command)), command.line, self.undecided))
         return None
@@ -261,6 +270,7 @@ class _Reader:
         ]
 
     def environment(self, command: Simple) -> Iterator[tuple[str, str]]:
+        # Exported ones first: an assignment before the command wins.
         for name in sorted(self.variables.exported):
             value = self.variables.get(name)
             if isinstance(value, str):

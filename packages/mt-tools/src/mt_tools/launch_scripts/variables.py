@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Value = str | list[str]
+# Private-use characters around a number: they pass through expansion, splitting and joining, and stand in no script.
 _MARK = re.compile("\ue000(\\d+)\ue001")
 
 
@@ -53,6 +54,7 @@ class Variables:
 
     def get(self, name: str) -> Value | None:
         """None: it is not set."""
+        # --define wins over every assignment of the script.
         if name in self.defined:
             return self.defined[name]
         if name in ("@", "*"):

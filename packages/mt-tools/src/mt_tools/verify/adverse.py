@@ -24,6 +24,7 @@ def make_adverse(run: Trainer) -> None:
     weights = run.engine.weights
     if isinstance(weights, ParamAndGradBuffer):
         for bucket in weights.buckets:
+            # The buckets of this run only: nothing of the library is changed for others.
             bucket.launch_gather = partial(LateGather, bucket)  # type: ignore[method-assign]
 
 
@@ -45,6 +46,7 @@ class UnequalCounts:
         places = np.flatnonzero(mask)
         # At least a quarter of them is kept.
         kept = np.array(mask)
+        # By the sample's number, so that every layout masks the same tokens: none, 3/16, 6/16 or 9/16 of them.
         kept[places[: 3 * len(places) * (index % 4) // 16]] = 0
         return {**sample, MASK: kept}
 
@@ -59,6 +61,8 @@ class LateGather(dist.Work):
         super().__init__()
         self.bucket = bucket
 
+    # No collective is launched before: a layer that reads its weights without waiting computes with stale ones, and its
+    # loss shows it.
     def wait(self, timeout: object = None) -> bool:
         bucket = self.bucket
         dist.all_gather_into_tensor(bucket.weights, bucket.part(bucket.weights), group=bucket.axes.shard.group)

@@ -23,6 +23,7 @@ def processes(parallel: ParallelConfig) -> int:
     """Ranks of a small run: one copy of the model, or two if copies share work, per distributed optimizer
     instance, as far as LARGEST_WORLD allows."""
     needed = smallest_world(parallel)
+    # Two copies at least, so that a mistake in the reduction of gradients shows.
     return needed * min(2 * parallel.num_distributed_optimizer_instances, LARGEST_WORLD // needed)
 
 
@@ -37,6 +38,7 @@ def shrink_axes(parallel: ParallelConfig) -> ParallelConfig:
     small = _fitting(parallel)
     changes: dict[str, Any] = {"ddp_bucket_size": MANY_BUCKETS}
     if small.hierarchical_context_parallel_sizes is not None:
+        # An inner axis of 2, so that both kinds of communication take place.
         size = small.context_parallel_size
         changes["hierarchical_context_parallel_sizes"] = (2, size // 2) if size % 2 == 0 else (1, size)
     instances = min(small.num_distributed_optimizer_instances, 2)
@@ -49,6 +51,7 @@ def _fitting(parallel: ParallelConfig) -> ParallelConfig:
     while smallest_world(parallel) > LARGEST_WORLD:
         sizes = {axis: getattr(parallel, axis) or 1 for axis in AXES}
         widest = max(sizes, key=lambda axis: sizes[axis])
+        # Rounded up: an axis of 3 becomes 2, and none that was used becomes 1 while another is wider.
         parallel = parallel.model_copy(update={widest: (sizes[widest] + 1) // 2})
     return parallel
 

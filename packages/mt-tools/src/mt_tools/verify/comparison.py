@@ -33,6 +33,7 @@ class Difference:
 
     @property
     def too_large(self) -> bool:
+        # `not <=`: NaN is too large.
         return self.off is None or not self.off <= self.allowed
 
     def __str__(self) -> str:
@@ -53,6 +54,7 @@ def compare(found: RunRecord, reference: RunRecord, tolerances: Tolerances | Non
         _numbers("consumed samples", found.samples, reference.samples, repeat(0.0)),
     ]
     return [
+        # By step, not by kind: the first line that is off names the first step that is off.
         *(difference for of_step in zip_longest(*steps) for difference in of_step if difference is not None),
         *_numbers("evaluation", found.evaluations, reference.evaluations, repeat(allowed.loss), "number"),
         *_tensors("gradient", found.gradients, reference.gradients, allowed.gradient),
@@ -63,6 +65,7 @@ def compare(found: RunRecord, reference: RunRecord, tolerances: Tolerances | Non
 def _numbers(
     kind: str, found: Sequence[float], reference: Sequence[float], allowed: Iterable[float], counted: str = "of step"
 ) -> list[Difference]:
+    # As many steps on both sides, or the runs are not comparable.
     pairs = zip(found, reference, strict=True)
     return [
         Difference(kind, f"{counted} {number}", _ratio(mine, theirs), limit)
@@ -75,6 +78,7 @@ def _tensors(
 ) -> Iterator[Difference]:
     for name in [*reference, *(name for name in found if name not in reference)]:
         if name in found and name in reference:
+            # Relative to the whole tensor: single elements near 0 may differ by their own size.
             off = (found[name].float() - reference[name].float()).norm() / reference[name].float().norm().clamp(1e-12)
             yield Difference(kind, name, float(off), allowed)
         else:

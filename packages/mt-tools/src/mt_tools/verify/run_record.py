@@ -47,6 +47,8 @@ class RunRecord:
     def after(self, step: int, gradients: dict[str, Tensor]) -> RunRecord:
         """The record without its first steps, comparable to a resumed run. gradients: of its first remaining step,
         which this record does not have."""
+        # Evaluations take place every EVALUATE_EVERY steps and once after the last; each may have several validation
+        # sets.
         skipped = step // EVALUATE_EVERY * (len(self.evaluations) // (len(self.losses) // EVALUATE_EVERY + 1))
         return RunRecord(
             self.losses[step:],
@@ -65,6 +67,7 @@ class _Recorder(Callback):
 
     def on_train_start(self, run: Run) -> None:
         def keep() -> None:
+            # Of the first step alone: later ones start from weights that differ by rounding.
             if not self.record.gradients:
                 self.record.gradients = dict(collect(list(gradients(run)), run.ctx))
 
@@ -75,6 +78,7 @@ class _Recorder(Callback):
         self.record.norms.append(float(metrics["grad_norm"]))
         self.record.rates.append(float(metrics["learning_rate"]))
         self.record.samples.append(float(metrics["consumed_samples"]))
+        # Stopped, not configured shorter: the learning rate schedule keeps its length.
         if run.state.iteration == self.steps:
             run.stop("recorded")
 
@@ -119,4 +123,4 @@ def gradients(run: Run) -> Iterator[Fragment]:
 
 
 def _gradient(shard: Tensor, scale: float) -> Tensor:
-    return torch.zeros_like(shard) if shard.grad is None else shard.grad / scale
+    return torch.zeros_like(shard) if shard.grad is None else shard.grad / scale  # the loss scale is taken out

@@ -47,6 +47,7 @@ def shrink(config: Config, host: PluginHost, *, steps: int = STEPS, dropout: flo
     one; None keeps it (see `keep_dropout`). Raises ConfigError if the small configuration breaks a rule.
     """
     parallel, num_layers = _small_layout(config, host)
+    # A tree of plain values, which is validated again as a whole at the end.
     tree = config.to_dict() | {"parallel": parallel.model_dump(mode="json")}
     if num_layers is not None:
         tree["model"]["num_layers"] = num_layers
@@ -58,6 +59,7 @@ def shrink(config: Config, host: PluginHost, *, steps: int = STEPS, dropout: flo
             _shrink_experts(model, tree["parallel"])
     length = _short_length(tree)
     family = host.models.get(config.model.family, key="model.family")
+    # Last, for what only the family understands of its section.
     if family.shrink is not None:
         tree["model"] |= family.shrink.load()(tree["model"], length)
     # If the loss compares samples, one process runs those of all ranks as one micro-batch, with other dropout masks.
@@ -106,10 +108,12 @@ def _shrink_model(model: dict[str, Any], parallel: ParallelConfig) -> None:
     tp = parallel.tensor_model_parallel_size
     if "num_attention_heads" in model:
         groups = model.get("num_query_groups") or model["num_attention_heads"]
+        # Grouped queries stay grouped: 1 or 2 heads for each group.
         per_group = min(model["num_attention_heads"] // groups, 2)
+        # Fewer groups than tensor-parallel ranks stay as they are: ranks then share groups, which is a case of its own.
         groups = math.lcm(_ranks_with_own_heads(parallel), 2) if groups >= tp else groups
         heads = groups * per_group
-        heads = heads * tp // math.gcd(heads, tp)
+        heads = heads * tp // math.gcd(heads, tp)  # lcm: tp divides the heads
         model["num_attention_heads"] = heads
         if model.get("num_query_groups"):
             model["num_query_groups"] = groups
@@ -117,9 +121,10 @@ def _shrink_model(model: dict[str, Any], parallel: ParallelConfig) -> None:
             model["kv_channels"] = HEAD_DIM
         model["hidden_size"] = heads * HEAD_DIM
     if model.get("ffn_hidden_size"):
-        model["ffn_hidden_size"] = 16 * tp
+        model["ffn_hidden_size"] = 16 * tp  # 16 on each rank
     if "vocab_size" in model:
         model["vocab_size"] = VOCAB
+        # A prime vocabulary is padded in every layout, by other numbers of rows.
         model["make_vocab_size_divisible_by"] = 4
 
 
@@ -163,6 +168,7 @@ def _shrink_experts(model: dict[str, Any], parallel: Mapping[str, Any]) -> None:
     # The global balance loss depends on the order of micro-batches, which the number of data-parallel ranks changes.
     moe["moe_router_load_balancing_type"] = [SAME_EVERYWHERE.get(loss, loss) for loss in losses] or ["aux_loss"]
     if isinstance(frequency := moe.get("moe_layer_freq"), str | list):
+        # A pattern with dense layers keeps one of them, at the beginning.
         dense = 1 if re.search(r"(?<!\d)0(?!\d)", str(frequency)) else 0
         moe["moe_layer_freq"] = f"[0]*{dense}+[1]*{model['num_layers'] - dense}"
 
@@ -171,6 +177,7 @@ def _short_length(tree: Tree) -> int:
     """Of samples: a few tokens for each rank that shares a sequence."""
     parallel = tree["parallel"]
     unit = 2 * parallel["context_parallel_size"] * parallel["tensor_model_parallel_size"]
+    # 2 cp zig-zag chunks, each of which tp ranks divide.
     return int(max(unit, min(tree["data"]["seq_length"], 16) // unit * unit))
 
 
@@ -180,6 +187,7 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
     data |= {key: value for key, value in tree["model"].items() if key in data}
     spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
     if spec.sample == CAUSAL_LM_SAMPLE:
+        # Options that change positions, masks and losses of samples.
         kept = {key: data[key] for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "read_by")}
         tree["data"] = {"dataset_type": "mock", "split": FEW_DOCUMENTS, **kept}
         tree["tokenizer"] = {"tokenizer_type": "ByteLevelTokenizer"}
@@ -187,6 +195,7 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
         tree["data"] = _fake_images(tree, length, config.model.family, host)
         tree["tokenizer"] = {"tokenizer_type": "ByteLevelTokenizer"}
     elif "vocab_size" in tree["model"]:
+        # Its tokenizer's ids have to stay below.
         tree["model"]["vocab_size"] = _undivided(max(VOCAB, build_tokenizer(config, host).vocab_size))
     tree["data"]["seq_length"] = length
     for key in ("max_position_embeddings", "max_sequence_length"):
@@ -220,6 +229,6 @@ def _compute_on_cpu(tree: Tree) -> None:
     tree["precision"] = {"dtype": "fp32"}
     model, optimizer = tree["model"], tree["optimizer"]
     if model.get("attention_backend", "auto") not in ON_EVERY_DEVICE:
-        model["attention_backend"] = ON_EVERY_DEVICE[-1]
+        model["attention_backend"] = ON_EVERY_DEVICE[-1]  # eager
     # The other values store remainders of bf16 weights, or round moments stochastically.
     optimizer |= {key: value for key, value in FULL_STATE.items() if key in optimizer}

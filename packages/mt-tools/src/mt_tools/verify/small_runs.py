@@ -27,6 +27,7 @@ def record(config: Config, *, world: int | None = None, steps: int = STEPS, run_
     """
     world = world or processes(config.parallel)
     records = run_ranks(world, record_on_rank, config.to_dict(), steps, run_dir, timeout=TIMEOUT)
+    # Returned by the rank, not raised: an MtError is a sentence for the user, without a traceback of a worker.
     refused = next((found for found in records if isinstance(found, MtError)), None)
     if refused is not None:
         raise refused
@@ -47,6 +48,7 @@ def record_resumed(first: Config, then: Config, *, steps: int) -> RunRecord:
     with TemporaryDirectory(prefix="mt-verify-") as folder:
         record(first, steps=steps, run_dir=Path(folder))
         tree = then.to_dict()
+        # Resuming under another layout is what is checked.
         tree["checkpoint"]["accept_changes"] = [f"parallel.{key}" for key in tree["parallel"]]
         return record(config_from_dict(tree, load_plugins()), steps=2 * steps, run_dir=Path(folder))
 

@@ -23,6 +23,7 @@ def shrink_training(tree: Tree, parallel: ParallelConfig, steps: int) -> None:
         micro_batch_size=1,
         global_batch_size=batch,
         # The first step has half of the batch.
+        # [start, increment, samples]: the second step has the full batch.
         rampup_batch_size=[batch // 2, batch // 2, batch // 2],
         train_iters=None,
         train_epochs=None,
@@ -34,6 +35,7 @@ def shrink_training(tree: Tree, parallel: ParallelConfig, steps: int) -> None:
         check_memory=False,
         deterministic=False,
         sample_prompt=None,
+        # Several ranks share the cores of this machine.
         num_threads=1,
     )
     if "adam_eps" in tree["optimizer"]:
@@ -47,6 +49,7 @@ def shrink_training(tree: Tree, parallel: ParallelConfig, steps: int) -> None:
 
 def batch_size(parallel: ParallelConfig) -> int:
     """The smallest batch of at least BATCH samples of which the copies of the model can share a half."""
+    # The ramp-up's half batch has to be a multiple of the copies, too.
     unit = 2 * copies(parallel, processes(parallel))
     return -(-BATCH // unit) * unit
 

@@ -60,7 +60,7 @@ def _divided(parallel: ParallelConfig, num_layers: int, ranks: int, each: int, h
     counted = parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
     if counted:
         stages = parallel.pipeline_model_parallel_size * _stages_of_rank(parallel, host)
-        of_stage = min((num_layers + counted) // stages, 2)
+        of_stage = min((num_layers + counted) // stages, 2)  # embedding and loss count as layers
         return Division(of_stage * ranks * each - counted)
     of_rank = 2 if parallel.virtual_pipeline_model_parallel_size is None else each
     return Division(min(num_layers, ranks * of_rank))
@@ -70,7 +70,8 @@ def _uneven_ends(parallel: ParallelConfig, num_layers: int, ranks: int, each: in
     """Numbers of layers of the first and the last rank, if they differ from the others'."""
     ends = {key: count for key in (FIRST, LAST) if (count := getattr(parallel, key)) is not None}
     others = parallel.pipeline_model_parallel_size - len(ends)
-    middle = (num_layers - sum(ends.values())) // others if others else 0
+    middle = (num_layers - sum(ends.values())) // others if others else 0  # layers of each other rank
+    # first 3, last 5, middle 8: levels 1, 2, 3. The order stays, the numbers shrink.
     level = _levels([*ends.values(), middle])
     keys = {key: level[count] * each for key, count in ends.items()}
     return Division(sum(keys.values()) + (ranks - len(ends)) * level[middle] * each, keys)
@@ -89,6 +90,7 @@ def shrink_layout(layout: str, count: int) -> str:
 def _joined(stages: Sequence[str], count: int) -> list[str]:
     ends = 1 if count > 2 else 0
     middle, groups = stages[ends : len(stages) - ends], count - 2 * ends
+    # Groups of neighbours, of sizes that differ by one at most.
     cuts = [group * len(middle) // groups for group in range(groups + 1)]
     joined = [_one(middle[start:end]) for start, end in pairwise(cuts)]
     return [*stages[:ends], *joined, *stages[len(stages) - ends :]]
