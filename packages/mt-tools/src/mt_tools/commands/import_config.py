@@ -84,10 +84,12 @@ def _finish(result: ImportResult, output: Path | None, allowed: list[str], host:
     from mt_tools.config_import.report import report_json, report_text
 
     text = report_json(result, output, allowed) if as_json else report_text(result, output)
+    # Standard output is the configuration where it is printed, so that it can be redirected into a file.
     typer.echo(text, err=output is None and not as_json)
     if refused := result.refused_unless(allowed):
         typer.echo(f"\nnot written: {len(refused)} cannot be done; --allow OPTION leaves one out", err=True)
         raise typer.Exit(1)
+    # Before it is written: a file that training would refuse is not left behind.
     check_result(result, host)
     if output is not None:
         write_configuration(result.sections, output)

@@ -177,6 +177,7 @@ def _longest(
     parallel, (key, positions) = (given := load(settings)).parallel, _positions(given.model)
 
     def load_at(length: int) -> Config:
+        # Longer than the model's positions: planned as if it had more of them.
         more = [f"{key}={length}"] if positions is not None and length > positions else []
         return load([*settings, f"data.seq_length={length}", *more])
 
@@ -271,6 +272,7 @@ def _joined(
 ) -> Iterator[tuple[int, int, int, Cells]]:
     """(first pipeline rank, last one, ranks, cells): neighbours with equal cells are merged into one row."""
     in_order = sorted(((number, rank) for rank in ranks for number in rank["pp_ranks"]), key=itemgetter(0))
+    # groupby joins neighbours only: ranks in between with other numbers keep rows apart.
     for cells, alike in groupby(in_order, lambda one: cells_of(one[1])):
         row = list(alike)
         yield row[0][0], row[-1][0], sum(rank["count"] // len(rank["pp_ranks"]) for _, rank in row), cells

@@ -89,6 +89,7 @@ MISSING = "???"
 
 def is_bridge(values: Mapping[str, Any]) -> bool:
     names = {str(name).removesuffix(SUFFIX) for name in values}
+    # Two sections at least: many other files have a key `model`.
     return "model" in names and ("trainer" in names or len(names & set(BRIDGE_SECTIONS)) >= 2)
 
 
@@ -111,6 +112,7 @@ def _flat(values: Mapping[str, Any], root: Mapping[str, Any], path: str = "") ->
         if path == "" and str(key).removesuffix(SUFFIX) in OWN_SECTIONS:
             continue
         if isinstance(value, Mapping):
+            # _call_: false names the object itself, such as an activation function.
             if value.get("_call_") is not False:
                 yield from _flat(value, root, here)
             elif isinstance(value.get(TARGET), str):
@@ -129,6 +131,7 @@ def _resolved(value: Any, here: str, root: Mapping[str, Any]) -> Any:
         one, other = (_resolved(text.strip(), here, root) for text in found.groups())
         return int(one) * int(other)
     if found := _REFERENCE.fullmatch(value):
+        # A leading dot is a sibling of the key.
         base = here.split(".")[:-1] if found[1] else []
         return _looked_up([*base, *found[2].split(".")], here, root)
     return value
@@ -140,6 +143,7 @@ def _looked_up(path: list[str], here: str, root: Mapping[str, Any]) -> Any:
         if not isinstance(place, Mapping) or name not in place:
             raise ConfigError(f"{here} refers to {'.'.join(path)}, which is not there")
         place = place[name]
+    # A reference may lead to another one.
     return _resolved(place, ".".join(path), root)
 
 
@@ -148,15 +152,18 @@ def _given_of(flat: Mapping[str, Any]) -> tuple[dict[str, Given], list[Account]]
     given: dict[str, Given] = {}
     unknown = []
     for path, value in flat.items():
+        # Bridge divides Megatron's attributes over sections, NeMo over others: the last name decides.
         name = path.rpartition(".")[2]
         if name in IGNORED or value is None:
             continue
         argument = by_dest().get(NAMES.get(name, name))
         if argument is None:
+            # Switches that are off need no account.
             if value not in (False, "", []):
                 unknown.append(Account(f"{path} {value}", "no effect", {}, "no argument of Megatron-LM's"))
             continue
         value = _value(argument, name, value)
+        # A dump has every attribute; those with Megatron's default count as not given.
         if value != argument.default:
             given[argument.dest] = Given(argument, path, value)
     return given, unknown
@@ -167,6 +174,7 @@ def _value(argument: Argument, name: str, value: Any) -> Any:
         return not value
     if name == "blend" and isinstance(value, list) and value and isinstance(value[0], list):
         prefixes, weights = value[0], value[1] if len(value) > 1 and value[1] else None
+        # [prefixes, weights] -> "weight prefix weight prefix", as --data-path has it.
         return prefixes if weights is None else [str(x) for pair in zip(weights, prefixes, strict=True) for x in pair]
     if argument.count and not isinstance(value, list):
         return [value]
@@ -191,6 +199,7 @@ def _joint(flat: Mapping[str, Any]) -> dict[str, Given]:
         found["bf16"] = True
     elif last.get("fp16") or precision in ("16", "16-mixed", "torch.float16"):
         found["fp16"] = True
+    # Megatron's parser has a flag beside the number.
     if last.get("num_query_groups"):
         found["group_query_attention"] = True
     if isinstance(betas := last.get("betas"), list):

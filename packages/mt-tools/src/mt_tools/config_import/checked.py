@@ -20,6 +20,7 @@ def check_configuration(
     sections: Mapping[str, Mapping[str, Any]], world_size: int | None, host: PluginHost
 ) -> LoadedConfig:
     """Load it as training would, for so many processes; None: as many as its layout needs. Raises ConfigError."""
+    # From a file, so that the messages are those that training would give.
     with TemporaryDirectory() as folder:
         path = Path(folder) / NAME
         path.write_text(json.dumps(sections), encoding="utf-8")

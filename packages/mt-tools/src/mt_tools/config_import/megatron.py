@@ -97,6 +97,7 @@ def _known_words(words: Sequence[str], unknowns: Unknowns) -> list[str]:
     for option, values in _by_option(words):
         group = [option, *values] if option else values
         argument = by_option().get(option)
+        # A value that has no effect need not be known, such as the folder of TensorBoard.
         if argument is not None and argument.outcome == "none":
             found += [unknowns.readable(word) for word in group]
             continue
@@ -104,6 +105,7 @@ def _known_words(words: Sequence[str], unknowns: Unknowns) -> list[str]:
             with problems.collect():
                 raise ConfigError(f"{unknowns.readable(' '.join(group))}: {reason}")
         found += group
+    # A missing file matters only if a value is unknown: it may be what would set it.
     for absent in unknowns.absent_files if problems.errors else ():
         with problems.collect():
             raise ConfigError(absent)

@@ -55,6 +55,7 @@ def _given(dest: str, value: Any, stored: Mapping[str, Any]) -> Given | None:
     value = _plain(value)
     if argument is None or value is None or _is_object(value) or _follows(dest, value, stored):
         return None
+    # None, False, 0 and "" are the same for an option that is off.
     if not value and not argument.default:
         return None
     if argument.count and not isinstance(value, list):
@@ -67,6 +68,7 @@ def _follows(dest: str, value: Any, stored: Mapping[str, Any]) -> bool:
 
 
 def _is_object(value: Any) -> bool:
+    # The representation of an object that the restricted reader did not build.
     return isinstance(value, str) and value.startswith("<")
 
 

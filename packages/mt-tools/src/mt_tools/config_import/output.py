@@ -37,6 +37,8 @@ def write_configuration(sections: Sections, path: Path) -> None:
     """Whole or not at all, since processes of one run may write the same file. Raises ConfigError."""
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"--output {path}: the name can end in .toml or .json")
+    # Beside the target, since a rename is atomic within a file system only; with the process id, as others may write
+    # it, too.
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

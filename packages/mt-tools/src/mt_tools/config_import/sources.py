@@ -42,6 +42,7 @@ def import_file(
 def _import_values(values: Any, path: Path, host: PluginHost, options: MegatronOptions) -> ImportResult:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: got a {type(values).__name__}, expected keys and values")
+    # From the most specific mark to the least.
     if is_accelerate(values):
         return import_accelerate(values, path.name)
     if isinstance(found := values.get(FUNCTIONAL_TEST), dict):

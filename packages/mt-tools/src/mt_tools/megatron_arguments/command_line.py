@@ -37,6 +37,7 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Given]:
     for option, values in _grouped(words, problems):
         with problems.collect():
             given = _given(option, values)
+            # As argparse: of an option that is given twice the last one counts.
             found[given.argument.dest] = given
     problems.stop_if_any()
     return found
@@ -46,6 +47,7 @@ def _grouped(words: Sequence[str], problems: Problems) -> Iterator[tuple[str, li
     """Each option with the words up to the next one."""
     option, values = "", list[str]()
     for word in words:
+        # A single hyphen begins a value, such as -1.
         if word.startswith("--"):
             if option:
                 yield option, values
@@ -67,6 +69,7 @@ def _given(option: str, values: list[str]) -> Given:
     if argument.is_flag:
         if values:
             raise ConfigError(f"{option} takes no value, and {' '.join(values)} follows it; remove that")
+        # --no-x of a pair sets False, and so does an option whose row is `false`.
         negated = argument.takes == "pair" and option != argument.spelled
         return Given(argument, option, argument.takes != "false" and not negated)
     _check_count(argument, option, values)
@@ -103,6 +106,7 @@ def _text(option: str, text: str) -> str:
 
 
 def _pattern(option: str, text: str) -> int | list[int]:
+    # A number is taken as Megatron takes it, a text as a list pattern.
     return int(text) if text.isdigit() else parse_pattern(text, option)
 
 

@@ -77,6 +77,7 @@ def _unmet(name: str, key: str, values: Mapping[str, Any], type_: type[Section])
     extra = type_.model_fields[key].json_schema_extra
     conditions: Any = extra.get("used_when", {}) if isinstance(extra, dict) else {}
     for other, allowed in conditions.items():
+        # A condition that is not written has its default.
         default = type_.model_fields[other].get_default(call_default_factory=True)
         value = values.get(other, default)
         if not any(entry in allowed for entry in (value if isinstance(value, list) else [value])):
@@ -85,4 +86,5 @@ def _unmet(name: str, key: str, values: Mapping[str, Any], type_: type[Section])
 
 
 def _plain(value: Any) -> Any:
+    # The tree has lists, as TOML and JSON; defaults may be tuples.
     return list(value) if isinstance(value, tuple) else value

@@ -38,10 +38,13 @@ def derive_values(
     as it was given. Raises one ConfigError with a sentence for each missing argument and each contradiction.
     """
     problems = Problems()
+    # Of what was given: defaults would contradict one another, as --train-iters and the defaults of samples.
     for check in (_check_counting, _check_sources, _check_pairs):
         with problems.collect():
             check(given)
+    # Megatron's scripts call set_defaults before the command line is read.
     values = {**defaults(version), **entry.presets, **given}
+    # In Megatron's order: later rules read what earlier ones have filled in.
     for rule in (_aliases, _shape, _heads, _precision, _layout, _weight_decay, _recompute):
         with problems.collect():
             rule(values)
@@ -127,8 +130,10 @@ def _aliases(values: Values) -> None:
     if not values["num_experts"]:
         values["num_experts"] = None
     for one, other in (("num_layers", "encoder_num_layers"), ("seq_length", "encoder_seq_length")):
+        # Two names of one value: Megatron copies each into the other.
         values[one] = values[other] = values[one] if values[one] is not None else values[other]
     if pattern := next((values[name] for name in HYBRID_PATTERNS if values[name]), None):
+        # One letter is one layer; | separates pipeline stages, and what follows / are further prediction depths.
         values["num_layers"] = values["encoder_num_layers"] = len(pattern.partition("/")[0].replace("|", ""))
 
 
@@ -136,6 +141,7 @@ def _shape(values: Values) -> None:
     hidden = values["hidden_size"]
     if values["ffn_hidden_size"] is None and hidden is not None:
         # A gated feed-forward has a third matrix, so that two thirds of the width have as many parameters.
+        # A multiple of 64, rounded down, as Megatron.
         values["ffn_hidden_size"] = int(4 * hidden * 2 / 3 / 64) * 64 if values["swiglu"] else 4 * hidden
     if values["num_experts"] and values["moe_ffn_hidden_size"] is None:
         values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
@@ -157,6 +163,7 @@ def _heads(values: Values) -> None:
 
 def _precision(values: Values) -> None:
     if values["bf16"]:
+        # Megatron sets it for bf16, whatever was given, unless gradients are reduced in bf16.
         values["accumulate_allreduce_grads_in_fp32"] = not values["grad_reduce_in_bf16"]
     if values["apply_query_key_layer_scaling"]:
         values["attention_softmax_in_fp32"] = True
@@ -165,6 +172,7 @@ def _precision(values: Values) -> None:
 def _layout(values: Values) -> None:
     if values["expert_tensor_parallel_size"] is None:
         values["expert_tensor_parallel_size"] = values["tensor_model_parallel_size"]
+    # Megatron turns it off with a warning.
     if values["tensor_model_parallel_size"] == 1:
         values["sequence_parallel"] = False
     if sizes := values["hierarchical_context_parallel_sizes"]:
@@ -179,6 +187,7 @@ def _virtual_stages(values: Values) -> int | None:
     each, ranks = values["num_layers_per_virtual_pipeline_stage"], values["pipeline_model_parallel_size"]
     if each is None or values["num_layers"] is None:
         return None
+    # Embedding and loss count as one layer each where they are accounted for.
     layers = values["num_layers"] + sum(
         values[f"account_for_{part}_in_pipeline_split"] for part in ("embedding", "loss")
     )

@@ -106,5 +106,6 @@ def entry_of_file(path: str) -> EntryScript | None:
 
 
 def _ends_with(path: str, script: str) -> bool:
+    # By whole parts of the path: multimodal/train.py, and not every train.py.
     wanted = PurePosixPath(script).parts
     return PurePosixPath(path).parts[-len(wanted) :] == wanted

@@ -35,11 +35,13 @@ def model_section(values: Mapping[str, Any], entry: EntryScript, source: str, ho
 
     Raises ConfigError, naming the argument, for a model that no installed family is.
     """
+    # The reader of Megatron's checkpoints maps the same arguments: one table for both.
     section = _section(Arguments({**values, **SAME_MODEL}, Path(source)), entry, host)
     section.pop("vocab_size", None)
     if "moe" in section:
         section["moe"] = section["moe"] | _moe_training(values)
         if isinstance(layers := values["moe_layer_freq"], list) and "moe_layer_freq" in section["moe"]:
+            # Back to the short form, which a reader of the file can check.
             section["moe"]["moe_layer_freq"] = pattern_of(list(map(bool, layers)))
     return section
 
@@ -63,6 +65,7 @@ def _parameters(args: Arguments, entry: EntryScript) -> tuple[str, ...]:
 
 def _moe_training(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {dest: True for dest in MOE_TRAINING if values[dest]}
+    # --moe-enable-deepep alone selects it in older versions.
     kind = "flex" if values["moe_enable_deepep"] else values["moe_token_dispatcher_type"]
     found["moe_token_dispatcher_type"] = DISPATCHERS.get(kind, kind)
     if kind == "flex":

@@ -36,11 +36,13 @@ def find_refusals(given: Mapping[str, Given], version: Version, host: PluginHost
 
 
 def _reason(one: Given, given: Mapping[str, Given], version: Version, host: PluginHost) -> str | None:
+    # What Megatron does anyway is requested by nobody: an option with its default is no reason to refuse.
     if one.value is None or one.value == one.argument.default_of(version):
         return None
     if one.argument.outcome == "refused":
         return one.argument.reason
     if check := _CHECKS.get(one.argument.dest):
+        # The first objection.
         return next(check(one.value, {dest: other.value for dest, other in given.items()}, host), None)
     return None
 

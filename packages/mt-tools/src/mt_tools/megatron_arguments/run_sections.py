@@ -22,6 +22,7 @@ def run_keys(values: Values, entry: EntryScript, version: Version) -> Keys:
     found = copied_keys(values)
     for rule in (_parallel, _optimizer, _schedule, _precision, _recompute, _checkpoint, _train, _trackers):
         found |= rule(values)
+    # Later rules win over values that are copied.
     return {**found, **_data(values, entry), **_tokenizer(values, version)}
 
 
@@ -41,6 +42,7 @@ def _parallel(values: Values) -> Keys:
         found["parallel.pipeline_schedule"] = "interleaved_1f1b"
     if values["context_parallel_size"] > 1:
         found["parallel.cp_comm_type"] = values["cp_comm_type"][0]
+    # null follows tensor parallelism, also when that is changed later.
     if values["tensor_model_parallel_size"] == values["expert_tensor_parallel_size"]:
         found["parallel.expert_tensor_parallel_size"] = None
     return found
@@ -88,6 +90,7 @@ def _recompute(values: Values) -> Keys:
 
 
 def _checkpoint(values: Values) -> Keys:
+    # Without --save Megatron saves nothing, whatever the interval.
     found: Keys = {"checkpoint.save_interval": values["save_interval"] if values["save"] is not None else None}
     if values["save_retain_interval"] is not None:  # Megatron keeps the newest, and those that it divides
         found |= {"checkpoint.keep_last": 1, "checkpoint.keep_every": values["save_retain_interval"]}
@@ -100,6 +103,7 @@ def _start(values: Values) -> Keys:
     load = values["load"]
     if load is not None and (values["finetune"] or values["no_load_optim"]):
         found["checkpoint.load"] = load
+    # Another folder: the run starts from its state and saves elsewhere.
     elif load is not None and load != values["save"]:
         found["checkpoint.resume_from"] = load
     elif load is not None and values["exit_on_missing_checkpoint"]:
@@ -160,6 +164,7 @@ def _dataset(values: Values, entry: EntryScript) -> str:
 
 def blend(words: Sequence[str]) -> list[Any]:
     """--data-path: prefixes, or weights and prefixes in turns."""
+    # "0.3 a 0.7 b"; a list of prefixes alone has weights by their sizes.
     weights, prefixes = words[::2], words[1::2]
     if len(weights) != len(prefixes) or not all(map(_is_number, weights)):
         return list(words)

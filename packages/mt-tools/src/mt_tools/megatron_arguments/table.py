@@ -90,6 +90,7 @@ class Argument:
 @cache
 def arguments() -> tuple[Argument, ...]:
     """All rows, in the order of Megatron's --help."""
+    # Read at the first use, not when the module is imported.
     text = files("mt_tools.megatron_arguments").joinpath("arguments.csv").read_text(encoding="utf-8")
     return tuple(_argument(row) for row in csv.DictReader(text.splitlines()))
 
@@ -98,6 +99,7 @@ def arguments() -> tuple[Argument, ...]:
 def by_option() -> Mapping[str, Argument]:
     """Spelling with dashes -> argument, second spellings included."""
     found = {argument.spelled: argument for argument in arguments()}
+    # Second: a row of its own wins over another row's alias.
     for argument in arguments():
         for spelling in _second_spellings(argument):
             found.setdefault(spelling, argument)
@@ -146,6 +148,7 @@ def _second_spellings(argument: Argument) -> Iterable[str]:
         yield f"--disable-{name.removeprefix('no-')}"
     if argument.takes == "false" and name.startswith("disable-"):
         yield f"--no-{name.removeprefix('disable-')}"
+    # argparse keeps the underscores of these options; both spellings are accepted here.
     if "opt_param" in name:
         yield f"--{name.replace('_', '-')}"
     if name == "save-interval":
@@ -177,4 +180,5 @@ def _value(takes: str, text: str) -> Any:
         return None
     kind = takes.rstrip("*+23")
     value = {"int": int, "float": float, "pattern": int}.get(kind, str)(text)
+    # Several values: the default of one is a list of it.
     return [value] if takes != kind else value

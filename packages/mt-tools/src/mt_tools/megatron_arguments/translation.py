@@ -82,10 +82,13 @@ def translate(
         tree["model"] = {**tree.get("model", {}), **model_section(values, entry, source, host)}
     for section in entry.fixed_sections:
         tree.pop(section, None)
+    # Idle keys before defaults: whether a key counts depends on values that may be defaults.
     idle = dropped | remove_idle_keys(tree, host)
     same = remove_defaults(tree, host)
+    # Only now: these arguments take part in Megatron's validation.
     refusals |= {dest: Refusal(one, entry.fixed) for dest, one in given.items() if _is_fixed(one.argument, entry)}
     accounts = [_account(dest, one, refusals, tree, idle, same) for dest, one in given.items()]
+    # The rest nobody has written: Megatron's defaults and derived values, which differ from ours.
     named = {key for account in accounts for key in account.keys}
     written = {key: value for key, value in dotted(tree).items() if key not in named}
     return Translation(_ordered(tree), tuple(accounts), written, values, entry, version)
@@ -119,6 +122,7 @@ def _account(
         return Account(one.words, "no effect", {}, REASONS[argument.reason])
     flat = dotted(tree)
     if found := {key: flat[key] for key in argument.keys if key in flat}:
+        # model.family follows from many arguments; it is shown for one that decides nothing else.
         own = {key: value for key, value in found.items() if key != "model.family"}
         return Account(one.words, "translated", own or found, "")
     if equal := {key: same[key] for key in argument.keys if key in same}:
