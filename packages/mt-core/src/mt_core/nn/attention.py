@@ -153,7 +153,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, d
     unmasked = pattern.is_plain and (queries == 1 or not pattern.causal)
     if unmasked and queries == 1 and k.shape[2] < heads:
         return _single_query(q, k, v, dropout)
-    # Any mask excludes torch's flash kernel, so the cases that need none are found first.
+    # On a GPU any mask excludes the flash kernel, so the cases that need none are found first.
     mask = None if causal or unmasked else pattern.additive_mask(queries, keys, q.dtype, q.device)
     grouped = k.shape[2] < heads and serves_groups(q, mask)
     if not grouped:

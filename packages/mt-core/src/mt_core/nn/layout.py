@@ -170,8 +170,8 @@ class ParameterLayout:
             # The last axis is the fastest: neighbours in the list are its ranks.
             size = ctx.axis(split.axis).size
             tensors = [split.join(tensors[i : i + size]) for i in range(0, len(tensors), size)]
-        # Without a context to_canonical only removes the padding.
         (whole,) = tensors
+        # Without a context to_canonical only removes the padding.
         return self.to_canonical(whole)
 
 

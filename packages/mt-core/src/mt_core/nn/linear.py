@@ -195,10 +195,9 @@ class _ColumnParallelLinear(torch.autograd.Function):
         ctx.main, ctx.axis, ctx.sequence_parallel, ctx.has_bias = main, axis, sequence_parallel, bias is not None
         ctx.save_for_backward(x, weight)  # with sequence parallelism this rank's shard only; backward gathers again
         if overlap:
-            # The fused operator multiplies the shards that have arrived while others are copied, and drops the gathered
-            # input.
             assert axis.group is not None
             assert pitch is None
+            # Shards are multiplied as they arrive. The gathered input is dropped: the backward pass gathers again.
             _, out = gather_matmul(x.contiguous(), weight.T, SEQUENCE_DIM, axis.group)
             return out if bias is None else out + bias
         whole = all_gather(x, SEQUENCE_DIM, axis) if sequence_parallel else x  # [B, S, in]

@@ -56,7 +56,6 @@ class FlexAttention:
             v.transpose(1, 2),
             score_mod=score_function(pattern, queries, keys, self._logit_softcap),
             block_mask=mask,
-            # Groups are not repeated.
             enable_gqa=k.shape[2] < q.shape[2],
             return_aux=AuxRequest(lse=True),
         )

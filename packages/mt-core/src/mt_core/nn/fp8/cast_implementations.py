@@ -137,7 +137,7 @@ TORCH_CASTS = TorchCasts()
 
 def note(noted: Tensor, amax: Tensor) -> None:
     """noted = max(noted, amax), both [] fp32. An amax that is not finite is left out."""
-    # Else one overflow of a dynamically scaled loss would stay the maximum of the whole history.
+    # Else a step that is not finite would decide the scales of the steps after it.
     torch.maximum(noted, torch.where(amax.isfinite(), amax, 0.0), out=noted)
 
 

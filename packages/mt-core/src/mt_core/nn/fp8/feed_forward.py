@@ -118,8 +118,7 @@ def _joined(module: DenseFeedForward) -> Fp8FeedForward | None:
     first, second = module.linear_fc1.multiply, module.linear_fc2.multiply
     if not isinstance(first, Fp8Multiply) or not isinstance(second, Fp8Multiply):
         return None
-    # A bias of the first layer would be added to its product, before the activation, and its gradient is a sum in 16
-    # bits.
+    # A bias of the first layer needs the gradient of its product in 16 bits, which is never written here.
     in_fp8 = first.wgrad_in_fp8 and second.wgrad_in_fp8 and module.linear_fc1.bias is None
     if not in_fp8 or not is_gated(module.activation) or module.activation not in FUSED:
         return None

@@ -46,8 +46,9 @@ class AmaxHistory(LayoutModule):
         self.has_stepped = False
         """In this process. Before, the history may be without an entry; after, it has one."""
 
-    def amax(self, role: Role) -> Tensor:  # detach: a parameter of the module, though not trained
+    def amax(self, role: Role) -> Tensor:
         """[] fp32: what the scale follows; NOTHING before the first step."""
+        # detach: a parameter of the module, though not a trained one.
         past = self.amax_history.detach()[ROLES.index(role)]
         return past.amax() if self.algorithm == "max" else past[0]
 

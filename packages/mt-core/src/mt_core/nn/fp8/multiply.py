@@ -42,7 +42,6 @@ class Fp8Multiply:
         return self.leave(_Fp8Linear.apply(x, weight, self.call(weight, ctx)), bias, ctx)
 
     def call(self, weight: Tensor, ctx: ParallelContext) -> LayerCall:
-        # is_grad_enabled: the magnitudes of an evaluation are not noted.
         return LayerCall(self, ctx.tp, ctx.sequence_parallel, torch.is_grad_enabled(), main_gradient_of(weight))
 
     def leave(self, out: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:

@@ -31,7 +31,6 @@ from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.context import Axis
 
 CHUNK_BYTES = 2**30
-# Fewer chunks read and write the weight's gradient fewer times; more of them take less memory.
 """Of logits held at a time: 4096 rows of 128k ids. For each chunk the weight's fp32 gradient is read and written."""
 CPU_CHUNK_BYTES = 100 * 2**20
 """The same on a CPU, where fewer rows suffice and passes over the logits are bound by memory."""
@@ -42,8 +41,6 @@ def rows_of_chunk(hidden: Tensor, weight: Tensor) -> int:
     """Tokens at a time: a multiple of 128 whose logits take at most CHUNK_BYTES, and at least 128."""
     limit = CPU_CHUNK_BYTES if hidden.device.type == "cpu" else CHUNK_BYTES
     rows = limit // max(len(weight) * hidden.element_size(), 1)
-    # Rows of the product dW = dlogits^T hidden that is contracted along them: a multiple that matrix products handle
-    # without a remainder.
     return max(rows // ROW_MULTIPLE * ROW_MULTIPLE, ROW_MULTIPLE)
 
 

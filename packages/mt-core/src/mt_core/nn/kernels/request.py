@@ -53,7 +53,6 @@ class KernelRequest:
     width: int = 0
     features: frozenset[Feature] = frozenset()
 
-    # Printed in the run's summary and in errors.
     def __str__(self) -> str:
         words = [self.device_type, self.dtype, *([f"width {self.width}"] if self.width else []), *sorted(self.features)]
         return ", ".join(words)

@@ -23,7 +23,6 @@ def supports_torch(request: KernelRequest) -> bool | str:
 def supports_triton(request: KernelRequest) -> bool | str:
     """Any of ours: on a GPU, or on a CPU in triton's interpreter (for tests)."""
     if not _installed("triton"):
-        # First the package, then the device: the reason that a user can remove is named first.
         return "triton is not installed"
     if request.device_type not in ("cuda", "cpu"):
         return f"it runs on cuda, not on {request.device_type}"

@@ -122,7 +122,7 @@ def store_cast(
         tl.store(data + row[:, None] * columns + column[None, :], cast, mask=inside)
     if TRANSPOSED:
         within = (column < end)[:, None] & (row < padded)[None, :]
-        # The tile is transposed in the chip's memory: both stores write neighbours. Rows behind the last one were
+        # The tile is transposed on the chip: both stores write neighbours. Rows behind the last one were
         # loaded as 0, and fill up the padding.
         tl.store(transposed + column[:, None] * padded + row[None, :], tl.trans(cast), mask=within)
 
@@ -163,7 +163,8 @@ def _fp8_note(parts, count, noted, scale, NOTED: tl.constexpr, BLOCK: tl.constex
         largest = tl.maximum(largest, tl.load(parts + index, mask=index < count, other=0))
     bits = tl.max(largest, 0)
     # The cast itself clamped infinities, and its bytes look finite. The scale is what makes the product NaN, so that
-    # the run notices it. It is written after the cast, which has read the history and not this.
+    # the run notices it. This launch is behind the cast's, which took its
+    # scale from the history.
     if bits >= _INFINITY:
         tl.store(scale, float("nan"))
     elif NOTED:

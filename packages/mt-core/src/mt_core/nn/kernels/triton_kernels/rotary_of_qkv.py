@@ -312,6 +312,7 @@ class _NormedRotaryOfQKV(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         qkv = qkv.contiguous()
         batch, sequence, groups, rows, head_dim = qkv.shape
+        # qkv itself: the backward pass normalizes the heads again, so no normalized copy is kept.
         ctx.save_for_backward(qkv, q_weight, k_weight, cos, sin)
         # In the order of the kernels' last parameters before the tiles.
         ctx.options = q_scale, eps, zero_centered, interleaved
@@ -320,18 +321,7 @@ class _NormedRotaryOfQKV(torch.autograd.Function):
         if batch * sequence:
             with on_device(qkv):
                 _normed_rotary_of_qkv_forward[(batch * sequence,)](
-                    # qkv itself was saved: the backward pass normalizes the heads again, so no normalized copy is kept.
-                    qkv,
-                    q,
-                    k,
-                    v,
-                    q_weight,
-                    k_weight,
-                    cos,
-                    sin,
-                    *_sizes(qkv, cos),
-                    *ctx.options,
-                    *_tiles(qkv, cos),
+                    qkv, q, k, v, q_weight, k_weight, cos, sin, *_sizes(qkv, cos), *ctx.options, *_tiles(qkv, cos)
                 )
         return q, k, v
 
