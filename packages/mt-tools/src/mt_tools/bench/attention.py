@@ -73,7 +73,7 @@ def measure(shape: AttentionShape, machine: Machine, rounds: int, host: PluginHo
     q, k, v = tensors(shape, machine)
     pattern = AttentionPattern(segment_ids=segments(shape, machine), window=shape.window)
     ones = torch.ones_like(q)
-    # No log-sum-exp or inputs are kept.
+    # Without autograd: neither log-sum-exp nor inputs are kept.
     forward = {name: [torch.no_grad()(partial(core, q, k, v, pattern, 0.0))] for name, core in cores.items()}
     step = {name: [partial(_step, core, (q, k, v), pattern, ones)] for name, core in cores.items()}
     return {

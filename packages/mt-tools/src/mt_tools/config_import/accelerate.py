@@ -175,7 +175,7 @@ def _processes(values: Mapping[str, Any]) -> Processes:
 
 
 def _result(fields: Mapping[str, Any], dtype: str, source: str, processes: Processes) -> ImportResult:
-    # null is how Accelerate writes a field that was not chosen.
+    # null: the field was not chosen.
     accounts = [_account(name, value, fields) for name, value in fields.items() if value is not None]
     if dtype.lower() not in DTYPES:
         raise ConfigError(f"mixed_precision={dtype}: it can be {', '.join(DTYPES)}")
@@ -205,7 +205,7 @@ def _keys(name: str, value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"recompute.recompute_granularity": "selective"} if chosen else {}
     if name == POSITIONS:
         return {"model.position_embedding_type": "rope"} if value else {}
-    # Accelerate sets it to true by default, also for one process, where it is an error here.
+    # Accelerate accepts it for one tensor-parallel process too, where it is an error here.
     if name == "sequence_parallelism" and fields.get("tp_degree", 1) == 1:
         return {}
     # Without full recomputation these keys would be ignored, which is an error here.

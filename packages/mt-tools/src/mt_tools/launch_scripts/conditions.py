@@ -49,7 +49,7 @@ def _statement(statement: Statement, variables: Variables) -> bool | None:
         return None
     if name in _CLOSING and words and _literal(words[-1]) == _CLOSING[name]:
         words = words[:-1]
-    # | binds weaker than &&, -o weaker than -a.
+    # || binds weaker than &&, -o weaker than -a.
     return _or(words, variables, "||" if name == "[[" else "-o", "&&" if name == "[[" else "-a")
 
 

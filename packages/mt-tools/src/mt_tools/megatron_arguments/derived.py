@@ -38,11 +38,11 @@ def derive_values(
     as it was given. Raises one ConfigError with a sentence for each missing argument and each contradiction.
     """
     problems = Problems()
-    # Of what was given: defaults would contradict one another, as --train-iters and the defaults of samples.
+    # Of what was given: a default contradicts nothing.
     for check in (_check_counting, _check_sources, _check_pairs):
         with problems.collect():
             check(given)
-    # Megatron's scripts call set_defaults before the command line is read.
+    # presets: args_defaults of Megatron's scripts, which count where an argument was not given.
     values = {**defaults(version), **entry.presets, **given}
     # In Megatron's order: later rules read what earlier ones have filled in.
     for rule in (_aliases, _shape, _heads, _precision, _layout, _weight_decay, _recompute):

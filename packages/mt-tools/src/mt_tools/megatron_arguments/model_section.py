@@ -65,7 +65,6 @@ def _parameters(args: Arguments, entry: EntryScript) -> tuple[str, ...]:
 
 def _moe_training(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {dest: True for dest in MOE_TRAINING if values[dest]}
-    # --moe-enable-deepep alone selects it in older versions.
     kind = "flex" if values["moe_enable_deepep"] else values["moe_token_dispatcher_type"]
     found["moe_token_dispatcher_type"] = DISPATCHERS.get(kind, kind)
     if kind == "flex":

@@ -36,7 +36,7 @@ def find_refusals(given: Mapping[str, Given], version: Version, host: PluginHost
 
 
 def _reason(one: Given, given: Mapping[str, Given], version: Version, host: PluginHost) -> str | None:
-    # What Megatron does anyway is requested by nobody: an option with its default is no reason to refuse.
+    # An option that is given its default requests nothing.
     if one.value is None or one.value == one.argument.default_of(version):
         return None
     if one.argument.outcome == "refused":

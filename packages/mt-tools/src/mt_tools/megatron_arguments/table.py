@@ -148,7 +148,7 @@ def _second_spellings(argument: Argument) -> Iterable[str]:
         yield f"--disable-{name.removeprefix('no-')}"
     if argument.takes == "false" and name.startswith("disable-"):
         yield f"--no-{name.removeprefix('disable-')}"
-    # argparse keeps the underscores of these options; both spellings are accepted here.
+    # These options have an underscore in their name; the spelling with a hyphen is accepted too.
     if "opt_param" in name:
         yield f"--{name.replace('_', '-')}"
     if name == "save-interval":

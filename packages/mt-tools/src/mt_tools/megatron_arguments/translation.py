@@ -88,7 +88,7 @@ def translate(
     # Only now: these arguments take part in Megatron's validation.
     refusals |= {dest: Refusal(one, entry.fixed) for dest, one in given.items() if _is_fixed(one.argument, entry)}
     accounts = [_account(dest, one, refusals, tree, idle, same) for dest, one in given.items()]
-    # The rest nobody has written: Megatron's defaults and derived values, which differ from ours.
+    # Keys that no given argument names: Megatron's defaults and derived values, which differ from ours.
     named = {key for account in accounts for key in account.keys}
     written = {key: value for key, value in dotted(tree).items() if key not in named}
     return Translation(_ordered(tree), tuple(accounts), written, values, entry, version)

@@ -85,6 +85,6 @@ class Clock:
     def _stride(self, axis: str) -> int:
         """Distance of neighbours on the axis, in ranks (tp-cp-dp-pp, tp fastest)."""
         tp, etp, ep = self.sizes["tp"], self.sizes["etp"], self.sizes["ep"]
-        # Pp is the slowest axis: a stage is world / pp neighbours.
+        # pp is the slowest axis: a stage is world / pp neighbours.
         strides = {"tp": 1, "cp": tp, "dp": tp, "etp": 1, "ep": etp, "edp": etp * ep}
         return strides.get(axis, self.sizes["world"] // self.sizes["pp"])

@@ -252,7 +252,7 @@ def fsdp_units(model: nn.Module) -> list[list[str]]:
     ]
     inside = set().union(*layers) if layers else set()
     named = list(trained_parameters(model))
-    # Fully_shard is applied to each layer.
+    # fully_shard is applied to each layer.
     units = [[name for name, parameter in named if id(parameter) in layer] for layer in layers]
     # Shared parameters are among these or in one layer: by identity, each once.
     units.append([name for name, parameter in named if id(parameter) not in inside])

@@ -61,9 +61,9 @@ class LateGather(dist.Work):
         super().__init__()
         self.bucket = bucket
 
-    # No collective is launched before: a layer that reads its weights without waiting computes with stale ones, and its
-    # loss shows it.
     def wait(self, timeout: object = None) -> bool:
+        # No collective is launched before: a layer that reads its weights without waiting computes with stale ones, and
+        # its loss shows it.
         bucket = self.bucket
         dist.all_gather_into_tensor(bucket.weights, bucket.part(bucket.weights), group=bucket.axes.shard.group)
         return True

@@ -35,7 +35,6 @@ def describe_changes(config: Config, small: Config, *, width: int = 120) -> str:
 
 
 def _changed(before: Section, after: Section) -> list[str]:
-    # Of this version.
     defaults = {key: field.get_default(call_default_factory=True) for key, field in type(before).model_fields.items()}
     chosen = {key: value for key, value in before.model_dump().items() if value != defaults[key]}
     return list(_changes(chosen, {key: value for key, value in after.model_dump().items() if key in chosen}))
