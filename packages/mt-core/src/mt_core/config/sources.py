@@ -67,16 +67,16 @@ class ReadLayers:
 
 def read_layers(sources: Sources, names: Iterable[str], host: PluginHost) -> ReadLayers:
     """Read and merge. names: the sections that are wanted; a checkpoint is opened only for these."""
-    # Lowest first: default < preset < checkpoint < file < program < --set.
     file_preset, file_layer = read_config_file(Path(sources.path)) if sources.path is not None else (None, None)
     preset = sources.preset or file_preset
     by_default = preset is None and file_layer is None and sources.sections is None
     preset = sources.default_preset if by_default else preset
+    # Lowest first: default < preset < checkpoint < file < program < --set.
     base = [Layer(f"preset {preset}", find_preset(preset, host))] if preset else []
     base += [file_layer] if file_layer else []
     base += [Layer(PROGRAM, sources.sections)] if sources.sections is not None else []
-    # Overrides before the checkpoint: they may name the checkpoint to read.
     problems = Problems()
+    # Overrides before the checkpoint: they may name the checkpoint to read.
     layers, notes = translate(_with_overrides(base, sources.overrides, problems))
     layers = with_checkpoint_layer(layers, names, host, preset_is_default=by_default)
     # `base` was built without --set; one layer more is that of a checkpoint.

@@ -49,8 +49,8 @@ def measure_kernels(machine: Machine, only: Collection[str], rounds: int, *, com
 
 def buffer_sets(case: KernelCase, machine: Machine) -> int:
     """How many sets of a case's buffers are used in turn: enough to exceed the L2 cache many times."""
-    # Products reuse what they read, so that the cache does not matter to them.
     moved = min(x for x in (case.forward_bytes, case.step_bytes, ROTATED_BYTES) if x) if machine.is_gpu else 0.0
+    # Products reuse what they read, so that the cache does not matter to them.
     return 1 if case.step_flops or not moved else math.ceil(ROTATED_BYTES / moved)
 
 

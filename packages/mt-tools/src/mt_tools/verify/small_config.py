@@ -59,7 +59,7 @@ def shrink(config: Config, host: PluginHost, *, steps: int = STEPS, dropout: flo
             _shrink_experts(model, tree["parallel"])
     length = _short_length(tree)
     family = host.models.get(config.model.family, key="model.family")
-    # Last, for what only the family understands of its section.
+    # After the common keys: what only the family defines in its section.
     if family.shrink is not None:
         tree["model"] |= family.shrink.load()(tree["model"], length)
     # If the loss compares samples, one process runs those of all ranks as one micro-batch, with other dropout masks.
