@@ -76,6 +76,7 @@ class AttentionPattern:
         return self._mask
 
     def _build_mask(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[B or 1, N or 1, S, T]. S queries are the last of T positions."""
         query_positions = torch.arange(keys - queries, keys, device=device)  # [S], the last S of T
         distance = query_positions[:, None] - torch.arange(keys, device=device)[None, :]  # [S, T]
         hidden = (distance < 0 if self.causal else torch.zeros_like(distance, dtype=torch.bool))[None, None]

@@ -122,6 +122,7 @@ class _BatchInvariance(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _replacement(self, name: str, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """What computes an operator batch invariantly; None: the operator itself does."""
         if name == "c10d::allreduce_":
             return _all_reduce
         if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
@@ -141,6 +142,7 @@ class _BatchInvariance(TorchDispatchMode):
     # -- products ---------------------------------------------------------------------------------
 
     def _mm(self, func: Any, a: Tensor, b: Tensor) -> Tensor:
+        """a [R, K], b [K, N] -> [R, N]"""
         if not a.numel() or not b.numel():
             return func(a, b)
         own = b.shape[1]
@@ -154,6 +156,7 @@ class _BatchInvariance(TorchDispatchMode):
         return product * alpha + bias * beta if (alpha, beta) != (1, 1) else product + bias
 
     def _bmm(self, func: Any, a: Tensor, b: Tensor) -> Tensor:
+        """a [B, R, K], b [B, K, N] -> [B, R, N]"""
         if not a.numel() or not b.numel():
             return func(a, b)
         own = b.shape[2]
@@ -189,6 +192,7 @@ class _BatchInvariance(TorchDispatchMode):
         return self._widths[key]
 
     def _convolution(self, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+        """x [B, C, S], weight [out, C / groups, k]"""
         stride, padding, dilation, transposed, _, groups = options
         plain = (list(stride), list(padding), list(dilation), transposed) == ([1], [0], [1], False)
         if plain and groups == weight.shape[0] and weight.shape[1] == 1:
@@ -243,6 +247,7 @@ def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _elementwise(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A function of x, element by element, in pieces whose elements all take the vectorized code."""
     flat = x.reshape(-1)
     missing = -len(flat) % VECTOR
     if missing:

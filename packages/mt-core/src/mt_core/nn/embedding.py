@@ -125,6 +125,7 @@ def gather_logits(logits: Tensor, vocab_size: int, multiple: int, ctx: ParallelC
 
 
 def vocab_layout(vocab_size: int, hidden_size: int, init: Init, multiple: int) -> ParameterLayout:
+    """Rows [vocab, hidden], split over tp; padded in memory to a multiple."""
     padded = padded_vocab_size(vocab_size, multiple)
     return ParameterLayout(
         (vocab_size, hidden_size),

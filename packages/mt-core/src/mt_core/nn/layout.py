@@ -234,6 +234,7 @@ def initialize(model: nn.Module, seed: int, ctx: ParallelContext) -> None:
 
 
 def _fill(parameter: Tensor, layout: ParameterLayout, seed_of: Callable[[int], int], ctx: ParallelContext) -> None:
+    """parameter: this rank's tensor, padding included. seed_of: number of a block -> seed of its stream."""
     if layout.padded:
         parameter.zero_()
     for number, block, regions in drawn_blocks(layout, ctx):

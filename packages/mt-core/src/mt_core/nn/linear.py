@@ -148,6 +148,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, pitch: int | None = N
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, pitch: int | None) -> Tensor:
+    """x [..., in], weight [out, in] -> [..., out], with rows `pitch` apart in memory."""
     if pitch is None:
         return F.linear(x, weight, bias)
     assert bias is None
@@ -157,6 +158,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, pitch: int | None) 
 
 
 class _MainGradientLinear(torch.autograd.Function):
+    """x W^T + b on one rank, whose backward pass adds dW to the main gradient."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main: MainGrad | None, pitch: int | None

@@ -78,6 +78,7 @@ class Softmax:
 
 
 def math_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """q [B, N, S, D], k [B, G, T, D], v [B, G, T, E] -> out [B, N, S, E] in q's dtype, lse [B, N, S]"""
     scores = _scores(q, k, mask)  # [B, G, N / G, S, T]
     lse = scores.logsumexp(-1)
     reference = lse.masked_fill(lse.isneginf(), 0.0)
@@ -89,6 +90,7 @@ def math_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tens
 def math_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: BlockMask
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dq, dk and dv, in the dtypes of q, k and v. out and lse: of the whole softmax."""
     scale, groups = 1 / math.sqrt(q.shape[-1]), k.shape[1]
     scores = _scores(q, k, mask)
     queries, grads, outs = (_by_group(x.to(scores.dtype), groups) for x in (q, grad, out))

@@ -73,6 +73,7 @@ def borrowed_linear(name: str, weight: Tensor, cut: Cut, config: PrecisionConfig
 
 
 def _transformer_engine(weight: Tensor, config: PrecisionConfig) -> tuple[nn.Module, Callable[[], Any]]:
+    """(te.Linear without a weight, the context that it runs in)"""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
 
@@ -86,6 +87,7 @@ def _transformer_engine(weight: Tensor, config: PrecisionConfig) -> tuple[nn.Mod
 
 
 def _torchao(weight: Tensor, config: PrecisionConfig) -> tuple[nn.Module, Callable[[], Any]]:
+    """(torchao's Float8Linear without a weight, the context that it runs in)"""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     out_features, in_features = weight.shape

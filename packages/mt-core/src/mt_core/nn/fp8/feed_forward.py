@@ -39,6 +39,8 @@ class Fp8FeedForward:
 
 
 class _Fp8FeedForward(torch.autograd.Function):
+    """x [..., in], weight1 [2F, in] and weight2 [out, F] of this rank -> [..., out]."""
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -109,6 +109,7 @@ def resolve_options(config: PrecisionConfig, ctx: ParallelContext, kernels: Kern
 
 
 def _torch_objection(config: PrecisionConfig, device: torch.device) -> str | None:
+    """Why torch's scaled products cannot serve on this device; None: they can."""
     blockwise = config.fp8_recipe == "blockwise"
     if device.type != "cuda":
         if not has_scaled_mm_on_cpu():

@@ -100,6 +100,7 @@ def fp8_report(model: nn.Module) -> Fp8Report | None:
 
 
 def _convert(module: LinearModule, options: Fp8Options, histories: list[AmaxHistory]) -> str | None:
+    """Replace the product of a layer. Returns why it stays in 16 bits; None: it is in FP8."""
     objection = options.objection(module.weight.shape, options.multiple)
     # The layer keeps its product in 16 bits.
     if objection is not None:

@@ -101,6 +101,8 @@ def _with_ids(rows: RowKernels, weight: Tensor, ids: int | None) -> _RowsWithIds
 
 
 class _ChunkedLosses(torch.autograd.Function):
+    """hidden [T, H], weight [V, H], columns [T] -> losses [T]. Kept for the backward pass besides these: lse [T]."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -143,6 +145,9 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 class _ChunkedWeightedSum(torch.autograd.Function):
+    """-> the weighted sum [] and the losses [T]. The gradients of hidden [T, H] and weight [V, H] are made in the
+    forward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -228,6 +233,7 @@ class _Gradients:
             weight_sum.total.zero_()
 
     def add(self, part: slice, logits: Tensor) -> None:
+        """part: rows of hidden. logits [t, V]: their gradient."""
         if self.hidden is not None:
             torch.mm(logits, self._weight, out=self.hidden[part])  # [t, V] x [V, H]; `logits` is their gradient
         if self._weight_sum is None:

@@ -72,6 +72,8 @@ class TorchAdamW:
 
 
 def _update(tensors: AdamWTensors, i: int, options: AdamWOptions, scale: Tensor, proceed: Tensor) -> None:
+    """Tensor number i of each list. proceed: [] bool, whether anything changes."""
+
     def keep(target: Tensor, value: Tensor) -> None:
         # where, not a product by 0 or 1: a NaN of the update would survive the product.
         target.copy_(torch.where(proceed, value, target))

@@ -34,6 +34,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = F
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [B, S, heads, D] -> the same, in x's dtype."""
     rotary_dim = 2 * cos.shape[-1]
     turned, passed = widened(x[..., :rotary_dim]), x[..., rotary_dim:]  # [..., R], [..., D - R]
     # [..., R / 2] each

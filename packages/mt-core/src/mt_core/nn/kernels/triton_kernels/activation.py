@@ -86,6 +86,8 @@ def through_factor(grad, up, NAME: tl.constexpr):
 def _activation_forward(
     x, bias, y, width, NAME: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """x [rows, width], gated [rows, 2 width]; bias of one row or unused -> y [rows, width]. Grid (rows, blocks of
+    columns)."""
     # int64: offsets pass 2^31 for many rows.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -108,6 +110,7 @@ def _activation_forward(
 def _activation_backward(
     dy, x, bias, dx, width, NAME: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """dy [rows, width]; x, bias as in the forward pass -> dx as x."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -127,6 +130,8 @@ def _activation_backward(
 
 
 class _Activation(torch.autograd.Function):
+    """x [..., F], gated [..., 2F], bias of its last dimension or None -> [..., F] in x's dtype."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, name: str) -> Tensor:
         # x is kept, not the activation: the product before has written it already.

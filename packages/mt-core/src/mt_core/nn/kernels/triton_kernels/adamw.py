@@ -69,6 +69,7 @@ def _round_moment(x, noise):
 
 @triton.jit
 def _pointer(addresses, row, tensors, which, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The tensor `which` of a row of the table, as a pointer."""
     # An address that comes from memory has no known alignment, and without one the compiler emits accesses of one
     # element.
     pointer = tl.load(addresses + tensors * row + which).to(tl.pointer_type(TYPE))
@@ -144,6 +145,7 @@ def _adamw_update(
 def _adamw_sum_of_squares(
     addresses, sizes, owner, first, partial, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """partial [programs] fp32: the sum of squares of this program's elements."""
     which = tl.load(owner + tl.program_id(0))
     index = tl.multiple_of(tl.load(first + tl.program_id(0)), BLOCK) + tl.arange(0, BLOCK)
     size = tl.load(sizes + which)

@@ -54,6 +54,8 @@ def _cross_entropy_statistics(logits, columns, result, rows, width, padded, DEPT
 
 @triton.jit
 def _cross_entropy_gradient(logits, gradient, columns, lse, factor, width, padded, BLOCK: tl.constexpr):
+    """gradient [rows, padded] in its own dtype: factor * (exp(logit - lse) - [column]), and 0 from `width` on. lse and
+    factor: [rows]."""
     # d loss / d z_j = exp(z_j - lse) - [j is the label]. Each program reads the block that it writes and nothing else,
     # so gradient may be logits.
     row = tl.program_id(0).to(tl.int64)

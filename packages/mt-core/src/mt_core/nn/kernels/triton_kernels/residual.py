@@ -17,6 +17,8 @@ _BLOCK = 1024
 def _bias_dropout_add_forward(
     x, bias, residual, y, seed, width, probability, BIAS: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """x and residual [rows, width], bias [width], seed [1] -> y = residual + dropout(x + bias). Grid (rows, blocks of
+    columns)."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.program_id(0).to(tl.int64) * width + column
     inside = column < width
@@ -33,6 +35,7 @@ def _bias_dropout_add_forward(
 
 @triton.jit
 def _bias_dropout_add_backward(dy, dx, seed, width, probability, BLOCK: tl.constexpr):
+    """dy [rows, width] -> dx, by the mask of the forward pass."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.program_id(0).to(tl.int64) * width + column
     inside = column < width
@@ -42,6 +45,8 @@ def _bias_dropout_add_backward(dy, dx, seed, width, probability, BLOCK: tl.const
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
+    """x and residual [..., H], bias [H] or None -> [..., H] in residual's dtype."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:
         x, residual = x.contiguous(), residual.contiguous()

@@ -13,6 +13,7 @@ from mt_core.nn.kernels.triton_kernels.launch import on_device
 
 @triton.jit
 def place(head, per_group, head_stride, group_stride):
+    """Offset of heads that stand in groups of per_group: [R] numbers of heads -> [R] elements."""
     return (head // per_group) * group_stride + (head % per_group) * head_stride
 
 
@@ -34,6 +35,7 @@ def load_pairs(row, valid, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def store_pairs(row, valid, a, b, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    """The inverse of load_pairs: a and b [R, HALF] to the channels that are turned of rows [R, 1]."""
     pair = tl.arange(0, HALF)
     if INTERLEAVED:
         both = tl.arange(0, 2 * HALF)
@@ -68,6 +70,7 @@ def turn(
 
 @triton.jit
 def copy(source, target, heads, source_head, target_head, head_dim, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Heads of one token as they are: source and target with strides of heads of their own."""
     channel = tl.arange(0, WIDTH)
     for start in range(0, heads, HEADS):
         head = start + tl.arange(0, HEADS)
@@ -78,6 +81,7 @@ def copy(source, target, heads, source_head, target_head, head_dim, HEADS: tl.co
 
 @triton.jit
 def angle(cos, sin, offset, half, INVERSE: tl.constexpr, HALF: tl.constexpr):
+    """cos and sin [HALF] of a token in fp32; INVERSE: of the opposite angle."""
     pair = tl.arange(0, HALF)
     c = tl.load(cos + offset + pair, mask=pair < half, other=0.0).to(tl.float32)
     s = tl.load(sin + offset + pair, mask=pair < half, other=0.0).to(tl.float32)
@@ -94,6 +98,8 @@ def _rotary(
     INVERSE: tl.constexpr, INTERLEAVED: tl.constexpr,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
+    """One program a token. q [B, S, q_heads, D] and k [B, S, k_heads, D] with stride 1 in D -> q_out and k_out,
+    contiguous."""
     token = tl.program_id(0).to(tl.int64)
     # One program a token: its angles are loaded once for all heads of q and k.
     batch, position = token // sequence, token % sequence

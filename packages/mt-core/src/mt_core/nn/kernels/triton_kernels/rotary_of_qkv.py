@@ -129,6 +129,7 @@ def _normed_rotary_of_qkv_forward(
     ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """As _rotary_of_qkv forward, with RMSNorms of the heads of queries and keys before they are turned."""
     token = tl.program_id(0).to(tl.int64)
     batch, position = token // sequence, token % sequence
     c, s = angle(cos, sin, batch * angle_batch_stride + position * half, half, False, HALF)
@@ -200,6 +201,7 @@ def _store_weight_gradient(
     target, sum_a, sum_b, sum_rest, half, head_dim,
     INTERLEAVED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
+    """target [head_dim] fp32: the sums over the heads of a tile, which stand by pairs, in the order of channels."""
     # A tile of one row, stored in the order of channels.
     row, valid = target + tl.zeros([1, 1], tl.int32), tl.full([1], True, tl.int1)
     store_pairs(row, valid, tl.sum(sum_a, 0)[None, :], tl.sum(sum_b, 0)[None, :], half, INTERLEAVED, HALF)

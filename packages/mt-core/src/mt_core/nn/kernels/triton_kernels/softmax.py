@@ -45,6 +45,7 @@ def _softmax_forward(
 
 @triton.jit
 def _softmax_backward(dweights, weights, dscores, scale, keys, BLOCK: tl.constexpr):
+    """dweights and weights [rows, keys] -> dscores. One program a row."""
     row = tl.program_id(0).to(tl.int64)
     # d scores = scale P (dP - sum(P dP)). Hidden keys have P = 0, so the mask is not needed again.
     key = tl.arange(0, BLOCK)
@@ -73,6 +74,8 @@ def _softmax_backward_by_columns(dweights, weights, dscores, scale, keys, BLOCK:
 
 
 class _ScaledMaskedSoftmax(torch.autograd.Function):
+    """scores [B, N, S, T], mask bool of a shape that is broadcast to it or None -> the same, in scores' dtype."""
+
     @staticmethod
     def forward(ctx: Any, scores: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
         scores = scores.contiguous()

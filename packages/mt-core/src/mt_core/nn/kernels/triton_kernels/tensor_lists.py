@@ -58,6 +58,7 @@ class TableCache:
 
 
 def _build(lists: Sequence[Sequence[Tensor]]) -> TensorTable:
+    """See TensorTable. Raises ValueError for a tensor that is not contiguous."""
     for tensors in lists:
         if any(not tensor.is_contiguous() for tensor in tensors):
             raise ValueError("kernels over lists of tensors need contiguous ones")

@@ -18,6 +18,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _weighted_activation_forward(x, weights, y, width, NAME: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """x [rows, width], gated [rows, 2 width]; weights [rows] -> y [rows, width]. Grid (rows, blocks of columns)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
