@@ -39,6 +39,7 @@ class Norm(LayoutModule):
             return x, normed
         # The stream keeps its dtype, whatever the branch was computed in.
         x = x if branch is None else (x + branch).to(x.dtype)
+        # Without the fused form two operations, whose gradients of x autograd adds.
         return x, self(x)
 
 

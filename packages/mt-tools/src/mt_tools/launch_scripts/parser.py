@@ -26,7 +26,9 @@ from mt_tools.launch_scripts.syntax import (
 _SPECIAL = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _FUNCTION = re.compile(r"(?:function[ \t]+)?([A-Za-z_]\w*)[ \t]*\(\)")
+# Longest first: <<< is followed by a text, << by the end of a heredoc, < by a file.
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:<<<|<<-?|>>|>&|<&|&>|>\||<|>)")
+# Longest first: ## before #.
 _OPERATOR = re.compile(r":[-=?+]|%%|##|//|\^\^|,,|[-=?+%#/^,]")
 _ENDS_WORD = frozenset(" \t\n;&|<>()")
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
@@ -47,6 +49,7 @@ class _Parser:
         self.origin = origin
         self.at = 0
         self.depth = depth
+        # (last line, whether it was quoted, whether leading tabs are removed), named in the line that is read.
         self.heredocs: list[tuple[str, bool, bool]] = []
         self.read_heredoc: Word = ()
 
@@ -88,6 +91,7 @@ class _Parser:
             if self.peek() == "\n":
                 self.end_line()
             elif self.peek() in (";", "&") and self.peek(2) not in (";;", "&&"):
+                # A single & ends a statement, too: a command in the background.
                 self.at += 1
             else:
                 return
@@ -183,6 +187,7 @@ class _Parser:
                 return self.redirected(read())
         if self.peek() == "{" and self.peek(2)[1:] in (" ", "\n", "\t"):
             return self.redirected(Group(self.enclosed("{", "}")))
+        # (( )) is a command whose success the text does not decide: it becomes one without arguments.
         if self.peek(2) == "((":
             line, _ = self.line, self.balanced("((", "))", sign="")
             return Simple((), ((Text("(("),),), line)
@@ -376,11 +381,12 @@ class _Parser:
                 parts.append(self.expansion(quoted=False))
             else:
                 self.at += 1
-                parts.append(Text(character))
+                parts.append(Text(character))  # single characters; _joined merges them
         return _joined(parts)
 
     def up_to(self, quote: str) -> str:
         """The text between two quotes, of which the first stands here."""
+        # No escapes: in single quotes and between backquotes the next one ends the text.
         end = self.text.find(quote, self.at + 1)
         if end < 0:
             raise self.error(f"{quote} has no partner")
@@ -404,6 +410,7 @@ class _Parser:
             # In double quotes a backslash before another character is a character.
             if character == "\\" and self.peek(2)[1:] in tuple('$`"\\\n'):
                 parts += self.escaped()
+            # A dollar sign before a blank, a quote or the end stands for itself.
             elif character == "`" or (character == "$" and self.peek(2)[1:2] not in ("", " ", '"')):
                 parts.append(self.expansion(quoted=True))
             else:
@@ -433,6 +440,7 @@ class _Parser:
 
     def balanced(self, opening: str, closing: str, sign: str = "$") -> str:
         """The text between $( and ), which may contain others and quotes."""
+        # level counts the brackets that were opened behind the first one.
         start = self.at = self.at + len(sign) + len(opening)
         level = 1
         while self.at < len(self.text):

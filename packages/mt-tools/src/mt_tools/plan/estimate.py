@@ -117,6 +117,7 @@ def layer_of(name: str) -> str:
 
 def _configured(name: str, dtype: str, overrides: Sequence[str], world: int, host: PluginHost) -> Config:
     """The model with one sample at a time, unless overrides say otherwise."""
+    # Before the overrides, which win.
     usual = ["train.train_iters=1", "train.micro_batch_size=1", "train.global_batch_size=null"]
     usual += [f"precision.dtype={TRAINED.get(dtype, 'bf16')}"]
     path = Path(name)

@@ -203,6 +203,9 @@ class Planner:
             return self._plan(config.model_copy(update={"model": self.config.model}), world)
 
     def _plan(self, config: Config, world: int) -> LayoutPlan:
+        # Stages of each pipeline rank -> the cost of a micro-batch in each stage -> the schedule's order and time ->
+        # what is in flight at the peak, plus weights and messages of each rank. Ranks with equal numbers become one row
+        # at the end.
         sizes = all_axis_sizes(axis_sizes(config), world)
         pp = sizes["pp"]
         stages = model_stages(config, self.host) if pp > 1 else [only_stage(config)]

@@ -46,6 +46,7 @@ class FlashAttention:
         return _first(self._attend_packed(*rows, *bounds, **options)).unflatten(0, q.shape[:2])
 
     def _options_for(self, pattern: AttentionPattern, dropout: float) -> dict[str, Any]:
+        # By pattern, not once: layers of a model may differ in windows and causality.
         options = {**self._options, "causal": pattern.causal, "window_size": window_sides(pattern)}
         # Passed only if used: versions 3 and 4 have no such argument.
         if dropout > 0:

@@ -37,6 +37,7 @@ class ForwardPass:
         self.result: Softmax | None = None
 
     def add(self, sources: Sequence[int], kv: Tensor) -> None:
+        # rows: all queries of this rank, or its late chunk alone for keys of ranks behind it.
         rows, mask = block_of(self.pattern, sources)
         q, (k, v) = self.q[:, :, rows], unpack(kv, self.q.shape[-1])
         out, lse = pick_block_attention(q, v, mask, self.backend).forward(q, k, v, mask)
@@ -72,6 +73,7 @@ class BackwardPass:
         rows, mask = block_of(self.pattern, sources)
         grad, q, out, lse = (x[:, :, rows] for x in self.parts)
         k, v = unpack(kv, q.shape[-1])
+        # The same choice as in the forward pass: lse has to be that kernel's convention.
         attention = pick_block_attention(q, v, mask, self.backend)
         dq, dk, dv = attention.backward(grad, q, k, v, out, lse, mask)
         # In fp32: a sum over CP blocks.

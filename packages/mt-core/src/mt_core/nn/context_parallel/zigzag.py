@@ -43,6 +43,7 @@ def shard_sequence(x: Tensor, dim: int, axis: Axis) -> Tensor:
         return x
     check_sequence_length(x.shape[dim], axis.size)
     chunks = x.chunk(2 * axis.size, dim)
+    # cat copies: the whole sequence can be freed, and kernels get contiguous tokens.
     return torch.cat([chunks[axis.rank], chunks[2 * axis.size - 1 - axis.rank]], dim)
 
 
@@ -64,12 +65,14 @@ def in_order(x: Tensor, dim: int, size: int) -> Tensor:
 
 def as_shards(x: Tensor, dim: int, size: int) -> Tensor:
     """Tokens in the sequence's order -> the shards of ranks 0, 1, ... end to end; the inverse of in_order."""
+    # size 2: chunks 0 1 2 3 -> 0 3 | 1 2
     chunks = x.chunk(2 * size, dim)
     return torch.cat([chunk for rank in range(size) for chunk in (chunks[rank], chunks[2 * size - 1 - rank])], dim)
 
 
 def shard_positions(rank: int, size: int, chunk: int, device: torch.device) -> Tensor:
     """[2 * chunk]: where the tokens of a rank stand in the whole sequence."""
+    # rank 1 of 4, chunk 10: positions 10 to 19 and 60 to 69.
     late = 2 * size - 1 - rank
     starts = torch.tensor([[rank * chunk], [late * chunk]], device=device)
     return (starts + torch.arange(chunk, device=device)).flatten()

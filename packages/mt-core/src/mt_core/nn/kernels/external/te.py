@@ -22,6 +22,8 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         dtype = TE_DType[x.dtype]
+        # No output buffer and no quantizer: y is new, in the dtype of x. RMSNorm has no mean, in whose place None is
+        # returned.
         y, _, rstd = tex.rmsnorm_fwd(rows, weight, eps, None, None, dtype, _ALL_MULTIPROCESSORS, zero_centered)
         ctx.save_for_backward(rows, weight, rstd)
         ctx.zero_centered = zero_centered
