@@ -81,7 +81,7 @@ def launch_seconds(device: torch.device, rounds: int) -> float:
         for _ in range(LAUNCHES):
             empty.add_(1)
 
-    # The host's time is wanted: device_timing would leave it out on a GPU.
+    # The host's time is measured: on a GPU, medians would leave it out.
     return medians({"launches": [launches]}, torch.device("cpu"), rounds)["launches"] / LAUNCHES
 
 

@@ -100,7 +100,7 @@ def _term(words: list[Word], variables: Variables) -> bool | None:
 
 def _is_empty(word: Word, variables: Variables, *, wanted: bool) -> bool | None:
     """A variable that is not set is empty here: scripts ask so whether it is."""
-    # Elsewhere an unset variable is an unknown value; "[ -z $X ]" asks for just that.
+    # Elsewhere an unset variable is an unknown value; "[ -z $X ]" tests just that.
     if len(word) == 1 and isinstance(word[0], Parameter) and variables.get(word[0].name) is None:
         text = "" if not word[0].operator else _text(word, variables)
     else:

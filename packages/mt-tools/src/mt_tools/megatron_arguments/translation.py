@@ -85,7 +85,7 @@ def translate(
     # Idle keys before defaults: whether a key counts depends on values that may be defaults.
     idle = dropped | remove_idle_keys(tree, host)
     same = remove_defaults(tree, host)
-    # Only now: these arguments take part in Megatron's validation.
+    # After derive_values: these arguments take part in Megatron's validation.
     refusals |= {dest: Refusal(one, entry.fixed) for dest, one in given.items() if _is_fixed(one.argument, entry)}
     accounts = [_account(dest, one, refusals, tree, idle, same) for dest, one in given.items()]
     # Keys that no given argument names: Megatron's defaults and derived values, which differ from ours.
