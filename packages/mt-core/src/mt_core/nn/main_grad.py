@@ -84,6 +84,8 @@ class MainGrad:
         CUDA multiplies 16 bits and adds in fp32 in one kernel; torch has no such product for a CPU, which multiplies
         the same numbers in fp32.
         """
+        # The first product of a step writes, later ones add: Megatron's gradient_accumulation_fusion zeroes the buffer
+        # instead.
         if self._is_cleared:
             self.set_product(rows, inputs)
         elif self._total.is_cuda:

@@ -93,6 +93,7 @@ def remade(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -
     """
     if not torch.is_grad_enabled():
         return use(*make())
+    # Latent attention: make = queries, keys and values from their latents, use = the attention core, which keeps them.
     made = make()
     discarded = _Discarded(make, made)
     # Around `use` alone: what `make` saves for its own backward pass stays.

@@ -132,6 +132,9 @@ def forward_product(
 ) -> tuple[Tensor, SavedProduct]:
     """x [rows, in], of a tensor of `shape` -> x W^T [..., out], and what its backward pass needs: tensors alone. Of an
     Activated that is not cast for both products at once its own input is kept."""
+    # Column-parallel with sequence parallelism: x [B, S / tp, in] -> cast -> bytes of all ranks -> y [B, S, out / tp].
+    # Row-parallel: x [B, S, in / tp] -> cast -> y [B, S, out], which `leave` sums over ranks.
+
     # What is gathered again for the weight's gradient has to be kept by rows.
     # A transpose that is needed later costs less to write with the cast than to make from its bytes.
     is_both = call.layer.wgrad_in_fp8 and wants_dweight and not call.gathers
@@ -148,6 +151,7 @@ def backward_products(
     grad: Matrix, shape: torch.Size, saved: SavedProduct, call: LayerCall, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """grad [rows, out] -> the gradients of x and of the weight. saved: as forward_product gave it."""
+    # cast dy -> dx = dy W, whose reduction starts -> gather the kept bytes of x -> dW = dy^T x -> wait for dx.
     kept, scale, weight, weight_scale = saved
     wants_dx, wants_dweight = wanted
     along_rows: Along = "both" if wants_dx else "rows"

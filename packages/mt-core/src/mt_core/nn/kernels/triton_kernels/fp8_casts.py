@@ -243,6 +243,9 @@ def _fp8_cast_rows(
 class TritonCasts:
     """As mt_core.nn.fp8.cast_implementations.TorchCasts."""
 
+    # Launches: by amaxes, _fp8_amax and _fp8_cast, which takes the maximum of its parts; by the past, _fp8_cast and
+    # _fp8_note; by row or block, one for each product.
+
     def amaxes(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         blocks = triton.cdiv(x.numel(), _AMAX_BLOCK)
