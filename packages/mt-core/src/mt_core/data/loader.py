@@ -88,8 +88,7 @@ class BatchReader:
         self.micro_size, self.dp_rank, self.dp_size = micro_size, dp_rank, dp_size
         self._steps = iter(steps)
         self._ahead = ahead
-        # Threads: reading a memory map and copying arrays release the interpreter's lock, and arrays are not sent
-        # between processes.
+        # Threads: copies out of a memory map release the interpreter's lock, and arrays are not sent between processes.
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="mt-reader") if workers else None
         self._pending: deque[Future[RankBatch]] = deque()
 
