@@ -32,10 +32,15 @@ def keep_bytecode() -> None:
 keep_bytecode()
 
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from mt_cli import main  # noqa: E402
 
 pytest_plugins = ["tests.costs"]
+
+# Other work on the machine slows an example or its drawing at random, which says nothing about what is tested.
+settings.register_profile("mt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("mt")
 
 GIB_OF_A_WORKER = 4
 """Memory of a worker, of the server that it forks ranks from, and of 8 ranks."""
