@@ -226,8 +226,11 @@ def test_flat_buckets_of_the_optimizer_are_read_again(model, sizes, tmp_path, ho
     small = {**MODELS["mamba"], **MIXER, "hidden_size": 32}
     source = RandomCheckpoint(small if model == "mamba_small" else MODELS[model], host, optimizer=True)
     options = ConvertOptions(target_optimizer_format="dp_reshardable", **sizes)
-    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)
+    spec = host.checkpoint_savers.get("megatron-dist")
+    spec.convert.load()(tmp_path, source, options, host)
     assert_same_tensors(checkpoint_lookup.open_checkpoint(tmp_path, host), source)
+    # The buckets' lengths are objects, which have no shape.
+    assert spec.require_strict_names.load()(tmp_path, source, options, host).number > 10
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,25 @@ def test_the_optimizer_over_grids_of_ranks(case, grid, tmp_path, host) -> None:
     assert found.metadata["consumed_samples"] == 28
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_weight_decay_that_rises(distributed, tmp_path, host) -> None:
+    """Over 20 steps of 4 samples, 28 of which are done: 0.3 * 28 / 80. The learning rate's decay ends before."""
+    source = RandomCheckpoint(GPT, host, optimizer=True)
+    config = source.metadata["config"]
+    rise = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.3}
+    config["optimizer"] |= rise
+    config["lr_schedule"] = {"lr_decay_style": "linear", "lr_decay_iters": 10}
+    config["parallel"] = {"use_distributed_optimizer": distributed}
+    found = through("megatron", source, options(), tmp_path, host)
+    schedule = found.metadata["megatron"]["opt_param_scheduler"]
+    kept = {"start_wd": 0.0, "end_wd": 0.3, "wd_incr_style": "linear", "wd_incr_steps": 80, "lr_decay_steps": 40}
+    assert schedule | kept == schedule
+    optimizer = torch.load(next(tmp_path.rglob("model_optim_rng.pt")), weights_only=False)["optimizer"]
+    groups = optimizer.get("optimizer", optimizer)["param_groups"]
+    assert [group["weight_decay"] for group in groups] == pytest.approx([0.105, 0.0])
+    assert_same_tensors(found, source)
+
+
 @pytest.mark.parametrize(("model", "dtype"), WITH_OPTIMIZER)
 def test_the_optimizer_as_a_distributed_checkpoint(model, dtype, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS[model], host, dtype=dtype, optimizer=True)

@@ -22,10 +22,11 @@ from mt_ckpt.megatron.folder import OPTIMIZER_FILE, RANK_FILE, RELEASE, TRACKER,
 from mt_ckpt.megatron.metadata import KEY
 from mt_ckpt.megatron.names import EXPERTS, duplicates
 from mt_ckpt.megatron.optimizer import MAIN
+from mt_ckpt.megatron.param_scheduler import scheduler_value
 from mt_ckpt.megatron.rank_plan import Naming, RankEntry, extra_states
 from mt_ckpt.megatron.target import DISTRIBUTED, NO_OPTIMIZER, Plan, plan
 from mt_ckpt.megatron.write_flat import FlatRank, write_flat
-from mt_ckpt.megatron.write_optimizer import groups_value, optimizer_groups, optimizer_value, scheduler_value
+from mt_ckpt.megatron.write_optimizer import groups_value, optimizer_groups, optimizer_value
 from mt_ckpt.megatron.written_file import WrittenFile
 from mt_ckpt.pickles.encode import Call, OrderedItems, namespace
 from mt_ckpt.pickles.torch_writer import TorchWriter
@@ -257,9 +258,9 @@ def _rank_value(rank: RankParts, made: Plan, stage: int, host: PluginHost, model
 
 
 def _optimizer(rank: RankParts, made: Plan) -> Any:
-    options = made.source.metadata["config"].get("optimizer", {})
     if made.distributed:
-        return groups_value(optimizer_groups(made.layouts, options, made.step(), experts_apart=made.experts_apart))
+        groups = optimizer_groups(made.layouts, made.optimizer, made.step(), experts_apart=made.experts_apart)
+        return groups_value(groups)
     members = [
         (entry, rank.dims[part, entry.stored], {state: call for state, call in states.items() if state is not None})
         for part, entries in enumerate(rank.parts)
@@ -269,7 +270,7 @@ def _optimizer(rank: RankParts, made: Plan) -> Any:
     # A tensor of its own for each parameter, as torch's state has it.
     updates = made.step()
     return optimizer_value(
-        members, options, lambda: rank.writer.add(torch.tensor(updates)), experts_apart=made.experts_apart
+        members, made.optimizer, lambda: rank.writer.add(torch.tensor(updates)), experts_apart=made.experts_apart
     )
 
 

@@ -15,6 +15,7 @@ from mt_ckpt.megatron.model import Grid, layouts_of, load_model_config, require_
 from mt_ckpt.megatron.names import DIST_RENAMED, EMBEDDING, OUTPUT, Style, norms_apart, torch_renamed
 from mt_ckpt.megatron.optimizer import MAIN
 from mt_ckpt.megatron.order import Pipeline, split_layers
+from mt_ckpt.megatron.param_scheduler import optimizer_options
 from mt_ckpt.megatron.reader import MODEL, OPTIMIZER, require_same_names
 from mt_ckpt.megatron.versions import Conventions, conventions, parse_version, require_known
 from mt_ckpt.megatron.vocabulary_padding import Padding, choose_padding
@@ -45,6 +46,7 @@ class Plan:
     """layouts: by canonical name, the vocabulary padded. runs: the parameters of each pipeline run. args: Megatron's.
 
     states: of the optimizer, that are written with each parameter ("exp_avg", "main"); none: only the model is.
+    optimizer: its options, as of the source's iteration; {} without states.
     """
 
     source: CheckpointReader
@@ -54,6 +56,7 @@ class Plan:
     runs: list[list[str]]
     args: Mapping[str, Any]
     states: tuple[str, ...]
+    optimizer: Mapping[str, Any]
     padding: Padding
 
     @property
@@ -158,8 +161,9 @@ def plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost, ck
     _require_experts(grid, layouts)
     require_divisible(layouts, grid, OPTIONS)
     states = () if options.target_optimizer_format == NO_OPTIMIZER else _states(source, layouts, target.dtype)
+    optimizer = optimizer_options(source.metadata, host) if states else {}
     padding = choose_padding(source, layouts, options.vocab_padding)
-    return Plan(source, config, target, layouts, split_layers(layouts, pipeline), args, states, padding)
+    return Plan(source, config, target, layouts, split_layers(layouts, pipeline), args, states, optimizer, padding)
 
 
 def _section(source: CheckpointReader) -> Mapping[str, Any]:

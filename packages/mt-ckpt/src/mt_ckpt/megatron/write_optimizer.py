@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mt_ckpt.megatron.metadata import KEY
 from mt_ckpt.megatron.names import EXPERTS
 from mt_ckpt.megatron.optimizer import MAIN, STEP
 from mt_ckpt.megatron.rank_plan import RankEntry
-from mt_core.config.checks import global_batch_size
-from mt_core.config.loading import config_from_dict
-from mt_core.config.schema import Config
-from mt_core.data.batch_size import total_train_samples
 from mt_core.nn.layout import ParameterLayout
-from mt_core.optim.schedules import Horizon, span_of
-from mt_core.plugins import PluginHost
 
 Written = Mapping[str, Any]
 """State ("exp_avg", "main") -> the encoded tensor of an entry."""
@@ -121,32 +114,3 @@ def _one(
 
 def _decays(entry: RankEntry, dims: int) -> bool:
     return dims > 1 and not entry.name.endswith(".bias")
-
-
-def scheduler_value(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, Any]:
-    """The value under `opt_param_scheduler`: as it came from Megatron, else from our schedule. Times are in samples."""
-    carried = metadata.get(KEY, {}).get("opt_param_scheduler")
-    if carried is not None:
-        return dict(carried)
-    config, consumed = config_from_dict(metadata["config"], host), int(metadata.get("consumed_samples", 0))
-    span = span_of(config.lr_schedule, _horizon(config, consumed))
-    decay = config.optimizer.weight_decay
-    return {
-        "max_lr": config.optimizer.lr,
-        "lr_warmup_steps": span.warmup,
-        "num_steps": consumed,
-        "lr_decay_style": config.lr_schedule.lr_decay_style,
-        "lr_decay_steps": span.decay,
-        "min_lr": config.optimizer.min_lr,
-        "start_wd": decay,
-        "end_wd": decay,
-        "wd_incr_style": "constant",
-        "wd_incr_steps": span.decay,
-    }
-
-
-def _horizon(config: Config, consumed: int) -> Horizon:
-    """A checkpoint that does not say how long its training is has a schedule as long as it got."""
-    known = config.train.train_iters is not None or config.train.train_samples is not None
-    total = total_train_samples(config) if known else consumed
-    return Horizon(total, global_batch_size(config), config.optimizer.lr, config.optimizer.min_lr)

@@ -146,6 +146,5 @@ def _items(
 
 def _groups(made: Plan, of_experts: bool) -> list[dict[str, Any]]:
     """Of all stages, as Megatron makes them the same on every rank."""
-    options = made.source.metadata["config"].get("optimizer", {})
-    groups = optimizer_groups(made.layouts, options, made.step(), experts_apart=made.experts_apart)
+    groups = optimizer_groups(made.layouts, made.optimizer, made.step(), experts_apart=made.experts_apart)
     return [group for group in groups if group["is_expert_parallel"] == of_experts]

@@ -23,10 +23,11 @@ from mt_ckpt.convert.resumable import ResumableFolder, work_key
 from mt_ckpt.convert.whole_files import FinishedFiles, files_together, write_whole_files
 from mt_ckpt.megatron.folder import RELEASE, TRACKER, iteration_name
 from mt_ckpt.megatron.metadata import KEY
+from mt_ckpt.megatron.param_scheduler import scheduler_value
 from mt_ckpt.megatron.save import CHECKPOINT_VERSION
 from mt_ckpt.megatron.target import NO_OPTIMIZER, Plan, plan
 from mt_ckpt.megatron.versions import shown
-from mt_ckpt.megatron.write_optimizer import optimizer_groups, scheduler_value
+from mt_ckpt.megatron.write_optimizer import optimizer_groups
 from mt_ckpt.megatron.written_file import WrittenFile
 from mt_ckpt.megatron_dist.common import BACKEND, COMMON_FILE, COMMON_KEY, MARK_FILE
 from mt_ckpt.megatron_dist.dist_plan import ChunkItem, Source, common_optimizer, dist_plan, split_by_bytes
@@ -176,8 +177,7 @@ def _common_state(made: Plan, host: PluginHost, optimizer_format: str) -> dict[s
     # Megatron reads content_metadata first: the state dict that it builds to load into depends on it.
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if made.states:
-        options = made.source.metadata["config"].get("optimizer", {})
-        groups = optimizer_groups(made.layouts, options, made.step(), experts_apart=made.experts_apart)
+        groups = optimizer_groups(made.layouts, made.optimizer, made.step(), experts_apart=made.experts_apart)
         state["optimizer"] = common_optimizer(groups, optimizer_format)
         state["opt_param_scheduler"] = scheduler_value(made.source.metadata, host)
         content |= {"distrib_optim_sharding_type": optimizer_format}

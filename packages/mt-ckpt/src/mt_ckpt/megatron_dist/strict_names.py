@@ -25,7 +25,8 @@ def require_strict_names(
     made = plan(source, options, host, "torch_dist")
     planned = dist_plan(made, chosen_optimizer_format(made, options))
     common = {} if made.version.common_file else {COMMON_KEY: None}
-    wanted: Shapes = {key: tensor.shape for key, tensor in planned.tensors.items()} | planned.objects | common
+    objects = dict.fromkeys(planned.objects)
+    wanted: Shapes = {key: tensor.shape for key, tensor in planned.tensors.items()} | objects | common
     folder = find_iteration(path)
     index = read_index(folder)
     found: Shapes = {key: tensor.shape for key, tensor in index.tensors.items()} | dict.fromkeys(index.objects)

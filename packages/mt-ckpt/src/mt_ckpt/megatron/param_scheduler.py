@@ -1,0 +1,71 @@
+"""The schedules of an optimizer's groups, as Megatron's OptimizerParamScheduler has them. Times are in samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mt_ckpt.megatron.metadata import KEY
+from mt_core.config.checks import global_batch_size
+from mt_core.config.loading import config_from_dict
+from mt_core.config.schema import Config, OptimizerConfig
+from mt_core.data.batch_size import total_train_samples
+from mt_core.optim.group_schedules import weight_decay_schedule
+from mt_core.optim.schedules import Horizon, span_of
+from mt_core.plugins import PluginHost
+
+CONSTANT = "constant"
+
+
+def scheduler_value(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, Any]:
+    """The value under `opt_param_scheduler`: as it came from Megatron, else from our schedules."""
+    carried = metadata.get(KEY, {}).get("opt_param_scheduler")
+    if carried is not None:
+        return dict(carried)
+    config, consumed = config_from_dict(metadata["config"], host), _consumed(metadata)
+    horizon = _horizon(config, consumed)
+    span = span_of(config.lr_schedule, horizon)
+    start, end = _weight_decays(config.optimizer)
+    return {
+        "max_lr": config.optimizer.lr,
+        "lr_warmup_steps": span.warmup,
+        "num_steps": consumed,
+        "lr_decay_style": config.lr_schedule.lr_decay_style,
+        "lr_decay_steps": span.decay,
+        "min_lr": config.optimizer.min_lr,
+        "start_wd": start,
+        "end_wd": end,
+        "wd_incr_style": config.optimizer.weight_decay_incr_style,
+        # The whole training, also where the learning rate's decay ends before.
+        "wd_incr_steps": horizon.total_samples,
+    }
+
+
+def optimizer_options(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, Any]:
+    """The [optimizer] section, with the weight decay that the next step has."""
+    options = dict(metadata["config"].get("optimizer", {}))
+    if options.get("weight_decay_incr_style", CONSTANT) == CONSTANT:
+        return options
+    config, consumed = config_from_dict(metadata["config"], host), _consumed(metadata)
+    weight_decay = weight_decay_schedule(config.optimizer, _horizon(config, consumed).total_samples)
+    assert weight_decay is not None, "its style is not constant"
+    return {**options, "weight_decay": weight_decay(consumed)}
+
+
+def _weight_decays(config: OptimizerConfig) -> tuple[float | None, float | None]:
+    """At the beginning and the end of the training."""
+    if config.weight_decay_incr_style == CONSTANT:
+        return config.weight_decay, config.weight_decay
+    return config.start_weight_decay, config.end_weight_decay
+
+
+def _consumed(metadata: Mapping[str, Any]) -> int:
+    return int(metadata.get("consumed_samples", 0))
+
+
+def _horizon(config: Config, consumed: int) -> Horizon:
+    """A checkpoint that does not say how long its training is has schedules as long as it got, of one sample at
+    least."""
+    known = config.train.train_iters is not None or config.train.train_samples is not None
+    total = total_train_samples(config) if known else max(consumed, 1)
+    return Horizon(total, global_batch_size(config), config.optimizer.lr, config.optimizer.min_lr)
