@@ -179,6 +179,10 @@ def rng_piece(content: dict) -> dict:
     return content["tensors"]["rng"]["pieces"][0]
 
 
+def part_of_rng(content: dict, start: int, length: int) -> dict:
+    return {**rng_piece(content), "start": [start], "shape": [length]}
+
+
 def test_a_rewritten_manifest_is_accepted_unchanged(saved: Path) -> None:
     rewrite_manifest(saved, lambda content: None)
     read_all(saved)
@@ -204,6 +208,10 @@ def test_a_rewritten_manifest_is_accepted_unchanged(saved: Path) -> None:
         (lambda m: rng_piece(m).update(start=[1]), ["tensor rng", "is not inside"]),
         (lambda m: rng_piece(m).update(start=[-1]), ["tensors.rng.pieces.0.start"]),
         (lambda m: m["tensors"]["rng"]["pieces"].append(rng_piece(m)), ["tensor rng", "do not cover"]),
+        (
+            lambda m: m["tensors"]["rng"].update(shape=[4], pieces=[part_of_rng(m, 0, 3), part_of_rng(m, 1, 1)]),
+            ["tensor rng", "do not cover"],
+        ),
         (lambda m: rng_piece(m).update(offset=0), ["tensor rng", "does not begin"]),
         (lambda m: rng_piece(m).update(shard="x.safetensors"), ["tensor rng", "'x.safetensors'"]),
         (lambda m: m["tensors"].pop("rng"), ["its tensors end at"]),

@@ -129,6 +129,9 @@ def test_refusals(make_model, host, tmp_path: Path) -> None:
     assert "--target-tensor-parallel-size 3 does not divide model.num_attention_heads=4" in refusal(
         SHAPE, options(3, 1)
     )
+    assert "--target-tensor-parallel-size 4 does not divide model.ffn_hidden_size=18" in refusal(
+        {**SHAPE, "ffn_hidden_size": 18}, options(4, 1)
+    )
     assert "--target-pipeline-parallel-size 3 does not divide model.num_layers=4" in refusal(SHAPE, options(1, 3))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mt_ckpt.megatron_dist.index import METADATA_FILE, read_index
-from mt_ckpt.megatron_dist.tiling import tiles
+from mt_ckpt.tiling import tiles
 from mt_ckpt.megatron_dist.write_index import WrittenBlob, WrittenTensor, encode_index
 from mt_core.errors import CheckpointError
 

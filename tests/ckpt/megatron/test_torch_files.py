@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 import random
 from pathlib import Path
 
@@ -139,6 +140,16 @@ def test_other_files(tmp_path: Path) -> None:
         open_torch_file(tmp_path / "text.pt")
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         open_torch_file(tmp_path / "none.pt")
+
+
+@pytest.mark.parametrize("keys", [7, None, [["0"]]])
+def test_storages_that_are_not_listed_by_their_keys(keys, tmp_path: Path) -> None:
+    """In the layout before torch 1.6, where the list is the fifth pickle."""
+    system = {"little_endian": True}
+    parts = (0x1950A86A20F9469CFC6C, 1001, system, {"a": 1}, keys)
+    (tmp_path / "a.pt").write_bytes(b"".join(pickle.dumps(part, protocol=2) for part in parts))
+    with pytest.raises(CheckpointError, match=r"a\.pt: .*damaged: "):
+        open_torch_file(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("pieces", [[(3,)], [(2, 2), (0,), (5,), ()]])

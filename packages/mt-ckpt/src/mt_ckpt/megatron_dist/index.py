@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_ckpt.megatron_dist.tiling import tiles
 from mt_ckpt.pickles.inert_objects import Inert
 from mt_ckpt.pickles.storages import Extent
 from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
 from mt_ckpt.pickles.unpickler import SafeUnpickler
+from mt_ckpt.tiling import tiles
 from mt_core.errors import CheckpointError
 
 METADATA_FILE = ".metadata"

@@ -174,8 +174,10 @@ def _read_row_of_pickles(file: Path, window: _Reader) -> Contents:
         raise CheckpointError(f"{file}: written on a machine of another byte order than little endian")
     # The order of the keys is that of the storages behind them.
     value, keys = load(), load()
+    if not isinstance(keys, list):
+        raise CheckpointError(f"{file}: damaged: it has no list of its storages")
     storages = {}
-    for key in keys:
+    for key in map(str, keys):
         length = window.read(8)
         if len(length) < 8 or key not in element_bytes:
             raise CheckpointError(f"{file}: truncated or damaged: storage {key} has no bytes")

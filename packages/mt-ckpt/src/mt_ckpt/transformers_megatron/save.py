@@ -160,6 +160,8 @@ def _require_gpt2(model: Any, options: ConvertOptions, host: PluginHost) -> None
         )
     for flag, size, key, number in (
         ("tensor", options.target_tensor_parallel_size, "num_attention_heads", model.num_attention_heads),
+        # chunk would make the last rank's part smaller.
+        ("tensor", options.target_tensor_parallel_size, "ffn_hidden_size", model.ffn_size),
         ("pipeline", options.target_pipeline_parallel_size, "num_layers", model.num_layers),
     ):
         if number % size:

@@ -20,10 +20,12 @@ ENOUGH = 3
 
 def normalized(answer: str) -> str:
     """Lower case, without punctuation and articles, numbers as digits."""
-    text = answer.replace("\n", " ").replace("\t", " ").strip()
+    given = answer.replace("\n", " ").replace("\t", " ").strip()
+    text = given
     for mark in PUNCTUATION:
         # A mark beside a space, or any mark in a text with a number such as 1,000, is dropped; others separate words.
-        is_apart = f"{mark} " in text or f" {mark}" in text or BETWEEN_DIGITS.search(text)
+        # In the text as it was given: other marks have become spaces since.
+        is_apart = f"{mark} " in given or f" {mark}" in given or BETWEEN_DIGITS.search(given)
         text = text.replace(mark, "" if is_apart else " ")
     # A period is kept within a number.
     text = LONE_PERIOD.sub("", text).replace("'", "").lower()
