@@ -116,6 +116,32 @@ def test_the_staging_of_a_living_process_is_left_alone(saved: Path, kit, tmp_pat
     assert os.listdir(saved.parent) == [saved.name]
 
 
+@pytest.mark.parametrize("moment", ["tempfile.mkdtemp", "fcntl.flock"])
+def test_a_new_staging_that_another_process_takes_for_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """It is removed when it has been made, or when its lock file is open but not yet locked."""
+    module, _, name = moment.partition(".")
+    real, removals = getattr(getattr(staging, module), name), []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        made = real(*args, **kwargs) if name == "mkdtemp" else None
+        if not removals:
+            removals.append(True)
+            staging.remove_leftovers(tmp_path)
+        return made if name == "mkdtemp" else real(*args, **kwargs)
+
+    monkeypatch.setattr(f"{staging.__name__}.{moment}", interrupted)
+    new = staging.Staging(tmp_path / "iter_0000001")
+    monkeypatch.undo()
+    assert removals
+    assert new.content.is_dir()
+    staging.remove_leftovers(tmp_path)
+    assert new.content.is_dir()
+    new.close()
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds the files of descriptors in /proc")
 @pytest.mark.parametrize("exchange", [True, False])
 def test_everything_is_synced_before_it_is_renamed(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from tests.ckpt.conftest import assert_same_state, tensors_of
 from tests.ckpt.convert_cases import GPT2, LLAMA
 
 from mt_ckpt.convert import convert
+from mt_ckpt.convert.resumable import ResumableFolder
+from mt_ckpt.native.checksum import checksum
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.checkpoint_lookup import open_with
 from mt_core.errors import CheckpointError, ConfigError, PluginError
@@ -132,6 +136,29 @@ def test_a_half_written_line_of_the_record(make_model, host, kit, tmp_path: Path
     entries = [json.loads(line) for line in (left / "record.jsonl").read_text().splitlines()]
     assert len(entries) > 2
     convert(source, target, saver="hf", options=SMALL_SHARDS, host=host, verify=True)
+
+
+@pytest.mark.parametrize("call", ["io.open", "os.fsync", "os.replace"])
+def test_a_kill_while_the_record_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Where a file is opened for writing, synced or renamed."""
+    begun = ResumableFolder(tmp_path / "target", "key")
+    (begun.content / "a").write_bytes(b"abc")
+    begun.finish("a", [(3, checksum(b"abc"))], {"shapes": 1})
+    begun.close()
+    module, _, name = call.partition(".")
+    real = getattr(sys.modules[module], name)
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        if call == "io.open" and args[1] == "r":
+            return real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(call, killed)
+        ResumableFolder(tmp_path / "target", "key")
+    resumed = ResumableFolder(tmp_path / "target", "key")
+    assert resumed.finished("a") == {"shapes": 1}
+    resumed.close()
 
 
 def test_two_processes_at_one_place(make_model, host, tmp_path: Path) -> None:

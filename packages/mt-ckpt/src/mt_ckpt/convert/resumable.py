@@ -19,6 +19,7 @@ from mt_ckpt.convert.checksums import CHECKSUMS, Parts, encode_checksums
 from mt_ckpt.native.checksum import checksum, checksum_range
 from mt_ckpt.native.staging import sync_directory, write_file
 from mt_core.errors import CheckpointError
+from mt_core.paths import write_whole
 
 PREFIX = ".mt-convert-"
 RECORD = "record.jsonl"
@@ -121,9 +122,7 @@ class ResumableFolder:
 
     def _write_record(self, key: str | None) -> None:
         """Rewrite the record, without a partial line that a killed process may have left at its end."""
-        # write_file opens with "x". After a kill between the two the next process begins anew.
-        (self._folder / RECORD).unlink(missing_ok=True)
-        write_file(self._folder / RECORD, record_bytes(key, self._finished))
+        write_whole(self._folder / RECORD, record_bytes(key, self._finished))
         sync_directory(self._folder)
 
 

@@ -31,9 +31,7 @@ class Staging:
         self.path = path
         _make_directories(path.parent)
         remove_leftovers(path.parent)
-        # In the directory of `path`, hence on the same file system: rename cannot move to another one.
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{STAGING_PREFIX}{path.name}-", dir=path.parent))
-        self._lock = _lock_or_none(self._folder)
+        self._folder, self._lock = _make_locked(path)
         self.content = self._folder / "content"
         try:
             self.content.mkdir()
@@ -115,11 +113,26 @@ def _make_directories(folder: Path) -> None:
         sync_directory(folder.parent)
 
 
-def _lock_or_none(staging: Path) -> int | None:
-    try:
-        return _try_lock(staging)
-    except OSError:
-        return None
+def _make_locked(path: Path) -> tuple[Path, int | None]:
+    """A new staging directory beside `path`, and the descriptor of its lock; None where the file system has no locks.
+
+    Until the lock is held, another process may take the directory for a leftover and remove it; another is then made.
+    """
+    while True:
+        # In the directory of `path`, hence on the same file system: rename cannot move to another one.
+        folder = Path(tempfile.mkdtemp(prefix=f"{STAGING_PREFIX}{path.name}-", dir=path.parent))
+        try:
+            lock = _try_lock(folder)
+        except FileNotFoundError:  # removed before the lock file was made
+            continue
+        except OSError:
+            return folder, None
+        if lock is None:  # held by the process that removes it
+            continue
+        # A lock file without a name was removed between open and flock, and its directory with it.
+        if os.fstat(lock).st_nlink:
+            return folder, lock
+        os.close(lock)
 
 
 def _try_lock(staging: Path) -> int | None:
