@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from mt_ckpt.commands.ckpt import app
 from mt_ckpt.commands.convert import convert as convert_command
 from mt_ckpt.convert import convert
+from mt_ckpt.difference import differences
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
 from mt_ckpt.retention import checkpoints_of, superfluous
@@ -135,6 +136,17 @@ def test_diff_and_average_with_the_formats_given(make_model, host, tmp_path: Pat
     assert_same_state(tensors_of(open_checkpoint(source)), tensors_of(open_checkpoint(tmp_path / "mean")))
     wrong = run(app, "average", other, other, "--loader", "mt", "--save-dir", tmp_path / "x")
     assert isinstance(wrong.exception, CheckpointError)
+
+
+def test_integers_are_compared_exactly(tmp_path: Path) -> None:
+    """fp64 has the same number for 2^53 and 2^53 + 1; differences that int64 cannot hold are those of fp64."""
+    values = {"near": (2**53, 2**53 + 1), "far": (-(2**63), 2**63 - 1), "same": (2**62 + 1, 2**62 + 1)}
+    for side in (0, 1):
+        state = {name: torch.tensor([pair[side]]) for name, pair in values.items()}
+        save_checkpoint(tmp_path / str(side), state.items(), {}, {})
+    first, second = (open_checkpoint(tmp_path / str(side)) for side in (0, 1))
+    found = {one.name: (one.largest, one.count) for one in differences(first, second, list(values))}
+    assert found == {"near": (1.0, 1), "far": (2.0**64, 1)}
 
 
 def test_diff_shows_the_largest_first(make_model, tmp_path: Path) -> None:

@@ -153,9 +153,10 @@ def test_a_kill_while_the_record_is_written_again(tmp_path: Path, monkeypatch: p
             return real(*args, **kwargs)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(call, killed)
+    monkeypatch.setattr(call, killed)
+    with pytest.raises(KeyboardInterrupt):
         ResumableFolder(tmp_path / "target", "key")
+    monkeypatch.undo()
     resumed = ResumableFolder(tmp_path / "target", "key")
     assert resumed.finished("a") == {"shapes": 1}
     resumed.close()

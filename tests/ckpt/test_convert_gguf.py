@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from mt_ckpt.convert import convert
 from mt_ckpt.gguf.file import GGUFFile
 from mt_ckpt.gguf.quantization import TYPES
+from mt_ckpt.gguf.reader import open_checkpoint as open_gguf
 from mt_ckpt.gguf.tokenizer import tokenizer_files
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.errors import CheckpointError, ConfigError
@@ -262,6 +263,30 @@ def test_llama_3_scaling_is_recognized(make_model, host, tmp_path: Path) -> None
         convert(path, tmp_path / "mt", saver="mt", host=host)
         model = open_checkpoint(tmp_path / "mt").metadata["config"]["model"]
         assert (model["rope_scaling_type"], model["rope_scaling_factor"]) == ("llama3", 8.0)
+
+
+def test_values_of_other_types(make_model, host, tmp_path: Path) -> None:
+    """A file says itself of which type each of its values is."""
+    convert(make_model(**LLAMA), tmp_path / "hf", saver="hf", host=host)
+    vocabulary = {"model": "gpt2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
+    for key, value, words in (
+        ("llama.attention.head_count", ["4", "2"], "is .*; read is one integer"),
+        ("llama.attention.head_count", 0, "is 0; it has to be 1 or more"),
+        ("llama.attention.key_length", "8", "is '8'; read is one integer"),
+        ("llama.block_count", True, "is True; read is one integer"),
+        ("llama.rope.freq_base", ["1"], "is .*; read is one number"),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan"), "is nan; read is one number"),
+        ("llama.rope.scaling.type", 3, "is 3; read is one text"),
+        ("tokenizer.ggml.pre", ["gpt-2"], "is .*; read is one text"),
+        ("tokenizer.ggml.tokens", "abc", "is .*; read is a list, each entry one text"),
+        ("tokenizer.ggml.token_type", ["a"], "is .*; read is a list, each entry one integer"),
+        ("tokenizer.ggml.bos_token_id", "a", "is .*; read is one integer"),
+        ("tokenizer.ggml.add_bos_token", 1, "is 1; read is one boolean"),
+    ):
+        further = {**{f"tokenizer.ggml.{name}": part for name, part in vocabulary.items()}, key: value}
+        file = to_gguf(tmp_path / "hf", tmp_path / "g" / "m.gguf", "llama", LLAMA, further)
+        with pytest.raises(CheckpointError, match=f"{key} {words}"):
+            open_gguf(file, host)
 
 
 def test_refusals(make_model, host, tmp_path: Path) -> None:

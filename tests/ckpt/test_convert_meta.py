@@ -11,6 +11,7 @@ from tests.ckpt.conftest import tensors_of
 from torch import Tensor
 
 from mt_ckpt.convert import convert
+from mt_ckpt.meta.reader import open_checkpoint as open_meta
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.errors import CheckpointError, ConfigError
 
@@ -138,6 +139,15 @@ def test_mistrals_own_layout(host, tmp_path: Path) -> None:
     torch.testing.assert_close(
         logits(tmp_path / "mt", host, tokens), reference(state, tokens, 1e6), atol=2e-4, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("place", ["m/tokenizer.model", "tokenizer.model", "m/tokenizer.model.v3"])
+def test_the_tokenizer_is_named_where_it_lies(host, tmp_path: Path, place: str) -> None:
+    folder = write(tmp_path / "m", make_state(), PARAMS)
+    (tmp_path / place).write_bytes(b"\n\x00")  # as a SentencePiece model begins
+    reader = open_meta(folder, host)
+    assert reader.metadata["config"]["tokenizer"]["tokenizer_model"] == str(tmp_path / place)
+    assert reader.files() == {"tokenizer.model": b"\n\x00"}
 
 
 def test_scaled_positions(host, tmp_path: Path) -> None:

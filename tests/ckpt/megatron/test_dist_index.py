@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mt_ckpt.megatron_dist.index import METADATA_FILE, read_index
-from mt_ckpt.tiling import tiles
 from mt_ckpt.megatron_dist.write_index import WrittenBlob, WrittenTensor, encode_index
+from mt_ckpt.tiling import tiles
 from mt_core.errors import CheckpointError
 
 PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]

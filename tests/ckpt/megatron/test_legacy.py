@@ -122,7 +122,8 @@ def torch_state(states, version: float, heads: int, *, mixed: bool) -> dict:
     inner = {"state": moments, "param_groups": decay}
     if not mixed:
         return inner
-    return {"optimizer": inner, "fp32_from_fp16_params": [[stored("main", n) for n in group] for group in groups]}
+    keys = ("optimizer", "fp32_from_fp16_params") if version else ("optimizer_state_dict", "fp32_from_fp16")
+    return dict(zip(keys, (inner, [[stored("main", n) for n in group] for group in groups]), strict=True))
 
 
 @pytest.mark.parametrize("version", [0, 1.0, 3.0])

@@ -49,14 +49,26 @@ def _of_values(name: str, first: Tensor, second: Tensor) -> Iterator[Difference]
     largest, count = 0.0, 0
     # In blocks of 4 Mi elements: three fp64 copies of a whole embedding would be many times its size.
     for a, b in zip(first.reshape(-1).split(BLOCK), second.reshape(-1).split(BLOCK), strict=True):
-        # fp64 holds every value of the smaller float types exactly, so that bf16 can be compared with fp32. int64
-        # beyond 2**53 is rounded.
-        a, b = a.to(torch.float64), b.to(torch.float64)
-        same = (a == b) | (a.isnan() & b.isnan())
+        floats = a.is_floating_point() or b.is_floating_point()
+        same, gap = _of_floats(a, b) if floats else _of_integers(a, b)
         count += int((~same).sum())
-        # `same` first: inf - inf is NaN where both are infinite. A NaN on one side only counts as an infinite
-        # difference.
-        gap = (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"))
         largest = max(largest, gap.max().item() if gap.numel() else 0.0)
     if count or dtypes:
         yield Difference(name, dtypes or "values", largest if count else None, count)
+
+
+def _of_floats(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Which elements are the same, and the absolute differences in fp64."""
+    # fp64 holds every value of the smaller float types exactly, so that bf16 can be compared with fp32.
+    a, b = first.to(torch.float64), second.to(torch.float64)
+    same = (a == b) | (a.isnan() & b.isnan())
+    # `same` first: inf - inf is NaN where both are infinite. A NaN on one side only counts as an infinite difference.
+    return same, (a - b).abs().masked_fill(same, 0.0).nan_to_num(nan=float("inf"))
+
+
+def _of_integers(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_of_floats`; fp64 rounds integers beyond 2**53, so that different ones would be the same."""
+    a, b = first.to(torch.int64), second.to(torch.int64)
+    gap = (a.to(torch.float64) - b.to(torch.float64)).abs()
+    # Where int64 does not overflow, its own difference is exact.
+    return a == b, torch.where(gap < 2.0**62, (a - b).abs().to(torch.float64), gap)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.gguf.file import GGUFFile
+from mt_ckpt.gguf.metadata import T, value_of
 from mt_ckpt.gguf.tokenizer import tokenizer_files
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.hugging_face.reader import HuggingFaceReader
@@ -44,6 +45,8 @@ IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 FREQUENCY_FACTORS = "rope_freqs.weight"
+ROPE_BASE = 10000.0
+"""Where the file has no rope.freq_base."""
 
 
 def detect(path: Path) -> bool:
@@ -114,8 +117,8 @@ def _file_at(path: Path) -> Path | None:
 def _config(architecture: str, values: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
     """The contents of a config.json."""
     read = _Values(architecture, values)
-    hidden, heads = read.need("embedding_length"), read.need("attention.head_count")
-    head_dim = values.get(f"{architecture}.attention.key_length") or hidden // heads
+    hidden, heads = read.size("embedding_length"), read.size("attention.head_count")
+    head_dim = read.get("attention.key_length", int) or hidden // heads
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError("tensor token_embd.weight is missing in the checkpoint")
@@ -123,14 +126,14 @@ def _config(architecture: str, values: Mapping[str, Any], file: GGUFFile) -> dic
         "model_type": architecture,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": read.need("block_count"),
+        "num_hidden_layers": read.size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": read.get("attention.head_count_kv", heads),
+        "num_key_value_heads": read.get("attention.head_count_kv", int) or heads,
         "head_dim": head_dim,
-        "intermediate_size": read.need("feed_forward_length"),
-        "max_position_embeddings": read.need("context_length"),
-        "rms_norm_eps": _shortest(read.need("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(read.get("rope.freq_base", 10000.0)),
+        "intermediate_size": read.size("feed_forward_length"),
+        "max_position_embeddings": read.size("context_length"),
+        "rms_norm_eps": _shortest(read.need("attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": _shortest(_rope_base(read)),
         "rope_scaling": _scaling(read, file, head_dim),
         # llama.cpp leaves the output matrix out where it is the embedding.
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -144,14 +147,25 @@ class _Values:
     def __init__(self, architecture: str, values: Mapping[str, Any]) -> None:
         self.architecture, self._values = architecture, values
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._values.get(f"{self.architecture}.{key}", default)
+    def get(self, key: str, kind: type[T]) -> T | None:
+        return value_of(self._values, f"{self.architecture}.{key}", kind)
 
-    def need(self, key: str) -> Any:
-        value = self.get(key)
+    def need(self, key: str, kind: type[T]) -> T:
+        value = self.get(key, kind)
         if value is None:
             raise CheckpointError(f"the file has no {self.architecture}.{key}")
         return value
+
+    def size(self, key: str) -> int:
+        value = self.need(key, int)
+        if value < 1:
+            raise CheckpointError(f"{self.architecture}.{key} is {value}; it has to be 1 or more")
+        return value
+
+
+def _rope_base(read: _Values) -> float:
+    base = read.get("rope.freq_base", float)
+    return ROPE_BASE if base is None else base
 
 
 def _shortest(value: float) -> float:
@@ -164,17 +178,17 @@ def _single(value: float) -> float:
 
 
 def _scaling(read: _Values, file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
-    kind = read.get("rope.scaling.type", "none")
+    kind = read.get("rope.scaling.type", str) or "none"
     # Before the type: llama.cpp writes "none", or nothing, beside the factors of Llama 3.
     if FREQUENCY_FACTORS in file.tensors:
         return _llama3_scaling(read, file.read(FREQUENCY_FACTORS), head_dim)
     if kind == "none":
         return None
     if kind == "linear":
-        return {"rope_type": "linear", "factor": float(read.need("rope.scaling.factor"))}
+        return {"rope_type": "linear", "factor": float(read.need("rope.scaling.factor", float))}
     if kind == "yarn":
-        scaling = {"rope_type": "yarn", "factor": float(read.need("rope.scaling.factor"))}
-        return {**scaling, "original_max_position_embeddings": read.need("rope.scaling.original_context_length")}
+        scaling = {"rope_type": "yarn", "factor": float(read.need("rope.scaling.factor", float))}
+        return {**scaling, "original_max_position_embeddings": read.need("rope.scaling.original_context_length", int)}
     raise ConfigError(
         f"{read.architecture}.rope.scaling.type={kind!r} is not supported; it can be none, linear or yarn"
     )
@@ -192,7 +206,7 @@ def _llama3_scaling(read: _Values, factors: Tensor, head_dim: int) -> dict[str, 
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    expected = _llama3_factors(scaling, read.get("rope.freq_base", 10000.0), head_dim)
+    expected = _llama3_factors(scaling, _rope_base(read), head_dim)
     if expected.shape != factors.shape or not torch.allclose(expected, factors, rtol=1e-4):
         raise ConfigError(f"{FREQUENCY_FACTORS} holds factors that are not those of Llama 3 with {scaling}")
     return scaling

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mt_ckpt.gguf.metadata import list_of, value_of
 from mt_ckpt.hugging_face.tokenizer import GENERATION, generation_defaults
+from mt_core.errors import CheckpointError
 
 CONTROL, USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type`: tokens that no merge makes."""
@@ -64,10 +66,11 @@ SPLITTINGS: Mapping[str, Splitting] = {
 def tokenizer_files(values: Mapping[str, Any]) -> dict[str, bytes]:
     """tokenizer.json, tokenizer_config.json and generation_config.json from a file's metadata.
 
-    {} for a vocabulary that is none of BPE over bytes, or splits text in a way that is not known here.
+    {} for a vocabulary that is none of BPE over bytes, or splits text in a way that is not known here. Raises
+    CheckpointError for values of other types than the format's.
     """
-    tokens, merges = values.get("tokenizer.ggml.tokens"), values.get("tokenizer.ggml.merges")
-    splitting = SPLITTINGS.get(values.get("tokenizer.ggml.pre", "gpt-2"))
+    tokens, merges = list_of(values, "tokenizer.ggml.tokens", str), list_of(values, "tokenizer.ggml.merges", str)
+    splitting = SPLITTINGS.get(value_of(values, "tokenizer.ggml.pre", str) or "gpt-2")
     # "gpt2" is llama.cpp's name of BPE over bytes.
     if values.get("tokenizer.ggml.model") != "gpt2" or splitting is None or not tokens or not merges:
         return {}
@@ -75,7 +78,7 @@ def tokenizer_files(values: Mapping[str, Any]) -> dict[str, bytes]:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{role}_token": tokens[number] for role, number in roles.items()},
-        "chat_template": values.get("tokenizer.chat_template"),
+        "chat_template": value_of(values, "tokenizer.chat_template", str),
     }
     return {
         "tokenizer.json": _json(_tokenizer(values, tokens, merges, splitting, roles)),
@@ -85,9 +88,9 @@ def tokenizer_files(values: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _role_ids(values: Mapping[str, Any], size: int) -> dict[str, int]:
-    given = {role: values.get(f"tokenizer.ggml.{name}_token_id") for role, name in ROLES.items()}
+    given = {role: value_of(values, f"tokenizer.ggml.{name}_token_id", int) for role, name in ROLES.items()}
     # An id beyond the vocabulary names no token.
-    return {role: number for role, number in given.items() if number is not None and number < size}
+    return {role: number for role, number in given.items() if number is not None and 0 <= number < size}
 
 
 def _defaults_of_generation(roles: Mapping[str, int]) -> dict[str, bytes]:
@@ -99,12 +102,13 @@ def _tokenizer(
     values: Mapping[str, Any], tokens: list[str], merges: list[str], splitting: Splitting, roles: Mapping[str, int]
 ) -> dict[str, Any]:
     """The contents of tokenizer.json."""
-    bos = roles.get("bos") if values.get("tokenizer.ggml.add_bos_token", splitting.adds_bos) else None
+    said = value_of(values, "tokenizer.ggml.add_bos_token", bool)
+    bos = roles.get("bos") if (splitting.adds_bos if said is None else said) else None
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added_tokens(values.get("tokenizer.ggml.token_type") or [], tokens, roles),
+        "added_tokens": _added_tokens(list_of(values, "tokenizer.ggml.token_type", int), tokens, roles),
         "normalizer": splitting.normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(splitting.steps)},
         "post_processor": BYTES if bos is None else _puts_in_front(tokens[bos], bos),
@@ -120,6 +124,8 @@ def _tokenizer(
 
 def _added_tokens(kinds: Sequence[int], tokens: list[str], roles: Mapping[str, int]) -> list[dict[str, Any]]:
     """Control tokens, which are special, and those that a user defined; the roles where the file has no kinds."""
+    if kinds and len(kinds) != len(tokens):
+        raise CheckpointError(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens")
     special = {number for number, kind in enumerate(kinds) if kind == CONTROL} | set(roles.values())
     added = special | {number for number, kind in enumerate(kinds) if kind == USER_DEFINED}
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

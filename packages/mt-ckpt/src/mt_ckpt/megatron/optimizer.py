@@ -268,7 +268,8 @@ def require_same_weights(
 
 def _inner(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     """torch's state dictionary, which mixed precision wraps."""
-    inner = optimizer.get("optimizer", optimizer)
+    # Megatron's key, and the older one.
+    inner = optimizer.get("optimizer", optimizer.get("optimizer_state_dict", optimizer))
     return inner if isinstance(inner, Mapping) else {}
 
 

@@ -71,12 +71,13 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     renamed = Renamed(merged, {_renamed(name): name for name in names})
     tensors = HalvesRotated(renamed, external)
     family, config = identify(external, tensors.infos, host)
-    files = _tokenizer_files(path)
+    tokenizer = _tokenizer_file(path)
+    files = {} if tokenizer is None else {"tokenizer.model": tokenizer.read_bytes()}
     metadata = {
         "iteration": 0,
         "config": {
             "model": config.model.model_dump(mode="json"),
-            "tokenizer": _tokenizer_config(path, files, config.model.vocab_size),
+            "tokenizer": _tokenizer_config(tokenizer, files, config.model.vocab_size),
         },
     }
     return HuggingFaceReader(tensors, family, config.model, metadata, files)
@@ -169,20 +170,16 @@ def _read_params(file: Path) -> dict[str, Any]:
     return params
 
 
-def _tokenizer_files(path: Path) -> dict[str, bytes]:
+def _tokenizer_file(path: Path) -> Path | None:
     """`tokenizer.model`, which stands beside the weights or, in Meta's downloads, one folder above."""
-    for name in TOKENIZERS:
-        for folder in (path, path.parent):
-            if (folder / name).is_file():
-                return {"tokenizer.model": (folder / name).read_bytes()}
-    return {}
+    places = (folder / name for name in TOKENIZERS for folder in (path, path.parent))
+    return next((file for file in places if file.is_file()), None)
 
 
-def _tokenizer_config(path: Path, files: Mapping[str, bytes], vocab_size: int | None) -> dict[str, Any]:
-    data = files.get("tokenizer.model")
-    if data is None:
+def _tokenizer_config(file: Path | None, files: Mapping[str, bytes], vocab_size: int | None) -> dict[str, Any]:
+    if file is None:
         return {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size}
-    model = {"tokenizer_model": str(path / "tokenizer.model")}
+    data, model = files["tokenizer.model"], {"tokenizer_model": str(file)}
     # A SentencePiece model is a protocol buffer that begins with a field of pieces; Llama 3's is lines of base64.
     if data[:1] == b"\n":
         return {"tokenizer_type": "Llama2Tokenizer", **model}
