@@ -31,9 +31,7 @@ def list_of(values: Mapping[str, Any], key: str, kind: type[T]) -> list[T]:
     if found is None:
         return []
     if not isinstance(found, list) or not all(_is_of(entry, kind) for entry in found):
-        raise CheckpointError(
-            f"{key} is {reprlib.repr(found)}; read is a list, of which each entry is one {NAMES[kind]}"
-        )
+        raise CheckpointError(f"{key} is {reprlib.repr(found)}; read is a list, each entry one {NAMES[kind]}")
     return found
 
 
