@@ -168,7 +168,8 @@ def test_scorers_over_http(server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_answer_of_another_protocol_ends_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_scorers, "FIRST_WAIT", 0.0)
+    waits: list[float] = []
+    monkeypatch.setattr(http_scorers, "time", SimpleNamespace(sleep=waits.append))
     with socketserver.TCPServer(("127.0.0.1", 0), Greeting) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,)).start()
         try:
@@ -176,6 +177,7 @@ def test_an_answer_of_another_protocol_ends_with_a_message(monkeypatch: pytest.M
                 http_scorers.HttpScorer(f"http://127.0.0.1:{server.server_address[1]}").scores(["a"])
         finally:
             server.shutdown()
+    assert waits == [1, 2, 4, 8, 16]  # none behind the last attempt
 
 
 def test_perspective_is_requested_for_six_attributes(server) -> None:

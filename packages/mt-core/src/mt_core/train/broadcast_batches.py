@@ -7,7 +7,6 @@ rank reads and broadcasts, which costs a few integers per token. Both give the s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,31 +14,39 @@ import torch.distributed as dist
 
 from mt_core.data.loader import Arrays, RankBatch
 from mt_core.parallel.context import Axis
+from mt_core.parallel.first_rank import on_first_rank
 
 Header = list[dict[str, tuple[str, tuple[int, ...]]]]
 """For each micro-batch: name -> (dtype, shape)."""
 
 
 def broadcast_batches(batches: Iterator[RankBatch] | None, axis: Axis) -> Iterator[RankBatch]:
-    """The first rank's batches, on every rank of the axis; other ranks pass None. Collective for each batch."""
-    while True:
-        # Only the first rank has an iterator; the others wait in the broadcast of the header.
+    """The first rank's batches, on every rank of the axis; other ranks pass None. Collective for each batch.
+
+    An error of the first rank's iterator is raised on every rank.
+    """
+    batch: RankBatch | None = None
+
+    def read_header() -> tuple[Header, list[range]] | None:
+        nonlocal batch
         batch = next(batches, None) if batches is not None else None
-        shared = _broadcast_header(batch, axis)
+        return _header(batch)
+
+    while True:
+        # Only the first rank has an iterator; the others wait for the header.
+        shared = on_first_rank(read_header, axis)
         if shared is None:
             return
         header, samples = shared
         yield RankBatch([_broadcast_arrays(batch, index, shape, axis) for index, shape in enumerate(header)], samples)
 
 
-def _broadcast_header(batch: RankBatch | None, axis: Axis) -> tuple[Header, list[range]] | None:
-    """Dtypes and shapes of the next batch; None when the first rank's iterator is exhausted."""
-    message: list[Any] = [None]
-    if batch is not None:
-        shapes = [{name: (str(x.dtype), x.shape) for name, x in arrays.items()} for arrays in batch.micro_batches]
-        message = [(shapes, batch.samples)]
-    dist.broadcast_object_list(message, src=axis.ranks[0], group=axis.group)
-    return message[0]
+def _header(batch: RankBatch | None) -> tuple[Header, list[range]] | None:
+    """Dtypes and shapes of a batch, and its samples; None when the iterator is exhausted."""
+    if batch is None:
+        return None
+    shapes = [{name: (str(x.dtype), x.shape) for name, x in arrays.items()} for arrays in batch.micro_batches]
+    return shapes, batch.samples
 
 
 def _broadcast_arrays(

@@ -86,6 +86,8 @@ def post(url: str, content: Mapping[str, Any], *, shown: str | None = None) -> A
     """
     body, shown = json.dumps(content).encode(), shown or url
     for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(FIRST_WAIT * 2 ** (attempt - 1))
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
@@ -99,7 +101,6 @@ def post(url: str, content: Mapping[str, Any], *, shown: str | None = None) -> A
                 raise DataError(f"{shown}: {problem}; check the address and the key") from error
         except (OSError, HTTPException, ValueError) as error:
             problem = str(error) or type(error).__name__
-        time.sleep(FIRST_WAIT * 2**attempt)
     raise DataError(f"{shown}: no answer after {ATTEMPTS} attempts: {problem}; run the same command again to go on")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from mt_core.checkpoint_lookup import BestRecord, read_best
@@ -23,11 +24,12 @@ class BestCheckpoint:
         self.record = found if fits else None
 
     def improves(self, values: Mapping[str, float]) -> bool:
-        """Whether the evaluation is better than all before it. Collective over the world."""
+        """Whether the evaluation is better than all before it; one that is NaN never is. Collective over the world."""
         value = values[self.metric]
-        before = None if self.record is None else self.record.value
-        # Losses are minimized, all other metrics maximized.
-        better = before is None or (value < before if self.metric.endswith("_loss") else value > before)
+        before = math.nan if self.record is None else self.record.value
+        # Losses are minimized, all other metrics maximized. A record of NaN compares with nothing: any number is better.
+        better = value < before if self.metric.endswith("_loss") else value > before
+        better = better or (math.isnan(before) and not math.isnan(value))
         # Only the writer has read the file for certain; its answer is the one that all ranks get.
         return any_over(better and self._ctx.is_writer, self._ctx.world, self._ctx.device)
 

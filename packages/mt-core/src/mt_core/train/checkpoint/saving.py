@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mt_core import retention
@@ -25,6 +24,7 @@ from mt_core.checkpoint_lookup import best_name
 from mt_core.config.schema import CheckpointConfig
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.first_rank import on_first_rank
 from mt_core.plugins import PluginHost
 from mt_core.specs import Fragment, SaveCheckpoint, ShardedSave
 from mt_core.tensor_slice import TensorSlice
@@ -122,12 +122,10 @@ class ShardedMethod:
         started = time.perf_counter()
         world = self._ctx.world
         # The first rank creates the place that all ranks write to, and its name is sent to them.
-        place = [self._saver.begin(path) if self._ctx.is_writer else ""]
-        if world.size > 1:
-            dist.broadcast_object_list(place, src=world.ranks[0], group=world.group)
+        place = on_first_rank(partial(self._saver.begin, path), world)
 
         def write(fragments: Iterable[Fragment]) -> Committed | None:
-            self._saver.write(path, place[0], world.rank, world.size, fragments, contents.metadata, contents.files)
+            self._saver.write(path, place, world.rank, world.size, fragments, contents.metadata, contents.files)
             # The saver's write() of the first rank returns when the parts of all ranks are there.
             return self._commit(path, started) if self._ctx.is_writer else None
 
