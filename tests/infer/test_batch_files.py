@@ -92,6 +92,14 @@ def test_each_line_has_its_answer_or_its_error(generator, tmp_path) -> None:
     assert found[8] == {"prompt": "\ud800", "error": "line 9: no letters"}
 
 
+def test_texts_of_equal_lines_are_drawn_each_for_itself(generator, tmp_path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"prompt": "abc", "n": 3}) + "\n" + json.dumps({"prompt": "abc", "n": 3}) + "\n")
+    generate_file(generator, source, target, SAMPLING)
+    texts = {completion["text"] for record in records(target) for completion in record["completions"]}
+    assert len(texts) == 6
+
+
 def test_lines_with_lists_and_numbers_of_any_size(generator, tmp_path) -> None:
     """Each is honoured or refused, and none ends the run."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

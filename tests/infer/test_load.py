@@ -6,9 +6,13 @@ import math
 import statistics
 
 import pytest
+from tests.infer.engines import run, tokens_of
 from tests.infer.test_batch_files import generator  # noqa: F401
+from tests.infer.test_decode_graphs import engines
 
 from mt_infer.load_test import LoadResult, Served, arrivals, run_load
+from mt_infer.pass_times import PassTimes
+from mt_infer.sampling.parameters import SamplingParameters
 
 
 def test_arrivals_are_a_poisson_process() -> None:
@@ -28,6 +32,20 @@ def test_times_are_those_of_the_tokens(generator) -> None:  # noqa: F811
     assert found.seconds >= max(one.tokens[-1] for one in found.requests)
     assert 0 < found.outside < 1
     assert generator.engine.engine.manager.used_blocks == 0
+
+
+def test_passes_are_counted_once_eager_or_replayed() -> None:
+    """A graph's first use runs the eager pass twice, to warm up and to capture it."""
+    counts = []
+    for engine in engines("llama")[:2]:
+        with PassTimes(engine) as passes:
+            events = run(engine, [[1, 2, 3], [4, 5]], SamplingParameters(temperature=0.0, max_tokens=5))
+        assert [len(tokens_of(one)) for one in events] == [5, 5]
+        assert passes.seconds == pytest.approx(sum(seconds() for seconds in passes.passes))
+        assert passes.seconds > 0
+        counts.append(len(passes.passes))
+        assert "logits" not in vars(engine.runner)
+    assert counts == [5, 5]  # the prompts, and a token of each four times
 
 
 def test_percentiles_are_over_all_requests() -> None:

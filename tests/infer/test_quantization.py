@@ -26,7 +26,7 @@ from mt_infer.cache.layout import cache_layout
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.quantization.groups import dequantize, quantize
-from mt_infer.quantization.weights import matrices, quantize_weights, weight_bytes
+from mt_infer.quantization.weights import QuantizedWeight, matrices, quantize_weights, weight_bytes
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -180,6 +180,7 @@ def refusal(rank: int, world: int) -> str:
     model = build.build_model(config, ctx, load_plugins(), None)
     with pytest.raises(ConfigError) as caught:
         quantize_weights(model, InferenceConfig(quantize_weights="int8", quantize_group_size=16))
+    assert not any(isinstance(module, QuantizedWeight) for module in model.modules())  # nor are those before it
     return str(caught.value)
 
 

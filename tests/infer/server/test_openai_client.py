@@ -12,6 +12,8 @@ from tests.infer.server.served import CONTEXT, VOCABULARY, Live, configuration, 
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.embedding import TextEmbedder
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.server.openai.fields import SamplingFields
+from mt_infer.server.openai.sampling import constraint
 from mt_infer.server.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -179,6 +181,12 @@ def test_answers_are_held_to_a_format(client: openai.OpenAI) -> None:
 
     with pytest.raises(openai.BadRequestError, match="regex is not valid"):
         client.completions.create(model="alpha", prompt="x", extra_body={"guided_regex": "("})
+
+
+def test_an_empty_schema_is_any_json() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": {}}}
+    assert constraint(SamplingFields(response_format=form)) == {"json_schema": {}}
+    assert constraint(SamplingFields(response_format={"type": "json_object"})) == {"json_schema": {"type": "object"}}
 
 
 def test_the_best_of_several_has_the_best_mean_log_probability(client: openai.OpenAI) -> None:

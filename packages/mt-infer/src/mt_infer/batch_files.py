@@ -27,7 +27,7 @@ from mt_infer.neighbors import with_neighbors
 from mt_infer.parquet_output import write_parquet
 from mt_infer.prompts import Prompt
 from mt_infer.sampling.lists import is_integer
-from mt_infer.sampling.noise import sequence_seed
+from mt_infer.sampling.noise import request_seed
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -173,7 +173,7 @@ def _sampling_of(line: Line, sampling: SamplingParameters) -> SamplingParameters
     own = {key: value for key, value in line.values.items() if key in SAMPLING_KEYS}
     if "seed" not in own and sampling.seed is not None:
         # Equal prompts of one file get different texts, the same in every run.
-        own["seed"] = sequence_seed(sampling.seed, line.number)
+        own["seed"] = request_seed(sampling.seed, line.number)
     return replace(sampling, **own)
 
 

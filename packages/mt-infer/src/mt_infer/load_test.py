@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from mt_infer.pass_times import PassTimes
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -70,8 +71,9 @@ def run_load(
     sampling = SamplingParameters(temperature=0.0, max_tokens=max_tokens, ignore_eod=True)
     waiting = sorted(zip(times, prompts, strict=True), key=lambda one: one[0])
     running: dict[int, Served] = {}
+    idle = 0.0  # seconds without requests
     done: list[Served] = []
-    with _Timed(engine) as passes:
+    with PassTimes(engine) as passes:
         started = time.perf_counter()
         while waiting or running:
             now = time.perf_counter() - started
@@ -81,7 +83,7 @@ def run_load(
             if not running:
                 # The engine has no work until the next arrival.
                 time.sleep(max(waiting[0][0] - now, 0.0))
-                passes.idle += max(waiting[0][0] - now, 0.0)
+                idle += max(waiting[0][0] - now, 0.0)
                 continue
             for event in generator.step():
                 one = running[event.request]
@@ -90,28 +92,4 @@ def run_load(
                 if event.finish is not None:
                     done.append(running.pop(event.request))
         seconds = time.perf_counter() - started
-    return LoadResult(done, seconds, 1 - passes.seconds / max(seconds - passes.idle, 1e-9))
-
-
-class _Timed:
-    """Counts the seconds of an engine's forward passes. idle: seconds without requests."""
-
-    def __init__(self, engine: object) -> None:
-        self.runner = engine.runner  # type: ignore[attr-defined]
-        self.seconds = self.idle = 0.0
-
-    def __enter__(self) -> _Timed:
-        real = self.runner.logits
-
-        def timed(batch: object) -> object:
-            started = time.perf_counter()
-            found = real(batch)
-            self.seconds += time.perf_counter() - started
-            return found
-
-        # On the instance, over the method of the class; __exit__ deletes it.
-        self.runner.logits = timed
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        del self.runner.logits
+    return LoadResult(done, seconds, 1 - passes.seconds / max(seconds - idle, 1e-9))

@@ -23,7 +23,7 @@ from mt_eval.scoring import Continuation, cut_to, require_decoder, score
 from mt_eval.tasks import Sample
 from mt_infer.chat.chat_format import ChatFormat
 from mt_infer.in_order import complete
-from mt_infer.sampling.noise import sequence_seed
+from mt_infer.sampling.noise import request_seed
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -178,7 +178,7 @@ class HarnessModel(TemplateLM):
         for a text that is as long as the model's sequences."""
         context, gen_kwargs = request.args
         # The seed follows from the request, so that an interrupted evaluation samples the same texts when it goes on.
-        sampling = sampling_of(gen_kwargs, sequence_seed(self.seed, int(key[:8], 16)))
+        sampling = sampling_of(gen_kwargs, request_seed(self.seed, int(key[:8], 16)))
         left = self.max_length - sampling.max_tokens
         if left < 1:
             raise ConfigError(

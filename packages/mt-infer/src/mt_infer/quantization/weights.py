@@ -54,10 +54,13 @@ def quantize_weights(model: nn.Module, options: InferenceConfig) -> None:
     name, group = options.quantize_weights, options.quantize_group_size
     if name is None:
         return
-    # Before the first matrix changes: quantization in place cannot be undone.
+    # All checks before the first matrix changes: quantization in place cannot be undone.
     refuse_impossible(model, options)
-    for path, module in matrices(model, with_output=options.quantize_output_layer):
+    # A list: parametrizations add modules to the model below.
+    chosen = list(matrices(model, with_output=options.quantize_output_layer))
+    for path, module in chosen:
         require_whole_groups(path, module, options)
+    for _, module in chosen:
         module.requires_grad_(False)
         weight = QuantizedWeight(getattr(module, WEIGHT), name, group)
         # unsafe: what is stored has other shapes and dtypes than the weight.
@@ -76,8 +79,7 @@ def multiply_as_stored(module: LayoutModule) -> None:
 
 def matrices(model: nn.Module, *, with_output: bool) -> Iterator[tuple[str, LayoutModule]]:
     """Modules whose weight is quantized, with their names."""
-    # A list: parametrizations add modules while the loop runs.
-    for path, module in list(model.named_modules()):
+    for path, module in model.named_modules():
         is_output = isinstance(module, VocabParallelOutput)
         if (isinstance(module, LinearModule) and (with_output or not is_output)) or is_expert_matrix(module):
             yield path, module

@@ -62,7 +62,6 @@ class BeamSearch:
         self.finished: list[Hypothesis] = []
         """At most num_beams, the best first."""
         self.is_done = False
-        self._can_improve = True
 
     @property
     def kept(self) -> int:
@@ -129,8 +128,6 @@ class BeamSearch:
         return "limit" if length == self.limit else None
 
     def _finish(self, one: Continuation, before: Sequence[int], scored: tuple[ScoredToken, ...], end: End) -> None:
-        if not self._can_improve:
-            return
         tokens = (*before, one.token)
         # The length counts generated tokens with the stop token, without the prompt, as in transformers.
         score = one.score / len(tokens) ** self.sampling.length_penalty
@@ -147,5 +144,4 @@ class BeamSearch:
         # transformers.
         to_the_end = self.sampling.early_stopping == "never" and penalty > 0
         best_possible = self.scores[0] / (self.limit if to_the_end else length) ** penalty
-        self._can_improve = self._can_improve and best_possible > self.finished[-1].score
-        return self.sampling.early_stopping is True or not self._can_improve
+        return self.sampling.early_stopping is True or best_possible <= self.finished[-1].score

@@ -16,14 +16,26 @@ def new_seed() -> int:
 
 def sequence_seed(seed: int, index: int) -> int:
     """The seed of sequence number `index` of a request; its own for the first."""
-    # >> 1: a seed of 63 bits, as new_seed gives.
-    return seed if index == 0 else _hash(seed, index, b"sequence") >> 1
+    return _derived(seed, index, b"sequence")
+
+
+def request_seed(seed: int, index: int) -> int:
+    """The seed of request number `index` of those that share one, such as the lines of a file; its own for the first.
+
+    It is no `sequence_seed`: a request's second sequence and the second request draw other numbers.
+    """
+    return _derived(seed, index, b"request")
 
 
 def uniform(seed: int, position: int) -> float:
     """For the token that is generated as number `position` (from 0) of its sequence."""
     # 53 bits, the precision of fp64: every value is exact, and below 1.
     return (_hash(seed, position, b"token") >> 11) / 2**53
+
+
+def _derived(seed: int, index: int, use: bytes) -> int:
+    # >> 1: a seed of 63 bits, as new_seed gives.
+    return seed if index == 0 else _hash(seed, index, use) >> 1
 
 
 def _hash(first: int, second: int, use: bytes) -> int:

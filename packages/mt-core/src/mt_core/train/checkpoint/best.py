@@ -27,8 +27,9 @@ class BestCheckpoint:
         """Whether the evaluation is better than all before it; one that is NaN never is. Collective over the world."""
         value = values[self.metric]
         before = math.nan if self.record is None else self.record.value
-        # Losses are minimized, all other metrics maximized. A record of NaN compares with nothing: any number is better.
+        # Losses are minimized, all other metrics maximized.
         better = value < before if self.metric.endswith("_loss") else value > before
+        # A record of NaN, as there is before the first evaluation, compares with nothing: any number is better.
         better = better or (math.isnan(before) and not math.isnan(value))
         # Only the writer has read the file for certain; its answer is the one that all ranks get.
         return any_over(better and self._ctx.is_writer, self._ctx.world, self._ctx.device)

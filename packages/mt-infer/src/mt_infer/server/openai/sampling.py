@@ -77,7 +77,8 @@ def constraint(fields: SamplingFields) -> dict[str, Any]:
         if asked:
             raise ApiError("response_format and guided_* each say what the text is; give one", param="response_format")
         schema = form.json_schema.json_schema if form.json_schema is not None else None
-        return {"json_schema": schema or ANY_OBJECT}
+        # {} is a schema too: of any JSON.
+        return {"json_schema": ANY_OBJECT if schema is None else schema}
     return asked
 
 
