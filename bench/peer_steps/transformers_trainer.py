@@ -61,7 +61,9 @@ class Batches(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while True:
             for ids in self.draw():
-                yield {"input_ids": ids[:-1], "labels": ids[:-1]}
+                # shift_labels: as many targets as tokens, as the others have; labels would be shifted by the model,
+                # which leaves the last token without a target. Without labels it computes no loss.
+                yield {"input_ids": ids[:-1], "labels": ids[1:], "shift_labels": ids[1:]}
 
 
 class Served(TrainerCallback):
@@ -89,6 +91,8 @@ def run(case: Case, draw: Callable[[], Tensor], begin: Callable[[], None], end: 
             logging_strategy="no",
             save_strategy="no",
             report_to=[],
+            # shift_labels are no argument of the models' signatures.
+            remove_unused_columns=False,
             dataloader_pin_memory=False,
             disable_tqdm=True,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ from mt_core.train import Callback, Trainer
 from mt_data.tokenizers.bert_wordpiece import BertWordPieceConfig, build_bert_wordpiece
 from mt_retrieval.dpr.config import DPRDataConfig, RefreshConfig
 from mt_retrieval.dpr.dataset import build_dpr
+from mt_retrieval.dpr.files import Context
+from mt_retrieval.dpr.mined import MinedNegatives, mined_file
 from mt_retrieval.encoder import Encoder
 from mt_retrieval.refresh import Mining, RefreshNegatives, build_refresh
 
@@ -242,6 +245,15 @@ def test_negatives_are_mined_from_a_checkpoint_and_used_later(trained: Trained, 
         question = data.questions[data.order[index]]
         ids = {one["passage_id"] for one in mined[question.question]["hard_negative_ctxs"]}
         assert (data.negatives(index)[0].id in ids) is is_mined
+
+
+def test_a_file_that_was_mined_again_is_read_again(tmp_path: Path) -> None:
+    for number in range(2):
+        context = {"title": "t", "text": f"passage {number}"}
+        question = {"question": "q", "answers": ["a"], "positive_ctxs": [context], "hard_negative_ctxs": [context]}
+        mined_file(tmp_path, 0).write_text(json.dumps([question]))
+        os.utime(mined_file(tmp_path, 0), (number, number))
+        assert MinedNegatives(tmp_path).of_sample(3, "q", ()) == (Context("t", f"passage {number}"),)
 
 
 @pytest.mark.parametrize(

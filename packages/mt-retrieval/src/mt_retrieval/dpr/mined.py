@@ -40,7 +40,13 @@ def mined_file(folder: Path, first_sample: int) -> Path:
     return folder / f"mined-{first_sample:012}.json"
 
 
+def _negatives(path: Path) -> dict[str, tuple[Context, ...]]:
+    # A later run of this process may have other files under the names.
+    state = path.stat()
+    return _read(path, state.st_size, state.st_mtime_ns)
+
+
 # Two: around the sample at which a file begins, workers read both.
 @lru_cache(maxsize=2)
-def _negatives(path: Path) -> dict[str, tuple[Context, ...]]:
+def _read(path: Path, size: int, modified: int) -> dict[str, tuple[Context, ...]]:
     return {question.question: question.hard_negatives for question in read_training_questions(path)}
