@@ -156,7 +156,9 @@ def _run_job(
     made_by = task.identity()
     with ExitStack() as stack:
         streams = [stack.enter_context(atomic_writer(path)) for path in job.outputs]
-        for result in mapper(partial(_run_batch, task, json.dumps(made_by)), read_batches(job.source, task.reading, report)):
+        for result in mapper(
+            partial(_run_batch, task, json.dumps(made_by)), read_batches(job.source, task.reading, report)
+        ):
             for stream, chunk in zip(streams, result.chunks, strict=False):  # an output may be unwanted
                 stream.write(chunk)
             report.merge(result.report)
