@@ -82,9 +82,11 @@ class ProcessExecutor:
             if self.encoder is not None and can_fork():
                 # A garbage collection in a fork would write to, and so copy, the pages of all objects made before.
                 gc.freeze()
-                for _ in range(self.width):
-                    self._forks.append(_fork(task, self.encoder))
-                gc.unfreeze()
+                try:
+                    for _ in range(self.width):
+                        self._forks.append(_fork(task, self.encoder))
+                finally:
+                    gc.unfreeze()
             yield
         finally:
             end_all(self._forks)
