@@ -154,11 +154,10 @@ def _run_job(
     source, report = source_identity(job.source), Report()
     # Before the work is opened: what is recorded is never newer than the files that the work was made of.
     made_by = task.identity()
+    run_batch = partial(_run_batch, task, json.dumps(made_by))
     with ExitStack() as stack:
         streams = [stack.enter_context(atomic_writer(path)) for path in job.outputs]
-        for result in mapper(
-            partial(_run_batch, task, json.dumps(made_by)), read_batches(job.source, task.reading, report)
-        ):
+        for result in mapper(run_batch, read_batches(job.source, task.reading, report)):
             for stream, chunk in zip(streams, result.chunks, strict=False):  # an output may be unwanted
                 stream.write(chunk)
             report.merge(result.report)
