@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.accelerate import programs
 from tests.accelerate.programs import STEPS, build
 
 from mt_accelerate import Accelerator, MegatronLMPlugin
+from mt_accelerate.data_parallel import on_tensors
 from mt_accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from mt_cli import main
 
@@ -61,3 +63,14 @@ def test_mt_launch_runs_a_script_with_the_files_layout(tmp_path: Path, monkeypat
     alone = programs.train("gpt2", {}, 1, str(tmp_path / "alone"))
     assert [float(word) for word in line.split()[1:]] == pytest.approx(alone["losses"], rel=1e-4)
     assert (tmp_path / "state" / "checkpoints" / "latest").is_file()
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: list[torch.Tensor]
+
+
+def test_a_named_tuple_of_tensors_stays_one() -> None:
+    """What gather, reduce and pad_across_processes take."""
+    one = torch.ones(1)
+    assert on_tensors(torch.neg, Pair(one, [one])) == Pair(-one, [-one])

@@ -149,6 +149,16 @@ def test_files_need_a_tokenizer_and_a_kind_of_samples(tmp_path: Path) -> None:
     assert tomllib.loads(draft.toml())["data"]["dataset_type"] == "gpt"
 
 
+def test_files_may_have_weights(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n' * 50)
+    path = str(tmp_path / "text.jsonl")
+    *_, draft = asked({}, {"data": f"0.3 {path} 2 {path}", "tokenizer": "bytes"})
+    assert [(entry.prefix, entry.weight) for entry in loaded(draft, tmp_path / "a.toml").config.data.data_path] == [
+        (path, 0.3),
+        (path, 2.0),
+    ]
+
+
 # -- the command --------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import nullcontext
 
 import pytest
@@ -19,6 +20,7 @@ from mt_core.launch.layout import describe
 from mt_core.launch.process_group import select_device
 from mt_core.launch.report import in_order, ranks, report
 from mt_core.launch.slurm import expand_node_list, expand_tasks_per_node
+from mt_core.launch.supervisor import Death, Supervisor
 from mt_core.parallel.context import AxisSizes
 from mt_core.train.build import resolve_device
 
@@ -215,6 +217,13 @@ def test_the_stack_of_the_late_rank_is_shown() -> None:
 )
 def test_errors_of_those_whose_peer_is_gone(text, is_lost) -> None:
     assert lost_peer(text) is is_lost
+
+
+def test_a_signal_without_a_name_ends_a_rank(tmp_path) -> None:
+    supervisor = Supervisor(None, 1, tmp_path, None, None, lambda: None)
+    supervisor.deaths = {0: Death(0, -35, 1.0), 1: Death(1, -signal.SIGKILL, 2.0)}
+    found = [(item.exception, item.message.partition(":")[0], item.exit_code) for item in supervisor.failures()]
+    assert found == [("signal 35", "ended by this signal", 163), ("SIGKILL", "killed", 137)]
 
 
 def test_ranks_in_words() -> None:

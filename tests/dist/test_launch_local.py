@@ -13,8 +13,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 
 import pytest
+import torch.distributed as dist
+from tests.dist.launching import store_at_any_port
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.launch.local import Placement, check_placement, launch
@@ -30,6 +33,7 @@ import json, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from mt_core.launch.session import rank_session
+from tests.dist.launching import wait_until_published
 
 how, folder = sys.argv[1], Path(sys.argv[2])
 torch.set_num_threads(1)
@@ -43,7 +47,8 @@ with rank_session("cpu", run_dir=folder) as session:
             (folder / "failed-at").write_text(str(time.time()))
             raise ValueError("out of paper")
         dist.all_reduce(torch.ones(1000))
-        if step == 40:  # the position is written once a second
+        if step == 12:
+            wait_until_published(session)
             (folder / f"told-{rank}").write_text(str(step))
         time.sleep(0.05)
 """
@@ -71,8 +76,9 @@ if sys.argv[1] == "deaf":
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Callable[..., list[str]]:
-    """The command line of a rank's program."""
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """The command line of a rank's program, which may import tests."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
     def command(source: str, how: str) -> list[str]:
         path = tmp_path / "program.py"
@@ -248,28 +254,28 @@ NODES = """
 import os, sys, time
 from pathlib import Path
 from mt_core.launch.session import rank_session
+from tests.dist.launching import wait_until_published
 
 folder = Path(sys.argv[2])
 with rank_session("cpu") as session:
     rank = session.environment.rank
     session.phases.enter("data", step=3)
-    for _ in range(40):  # the position is written once a second; on a busy machine many short sleeps are longer, too
-        time.sleep(0.05)
+    wait_until_published(session)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     time.sleep(1000 if sys.argv[1] == "sleep" else 0.2 * rank)
 """
 
 
 @pytest.mark.parametrize("how", ["sleep", "end"])
-def test_a_death_on_one_node_ends_the_ranks_of_the_other(program, tmp_path, capfd, how) -> None:
+def test_a_death_on_one_node_ends_the_ranks_of_the_other(program, tmp_path, capfd, monkeypatch, how) -> None:
     """Ranks that communicate nothing: they learn of it through the store."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
+    chosen: Queue[int] = Queue()
+    monkeypatch.setattr(dist, "TCPStore", store_at_any_port(chosen.put))
     codes: dict[int, int] = {}
     entry = program(NODES, how)
 
     def launch_node(node: int) -> None:
+        port = chosen.get(timeout=SECONDS_TO_END) if node else 0
         folder = tmp_path / f"node{node}"
         codes[node] = launch(
             1, [], nnodes=2, node_rank=node, master_addr="localhost", master_port=port, entry=entry, run_dir=folder

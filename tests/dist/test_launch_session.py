@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from tests.dist.launching import store_at_any_port, wait_until, wait_until_published
 
 from mt_core.errors import ConfigError, DataError, TrainingError
 from mt_core.launch import process_group
@@ -25,20 +26,20 @@ from mt_core.launch.environment import RankEnvironment
 from mt_core.launch.monitor import late_ranks
 from mt_core.launch.phases import Phases, PhaseTimeouts, Position
 from mt_core.launch.process_group import initialize, select_device
-from mt_core.launch.session import rank_session
+from mt_core.launch.session import RankSession, rank_session
 from mt_core.testing import rank_context, run_ranks
 
 pytestmark = pytest.mark.dist
-SECONDS_TO_END = 60
+SECONDS_TO_END = 120
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
-
-
-def rank_main(rank: int, world_size: int, port: int, folder: Path, function: Callable[[int, Path], None]) -> None:
+def rank_main(rank: int, world_size: int, folder: Path, function: Callable[[int, Path], None]) -> None:
+    port = 1  # of rank 0, which takes another one
+    if rank == 0:
+        dist.TCPStore = store_at_any_port(lambda chosen: (folder / f"port-{chosen}").touch())
+    else:
+        wait_until(lambda: any(folder.glob("port-*")))
+        port = int(next(folder.glob("port-*")).name.removeprefix("port-"))
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT=str(port), OMP_NUM_THREADS="1"
     )
@@ -51,9 +52,9 @@ def rank_main(rank: int, world_size: int, port: int, folder: Path, function: Cal
 @contextmanager
 def started(world_size: int, function: Callable[[int, Path], None], folder: Path) -> Iterator[list[ForkServerProcess]]:
     """Ranks in processes forked from a server that has imported torch."""
-    context, port = rank_context(), free_port()
+    context = rank_context()
     processes = [
-        context.Process(target=rank_main, args=(rank, world_size, port, folder, function)) for rank in range(world_size)
+        context.Process(target=rank_main, args=(rank, world_size, folder, function)) for rank in range(world_size)
     ]
     for process in processes:
         process.start()
@@ -100,16 +101,23 @@ def test_without_a_launcher_one_rank_speaks_and_all_end(tmp_path) -> None:
 
 
 def is_late_on_rank_2(rank: int, folder: Path) -> None:
-    with rank_session("cpu", run_dir=folder, timeouts=PhaseTimeouts(step=3)) as session:
-        for step in range(1, 1000):
-            session.phases.enter("data", step=step)
-            if rank == 2 and step == 5:
-                read_a_slow_disk()
-            session.phases.enter("step")
-            dist.all_reduce(torch.ones(1))
+    """Rank 0 alone has a limit, and enters the step when all can read where the other ranks are."""
+    with rank_session("cpu", run_dir=folder, timeouts=PhaseTimeouts(step=3 if rank == 0 else 1800)) as session:
+        session.phases.enter("data", step=5)
+        if rank == 2:
+            read_a_slow_disk(session, folder)
+        if rank == 0:
+            wait_until(lambda: all((folder / f"published-{other}").exists() for other in (1, 2)))
+        session.phases.enter("step")
+        if rank == 1:
+            wait_until_published(session)
+            (folder / "published-1").touch()
+        dist.all_reduce(torch.ones(1))
 
 
-def read_a_slow_disk() -> None:
+def read_a_slow_disk(session: RankSession, folder: Path) -> None:
+    wait_until_published(session)
+    (folder / "published-2").touch()
     time.sleep(1000)
 
 
@@ -132,9 +140,7 @@ def loses_rank_0(rank: int, folder: Path) -> None:
 
 def test_the_death_of_the_rank_that_serves_the_store_is_noticed(tmp_path) -> None:
     with started(2, loses_rank_0, tmp_path) as processes:
-        end = time.monotonic() + SECONDS_TO_END
-        while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)) and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(2)))
         processes[0].kill()
         assert end_of(processes, SECONDS_TO_END) == [-signal.SIGKILL, TrainingError.exit_code]
     assert "rank 0, which keeps the store at localhost:" in record_of(tmp_path, 1)["message"]
@@ -184,15 +190,15 @@ def test_a_single_process_needs_no_group_and_errors_pass_through(tmp_path, monke
 
 
 def test_ranks_that_do_not_arrive_are_named() -> None:
-    alone = RankEnvironment(0, 3, 0, 3, "localhost", free_port(), "variables")
-    with pytest.raises(TrainingError, match=r"2 of 3 ranks did not arrive within 0.5 s: 1, 2"):
-        initialize(alone, "cpu", PhaseTimeouts(init=0.5))
+    alone = RankEnvironment(0, 3, 0, 3, "localhost", 0, "variables")
+    with pytest.raises(TrainingError, match=r"2 of 3 ranks did not arrive within 2 s: 1, 2"):
+        initialize(alone, "cpu", PhaseTimeouts(init=2))
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         busy = RankEnvironment(0, 3, 0, 3, "localhost", taken.getsockname()[1], "variables")
         with pytest.raises(ConfigError, match="rank 0 cannot listen on localhost:.*set another MASTER_PORT"):
-            initialize(busy, "cpu", PhaseTimeouts(init=0.5))
+            initialize(busy, "cpu", PhaseTimeouts(init=2))
 
 
 def test_more_ranks_than_devices_is_an_error_before_any_work(monkeypatch) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mt_core import testing
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import AxisSizes, axis_members, build_parallel_context
 from mt_core.testing import RankFailureError, run_ranks
@@ -82,3 +87,22 @@ def fails_on_rank_one(rank: int, world: int) -> None:
 def test_a_failing_rank_ends_all_with_its_traceback() -> None:
     with pytest.raises(RankFailureError, match=r"(?s)rank 1 failed.*ValueError: out of paper"):
         run_ranks(3, fails_on_rank_one)
+
+
+def test_the_time_limit_is_of_all_ranks_together(monkeypatch) -> None:
+    """Of three ranks the first two need 40 s each, by a clock that stands still otherwise."""
+    receivers, senders = zip(*(multiprocessing.Pipe(duplex=False) for _ in range(3)), strict=True)
+    clock, waits = [0.0], []
+
+    def waited(open_, timeout):
+        waits.append(timeout)
+        clock[0] += min(40.0, timeout)
+        return open_[:1] if timeout >= 40 else []
+
+    monkeypatch.setattr(testing, "wait", waited)
+    monkeypatch.setattr(testing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    for sender in senders:
+        sender.send_bytes(pickle.dumps(("result", 0)))
+    with pytest.raises(TimeoutError, match=r"ranks \[2\] of 3 are still busy after 100 s"):
+        testing._collect(receivers, 100.0)
+    assert waits == [100.0, 60.0, 20.0]

@@ -174,6 +174,8 @@ def test_values_within_values_without_end(tmp_path, host, name) -> None:
 def test_values_without_end_on_the_command_line(host) -> None:
     with pytest.raises(ConfigError, match="--set: .*nested more than 50 levels"):
         load_config(preset="gpt-tiny", overrides=["model.x=" + "[" * 10_000 + "]" * 10_000], host=host)
+    with pytest.raises(ConfigError, match=r"train\.train_iters"):
+        load_config(preset="gpt-tiny", overrides=["train.train_iters=" + "1" * 5000], host=host)
 
 
 def test_a_file_that_is_no_configuration_by_its_size(tmp_path, host) -> None:

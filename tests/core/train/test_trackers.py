@@ -7,6 +7,7 @@ import math
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from mt_core.config.schema import Config
 from mt_core.errors import MtError, PluginError
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
+from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.device_peaks import peak_of_name
+from mt_core.train.log_file import build_log_file
+from mt_core.train.trackers.tracker import IDS_FILE, _read_ids
 
 MEGATRON_LINE = re.compile(  # of programs that read Megatron-LM's logs
     r"^ \[[\d-]+ [\d:.]+\] iteration +(?P<iteration>\d+)/ +(?P<last>\d+) \| consumed samples: +(?P<samples>\d+)"
@@ -37,6 +41,26 @@ def series(folder: Path, tag: str) -> dict[int, float]:
     events = EventAccumulator(str(folder))
     events.Reload()
     return {point.step: point.value for point in events.Scalars(tag)}
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"3", b"\xff", b'{"wandb": "id"}'])
+def test_a_file_of_ids_that_cannot_be_used_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / IDS_FILE).write_bytes(content)
+    assert _read_ids(tmp_path) == ({"wandb": "id"} if b"wandb" in content else {})
+
+
+def test_a_log_without_a_place_keeps_no_lines(tiny, tmp_path: Path) -> None:
+    """What is said before training starts waits for the run directory."""
+    run: Any = SimpleNamespace(directory=None)
+    log = build_log_file(tiny().config)
+    log.on_train_start(run)
+    log.on_message(run, "kept")
+    run.directory = RunDirectory(tmp_path)
+    log.on_train_start(run)
+    log.on_message(run, "written")
+    log.close()
+    assert (tmp_path / "log.txt").read_text().endswith(" written\n")
+    assert "kept" not in (tmp_path / "log.txt").read_text()
 
 
 def test_tensorboard_has_megatrons_names_over_steps_and_samples(tiny, tmp_path: Path) -> None:

@@ -219,14 +219,23 @@ def test_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
     assert peak(64) - peak(8) < 8 * 2**20
 
 
+# Below a number of finished files it goes on; from then on each worker stops after the file that it is at.
 SCRIPT = """
+import signal
 import sys
 from pathlib import Path
+from mt_data.corpora import streaming
 from mt_data.corpora.deduplication import dedup
 from mt_data.corpora.dedup_options import DedupOptions
 from mt_data.corpora.running import RunOptions
+folder, enough = Path(sys.argv[1]), float(sys.argv[2])
+save_finished = streaming.save_finished
+def save_and_wait(*arguments):
+    save_finished(*arguments)
+    while len(list(folder.glob("out/.state/**/files/*.json"))) >= enough:
+        signal.pause()
+streaming.save_finished = save_and_wait
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
     dedup([folder / "in/*"], DedupOptions(threshold=0.6, ngram=2), RunOptions(folder / "out", workers=2))
 """
 
@@ -249,20 +258,21 @@ def test_killed_at_any_moment_a_rerun_gives_the_same_bytes(
     dedup([tmp_path / "in/*"], DedupOptions(threshold=0.6, ngram=2), run("whole"))
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
-    killed = 0
-    for wait in (0.9, 1.6, 2.3):
-        job = subprocess.Popen([sys.executable, str(script), str(tmp_path)], start_new_session=True)
-        time.sleep(wait)
+    # Of 16 files: 8 of fingerprints, and 8 that are written.
+    for enough in (1, 6, 12):
+        job = subprocess.Popen([sys.executable, str(script), str(tmp_path), str(enough)], start_new_session=True)
+        while len(list(tmp_path.glob("out/.state/**/files/*.json"))) < enough:
+            assert job.poll() is None
+            time.sleep(0.02)
         job.kill()
-        killed += job.wait() == -signal.SIGKILL
+        job.wait()
         deadline = time.monotonic() + 120
         while processes_of(job.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not processes_of(job.pid), "workers outlive a killed job"
         whole = files_below(tmp_path / "whole")
         assert all(whole[name] == data for name, data in files_below(tmp_path / "out").items())
-    assert killed, "every run was over before it was killed"
-    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True)
+    subprocess.run([sys.executable, str(script), str(tmp_path), "inf"], check=True)
     assert files_below(tmp_path / "out") == files_below(tmp_path / "whole")
     assert not list((tmp_path / "out").rglob("*.tmp"))
     assert not (tmp_path / "out/.state/work").exists()

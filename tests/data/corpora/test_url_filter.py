@@ -121,7 +121,7 @@ def test_wrong_lists_and_inputs_are_named(write_jsonl: Any, run: Any, tmp_path: 
     documents = write_jsonl("a.jsonl", [{"url": "http://a.b/"}])
     with pytest.raises(DataError, match=r"bad.list:2: 'not a domain' is no entry"):
         filter_urls([documents], UrlLists(domains=(bad,)), run())
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="list .*absent cannot be read"):
         filter_urls([documents], UrlLists(urls=(tmp_path / "absent",)), run())
     (tmp_path / "u.txt").write_text("http://a.b/\n")
     with pytest.raises(ConfigError, match="need a run each"):
@@ -135,3 +135,5 @@ def test_a_changed_list_makes_results_stale(write_jsonl: Any, run: Any, tmp_path
     bad.write_text("a.b\n")
     with pytest.raises(ConfigError, match="made with lists="):
         filter_urls([path], UrlLists(domains=(bad,)), run())
+    # In the process that has opened the list before.
+    assert filter_urls([path], UrlLists(domains=(bad,)), run(overwrite=True)).total.dropped["domain"].count == 1

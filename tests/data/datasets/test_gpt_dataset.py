@@ -239,6 +239,9 @@ def test_megatrons_lists_in_files(write_tokens: Callable[..., str], tokenizer: A
     valid = built(config, tokenizer, request("valid", 40))
     assert sum(int(valid[k]["tokens"][0]) == 1 for k in range(40)) == 10
     assert build_gpt(config, tokenizer, request("test", 40)) is None
+    (tmp_path / "splits.json").write_text('{"train": [' + "1" * 5000 + "]}")
+    with pytest.raises(DataError, match=r"splits\.json cannot be read: Exceeds the limit"):
+        build_gpt(config, tokenizer, request())
 
 
 def test_several_named_validation_sets(write_tokens: Callable[..., str], tokenizer: Any) -> None:

@@ -112,6 +112,17 @@ def test_shuffles_are_numpys(sizes: list[int], monkeypatch: pytest.MonkeyPatch) 
     assert ours._state.randint(1 << 30) == numpys.randint(1 << 30)
 
 
+def test_words_behind_the_last_draw_of_a_mask_are_left_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Eight steps of the first mask: some seeds accept exactly eight of the first sixteen draws and reject the last.
+    monkeypatch.setattr(legacy_random, "NUMPY_STEPS", 64)
+    monkeypatch.setattr(legacy_random, "_DRAWS", 16)
+    for seed in range(100):
+        mine, theirs = np.arange(72), np.arange(72)
+        LegacyShuffler(seed).shuffle(mine)
+        np.random.RandomState(seed).shuffle(theirs)
+        np.testing.assert_array_equal(mine, theirs, err_msg=f"seed {seed}")
+
+
 def test_a_long_shuffle_with_the_real_constants() -> None:
     mine, theirs = np.arange(3_000_000, dtype=np.int32), np.arange(3_000_000, dtype=np.int32)
     LegacyShuffler(1234).shuffle(mine)

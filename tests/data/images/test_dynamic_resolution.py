@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from mt_core.errors import DataError
+from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
 from mt_core.specs import SplitRequest
 from mt_data.datasets.images.dynamic_resolution import DynamicResolution
@@ -82,6 +82,17 @@ def test_no_image_has_more_than_the_most_pixels() -> None:
         assert tiling.grid(*size) == grid
 
 
+def test_views_of_an_image_are_within_the_bounds() -> None:
+    """The processor rounds 3 x 9 cells, made smaller to fill 16, down to 2 x 6, fewer than the fewest pixels."""
+    assert DynamicResolution(28, 28, min_pixels=15 * 784, max_pixels=16 * 784).grid(84, 252) == (2, 6)
+    chance = np.random.default_rng(0)
+    for img_h, img_w, least, height, width in chance.integers(1, [9, 9, 400, 120, 120], (3000, 5)).tolist():
+        cell = img_h * img_w
+        most = -(-least // cell) * cell + int(chance.integers(2) * chance.integers(100))
+        tiling = DynamicResolution(img_h, img_w, min_pixels=least, max_pixels=most)
+        assert tiling.min_views <= tiling.grid(height, width).tiles <= tiling.max_views, (tiling, height, width)
+
+
 @pytest.fixture
 def records(tmp_path: Path) -> Path:
     """A record with an image of 2 x 3 cells, one with images of 2 x 2 and 3 x 4, and a text."""
@@ -125,9 +136,24 @@ def test_made_up_pictures_have_sizes_of_their_own() -> None:
     assert len(found) > 4
 
 
-def test_fewest_pixels_above_the_most_are_refused() -> None:
-    with pytest.raises(ValidationError, match="data.max_pixels=3000 has to be at least data.min_pixels=3136"):
-        ImageTextDataConfig.model_validate({**KEYS, "max_pixels": 3000})
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"max_pixels": 3000}, "data.max_pixels=3000 has to be at least data.min_pixels=3136 rounded up"),
+        # No number of whole cells has between 240 and 250 pixels.
+        ({"img_h": 10, "img_w": 10, "min_pixels": 240, "max_pixels": 250}, "cells of 100 pixels, which is 300"),
+    ],
+)
+def test_fewest_pixels_above_the_most_are_refused(keys: dict[str, int], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        ImageTextDataConfig.model_validate({**KEYS, **keys})
+
+
+def test_pictures_larger_than_a_sample_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="data.min_pixels=15680 makes pictures of 20 cells.*data.seq_length=16 allows 16"
+    ):
+        build("captioned_shapes", samples=1, min_pixels=20 * 784, seq_length=16)
 
 
 def test_images_that_cannot_serve_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from mt_core.specs import SplitRequest
 from mt_data.datasets.display import render_sample
 from mt_data.datasets.images.records import read_image_texts
 from mt_data.datasets.images.text_encoding import ImageTextEncoder
-from mt_data.datasets.images.tiles import Grid, Tiling
+from mt_data.datasets.images.tiles import Grid, LongestEdgeTiling, Tiling
 from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 
@@ -156,6 +157,14 @@ def test_grids_are_those_of_transformers() -> None:
         for height, width in [(448, 448), (300, 900), (1000, 400), (448, 896), (200, 100), (2000, 1500), (336, 1344)]:
             columns, rows = got_ocr.get_optimal_tiled_canvas((height, width), (448, 448), 1, tiles)
             assert tiling.grid(height, width) == Grid(rows, columns), (tiles, height, width)
+
+
+def test_no_image_has_more_views_than_the_most() -> None:
+    """The most is reached: by a square image, or by one that is a little wider or higher, as the tiles are."""
+    for edge, img_h, img_w in itertools.product((1, 2, 5, 8, 9), (1, 2, 3, 7), (1, 2, 3, 7)):
+        tiling = LongestEdgeTiling(img_h, img_w, longest_edge=edge)
+        sizes = itertools.product(range(1, edge + 2), repeat=2)
+        assert tiling.max_views == max(tiling.num_views(tiling.grid(*size)) for size in sizes), tiling
 
 
 def test_an_image_is_cut_into_tiles_and_a_thumbnail(tmp_path: Path) -> None:

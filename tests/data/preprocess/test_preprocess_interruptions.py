@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import multiprocessing
 import os
 import random
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -247,6 +250,16 @@ def test_a_worker_that_dies_ends_the_run(
     assert prep.files_of(preprocess(options(corpus, shard_mb=TINY))) == prep.expected_files(prep.TEXTS)
 
 
+def test_a_fork_that_fails_leaves_the_garbage_collector_as_it_was(
+    corpus: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mt_data.preprocess.executors.can_fork", lambda: True)
+    monkeypatch.setattr("mt_data.preprocess.executors._fork", Mock(side_effect=OSError(errno.EAGAIN, "no process")))
+    with pytest.raises(OSError, match="no process"):
+        preprocess(options(corpus, shard_mb=TINY, workers=2))
+    assert gc.get_freeze_count() == 0
+
+
 @pytest.fixture
 def no_plugins_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that loads plugins anew finds no tokenizer."""
@@ -284,9 +297,20 @@ def test_a_worker_that_cannot_start_ends_the_run(
     assert not new_children()
 
 
+# Workers stop after the third shard, so that the run is under way when the signal comes.
 RUN = """
+import signal
+from pathlib import Path
 import typer
 from mt_data.commands.preprocess import PreprocessCommand, preprocess
+from mt_data.preprocess import executors
+run_shard = executors.run_shard
+def run_and_wait(task, shard, encoder):
+    result = run_shard(task, shard, encoder)
+    while len(list(Path(task.folder).glob("*.done.json"))) >= 3:
+        signal.pause()
+    return result
+executors.run_shard = run_and_wait
 if __name__ == "__main__":
     app = typer.Typer()
     app.command(cls=PreprocessCommand)(preprocess)

@@ -249,6 +249,7 @@ def test_bad_texts(tmp_path: Path, wordpiece: Any, keys: Any, text: str, error: 
         ('{"text": "wa"', "line 2: not JSON"),
         ("[1]", "line 2: must be an object with the keys text"),
         ("[" * 100_000, "line 2: JSON nested too deeply"),
+        ('{"text": "wa", "label": ' + "1" * 5000 + "}", "line 2: Exceeds the limit .* for integer"),
         ('{"txt": "wa", "label": 1}', "line 2: there is no column text; .* They are txt, label"),
         ('{"text": "wa", "label": 3}', "line 2: label is '3', known are 0, 1"),
     ],
@@ -304,6 +305,8 @@ def test_a_long_question_is_cut_to_max_qa_length(tmp_path: Path, wordpiece: Any)
     [
         (json.dumps(ARTICLE) + "\n{broken\n", r"1\.txt, line 2, column 2: no JSON"),
         ("[1]", r"1\.txt, line 1: must be an object"),
+        (json.dumps(ARTICLE, indent=1) + "\n\n[1]", r"1\.txt, line 27: must be an object"),
+        ("\n[" + "1" * 5000 + "]", r"1\.txt, line 2: Exceeds the limit .* for integer"),
         ('{"article": "a"}', "line 1 has no questions, options, answers; its keys are article"),
         (json.dumps({**ARTICLE, "answers": ["A"]}), "has 2 questions, 2 options, 1 answers; they must be as many"),
         (json.dumps({**ARTICLE, "answers": ["A", "E"]}), "question 2: the answer is 'E', must be one of A, B, C, D"),

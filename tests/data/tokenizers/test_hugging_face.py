@@ -113,6 +113,7 @@ def test_bad_directories(tmp_path: Path) -> None:
         build(tmp_path)
     for content, message in [
         ("{", "not JSON"),
+        ("1" * 5000, "cannot be read: Exceeds the limit"),
         ("{}", "is no tokenizer of the `tokenizers` library"),
         ('{"version": "1.0", "model": {"type": "Nonsense"}}', "is no tokenizer of the `tokenizers` library"),
     ]:

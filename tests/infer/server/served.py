@@ -196,8 +196,8 @@ def scripted_model(text: str, *, forever: bool = False, **others: Any) -> Served
 
 
 def until(holds: Callable[[], bool]) -> bool:
-    """Whether it holds within 20 seconds."""
-    end = time.monotonic() + 20
+    """Whether it holds within two minutes."""
+    end = time.monotonic() + 120
     while not holds() and time.monotonic() < end:
         time.sleep(0.01)
     return holds()

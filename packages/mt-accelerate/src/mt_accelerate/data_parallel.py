@@ -67,7 +67,9 @@ def on_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: on_tensors(function, one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(on_tensors(function, one) for one in value)
+        parts = (on_tensors(function, one) for one in value)
+        # A named tuple takes its fields one by one.
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return function(value)
 
 

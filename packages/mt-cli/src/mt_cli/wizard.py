@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -121,14 +121,15 @@ def _take_data(draft: Draft, answer: str) -> None:
     if answer in draft.host.datasets.names():
         _accept_data(draft, {"data.dataset_type": answer})
         return
-    parts = answer.split()
-    missing = [part for part in parts if not _is_number(part) and not _is_data(part)]
+    entries = _entries(answer.split())
+    paths = [entry if isinstance(entry, str) else entry["prefix"] for entry in entries]
+    missing = [path for path in paths if not _is_data(path)]
     if missing:
         raise ConfigError(
             f"{missing[0]}: no such text file, and no {missing[0]}.bin with {missing[0]}.idx (mt data preprocess makes "
             "them); give paths, builtin or mock"
         )
-    draft.accept({"data.dataset_type": _type_of_files(draft), "data.data_path": parts})
+    draft.accept({"data.dataset_type": _type_of_files(draft), "data.data_path": entries})
 
 
 def _accept_data(draft: Draft, settings: Settings) -> None:
@@ -141,6 +142,15 @@ def _accept_data(draft: Draft, settings: Settings) -> None:
         if problem is not None:
             raise ConfigError(problem)
     draft.settings.update(settings)
+
+
+def _entries(parts: Sequence[str]) -> Sequence[str | Settings]:
+    """Of data.data_path: paths, or weights and paths in turn."""
+    # Megatron-LM: get_blend_from_list, which takes every other text for a weight if all of these are numbers.
+    weights, paths = parts[::2], parts[1::2]
+    if len(weights) > len(paths) or not all(map(_is_number, weights)):
+        return parts
+    return [{"prefix": path, "weight": float(weight)} for weight, path in zip(weights, paths, strict=True)]
 
 
 def _is_number(part: str) -> bool:

@@ -22,7 +22,7 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG if path.is_dir() else path
     try:
         external = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read as the config.json of a model: {error}") from None
     if not isinstance(external, dict) or "model_type" not in external:
         raise ConfigError(f"{file} has no model_type; give the config.json of a Hugging Face model, or its folder")

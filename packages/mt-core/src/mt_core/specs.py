@@ -574,7 +574,7 @@ class PipelineScheduleSpec(Spec):
     """An order of forward and backward passes over pipeline stages, selected by `parallel.pipeline_schedule`."""
 
     schedule: Lazy[Any]
-    """An mt_core.parallel.pipeline.schedules.Schedule of the same name"""
+    """An mt_core.parallel.pipeline.schedules.PipelineSchedule of the same name"""
 
 
 @dataclass(frozen=True, kw_only=True)

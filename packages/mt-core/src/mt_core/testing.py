@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -110,8 +111,9 @@ def _start_server() -> None:
 def _collect(receivers: Sequence[Connection], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     open_ = {receiver: rank for rank, receiver in enumerate(receivers)}
+    end = time.monotonic() + timeout
     while open_:
-        ready = wait(list(open_), timeout)
+        ready = wait(list(open_), max(end - time.monotonic(), 0.0))
         if not ready:
             raise TimeoutError(f"ranks {sorted(open_.values())} of {len(receivers)} are still busy after {timeout:g} s")
         for receiver in ready:

@@ -49,14 +49,15 @@ class BlockedFile(StoredFile):
 def read_record(path: Path, kind: type[R]) -> R:
     """Raises DataError for a file that is missing or no such record."""
     try:
-        return kind.model_validate_json(path.read_text(encoding="utf-8"))
+        return kind.model_validate_json(path.read_bytes())
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValidationError, UnicodeDecodeError) as error:
-        # pydantic's message: a headline with the model's name, then location and cause, of which the user needs the
-        # latter.
-        first = str(error).splitlines()
-        raise DataError(f"{path} is damaged, or of another version of mt: {' '.join(first[1:3])}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        # The keys that lead to the value; none where the file is no JSON.
+        where = ".".join(map(str, first["loc"]))
+        problem = f"{where}: {first['msg']}" if where else first["msg"]
+        raise DataError(f"{path} is damaged, or of another version of mt: {problem}") from error
 
 
 def write_record(path: Path, record: Record) -> None:

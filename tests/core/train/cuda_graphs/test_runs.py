@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from mt_core.train.checkpoint.resume import differences
 from mt_core.train.cuda_graphs.pool_slots import GraphPoolSlot
 from mt_core.train.cuda_graphs.rules import outermost_stacks, reason_against, rows_of_layers
 from mt_core.train.cuda_graphs.runs import BlockGraphs, LayerRun, unchanged_buffers
+from mt_core.train.cuda_graphs.structure import form_of, replaced
 
 
 class Told(Callback):
@@ -271,6 +273,19 @@ def test_layers_that_are_not_called_in_a_row_are_refused() -> None:
     through(layers[:2], inputs(0)).sum().backward()
     with pytest.raises(ConfigError, match=r"cuda_graphs=blocks: of 3 layers .* first 2 only.*cuda_graphs=none"):
         run.begin_step()
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: tuple[Tensor, str]
+
+
+def test_a_named_tuple_stays_one() -> None:
+    pair = Pair(inputs(0), (inputs(1), "sum"))
+    found = replaced(pair, torch.clone, {})
+    assert form_of(found) == form_of(pair)
+    assert found.left is not pair.left
+    assert torch.equal(found.right[0], pair.right[0])
 
 
 def test_arguments_that_tell_nothing_are_refused() -> None:

@@ -133,8 +133,9 @@ def _parse_value(text: str) -> Any:
         return None
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    # Bare text, such as a path, needs no quotes on the command line.
-    except tomllib.TOMLDecodeError:
+    # Bare text, such as a path, needs no quotes on the command line. ValueError: also an integer of more digits than
+    # Python converts, which is then no number for its key.
+    except ValueError:
         return text
     except RecursionError:
         raise ConfigError(f"--set: {text[:40]}...: {TOO_DEEP}") from None

@@ -17,6 +17,14 @@ REPLACED = (*PASSED_AS, signal.SIGQUIT)
 """Signals whose handlers torch elastic sets when it starts processes."""
 
 
+def signal_name(number: int) -> str:
+    """SIGTERM for 15. Most real-time signals have no name in Python."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class ForwardedSignals:
     """Enter before the ranks start, so that exit restores the original handlers; call `install` once they run.
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,12 +21,12 @@ from mt_core.launch.process_group import wait_until_left
 from mt_core.launch.processes import RankProcesses
 from mt_core.launch.recorder import LINGER_SECONDS, announce
 from mt_core.launch.report import in_order, report
-from mt_core.launch.signals import PASSED_AS, ForwardedSignals
+from mt_core.launch.signals import PASSED_AS, ForwardedSignals, signal_name
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 4.0
 """Grace period after the first failure before the remaining ranks are killed, to write their records."""
-SIGNALS = {
+SIGNALS: Mapping[int, str] = {
     signal.SIGKILL: "killed: by hand, by the scheduler, or because the machine ran out of memory",
     signal.SIGSEGV: "ended by a fault in compiled code",
     signal.SIGABRT: "aborted by compiled code",
@@ -137,7 +137,7 @@ class Supervisor:
             host=socket.gethostname(),
             phase=position.phase,
             step=position.step,
-            exception=f"exit code {death.code}" if death.code > 0 else signal.Signals(-death.code).name,
+            exception=f"exit code {death.code}" if death.code > 0 else signal_name(-death.code),
             message=_explain(death) + shown,
             traceback="",
             time=death.time,
@@ -180,5 +180,4 @@ def _last_position(store: dist.Store | None, rank: int) -> Position:
 def _explain(death: Death) -> str:
     if death.code > 0:
         return f"ended with exit code {death.code} and no record of why"
-    number = signal.Signals(-death.code)
-    return SIGNALS.get(number, "ended by this signal")
+    return SIGNALS.get(-death.code, "ended by this signal")

@@ -7,7 +7,7 @@ from mt_core.parallel.context import AxisName, AxisSizes, axis_members
 
 BOX_W, BOX_H, GAP, LEFT, TOP = 58, 40, 8, 96, 92
 NARROWEST = 660
-"""Height of the title in pixels."""
+"""Minimum width of the picture in pixels."""
 LARGEST = 512
 """Maximum number of ranks that are legible."""
 COLOURS = ("#8fb8de", "#e3a35f", "#9cc08b", "#c79fc9", "#e8d06d", "#7fc6c0", "#d98880", "#b0b0c0")

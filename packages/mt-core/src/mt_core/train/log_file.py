@@ -18,16 +18,16 @@ class LogFile(Callback):
     def __init__(self, lines: LogLines) -> None:
         self._lines = lines
         self._file: TextIO | None = None
-        # Messages of the time before the run directory exists.
-        self._early: list[str] = []
+        # Messages of the time before training starts, when the run directory need not exist; None from then on.
+        self._early: list[str] | None = []
 
     def on_message(self, run: Run, text: str) -> None:
         self._write(stamped(text))
 
     def on_train_start(self, run: Run) -> None:
+        early, self._early = self._early or [], None
         if run.directory is not None:
             self._file = (run.directory.path / LOG_FILE).open("a", encoding="utf-8")
-            early, self._early = self._early, []
             for line in early:
                 self._write(line)
 
@@ -49,11 +49,11 @@ class LogFile(Callback):
             self._file = None
 
     def _write(self, line: str) -> None:
-        if self._file is None:
+        if self._file is not None:
+            self._file.write(f"{line}\n")
+            self._file.flush()
+        elif self._early is not None:
             self._early.append(line)
-            return
-        self._file.write(f"{line}\n")
-        self._file.flush()
 
 
 def build_log_file(config: Config) -> LogFile:

@@ -75,9 +75,10 @@ class _Table:
     def put(self, samples: range, rows: Mapping[str, Tensor]) -> None:
         self._written[samples.start : samples.stop] += 1
         for name, values in rows.items():
-            column = self._columns.setdefault(name, torch.zeros((self._count, *values.shape[1:]), dtype=values.dtype))
+            if name not in self._columns:
+                self._columns[name] = torch.zeros((self._count, *values.shape[1:]), dtype=values.dtype)
             # A micro-batch that does not count has one row and an empty range: nothing of it is stored.
-            column[samples.start : samples.stop] = values[: len(samples)].cpu()
+            self._columns[name][samples.start : samples.stop] = values[: len(samples)].cpu()
 
     def summed(self, ctx: ParallelContext) -> dict[str, Tensor]:
         columns = {name: _sum_over(column, ctx) for name, column in self._columns.items()}

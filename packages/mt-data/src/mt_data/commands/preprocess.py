@@ -171,7 +171,7 @@ def _toml_value(text: str) -> Any:
     try:
         # TOML gives numbers, booleans and lists their types; what is no TOML, such as a bare path, is a text.
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

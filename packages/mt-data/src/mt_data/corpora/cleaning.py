@@ -46,14 +46,14 @@ class CleanTask:
     reading: Reading
 
     def identity(self) -> dict[str, Any]:
-        files = [file for file in (self.options.tokenizer_file, self.options.blocked_words_file) if file]
+        files = {name: getattr(self.options, name) for name in ("tokenizer_file", "blocked_words_file")}
         return {
             "command": "clean",
             **asdict(self.reading),
             # Thresholds, plus the content of the files that rules read and the versions of the packages that decide
             # them.
             **self.options.model_dump(mode="json"),
-            "files": [source_identity(file) for file in files],
+            "files": [source_identity(file, f"{name}=") for name, file in files.items() if file],
             "versions": versions("mt-data", "ftfy", "py3langid"),
         }
 

@@ -19,22 +19,28 @@ FOLDER = ".state"
 SAMPLED_BYTES = 2**16
 
 
-def source_identity(path: Path) -> dict[str, Any]:
-    """What distinguishes one state of an input file from another: path, size, time of change, a digest of both ends."""
-    stat = path.stat()
-    with open(path, "rb") as stream:
-        # Not the whole file: corpora have terabytes. Size and time reveal most changes, the two ends some that keep
-        # both.
-        ends = stream.read(SAMPLED_BYTES)
-        stream.seek(max(0, stat.st_size - SAMPLED_BYTES))
-        ends += stream.read(SAMPLED_BYTES)
+def source_identity(path: Path, label: str = "") -> dict[str, Any]:
+    """What distinguishes one state of an input file from another: path, size, time of change, a digest of both ends.
+
+    Raises DataError for a file that cannot be read. label: stands before its path there, to name its option.
+    """
+    try:
+        stat = path.stat()
+        with open(path, "rb") as stream:
+            # Not the whole file: corpora have terabytes. Size and time reveal most changes, the two ends some that keep
+            # both.
+            ends = stream.read(SAMPLED_BYTES)
+            stream.seek(max(0, stat.st_size - SAMPLED_BYTES))
+            ends += stream.read(SAMPLED_BYTES)
+    except OSError as error:
+        raise DataError(f"{label}{path} cannot be read: {error.strerror}") from error
     digest = hashlib.blake2b(ends, digest_size=16).hexdigest()
     return {"path": str(path.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ends": digest}
 
 
-def sources_digest(paths: Iterable[Path]) -> str:
+def sources_digest(paths: Iterable[Path], label: str = "") -> str:
     """One short text for the identities of several files, in their order."""
-    identities = json.dumps([source_identity(path) for path in paths])
+    identities = json.dumps([source_identity(path, label) for path in paths])
     return hashlib.blake2b(identities.encode(), digest_size=16).hexdigest()
 
 

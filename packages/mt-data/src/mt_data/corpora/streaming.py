@@ -7,6 +7,7 @@ ones and are written in their order.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -151,9 +152,12 @@ def _run_job(
     # Taken before reading and compared after it, inside of the `with`: a difference raises, and no output gets its
     # name.
     source, report = source_identity(job.source), Report()
+    # Before the work is opened: what is recorded is never newer than the files that the work was made of.
+    made_by = task.identity()
+    run_batch = partial(_run_batch, task, json.dumps(made_by))
     with ExitStack() as stack:
         streams = [stack.enter_context(atomic_writer(path)) for path in job.outputs]
-        for result in mapper(partial(_run_batch, task), read_batches(job.source, task.reading, report)):
+        for result in mapper(run_batch, read_batches(job.source, task.reading, report)):
             for stream, chunk in zip(streams, result.chunks, strict=False):  # an output may be unwanted
                 stream.write(chunk)
             report.merge(result.report)
@@ -162,18 +166,23 @@ def _run_job(
             raise DataError(f"{job.source} changed while it was read; run again when it is complete")
     sizes = {str(path): path.stat().st_size for path in job.outputs}
     # After the outputs have their names; a kill in between makes them again.
-    save_finished(job.folder, job.name, Finished(source, task.identity(), sizes, report))
+    save_finished(job.folder, job.name, Finished(source, made_by, sizes, report))
     advance(0, 1)
     return report
 
 
-def _run_batch(task: Task, batch: Batch) -> BatchResult:
-    return opened(task)(batch)
+def _run_batch(task: Task, identity: str, batch: Batch) -> BatchResult:
+    return _opened(task, identity)(batch)
 
 
-@lru_cache(maxsize=2)
 def opened(task: Task) -> RunBatch:
     """The work of a task, loaded once in a process: that costs much more than a batch."""
+    return _opened(task, json.dumps(task.identity()))
+
+
+# identity: with the content of the files that a task only names, which may change between two runs of a process.
+@lru_cache(maxsize=2)
+def _opened(task: Task, identity: str) -> RunBatch:
     return task.open()
 
 

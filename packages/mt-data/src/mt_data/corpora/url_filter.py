@@ -79,7 +79,7 @@ class UrlTask:
             "command": "filter-urls",
             **asdict(self.reading),
             **{kind: [str(path) for path in paths] for kind, paths in vars(self.lists).items()},
-            "lists": sources_digest(self.lists.files),
+            "lists": sources_digest(self.lists.files, "list "),
             "versions": versions("mt-data", "idna"),
         }
 

@@ -75,6 +75,8 @@ def _json_row(line: str, task: TextTask, where: str) -> Row | str:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         return f"{where}: not JSON ({error.msg})"
+    except ValueError as error:  # an integer of more digits than Python converts
+        return f"{where}: {error}"
     except RecursionError:
         return f"{where}: JSON nested too deeply"
     if not isinstance(value, dict):

@@ -80,8 +80,8 @@ class LegacyShuffler:
             # Both [accepted]: values, and where in `draws` each was.
             targets, places = _accepted(draws, top)
             wanted = top - bottom + 1
-            if len(targets) > wanted:
-                # Draws after the last step belong to whatever comes next.
+            # Also where they are exactly as many: rejected draws behind the last accepted one belong to the next mask.
+            if len(targets) >= wanted:
                 # Redraws exactly the words up to the last accepted one, which leaves the generator where RandomState
                 # would be.
                 self._state.set_state(before)

@@ -8,6 +8,7 @@ with the option, which otherwise follows it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from mt_data.datasets.pair_encoding import PairRules, SequenceFormat, clean_text
 from mt_data.datasets.text_files import Encode, TextDataConfig, TextSource, bare_encoder, build_from_text
 
 LETTERS = "ABCD"
+_NOT_BLANK = re.compile(r"\S")
 
 
 class MultipleChoiceDataConfig(TextDataConfig):
@@ -150,15 +152,19 @@ def _objects(file: Path) -> Iterator[tuple[Any, str]]:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
-    decoder, place = json.JSONDecoder(), 0
-    # raw_decode does not skip white space; `place` moves to the next value or the end.
-    while (place := len(text) - len(text[place:].lstrip())) < len(text):
-        line = text.count("\n", 0, place) + 1
+    decoder, end, line = json.JSONDecoder(), 0, 1
+    # raw_decode does not skip white space: each value begins at the next character that is none.
+    while (begin := _NOT_BLANK.search(text, end)) is not None:
+        line += text.count("\n", end, begin.start())
         try:
-            value, place = decoder.raw_decode(text, place)
+            value, following = decoder.raw_decode(text, begin.start())
         except json.JSONDecodeError as error:
             raise DataError(f"{file}, line {error.lineno}, column {error.colno}: no JSON ({error.msg})") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{file}, line {line}: {error}") from error
         yield value, f"{file}, line {line}"
+        line += text.count("\n", begin.start(), following)
+        end = following
 
 
 def _questions(value: Any, where: str) -> Iterator[Question]:

@@ -81,6 +81,8 @@ def _read_split_file(path: Path) -> dict[str, Blend]:
         content = json.loads(_read_text(path, "data.per_split_data_args_path"))
     except json.JSONDecodeError as error:
         raise DataError(f"{key} line {error.lineno}, column {error.colno}: not JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{key} cannot be read: {error}") from error
     if not isinstance(content, dict) or not content or not set(content) <= set(SPLITS):
         raise DataError(f"{key} must hold one object with some of the keys {', '.join(SPLITS)}")
     return {split: _split_entries(value, f"{key}, {split}") for split, value in content.items() if value}

@@ -19,6 +19,7 @@ from threading import Thread
 from typing import Any, Protocol, cast
 
 from mt_core.errors import DataError, MtError
+from mt_core.launch.signals import signal_name
 from mt_data.preprocess.encoder import DocumentEncoder
 from mt_data.preprocess.partial import writing_shards
 from mt_data.preprocess.parts import Shard
@@ -82,9 +83,11 @@ class ProcessExecutor:
             if self.encoder is not None and can_fork():
                 # A garbage collection in a fork would write to, and so copy, the pages of all objects made before.
                 gc.freeze()
-                for _ in range(self.width):
-                    self._forks.append(_fork(task, self.encoder))
-                gc.unfreeze()
+                try:
+                    for _ in range(self.width):
+                        self._forks.append(_fork(task, self.encoder))
+                finally:
+                    gc.unfreeze()
             yield
         finally:
             end_all(self._forks)
@@ -186,7 +189,7 @@ class _Worker:
     def _death(self) -> DataError:
         self._process.join(END_SECONDS)
         code = self._process.exitcode
-        how = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with {code}"
+        how = f"was ended by {signal_name(-code)}" if code is not None and code < 0 else f"ended with {code}"
         memory = "; the system ends processes so when memory runs out: try fewer --workers" if code == -9 else ""
         files = ", ".join(dict.fromkeys(part.path for part in self.shard.parts)) if self.shard else "nothing"
         return DataError(f"a worker process {how} while it worked on {files}{memory}")

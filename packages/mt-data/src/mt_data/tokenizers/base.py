@@ -168,6 +168,8 @@ def parse_json(data: bytes, path: str | None, key: str) -> Any:
         ) from error
     except _DuplicateKeyError as error:
         raise DataError(f"tokenizer.{key}={path!r} has the key {error.args[0]!r} twice") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"tokenizer.{key}={path!r} cannot be read: {error}") from error
 
 
 class _DuplicateKeyError(ValueError):

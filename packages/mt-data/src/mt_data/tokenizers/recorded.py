@@ -62,6 +62,6 @@ def tokenizer_entries(texts: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--tokenizer {text!r} must read KEY=VALUE, for example vocab_file=vocab.json")
         try:
             entries[key] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             entries[key] = value
     return entries

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """The letters are those of the zero-bubble paper (Qi et al., 2023)."""
+    """The letters are those of the zero-bubble paper (Qi et al., 2024)."""
 
     FORWARD = "F"
     BACKWARD = "B"

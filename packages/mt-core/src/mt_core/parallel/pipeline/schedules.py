@@ -5,9 +5,9 @@
 | gpipe | 1 | loop | Huang et al., 2018 |
 | 1f1b | 1 | loop | Narayanan et al., 2020 |
 | interleaved_1f1b | 2 or more | loop | Narayanan et al., 2021 |
-| interleaved_zero_bubble | 1 or more | loop | ZB1P of Qi et al., 2023 |
-| zbv_zero_bubble | 2 | V | ZB-V of Qi et al., 2023 |
-| dualpipe_v | 2 | V | DeepSeek's DualPipe, halved (2025) |
+| interleaved_zero_bubble | 1 or more | loop | ZB1P of Qi et al., 2024 |
+| zbv_zero_bubble | 2 | V | ZB-V of Qi et al., 2024 |
+| dualpipe_v | 2 | V | DualPipe of DeepSeek-AI, 2024, halved |
 
 The tables of the last four are those of `torch.distributed.pipelining`, imported when one of them is used. torch
 supports certain numbers of micro-batches only; for any other the next larger table is truncated.
@@ -147,9 +147,9 @@ def _any_number(num_ranks: int, num_micro_batches: int) -> int:
 
 
 GPIPE = PipelineSchedule("gpipe", "loop", _single(gpipe))
-"""All forward passes, then all backward passes (Huang et al., 2019)."""
+"""All forward passes, then all backward passes (Huang et al., 2018)."""
 ONE_F_ONE_B = PipelineSchedule("1f1b", "loop", _single(one_forward_one_backward))
-"""1F1B: after a warm-up forward and backward passes alternate (PipeDream-flush; Narayanan et al., 2021)."""
+"""1F1B: after a warm-up forward and backward passes alternate (PipeDream-flush; Narayanan et al., 2020)."""
 INTERLEAVED_1F1B = PipelineSchedule(
     "interleaved_1f1b",
     "loop",
@@ -165,7 +165,7 @@ INTERLEAVED_ZERO_BUBBLE = PipelineSchedule(
     max_stages_per_rank=None,
     splits_backward=True,
 )
-"""Interleaved 1F1B whose gradients of weights fill bubbles (Qi et al., 2023)."""
+"""Interleaved 1F1B whose gradients of weights fill bubbles (Qi et al., 2024)."""
 ZBV_ZERO_BUBBLE = PipelineSchedule(
     "zbv_zero_bubble",
     "v",

@@ -1,6 +1,6 @@
 """Split backward pass: first the gradients of a stage's inputs, later those of its weights.
 
-Zero-bubble schedules (Qi et al., 2023) send the input gradients immediately and fill bubbles with the weight gradients.
+Zero-bubble schedules (Qi et al., 2024) send the input gradients immediately and fill bubbles with the weight gradients.
 The autograd graph is cut where it branches: nodes between the output and an input are *on path*; at some of them, the
 *forks*, a branch leads to weights. The first part runs only the nodes on path and records the gradient that arrives at
 each fork; the second runs the branches from there. Weights receive their gradients through autograd, so that hooks on

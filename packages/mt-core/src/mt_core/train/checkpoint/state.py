@@ -138,8 +138,16 @@ class Checkpointed:
         self.weights.finish_gather()
         require_fit(reader, shapes_of_all_stages(layouts, self.ctx), MODEL)
         self.load_model(reader, layouts)
-        self.weights.copy_from_model()
+        self.copy_from_model()
         self._restore_progress(reader)
+
+    def copy_from_model(self) -> None:
+        """The optimizer's fp32 weights become the model's own, after these were set directly."""
+        self.weights.copy_from_model()
+        for state in self.optimizer.state.values():
+            # The low 16 bits of the weights before.
+            if REMAINDER in state:
+                state[REMAINDER].zero_()
 
     def _restore_progress(self, reader: CheckpointReader) -> None:
         random_streams.restore_rng(reader, self.ctx)

@@ -37,7 +37,9 @@ def replaced(value: Any, put: Callable[[Tensor], Tensor], known: dict[int, Any])
         return value
     # Containers and constants have no identity that matters: only tensors and objects are looked up in `known`.
     if isinstance(value, tuple | list):
-        return type(value)(replaced(part, put, known) for part in value)
+        parts = (replaced(part, put, known) for part in value)
+        # A named tuple takes its fields one by one.
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, dict):
         return {name: replaced(part, put, known) for name, part in value.items()}
     if id(value) not in known:

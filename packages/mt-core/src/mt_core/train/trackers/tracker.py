@@ -107,11 +107,14 @@ class Tracker(Callback):
 
 
 def _read_ids(folder: Path | None) -> dict[str, str]:
-    try:
-        return dict(json.loads((folder / IDS_FILE).read_text(encoding="utf-8"))) if folder is not None else {}
-    # The file of ids is not worth an error: without it the tracker opens a new run.
-    except (OSError, ValueError):
+    if folder is None:
         return {}
+    # The file of ids is not worth an error: without it the tracker opens a new run.
+    try:
+        ids = json.loads((folder / IDS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return ids if isinstance(ids, dict) else {}
 
 
 def require_package(module: str, tracker: str) -> None:

@@ -38,6 +38,7 @@ class CaptionedShapesDataset:
         self.config, self.encode, self.eod, self.shape = config, encode, eod, shape
         self.split, self.seed = request.split, request.seed
         self.length = EPOCH if request.num_samples is None else request.num_samples
+        self.sizes = sizes_in_cells(config) if config.dynamic_resolution else [Grid(1, 1)]
 
     def __len__(self) -> int:
         return self.length
@@ -65,25 +66,35 @@ class CaptionedShapesDataset:
 
     def _grid(self, index: int) -> Grid:
         """The size of picture `index`, in cells."""
-        if not self.config.dynamic_resolution:
-            return Grid(1, 1)
         # The last number keeps this stream apart from the one that draws the picture (shapes.draw).
         random = np.random.RandomState([self.seed % 2**32, SPLITS.index(self.split), index, 1])
-        sizes = [
-            grid
-            for grid in grids(self.config.most_cells)
-            if grid.tiles >= self.config.fewest_cells and max(grid) <= MAX_PROPORTION * min(grid)
-        ]
-        return sizes[random.randint(len(sizes))]
+        return self.sizes[random.randint(len(self.sizes))]
 
     def describe(self, index: int) -> str:
         return f"fake picture {index} of the {self.split} split with seed {self.seed}"
 
 
+def sizes_in_cells(config: CaptionedShapesDataConfig) -> list[Grid]:
+    """Of pictures in dynamic resolution. Raises ConfigError where none is allowed."""
+    sizes = [
+        grid
+        for grid in grids(config.most_cells)
+        if grid.tiles >= config.fewest_cells and max(grid) <= MAX_PROPORTION * min(grid)
+    ]
+    if not sizes:
+        raise ConfigError(
+            f"data.min_pixels={config.min_pixels} makes pictures of {config.fewest_cells} cells at least, and "
+            f"data.max_pixels={config.max_pixels} with data.seq_length={config.seq_length} allows {config.most_cells}, "
+            f"with one side at most {MAX_PROPORTION} times as long as the other; make data.min_pixels smaller"
+        )
+    return sizes
+
+
 def build_captioned_shapes(
     config: CaptionedShapesDataConfig, tokenizer: Tokenizer, request: SplitRequest
 ) -> CaptionedShapesDataset:
-    """Samples of IMAGE_TEXT_SAMPLE; splits differ in every picture. Raises ConfigError without an eod id."""
+    """Samples of IMAGE_TEXT_SAMPLE; splits differ in every picture. Raises ConfigError without an eod id, and for
+    sizes that cannot be."""
     if (eod := tokenizer.special.eod) is None:
         raise ConfigError('data.dataset_type="captioned_shapes" ends captions, and the tokenizer has no id for that')
     shape = SampleShape.of(config, tokenizer, request.sequence_length)

@@ -55,10 +55,11 @@ class ImageTextKeys(ImageDataConfig):
 
     @model_validator(mode="after")
     def _check_pixels(self) -> ImageTextKeys:
-        if self.dynamic_resolution and not max(self.min_pixels, self.img_h * self.img_w) <= self.max_pixels:
+        cell = self.img_h * self.img_w
+        if self.dynamic_resolution and self.fewest_cells * cell > self.max_pixels:
             raise ValueError(
-                f"data.max_pixels={self.max_pixels} has to be at least data.min_pixels={self.min_pixels}, and the "
-                f"{self.img_h * self.img_w} pixels of a cell"
+                f"data.max_pixels={self.max_pixels} has to be at least data.min_pixels={self.min_pixels} rounded up to "
+                f"whole cells of {cell} pixels, which is {self.fewest_cells * cell}"
             )
         return self
 
@@ -69,5 +70,5 @@ class ImageTextKeys(ImageDataConfig):
 
     @property
     def fewest_cells(self) -> int:
-        """Of an image in dynamic resolution."""
+        """That data.min_pixels fill."""
         return max(-(-self.min_pixels // (self.img_h * self.img_w)), 1)

@@ -37,6 +37,13 @@ class DynamicResolution(Tiling):
     def max_views(self) -> int:
         return self.max_pixels // (self.img_h * self.img_w)
 
+    @property
+    def min_views(self) -> int:
+        """Of one image. Where an image is made smaller, both sides are rounded down to whole cells, which leaves more
+        than a quarter of max_pixels, but can be fewer than min_pixels."""
+        cell = self.img_h * self.img_w
+        return max(min(-(-self.min_pixels // cell), self.max_pixels // (4 * cell) + 1), 1)
+
     def grid(self, height: int, width: int) -> Grid:
         """The rows and columns of cells nearest to the image's size; where they have too many or too few pixels, of
         the image made smaller or larger. Where the reference exceeds max_pixels (a side has at least one cell),

@@ -81,7 +81,7 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
     max_unusable_records: NonNegativeInt = 0
     """Records that may be left out, with a warning, because they are malformed, their images do not fit, or an
     image is damaged; one more is an error. One whose image turns out damaged only when it is decoded stays in its
-    sample without counting in the loss."""
+    sample without counting in the loss; each rank counts those of the samples that it reads."""
 
     @property
     def tiling(self) -> Tiling:
@@ -153,8 +153,8 @@ class ImageTextDataset:
             view += len(pixels)
         if self.config.dynamic_resolution:
             grids = [grid for record in members for _, grid in self.records.images(record)]
-            # As many rows as there can be images, each of which has fewest_cells views at least.
-            sample["image_grids"] = padded_grids(grids, max(self.max_images // self.config.fewest_cells, 1))
+            # As many rows as there can be images.
+            sample["image_grids"] = padded_grids(grids, max(self.max_images // self.tiling.min_views, 1))
         return {**sample, "images": images}
 
     def fingerprint(self) -> str:

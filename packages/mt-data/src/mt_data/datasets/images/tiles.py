@@ -43,6 +43,11 @@ class Tiling:
         """Of one image."""
         return self.num_views(Grid(1, self.max_num_tiles))
 
+    @property
+    def min_views(self) -> int:
+        """Of one image."""
+        return 1
+
     def grid(self, height: int, width: int) -> Grid:
         """The grid with the proportions nearest to the image's; of equally near ones the larger, if the image has more
         than half of its pixels."""
@@ -86,12 +91,17 @@ class LongestEdgeTiling(Tiling):
 
     @property
     def max_views(self) -> int:
-        # The shorter side is rounded up to an even number.
-        edge = self.longest_edge + self.longest_edge % 2
-        return self.num_views(Grid(math.ceil(edge / self.img_h), math.ceil(edge / self.img_w)))
+        # A longer shorter side never gives fewer tiles, so these are the largest of each kind, [height, width]: of a
+        # square image (its height is rounded up to an even number), of wider ones, of higher ones. They differ, since
+        # one side is stretched to whole tiles before the other one follows.
+        edge = self.longest_edge
+        sizes = (even(edge), edge), (even(edge - 1), edge), (edge, even(edge - 2))
+        return max(self.num_views(self._grid_of_resized(*size)) for size in sizes)
 
     def grid(self, height: int, width: int) -> Grid:
-        height, width = self.resized(height, width)
+        return self._grid_of_resized(*self.resized(height, width))
+
+    def _grid_of_resized(self, height: int, width: int) -> Grid:
         proportion = width / height
         if width >= height:
             # transformers: Idefics3ImageProcessor.resize_for_vision_encoder. The longer side is rounded up to whole

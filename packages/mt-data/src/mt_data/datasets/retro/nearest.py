@@ -49,7 +49,9 @@ def signatures_of(tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
     # Fixed and from the legacy generator, whose numbers NumPy does not change: neighbours depend on the text alone.
     random = np.random.RandomState(0)
     # Odd factors modulo 2^64: one for each place of a run, and one for each function.
-    places, functions = (random.randint(0, 2**62, n).astype(np.uint64) * np.uint64(2) + np.uint64(1) for n in (RUN, 16))
+    places, functions = (
+        random.randint(0, 2**62, n).astype(np.uint64) * np.uint64(2) + np.uint64(1) for n in (RUN, FUNCTIONS)
+    )
     run = min(RUN, tokens.shape[1])
     # [chunks, m - run + 1, run], a view
     windows = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), run, axis=1)

@@ -141,7 +141,10 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    content = json.loads(files[name]) if name in files else {}
+    try:
+        content = json.loads(files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the tokenizer's {name} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"the tokenizer's {name} holds no JSON object")
     return content
