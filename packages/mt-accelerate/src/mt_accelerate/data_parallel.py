@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, MtError
 from mt_core.parallel.collectives import all_gather, all_reduce
 from mt_core.parallel.context import ParallelContext
 
@@ -63,11 +63,13 @@ def pad_across_data_parallel_group(tensor: Tensor, dim: int = 0, pad_index: int 
 
 
 def on_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The function of every tensor in nested mappings, lists and tuples."""
+    """The function of every tensor in nested mappings, lists, tuples and named tuples."""
     if isinstance(value, Mapping):
         return {name: on_tensors(function, one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(on_tensors(function, one) for one in value)
+        made = [on_tensors(function, one) for one in value]
+        # A named tuple takes its fields one by one.
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     return function(value)
 
 
@@ -83,6 +85,28 @@ def from_first_rank(value: T) -> T:
         # one job: pickled, and never read from a file.
         dist.broadcast_object_list(held, src=0)
     return held[0]
+
+
+def on_first_rank(function: Callable[[], T]) -> T:
+    """What the function gives on the first rank, on every rank. Its error is raised on every rank: one that went on
+    would wait in the program's next collective. Collective."""
+    value: Any = None
+    error: Exception | None = None
+    if is_first_rank():
+        try:
+            value = function()
+        except Exception as caught:
+            error = caught
+    value, failure = from_first_rank((value, None if error is None else _as_sent(error)))
+    if failure is not None:
+        raise error or failure
+    made: T = value
+    return made
+
+
+def _as_sent(error: Exception) -> Exception:
+    """Other libraries' errors may not survive pickling: their text is sent."""
+    return error if isinstance(error, MtError) else RuntimeError(f"the first rank had {type(error).__name__}: {error}")
 
 
 def _context() -> ParallelContext:
