@@ -137,7 +137,6 @@ def gemma2_further(external: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "qk_layernorm": False,
         "sliding_window_pattern": import_pattern(external, 2),
-        "attention_backend": "eager" if external.get("attn_logit_softcapping", 50.0) else "auto",
         **gemma2_rope(external),
     }
 
@@ -146,7 +145,6 @@ def gemma3_further(external: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "qk_layernorm": True,
         "sliding_window_pattern": import_pattern(external, 6),
-        "attention_backend": "eager" if external.get("attn_logit_softcapping") else "auto",
         **gemma3_rope(external),
     }
 
