@@ -48,7 +48,7 @@ class TextVector(Model):
     ctx: ParallelContext
 
     def __init__(self, config: Any, environment: ModelEnvironment) -> None:
-        super().__init__(config, environment)  # type: ignore[call-arg]  # of the base model, next in line
+        super().__init__(config, environment)  # of the base model, next in line
         given = config.classifier_dropout
         rate = config.hidden_dropout if given is None else given
         self.classifier_dropout = FeatureDropout(rate, environment.parallel)
