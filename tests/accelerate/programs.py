@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 STEPS, TOTAL, LR, DECAY = 3, 40, 1e-2, 0.1
 GLOBAL_BATCH = 8
@@ -38,10 +38,10 @@ def build(family: str, layers: int = 2) -> Any:
             "intermediate_size": 48,
         }
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **experts, vocab_size=96))
-    if family == "bert":
+    if family.startswith("bert"):
         sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
         config = transformers.BertConfig(**sizes, vocab_size=96, max_position_embeddings=16)
-        return transformers.BertForMaskedLM(config)
+        return (transformers.BertForMaskedLM if family == "bert" else transformers.BertForPreTraining)(config)
     sizes = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 64, "vocab_size": 96}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)
     return transformers.T5ForConditionalGeneration(config)
@@ -55,11 +55,14 @@ def samples(family: str, count: int = 24) -> list[dict[str, Any]]:
     ids = torch.randint(1, 90, (count, 16), generator=generator)
     seen = (torch.arange(16) < torch.randint(8, 17, (count, 1), generator=generator)).long()
     labels = ids.masked_fill(seen == 0, -100)
-    if family == "bert":
+    if family.startswith("bert"):
         labels = labels.masked_fill(torch.rand(ids.shape, generator=generator) > 0.3, -100)
     elif family == "t5":
         labels = labels[:, :12]
-    return [{"input_ids": i, "attention_mask": s, "labels": x} for i, s, x in zip(ids, seen, labels, strict=True)]
+    fields = {"input_ids": ids, "attention_mask": seen, "labels": labels}
+    if family == "bert of pairs":
+        fields["next_sentence_label"] = torch.randint(0, 2, (count,), generator=generator)
+    return [{name: rows[number] for name, rows in fields.items()} for number in range(count)]
 
 
 def torch_batch(family: str, rows: slice) -> dict[str, Any]:
@@ -270,14 +273,21 @@ def all_samples(fields: Mapping[str, Any], world: int) -> list[int]:
 
 
 def generate(fields: Mapping[str, Any], world: int) -> list[list[int]]:
-    """Greedy continuations of two prompts after training."""
+    """Greedy continuations of two prompts after training, and after errors that the first rank alone finds."""
+    import pytest
     import torch
+
+    from mt_core.errors import ConfigError
 
     _, model, _, loader, _ = start("llama", fields, world)
     for batch, _ in zip(loader, range(STEPS), strict=False):
         model(**batch)
     prompts = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    with pytest.raises(ConfigError, match="give one of max_length"):
+        model.megatron_generate(prompts, mask)
+    with pytest.raises((TypeError, RuntimeError), match="unsupported operand"):
+        model.megatron_generate(prompts, mask, max_new_tokens="4")
     return model.megatron_generate(prompts, mask, max_new_tokens=4).tolist()
 
 
@@ -350,17 +360,23 @@ def own_batches(fields: Mapping[str, Any], world: int, family: str = "gpt2") -> 
     return [model(**batch).loss.item() for batch, _ in zip(loader, range(STEPS), strict=False)]
 
 
+class Named(NamedTuple):
+    """As transformers and torch return several values."""
+
+    inner: Any
+
+
 def reduced(accelerator: Any) -> None:
-    """Sums, means and paddings over data-parallel ranks."""
+    """Sums, means and paddings over data-parallel ranks, of nested values."""
     import torch
 
-    rows = accelerator.gather(torch.tensor([1.0 + accelerator.process_index]))
-    own = {"value": torch.tensor([1.0 + accelerator.process_index])}
-    assert torch.equal(accelerator.reduce(own)["value"], rows.sum()[None])
-    assert torch.equal(accelerator.reduce(own, "mean", 2.0)["value"], 2 * rows.mean()[None])
+    own = Named({"value": torch.tensor([1.0 + accelerator.process_index])})
+    rows = accelerator.gather(own).inner["value"]
+    assert torch.equal(accelerator.reduce(own).inner["value"], rows.sum()[None])
+    assert torch.equal(accelerator.reduce(own, "mean", 2.0).inner["value"], 2 * rows.mean()[None])
     longest = int(rows.max())
-    ragged = torch.ones(1, int(own["value"]))
-    padded = accelerator.pad_across_processes(ragged, dim=1, pad_index=-1, pad_first=True)
+    ragged = torch.ones(1, int(own.inner["value"]))
+    padded = accelerator.pad_across_processes(Named([ragged]), dim=1, pad_index=-1, pad_first=True).inner[0]
     assert padded.shape == (1, longest)
     assert padded.sum() == 2 * ragged.numel() - longest
 

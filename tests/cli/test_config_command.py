@@ -109,6 +109,22 @@ def test_validate_looks_up_names(mt, override: str, says: str) -> None:
     assert says in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ('train.eval_metrics=["f1"]', 'train.eval_metrics has "f1", and train.loss=cross_entropy has no metrics'),
+        (
+            "checkpoint.best_metric=valid_los",
+            'checkpoint.best_metric="valid_los": evaluations have valid_loss (did you mean "valid_loss"?)',
+        ),
+    ],
+)
+def test_validate_looks_up_metrics(mt, override: str, says: str) -> None:
+    outcome = mt("config", "validate", "--set", override)
+    assert outcome.code == 2
+    assert says in " ".join(outcome.err.split())
+
+
 def test_explain(mt) -> None:
     words = " ".join(mt("config", "explain", "model.rotary_percent").out.split())
     assert "type number > 0 and <= 1 default 1.0" in words

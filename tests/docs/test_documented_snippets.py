@@ -32,7 +32,6 @@ NOT_RUN = {
     "exit_code = launch(8": "starts eight processes; tests/dist/test_launch_local.py does so",
     "with rank_session(": "needs a GPU, and the reader's own step",
     'Path("gpt/checkpoints")': "needs a checkpoint of Megatron's; tests/ckpt/megatron reads some",
-    "output = model(tokens, padding_mask=mask)": "a model of the reader's",
     "facts/retro": "needs the project of the page; tests/eval/test_qa.py runs it",
     "wiki/retro": "needs a text of the reader's; tests/retrieval/retro builds projects",
     "runs/retro": "needs a trained run; tests/models/test_retro.py does the same",

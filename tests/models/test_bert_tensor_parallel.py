@@ -9,6 +9,7 @@ from tests.models.bert_reference import bert_batch
 from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
+from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
@@ -17,6 +18,7 @@ from mt_core.testing import run_ranks
 
 pytestmark = pytest.mark.dist
 SIZES = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "vocab_size=101", "init_method_std=0.2"]
+SIZES += ["attention_dropout=0", "hidden_dropout=0"]
 POSITIONS = "max_position_embeddings=16"
 CASES = {
     "BERT": ("bert", "bert", [POSITIONS]),
@@ -35,8 +37,8 @@ CASES = {
             "add_output_bias=true",
         ],
     ),
-    "classes on BERT": ("bert_classification", "classification", [POSITIONS]),
-    "classes on GPT": ("gpt_classification", "classification", [POSITIONS]),
+    "classes on BERT": ("bert_classification", "classification", [POSITIONS, "classifier_dropout=0.5"]),
+    "classes on GPT": ("gpt_classification", "classification", [POSITIONS, "classifier_dropout=0.5"]),
 }
 
 
@@ -55,7 +57,7 @@ def loss_and_gradients(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Modu
     config = load_config(overrides=[*options, "data.seq_length=12", "train.train_iters=1"], host=host).config
     model = host.models.get(family).build.load()(config.model, ModelEnvironment(config, ctx, host))
     initialize(model, 5, ctx)
-    model.eval()
+    use_streams(model, DropoutStreams(5))
     batch = samples()
     if "class" in loss:
         batch["labels"], batch["loss_mask"] = torch.tensor([1, 0, 1, 1]), torch.ones(4)

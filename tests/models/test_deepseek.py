@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -234,6 +236,14 @@ def test_predictions_change_neither_logits_nor_evaluation(host, randomize) -> No
     dense.assert_near(model.train()(tokens, labels=tokens, loss_mask=mask), expected)
     dense.assert_near(model.eval()(tokens, labels=tokens, loss_mask=mask), expected)
     dense.assert_decoding_equals_forward(model, tokens)
+
+
+def test_layers_of_prediction_start_as_those_of_the_decoder(build) -> None:
+    """0.02 / sqrt(2 layers) for matrices that add to the residual stream, as in Megatron."""
+    model = build(family="deepseek", **OURS, mtp_num_layers=4)
+    for name in ("self_attention.linear_proj", "mlp.linear_fc2"):
+        drawn = torch.cat([depth.mtp_model_layer.get_submodule(name).weight.flatten() for depth in model.mtp.layers])
+        assert drawn.std().item() == pytest.approx(0.02 / math.sqrt(2 * OURS["num_layers"]), rel=0.05)
 
 
 def test_positions_of_other_documents_are_not_predicted(build) -> None:

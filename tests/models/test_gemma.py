@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.models import decoder_reference as ref
 
+from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -47,15 +48,15 @@ def gemma(kind: str, **keys):
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_equal_the_reference(host, randomize, case) -> None:
     kind, keys = CASES[case]
-    pair = ref.make_pair(host, gemma(kind, **keys), randomize)
+    pair = ref.make_pair(host, gemma(kind, **keys), randomize, "auto")
     ref.assert_same_function(pair, ref.random_tokens(VOCAB, 17))
     ref.assert_decoding_equals_forward(pair.ours, ref.random_tokens(VOCAB, 17))
     ref.assert_maps_round_trip(pair)
 
 
-def test_gemma_3_runs_on_sdpa_as_on_eager(host, randomize) -> None:
+def test_gemma_3_runs_on_eager_as_on_sdpa(host, randomize) -> None:
     kind, keys = CASES["Gemma 3"]
-    pair = ref.make_pair(host, gemma(kind, **keys), randomize, "sdpa")
+    pair = ref.make_pair(host, gemma(kind, **keys), randomize, "eager")
     ref.assert_same_function(pair, ref.random_tokens(VOCAB, 17))
 
 
@@ -99,6 +100,16 @@ def test_presets_of_gemma_2_have_the_sizes_of_the_published_models(host) -> None
 
 def test_presets_of_gemma_3_have_the_sizes_of_the_published_models(host) -> None:
     ref.assert_presets_match(host, "gemma", GEMMA3, transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM)
+
+
+def test_neither_presets_nor_imported_configurations_choose_a_backend(host) -> None:
+    published = transformers.Gemma2Config(**GEMMA2["gemma2-2b"]).to_dict()
+    assert published["attn_logit_softcapping"] == 50.0
+    assert "attention_backend" not in ref.family_of(host, "gemma2").read_config(published)
+    assert (
+        load_config(preset="gemma2-2b", overrides=["train.train_iters=1"], host=host).config.model.attention_backend
+        == "auto"
+    )
 
 
 # -- bad input -------------------------------------------------------------------------------------

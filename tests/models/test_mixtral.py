@@ -118,12 +118,17 @@ def test_an_moe_model_without_its_number_of_experts_is_refused(build) -> None:
         ({"moe_router_pre_softmax": True}, "moe_router_pre_softmax=True cannot be written as a Hugging Face mixtral"),
         ({"moe_layer_freq": "([0]*1+[1]*1)"}, r"moe_layer_freq=\(\[0\]\*1\+\[1\]\*1\) cannot be written"),
         ({"moe_shared_expert_intermediate_size": 8}, "moe_shared_expert_intermediate_size=8 cannot be written"),
+        (
+            {"moe_router_load_balancing_type": ["none"], "moe_aux_loss_coeff": [0.1]},
+            r"moe_aux_loss_coeff=\[0.1\] has 1 values, and .*=\['none'\] has 0 losses; give one value for each loss",
+        ),
     ],
 )
 def test_a_router_that_the_format_has_no_word_for_is_refused(host, build, moe, words) -> None:
-    model = build(*ref.settings({"moe": {"num_experts": 4, **moe}}), family="mixtral", **SMALL)
+    model = build(*ref.settings({"moe": {"num_experts": 4}}), family="mixtral", **SMALL)
+    config = model.config.model_copy(update={"moe": {"num_experts": 4, **moe}})
     with pytest.raises(ConfigError, match=words):
-        ref.family_of(host, "mixtral").write_config(model.config)
+        ref.family_of(host, "mixtral").write_config(config)
 
 
 def test_a_checkpoint_that_lacks_or_adds_an_expert_is_refused(host, randomize) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.ckpt.convert_cases import MODELS
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import ConfigError
@@ -32,6 +33,37 @@ def test_every_family_builds_a_model_under_the_contract(name, host) -> None:
     assert isinstance(model, Model)
     assert isinstance(model, Generates) == (name not in ("bert", "vision"))
     assert isinstance(model, Generates) or not model.continues_text
+
+
+class CopiesToDevice(TorchDispatchMode):
+    """Counts copies from the CPU to the model's device, for which the host waits."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.count += func is torch.ops.aten._to_copy.default and args[0].device != out.device
+        return out
+
+
+RETRO = {"family": "retro", "num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50}
+RETRO |= {"retro_chunk_length": 4, "retro_cross_attention_layers": [2], "position_embedding_type": "rope"}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [MODELS["gpt_neox"], MODELS["gemma3"], MODELS["hybrid"] | {"position_embedding_type": "rope"}, RETRO],
+    ids=lambda k: k["family"],
+)
+def test_only_the_first_forward_pass_moves_rotary_frequencies(keys, host) -> None:
+    model, tokens = build(host, keys), torch.zeros(1, 8, dtype=torch.long, device="meta")
+    counts = []
+    for _ in range(2):
+        with CopiesToDevice() as copies:
+            model(tokens)
+        counts.append(copies.count)
+    assert counts[0] > 0
+    assert counts[1] == 0
 
 
 def test_a_head_on_a_decoder_neither_continues_text_nor_is_cut(host) -> None:

@@ -13,7 +13,6 @@ from mt_ckpt.convert import convert
 from mt_core.train.trained_model import load_trained_model
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
-from mt_models.bert.heads import mean_of_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +59,7 @@ def test_minilm_gives_the_references_sentence_embeddings(host, tmp_path) -> None
         assert trained.tokenizer.encode(sentence) == tokens[row][mask[row] == 1].tolist()
     reference = transformers.BertModel.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():
-        ours = F.normalize(mean_of_tokens(trained.model(tokens, padding_mask=mask).hidden_states, mask), dim=-1)
+        ours = F.normalize(trained.model.embed(tokens, mask, "document"), dim=-1)
         states = reference(**batch).last_hidden_state
     means = torch.stack([states[row, : int(mask[row].sum())].mean(0) for row in range(len(SENTENCES))])
     torch.testing.assert_close(ours, means / means.norm(dim=-1, keepdim=True), rtol=0, atol=1e-5)

@@ -168,11 +168,11 @@ def test_a_model_that_has_diverged_is_an_error_in_words() -> None:
     with torch.no_grad():
         next(model.generator.engine.engine.model.parameters()).fill_(float("nan"))
     with live([model]) as served:
-        body = {"prompt": "x", "logprobs": 1, "max_tokens": 2}
-        status, answer = served.call("/v1/completions", body)
-        assert (status, "training has diverged" in answer["error"]["message"]) == (500, True)
-        _, events = served.call("/v1/completions", {**body, "stream": True})
-        assert is_error(events if isinstance(events, dict) else json.loads(events.split("\n\n")[-3][6:]))
+        for body in ({"prompt": "x", "max_tokens": 2, **more} for more in ({}, {"logprobs": 1}, {"temperature": 0})):
+            status, answer = served.call("/v1/completions", body)
+            assert (status, "training has diverged" in answer["error"]["message"]) == (500, True)
+            _, events = served.call("/v1/completions", {**body, "stream": True})
+            assert is_error(events if isinstance(events, dict) else json.loads(events.split("\n\n")[-3][6:]))
         assert until(lambda: served.service.engine.is_idle)
 
 

@@ -159,6 +159,21 @@ def test_dropout_keeps_what_the_device_keeps_also_when_computed_again(
     assert planned(values, 1).ranks[0].activation_bytes - plain == kept
 
 
+@pytest.mark.parametrize(
+    "keys", [{"family": "gemma", "attn_logit_softcapping": 50.0}, {"family": "gpt_oss", "moe": EXPERTS}]
+)
+def test_a_backend_for_soft_caps_and_sinks_is_planned_as_auto_takes_it(keys: dict[str, Any]) -> None:
+    """Scores are kept on a CPU, by eager, and not on a GPU, by flex."""
+
+    def kept(device: str, backend: str) -> float:
+        values = tree({**LLAMA, "num_layers": 1, **keys, "attention_backend": backend})
+        values["train"]["device"] = device
+        return planned(values, 1).ranks[0].activation_bytes
+
+    assert kept("cpu", "auto") == kept("cpu", "eager")
+    assert kept("cuda", "auto") == kept("cuda", "flex") < kept("cuda", "eager")
+
+
 LLAMA_7B = {
     "family": "llama",
     "num_layers": 32,

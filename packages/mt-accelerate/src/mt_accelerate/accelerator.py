@@ -15,7 +15,7 @@ from torch import Tensor
 from mt_accelerate.data_loaders import DataParallelLoader, SkippedLoader
 from mt_accelerate.data_parallel import (
     CONTEXT,
-    is_first_rank,
+    on_first_rank,
     on_tensors,
     pad_across_data_parallel_group,
     reduce_across_data_parallel_group,
@@ -238,9 +238,7 @@ class Accelerator:
     def save_state(self, output_dir: str) -> str:
         """Weights, optimizer, counters and random streams: a run directory, for every command of mt. Collective."""
         self._prepared.save_checkpoint(output_dir)
-        if is_first_rank():
-            save_states(self._registered, output_dir)
-        wait_for_all()
+        on_first_rank(lambda: save_states(self._registered, output_dir))
         return output_dir
 
     def load_state(self, input_dir: str) -> None:

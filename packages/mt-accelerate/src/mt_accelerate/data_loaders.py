@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from mt_accelerate.data_parallel import from_first_rank, is_first_rank
+from mt_accelerate.data_parallel import on_first_rank
 from mt_core.data.loader import micro_batch_samples
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
@@ -39,7 +39,7 @@ class _RankOrder:
     def __iter__(self) -> Iterator[list[int]]:
         # A random sampler draws from each process's generator, and ranks that share a model must read the
         # same samples. Collective, when the loop takes its first batch.
-        order = from_first_rank(list(self.sampler) if is_first_rank() else [])
+        order = on_first_rank(lambda: list(self.sampler))
         for start in range(0, len(self) * self.global_size, self.global_size):
             # dp = 2, 2 micro-batches of 1: rank 0 has samples 0 and 2 of a global
             # batch, rank 1 has 1 and 3, as in `mt train`.

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core.errors import ConfigError
+from mt_core.parallel import first_rank
 from mt_core.parallel.collectives import all_gather, all_reduce
-from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.context import Axis, ParallelContext
 
 T = TypeVar("T")
 # Programs call these functions without naming a model, as Accelerate's and Megatron's globals allow.
@@ -63,11 +64,11 @@ def pad_across_data_parallel_group(tensor: Tensor, dim: int = 0, pad_index: int 
 
 
 def on_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The function of every tensor in nested mappings, lists and tuples."""
+    """The function of every tensor in nested mappings, lists, tuples and named tuples."""
     if isinstance(value, Mapping):
         return {name: on_tensors(function, one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        parts = (on_tensors(function, one) for one in value)
+        parts = [on_tensors(function, one) for one in value]
         # A named tuple takes its fields one by one.
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return function(value)
@@ -85,6 +86,13 @@ def from_first_rank(value: T) -> T:
         # one job: pickled, and never read from a file.
         dist.broadcast_object_list(held, src=0)
     return held[0]
+
+
+def on_first_rank(function: Callable[[], T]) -> T:
+    """What the function gives on the first rank, on every rank; its error too. Collective."""
+    # The default group, which the program's launcher made: a context exists only after prepare().
+    count, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    return first_rank.on_first_rank(function, Axis(count, rank, None, tuple(range(count))))
 
 
 def _context() -> ParallelContext:

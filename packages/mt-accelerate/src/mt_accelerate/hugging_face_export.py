@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mt_accelerate.data_parallel import from_first_rank, is_first_rank
+from mt_accelerate.data_parallel import on_first_rank
 from mt_ckpt.convert.engine import convert
 from mt_ckpt.sizes import parse_bytes
-from mt_core.errors import MtError
-from mt_core.parallel.context import wait_for_all
 from mt_core.paths import remove_tree
 from mt_core.plugins import PluginHost
 from mt_core.specs import ConvertOptions
@@ -26,14 +24,11 @@ def export(engine: Engine, folder: Path, max_shard_size: str, host: PluginHost) 
     # checkpoint beside the folder, on the same disk.
     shards = folder.with_name(f".{folder.name}.shards")
     checkpoint = engine.save_state(shards, with_optimizer=False)
-    error: MtError | None = None
-    if is_first_rank():
+
+    def write() -> None:
         try:
             convert(checkpoint, folder, saver="hf", options=options, host=host)
-        except MtError as caught:
-            error = caught
-        remove_tree(shards)
-    wait_for_all()
-    # Every rank raises the first rank's error: a rank that went on would wait in the program's next collective.
-    if (failed := from_first_rank(error)) is not None:
-        raise failed
+        finally:
+            remove_tree(shards)
+
+    on_first_rank(write)

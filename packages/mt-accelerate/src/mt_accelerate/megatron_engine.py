@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_accelerate.batches import ToFields, fields_for
-from mt_accelerate.data_parallel import from_first_rank, is_first_rank
+from mt_accelerate.data_parallel import is_first_rank, on_first_rank
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.step_handler import batch_function, build_handler
 from mt_accelerate.step_loss import StepLoss, step_batch
@@ -252,16 +252,15 @@ def _model_provider(plugin: MegatronLMPlugin) -> ModelProvider | None:
 
 
 def _on_all_ranks(generator: TextGenerator, generate: Callable[[], Tensor]) -> Tensor:
-    """The first rank generates, the others take part and are given the result."""
-    result = None
-    if is_first_rank():
+    """The first rank generates, the others take part and are given the result, or its error."""
+
+    def generate_and_close() -> Tensor:
         try:
-            result = generate()
+            return generate()
         finally:
             # Followers leave their loop when the first rank closes; without it they would wait after an error.
             generator.close()
-    else:
+
+    if not is_first_rank():
         generator.follow()
-    tokens = from_first_rank(result)
-    assert tokens is not None
-    return tokens
+    return on_first_rank(generate_and_close)

@@ -13,10 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mt_accelerate.batches import causal_fields, end_of_document, masked_fields, translation_fields
 from mt_accelerate.data_parallel import avg_losses_across_data_parallel_group
+from mt_core.errors import ConfigError
 from mt_core.train.forward_backward import masked_sum
 
 GetBatch = Callable[[Iterator[Mapping[str, Tensor]]], tuple[Any, ...]]
@@ -109,11 +111,15 @@ class BertTrainStep(_LanguageModelStep):
 
     def get_forward_step_func(self) -> ForwardStep:
         def forward_step(data_iterator: Any, model: Callable[..., Any]) -> tuple[Any, Callable[[Any], Any]]:
-            tokens, types, _, loss_mask, labels, padding_mask = self.get_batch(data_iterator)
-            losses, _ = model(tokens, padding_mask, tokentype_ids=types, lm_labels=labels)
-            return losses, partial(self.loss_func, loss_mask)
+            tokens, types, sentence_order, loss_mask, labels, padding_mask = self.get_batch(data_iterator)
+            # (losses [rows, S], logits of the sentence order [rows, 2] or None)
+            output = model(tokens, padding_mask, tokentype_ids=types, lm_labels=labels)
+            return output, partial(self.loss_func, loss_mask, sentence_order)
 
         return forward_step
+
+    def get_loss_func(self, accelerator: Any) -> LossFunc:
+        return masked_mean_and_order
 
 
 class T5TrainStep(_LanguageModelStep):
@@ -147,3 +153,22 @@ def masked_mean(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[
     # micro-batches with few counted tokens weigh as much as full ones.
     loss = masked_sum(output_tensor.float(), loss_mask) / loss_mask.sum().clamp(min=1.0)
     return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
+
+
+def masked_mean_and_order(
+    loss_mask: Tensor, sentence_order: Tensor | None, output_tensor: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """losses [rows, S] and logits [rows, 2] -> the mean over counted positions plus the mean cross entropy of the
+    sentence order over rows that have one (-1: none). sentence_order: [rows]. Raises ConfigError without it."""
+    losses, order_logits = output_tensor
+    loss, report = masked_mean(loss_mask, losses)
+    if order_logits is None:
+        return loss, report
+    if sentence_order is None:
+        raise ConfigError(
+            "the model has a head for the order of sentences, and the batch has no next_sentence_label; add it, or "
+            "prepare a model without the head (BertForMaskedLM)"
+        )
+    summed = F.cross_entropy(order_logits.float(), sentence_order.view(-1), ignore_index=-1, reduction="sum")
+    order = summed / (sentence_order != -1).sum().clamp(min=1)
+    return loss + order, {**report, "sop loss": avg_losses_across_data_parallel_group([order])[0]}

@@ -236,6 +236,7 @@ def mt_register_callbacks() -> list[CallbackSpec]:
 
 @hookimpl
 def mt_check_config(config: Config, host: PluginHost) -> None:
+    from mt_core.config.metrics import check_metrics
     from mt_core.optim.checks import check_main_weights, check_optimizer
     from mt_core.train.layout_checks import check_context_parallel_method, check_pipeline_schedule
 
@@ -243,3 +244,4 @@ def mt_check_config(config: Config, host: PluginHost) -> None:
     check_main_weights(config)
     check_pipeline_schedule(config, host)
     check_context_parallel_method(config, host)
+    check_metrics(config, host)

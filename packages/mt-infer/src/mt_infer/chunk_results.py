@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from mt_infer.beams import beam_candidates
 from mt_infer.cache.batch import Chunk
-from mt_infer.requests import LogProbs, RunningSequence
+from mt_infer.requests import DIVERGED, LogProbs, RunningSequence
 from mt_infer.sampling.beam_search import Candidate
-from mt_infer.sampling.sampler import Sampled, log_probabilities
+from mt_infer.sampling.sampler import NOT_FINITE, Sampled, log_probabilities
 from mt_infer.speculation.verification import verify
 
 
@@ -42,15 +43,26 @@ def results_from_logits(chunks: Sequence[Chunk], logits: Tensor, shares: Sequenc
         candidates = beam_candidates(last, [chunks[number].sequence for number in beams])
         for number, own in zip(beams, candidates, strict=True):
             matcher = chunks[number].sequence.matcher
-            found[number].candidates, found[number].error = own, None if matcher is None else matcher.error
+            # Log-probabilities are nan together, and the largest is first.
+            error = DIVERGED if math.isnan(own[0][0]) else None if matcher is None else matcher.error
+            found[number].candidates, found[number].error = own, error
     others = [number for number in ending if chunks[number].sequence.beams is None]
     if others:
         # [sum of 1 + drafts, vocab]; rows of prompt_logprobs before these are left out.
         last = torch.cat([rows[number][-1 - len(chunks[number].drafts) :] for number in others])
         verified = verify(last, [chunks[number] for number in others], shares)
         for number, sampled in zip(others, verified, strict=True):
-            found[number].sampled, found[number].error = _constrained(chunks[number].sequence, sampled)
+            found[number].sampled, found[number].error = _continuation(chunks[number].sequence, sampled)
     return found
+
+
+def _continuation(sequence: RunningSequence, sampled: list[Sampled]) -> tuple[list[Sampled], str | None]:
+    """The next tokens, and what stops them."""
+    # No draft equals NOT_FINITE, so that it can only be the last. Without tokens to generate none is reported.
+    if sampled[-1].token != NOT_FINITE or sequence.request.sampling.max_tokens == 0:
+        return _constrained(sequence, sampled)
+    tokens, error = _constrained(sequence, sampled[:-1])
+    return tokens, error or DIVERGED
 
 
 def _constrained(sequence: RunningSequence, sampled: list[Sampled]) -> tuple[list[Sampled], str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mt_core.errors import ConfigError
 from mt_infer.requests import FinishReason, LogProbs
 
 
@@ -37,6 +38,12 @@ class Completion:
     prompt_logprobs: tuple[LogProbs | None, ...] | None = None
     score: float | None = None
     error: str | None = None
+
+    def require_complete(self) -> Completion:
+        """Itself. Raises ConfigError for one that could not be continued."""
+        if self.error is not None:
+            raise ConfigError(self.error)
+        return self
 
     def add(self, event: TextEvent) -> None:
         self.text += event.text

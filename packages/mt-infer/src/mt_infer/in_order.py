@@ -73,6 +73,7 @@ def _step(generator: TextGenerator, running: dict[int, Answered[ItemT]]) -> None
 
 
 def complete(generator: TextGenerator, requests: Iterable[Request]) -> Iterator[Completion]:
-    """The completion of each request of one sequence, in order. Raises ConfigError for one that cannot be served."""
+    """The completion of each request of one sequence, in order. Raises ConfigError for one that cannot be served, or
+    that ends with an error."""
     answered = answered_in_order(generator, requests, lambda request: (generator.submit(*request), 1))
-    return (one.completions[0] for one in answered)
+    return (one.completions[0].require_complete() for one in answered)

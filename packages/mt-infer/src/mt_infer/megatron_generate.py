@@ -59,7 +59,9 @@ def megatron_generate(
     else:
         sampling["temperature"] = 0.0
     found = generator.generate(prompts, SamplingParameters(**sampling))
-    rows = [[*prompt, *one.tokens] for prompt, own in zip(prompts, found, strict=True) for one in own]
+    rows = [
+        [*prompt, *one.require_complete().tokens] for prompt, own in zip(prompts, found, strict=True) for one in own
+    ]
     return _filled(rows, generator.tokenizer.special.eod or 0)
 
 

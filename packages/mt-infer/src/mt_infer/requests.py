@@ -27,6 +27,12 @@ class FinishReason(StrEnum):
     """The text cannot be continued: TokenEvent.error says why."""
 
 
+DIVERGED = (
+    "the model's logits are not numbers: its weights are damaged, or its training has diverged; use another checkpoint"
+)
+"""An error of TokenEvent."""
+
+
 @dataclass(frozen=True)
 class Request:
     """tokens: of the prompt, at least one. inputs: images or the like, as the model's `conditioned_by` names them."""

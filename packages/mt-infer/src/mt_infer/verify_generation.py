@@ -155,9 +155,10 @@ def _serve(
         engine.follow()
         return []
     batches = [[prompt] for prompt in prompts] if one_by_one else [prompts]
-    found = [outcome for batch in batches for outcome in _run(engine, batch, sampling)]
-    engine.close()
-    return found
+    try:
+        return [outcome for batch in batches for outcome in _run(engine, batch, sampling)]
+    finally:
+        engine.close()
 
 
 def _run(engine: LockstepEngine, prompts: Sequence[Sequence[int]], sampling: SamplingParameters) -> Iterator[Outcome]:
@@ -167,6 +168,8 @@ def _run(engine: LockstepEngine, prompts: Sequence[Sequence[int]], sampling: Sam
         for event in engine.step():
             events[event.request].append(event)
     for number in numbers:
+        if (error := events[number][-1].error) is not None:
+            raise CheckpointError(error)
         prompt = next(event.prompt_logprobs for event in events[number] if event.prompt_logprobs is not None)
         own = [event.logprobs.token for event in events[number] if event.logprobs is not None]
         tokens = tuple(event.token for event in events[number] if event.token is not None)

@@ -1,4 +1,3 @@
-from .bert.heads import mean_of_tokens as mean_of_tokens
 from .blocks.attention import SelfAttention as SelfAttention
 from .blocks.decoder import CausalDecoder as CausalDecoder
 from .blocks.decoder import TokenEmbedding as TokenEmbedding

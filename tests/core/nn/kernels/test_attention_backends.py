@@ -180,6 +180,7 @@ def test_flash_attention_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Hopper" in str(flash.supports_flash_3(request()))
     assert "ALiBi is for causal" in str(flash.supports_flash_2(request(bias=True, causal=False)))
     assert "multiples of 8" in str(flash.supports_flash_2(request(head_dim=100)))
+    assert "no dropout beside a soft cap" in str(flash.supports_flash_2(request(dropout=0.1, logit_softcap=50.0)))
 
 
 def test_what_is_derived_from_a_pattern_is_made_once_and_goes_with_it() -> None:
@@ -212,6 +213,11 @@ HOPPER, AMPERE = (9, 0), (8, 0)
         ("sdpa", AMPERE, ("flash_attn",), {"bias": True}),
         ("sdpa", HOPPER, (), {"dtype": "float32"}),
         ("flex", HOPPER, (), {"logit_softcap": 30.0}),
+        ("flash_attn_3", HOPPER, ("flash_attn_interface",), {"logit_softcap": 50.0, "head_dim": 256, "window": 4096}),
+        ("flash_attn_2", AMPERE, ("flash_attn",), {"logit_softcap": 50.0, "deterministic": True}),
+        ("eager", AMPERE, ("flash_attn",), {"logit_softcap": 50.0, "dropout": 0.1}),
+        ("eager", HOPPER, ("flash_attn",), {"logit_softcap": 50.0, "device_type": "cpu"}),
+        ("flex", HOPPER, ("flash_attn_interface", "flash_attn"), {"sinks": True}),
         ("eager", HOPPER, (), {"deterministic": True}),
         ("sdpa", HOPPER, ("flash_attn",), {"device_type": "cpu"}),
         ("eager", HOPPER, (), {"device_type": "cpu", "sinks": True}),

@@ -22,6 +22,7 @@ from torch import nn
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.checkpoint_parts import open_start
 from mt_core.config.loading import LoadedConfig
+from mt_core.config.metrics import require_known_metric
 from mt_core.config.schema import Config
 from mt_core.data import building
 from mt_core.data.epochs import iterations_per_epoch, with_train_iters
@@ -33,7 +34,7 @@ from mt_core.parallel.data import any_over
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import Dataset
 from mt_core.train.callbacks import Callback, CallbackList, configured_callbacks
-from mt_core.train.checkpoint.best import BestCheckpoint, require_known_metric
+from mt_core.train.checkpoint.best import BestCheckpoint
 from mt_core.train.checkpoint.data_identity import data_identity
 from mt_core.train.checkpoint.loss_check import RecentLosses, expected_loss, is_comparable
 from mt_core.train.checkpoint.partial_load import PartialLoad, load_weights

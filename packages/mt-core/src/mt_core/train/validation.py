@@ -7,16 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mt_core.config.loss import configured_loss
+from mt_core.config.metrics import OVERALL, require_metrics, value_names, wanted_metrics
 from mt_core.config.schema import Config
-from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
-from mt_core.specs import Dataset, LossSpec, Metric
+from mt_core.specs import Dataset, Metric
 from mt_core.train.engine import Engine
 from mt_core.train.predictions import Predictions
-
-OVERALL = "overall"
-"""Stands for all validation sets together, where there are several."""
 
 
 def configured_metrics(config: Config, host: PluginHost) -> dict[str, Metric]:
@@ -24,22 +20,8 @@ def configured_metrics(config: Config, host: PluginHost) -> dict[str, Metric]:
 
     Raises ConfigError for one that the loss does not have.
     """
-    spec = configured_loss(config, host)
-    wanted = config.data.metrics if config.train.eval_metrics is None else config.train.eval_metrics
-    for name in wanted:
-        if name not in spec.metrics:
-            raise ConfigError(_unknown_metric(name, config, spec))
-    return {name: spec.metrics[name].load() for name in wanted}
-
-
-def _unknown_metric(name: str, config: Config, loss: LossSpec) -> str:
-    if config.train.eval_metrics is None:
-        return (
-            f"data.dataset_type={config.data.dataset_type} is evaluated by {name}, which train.loss={loss.name} does "
-            "not have; set train.eval_metrics (to [] for the loss alone)"
-        )
-    known = ", ".join(loss.metrics) or "no metrics"
-    return f'train.eval_metrics has "{name}", and train.loss={loss.name} has {known}{did_you_mean(name, loss.metrics)}'
+    spec = require_metrics(config, host)
+    return {name: spec.metrics[name].load() for name in wanted_metrics(config)}
 
 
 def scores(predictions: Predictions, metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -61,9 +43,7 @@ class Validation:
             engine.require_predictions()
 
     def names(self) -> list[str]:
-        several = [OVERALL] if len(self.sets) > 1 else []
-        measured = [f"{part}_{metric}" for part in (*self.sets, *several) for metric in self.metrics]
-        return [f"{name}_loss" for name in self.sets] + measured
+        return value_names(self.sets, self.metrics)
 
     def full_name(self, name: str) -> str:
         """A metric without a set is that of all sets together, or of the only one."""

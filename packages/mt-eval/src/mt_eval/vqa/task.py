@@ -95,9 +95,9 @@ class VisualQuestions:
             requests = [self._request(record, generator) for record in self.records[start : start + BATCH]]
             usable = [request for request in requests if request.error is None]
             prompts, inputs = [request.tokens for request in usable], [request.inputs for request in usable]
-            answers = iter(generator.generate(prompts, self.sampling, inputs))
+            answers = (own[0].require_complete() for own in generator.generate(prompts, self.sampling, inputs))
             for request in requests:
-                yield request.failed if request.error is not None else request.answered(next(answers)[0].text)
+                yield request.failed if request.error is not None else request.answered(next(answers).text)
 
     def metrics(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         return {metric: weighted_mean(samples, metric) for metric in METRICS}

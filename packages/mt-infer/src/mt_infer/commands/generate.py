@@ -165,10 +165,7 @@ def show(generator: TextGenerator, requests: list[Request], sampling: SamplingPa
         if several:
             before = text + "\n" * generator.prompts.has_encoder
             found = generator.generate([prompt], sampling, [inputs])[0]
-            for done in found:
-                if done.error is not None:
-                    raise ConfigError(done.error)
-            typer.echo("\n\n".join(before + done.text for done in found))
+            typer.echo("\n\n".join(before + done.require_complete().text for done in found))
             continue
         pieces = generator.stream(prompt, sampling, inputs)
         first = next(pieces, "")  # a prompt is not shown in front of an error

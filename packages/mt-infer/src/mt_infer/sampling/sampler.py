@@ -18,10 +18,13 @@ from mt_infer.sampling.adjustments import adjust
 from mt_infer.sampling.rows import SamplingRow
 from mt_infer.sampling.truncation import truncate
 
+NOT_FINITE = -1
+"""In place of a token where the row has no distribution: a logit is nan or inf, or all are -inf."""
+
 
 @dataclass(frozen=True)
 class Sampled:
-    """is_end: whether the token completes the text of a constraint."""
+    """token: maybe NOT_FINITE. is_end: whether the token completes the text of a constraint."""
 
     token: int
     logprobs: LogProbs | None
@@ -32,7 +35,16 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], shares: Sequence[int] = 
     """logits [B, vocab] in fp32, one for each row -> its token. shares: see log_probabilities."""
     tokens = choose(logits, rows)
     reported = log_probabilities(logits, tokens, [row.sampling.logprobs for row in rows], shares)
-    return [Sampled(token, found) for token, found in zip(tokens.tolist(), reported, strict=True)]
+    # Marked on the device and read with the tokens, for which the host waits anyway.
+    read = tokens.masked_fill(_is_not_finite(logits), NOT_FINITE).tolist()
+    return [Sampled(token, found) for token, found in zip(read, reported, strict=True)]
+
+
+def _is_not_finite(logits: Tensor) -> Tensor:
+    """[B, vocab] -> [B] bool"""
+    # The largest is nan where any is; nan and infinities minus themselves are nan, which differs from 0.
+    largest = logits.amax(dim=-1)
+    return (largest - largest) != 0
 
 
 def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mt_core.errors import MtError
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.ending import STOPPED
-from mt_infer.server.errors import ApiError
+from mt_infer.server.errors import ApiError, end_of_text
 from mt_infer.text import Prompt, TextEvent, TextGenerator
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class EngineThread:
             return None
         if event.error is not None:
             self._cancel(request)
-            return request, ApiError(event.error)
+            return request, end_of_text(event.error)
         request.unfinished -= event.finish is not None
         if not request.unfinished:
             del self._open[place, event.request]

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from mt_core.errors import MtError
+from mt_infer.requests import DIVERGED
 
 MEGATRON_PATH = "/api"
 """Its clients print the `message` of an error's body."""
@@ -38,6 +39,11 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def end_of_text(error: str) -> ApiError:
+    """Of a text that cannot be continued, with the error of its last event."""
+    return ApiError(error, status=500, code="not_finite") if error == DIVERGED else ApiError(error)
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -45,9 +45,3 @@ class BinaryHead(ReplicatedLinear):
 
     def __init__(self, config: BertConfig, ctx: ParallelContext) -> None:
         super().__init__(config.hidden_size, 2, ctx, init=normal(config.init_method_std))
-
-
-def mean_of_tokens(hidden_states: Tensor, padding_mask: Tensor) -> Tensor:
-    """[B, S, H] and [B, S] with 1 for tokens -> [B, H], the mean over tokens: the usual sentence embedding."""
-    weights = padding_mask[..., None].to(hidden_states.dtype)
-    return (hidden_states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)

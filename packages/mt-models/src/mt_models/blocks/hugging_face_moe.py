@@ -202,8 +202,15 @@ def import_balance(external: Mapping[str, Any], default: float) -> dict[str, Any
 
 
 def export_balance(moe: MoEOptions) -> dict[str, float]:
-    """`router_aux_loss_coef` from the coefficient of aux_loss; 0 when there is none."""
+    """`router_aux_loss_coef` from the coefficient of aux_loss; 0 when there is none. Raises ConfigError unless each
+    loss has a coefficient."""
     # Coefficients belong to the kinds of losses in order; the field there means aux_loss alone.
-    losses = [x for x in moe.options.get("moe_router_load_balancing_type", ["aux_loss"]) if x.endswith("loss")]
+    types = moe.options.get("moe_router_load_balancing_type", ["aux_loss"])
+    losses = [name for name in types if name.endswith("loss")]
     coefficients = moe.options.get("moe_aux_loss_coeff") or [0.01] * len(losses)
+    if len(coefficients) != len(losses):
+        raise ConfigError(
+            f"model.moe.moe_aux_loss_coeff={coefficients} has {len(coefficients)} values, and "
+            f"model.moe.moe_router_load_balancing_type={types} has {len(losses)} losses; give one value for each loss"
+        )
     return {"router_aux_loss_coef": dict(zip(losses, coefficients, strict=True)).get("aux_loss", 0.0)}

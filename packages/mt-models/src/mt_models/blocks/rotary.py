@@ -24,7 +24,8 @@ def wavelengths(rotary_dim: int, base: float | Tensor, device: torch.device | No
 class RotaryAngles:
     """cos and sin of the angles of one forward pass: [B or 1, S, 1, rotary_dim / 2] in fp32, times `scale`.
 
-    in_window: the angles of layers with a sliding window, if these use other frequencies.
+    frequencies: on the device of the positions. in_window: the angles of layers with a sliding window, if these use
+    other frequencies.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class RotaryAngles:
         in_window: RotaryAngles | None = None,
     ) -> None:
         # [B or 1, S, 1, 1] * [R / 2]: the 1 broadcasts over heads. fp32, since bf16 has no odd integers above 256.
-        angles = position_ids.to(torch.float32)[..., None, None] * frequencies.to(position_ids.device)
+        angles = position_ids.to(torch.float32)[..., None, None] * frequencies
         self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
         self.in_window = in_window
 

@@ -38,9 +38,12 @@ class FixedRotary:
         self.frequencies, self.scale = frequencies, scale
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None = None) -> RotaryAngles:
-        # Moved to the device once: the host would wait for a copy in each forward pass.
-        self.frequencies = self.frequencies.to(position_ids.device)
-        return RotaryAngles(position_ids, self.frequencies, self.scale)
+        return RotaryAngles(position_ids, self.frequencies_on(position_ids.device), self.scale)
+
+    def frequencies_on(self, device: torch.device) -> Tensor:
+        """Moved to the device once: the host would wait for a copy in each forward pass."""
+        self.frequencies = self.frequencies.to(device)
+        return self.frequencies
 
 
 class DynamicRotary:

@@ -72,7 +72,17 @@ class DeepseekConfig(DecoderConfig):
             # DeepSeek-V3's prediction layer is MoE, as its last layer is.
             pattern = layers + [layers[-1]] * self.mtp_num_layers
             changed["moe"] = {**self.moe, "moe_layer_freq": frequency_of(pattern)}
-        return self.model_copy(update=changed)
+        return _CountsPredictedLayers.model_construct(self.model_fields_set, **{**dict(self), **changed})
+
+
+class _CountsPredictedLayers(DeepseekConfig):
+    """Its num_layers includes the layers of multi-token prediction."""
+
+    @property
+    def output_init_std(self) -> float:
+        # Megatron takes the number of the decoder's layers for both.
+        layers = self.num_layers - self.mtp_num_layers
+        return self.init_method_std / math.sqrt(2.0 * layers if self.use_scaled_init_method else 1.0)
 
 
 def check_deepseek(config: Config) -> None:

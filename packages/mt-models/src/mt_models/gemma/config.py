@@ -30,8 +30,8 @@ class GemmaConfig(DecoderConfig):
     qk_layernorm: bool = True
     """Normalize each query and key head before positions are applied: Gemma 3."""
     attn_logit_softcapping: PositiveFloat | None = None
-    """Attention scores s become c tanh(s / c): Gemma 2. Needs an attention_backend that has
-    them: eager, flex, or auto."""
+    """Attention scores s become c tanh(s / c): Gemma 2. Needs an attention_backend that has them: auto, eager, flex,
+    flash_attn_2 or flash_attn_3."""
     final_logit_softcapping: PositiveFloat | None = None
     """Logits x become c tanh(x / c): Gemma 2."""
 

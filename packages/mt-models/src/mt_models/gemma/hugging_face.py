@@ -137,7 +137,6 @@ def gemma2_further(external: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "qk_layernorm": False,
         "sliding_window_pattern": import_pattern(external, 2),
-        "attention_backend": "eager" if external.get("attn_logit_softcapping", 50.0) else "auto",
         **gemma2_rope(external),
     }
 
@@ -146,7 +145,6 @@ def gemma3_further(external: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "qk_layernorm": True,
         "sliding_window_pattern": import_pattern(external, 6),
-        "attention_backend": "eager" if external.get("attn_logit_softcapping") else "auto",
         **gemma3_rope(external),
     }
 
@@ -165,11 +163,11 @@ def whole_if_it_is(number: float) -> float | int:
     return int(number) if number == int(number) else number
 
 
-def gemma2_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def gemma2_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     return _sizes(GemmaConfig.model_validate(model))
 
 
-def gemma3_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def gemma3_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = GemmaConfig.model_validate(model)
     rope = {"rope_local_base_freq": config.rotary_base_local, "rope_scaling": export_scaling(config)}
     return {**_sizes(config), **rope}
@@ -182,7 +180,7 @@ GEMMA2 = ConfigMap(
     ignored=IGNORED_HERE,
     further=gemma2_further,
     further_keys=(*ROPE_KEYS, "layer_types"),
-    export_extra=gemma2_back,
+    export_extra=gemma2_export_extra,
 )
 GEMMA3 = ConfigMap(
     architecture="gemma3_text",
@@ -197,7 +195,7 @@ GEMMA3 = ConfigMap(
         "sliding_window_pattern",
         "_sliding_window_pattern",
     ),
-    export_extra=gemma3_back,
+    export_extra=gemma3_export_extra,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

@@ -23,7 +23,7 @@ from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
 from mt_models.blocks.norm import ZeroCenteredRMSNorm
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
 from mt_models.blocks.rotary_decoder import attention_core
-from mt_models.blocks.rotary_scaling import build_rotary
+from mt_models.blocks.rotary_scaling import FixedRotary, build_rotary
 from mt_models.gemma.config import GemmaConfig
 
 
@@ -103,13 +103,11 @@ class GemmaModel(CausalDecoder):
         )
         self.rotary = build_rotary(config)
         # Gemma 3: scaling applies to global layers only; local ones have their own base. In Gemma 2 the two are equal.
-        self.local_frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base_local)
+        self.local_rotary = FixedRotary(inverse_frequencies(config.rotary_dim, config.rotary_base_local))
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
         angles = self.rotary.angles(position_ids, capacity)
-        # Moved to the device once: the host would wait for a copy in each forward pass.
-        self.local_frequencies = self.local_frequencies.to(position_ids.device)
-        angles.in_window = RotaryAngles(position_ids, self.local_frequencies)
+        angles.in_window = self.local_rotary.angles(position_ids)
         return angles
 
     @property

@@ -33,7 +33,6 @@ def _gemma2(layers: int, hidden: int, heads: int, head: int, ffn: int, scalar: f
         "query_pre_attn_scalar": scalar,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
-        "attention_backend": "eager",  # caps scores on every device
     }
     return _gemma(layers, hidden, heads, heads // 2, head, ffn, 256000, **own)
 

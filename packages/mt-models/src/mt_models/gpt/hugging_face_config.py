@@ -42,7 +42,7 @@ def _common_fields(layers: str, heads: str, hidden: str, epsilon: str, *, tied: 
     )
 
 
-def import__dropout(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_dropout(external: Mapping[str, Any]) -> dict[str, Any]:
     """embd_pdrop and resid_pdrop are one key here."""
     embedding, residual = (float(external.get(key, 0.1)) for key in ("embd_pdrop", "resid_pdrop"))
     if embedding != residual:
@@ -50,17 +50,17 @@ def import__dropout(external: Mapping[str, Any]) -> dict[str, Any]:
     return {"hidden_dropout": residual, "attention_dropout": float(external.get("attn_pdrop", 0.1))}
 
 
-def _ffn_back(model: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _export_ffn(model: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {key: GPTConfig.model_validate(model).ffn_size}
 
 
-def _gpt2_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt2_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     dropout = model["hidden_dropout"]
     return {
         "embd_pdrop": dropout,
         "resid_pdrop": dropout,
         "attn_pdrop": model["attention_dropout"],
-        **_ffn_back(model, "n_inner"),
+        **_export_ffn(model, "n_inner"),
     }
 
 
@@ -100,9 +100,9 @@ GPT2 = ConfigMap(
         *NOT_A_CHOICE,
     ),
     ignored=IGNORED_GPT2,
-    further=import__dropout,
+    further=import_dropout,
     further_keys=DROPOUTS,
-    export_extra=_gpt2_back,
+    export_extra=_gpt2_export_extra,
 )
 
 GPT_BIGCODE = ConfigMap(
@@ -127,9 +127,9 @@ GPT_BIGCODE = ConfigMap(
             "of an inference server",
         ),
     },
-    further=lambda external: {"num_query_groups": 1, **import__dropout(external)},
+    further=lambda external: {"num_query_groups": 1, **import_dropout(external)},
     further_keys=DROPOUTS,
-    export_extra=_gpt2_back,
+    export_extra=_gpt2_export_extra,
 )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def _bloom_further(external: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _bloom_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def _bloom_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = GPTConfig.model_validate(model)
     require_value(config, "ffn_hidden_size", (None, 4 * config.hidden_size), "bloom")
     return {}
@@ -179,7 +179,7 @@ BLOOM = ConfigMap(
     },
     further=_bloom_further,
     further_keys=("n_embed", "num_attention_heads", "n_inner"),
-    export_extra=_bloom_back,
+    export_extra=_bloom_export_extra,
 )
 
 
@@ -204,12 +204,12 @@ def _neox_further(external: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _neox_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def _neox_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rotary_pct": model["rotary_percent"],
         "rotary_emb_base": model["rotary_base"],
         **longest_sequence(model),
-        **_ffn_back(model, "intermediate_size"),
+        **_export_ffn(model, "intermediate_size"),
     }
 
 
@@ -235,7 +235,7 @@ GPT_NEOX = ConfigMap(
         POSITIONS,
         "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base",
     ),
-    export_extra=_neox_back,
+    export_extra=_neox_export_extra,
 )  # fmt: skip
 
 CONFIG_MAPS = {"gpt2": GPT2, "gpt_bigcode": GPT_BIGCODE, "bloom": BLOOM, "gpt_neox": GPT_NEOX}

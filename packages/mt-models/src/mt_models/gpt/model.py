@@ -14,6 +14,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.alibi import alibi_slopes
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
+from mt_models.blocks.rotary_scaling import FixedRotary
 from mt_models.blocks.tables import LearnedTable, like_token_embeddings
 from mt_models.blocks.transformer import ParallelResidualLayer, TransformerLayer
 from mt_models.gpt.config import GPTConfig
@@ -55,9 +56,9 @@ class GPTModel(CausalDecoder):
         if config.position_embedding_type == "alibi":
             # [heads of this rank]
             self.slopes = alibi_slopes(config.num_attention_heads).chunk(ctx.tp.size)[ctx.tp.rank]
-        self.frequencies: Tensor | None = None
+        self.rotary: FixedRotary | None = None
         if config.position_embedding_type == "rope":
-            self.frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base)
+            self.rotary = FixedRotary(inverse_frequencies(config.rotary_dim, config.rotary_base))
 
     def pattern(self, segment_ids: Tensor | None, device: torch.device) -> AttentionPattern:
         if self.slopes is not None:
@@ -65,11 +66,7 @@ class GPTModel(CausalDecoder):
         return AttentionPattern(segment_ids=segment_ids, alibi_slopes=self.slopes)
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles | None:
-        if self.frequencies is None:
-            return None
-        # Moved to the device once: the host would wait for a copy in each forward pass.
-        self.frequencies = self.frequencies.to(position_ids.device)
-        return RotaryAngles(position_ids, self.frequencies)
+        return None if self.rotary is None else self.rotary.angles(position_ids)
 
     @property
     def max_sequence_length(self) -> int | None:

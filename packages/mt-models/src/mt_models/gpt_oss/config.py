@@ -23,8 +23,9 @@ class GptOssConfig(DecoderConfig):
     """Added to the mean square."""
     rotary_base: Annotated[float, Field(gt=0)] = 150000.0
     """Base of the rotary wavelengths."""
-    attention_backend: str = "eager"
-    """Name of the attention backend. Sinks need the log-sum-exp of the scores: eager, or flex on a GPU."""
+    attention_backend: str = "auto"
+    """Name of the attention backend. Sinks need the log-sum-exp of the scores: eager, or flex on a GPU; auto takes the
+    first that serves."""
     sliding_window: PositiveInt = 128
     """In layers with a window a position sees itself and the sliding_window - 1 before it."""
     window_attn_skip_freq: PositiveInt | str = 2

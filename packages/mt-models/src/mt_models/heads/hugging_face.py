@@ -48,7 +48,7 @@ def with_classes(base: ConfigMap) -> ConfigMap:
         below = base.further(external) if base.further is not None else {}
         return {**below, "num_classes": num_classes(external)}
 
-    def back(model: Mapping[str, Any]) -> dict[str, Any]:
+    def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         below = base.export_extra(model) if base.export_extra is not None else {}
         return {**below, **class_names(model)}
 
@@ -57,7 +57,7 @@ def with_classes(base: ConfigMap) -> ConfigMap:
         ignored={key: why for key, why in base.ignored.items() if key not in CLASS_KEYS},
         further=further,
         further_keys=(*base.further_keys, *CLASS_KEYS),
-        export_extra=back,
+        export_extra=export_extra,
     )
 
 
@@ -112,11 +112,12 @@ BERT_MULTIPLE_CHOICE = HuggingFaceFamily(
 
 def without_head(base: ConfigMap) -> ConfigMap:
     """A base's map whose way back does not see the head's keys, which its [model] does not have."""
-    back = base.export_extra
-    if back is None:
+    export_extra = base.export_extra
+    if export_extra is None:
         return base
     return replace(
-        base, export_extra=lambda model: back({key: value for key, value in model.items() if key not in HEAD_KEYS})
+        base,
+        export_extra=lambda model: export_extra({key: value for key, value in model.items() if key not in HEAD_KEYS}),
     )
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from mt_core.nn.dropout import Dropout
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
@@ -34,6 +34,12 @@ from mt_models.heads.config import (
 from mt_models.llama.model import LlamaModel
 
 
+class FeatureDropout(Dropout):
+    """Of [B, H], which all ranks that share a sequence have whole."""
+
+    divides_positions = False
+
+
 class TextVector(Model):
     """A base model that gives one feature vector per text: [B, S] -> [B, H], dropout included."""
 
@@ -41,15 +47,17 @@ class TextVector(Model):
     config: Any
     ctx: ParallelContext
 
+    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+        super().__init__(config, environment)  # of the base model, next in line
+        given = config.classifier_dropout
+        rate = config.hidden_dropout if given is None else given
+        self.classifier_dropout = FeatureDropout(rate, environment.parallel)
+
     def text_vector(self, tokens: Tensor, tokentype_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor:
         raise NotImplementedError
 
     def new_head(self, outputs: int) -> ReplicatedLinear:
         raise NotImplementedError
-
-    def drop(self, x: Tensor) -> Tensor:
-        given = self.config.classifier_dropout
-        return F.dropout(x, self.config.hidden_dropout if given is None else given, self.training)
 
 
 class BertText(TextVector, BertEncoder):
@@ -58,12 +66,12 @@ class BertText(TextVector, BertEncoder):
     inputs = TextVector.inputs
 
     def __init__(self, config: Any, environment: ModelEnvironment) -> None:
-        BertEncoder.__init__(self, config, environment)
+        super().__init__(config, environment)
         self.pooler = Pooler(config, self.ctx)
 
     def text_vector(self, tokens: Tensor, tokentype_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor:
         x = self.hidden_states(tokens, tokentype_ids, padding_mask)
-        return self.drop(self.pooler(first_position(x, self.ctx)))
+        return self.classifier_dropout(self.pooler(first_position(x, self.ctx)))
 
     def new_head(self, outputs: int) -> ReplicatedLinear:
         return ReplicatedLinear(self.config.hidden_size, outputs, self.ctx, init=normal(self.config.init_method_std))
@@ -82,7 +90,7 @@ class DecoderText(TextVector, CausalDecoder):
     decode_stage: None = None  # type: ignore[assignment]  # it generates nothing
 
     def __init__(self, config: Any, environment: ModelEnvironment) -> None:
-        super().__init__(config, environment)  # type: ignore[call-arg]  # of the family's decoder, next in line
+        super().__init__(config, environment)
         self.ctx = environment.parallel
         # An untied LM head was built by the decoder's constructor; no name of it may be in the state dict.
         self.output_layer = None
@@ -94,14 +102,14 @@ class DecoderText(TextVector, CausalDecoder):
     def text_vector(self, tokens: Tensor, tokentype_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor:
         # Whole texts of one length: the last position is the last token of each.
         if padding_mask is None:
-            return self.drop(self._states(tokens)[:, -1])
+            return self.classifier_dropout(self._states(tokens)[:, -1])
         counted = padding_mask.cumsum(1)
         # Positions count tokens: padding on the left has position 0, as the first token. As segment ids the mask is 1
         # for tokens and 0 for padding, which thus see only their own kind.
         x = self._states(tokens, (counted - 1).clamp(min=0), padding_mask)
         # argmax gives the first position at which all tokens have been counted: that of the last token.
         last = counted.argmax(1)
-        return self.drop(x[torch.arange(len(last), device=x.device), last])
+        return self.classifier_dropout(x[torch.arange(len(last), device=x.device), last])
 
     def _states(self, tokens: Tensor, position_ids: Tensor | None = None, segment_ids: Tensor | None = None) -> Tensor:
         return CausalDecoder.run_stage(self, whole(self.config.num_layers), None, tokens, position_ids, segment_ids)

@@ -74,7 +74,7 @@ def _kinds(config: HybridConfig) -> str:
 # -- configuration ---------------------------------------------------------------------------------
 
 
-def _further(external: Mapping[str, Any]) -> dict[str, Any]:
+def further(external: Mapping[str, Any]) -> dict[str, Any]:
     attention = external.get("attn_layer_indices") or []
     layers = range(external.get("num_hidden_layers", 32))
     if set(attention) - set(layers):
@@ -133,7 +133,7 @@ def _rotary_base(external: Mapping[str, Any]) -> float:
     return float(base)
 
 
-def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = HybridConfig.model_validate(model)
     for key, value in (
         ("position_embedding_type", "rope"),
@@ -186,11 +186,11 @@ BAMBA = ConfigMap(
         "layers_block_type": "follows from attn_layer_indices",
         "layer_types": "follows from attn_layer_indices",
     },
-    further=_further,
+    further=further,
     further_keys=(
         POSITIONS,
         "attn_layer_indices", "num_hidden_layers", "mamba_n_heads", "mamba_d_head", "mamba_expand", "time_step_limit",
         "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor",
     ),
-    export_extra=_further_back,
+    export_extra=export_extra,
 )  # fmt: skip

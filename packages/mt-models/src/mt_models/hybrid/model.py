@@ -10,6 +10,7 @@ from mt_models.blocks.mamba_mixer import MambaMixer
 from mt_models.blocks.mixed_decoder import MixedDecoder
 from mt_models.blocks.residual_layer import AttentionLayer, FeedForwardLayer, MambaLayer
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
+from mt_models.blocks.rotary_scaling import FixedRotary
 from mt_models.hybrid import pattern
 from mt_models.hybrid.config import HybridConfig
 
@@ -21,16 +22,12 @@ class HybridModel(MixedDecoder):
 
     def __init__(self, config: HybridConfig, environment: ModelEnvironment) -> None:
         super().__init__(config, environment, lambda number: hybrid_layer(config, environment, number))
-        self.frequencies: Tensor | None = None
+        self.rotary: FixedRotary | None = None
         if config.position_embedding_type == "rope":
-            self.frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base)
+            self.rotary = FixedRotary(inverse_frequencies(config.rotary_dim, config.rotary_base))
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles | None:
-        if self.frequencies is None:
-            return None
-        # Moved to the device once: the host would wait for a copy in each forward pass.
-        self.frequencies = self.frequencies.to(position_ids.device)
-        return RotaryAngles(position_ids, self.frequencies)
+        return None if self.rotary is None else self.rotary.angles(position_ids)
 
 
 def hybrid_layer(config: HybridConfig, environment: ModelEnvironment, number: int) -> nn.Module:

@@ -76,7 +76,7 @@ def export_windows(config: QwenConfig) -> dict[str, Any]:
 
 
 def _map_of(kind: str, *own: Field, fixed: tuple[Fixed, ...] = (), further: dict[str, Any]) -> ConfigMap:
-    def back(model: Mapping[str, Any]) -> dict[str, Any]:
+    def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         config = QwenConfig.model_validate(model)
         return {**export_shape(config), **export_rope(config), **export_windows(config)}
 
@@ -87,7 +87,7 @@ def _map_of(kind: str, *own: Field, fixed: tuple[Fixed, ...] = (), further: dict
         ignored=IGNORED,
         further=lambda external: {**further, **import_rope(external), **import_windows(external)},
         further_keys=(*ROPE_KEYS, *WINDOW_KEYS),
-        export_extra=back,
+        export_extra=export_extra,
     )
 
 

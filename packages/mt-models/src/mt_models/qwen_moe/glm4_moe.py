@@ -56,7 +56,7 @@ def is_glm4_moe(moe: Mapping[str, Any] | None) -> bool:
     return options.get("moe_router_score_function") == "sigmoid" and shared
 
 
-def import_value(external: Mapping[str, Any]) -> dict[str, Any]:
+def further(external: Mapping[str, Any]) -> dict[str, Any]:
     given = external.get("rope_parameters") or {}
     # The class's default is 0.5: a file without the field is refused too.
     rotated = given.get("partial_rotary_factor", external.get("partial_rotary_factor", 0.5))
@@ -88,7 +88,7 @@ def import_moe(external: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def export_value(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenMoeConfig.model_validate(model)
     moe = MoEOptions(config)
     scores = group_scores(moe, 2)
@@ -122,7 +122,7 @@ GLM4_MOE = ConfigMap(
     ),
     fixed=(SILU, Fixed("moe_layer_freq", (1,)), *NOT_A_CHOICE),
     ignored={**IGNORED, **MOE_IGNORED},
-    further=import_value,
+    further=further,
     further_keys=(*ROPE_KEYS, *KEYS),
-    export_extra=export_value,
+    export_extra=export_extra,
 )

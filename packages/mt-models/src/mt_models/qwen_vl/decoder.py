@@ -23,5 +23,5 @@ class QwenVLDecoder(QwenModel):
         assert isinstance(self.rotary, FixedRotary)
         # mrope_section: pairs of channels turned by time, height and width. The configuration excludes
         # dynamic scaling, whose frequencies change with the length.
-        parts = self.rotary.frequencies.split(self.config.mrope_section)
+        parts = self.rotary.frequencies_on(position_ids.device).split(self.config.mrope_section)
         return AxialAngles(position_ids, parts, self.rotary.scale)

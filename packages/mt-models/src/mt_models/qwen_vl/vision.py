@@ -21,6 +21,7 @@ from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
+from mt_models.blocks.rotary_scaling import FixedRotary
 from mt_models.blocks.transformer import TransformerLayer
 from mt_models.qwen_vl.config import QwenVisionConfig, QwenVLConfig
 from mt_models.qwen_vl.patch_groups import Grid, PatchGroups, image_groups, patch_positions, window_groups
@@ -106,7 +107,7 @@ class QwenVisionTower(nn.Module):
         self.conv1 = FramePatchEmbedding(config, environment.parallel)
         self.decoder = PatchLayers(config, environment)
         # One half of the pairs of channels turns with the row of a patch, the other with its column.
-        self.frequencies = inverse_frequencies(config.head_dim // 2, ROTARY_BASE)
+        self.rotary = FixedRotary(inverse_frequencies(config.head_dim // 2, ROTARY_BASE))
 
     def forward(self, images: Tensor, grids: Sequence[Grid]) -> Tensor:
         merged, side = self.config.merged_patches, self.config.spatial_merge_size
@@ -114,7 +115,8 @@ class QwenVisionTower(nn.Module):
         # gather in each layer replaces the two permutations around them.
         windows = window_groups(grids, self.config.window_side, merged, images.device)
         whole = image_groups(grids, merged, images.device)
-        angles = AxialAngles(patch_positions(grids, side).to(images.device), (self.frequencies, self.frequencies))
+        frequencies = self.rotary.frequencies_on(images.device)
+        angles = AxialAngles(patch_positions(grids, side).to(images.device), (frequencies, frequencies))
         return self.decoder(self.conv1(images), windows, whole, angles).view(len(images), merged, -1)
 
 

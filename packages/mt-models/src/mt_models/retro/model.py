@@ -25,6 +25,7 @@ from mt_core.nn.norm import build_norm
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.freeze import freeze
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
+from mt_models.blocks.rotary_scaling import FixedRotary
 from mt_models.blocks.tables import like_token_embeddings
 from mt_models.gpt.model import GPTEmbedding, gpt_layer
 from mt_models.retro.attention import BatchNeighbors, Neighbors, TextChunks
@@ -108,9 +109,9 @@ class RetroModel(Model):
                 init=normal(config.init_method_std),
                 divisible_by=config.make_vocab_size_divisible_by,
             )
-        self.frequencies: Tensor | None = None
+        self.rotary: FixedRotary | None = None
         if config.position_embedding_type == "rope":
-            self.frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base)
+            self.rotary = FixedRotary(inverse_frequencies(config.rotary_dim, config.rotary_base))
         if config.retro_freeze_gpt:
             freeze_gpt(self)
 
@@ -233,7 +234,7 @@ class RetroModel(Model):
         return from_attending_chunks(rows, sequences, length)[..., None]
 
     def _angles(self, position_ids: Tensor) -> RotaryAngles | None:
-        return None if self.frequencies is None else RotaryAngles(position_ids, self.frequencies)
+        return None if self.rotary is None else self.rotary.angles(position_ids)
 
     def _logits(self, x: Tensor) -> Tensor:
         if self.output_layer is not None:

@@ -126,7 +126,7 @@ def require_blenderbot(config: T5Config) -> None:
         require_value(config, key, values, KIND)
 
 
-def _further(external: Mapping[str, Any]) -> dict[str, Any]:
+def further(external: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for key, ours in BOTH_STACKS:
         encoder, decoder = external[f"encoder_{key}"], external[f"decoder_{key}"]
@@ -148,7 +148,7 @@ def _further(external: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = T5Config.model_validate(model)
     stacks = {"layers": config.num_layers, "attention_heads": config.num_attention_heads, "ffn_dim": config.ffn_size}
     return {
@@ -159,7 +159,7 @@ def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def import__activation(name: str) -> str:
+def import_activation(name: str) -> str:
     return ACTIVATIONS[require_known("activation_function", name, ACTIVATIONS)]
 
 
@@ -175,7 +175,7 @@ BLENDERBOT = ConfigMap(
         Field(
             "activation_function",
             "activation",
-            import__activation,
+            import_activation,
             {ours: theirs for theirs, ours in ACTIVATIONS.items()}.get,
             default="gelu",
         ),
@@ -198,7 +198,7 @@ BLENDERBOT = ConfigMap(
         **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "hidden_size"), "repeats another field"),
         "classifier_dropout": OF_HEADS,
     },
-    further=_further,
+    further=further,
     further_keys=tuple(f"{stack}_{key}" for stack in ("encoder", "decoder") for key, _ in BOTH_STACKS),
-    export_extra=_further_back,
+    export_extra=export_extra,
 )

@@ -94,7 +94,7 @@ def export_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def clip_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def clip_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     if not model.get("num_classes") and not model["add_pooler"]:
         raise ConfigError(
             "model.add_pooler=false cannot be written as a Hugging Face clip_vision_model, which always has a pooled "
@@ -117,7 +117,7 @@ CLIP = ConfigMap(
         **import_sizes(external, patch=32),
     },
     further_keys=SIZES,
-    export_extra=clip_back,
+    export_extra=clip_export_extra,
 )
 SIGLIP = ConfigMap(
     architecture="siglip_vision_model",
@@ -168,7 +168,7 @@ def joint_map(kind: str, tower: ConfigMap, class_name: str, joint_name: str) -> 
             "num_classes": len(labels) if labels else int(external.get("num_labels") or 2),
         }
 
-    def back(model: Mapping[str, Any]) -> dict[str, Any]:
+    def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         names = [f"LABEL_{i}" for i in range(model["num_classes"])]
         return {
             "architectures": [class_name],
@@ -191,7 +191,7 @@ def joint_map(kind: str, tower: ConfigMap, class_name: str, joint_name: str) -> 
         },
         further=further,
         further_keys=("vision_config", *own),
-        export_extra=back,
+        export_extra=export_extra,
     )
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mt_core.errors import ConfigError
-from mt_core.nn.attention import AttentionCore, AttentionPattern, eager_attention, expand_groups
+from mt_core.nn.attention import AttentionCore, AttentionPattern, eager_attention, expand_groups, with_sinks
+from mt_core.nn.attention_backends.automatic import AUTO
 from mt_core.nn.context_parallel.ulysses import ulysses_attention
 from mt_core.nn.dropout import DropoutStreams
 from mt_core.nn.environment import ModelEnvironment
@@ -54,7 +55,7 @@ class PlannedEnvironment(ModelEnvironment):
         super().attention("eager", **request)
         if self.parallel.cp.size > 1:
             core = self._over_ranks()
-        elif backend == "eager":
+        elif backend == "eager" or (backend == AUTO and self._has_no_fused_kernel(**request)):
             core = self._written_out(request.get("logit_softcap"))
         else:
             core = fused_attention(self.counting.ledger, on_gpu=self._on_gpu)
@@ -64,13 +65,23 @@ class PlannedEnvironment(ModelEnvironment):
     def _on_gpu(self) -> bool:
         return self.config.train.device != "cpu"
 
+    def _has_no_fused_kernel(
+        self, *, dropout: float = 0.0, logit_softcap: float | None = None, sinks: bool = False, **others: Any
+    ) -> bool:
+        """Soft caps and sinks are left to flex, without packages that a plan cannot see, and to eager where it does not
+        serve."""
+        served = self._on_gpu and dropout == 0.0 and not self.config.train.deterministic
+        return (logit_softcap is not None or sinks) and not served
+
     def _written_out(self, logit_softcap: float | None) -> AttentionCore:
         in_fp32 = self.config.precision.attention_softmax_in_fp32
         core = eager_attention(softmax_in_fp32=in_fp32, logit_softcap=logit_softcap)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, *sinks: Tensor
+        ) -> Tensor:
             with self.counting.entered():
-                return core(q, k, v, pattern, dropout)
+                return core(q, k, v, pattern, dropout, *sinks)
 
         return attend
 
@@ -124,7 +135,7 @@ def fused_attention(ledger: Ledger, *, on_gpu: bool) -> AttentionCore:
     """Flash attention on one rank. Key-value groups are repeated for their query heads where the kernel does not take
     them: with a mask, in fp32, on a CPU (mt_core.nn.attention.serves_groups)."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, *sinks: Tensor) -> Tensor:
         mask = None
         if not pattern.over(k.shape[1]).is_plain:
             mask = pattern.additive_mask(q.shape[1], k.shape[1], q.dtype, q.device)
@@ -132,7 +143,7 @@ def fused_attention(ledger: Ledger, *, on_gpu: bool) -> AttentionCore:
             # The copies are saved for backward, too.
             k, v = expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2])
         ledger.flops += attention_flops(q, k, v, pattern.causal)
-        return _Kept.apply(q, mask, _nothing, v.shape[-1], k, v)
+        return _with_sinks(_Kept.apply(q, mask, _nothing, v.shape[-1], k, v), *sinks)
 
     return attend
 
@@ -151,7 +162,7 @@ def communicated_keys(method: str, axis: Axis, ledger: Ledger) -> AttentionCore:
     of received rows are sent back in fp32. all_gather: all rows to all ranks, and one reduce-scatter of gradients.
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, *sinks: Tensor) -> Tensor:
         kv = torch.cat([k.permute(1, 0, 2, 3), v.permute(1, 0, 2, 3)], -1)  # [2c, B, G, D + E]
         size = kv.numel() * kv.element_size()
         # See visible_rows: this rank shows all rows to the `rank` ranks before it and half of them to those behind it,
@@ -174,9 +185,15 @@ def communicated_keys(method: str, axis: Axis, ledger: Ledger) -> AttentionCore:
         noted(backward=False)
         # A rank's queries see half of the whole sequence on average, wherever its chunks are (zig-zag).
         ledger.flops += attention_flops(q, k, v, pattern.causal) * axis.size
-        return _Kept.apply(q, None, lambda: noted(backward=True), v.shape[-1], kv)
+        return _with_sinks(_Kept.apply(q, None, lambda: noted(backward=True), v.shape[-1], kv), *sinks)
 
     return attend
+
+
+def _with_sinks(out: Tensor, *sinks: Tensor) -> Tensor:
+    """out [B, S, N, D] with a fake log-sum-exp [B, N, S], to which sinks [N] add a term"""
+    lse = out.new_empty((len(out), out.shape[2], out.shape[1]), dtype=torch.float32)
+    return with_sinks(out, lse, *sinks) if sinks else out
 
 
 def _nothing() -> None: ...

@@ -83,6 +83,8 @@ def supports_flash_2(request: AttentionRequest) -> bool | str:
         return "flash-attn is not installed"
     if request.bias and not request.causal:
         return "its ALiBi is for causal attention"
+    if request.logit_softcap is not None and request.dropout > 0:
+        return "it has no dropout beside a soft cap on the scores"
     return supports_shape(request, head_dim=256)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from mt_core.checkpoint_lookup import BestRecord, read_best
-from mt_core.errors import ConfigError, did_you_mean
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.data import any_over
 from mt_core.train.checkpoint.run_directory import RunDirectory
@@ -40,14 +39,3 @@ class BestCheckpoint:
         self.record = BestRecord(checkpoint=name, iteration=iteration, metric=self.metric, value=value)
         if self._ctx.is_writer:
             self._directory.set_best(self.record)
-
-
-def require_known_metric(metric: str, names: Sequence[str]) -> None:
-    """Raise ConfigError for a checkpoint.best_metric that evaluations do not have."""
-    if metric not in names:
-        known = (
-            f"evaluations have {', '.join(names)}"
-            if names
-            else "there is no validation set; name one, or set it to null"
-        )
-        raise ConfigError(f'checkpoint.best_metric="{metric}": {known}{did_you_mean(metric, names)}')
