@@ -73,7 +73,7 @@ def load_weights(
     load = partial_load(reader, shapes_of_all_stages(layouts, run.ctx), config.checkpoint, starts_from)
     run.load_model(reader, {name: layout for name, layout in layouts.items() if name not in load.initialized})
     # The checkpoint of another model has no master weights of this one.
-    run.weights.copy_from_model()
+    run.copy_from_model()
     return load
 
 

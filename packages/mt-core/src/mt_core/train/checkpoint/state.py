@@ -127,7 +127,12 @@ class Checkpointed:
             require_fit(reader, trained, f"{OPTIMIZER}{MAIN}.")
             for name, parameter in parameters.items():
                 self._set_main(parameter, self._read_state(reader, MAIN, name, layouts[name], parameter))
-        # No copy_from_model() here: the fp32 weights have been read, and their lower bits would be lost.
+            # No copy_from_model() here: the fp32 weights have been read, and their lower bits would be lost.
+            if isinstance(self.optimizer, CompletesWeights):
+                # It rounds ties of bf16 away from zero, and another optimizer, which may have saved the model's weights,
+                # to even: ranks that hold each other's shards have to have the same bits.
+                self.weights.copy_to_model()
+                self.weights.finish_gather()
         self._restore_optimizer(reader, layouts, parameters, trained)
         self.scaler.load_state(dict(reader.metadata["loss_scaler"]))
         self._restore_progress(reader)
@@ -138,8 +143,15 @@ class Checkpointed:
         self.weights.finish_gather()
         require_fit(reader, shapes_of_all_stages(layouts, self.ctx), MODEL)
         self.load_model(reader, layouts)
-        self.weights.copy_from_model()
+        self.copy_from_model()
         self._restore_progress(reader)
+
+    def copy_from_model(self) -> None:
+        """Called when the model's weights were set directly: the fp32 weights become theirs."""
+        self.weights.copy_from_model()
+        for state in self.optimizer.state.values():
+            if REMAINDER in state:
+                state[REMAINDER].zero_()
 
     def _restore_progress(self, reader: CheckpointReader) -> None:
         random_streams.restore_rng(reader, self.ctx)
