@@ -118,9 +118,9 @@ class StepRecord:
 class Engine:
     """The components of a training run, each built once from the configuration, and its training step.
 
-    config: resolved, with model.vocab_size, train.loss and optimizer.main_weights. stages: None without pipeline parallelism. copies: tied
-    weights of several stages. malloc: what was made of train.keep_freed_memory. Construction is collective over all
-    ranks.
+    config: resolved, with model.vocab_size, train.loss and optimizer.main_weights. stages: None without pipeline
+    parallelism. copies: tied weights of several stages. malloc: what was made of train.keep_freed_memory. Construction
+    is collective over all ranks.
     """
 
     config: Config

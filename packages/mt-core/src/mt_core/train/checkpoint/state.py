@@ -129,8 +129,8 @@ class Checkpointed:
                 self._set_main(parameter, self._read_state(reader, MAIN, name, layouts[name], parameter))
             # No copy_from_model() here: the fp32 weights have been read, and their lower bits would be lost.
             if isinstance(self.optimizer, CompletesWeights):
-                # It rounds ties of bf16 away from zero, and another optimizer, which may have saved the model's weights,
-                # to even: ranks that hold each other's shards have to have the same bits.
+                # It rounds ties of bf16 away from zero; another optimizer, which may have saved the model's weights,
+                # to even. Ranks that hold each other's shards have to have the same bits.
                 self.weights.copy_to_model()
                 self.weights.finish_gather()
         self._restore_optimizer(reader, layouts, parameters, trained)

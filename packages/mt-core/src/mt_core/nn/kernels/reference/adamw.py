@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-
 NAN_HIGH = 0x7FC0
 """The bits of NaN in bf16."""
 
