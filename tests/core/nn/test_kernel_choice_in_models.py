@@ -253,6 +253,14 @@ def test_a_run_with_remainders_goes_on_with_copies(tiny, tmp_path) -> None:
     assert first.losses + second.losses == pytest.approx(whole.losses, rel=2e-3)
 
 
+def test_weights_that_are_set_have_no_remainders_of_those_before(tiny, tmp_path) -> None:
+    trainer = Trainer(tiny(*BF16, "optimizer.main_weights=remainders"), run_dir=tmp_path)
+    trainer.train()
+    trainer.engine.load_state(tmp_path, with_optimizer=False)
+    for name, weight in trainer.engine.weights.named_parameters():
+        assert torch.equal(trainer.engine.optimizer.main(weight), weight.float()), name
+
+
 def test_a_family_that_makes_more_of_its_logits_refuses_by_itself(tiny, monkeypatch) -> None:
     monkeypatch.setattr(GPTModel, "logits", lambda self, x: 0.5 * CausalDecoder.logits(self, x))
     with pytest.raises(ConfigError, match="GPTModel makes more of its logits than a product"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from mt_core.config.schema import Config
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.optim.checks import remainders_objection
 
-AUTO, COPIES, REMAINDERS = "auto", "copies", "remainders"
+AUTO: Final = "auto"
+COPIES: Final = "copies"
+REMAINDERS: Final = "remainders"
 
 
 def updates_in_one_kernel(kernels: Kernels) -> bool:
