@@ -63,6 +63,10 @@ def lists(
     )
 
 
+def moved(tensors: AdamWTensors, device: str) -> AdamWTensors:
+    return AdamWTensors(**{kind: [x.to(device) for x in held] for kind, held in vars(tensors).items()})
+
+
 def main_weights(tensors: AdamWTensors) -> list[Tensor]:
     if not tensors.remainders:
         return list(tensors.weights)
@@ -151,7 +155,7 @@ def test_a_scale_that_is_not_finite_changes_nothing(name: str) -> None:
     run_interpreted(check_skipped, name)
 
 
-def check_forms(rank: int, world: int, name: str) -> None:
+def check_forms(rank: int, world: int, name: str, device: str = "cpu") -> None:
     """From weights half way between two bf16 numbers. The first step leaves them there; then each weight moves. Aligned
     and odd sizes take different paths."""
     for shapes, gradient, moment in (
@@ -159,19 +163,20 @@ def check_forms(rank: int, world: int, name: str) -> None:
         (((16, 8), (24,)), torch.float32, torch.float32),
         (((16, 8), (24,)), torch.bfloat16, torch.bfloat16),
     ):
-        copies = lists(torch.float32, moment, gradient, shapes, copies=True)
-        halves = lists(torch.bfloat16, moment, gradient, shapes)
+        copies = moved(lists(torch.float32, moment, gradient, shapes, copies=True), device)
+        halves = moved(lists(torch.bfloat16, moment, gradient, shapes), device)
+        engine, scale = implementation("adamw", name)(), torch.tensor(0.5, device=device)
         for i, weight in enumerate(copies.weights):
-            weight.copy_(join_halves(weight.bfloat16(), torch.full(weight.shape, -0x8000, dtype=torch.int16)))
+            weight.copy_(join_halves(weight.bfloat16(), torch.full_like(weight, -0x8000, dtype=torch.int16)))
             halves.weights[i], halves.remainders[i] = split_halves(weight)
         for lr in (0.0, 1e-2, 1e-2, 1e-2):
             for tensors in (copies, halves):
-                implementation("adamw", name)().step(tensors, replace(OPTIONS, lr=lr), torch.tensor(0.5))
+                engine.step(tensors, replace(OPTIONS, lr=lr), scale)
             require_equal(copies.weights, main_weights(halves))
             require_equal(copies.copies, halves.weights)
         nan_of_a_gpu = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
         copies.weights[0].fill_(nan_of_a_gpu)
-        implementation("adamw", name)().step(copies, OPTIONS, torch.tensor(0.5))
+        engine.step(copies, OPTIONS, scale)
         assert copies.copies[0].isnan().all()
 
 
