@@ -80,8 +80,7 @@ case "$part" in
     [ ${#compiled[@]} = 0 ] || bench kernels-compile 140 kernels --only rms_norm --only layer_norm --only activation --only rotary
     ;;
 3)
-    bench train-1.2b-remainders 70 train --preset 1.2b --set optimizer.main_weights=remainders \
-        --set precision.accumulate_allreduce_grads_in_fp32=false
+    bench train-1.2b-copies 70 train --preset 1.2b --set optimizer.main_weights=copies
     bench train-1.2b-compile 120 train --preset 1.2b "${compiled[@]}"
     bench train-1.2b-fp8 120 train --preset 1.2b --precision fp8 "${compiled[@]}"
     bench train-1.2b-fp8-eager 70 train --preset 1.2b --precision fp8

@@ -65,6 +65,7 @@ def config(data_parallel: int, micro_batches: int, *more: str) -> LoadedConfig:
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "fp32": (),
     "bf16": ("precision.dtype=bf16",),
+    "remainders": ("precision.dtype=bf16", "optimizer.main_weights=remainders"),
     "fp16": (
         "precision.dtype=fp16",
         "precision.accumulate_allreduce_grads_in_fp32=false",
@@ -98,7 +99,7 @@ def held(trainer: Trainer) -> int:
 def bytes_held(rank: int, world: int, more: tuple[str, ...]) -> dict[str, int]:
     found = {}
     for name, precision in FORMATS.items():
-        if FSDP in more and name == "fp16":
+        if FSDP in more and name in ("remainders", "fp16"):
             continue
         trainer = Trainer(config(world, 1, *precision, *more))
         trainer.train()
@@ -108,10 +109,12 @@ def bytes_held(rank: int, world: int, more: tuple[str, ...]) -> dict[str, int]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_distributed_optimizer_holds_megatrons_bytes(ranks: int) -> None:
-    """fp32 4 (weight) + 4 (gradient) + 8/d (moments); bf16 2 + 4 + (4 main + 8)/d; fp16 2 + 2 + (4 + 4 + 8)/d."""
+    """fp32 4 (weight) + 4 (gradient) + 8/d (moments); bf16 2 + 4 + (4 main + 8)/d, with remainders 2 + 4 + (2 + 8)/d;
+    fp16 2 + 2 + (4 + 4 + 8)/d."""
     expected = {
         "fp32": PARAMETERS * 8 + PARAMETERS * 8 // ranks,
         "bf16": PARAMETERS * 6 + PARAMETERS * 12 // ranks,
+        "remainders": PARAMETERS * 6 + PARAMETERS * 10 // ranks,
         "fp16": PARAMETERS * 4 + PARAMETERS * 16 // ranks,
     }
     for found in run_ranks(ranks, bytes_held, (ZERO, SMALL_BUCKETS)):
@@ -119,9 +122,9 @@ def test_the_distributed_optimizer_holds_megatrons_bytes(ranks: int) -> None:
 
 
 def test_without_it_every_rank_holds_all_of_the_state() -> None:
-    expected = {"fp32": PARAMETERS * 16, "bf16": PARAMETERS * 18, "fp16": PARAMETERS * 20}
+    expected = {"fp32": 16, "bf16": 18, "remainders": 16, "fp16": 20}
     for found in run_ranks(2, bytes_held, (SMALL_BUCKETS,)):
-        assert found == expected
+        assert found == {name: PARAMETERS * size for name, size in expected.items()}
 
 
 def test_fsdp_divides_weights_and_gradients_too() -> None:

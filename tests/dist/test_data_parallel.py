@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.errors import ConfigError
 from mt_core.parallel import data as data_parallel
 from mt_core.parallel.context import Axis
 from mt_core.parallel.data import buckets, sum_gradients
+from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 
@@ -96,6 +99,53 @@ def test_with_16_bit_weights_too() -> None:
     assert [loss for loss, _ in first["steps"]] == pytest.approx(
         [loss for loss, _ in curve_of_one_process()["steps"]], rel=0.01
     )
+
+
+FORMS = ("copies", "remainders")
+ONE_KERNEL = ("precision.dtype=bf16", "optimizer.exp_avg_dtype=bf16")
+"""With moments in bf16 the fused kernel's reference updates either form on a CPU."""
+STATES = {
+    "replicated": (),
+    "sharded": ("parallel.use_distributed_optimizer=true", "parallel.ddp_bucket_size=10000"),
+}
+
+
+def in_form(form: str, *more: str) -> tuple[str, ...]:
+    return *ONE_KERNEL, f"optimizer.main_weights={form}", *more
+
+
+def in_all_forms(rank: int, world: int, folder: str) -> dict[tuple[str, str], dict]:
+    cases = product(STATES, FORMS)
+    stopped = "train.exit_iteration=2"
+    return {
+        (state, form): curve(rank, world, in_form(form, stopped, *STATES[state]), f"{folder}/{state}-{form}")
+        for state, form in cases
+    }
+
+
+def test_remainders_train_as_copies_do_and_either_goes_on_with_the_other(tmp_path: Path) -> None:
+    """Bit for bit, over replicated and over sharded state; their checkpoints are the same, and go on on one rank."""
+    for found in run_ranks(2, in_all_forms, str(tmp_path)):
+        for state in STATES:
+            require_same_bits(found[state, "copies"], found[state, "remainders"])
+    for state in STATES:
+        copies, remainders = (
+            open_checkpoint(find_checkpoint(tmp_path / f"{state}-{form}"), load_plugins()) for form in FORMS
+        )
+        tensors = [name for name in copies.shapes() if not name.startswith("rng.")]
+        assert tensors == [name for name in remainders.shapes() if not name.startswith("rng.")]
+        assert all(torch.equal(copies.read(name), remainders.read(name)) for name in tensors)
+    copies, remainders = (
+        curve(0, 1, in_form(form, *STATES["sharded"]), str(tmp_path / f"sharded-{other}"))
+        for form, other in (("copies", "remainders"), ("remainders", "copies"))
+    )
+    require_same_bits(copies, remainders)
+    assert [len(mine["steps"]) for mine in (copies, remainders)] == [3, 3]
+
+
+def require_same_bits(some: dict, others: dict) -> None:
+    assert some["steps"] == others["steps"]
+    assert all(torch.equal(weight, others["weights"][name]) for name, weight in some["weights"].items())
 
 
 def broken(rank: int, world: int, mutation: str) -> dict:

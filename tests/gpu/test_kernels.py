@@ -11,7 +11,7 @@ import torch
 from tests.core.nn.kernels import test_row_kernels as formulas
 from tests.core.nn.kernels.comparison import assert_agrees
 from tests.core.nn.kernels.interpreter import fused, implementation
-from tests.core.nn.kernels.test_adamw import lists, main_weights
+from tests.core.nn.kernels.test_adamw import check_forms, lists, main_weights, moved
 from tests.core.nn.kernels.test_losses import losses_of
 from torch import Tensor
 
@@ -169,10 +169,7 @@ def test_linear_cross_entropy_holds_a_chunk_of_logits_and_no_more() -> None:
 @pytest.mark.parametrize("shapes", [((4096, 64), (256,)), ((7, 5), (3000,), (0,), (1,))])
 def test_adamw(halves: bool, moment: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -> None:
     weight = torch.bfloat16 if halves else torch.float32
-    one, other = (lists(weight, moment, torch.bfloat16, shapes) for _ in range(2))
-    for tensors in (one, other):
-        for kind, held in vars(tensors).items():
-            setattr(tensors, kind, [x.cuda() for x in held])
+    one, other = (moved(lists(weight, moment, torch.bfloat16, shapes), "cuda") for _ in range(2))
     options, scale = AdamWOptions(1e-2, 0.9, 0.95, 1e-8, 0.1), torch.full((), 0.5, device="cuda")
     engine = implementation("adamw", "triton")()
     for step in range(3):
@@ -187,6 +184,10 @@ def test_adamw(halves: bool, moment: torch.dtype, shapes: tuple[tuple[int, ...],
     tolerance = 2e-6 if moment == torch.float32 else 1e-3
     for a, b in zip(main_weights(one), main_weights(other), strict=True):
         assert torch.allclose(a, b, rtol=tolerance, atol=tolerance / 10)
+
+
+def test_copies_and_remainders_train_the_same_bits() -> None:
+    check_forms(0, 1, "triton", "cuda")
 
 
 def test_no_kernel_waits_for_the_device() -> None:

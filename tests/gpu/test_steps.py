@@ -60,7 +60,8 @@ def losses(*more: str) -> list[float]:
     [
         [],
         ["train.compile=blocks"],
-        ["precision.accumulate_allreduce_grads_in_fp32=false", "optimizer.main_weights=remainders"],
+        ["optimizer.main_weights=copies"],
+        ["precision.accumulate_allreduce_grads_in_fp32=false"],
         ["parallel.use_distributed_optimizer=true"],
         ["model.position_embedding_type=alibi"],
         EXPERTS,
@@ -68,13 +69,20 @@ def losses(*more: str) -> list[float]:
         ["precision.fp8_format=hybrid", "precision.fp8_min_features=1"],
         ["precision.fp8_format=hybrid", "precision.fp8_recipe=delayed", "precision.fp8_min_features=1"],
     ],
-    ids=["bf16", "compiled", "remainders", "buckets", "alibi", "experts", "triton experts", "fp8", "fp8 delayed"],
+    ids=[
+        *("bf16", "compiled", "copies", "gradients in bf16", "buckets", "alibi", "experts", "triton experts"),
+        *("fp8", "fp8 delayed"),
+    ],
 )
 @pytest.mark.parametrize("graphs", [GRAPHS, STEP_GRAPH], ids=["blocks", "step"])
 def test_graphs_train_as_layers_do(more: list[str], graphs: list[str]) -> None:
     if "precision.fp8_format=hybrid" in more and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs a Hopper GPU")
     assert losses(*more, *graphs) == pytest.approx(losses(*more), rel=2e-3)
+
+
+def test_remainders_are_kept_by_default() -> None:
+    assert Trainer(config()).config.optimizer.main_weights == "remainders"
 
 
 @contextmanager

@@ -67,8 +67,10 @@ def test_sizes_are_those_of_transformers_models(mt, tmp_path: Path, name: str) -
         bits = BITS[row["dtype"]]
         assert row["total_bytes"] == -(-total * bits // 8)
         assert row["largest_layer_bytes"] == -(-largest * bits // 8)
-        # 4 + 4 + 8 bytes of a parameter in fp32; 2, an fp32 gradient, an fp32 copy and moments in 16 bits.
-        assert row["training_bytes"] == {32: 16 * total, 16: 18 * total}.get(bits)
+        # 4 + 4 + 8 bytes of a parameter in fp32; 2, an fp32 gradient, the other 16 bits and moments in bf16; of fp16
+        # an fp32 copy.
+        bytes_of_one = {"float32": 16, "bfloat16": 16, "float16": 18}.get(row["dtype"])
+        assert row["training_bytes"] == (bytes_of_one and bytes_of_one * total)
 
 
 def test_a_rank_of_a_layout_is_that_of_mt_plan(mt, tmp_path: Path) -> None:
@@ -81,7 +83,8 @@ def test_a_rank_of_a_layout_is_that_of_mt_plan(mt, tmp_path: Path) -> None:
     assert plan == {key: value for key, value in json.loads(theirs.out).items() if key in plan}
     assert len(plan["ranks"]) == 2
     weights = plan["ranks"][0]["bytes"]
-    assert weights["main_weights"] == 2 * weights["weights"] == 4 * plan["ranks"][0]["parameters"]
+    assert weights["main_weights"] == 0
+    assert weights["gradients"] == 2 * weights["weights"] == 4 * plan["ranks"][0]["parameters"]
 
 
 def test_the_table_is_the_one_that_accelerate_prints(mt, tmp_path: Path) -> None:

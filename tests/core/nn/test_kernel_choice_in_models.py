@@ -243,7 +243,10 @@ def test_a_resumed_run_with_remainders_is_the_same_run(precision, moments, tiny,
     ("overrides", "words"),
     [
         ([], r"completes bf16 weights, but precision.dtype=fp32"),
-        ([*BF16, "parallel.use_distributed_optimizer=true"], r"parallel.use_distributed_optimizer=true divides"),
+        (
+            [*BF16, "parallel.use_torch_fsdp2=true"],
+            r"use_torch_fsdp2=true shards fp32 .*main_weights=auto",
+        ),
     ],
 )
 def test_remainders_where_they_cannot_be(overrides, words, tiny) -> None:
@@ -253,12 +256,19 @@ def test_remainders_where_they_cannot_be(overrides, words, tiny) -> None:
 
 def test_a_run_with_remainders_goes_on_with_copies(tiny, tmp_path) -> None:
     """The checkpoint holds fp32 weights: what goes on is fp32 training, not training from rounded weights."""
-    changed = "checkpoint.accept_changes=['optimizer.main_weights']"
     whole = run(tiny(*BF16, "optimizer.main_weights=remainders"))
     first = run(tiny(*BF16, "optimizer.main_weights=remainders", "train.exit_iteration=3"), run_dir=tmp_path)
-    second = run(tiny(*BF16, changed), run_dir=tmp_path)
+    second = run(tiny(*BF16), run_dir=tmp_path)
     assert len(second.losses) == 3
     assert first.losses + second.losses == pytest.approx(whole.losses, rel=2e-3)
+
+
+def test_weights_that_are_set_have_no_remainders_of_those_before(tiny, tmp_path) -> None:
+    trainer = Trainer(tiny(*BF16, "optimizer.main_weights=remainders"), run_dir=tmp_path)
+    trainer.train()
+    trainer.engine.load_state(tmp_path, with_optimizer=False)
+    for name, weight in trainer.engine.weights.named_parameters():
+        assert torch.equal(trainer.engine.optimizer.main(weight), weight.float()), name
 
 
 def test_a_family_that_makes_more_of_its_logits_refuses_by_itself(tiny, monkeypatch) -> None:

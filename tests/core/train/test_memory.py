@@ -61,6 +61,7 @@ def test_the_run_starts_where_it_is_asked_to(host: PluginHost, monkeypatch) -> N
     [
         (),
         ("precision.dtype=bf16",),
+        ("precision.dtype=bf16", "optimizer.main_weights=remainders"),
         ("precision.dtype=bf16", "precision.accumulate_allreduce_grads_in_fp32=false"),
         ("optimizer.optimizer=lion",),
     ],
@@ -79,7 +80,8 @@ def test_the_estimate_is_what_buckets_and_the_optimizer_hold(host: PluginHost, s
     weights = build_weights(chosen, model, ctx, TiedWeights(), host)
     assert isinstance(weights, ParamAndGradBuffer)
     own = sum(main.numel() for _, main in weights.named_parameters())
-    copies = 0 if dtype == torch.float32 else 4 * own
+    beside = 2 if "optimizer.main_weights=remainders" in settings else 4
+    copies = 0 if dtype == torch.float32 else beside * own
     moments = 4 * own if "optimizer.optimizer=lion" in settings else 8 * own
     assert needed.weights == pytest.approx(sum(b.weights.nbytes for b in weights.buckets), rel=0.02)
     assert needed.gradients == pytest.approx(sum(b.gradients.nbytes for b in weights.buckets), rel=0.02)

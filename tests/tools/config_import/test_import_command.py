@@ -137,6 +137,35 @@ def test_scopes_of_cuda_graphs(host: PluginHost) -> None:
         assert import_words([*TINY, "--cuda-graph-impl", given], host).sections["train"]["cuda_graphs"] == scope
 
 
+SEVERAL_RANKS = "--tensor-model-parallel-size 2 --use-distributed-optimizer"
+TRANSLATED = {
+    f"{SEVERAL_RANKS} --high-priority-stream-groups dp_cp tp pp ep_dp": {
+        "parallel.nccl_communicators": {
+            "shard": {"is_high_priority_stream": True},
+            "tp": {"is_high_priority_stream": True},
+        }
+    },
+    "--pipeline-model-parallel-size 1 --high-priority-stream-groups pp": {},
+    "--use-nccl-ub": {"parallel.nccl_ub": True},
+    "--distributed-timeout-minutes 90": {
+        **{f"timeouts.{phase}": 5400.0 for phase in ("init", "data", "load", "step", "evaluate", "save")}
+    },
+    "--distributed-timeout-minutes 2": {"timeouts.init": 120.0, "timeouts.step": 120.0},
+    "--distributed-timeout-minutes 10": {},
+    f"{SEVERAL_RANKS} --bf16 --use-precision-aware-optimizer": {"optimizer.main_weights": "remainders"},
+    "--use-megatron-fsdp --bf16 --use-precision-aware-optimizer": {},
+}
+
+
+@pytest.mark.parametrize("words", TRANSLATED)
+def test_options_of_communication_and_of_the_optimizer(words: str, host: PluginHost) -> None:
+    """An option that says what is so without it decides no key."""
+    result = import_words([*TINY, *words.split()], host, MegatronOptions(world_size=4))
+    last = [one for one in result.accounts if not one.words.startswith("--use-distributed")][-1]
+    assert last.status == ("translated" if TRANSLATED[words] else last.status)
+    assert dict(last.keys if last.status == "translated" else {}) == TRANSLATED[words]
+
+
 STARTS = {
     "--no-load-optim": ({"load": "old"}, ["--no-load-optim without --finetune: Megatron goes on at the iteration of"]),
     "--finetune --no-load-optim": ({"load": "old"}, []),
@@ -165,6 +194,11 @@ REFUSED = {
     "--use-precision-aware-optimizer --exp-avg-dtype bf16": "moments of two dtypes",
     "--cp-comm-type p2p a2a": "another way to exchange keys in each layer",
     "--num-experts 2 --moe-router-load-balancing-type quantile_balancing": "quantile balancing",
+    "--nccl-communicator-config-path nccl.yaml": "write those of each group as parallel.nccl_communicators.<axis>",
+    "--high-priority-stream-groups tp embd": "communicators of embd; parallel.nccl_communicators has axes for tp, cp",
+    "--use-sharp": "NCCL_COLLNET_ENABLE=1",
+    "--distributed-timeout-seconds-after-init 60": "timeouts.step is that of every step",
+    "--num-experts 2 --moe-expert-rank-capacity-factor 1.5": "static_shape=true and expert_rank_capacity_factor",
     "--hybrid-attention-ratio 0.1": "layers chosen by a ratio",
     "--use-checkpoint-args": "mt import CHECKPOINT translates them",
 }

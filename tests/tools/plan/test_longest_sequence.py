@@ -34,14 +34,19 @@ def test_the_decoder_of_a_model_of_images_gets_the_positions(capsys) -> None:
     assert json.loads(capsys.readouterr().out)["longest_sequence"] >= 1024
 
 
-def test_remainders_hold_ten_bytes_a_parameter(capsys) -> None:
-    """bf16 weights, gradients and two moments, and 16 more bits of each weight."""
-    settings = "optimizer.main_weights=remainders", "optimizer.exp_avg_dtype=bf16"
-    settings += ("precision.accumulate_allreduce_grads_in_fp32=false",)
+IN_BF16 = ("optimizer.exp_avg_dtype=bf16", "precision.accumulate_allreduce_grads_in_fp32=false")
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_of_one"),
+    [(IN_BF16, 10), ((), 16), (("optimizer.main_weights=copies",), 18), (("train.device=cpu",), 18)],
+)
+def test_bytes_that_are_held_of_a_parameter(settings, bytes_of_one, capsys) -> None:
+    """On a GPU by default bf16 weights, gradients and two moments, and 16 more bits of each weight."""
     (rank,) = planned(capsys, *(word for setting in settings for word in ("--set", setting)))["ranks"]
     sizes = rank["bytes"]
     held = sum(sizes[key] for key in ("weights", "gradients", "main_weights", "optimizer_state"))
-    assert held == pytest.approx(10 * rank["parameters"], rel=0.01)
+    assert held == pytest.approx(bytes_of_one * rank["parameters"], rel=0.01)
 
 
 def test_a_model_that_fits_at_no_length_is_an_error(capsys) -> None:

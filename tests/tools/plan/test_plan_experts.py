@@ -42,10 +42,10 @@ def test_mixtral_has_the_published_parameters_and_each_rank_its_experts() -> Non
     (row,) = plan.ranks
     own = plan.parameters.total - experts + experts // 8
     assert row.weights.parameters == own
-    # bf16: weights and fp32 gradients of what a rank has; of master weights and moments, 1/64 of what all ranks have
-    # and 1/8 of the experts that 8 ranks have.
+    # bf16: weights and fp32 gradients of what a rank has; of remainders and moments, 1/64 of what all ranks have and
+    # 1/8 of the experts that 8 ranks have.
     dense = plan.parameters.total - experts
-    sharded = 12 * (dense / 64 + experts / 8 / 8)
+    sharded = 10 * (dense / 64 + experts / 8 / 8)
     assert row.weights.total == pytest.approx(6 * own + sharded, rel=1e-4)
 
 

@@ -21,8 +21,9 @@ def scale_all_(tensors: list[Tensor], factor: float | Tensor) -> None:
 
 
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each tensor, in as few kernels as the device allows."""
-    return list(torch._foreach_norm(tensors))
+    """The 2-norm of each tensor, in as few kernels as the device allows; in fp32 for tensors of 16 bits."""
+    dtype = torch.float32 if any(tensor.dtype.itemsize < 4 for tensor in tensors) else None
+    return list(torch._foreach_norm(tensors, dtype=dtype))
 
 
 def zero_all_(tensors: list[Tensor]) -> None:

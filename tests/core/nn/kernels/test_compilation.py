@@ -198,6 +198,24 @@ def test_every_kernel_compiles_and_moves_wide_words(tmp_path: Path, monkeypatch:
         assert bytes_of_stack(assembly["cubin"], tmp_path) == 0, case
 
 
+def test_copies_and_remainders_are_updated_by_the_same_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of fp32 numbers, in the same order: the two forms of master weights train the same bits."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    half, single = triton.language.bfloat16, triton.language.float32
+    common = {"GRADIENT": single, "MOMENT": single, "ALIGNED": True, "BLOCK": 2048}
+    copies, halves = (
+        re.findall(r"\b(?:add|sub|mul|fma|div|sqrt|neg)\.[\w.]*f32\b", compile_for_hopper(*case)["ptx"])
+        for case in (
+            ("adamw", "_adamw_update", ADAMW, {**common, "COPY": half, "HALVES": False}, 8),
+            ("adamw", "_adamw_update", ADAMW, {**common, "COPY": None, "HALVES": True}, 8),
+        )
+    )
+    assert copies
+    assert copies == halves
+
+
 def bytes_of_stack(cubin: bytes, folder: Path) -> int:
     """Of a thread: where values are put for which there are no registers."""
     file = folder / "kernel.cubin"

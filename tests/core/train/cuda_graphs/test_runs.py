@@ -54,6 +54,10 @@ SETTINGS = {
     "bf16, gradients in bf16": ["precision.dtype=bf16", "precision.accumulate_allreduce_grads_in_fp32=false"],
     "buckets": ["precision.dtype=bf16", "parallel.use_distributed_optimizer=true"],
     "remainders": ["precision.dtype=bf16", "optimizer.main_weights=remainders"],
+    "remainders, gradients in bf16": [
+        *("precision.dtype=bf16", "optimizer.main_weights=remainders"),
+        "precision.accumulate_allreduce_grads_in_fp32=false",
+    ],
     "deferred metrics": ["optimizer.exp_avg_dtype=bf16", "train.deferred_metrics=always"],
     "alibi, a mask of the pattern": ["model.position_embedding_type=alibi"],
     "evaluated": ["train.eval_interval=2"],

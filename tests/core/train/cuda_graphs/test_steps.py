@@ -38,6 +38,7 @@ SAME_AS_BLOCKS = (
     "bf16 with fp32 copies",
     "buckets",
     "remainders",
+    "remainders, gradients in bf16",
     "fp8 by a history",
     "evaluated",
     "padded experts",

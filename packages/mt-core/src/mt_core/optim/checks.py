@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mt_core.config.checks import world_size
 from mt_core.config.schema import Config, OptimizerConfig
 from mt_core.errors import ConfigError
 from mt_core.optim.configs import MuonConfig
@@ -20,28 +19,21 @@ def check_optimizer(config: OptimizerConfig) -> None:
 
 def check_main_weights(config: Config) -> None:
     """Raise ConfigError where bf16 weights with 16-bit remainders cannot replace fp32 master weights."""
-    if getattr(config.optimizer, "main_weights", "copies") == "copies":
-        return
-    key = "optimizer.main_weights=remainders"
-    precision, parallel = config.precision, config.parallel
-    if precision.dtype != "bf16":
-        raise ConfigError(
-            f"{key} completes bf16 weights, but precision.dtype={precision.dtype}; set precision.dtype=bf16, or "
-            "optimizer.main_weights=copies"
+    if getattr(config.optimizer, "main_weights", None) == "remainders" and (why := remainders_objection(config)):
+        raise ConfigError(f"optimizer.main_weights=remainders {why}, or optimizer.main_weights=auto")
+
+
+def remainders_objection(config: Config) -> str | None:
+    """Why bf16 weights with 16-bit remainders are not possible, and what to set instead; None: they are."""
+    dtype = config.precision.dtype
+    if dtype != "bf16":
+        return f"completes bf16 weights, but precision.dtype={dtype}; set precision.dtype=bf16"
+    if config.parallel.use_torch_fsdp2:
+        return (
+            "completes weights that are stored in bf16, and parallel.use_torch_fsdp2=true shards fp32 weights, which "
+            "it casts when it gathers them; set parallel.use_distributed_optimizer=true in place of it"
         )
-    for name in ("use_distributed_optimizer", "use_torch_fsdp2"):
-        if getattr(parallel, name):
-            raise ConfigError(f"{key} keeps no fp32 weights, which parallel.{name}=true divides; set one of the two")
-    model_ranks = (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    )
-    # Context-parallel ranks have the same weights too.
-    replicas = world_size() // model_ranks * parallel.context_parallel_size
-    if replicas > 1:
-        raise ConfigError(
-            f"{key} is for weights that one process has alone, but {replicas} processes have the same; use "
-            "optimizer.main_weights=copies with parallel.use_distributed_optimizer=true"
-        )
+    return None
 
 
 def _check_decoupled_lr(config: OptimizerConfig) -> None:

@@ -31,8 +31,9 @@ class AdamConfig(OptimizerConfig):
     """Decay of the second moment."""
     adam_eps: NonNegativeFloat = 1e-8
     """Added to the root of the second moment."""
-    main_weights: Literal["copies", "remainders"] = "copies"
-    """What 16-bit training keeps beside bf16 weights: fp32 copies, or only the 16 bits that bf16 leaves out."""
+    main_weights: Literal["auto", "copies", "remainders"] = "auto"
+    """What 16-bit training keeps beside bf16 weights: fp32 copies, or only the 16 bits that bf16 leaves out. auto:
+    remainders where a GPU's fused kernel trains the same bits with them, else copies."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format of both moments; bf16 is rounded stochastically."""
 

@@ -58,10 +58,11 @@ class GradFinalizer:
     def norm(self, named: Named) -> Tensor:
         """[] on the device: the 2-norm of the whole model's gradient; the same value on every rank.
 
-        fp64, or in one process the dtype of the gradients. Does not synchronize with the device.
+        fp64, or in one process the dtype of the gradients, fp32 for 16 bits. Does not synchronize with the device.
         """
         if self.ctx.world.size == 1:
-            return torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None])
+            found = norms([p.grad for _, p in named if p.grad is not None])
+            return torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros((), device=self.ctx.device)
         squares = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         own = [p.grad for name, p in named if p.grad is not None and self.counts(name)]
         if own:

@@ -6,6 +6,7 @@ Bytes per parameter, with the optimizer state sharded over d ranks (including Ad
 | --- | --- | --- |
 | fp32 | 16 | 8 + 8/d |
 | bf16, gradients in fp32 | 18 | 6 + 12/d |
+| the same with remainders | 16 | 6 + 10/d |
 | fp16, gradients in fp16 | 20 | 4 + 16/d |
 """
 
@@ -46,14 +47,16 @@ class BufferOptions:
     reduce_in_bf16: bool = False
     user_buffers: bool = False
     """Memory is NCCL's, registered with the communicator of the shard axis."""
+    keeps_remainders: bool = False
+    """The optimizer updates the bf16 weights themselves, and keeps the other 16 bits of its shard (`FusedAdamW`)."""
 
 
 class ParamAndGradBuffer(UnshardedWeights):
     """A `MasterWeights` over buckets. Collective: all ranks with the same model part construct and call it alike.
 
     The named parameters are the shards that this rank updates: whole tensors, or 1-D ranges of elements when the
-    state is sharded; in fp32, views of the model's own memory. alone: names that get a bucket each, so that ranks
-    which hold different other parameters (pipeline stages with tied weights) shard them alike.
+    state is sharded; in fp32 and with remainders, views of the model's own memory. alone: names that get a bucket each,
+    so that ranks which hold different other parameters (pipeline stages with tied weights) shard them alike.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class ParamAndGradBuffer(UnshardedWeights):
         self.buckets = list(build_buckets(model, layouts, ctx, options, alone))
         self._shard_of: dict[str, ParamShard] = {}
         for bucket in self.buckets:
-            for shard in shard_params(bucket):
+            for shard in shard_params(bucket, options):
                 self._shard_of[shard.slot.name] = shard
         # Names whose 16-bit copy the optimizer writes itself (take_copy).
         self._taken: set[str] = set()
@@ -221,7 +224,8 @@ class ParamAndGradBuffer(UnshardedWeights):
 class ParamShard:
     """The elements first ... last - 1 of a parameter, which this rank updates.
 
-    main: the fp32 master weight; its gradient is a view of the bucket's unless the dtypes differ.
+    main: the fp32 master weight, or the bf16 weight that a remainder completes. Its gradient is a view of the bucket's
+    if both are fp32 or the model's own memory is updated.
     """
 
     bucket: Bucket
@@ -260,7 +264,7 @@ class ParamShard:
         # to() is the identity for fp32; with gradients accumulated in 16 bits it makes the fp32 ones that the optimizer
         # needs.
         gradient = self.bucket.gradients[self.slot.start + self.first : self.slot.start + self.last]
-        self.main.grad = gradient.to(self.main.dtype).view_as(self.main)
+        self.main.grad = gradient.to(self.main.grad_dtype).view_as(self.main)
 
     @property
     def model_weights(self) -> Tensor | None:
@@ -281,20 +285,23 @@ class ParamShard:
 
     @property
     def _shares_memory(self) -> bool:
-        return self.bucket.weights.dtype == torch.float32
+        return self.bucket.weights.dtype == self.main.dtype
 
 
-def shard_params(bucket: Bucket) -> Iterator[ParamShard]:
-    """fp32 weights are updated in place; for others one flat fp32 copy of this rank's part is made."""
-    own = bucket.own
-    is_fp32 = bucket.weights.dtype == torch.float32
-    flat = bucket.part(bucket.weights) if is_fp32 else bucket.part(bucket.weights).float()
+def shard_params(bucket: Bucket, options: BufferOptions) -> Iterator[ParamShard]:
+    """Weights in fp32 or with remainders are updated in place; for others one flat fp32 copy of this rank's part is
+    made."""
+    own, flat = bucket.own, bucket.part(bucket.weights)
+    if not options.keeps_remainders:
+        flat = flat.float()
     for slot, first, last in bucket.owned_ranges():
         # Offset in this rank's part, which starts at own.start of the bucket.
         begin = slot.start + first - own.start
         run = flat[begin : begin + last - first] if last > first else flat[:0]
         shaped = run if bucket.sharded else run.view_as(slot.parameter)
-        yield ParamShard(bucket, slot, first, last, nn.Parameter(shaped))
+        main = nn.Parameter(shaped)
+        main.grad_dtype = bucket.gradients.dtype if options.keeps_remainders else torch.float32
+        yield ParamShard(bucket, slot, first, last, main)
 
 
 def build_buckets(

@@ -48,6 +48,7 @@ from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.plugins import PluginHost
 from mt_core.specs import Tokenizer
+from mt_core.train.main_weights_choice import REMAINDERS
 from mt_core.train.memory import build_within_memory
 
 ModelProvider = Callable[[Any, ModelEnvironment], nn.Module]
@@ -224,7 +225,7 @@ def shards_state(config: Config) -> bool:
 
 def keeps_remainders(config: Config) -> bool:
     """Whether the optimizer keeps the low 16 bits of each fp32 weight beside the bf16 weight, instead of a copy."""
-    return getattr(config.optimizer, "main_weights", "copies") == "remainders"
+    return getattr(config.optimizer, "main_weights", None) == REMAINDERS
 
 
 def _shares_weights(parallel: ParallelConfig, host: PluginHost) -> bool:
@@ -242,11 +243,11 @@ def build_weights(
     if parallel.use_torch_fsdp2:
         return FullyShardedWeights(model, ctx, _shard_options(config, host))
     # Experts may have replicas where the dense weights have none, and the reverse.
-    alone = max(ctx.dp_cp.size, ctx.axis("edp").size) == 1
-    if keeps_remainders(config):
+    in_buckets = max(ctx.dp_cp.size, ctx.axis("edp").size) > 1 or parallel.use_distributed_optimizer
+    if keeps_remainders(config) and not in_buckets:
         return Fp32RemainderWeights(model) if in_fp32 else RemainderWeights(model)
     # Accumulation in 16 bits is implemented by the buffer only.
-    if alone and in_fp32 and not parallel.use_distributed_optimizer:
+    if in_fp32 and not in_buckets:
         return build_master_weights(model)
     options = BufferOptions(
         sharded=parallel.use_distributed_optimizer,
@@ -257,6 +258,7 @@ def build_weights(
         accumulate_in_fp32=in_fp32,
         reduce_in_bf16=precision.grad_reduce_in_bf16,
         user_buffers=parallel.nccl_ub,
+        keeps_remainders=keeps_remainders(config),
     )
     return ParamAndGradBuffer(model, ctx, options, copies.axes)
 

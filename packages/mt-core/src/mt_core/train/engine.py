@@ -79,6 +79,7 @@ from mt_core.train.hugging_face_source import (
 )
 from mt_core.train.kept_logits import KeptLogits
 from mt_core.train.loss_choice import require_options, with_logits_loss, with_resolved_loss
+from mt_core.train.main_weights_choice import updates_in_one_kernel, with_resolved_main_weights
 from mt_core.train.malloc import keep_freed_memory
 from mt_core.train.optimizer_step import (
     OptimizerStep,
@@ -117,9 +118,9 @@ class StepRecord:
 class Engine:
     """The components of a training run, each built once from the configuration, and its training step.
 
-    config: resolved, with model.vocab_size and train.loss. stages: None without pipeline parallelism. copies: tied
-    weights of several stages. malloc: what was made of train.keep_freed_memory. Construction is collective over all
-    ranks.
+    config: resolved, with model.vocab_size, train.loss and optimizer.main_weights. stages: None without pipeline
+    parallelism. copies: tied weights of several stages. malloc: what was made of train.keep_freed_memory. Construction
+    is collective over all ranks.
     """
 
     config: Config
@@ -180,6 +181,7 @@ class Engine:
         stages = build_stages(config, ctx, host)
         own_stages = stages.own if stages is not None else None
         kernels = configured_kernels(config, ctx)
+        config = with_resolved_main_weights(config, in_one_kernel=updates_in_one_kernel(kernels))
         flops_per_sample = build.count_flops(config, host) if model is None else None
         if model is None:
             model = build.build_initialized_model(config, ctx, host, own_stages, kernels, model_provider)

@@ -20,6 +20,7 @@ from mt_core.optim.master_weights import trained_parameters
 from mt_core.optim.state_bytes import probe_state
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
+from mt_core.train.main_weights_choice import REMAINDERS
 
 GIB = 2.0**30
 FP32 = 4
@@ -110,11 +111,8 @@ def needed_bytes(model: nn.Module, config: Config, ctx: ParallelContext, host: P
 
 
 def completed_bytes(config: Config, itemsize: int) -> int:
-    """Bytes of the fp32 copies of 16-bit weights, or of their low 16 bits."""
-    if itemsize == FP32:
-        return 0
-    # remainders: the 2 bytes that bf16 leaves out of 4; copies: 4 bytes beside the weight.
-    return FP32 - itemsize if getattr(config.optimizer, "main_weights", "copies") == "remainders" else FP32
+    """Bytes of the fp32 copies of 16-bit weights. Their low 16 bits are a part of the optimizer's state."""
+    return 0 if itemsize == FP32 or getattr(config.optimizer, "main_weights", None) == REMAINDERS else FP32
 
 
 def free_bytes(device: torch.device, environ: Mapping[str, str] = os.environ) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from mt_core.config.schema import Config
 from mt_core.data.epochs import iterations_per_epoch
 from mt_core.nn.fp8.use import fp8_report
 from mt_core.nn.layout import ParameterLayout
@@ -61,7 +62,15 @@ def _model(run: Run) -> str:
     )
     what = f"{run.config.model.family}: {count:,} parameters{frozen} in {run.config.precision.dtype}"
     backend = getattr(run.config.model, "attention_backend", "of the model")
-    return f"{what} on {run.engine.device}{threads}{ranks}, attention {backend}, loss {run.config.train.loss}"
+    loss = f"loss {run.config.train.loss}"
+    return f"{what} on {run.engine.device}{threads}{ranks}, attention {backend}, {loss}{_main_weights(run.config)}"
+
+
+def _main_weights(config: Config) -> str:
+    """What is kept beside bf16 weights, where the optimizer has a choice. FSDP2 shards fp32 weights."""
+    form = getattr(config.optimizer, "main_weights", None)
+    in_bf16 = config.precision.dtype == "bf16" and not config.parallel.use_torch_fsdp2
+    return f", main weights {form}" if form is not None and in_bf16 else ""
 
 
 def _number_of_elements(run: Run, layouts: Mapping[str, ParameterLayout]) -> int:

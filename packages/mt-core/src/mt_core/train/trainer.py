@@ -128,7 +128,7 @@ class Trainer:
 
     @property
     def config(self) -> Config:
-        """With model.vocab_size and train.loss resolved."""
+        """With model.vocab_size, train.loss and optimizer.main_weights resolved."""
         return self.engine.config
 
     @property

@@ -12,6 +12,14 @@ from mt_tools.megatron_arguments.table import Version
 
 OPTIMIZERS: Mapping[str, str] = {"adam": "adam", "sgd": "sgd", "lion": "lion", "muon": "muon", "dist_muon": "muon"}
 """Megatron's name -> ours."""
+COMMUNICATORS: Mapping[str, str] = {
+    **{name: name for name in ("tp", "cp", "dp", "pp", "ep")},
+    **dict.fromkeys(("dp_cp", "intra_dp_cp"), "shard"),
+    **dict.fromkeys(("ep_dp", "intra_ep_dp"), "expert_shard"),
+    "inter_ep_dp": "expert_replicate",
+    "mp": "model",
+}
+"""Megatron's name of a group -> our axis with its messages."""
 RECOMPUTED = ("core_attn", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
 FP8_RECIPES = ("tensorwise", "delayed", "blockwise")
 MOMENTS = ("fp32", "bf16")
@@ -104,6 +112,12 @@ def _random_streams(value: bool, given: Mapping[str, Any], host: PluginHost) -> 
         yield "random streams that start anew when a run is resumed with its optimizer"
 
 
+def _stream_groups(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if unknown := [group for group in value if group not in COMMUNICATORS]:
+        known = ", ".join(COMMUNICATORS)
+        yield f"communicators of {', '.join(unknown)}; parallel.nccl_communicators has axes for {known}"
+
+
 def _ratio(value: float, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if not given.get("hybrid_override_pattern"):
         yield "layers chosen by a ratio; give the pattern that Megatron prints as --hybrid-override-pattern"
@@ -122,5 +136,6 @@ _CHECKS: Mapping[str, Check] = {
     "exp_avg_sq_dtype": _moments,
     "moe_router_load_balancing_type": _balancing,
     "cp_comm_type": _cp_comm,
+    "high_priority_stream_groups": _stream_groups,
     "moe_flex_dispatcher_backend": _flex_backend,
 }

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mt_core.config.schema import TimeoutsConfig
 from mt_tools.megatron_arguments.entry_scripts import EntryScript
-from mt_tools.megatron_arguments.refusals import OPTIMIZERS
-from mt_tools.megatron_arguments.table import Version, arguments
+from mt_tools.megatron_arguments.refusals import COMMUNICATORS, OPTIMIZERS
+from mt_tools.megatron_arguments.table import Version, arguments, by_dest
 
 Values = Mapping[str, Any]
 Keys = dict[str, Any]
 """Dotted key -> value; None is null."""
 BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+SIZES: Mapping[str, str] = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "expert_shard": "num_experts",
+    "expert_replicate": "num_experts",
+}
+"""Axis -> what is above 1 where it has messages."""
 COUNTED_VOCABULARY = ("NullTokenizer", "TikTokenizer")
 """Tokenizers whose vocabulary size is an argument."""
 
@@ -20,7 +30,8 @@ COUNTED_VOCABULARY = ("NullTokenizer", "TikTokenizer")
 def run_keys(values: Values, entry: EntryScript, version: Version) -> Keys:
     """Dotted key -> value, those that do not count included."""
     found = copied_keys(values)
-    for rule in (_parallel, _optimizer, _schedule, _precision, _recompute, _checkpoint, _train, _trackers):
+    rules = (_parallel, _communicators, _timeouts, _optimizer, _schedule, _precision, _recompute, _checkpoint)
+    for rule in (*rules, _train, _trackers):
         found |= rule(values)
     # Later rules win over values that are copied.
     return {**found, **_data(values, entry), **_tokenizer(values, version)}
@@ -65,10 +76,31 @@ def _sharding(values: Values) -> Keys:
     }
 
 
+def _communicators(values: Values) -> Keys:
+    """Megatron ignores options of groups of one rank."""
+    axes = dict.fromkeys(COMMUNICATORS[group] for group in values["high_priority_stream_groups"] or ())
+    several = [axis for axis in axes if axis not in SIZES or (values.get(SIZES[axis]) or 1) > 1]
+    return {"parallel.nccl_communicators": {axis: {"is_high_priority_stream": True} for axis in several}}
+
+
+def _timeouts(values: Values) -> Keys:
+    """Megatron's limit is that of one operation. A phase in which ranks compute as well is never given less than its
+    default."""
+    minutes = values["distributed_timeout_minutes"]
+    if minutes == by_dest()["distributed_timeout_minutes"].default_of("main"):
+        return {}
+    fields, seconds = TimeoutsConfig.model_fields, 60.0 * minutes
+    waiting = ("init", "step")
+    return {f"timeouts.{name}": seconds if name in waiting else max(seconds, fields[name].default) for name in fields}
+
+
 def _optimizer(values: Values) -> Keys:
     found: Keys = {"optimizer.optimizer": OPTIMIZERS[values["optimizer"]]}
-    if values["use_precision_aware_optimizer"]:
-        found["optimizer.exp_avg_dtype"] = values["exp_avg_dtype"]
+    if not values["use_precision_aware_optimizer"]:
+        return found
+    found["optimizer.exp_avg_dtype"] = values["exp_avg_dtype"]
+    if values["bf16"] and not _sharding(values).get("parallel.use_torch_fsdp2"):
+        found["optimizer.main_weights"] = "remainders"  # Megatron's store_param_remainders, which is no argument
     return found
 
 

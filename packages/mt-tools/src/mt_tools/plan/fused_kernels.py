@@ -45,7 +45,7 @@ class ConfiguredKernels(Kernels):
         self, kernel: KernelName, *features: Feature, width: int = 0, plain: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
         # By what the planned device would take, not by what is installed here.
-        if kernel in FAKES and self._is_fused(kernel, width):
+        if kernel in FAKES and self.is_fused(kernel, width):
             return FAKES[kernel]
         in_torch = Kernels({kernel: TORCH}, self.device_type, self.dtype)  # plain torch, which saves more
         return in_torch.pick(kernel, *features, width=width, plain=plain)
@@ -60,9 +60,10 @@ class ConfiguredKernels(Kernels):
         if (kernel, joined) == ("fp8_cast", "activation"):
             found = self.pick(kernel)
         kernels = (kernel,) if joined is None else (kernel, joined)
-        return found if all(self._is_fused(each, width) for each in kernels) else None
+        return found if all(self.is_fused(each, width) for each in kernels) else None
 
-    def _is_fused(self, kernel: KernelName, width: int) -> bool:
+    def is_fused(self, kernel: KernelName, width: int = 0) -> bool:
+        """Whether the planned device runs it as one kernel."""
         wanted = self.wanted.get(kernel, AUTO)
         # As `auto` chooses: Triton on a GPU, but for rows that are too wide.
         return wanted != TORCH if wanted != AUTO else self.on_gpu and width <= WIDEST_ROW

@@ -27,10 +27,12 @@ from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.plugins import PluginHost
 from mt_core.train.build import DTYPES, axis_sizes, with_vocab_size
+from mt_core.train.main_weights_choice import with_resolved_main_weights
 from mt_core.train.pipelining import model_stages
 from mt_tools.plan.activations import StageCost
 from mt_tools.plan.contexts import all_axis_sizes, fake_axis, fake_context
 from mt_tools.plan.fakes import PlannedKernels
+from mt_tools.plan.fused_kernels import ConfiguredKernels
 from mt_tools.plan.ledger import Flow, Ledger
 from mt_tools.plan.machines import GIB, Machine
 from mt_tools.plan.parameters import ParameterCount, count_parameters
@@ -151,6 +153,8 @@ class Planner:
     def __post_init__(self) -> None:
         if self.config.model.vocab_size is None:
             self.config = with_vocab_size(self.config, build_tokenizer(self.config, self.host))
+        kernels = ConfiguredKernels(self.config, ParallelContext(torch.device("meta")))
+        self.config = with_resolved_main_weights(self.config, in_one_kernel=kernels.is_fused("adamw"))
 
     @cached_property
     def whole_model(self) -> nn.Module:
@@ -199,8 +203,9 @@ class Planner:
     def plan(self, config: Config, world: int) -> LayoutPlan:
         """The planner's configuration with any [parallel], [recompute] and [train]."""
         with as_world(world):
-            # The model of this planner has its vocabulary size resolved.
-            return self._plan(config.model_copy(update={"model": self.config.model}), world)
+            # The model of this planner has its vocabulary size resolved, the optimizer its form of master weights.
+            same = {"model": self.config.model, "optimizer": self.config.optimizer}
+            return self._plan(config.model_copy(update=same), world)
 
     def _plan(self, config: Config, world: int) -> LayoutPlan:
         # Stages of each pipeline rank -> the cost of a micro-batch in each stage -> the schedule's order and time ->

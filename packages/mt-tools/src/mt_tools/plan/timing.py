@@ -24,7 +24,8 @@ from mt_tools.plan.machines import Machine
 from mt_tools.plan.weights import WeightCost
 
 UPDATE_BYTES = 28
-"""Bytes per element of Adam: master weight and two moments read and written, gradient read, weight written."""
+"""Bytes per element of Adam: fp32 weight, in one piece or two halves, and two moments read and written, gradient
+read."""
 
 
 @dataclass(frozen=True)

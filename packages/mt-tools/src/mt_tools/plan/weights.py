@@ -141,7 +141,7 @@ def _exchange(
     if not isinstance(weights, ParamAndGradBuffer):
         for parameter in named.values():
             # Without buckets gradients are those of autograd, which has not run.
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
     weights.reduce()
     GradFinalizer(layouts, ctx, copies, sharded=shards_state(config)).finalize_model_grads(named.items())
     weights.copy_to_model()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,7 @@ class Kernels:
 
         plain: what a caller has in plain torch, to be used in place of the reference where torch is chosen.
         """
-        choice = self._choose(kernel, features, width)
+        choice = self.choice_of(kernel, *features, width=width)
         # By its line for the log: layers of one kind are one entry.
         self._choices[str(choice)] = choice
         if plain is not None and choice.implementation.name == "torch":
@@ -113,13 +113,14 @@ class Kernels:
 
         joined: the kernel that this form takes the place of as well. The two have to be of one implementation.
         """
-        chosen = self._choose(kernel, features, width).implementation
+        chosen = self.choice_of(kernel, *features, width=width).implementation
         # Not recorded as a pick: a fused form stands beside the plain one, which the caller picks too.
-        if joined is not None and self._choose(joined, (), width).implementation.name != chosen.name:
+        if joined is not None and self.choice_of(joined, width=width).implementation.name != chosen.name:
             return None
         return None if chosen.fused is None else chosen.fused.load()
 
-    def _choose(self, kernel: KernelName, features: Iterable[Feature], width: int) -> Choice:
+    def choice_of(self, kernel: KernelName, *features: Feature, width: int = 0) -> Choice:
+        """What `pick` would give, which is not listed among the choices."""
         request = KernelRequest(
             device_type=self.device_type, dtype=self.dtype, width=width, features=frozenset(features)
         )

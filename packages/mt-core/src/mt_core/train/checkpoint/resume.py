@@ -48,6 +48,7 @@ FREE_KEYS = frozenset(
 )
 """Keys that do not affect the trained weights."""
 BACKEND = "attention_backend"
+MAIN_WEIGHTS = "optimizer.main_weights"
 FREE_SECTIONS = frozenset({"checkpoint", "logging", "inference", "eval", "timeouts"})
 
 
@@ -95,8 +96,8 @@ def _defaults(section: Section) -> set[str]:
 def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str, host: PluginHost) -> list[Change]:
     """Returns the accepted differences. Raises CheckpointError for any that checkpoint.accept_changes does not name.
 
-    Implementations of the same loss or attention, which differ in rounding, count as different with
-    train.deterministic only.
+    Implementations of the same loss or attention, which differ in rounding, and forms of the master weights count as
+    different with train.deterministic only.
     """
     found = differences(metadata["config"], config)
     if not config.train.deterministic:
@@ -109,11 +110,12 @@ def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str, h
 
 
 def _is_other_rounding(change: Change, host: PluginHost) -> bool:
-    """Whether the two are implementations of the same loss, or differ in the implementation of attention."""
+    """Whether the two are implementations of the same loss, or differ in the implementation of attention, or in the
+    form of the fp32 master weights, which a checkpoint holds in fp32."""
     if change.key.startswith("model."):
         return change.key == f"model.{BACKEND}" or _without_backend(change.then) == _without_backend(change.now)
     if change.key != "train.loss":
-        return False
+        return change.key == MAIN_WEIGHTS
     base = {spec.name: spec.equivalent_to or spec.name for spec in host.losses}
     return base.get(change.then, change.then) == base.get(change.now, change.now)
 

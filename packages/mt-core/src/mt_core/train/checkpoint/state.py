@@ -127,7 +127,12 @@ class Checkpointed:
             require_fit(reader, trained, f"{OPTIMIZER}{MAIN}.")
             for name, parameter in parameters.items():
                 self._set_main(parameter, self._read_state(reader, MAIN, name, layouts[name], parameter))
-        # No copy_from_model() here: the fp32 weights have been read, and their lower bits would be lost.
+            # No copy_from_model() here: the fp32 weights have been read, and their lower bits would be lost.
+            if isinstance(self.optimizer, CompletesWeights):
+                # It rounds ties of bf16 away from zero; another optimizer, which may have saved the model's weights,
+                # to even. Ranks that hold each other's shards have to have the same bits.
+                self.weights.copy_to_model()
+                self.weights.finish_gather()
         self._restore_optimizer(reader, layouts, parameters, trained)
         self.scaler.load_state(dict(reader.metadata["loss_scaler"]))
         self._restore_progress(reader)

@@ -7,7 +7,8 @@ For each weight w with gradient g, scaled by s (loss scale and clipping):
 
 Weights in 32 bits may stand in two 16-bit halves: the model's own bf16 weight, which is the fp32 weight rounded to
 nearest (ties away from zero), and a remainder, int16, such that bits(w) = (bits(bf16) << 16) + remainder, exactly.
-Nothing is lost against fp32 master weights, and no second copy is kept.
+Nothing is lost against fp32 master weights, and no second copy is kept. bf16 copies of fp32 weights are rounded in the
+same way, so that both forms train the same bits.
 
 Moments may be kept in bf16. They are rounded stochastically: with rounding to nearest v would stand still as soon
 as 1 - beta2 is under half a bf16 step (1/512). The random bits are a hash of the element's index and the step.
@@ -26,6 +27,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+NAN_HIGH = 0x7FC0
+"""The bits of NaN in bf16."""
 
 
 @dataclass(frozen=True)
@@ -102,20 +106,22 @@ def _update(tensors: AdamWTensors, i: int, options: AdamWOptions, scale: Tensor,
     else:
         keep(weight, new)
     if tensors.copies:
-        keep(tensors.copies[i], new.to(tensors.copies[i].dtype))
+        dtype = tensors.copies[i].dtype
+        keep(tensors.copies[i], split_halves(new)[0] if dtype == torch.bfloat16 else new.to(dtype))
     keep(tensors.steps[i], step)
 
 
 def split_halves(main: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 -> (bf16 rounded to nearest, int16 remainder)."""
+    """fp32 -> (bf16 rounded to nearest, ties away from zero, int16 remainder). NaN stays NaN."""
     bits = main.contiguous().view(torch.int32)
     # To nearest, ties away from 0: the remainder is in [-32768, 32767], int16.
-    high = (bits + 0x8000) >> 16
+    # The sum overflows for a GPU's NaN, 0x7FFFFFFF, and its high half would be that of -0.0.
+    high = torch.where(main.isnan(), NAN_HIGH, (bits + 0x8000) >> 16)
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
 
 
 def join_halves(high: Tensor, low: Tensor) -> Tensor:
-    """The inverse of split_halves, to the last bit."""
+    """The inverse of split_halves, to the last bit of every number."""
     return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
 
 

@@ -13,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mt_core.errors import ConfigError
-from mt_core.nn.kernels.reference.adamw import AdamWOptions, AdamWTensors
+from mt_core.nn.kernels.reference.adamw import NAN_HIGH, AdamWOptions, AdamWTensors
 from mt_core.nn.kernels.triton_kernels.launch import on_device
 from mt_core.nn.kernels.triton_kernels.tensor_lists import BLOCK, TableCache, TensorTable
 
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _WARPS = 8
+_NAN_HIGH = tl.constexpr(NAN_HIGH)
 # Rows of TensorTable.addresses.
 _WEIGHTS, _GRADIENTS, _MOMENTS1, _MOMENTS2, _STEPS, _REMAINDERS, _COPIES = (tl.constexpr(i) for i in range(7))
 
@@ -65,6 +66,12 @@ def _round_moment(x, noise):
     # numbers move away from 0 in the same way.
     bits = x.to(tl.uint32, bitcast=True) + noise
     return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _high_half(w):
+    """The bits of w, fp32, rounded to bf16 with ties away from zero, as int32; as the reference's split_halves."""
+    return tl.where(w == w, (w.to(tl.int32, bitcast=True) + 0x8000) >> 16, _NAN_HIGH)
 
 
 @triton.jit
@@ -127,18 +134,21 @@ def _adamw_update(
         # bits(w) = (bits(bf16) << 16) + remainder; `low` is signed and is extended to 32 bits.
         bits = (tl.load(high, mask=inside, other=0).to(tl.int32) << 16) + tl.load(low, mask=inside, other=0)
         w = bits.to(tl.float32, bitcast=True) * decay - change
-        bits = w.to(tl.int32, bitcast=True)
-        # To nearest, ties away from 0. The remainder bits - (rounded << 16) is in [-32768, 32767], so int16 holds it.
-        rounded = (bits + 0x8000) >> 16
+        # The remainder bits - (rounded << 16) is in [-32768, 32767], so int16 holds it.
+        rounded = _high_half(w)
         tl.store(high, rounded.to(tl.int16), mask=inside)
-        tl.store(low, (bits - (rounded << 16)).to(tl.int16), mask=inside)
+        tl.store(low, (w.to(tl.int32, bitcast=True) - (rounded << 16)).to(tl.int16), mask=inside)
     else:
         weights = _pointer(addresses, _WEIGHTS, tensors, which, tl.float32, ALIGNED) + index
         # Decoupled decay: decay = 1 - lr * weight_decay, independent of the gradient.
         w = tl.load(weights, mask=inside, other=0.0) * decay - change
         tl.store(weights, w, mask=inside)
         if COPY is not None:
-            tl.store(_pointer(addresses, _COPIES, tensors, which, COPY, ALIGNED) + index, w.to(COPY), mask=inside)
+            copies = _pointer(addresses, _COPIES, tensors, which, COPY, ALIGNED) + index
+            if tl.bfloat16 == COPY:
+                tl.store(copies, _high_half(w).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+            else:
+                tl.store(copies, w.to(COPY), mask=inside)
 
 
 @triton.jit
