@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mt_core.errors import ConfigError
-from mt_core.nn.attention import AttentionCore, AttentionPattern, eager_attention, expand_groups
+from mt_core.nn.attention import AttentionCore, AttentionPattern, eager_attention, expand_groups, with_sinks
 from mt_core.nn.context_parallel.ulysses import ulysses_attention
 from mt_core.nn.dropout import DropoutStreams
 from mt_core.nn.environment import ModelEnvironment
@@ -68,9 +68,11 @@ class PlannedEnvironment(ModelEnvironment):
         in_fp32 = self.config.precision.attention_softmax_in_fp32
         core = eager_attention(softmax_in_fp32=in_fp32, logit_softcap=logit_softcap)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, *sinks: Tensor
+        ) -> Tensor:
             with self.counting.entered():
-                return core(q, k, v, pattern, dropout)
+                return core(q, k, v, pattern, dropout, *sinks)
 
         return attend
 
@@ -104,14 +106,16 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, mask: Tensor | None, backward: Callable[[], None], value_size: int, *keys: Tensor
-    ) -> Tensor:
-        """q [B, S, N, D], keys: the saved keys and values -> [B, S, N, value_size]"""
+    ) -> tuple[Tensor, Tensor]:
+        """q [B, S, N, D], keys: what is saved and has a gradient beside q, such as keys and values -> out
+        [B, S, N, value_size], lse [B, N, S]"""
         out = q.new_empty((*q.shape[:-1], value_size))  # [B, S, N, value_size]
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         # What decides the memory: KeptStorages counts these, each storage once.
         ctx.save_for_backward(q, *keys, out, lse, *([] if mask is None else [mask]))
         ctx.shapes, ctx.note_backward = [key.shape for key in keys], backward
-        return out
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,17 +126,21 @@ class _Kept(torch.autograd.Function):
 
 def fused_attention(ledger: Ledger, *, on_gpu: bool) -> AttentionCore:
     """Flash attention on one rank. Key-value groups are repeated for their query heads where the kernel does not take
-    them: with a mask, in fp32, on a CPU (mt_core.nn.attention.serves_groups)."""
+    them: with a mask, in fp32, on a CPU (mt_core.nn.attention.serves_groups). With sinks it is flex on a GPU, which
+    takes groups in every dtype and builds no mask of the size of the scores."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, sinks: Tensor | None = None
+    ) -> Tensor:
         mask = None
-        if not pattern.over(k.shape[1]).is_plain:
+        if sinks is None and not pattern.over(k.shape[1]).is_plain:
             mask = pattern.additive_mask(q.shape[1], k.shape[1], q.dtype, q.device)
-        if mask is not None or not on_gpu or q.dtype == torch.float32:
+        if mask is not None or not on_gpu or (sinks is None and q.dtype == torch.float32):
             # The copies are saved for backward, too.
             k, v = expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2])
         ledger.flops += attention_flops(q, k, v, pattern.causal)
-        return _Kept.apply(q, mask, _nothing, v.shape[-1], k, v)
+        out, lse = _Kept.apply(q, mask, _nothing, v.shape[-1], k, v)
+        return out if sinks is None else with_sinks(out, lse, sinks)
 
     return attend
 
@@ -151,7 +159,7 @@ def communicated_keys(method: str, axis: Axis, ledger: Ledger) -> AttentionCore:
     of received rows are sent back in fp32. all_gather: all rows to all ranks, and one reduce-scatter of gradients.
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, *sinks: Tensor) -> Tensor:
         kv = torch.cat([k.permute(1, 0, 2, 3), v.permute(1, 0, 2, 3)], -1)  # [2c, B, G, D + E]
         size = kv.numel() * kv.element_size()
         # See visible_rows: this rank shows all rows to the `rank` ranks before it and half of them to those behind it,
@@ -174,7 +182,8 @@ def communicated_keys(method: str, axis: Axis, ledger: Ledger) -> AttentionCore:
         noted(backward=False)
         # A rank's queries see half of the whole sequence on average, wherever its chunks are (zig-zag).
         ledger.flops += attention_flops(q, k, v, pattern.causal) * axis.size
-        return _Kept.apply(q, None, lambda: noted(backward=True), v.shape[-1], kv)
+        out, _ = _Kept.apply(q, None, lambda: noted(backward=True), v.shape[-1], kv, *sinks)
+        return out
 
     return attend
 
