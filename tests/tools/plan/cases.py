@@ -59,6 +59,6 @@ def built(values: Tree, world: int) -> Config:
         return config_from_dict(values, host())
 
 
-def planned(values: Tree, world: int) -> LayoutPlan:
+def planned(values: Tree, world: int, machine: str = "h100") -> LayoutPlan:
     config = built(values, world)
-    return Planner(config, host(), get_machine("h100")).plan(config, world)
+    return Planner(config, host(), get_machine(machine)).plan(config, world)

@@ -32,12 +32,9 @@ EQUIVALENT_SETTINGS = {"flex": "alltoall"}
 
 
 def portable(experts: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-    """`model.moe` with portable options in place of kernels that need a device; shapes and memory are the same.
-
-    Products other than Triton's keep the rows of experts, whether a kernel permutes them or not."""
+    """`model.moe` with portable options in place of kernels that need a device; shapes and memory are the same."""
     found = {key: PORTABLE.get(key, value) for key, value in experts.items()}
-    permutes = on_gpu and found.get("moe_grouped_gemm") == "triton" and found.get("moe_permute_fusion") is not False
-    found |= {"moe_grouped_gemm": "triton" if permutes else "loop", "moe_permute_fusion": permutes}
+    found["moe_permute_fusion"] = on_gpu and found.get("moe_permute_fusion") is not False
     if planned := EQUIVALENT_SETTINGS.get(found.get("moe_token_dispatcher_type", "")):
         found |= {"moe_token_dispatcher_type": planned, "moe_dispatcher_options": {}}
     return found
@@ -48,6 +45,8 @@ class PlannedEnvironment(ModelEnvironment):
     """Gives a model a fake attention, whose cost is counted and which computes nothing."""
 
     counting: PlannedKernels = field(default_factory=lambda: PlannedKernels(Ledger()))
+    capability: tuple[int, int] | None = None
+    """Compute capability of the machine's GPUs."""
 
     def attention(self, backend: str, **request: Any) -> AttentionCore:
         # The eager backend supports every option, so that only the layout is validated here.
@@ -63,6 +62,10 @@ class PlannedEnvironment(ModelEnvironment):
     @property
     def _on_gpu(self) -> bool:
         return self.config.train.device != "cpu"
+
+    @property
+    def planned_capability(self) -> tuple[int, int] | None:
+        return self.capability if self._on_gpu else None
 
     def _written_out(self, logit_softcap: float | None) -> AttentionCore:
         in_fp32 = self.config.precision.attention_softmax_in_fp32
