@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore, AttentionPattern, eager_attention, expand_groups, with_sinks
+from mt_core.nn.attention_backends.automatic import AUTO
 from mt_core.nn.context_parallel.ulysses import ulysses_attention
 from mt_core.nn.dropout import DropoutStreams
 from mt_core.nn.environment import ModelEnvironment
@@ -51,9 +52,11 @@ class PlannedEnvironment(ModelEnvironment):
     def attention(self, backend: str, **request: Any) -> AttentionCore:
         # The eager backend supports every option, so that only the layout is validated here.
         super().attention("eager", **request)
+        # What `auto` chooses on a CPU for scores that are capped or have sinks.
+        only_eager = not self._on_gpu and (request.get("sinks") or request.get("logit_softcap") is not None)
         if self.parallel.cp.size > 1:
             core = self._over_ranks()
-        elif backend == "eager":
+        elif backend == "eager" or (backend == AUTO and only_eager):
             core = self._written_out(request.get("logit_softcap"))
         else:
             core = fused_attention(self.counting.ledger, on_gpu=self._on_gpu)
