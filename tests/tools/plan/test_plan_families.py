@@ -109,7 +109,7 @@ def test_a_tower_of_images_needs_the_flops_of_its_patches() -> None:
 DECODERS = {"gpt": MODEL, "llama with experts": MOE, "gemma": {**LLAMA, "family": "gemma"}}
 DECODERS |= {family: {**MOE, "family": family} for family in ("qwen_moe", "granite_moe", "olmoe")}
 # Scores that are written out are counted whole, and in a window.
-DECODERS["gpt_oss"] = {**GPT_OSS, "attention_backend": "flex", "sliding_window": 32}
+DECODERS["gpt_oss"] = {**GPT_OSS, "attention_backend": "flex", "sliding_window": 128}
 COUNTED = ("bert", "t5", "vision", "retro", "mamba", "hybrid", "deepseek")
 
 
