@@ -29,7 +29,7 @@ TRAINED: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": 
 ADAM_BYTES = {"float32": 4 + 4 + 8, "bfloat16": 2 + 4 + 4 + 8, "float16": 2 + 4 + 4 + 8}
 """Of a parameter: weight, fp32 gradient, the fp32 master weight of 16-bit training, two fp32 moments."""
 LONGEST_SEQUENCE = 4096
-"""Of a Hugging Face model that can take longer ones, unless another length is asked for."""
+"""Of a Hugging Face model that can take longer ones, unless another length is requested."""
 
 
 @dataclass(frozen=True)
