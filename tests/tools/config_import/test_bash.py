@@ -15,7 +15,8 @@ from mt_tools.launch_scripts.reading import read_script
 FORMS = {
     "quotes and pieces": """A=x; train.py a'b c'"d $A" "" '' \\$A "\\$A" $A"y"$A""",
     "splitting": """A=" 1  2 "; B="--x 3"; train.py $A "$A" x$A'y' $B "$B" a$B""",
-    "defaults": """A=; train.py "${A:-d}" "${A-d}" "${B:-e}" "${B:-${C:-f g}}" ${B:+no} "${A:=h}" $A ${A:+yes}""",
+    "defaults": """A=; train.py ${A:-"d e"f g} ${A:+"no"}
+train.py "${A:-d}" "${A-d}" "${B:-e}" "${B:-${C:-f g}}" ${B:+no} "${A:=h}" $A ${A:+yes}""",
     "arithmetic": """A=3; B=$A*2; train.py $((A*4)) $(( $A + 2 * (3 - 1) )) $((B % 4)) $((7/2)) $((-A))""",
     "operators of arithmetic": """A=8; ((A += 2)); let B=A*2; C=$[A-1]; ((C++))
 train.py $A $B $C $((-7/2)) $((-7%3)) $((7/-2)) $((2**10)) $((1<<4 | 3)) $((A>4 && !B)) $((A==10?B:0))

@@ -48,6 +48,10 @@ def expand_pattern(word: Word, variables: Variables) -> str:
 
 def _pieces(part: Text | Parameter | Arithmetic | Substitution, variables: Variables) -> Iterator[str | None]:
     """Texts with None where one argument ends and another one begins."""
+    if isinstance(part, Parameter) and (word := _replacement(part, variables)) is not None:
+        for inner in word:
+            yield from _pieces(inner, variables)
+        return
     value = _part(part, variables)
     texts = value if isinstance(value, list) else [value]
     # "$*" and "${a[*]}" are one argument, "$@" and "${a[@]}" one for each element.
@@ -56,7 +60,7 @@ def _pieces(part: Text | Parameter | Arithmetic | Substitution, variables: Varia
     for position, text in enumerate(texts):
         if position:
             yield None
-        if part.quoted or isinstance(part, Text):
+        if part.quoted:
             yield text
         else:
             # Unquoted: blanks in the value separate arguments; those at its ends separate it from its neighbours.
@@ -83,10 +87,20 @@ def _substitution(command: str, variables: Variables) -> str:
     )
 
 
-def _parameter(part: Parameter, variables: Variables) -> Value:
+def _replacement(part: Parameter, variables: Variables) -> Word | None:
+    """The word that stands for ${name:-word} or ${name:+word} without quotes, so that quotes in the word count."""
+    if part.quoted or part.operator not in (":-", "-", ":+", "+"):
+        return None
+    return part.argument if _is_replaced(part, _value(part, variables)) else None
+
+
+def _value(part: Parameter, variables: Variables) -> Value | None:
     value = "." if part.name == "PWD" else variables.get(part.name)
-    if not part.every and isinstance(value, str | list):
-        value = _element(part, value, variables)
+    return value if part.every or value is None else _element(part, value, variables)
+
+
+def _parameter(part: Parameter, variables: Variables) -> Value:
+    value = _value(part, variables)
     if part.operator in _DEFAULTS:
         return _with_default(part, value, variables)
     if value is None:
@@ -140,14 +154,15 @@ def _unknown_in(text: str) -> str:
 _DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
 
 
-def _with_default(part: Parameter, value: Value | None, variables: Variables) -> Value:
+def _is_replaced(part: Parameter, value: Value | None) -> bool:
     # With a colon an empty value counts as not set.
     is_set = value is not None and (value != "" or not part.operator.startswith(":"))
-    if part.operator.endswith("+"):
-        return expand_text(part.argument, variables) if is_set else ""
-    if is_set:
-        assert value is not None
-        return value
+    return is_set is part.operator.endswith("+")
+
+
+def _with_default(part: Parameter, value: Value | None, variables: Variables) -> Value:
+    if not _is_replaced(part, value):
+        return "" if value is None or part.operator.endswith("+") else value
     if part.operator.endswith("?"):
         return variables.missing(part.name)
     found = expand_text(part.argument, variables)

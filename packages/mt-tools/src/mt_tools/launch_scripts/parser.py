@@ -240,6 +240,8 @@ class _Parser:
             branches.append((self.patterns(), self.statements((";;", "esac"))))
             if self.peek(2) == ";;":
                 self.at += 2
+            if self.peek() == "&":
+                raise self.error(";;& is not read; write the branches apart")
             self.skip_lines()
         self.expect("esac")
         return Case(word, tuple(branches), line, source)
