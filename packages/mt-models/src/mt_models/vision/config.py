@@ -96,8 +96,8 @@ def check_vision(config: Config) -> None:
     if model.num_classes is None:
         if classes is not None:
             raise ConfigError(
-                f"model.num_classes is missing: data.dataset_type={config.data.dataset_type} has {classes} classes, and "
-                f"model.family=vision predicts them only with this key; set it to {classes}"
+                f"model.num_classes is missing: data.dataset_type={config.data.dataset_type} has {classes} classes, "
+                f"and model.family=vision predicts them only with this key; set it to {classes}"
             )
         return
     if config.train.loss == "cross_entropy":
