@@ -263,6 +263,7 @@ SMALL = {"family": "vision", "num_layers": 1, "hidden_size": 32, "num_attention_
             {"train": {"loss": "cross_entropy"}},
             r'train.loss=cross_entropy is for predicted words.*train.loss="classification"',
         ),
+        ({}, {"data": {"dataset_type": "shapes"}}, r"model.num_classes is missing.*has 6 classes.*set it to 6"),
         ({"vision_model_type": "radio"}, {}, r"vision_model_type.*'clip', 'siglip' or 'internvit'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from tests.covering import EXHAUSTIVE
 
 from mt_core.optim.finalize_grads import GradFinalizer
+from mt_tools.commands.verify import _report
 from mt_tools.verify import small_runs
-from mt_tools.verify.comparison import compare
+from mt_tools.verify.comparison import Difference, compare
 from mt_tools.verify.run_record import RunRecord
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -131,6 +133,11 @@ def record(weight: float) -> RunRecord:
 def test_the_first_difference_is_told() -> None:
     wrong = [difference for difference in compare(record(1.001), record(1.0)) if difference.too_large]
     assert [str(difference) for difference in wrong] == ["weights b: 1.0e-03 (allowed 1e-05)"]
+
+
+def test_a_difference_that_is_no_number_is_the_worst(capsys) -> None:
+    assert _report([Difference("weights", name, off, 1e-5) for name, off in (("a", 1e-3), ("b", math.nan))]) == 1
+    assert "2 x weights        worst weights b: nan" in capsys.readouterr().out
 
 
 def test_a_tensor_that_one_side_lacks_is_a_difference() -> None:

@@ -15,8 +15,16 @@ from mt_tools.launch_scripts.reading import read_script
 FORMS = {
     "quotes and pieces": """A=x; train.py a'b c'"d $A" "" '' \\$A "\\$A" $A"y"$A""",
     "splitting": """A=" 1  2 "; B="--x 3"; train.py $A "$A" x$A'y' $B "$B" a$B""",
-    "defaults": """A=; train.py "${A:-d}" "${A-d}" "${B:-e}" "${B:-${C:-f g}}" ${B:+no} "${A:=h}" $A ${A:+yes}""",
+    "defaults": """A=; train.py ${A:-"d e"f g} ${A:+"no"}
+train.py "${A:-d}" "${A-d}" "${B:-e}" "${B:-${C:-f g}}" ${B:+no} "${A:=h}" $A ${A:+yes}""",
     "arithmetic": """A=3; B=$A*2; train.py $((A*4)) $(( $A + 2 * (3 - 1) )) $((B % 4)) $((7/2)) $((-A))""",
+    "operators of arithmetic": """A=8; ((A += 2)); let B=A*2; C=$[A-1]; ((C++))
+train.py $A $B $C $((-7/2)) $((-7%3)) $((7/-2)) $((2**10)) $((1<<4 | 3)) $((A>4 && !B)) $((A==10?B:0))
+train.py $((0x10+010+10#08)) $((-7 % -3)) $((1 +
+2))
+if ((A > 9)); then D=1; else D=2; fi; ((A > 99)) && D=3; train.py $D""",
+    "elements": """A=(a b c d); A[1]=z; i=2; A[i+2]=e
+train.py ${A[1]} ${A[$i]} ${A[i-2]} ${A[-1]} ${#A[@]} "${A[@]:3}" "${A[@]:1:2}" "${A[@]/#/--}" .""",
     "arrays": """A=(1 "2 3"); A+=(4); A=("${A[@]}" 5); B=(); train.py ${A[@]} "${A[@]}" "${A[*]}" "${B[@]}" $A ${#A}""",
     "appending": """A=1; A+=2; A+=" 3"; train.py $A "$A\"""",
     "continued lines": 'train.py a \\\n  b\\\nc "d\\\ne" # f\n',
@@ -24,10 +32,31 @@ FORMS = {
   # two
   3 ); train.py ${A[@]} a#b#""",
     "changes": """A=/x/y.tar.gz; train.py ${A##*/} ${A#*/} ${A%.*} ${A%%.*} ${A/y/z} ${A//x/w} ${A^^} ${#A}""",
+    "parts": """A=a/b.c1; train.py ${A:0:1} ${A:2} ${A: -2} ${A//\\//_} ${A/#a/x} ${A/%1/x} ${A//[0-9]/} ${A//./ }
+B=A; train.py ${!B}""",
     "if": """if [ -z "$A" ]; then A=1; fi; if [[ $A == 1 && -n "$A" ]]; then B=2; elif false; then B=3; else B=4; fi
 if [ "$A" -gt 3 ] || [ $B = 2 ]; then C=5; fi; train.py $A $B $C""",
     "case": """for_="b"; case "$for_" in a|"c") A=1 ;; b*) A=2;; *) A=3 ;; esac; train.py $A""",
     "tests as commands": """[ -n "$A" ] && B=1 || B=2; [[ x == y ]] || C=3; train.py $B $C""",
+    "quoted patterns": """A="*"; case a in "$A") B=1;; *) B=2;; esac; [[ abc == "a*" ]] && C=1 || C=2
+[ abc = a* ] && D=1 || D=2; [[ abc == a* ]] && E=1; train.py $B $C $D $E""",
+    "escapes": """A="$(echo ")")"; train.py $'a\\tb' $"c" .""",
+    "a function's own state": """f() { local A=2; if [ "$1" = x ]; then B=$A; return; fi; B=3; }
+A=1; f x; train.py $A $B""",
+    "forms of functions": """function f { A=1; }; function g-h() { B=2; }; f; g-h
+i() (A=3; train.py $A $B); i; train.py $A""",
+    "subshells": """A=1; (A=2; exit 1); echo | A=3; bash -c 'A=4; exit 0'; train.py $A
+bash -c 'train.py ${A:-none} $1' x y""",
+    "an exit in a branch": """usage() { exit 1; }
+"""
+    + "if [ -f none ]; then usage a; fi\n" * 21
+    + """train.py "${1:-none}" .""",
+    "changes in a branch": """A=1; B=2; export B; set -- a b
+if [ -f none ]; then export A; shift; fi; train.py x; bash -c 'train.py ${A:-none} $B'""",
+    "arguments": """set -- a b c; shift; shift 3; train.py "$@" "x$@y" $#""",
+    "a command that fails": """false && train.py a; ! true || train.py b; if ! train.py c; then :; fi""",
+    "words that begin with do": """while test -f domain; do A=1; done; for todo in do a; do B=1; done
+until sudo() { :; }; do C=1; done; train.py x""",
     "functions": """run() { local X=$1; shift; train.py "$@" $X $#; }; run a b "c d\"""",
     "groups and pipes": """((B = 1)); { A=1; } ; mkdir -p x >/dev/null 2>&1 ; train.py $A 2>&1 | tee log | cat""",
     "patterns that are no files": """train.py '([0]*3+[1]*58)' "Et*3|(tt|)*6mL" *.nothing""",
@@ -35,6 +64,16 @@ if [ "$A" -gt 3 ] || [ $B = 2 ]; then C=5; fi; train.py $A $B $C""",
     "eval": """A='train.py a "b c"'; eval $A""",
     "heredoc": """A=1; bash <<EOF
 B=2; train.py $A \\$B
+EOF
+""",
+    "behind a heredoc": """cat <<'EOF' > /dev/null; train.py a && cat <<A <<-'B' | true; train.py b
+$(
+EOF
+A
+	)
+	B
+cat <<EOF | bash; bash <<< "train.py d"
+train.py c
 EOF
 """,
     "quoted heredoc": """A=1; export A; bash <<'EOF'
@@ -65,9 +104,9 @@ def test_forms_are_read_as_bash_expands_them(form: str, tmp_path: Path) -> None:
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
     )
     read = read_script(script, {}, [])
-    [command] = read.commands
-    assert read.unknowns.reasons_in(command.words) == []
-    assert "".join(f"{word}\n" for word in command.words[1:]) == done.stdout
+    words = [word for command in read.commands for word in command.words[1:]]
+    assert read.unknowns.reasons_in(words) == []
+    assert "".join(f"{word}\n" for word in words) == done.stdout
 
 
 LAUNCHES = {
@@ -100,6 +139,12 @@ UNKNOWN = {
     "A=$((B+1)); train.py $A": "$B is not set in the script",
     "case $X in a) A=1;; esac; train.py $A": "decided by `case $X in a) A=1` in line 1",
     "train.py ${A:?say}": "$A is not set in the script",
+    "i=1; for i in 2; do :; done; train.py $i": "$i is decided by `for i in 2` in line 1",
+    "A=1; ((A += B)); train.py $A": "$B is not set in the script",
+    "A=1; read A <<< 2; train.py $A": "$A is what line 1 reads",
+    "declare -A M=([a]=1 [b]=2); train.py ${M[b]}": "$M is an array with keys",
+    "set -- a b; if [ -f x ]; then shift; fi; train.py $1": "$@ is decided by `if [ -f x ]` in line 1",
+    "if [ -f x ]; then f() { A=1; }; fi; f; train.py $A": "$A is decided by `if [ -f x ]` in line 1",
 }
 
 

@@ -220,6 +220,14 @@ BAD_FILES = {
     "d.yaml": ("a: 1\n", "is neither Accelerate's"),
     "e.yaml": ("trainer: {}\nmodel:\n  num_layers: ???\n", "model.num_layers is ???, a value that has to be given"),
     "f.yaml": ("trainer: {}\nmodel: {num_layers: '${.x}'}\n", "model.num_layers refers to model.x, which is not there"),
+    "h.yaml": (
+        "trainer: {}\nmodel: {num_layers: '${.x}', x: '${multiply:${model.y},2}', y: '${.x}'}\n",
+        "model.x refers to itself: model.x -> model.y -> model.x; give one of them a value",
+    ),
+    "i.yaml": (
+        "trainer: {}\nmodel: {num_layers: '${multiply:${.x},2}', x: wide}\n",
+        "model.num_layers multiplies ${.x}, which is 'wide' and no whole number",
+    ),
     "g.yaml": ("- 1\n", "got a list, expected keys and values"),
     "h.sh": ("torchrun pretrain_vlm.py --num-layers 1\n", "Megatron needs them"),
     "i.sh": ("torchrun pretrain_gpt.py --num-layers $L\n", "--num-layers $L: $L is not set in the script"),

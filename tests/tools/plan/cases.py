@@ -26,6 +26,7 @@ LLAMA = {"family": "llama", "num_layers": 4, "hidden_size": 32, "num_attention_h
 LLAMA |= {"vocab_size": 261, "max_position_embeddings": 32}
 EXPERTS = {"num_experts": 16, "moe_ffn_hidden_size": 16, "moe_router_force_load_balancing": True}
 MOE = {**LLAMA, "moe": EXPERTS}
+GPT_OSS = {**LLAMA, "family": "gpt_oss", "kv_channels": 8, "sliding_window": 8, "moe": EXPERTS}
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 T5 = {"family": "t5", "num_layers": 2, "decoder_num_layers": 3, "hidden_size": 32, "num_attention_heads": 4}
 # On CPUs torch writes out an attention with a trained bias whatever the backend is; by name it does so on both sides.
@@ -59,6 +60,6 @@ def built(values: Tree, world: int) -> Config:
         return config_from_dict(values, host())
 
 
-def planned(values: Tree, world: int) -> LayoutPlan:
+def planned(values: Tree, world: int, machine: str = "h100") -> LayoutPlan:
     config = built(values, world)
-    return Planner(config, host(), get_machine("h100")).plan(config, world)
+    return Planner(config, host(), get_machine(machine)).plan(config, world)

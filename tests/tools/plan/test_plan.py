@@ -350,6 +350,15 @@ def test_a_field_of_a_shape_that_nobody_knows_is_refused() -> None:
         empty_batch(built(tree(), 1), host, ParallelContext())
 
 
+def test_a_question_has_its_passages() -> None:
+    data = {"dataset_type": "dpr", "data_path": ["none"], "seq_length": 16, "train_hard_neg": 2}
+    tower = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 16}
+    values = tree({"family": "biencoder", "vocab_size": 64, **tower}, data=data)
+    values["train"]["loss"] = "retrieval"
+    batch = empty_batch(built(values, 1), load_plugins(), ParallelContext())
+    assert batch["context_tokens"].shape == (2, 1 + 2, 16)
+
+
 def test_a_machine_that_is_unknown_is_refused_with_the_names() -> None:
     with pytest.raises(ConfigError, match="h100, h200, a100"):
         get_machine("h10")

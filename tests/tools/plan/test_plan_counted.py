@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the functions that ranks run
 
-from cases import CP, EP, ETP, EXPERTS, LLAMA, MOE, PAIRS, PP, T5, TP, Tree, planned, tree
+from cases import CP, EP, ETP, EXPERTS, GPT_OSS, LLAMA, MOE, PAIRS, PP, T5, TP, Tree, planned, tree
 from counting import SMALLEST, Counted, count
 
 from mt_core.testing import run_ranks
@@ -52,6 +52,8 @@ LAYOUTS = {
     "context": (2, tree(parallel={CP: 2})),
     "context, all-gather": (2, tree(parallel={CP: 2, "cp_comm_type": "all_gather"})),
     "context, all-to-all": (2, tree(parallel={CP: 2, "cp_comm_type": "a2a"})),
+    "sinks": (1, tree(GPT_OSS)),
+    "sinks, context": (2, tree(GPT_OSS, parallel={CP: 2})),
     "data": (2, tree(precision={"dtype": "bf16"})),
     "distributed optimizer": (2, tree(parallel={"use_distributed_optimizer": True})),
     "distributed optimizer, bf16": (2, tree(parallel={"use_distributed_optimizer": True}, precision={"dtype": "bf16"})),

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import MODEL, MOE, PAIRS, T5, TP, planned, tree
+from cases import GPT_OSS, LLAMA, MODEL, MOE, PAIRS, T5, TP, planned, tree
 from fake import host
 
 from mt_core.train.build import count_flops
@@ -106,14 +106,17 @@ def test_a_tower_of_images_needs_the_flops_of_its_patches() -> None:
     assert planned(values, 1).flops_per_step == pytest.approx(3 * forward)
 
 
+DECODERS = {"gpt": MODEL, "llama with experts": MOE, "gemma": {**LLAMA, "family": "gemma"}}
+DECODERS |= {family: {**MOE, "family": family} for family in ("qwen_moe", "granite_moe", "olmoe")}
+# Scores that are written out are counted whole, and in a window.
+DECODERS["gpt_oss"] = {**GPT_OSS, "attention_backend": "flex", "sliding_window": 128}
 COUNTED = ("bert", "t5", "vision", "retro", "mamba", "hybrid", "deepseek")
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama with experts", *COUNTED])
+@pytest.mark.parametrize("family", [*DECODERS, *COUNTED])
 def test_families_count_the_flops_that_are_run(family: str) -> None:
     """The formulas count keys that are seen one by one, and the run half of all."""
-    decoders = {"gpt": MODEL, "llama with experts": MOE}
-    model, data, loss = CASES.get(family, (decoders.get(family, {}), {"dataset_type": "mock"}, "cross_entropy"))
+    model, data, loss = CASES.get(family, (DECODERS.get(family, {}), {"dataset_type": "mock"}, "cross_entropy"))
     values = tree({"family": family, **model}, data=data)
     values["train"].update(loss=loss, micro_batch_size=1, global_batch_size=1)
     plan = planned(values, 1)

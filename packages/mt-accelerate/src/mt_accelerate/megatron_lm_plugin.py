@@ -2,7 +2,7 @@
 
 A field that a program does not give is taken from the variable `MEGATRON_LM_<FIELD>`, which a launcher sets. Defaults
 are Accelerate's, except for those that make a run wrong: `context_parallel_size` is 1 (there 2), recomputation is off
-until it is asked for, and the model says which positions it has.
+until it is requested, and the model says which positions it has.
 """
 
 from __future__ import annotations

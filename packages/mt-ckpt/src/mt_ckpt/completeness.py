@@ -42,7 +42,7 @@ def find_problems(
 def configuration_problems(path: Path, host: PluginHost, loader: str) -> list[str]:
     """What is wrong with the names and shapes of the checkpoint at `path`, of which no tensor is read.
 
-    Nothing is asked of a format that no installed loader reads, unless one is named.
+    Nothing is checked of a format that no installed loader reads, unless one is named.
     """
     if loader == AUTO and not any(spec.detect.load()(path) for spec in host.checkpoint_loaders):
         return []

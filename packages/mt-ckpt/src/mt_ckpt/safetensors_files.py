@@ -237,7 +237,7 @@ def write_tensors(file: Path, tensors: Mapping[str, TensorInfo], values: Iterabl
 
 
 def align(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors with larger elements first, as write_safetensors wants them; otherwise in the given order."""
+    """The tensors with larger elements first, as write_safetensors expects them; otherwise in the given order."""
     # sorted is stable, also with a negated key.
     return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 

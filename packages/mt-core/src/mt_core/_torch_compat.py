@@ -273,14 +273,14 @@ def torch_pipeline_order(
     ]
 
 
-# -- which gradients a backward pass is asked for ----------------------------------------------------
+# -- which gradients a backward pass computes ----------------------------------------------------
 
 
 def gradients_wanted(ctx: Any, count: int) -> tuple[bool, ...]:
     """In the backward of an autograd function: whether each of its first `count` inputs gets a gradient in this pass.
 
-    `ctx.needs_input_grad` is what the forward pass knew. A pass for some inputs alone, as one half of a split
-    backward pass is, wants less.
+    `ctx.needs_input_grad` is decided in the forward pass. A pass for some inputs alone, as one half of a split
+    backward pass is, computes fewer.
     """
     known = ctx.needs_input_grad[:count]
     if torch.compiler.is_compiling():
@@ -296,7 +296,7 @@ def _will_run(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError as refused:
-        # torch says this, and nothing else, of a leaf whose gradient torch.autograd.grad was asked for.
+        # torch says this, and nothing else, of a leaf whose gradient torch.autograd.grad computes.
         if "running autograd.grad()" not in str(refused):
             raise
         return True

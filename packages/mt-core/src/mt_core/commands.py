@@ -16,7 +16,7 @@ REST_OF_LINE = "ARGUMENTS..."
 WORDS = "mt.words"
 """Key of a context's `meta`: the command line behind `mt`, as typed."""
 KIND_BROUGHT = {"mt-models": "models", "mt-data": "datasets", "mt-ckpt": "checkpoint_savers"}
-"""A distribution that is wanted for a kind of thing, which any other plugin may bring instead."""
+"""A distribution that is named where a kind of thing is missing; any other plugin may bring it instead."""
 
 
 class CommandContext(Protocol):

@@ -79,7 +79,7 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
 
 @hookspec
 def mt_register_moe_dispatchers() -> list[MoeDispatcherSpec]:
-    """Ways to carry tokens to the ranks of their experts and back."""
+    """Methods that send tokens to the ranks of their experts and back."""
     raise NotImplementedError
 
 
@@ -91,7 +91,7 @@ def mt_register_feed_forwards() -> list[FeedForwardSpec]:
 
 @hookspec
 def mt_register_attention_backends() -> list[AttentionBackendSpec]:
-    """Ways to compute attention, selected by `model.attention_backend`."""
+    """Implementations of attention, selected by `model.attention_backend`."""
     raise NotImplementedError
 
 
@@ -103,7 +103,7 @@ def mt_register_pipeline_schedules() -> list[PipelineScheduleSpec]:
 
 @hookspec
 def mt_register_context_parallel_methods() -> list[ContextParallelMethodSpec]:
-    """Ways for attention over sequences that several ranks share, selected by `parallel.cp_comm_type`."""
+    """Methods of attention over sequences that several ranks share, selected by `parallel.cp_comm_type`."""
     raise NotImplementedError
 
 
@@ -163,7 +163,7 @@ def mt_register_key_names() -> list[KeyNamesSpec]:
 
 @hookspec
 def mt_check_config(config: Any, host: Any) -> None:
-    """Look at the whole resolved configuration and raise ConfigError if it cannot work.
+    """Check the whole resolved configuration; raise ConfigError if it cannot work.
 
     config: a mt_core.config.Config. host: the PluginHost, for values that name what other plugins register.
     Called before any process group, model or data set exists.

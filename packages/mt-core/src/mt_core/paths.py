@@ -1,8 +1,8 @@
 """Paths of this machine and of object stores.
 
 A path is local, or reads scheme://... and is one of fsspec's file systems (s3, gs, az, hdfs, ...), as universal_pathlib
-makes them: `/`, open, read_bytes, iterdir and so on work on both. What object stores cannot do (rename, sync) is told
-apart by `is_remote`.
+makes them: `/`, open, read_bytes, iterdir and so on work on both. `is_remote` distinguishes object
+stores, which cannot rename and sync.
 """
 
 from __future__ import annotations

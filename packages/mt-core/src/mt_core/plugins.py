@@ -38,7 +38,7 @@ class Kind(Generic[SpecT]):
     """One kind of registered thing; `home` is the distribution that brings mt's own ones."""
 
     title: str
-    """Singular, with its article, as messages say it: "a model family"."""
+    """Singular, with its article, for messages: "a model family"."""
     hook: str
     spec_type: type[SpecT]
     home: str
@@ -153,32 +153,33 @@ class Registry(Generic[SpecT]):
         return [r.plugin for r in self.registrations if r.spec.name == name]
 
     def get(self, name: str, *, key: str | None = None, asker: str | None = None) -> SpecT:
-        """The spec registered as `name`. `key` is the configuration key that names it; `asker` one that implies it.
+        """The spec registered as `name`. `key` is the configuration key that names it; `asker` a key or an option that
+        implies it.
 
         Raises PluginError when no plugin registers the name, or when more than one does.
         """
         found = [r for r in self.registrations if r.spec.name == name]
         if len(found) == 1:
             return found[0].spec
-        asked = asker or (f"{key}={name}" if key else name)
-        if not found and (alias := self._by_alias(name, asked)) is not None:
+        source = asker or (f"{key}={name}" if key else name)
+        if not found and (alias := self._by_alias(name, source)) is not None:
             return alias
         if found:
             owners = " and ".join(r.plugin.label for r in found)
             raise PluginError(
-                f'{asked}: {self.kind.title} named "{name}" is registered by {owners}; '
+                f'{source}: {self.kind.title} named "{name}" is registered by {owners}; '
                 f"keep one of them with {ALLOW_LIST_VARIABLE}, or uninstall the other"
             )
-        raise PluginError(f'{asked} needs {self.kind.title} named "{name}"; {self._missing(name)}')
+        raise PluginError(f'{source} needs {self.kind.title} named "{name}"; {self._missing(name)}')
 
-    def _by_alias(self, name: str, asked: str) -> SpecT | None:
-        """The only spec that is known elsewhere by this name, with a note that says ours; an error if there are two."""
+    def _by_alias(self, name: str, source: str) -> SpecT | None:
+        """The only spec with this alias, its name being logged; an error if there are two. source: what names it."""
         found = [spec for spec in self if name in spec.aliases]
         if len(found) == 1:
-            log.warning("note: %s is called %s here", asked, found[0].name)
+            log.warning("note: %s is called %s here", source, found[0].name)
             return found[0]
         if found:
-            raise PluginError(f"{asked} is {' or '.join(sorted(spec.name for spec in found))} here; name one of them")
+            raise PluginError(f"{source} is {' or '.join(sorted(spec.name for spec in found))} here; name one of them")
         return None
 
     def _missing(self, name: str) -> str:
@@ -190,7 +191,7 @@ class Registry(Generic[SpecT]):
 
 
 class PluginHost:
-    """Loaded plugins and everything they registered. Made by `load_plugins`, passed to whoever needs it."""
+    """Loaded plugins and everything they registered. Made by `load_plugins`, and passed to what needs it."""
 
     def __init__(self, strict: bool = False) -> None:
         self.strict = strict
@@ -350,8 +351,8 @@ class PluginHost:
         return self.registry("commands")
 
     def check_config(self, config: Any) -> None:
-        """Let the model's family and every plugin look at the resolved configuration (a mt_core.config.Config); their
-        objections are raised as one error."""
+        """Call the checks of the model's family and of every plugin with the resolved configuration (a
+        mt_core.config.Config); their errors are raised as one."""
         problems = Problems()
         family = config.model.family
         # An unknown family is reported elsewhere, with the names of the known ones.

@@ -146,7 +146,7 @@ CAUSAL_LM_SAMPLE = (
     SampleField("tokens", "int64", "[sequence_length]", "input ids"),
     SampleField("labels", "int64", "[sequence_length]", "the id to predict at each position"),
     SampleField("loss_mask", "float32", "[sequence_length]", "1 where the position counts in the loss, else 0"),
-    SampleField("position_ids", "int64", "[sequence_length]", "positions; restart at documents if asked"),
+    SampleField("position_ids", "int64", "[sequence_length]", "positions; restart at documents if configured"),
     SampleField(
         "segment_ids",
         "int32",
@@ -442,8 +442,8 @@ class CheckpointSaverSpec(Spec):
     plan: Lazy[PlanFiles] | None = None
     """The files of `convert` in parts that several processes write at the same time; None: one process does."""
     require_strict_names: Lazy[RequireStrictNames] | None = None
-    """Compares the names in what `convert` wrote with those that a strict load of the format's program wants; None: it
-    has no strict load."""
+    """Compares the names in what `convert` wrote with those that a strict load of the format's program expects. None:
+    it has no strict load."""
     converts_to_addresses: bool = False
     """Whether `convert` takes an address of an object store for its `path`: it writes one file after another."""
 
@@ -459,7 +459,7 @@ class ConvertCheckpoint(Protocol):
 
 @dataclass(frozen=True)
 class StrictNames:
-    """Names that a strict load wants, all of which are in the files that it reads them from, and no other.
+    """Names that a strict load expects, all of which are in the files that it reads them from, and no other.
 
     reader: the program, with its version. number: of names, in all files together.
     """
@@ -471,7 +471,7 @@ class StrictNames:
 class RequireStrictNames(Protocol):
     """Arguments as of ConvertCheckpoint, which wrote `path` from them. Tensors are not read.
 
-    Raises CheckpointError that names what is missing, what nobody wants, and what has another shape.
+    Raises CheckpointError that names what is missing, what is not expected, and what has another shape.
     """
 
     def __call__(self, path: Path, source: CheckpointReader, options: ConvertOptions, host: Any) -> StrictNames: ...
@@ -513,12 +513,12 @@ class SaveCheckpoint(Protocol):
 class ShardedSave(Protocol):
     """Writes the checkpoints of one run, all ranks together. Made without arguments, on every rank.
 
-    Ranks share a file system or an object store, over which they tell one another what they wrote: `write` may run in
-    a thread beside training, so that it does not talk over process groups.
+    Ranks share a file system or an object store, through which they exchange what they wrote: `write` may run in a
+    thread beside training, so that it calls no collectives.
     """
 
     def begin(self, path: Path) -> str:
-        """On the first rank: makes room for a checkpoint. What it returns is handed to `write` on all ranks."""
+        """On the first rank: creates the place of a checkpoint. What it returns is passed to `write` on all ranks."""
         ...
 
     def write(

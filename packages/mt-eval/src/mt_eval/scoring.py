@@ -19,7 +19,7 @@ from mt_infer.text import TextGenerator
 @dataclass(frozen=True)
 class Continuation:
     """tokens: a text, at most one token longer than the model's sequences. first: number of the first token of which
-    the log-probability is wanted; at least 1, since token 0 follows nothing. inputs: what the model takes beside
+    the log-probability is requested; at least 1, since token 0 follows nothing. inputs: what the model takes beside
     them."""
 
     tokens: Sequence[int]
@@ -33,7 +33,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Scored:
-    """Of the wanted tokens: natural logarithms of their probabilities, and whether each is the likeliest one."""
+    """Of the requested tokens: natural logarithms of their probabilities, and whether each is the likeliest one."""
 
     logprobs: list[float]
     is_greedy: list[bool]

@@ -120,7 +120,7 @@ def _events(group: BeamGroup) -> Iterator[TokenEvent]:
     prompt = None if request.sampling.prompt_logprobs is None else (None, *first.prompt_logprobs)
     best = group.search.finished[: request.sampling.n]
     for index, (_, done) in enumerate(zip_longest(range(request.sampling.n), best)):
-        if done is None:  # a constraint leaves fewer beams than asked for
+        if done is None:  # a constraint leaves fewer beams than requested
             yield TokenEvent(request.id, index, None, finish=FinishReason.CANCELLED)
         else:
             events = list(_events_of(request.id, index, done))

@@ -16,7 +16,7 @@ class BestOf:
         self.sampling = sampling
         # Log-probabilities are needed to rank, whether they are reported or not.
         self.generated = replace(sampling, logprobs=sampling.logprobs or 0)
-        """What is asked of the engine."""
+        """What the engine is requested to do."""
         self._events: list[list[TextEvent]] = [[] for _ in range(sampling.sequences)]
 
     def add(self, event: TextEvent) -> list[TextEvent]:

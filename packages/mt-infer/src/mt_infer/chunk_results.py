@@ -31,7 +31,7 @@ class ChunkResult:
 
 
 def results_from_logits(chunks: Sequence[Chunk], logits: Tensor, shares: Sequence[int] = ()) -> list[ChunkResult]:
-    """logits [R, vocab]: the wanted ones of each chunk, in their order. shares: see log_probabilities."""
+    """logits [R, vocab]: the requested ones of each chunk, in their order. shares: see log_probabilities."""
     # [logits of the chunk, vocab] each; empty for chunks without.
     rows = logits.split([chunk.logits for chunk in chunks])
     found = [ChunkResult(prompt=_prompt_logprobs(*each, shares)) for each in zip(chunks, rows, strict=True)]

@@ -184,7 +184,7 @@ class InferenceEngine:
         # Eager: chunks of prompts, drafts, and whatever graphs do not serve.
         batch = self.runner.batch(chunks, self.manager, is_batch_invariant=self.options.batch_invariant)
         logits = self.runner.logits(batch)
-        # Parts of the vocabulary that training's loss sums by, where its bits are wanted.
+        # Parts of the vocabulary that training's loss sums by, where its bits are requested.
         shares = self.runner.vocab_shares if self.options.batch_invariant else ()
         # None on ranks before the last pipeline stage: they get the results from it below.
         found = [ChunkResult() for _ in chunks] if logits is None else results_from_logits(chunks, logits, shares)

@@ -108,7 +108,7 @@ def fragment_key(fragment: Fragment) -> tuple[str, TensorSlice]:
 def plan_copies(sources: list[Slices], targets: list[Slices]) -> list[list[Copy]]:
     """For each weight the copies, in the same order on every rank. sources, targets: of each rank.
 
-    Raises ValueError for elements that are wanted and that no rank has.
+    Raises ValueError for elements that are requested and that no rank has.
     """
     names = dict.fromkeys(name for wanted in targets for name in wanted)
     return [list(_copies_of(name, sources, targets)) for name in names]

@@ -62,7 +62,7 @@ class TokenEvent:
     logprobs: LogProbs | None = None
     finish: FinishReason | None = None
     prompt_logprobs: tuple[LogProbs | None, ...] | None = None
-    """With the first event, if asked for: of each token of the prompt; None for the first, which has none."""
+    """With the first event, if requested: of each token of the prompt; None for the first, which has none."""
     score: float | None = None
     """With the last event of a beam: its log-probability, divided by its length ** length_penalty."""
     error: str | None = None
@@ -111,7 +111,7 @@ class RunningSequence:
 
     @property
     def first_logits(self) -> int | None:
-        """The first position of the prompt of which logits are wanted; None: of none but the last."""
+        """The first position of the prompt of which logits are requested; None: of none but the last."""
         sampling = self.request.sampling
         return None if sampling.prompt_logprobs is None else max(0, sampling.prompt_logprobs_start - 1)
 

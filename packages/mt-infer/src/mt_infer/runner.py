@@ -73,7 +73,7 @@ class ModelRunner:
         return CachedBatch(chunks, manager, self.ctx.device, is_batch_invariant=is_batch_invariant, multiple=multiple)
 
     def logits(self, batch: CachedBatch | DecodeBatch) -> Tensor | None:
-        """[R, vocab] in fp32: of the wanted positions, in their order; None on ranks without the last stage."""
+        """[R, vocab] in fp32: of the requested positions, in their order; None on ranks without the last stage."""
 
         def decode(stage: Stage, hidden: Any) -> Any:
             return self.model.decode_stage(stage, hidden, batch)

@@ -65,7 +65,7 @@ class MoeLayer(nn.Module):
     The largest tensors are [tokens x top-k, H]; no tensor has the shape [tokens, experts, hidden].
 
     recompute: what is recomputed in the backward pass: "moe", all of it; "shared_experts"; "moe_act", the
-    activation of the routed experts and its output.
+    activation of the routed experts and its output. planned_capability: see ModelEnvironment.
     """
 
     had_overflow: Tensor
@@ -79,6 +79,7 @@ class MoeLayer(nn.Module):
         layer: int,
         ctx: ParallelContext,
         recompute: Collection[Recomputed] = (),
+        planned_capability: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.config, self.ctx, self.layer = config, ctx, layer
@@ -108,6 +109,7 @@ class MoeLayer(nn.Module):
             output_init_std=shape.output_init_std,
             permute_fusion=fusion,
             recompute_activation="moe_act" in self.recompute and "moe" not in self.recompute,  # "moe" has it already
+            planned_capability=planned_capability,
         )
         self.fc1_latent_proj: Projection | None = None
         self.fc2_latent_proj: Projection | None = None
@@ -270,4 +272,5 @@ def build_moe(shape: MoeShape, environment: ModelEnvironment, layer: int) -> nn.
         return environment.feed_forward("dense", shape, layer)
     ctx = environment.parallel
     recompute = [name for name in RECOMPUTED if environment.recompute.selects(name)]
-    return MoeLayer(shape, config, build_dispatcher(config, ctx, environment.host), layer, ctx, recompute)
+    dispatcher = build_dispatcher(config, ctx, environment.host)
+    return MoeLayer(shape, config, dispatcher, layer, ctx, recompute, environment.planned_capability)

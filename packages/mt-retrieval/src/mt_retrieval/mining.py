@@ -13,7 +13,7 @@ from mt_retrieval.dpr.files import Context, TrainingQuestion, read_training_ques
 from mt_retrieval.retriever import Retriever, ScoredPassage
 
 CANDIDATES = 4
-"""Passages that are looked at for each negative that is wanted."""
+"""Passages that are looked at for each negative that is requested."""
 
 
 def mine_negatives(

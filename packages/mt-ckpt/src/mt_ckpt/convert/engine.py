@@ -36,7 +36,7 @@ class Report:
     read_from: of a format that does not say what its model is: which file did ("config"), whose names the tensors have
     ("names"), what else is in the files ("left_out").
     optimizer_left_out: why the loader did not read the optimizer that is in the files; None: it did, or there is none.
-    verification: None unless it was asked for.
+    verification: None unless it was requested.
     """
 
     family: str

@@ -81,7 +81,7 @@ class Source:
         return self._reader.files()
 
     def read(self, name: str) -> Tensor:
-        """One full tensor. Raises CheckpointError for a value that the wanted dtype cannot hold."""
+        """One full tensor. Raises CheckpointError for a value that the requested dtype cannot hold."""
         stored = self._reader.read(name)
         num_bytes = stored.numel() * stored.element_size()
         self.on_read(name, num_bytes)
@@ -112,7 +112,7 @@ class Source:
 
 
 def identity_of(path: Path, *asked: Any) -> str:
-    """A checksum of where a checkpoint lies, of its files' sizes and times, and of what is asked."""
+    """A checksum of where a checkpoint lies, of its files' sizes and times, and of what is requested."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     # Sizes and times instead of contents, which would take a read of everything.
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

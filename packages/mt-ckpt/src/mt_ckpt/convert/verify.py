@@ -1,5 +1,5 @@
 """Compares two checkpoints: every tensor bit for bit, what their models compute, the loss of the program that reads the
-result, and the names that its strict load wants."""
+result, and the names that its strict load expects."""
 
 from __future__ import annotations
 

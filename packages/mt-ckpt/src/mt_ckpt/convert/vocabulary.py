@@ -44,7 +44,7 @@ def without_padding(
 ) -> CheckpointReader:
     """The checkpoint as its configuration says it is. trim: rows beyond the vocabulary may be dropped.
 
-    Raises CheckpointError, which says what can be done, when there are such rows and trim was not asked for, and
+    Raises CheckpointError, which says what can be done, when there are such rows and trim was not requested, and
     ConfigError when it was and there are none.
     """
     tables = padded_tables(reader, shapes, vocab_size)

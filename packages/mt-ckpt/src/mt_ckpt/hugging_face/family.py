@@ -1,7 +1,7 @@
 """Which model family an external configuration belongs to.
 
 A family is an object that a model plugin registers under `name_maps["hf"]`; mt_models.hugging_face.HuggingFaceFamily
-is the one that mt's own families use. What is asked of it stands in `Family`.
+is the one that mt's own families use. What it has to provide is in `Family`.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def choose(layout: ParameterLayout, grid: Grid, held: Iterable[Held]) -> list[Pi
     holders = list(held)
     chosen: list[Piece] = []
     for ranks in grid.combinations(layout):
-        # Replicas: the first rank with the wanted place on the axes that shard the parameter.
+        # Replicas: the first rank with the requested place on the axes that shard the parameter.
         match = next((h.piece for h in holders if all(h.place[axis] == rank for axis, rank in ranks.items())), None)
         if match is None:
             return None

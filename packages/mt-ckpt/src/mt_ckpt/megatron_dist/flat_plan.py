@@ -1,7 +1,7 @@
 """The optimizer's state as flat buckets (`dp_reshardable`, Megatron's default) in a written checkpoint.
 
 Each rank of tensor and pipeline parallelism has separate buckets, so what is written is specific to the layout that was
-asked for; only the number of data-parallel ranks is free. With expert parallel ranks the experts have an optimizer of
+requested; only the number of data-parallel ranks is free. With expert parallel ranks the experts have an optimizer of
 their own, with buckets for each rank of expert tensor, expert and pipeline parallelism. `reshardable` reads the same.
 """
 

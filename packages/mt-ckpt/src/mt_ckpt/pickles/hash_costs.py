@@ -1,6 +1,6 @@
 """A limit on what the keys in a pickle cost to hash and to compare, checked before anything in it is built.
 
-The hash of a tuple is that of all within it, each time that it is asked for (before Python 3.14), and two equal tuples
+The hash of a tuple is that of all within it, each time that it is computed (before Python 3.14), and two equal tuples
 are compared throughout (in every version). Forty tuples, each holding the one before it twice, are a few hundred bytes;
 as a key, loading them would not end.
 """

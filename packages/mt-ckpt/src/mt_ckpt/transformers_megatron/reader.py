@@ -36,7 +36,7 @@ MODEL = "model."
 def detect(path: Path) -> bool:
     """Whether `path` holds the tool's files: Megatron's names from before Megatron-Core, and the tool's own argument.
 
-    Files of its older versions have no such argument; those have to be asked for (--loader).
+    Files of its older versions have no such argument; those have to be requested (--loader).
     """
     return is_of_reshaping_tool(path)
 

@@ -190,7 +190,7 @@ def check_world(parallel: ParallelConfig) -> None:
 
 
 def check_layout(config: Config) -> None:
-    """That what is asked for along the axes can be."""
+    """That what is requested along the axes can be."""
     _check_sharding(config)
     _check_sequence_parallel(config)
     _check_experts(config)
@@ -320,7 +320,7 @@ def check_duration(config: Config) -> None:
 
 
 def check_warmup(config: Config, origin: Callable[[str], str]) -> None:
-    """A run without a step between its warm-up and the end of its decay never has the learning rate that was asked for.
+    """A run without a step between its warm-up and the end of its decay never has the learning rate that was requested.
     Raises ConfigError; nothing is checked of a run of train.train_epochs until its steps are known.
 
     origin: dotted key -> the layer that its value came from. The warm-up and the WSD tail of a preset belong to a run

@@ -228,7 +228,7 @@ class TrainConfig(Section):
     """Times to go through the training set, each in an order of its own and without an incomplete last batch; the run
     evaluates and saves at the end of each. Give this, train_iters or train_samples."""
     exit_iteration: PositiveInt | None = None
-    """Save and stop after this step, as if asked by a signal; the schedule stays that of the whole training."""
+    """Save and stop after this step, as after a signal; the schedule stays that of the whole training."""
     eval_interval: PositiveInt | None = 100
     """Steps between evaluations; null never evaluates while training."""
     eval_iters: NonNegativeInt = 10

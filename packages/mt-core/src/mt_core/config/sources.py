@@ -66,7 +66,7 @@ class ReadLayers:
 
 
 def read_layers(sources: Sources, names: Iterable[str], host: PluginHost) -> ReadLayers:
-    """Read and merge. names: the sections that are wanted; a checkpoint is opened only for these."""
+    """Read and merge. names: the sections that are requested; a checkpoint is opened only for these."""
     file_preset, file_layer = read_config_file(Path(sources.path)) if sources.path is not None else (None, None)
     preset = sources.preset or file_preset
     by_default = preset is None and file_layer is None and sources.sections is None

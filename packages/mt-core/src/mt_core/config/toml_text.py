@@ -16,7 +16,7 @@ def to_toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, except that TOML also wants DEL escaped.
+        # JSON's escapes are TOML's, except that TOML also expects DEL escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, dict):
         entries = ", ".join(f"{_key(key)} = {to_toml(entry)}" for key, entry in value.items() if entry is not None)

@@ -72,7 +72,7 @@ def batch_invariant(active: bool = True) -> Iterator[None]:
 
 
 def require_batch_invariance(config: Config, device: torch.device) -> None:
-    """Raises ConfigError where inference.batch_invariant is asked of something that cannot give it."""
+    """Raises ConfigError where inference.batch_invariant is set for something that cannot provide it."""
     if not config.inference.batch_invariant:
         return
     key, parallel = "inference.batch_invariant=true", config.parallel

@@ -187,5 +187,5 @@ class Cache(Protocol):
         ...
 
     def positions_for_logits(self, x: Tensor) -> Tensor:
-        """[1, T, H] -> [1, R, H]: positions whose logits are wanted."""
+        """[1, T, H] -> [1, R, H]: positions whose logits are requested."""
         ...

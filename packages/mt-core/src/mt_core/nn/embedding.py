@@ -84,7 +84,7 @@ class VocabParallelOutput(LinearModule):
     def forward(self, x: Tensor) -> Tensor:
         if self.multiply is column_parallel_linear:
             return project_to_vocab(x, self.weight, self.range, self.ctx)
-        # A product of another kind wants whole multiples of rows.
+        # A product of another kind expects whole multiples of rows.
         return self.multiply(x, self.weight, None, self.ctx)[..., : len(self.range)]
 
 

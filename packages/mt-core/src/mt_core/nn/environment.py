@@ -49,6 +49,11 @@ class ModelEnvironment:
         """How stacks of layers are run, and which modules are recomputed."""
         return Recompute(self.config.recompute, self.parallel)
 
+    @property
+    def planned_capability(self) -> tuple[int, int] | None:
+        """Compute capability of the GPU that a plan on the meta device is for; None in a run, whose device is there."""
+        return None
+
     def layers(self, num_layers: int) -> list[int]:
         """Numbers of the layers to build, of a stack of `num_layers`."""
         if self.stages is None:

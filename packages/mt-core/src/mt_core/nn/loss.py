@@ -53,7 +53,7 @@ def vocab_parallel_cross_entropy(first_id: int, axis: Axis) -> Loss:
 
 
 def seen_labels(batch: Mapping[str, Tensor]) -> Tensor:
-    """Labels with 0 where none is asked for (data sets put -1 or -100 there)."""
+    """Labels with 0 where there is none (data sets put -1 or -100 there)."""
     return batch["labels"].clamp(min=0)
 
 

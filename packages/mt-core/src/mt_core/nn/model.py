@@ -72,7 +72,7 @@ class Generates(Protocol):
 
     def decode_stage(self, stage: Stage, hidden: Any, cache: Cache) -> Any:
         """The new positions of the cache's sequences through a stage's layers: hidden states [1, T, H] (None for the
-        first) -> those of the next, or logits [1, R, ids of this rank] of the wanted positions."""
+        first) -> those of the next, or logits [1, R, ids of this rank] of the requested positions."""
         ...
 
     @property

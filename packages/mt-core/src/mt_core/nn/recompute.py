@@ -112,7 +112,7 @@ class _Place:
 
 
 class _Discarded:
-    """Keeps places in place of tensors, and makes the tensors again when the first is asked for."""
+    """Keeps places in place of tensors, and makes the tensors again when the first is requested."""
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], made: Sequence[Tensor]) -> None:
         self._make, self._contexts = make, _contexts()[1]

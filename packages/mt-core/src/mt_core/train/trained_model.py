@@ -27,7 +27,7 @@ from mt_core.train.pipelining import Stages, build_stages
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Ready to use: in evaluation mode, on the wanted device. stages: None without pipeline parallelism."""
+    """Ready to use: in evaluation mode, on the requested device. stages: None without pipeline parallelism."""
 
     model: nn.Module
     tokenizer: Tokenizer

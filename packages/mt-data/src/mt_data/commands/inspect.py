@@ -59,7 +59,7 @@ def decoder_finder(
 ) -> Callable[[Manifest | None], Decode | None]:
     """Where `inspect_dataset` gets its way from ids to text.
 
-    A tokenizer that was asked for must be there and be the data set's own, else ConfigError or DataError is raised.
+    A tokenizer that was requested must be there and be the data set's own, else ConfigError or DataError is raised.
     One that only the manifest names may be missing by now: `note` is called with the reason, and ids are shown.
     """
 

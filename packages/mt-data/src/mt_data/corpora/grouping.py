@@ -18,7 +18,7 @@ def iter_equal_groups(chunks: Chunks, total: int, words: int, memory_bytes: int)
     """The ids, ascending, of each two or more rows with equal keys; keys must be spread evenly, as hashes are.
 
     All keys are read once for each part of the key range; a part takes 24 + 24 x words bytes a row. Only a key
-    that a great share of all rows have makes a part larger than asked.
+    that a great share of all rows have makes a part larger than requested.
     """
     # Keys and ids, their copies while parts are joined and sorted, and the order: three times 8 bytes for each id and
     # word.

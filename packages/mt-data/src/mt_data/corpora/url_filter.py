@@ -94,7 +94,7 @@ class UrlTask:
 
 
 class Blacklist:
-    """Says of a URL why it is not wanted: (reason, detail), or None. Lists are compared after normalization."""
+    """Why a URL is left out: (reason, detail), or None. Lists are compared after normalization."""
 
     def __init__(self, lists: UrlLists) -> None:
         self.domains = _entries(lists.domains, _domain)

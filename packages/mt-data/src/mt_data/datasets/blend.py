@@ -70,9 +70,9 @@ def build_blend(
 ) -> Dataset:
     """The data set of one entry, or the blend of several, for `request`.
 
-    Weighted: at least the samples asked for, each data set repeated as often as that takes. Exact samples:
-    just these. Neither: each data set once, and no more than was asked for.
-    Raises DataError when a blend without weights or with exact samples has less than was asked for.
+    Weighted: at least the samples requested, each data set repeated as often as that takes. Exact samples:
+    just these. Neither: each data set once, and no more than was requested.
+    Raises DataError when a blend without weights or with exact samples has less than was requested.
     """
     if len(entries) > MAX_DATASETS:
         raise ConfigError(f"a blend holds at most {MAX_DATASETS} data sets, here are {len(entries)}")
@@ -101,7 +101,7 @@ def _by_weight(
     used = np.bincount(index.dataset_index, minlength=len(entries)).tolist()
     datasets = []
     for entry, need, count in zip(entries, needed, used, strict=True):
-        # Megatron-LM: --mid-level-dataset-surplus, 0.5 % by default. The number of samples asked for decides the epochs
+        # Megatron-LM: --mid-level-dataset-surplus, 0.5 % by default. The number of samples requested decides the epochs
         # and so the order of this data set; it must be the same as Megatron's for equal samples.
         dataset = build_one(entry, math.ceil(need * (1 + surplus)))
         # Rounding can ask one more of a data set than its share.

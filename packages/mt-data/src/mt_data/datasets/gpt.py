@@ -52,7 +52,7 @@ def build_gpt(config: GPTDataConfig, tokenizer: Tokenizer, request: SplitRequest
     """Samples of CAUSAL_LM_SAMPLE for `request.split`; None when it has no data.
 
     A single data set has all samples of the epochs that hold num_samples, as Megatron's; a blend has about
-    as many as asked for. Raises ConfigError and DataError.
+    as many as requested. Raises ConfigError and DataError.
     """
     rules = SampleRules.of(config, tokenizer, config.allow_ambiguous_pad_tokens)
 

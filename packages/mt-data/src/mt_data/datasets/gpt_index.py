@@ -52,7 +52,7 @@ class GPTIndexPlan:
 
     @property
     def epochs(self) -> int:
-        """Fewest passes over the documents that give the samples asked for."""
+        """Fewest passes over the documents that give the samples requested."""
         if self.num_samples is None:
             return 1
         # Megatron-LM: GPTDataset._get_num_epochs, which adds epochs in a loop; the quotient rounded up is the same
@@ -61,7 +61,7 @@ class GPTIndexPlan:
 
     @property
     def samples(self) -> int:
-        """Samples that the epochs give; often more than asked for."""
+        """Samples that the epochs give; often more than requested."""
         # Neighbouring samples share `extra` tokens, so each one advances by sequence_length and only the last needs
         # more.
         tokens = self.epochs * self.tokens_per_epoch - self.extra

@@ -23,7 +23,7 @@ BuiltSplit = Dataset | Mapping[str, Dataset] | None
 
 @dataclass(frozen=True)
 class OpenedTokens:
-    """A token file and the split that is asked of it."""
+    """A token file and the split that is requested of it."""
 
     reader: IndexedDataset
     name: str

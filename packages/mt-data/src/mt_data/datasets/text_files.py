@@ -46,7 +46,7 @@ class TextDataConfig(IndexedDataConfig):
 
 @dataclass(frozen=True)
 class TextSource:
-    """What one entry of a blend names, and the split that is asked of it."""
+    """What one entry of a blend names, and the split that is requested of it."""
 
     name: str
     fractions: SplitFractions

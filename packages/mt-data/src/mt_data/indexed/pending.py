@@ -72,7 +72,7 @@ class PendingFile:
             # Closed means published: an error in a later file of the set takes this one back under its final name.
             os.unlink(self.path if self._file.closed else self.temporary)
         finally:
-            # Closing writes the buffer's rest, which may not fit on the disk, and is not wanted.
+            # Closing writes the buffer's rest, which may not fit on the disk, and is not needed.
             with suppress(OSError):
                 self._file.close()
 

@@ -57,7 +57,7 @@ def length_statistics(
 
 
 def _percentiles(read: Callable[[], Iterable[np.ndarray]], count: int, percentiles: Sequence[int]) -> list[int]:
-    """Selection by digits of 16 bits: the high ones first, then the low ones within the high ones wanted."""
+    """Selection by digits of 16 bits: the high ones first, then the low ones within the high ones requested."""
     # Nearest-rank percentiles: the k-th smallest with k = ceil(count * percent / 100), from 1.
     ranks = [max(1, -(-count * percent // 100)) for percent in percentiles]
     # int64 [2^15]: sequences by the high bits of their length. Two passes with 2^15 and 2^16 counters find an exact
@@ -65,7 +65,7 @@ def _percentiles(read: Callable[[], Iterable[np.ndarray]], count: int, percentil
     above = np.zeros(1 << (31 - LOW_BITS), np.int64)
     for lengths in read():
         above += np.bincount(lengths >> LOW_BITS, minlength=len(above))
-    # Sequences whose high bits are at most k; the wanted rank lies at the first k whose count reaches it.
+    # Sequences whose high bits are at most k; the requested rank lies at the first k whose count reaches it.
     ends = np.cumsum(above)
     highs = [int(np.searchsorted(ends, rank)) for rank in ranks]
     below = {high: np.zeros(1 << LOW_BITS, np.int64) for high in highs}

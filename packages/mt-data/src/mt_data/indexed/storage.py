@@ -110,7 +110,7 @@ class PlainFile:
             # No lock: two threads may both open, one descriptor is then kept and the other closed by its __del__.
             descriptor = self._kept or self._open()
             data: bytes | memoryview = os.pread(descriptor.number, count, offset)
-            # pread returns less than asked at the end of the file and above 2^31 - 4096 bytes (Linux).
+            # pread returns less than requested at the end of the file and above 2^31 - 4096 bytes (Linux).
             if len(data) < count:
                 data = _read_rest(descriptor.number, data, offset, count)
         except OSError as error:
@@ -144,7 +144,7 @@ class _Descriptor:
 
 
 def _read_rest(descriptor: int, begin: bytes | memoryview, offset: int, count: int) -> memoryview:
-    """`begin` and what follows it; less than asked only where the file ends. One system call gives 2 GiB at most."""
+    """`begin` and what follows it, `count` bytes unless the file ends. One system call gives 2 GiB at most."""
     # One buffer of the full size, filled in place; joining pieces would hold the data twice.
     data = bytearray(count)
     view = memoryview(data)

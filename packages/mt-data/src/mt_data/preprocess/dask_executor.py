@@ -57,7 +57,7 @@ class DaskExecutor:
 
 
 def _run_shard(task: Task, shard: Shard) -> ShardResult:
-    """On a worker; it may outlive the run that asked for it, and then keeps the next run waiting."""
+    """On a worker; it may outlive the run that requested it, and then keeps the next run waiting."""
     with writing_shards(Path(task.folder)):
         return run_shard(task, shard)
 

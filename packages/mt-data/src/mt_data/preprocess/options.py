@@ -1,4 +1,4 @@
-"""What a run of preprocessing is asked to do, and what it reports."""
+"""Options of a run of preprocessing, and what it reports."""
 
 from __future__ import annotations
 

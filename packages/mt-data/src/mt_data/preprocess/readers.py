@@ -90,7 +90,7 @@ def _local_matches(pattern: str) -> list[Path]:
 
 
 def _remote_matches(pattern: str) -> list[Path]:
-    """Raises DataError when the store cannot be asked."""
+    """Raises DataError when the store cannot be reached."""
     path = as_path(pattern)
     try:
         if path.exists():

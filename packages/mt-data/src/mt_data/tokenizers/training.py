@@ -42,7 +42,7 @@ class TrainOptions:
     kind: Kind
     format: Format
     vocab_size: int
-    """Tokens wanted, special ones included."""
+    """Tokens requested, special ones included."""
     min_frequency: int = 2
     """Pairs seen less often are not merged (bpe, wordpiece)."""
     lower_case: bool = True

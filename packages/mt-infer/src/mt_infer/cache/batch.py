@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Chunk:
     """The new positions of one sequence in a forward pass: `count` of them after `start`. It is a CachedSequence.
 
-    logits: how many of the last ones are wanted as logits. drafts: guessed tokens, whose positions are the last ones.
+    logits: of how many of the last ones logits are requested. drafts: guessed tokens, at the last positions.
     """
 
     sequence: RunningSequence
@@ -39,7 +39,7 @@ class Chunk:
 
     @property
     def first_logits(self) -> int:
-        """The first position of which logits are wanted."""
+        """The first position of which logits are requested."""
         return self.start + self.count - self.logits
 
     @property
@@ -189,7 +189,7 @@ class CachedBatch:
 
     def positions_for_logits(self, x: Tensor) -> Tensor:
         self.hidden = x
-        # With sequence parallelism x has a part of the positions; those wanted are taken of the logits.
+        # With sequence parallelism x has a part of the positions; those requested are taken of the logits.
         return x if self.multiple > 1 else x[:, self.logit_rows]
 
     def _by_length(self) -> list[list[int]]:

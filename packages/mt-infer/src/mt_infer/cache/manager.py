@@ -64,8 +64,8 @@ class CacheManager:
         return PrefixKeys(root, self.limits.block_size)
 
     def admit(self, sequence: RunningSequence) -> None:
-        """Finds the longest prefix that is in the cache, and shares it. Positions of which logits are wanted, the last
-        among them, are always computed anew. Raises OutOfBlocksError when there is no room for another sequence."""
+        """Finds the longest prefix that is in the cache, and shares it. Positions of which logits are requested, the
+        last among them, are always computed anew. Raises OutOfBlocksError without space for another sequence."""
         # Before anything is taken. A slot is of fixed size, and counted apart from blocks.
         if self.states is not None and not self.states.free:
             raise OutOfBlocksError

@@ -202,7 +202,7 @@ def show_json(generator: TextGenerator, requests: list[Request], sampling: Sampl
 
 
 def as_record(done: Completion) -> dict[str, object]:
-    """What was asked for of a sequence, for JSON."""
+    """What was requested of a sequence, for JSON."""
     return {name: value for name, value in asdict(done).items() if value not in (None, [])}
 
 

@@ -187,7 +187,7 @@ class SamplingParameters:
 
     @cached_property
     def adjusts_logits(self) -> bool:
-        """Whether anything before the temperature is asked for."""
+        """Whether anything before the temperature is requested."""
         return bool(
             self.logit_bias
             or self.penalizes

@@ -1,4 +1,4 @@
-"""A model under its name: what it can do, and how it is asked."""
+"""A model under its name: what it can do, and how requests reach it."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _sizes(config: GemmaConfig) -> dict[str, Any]:
 
 
 def whole_if_it_is(number: float) -> float | int:
-    """transformers wants an int here."""
+    """transformers expects an int here."""
     return int(number) if number == int(number) else number
 
 

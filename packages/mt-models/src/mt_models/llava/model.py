@@ -28,7 +28,7 @@ class LlavaModel(FixedSizeImageModel):
 
     def tower_states(self, images: Tensor) -> Tensor:
         wanted = self.config.feature_states
-        # The generator runs a layer for each state that is taken: those behind the last one wanted do not run.
+        # The generator runs a layer for each state that is taken: those behind the last one requested do not run.
         states = list(islice(self.vision_model.states(images), max(wanted) + 1))
         # [N, S, states x W]: several states of a patch side by side
         features = torch.cat([states[state] for state in wanted], dim=-1)

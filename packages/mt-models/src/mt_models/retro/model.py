@@ -253,7 +253,7 @@ class RetroModel(Model):
 
 
 def of_chunks(cache: Cache, name: str, wanted: Sequence[range], shape: tuple[int, int]) -> Tensor:
-    """What each sequence is conditioned by [L, K, r], of the chunks wanted of it: [n, K, r]; zeros without any."""
+    """What each sequence is conditioned by [L, K, r], of the chunks requested of it: [n, K, r]; zeros without any."""
     found = torch.zeros((sum(map(len, wanted)), *shape), dtype=torch.int64, device=cache.tokens.device)
     for sequence, chunks, rows in zip(cache.sequences, wanted, found.split([len(own) for own in wanted]), strict=True):
         # Neighbours may be given for fewer chunks than the text will have: those behind stay zero, their mask too.

@@ -92,14 +92,19 @@ def check_vision(config: Config) -> None:
             "parallel.sequence_parallel=true divides sequences between the layers, and model.family=vision has whole "
             "ones on every rank: an image is a short sequence, often of odd length; set it to false"
         )
+    classes = getattr(config.data, "num_classes", None)
     if model.num_classes is None:
+        if classes is not None:
+            raise ConfigError(
+                f"model.num_classes is missing: data.dataset_type={config.data.dataset_type} has {classes} classes, "
+                f"and model.family=vision predicts them only with this key; set it to {classes}"
+            )
         return
     if config.train.loss == "cross_entropy":
         raise ConfigError(
             "train.loss=cross_entropy is for predicted words; model.family=vision with model.num_classes predicts the "
             'class of an image, use train.loss="classification"'
         )
-    classes = getattr(config.data, "num_classes", None)
     if classes is not None and classes != model.num_classes:
         raise ConfigError(
             f"model.num_classes={model.num_classes} does not fit data.dataset_type={config.data.dataset_type}, which "

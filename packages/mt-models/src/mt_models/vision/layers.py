@@ -68,7 +68,7 @@ class VisionLayers(nn.Module):
         )
 
     def states(self, x: Tensor) -> Iterator[Tensor]:
-        """x [B, S, H] itself, then what each layer makes of it; a layer runs when its state is asked for."""
+        """x [B, S, H] itself, then what each layer makes of it; a layer runs when its state is requested."""
         pattern = AttentionPattern(causal=False)
         yield x
         for index, layer in enumerate(self.layers):

@@ -17,10 +17,16 @@ KEY = "model.moe.moe_grouped_gemm"
 Name = Literal["loop", "grouped", "triton"]
 
 
-def resolve_product(asked: Literal["auto"] | Name, ctx: ParallelContext, sizes: tuple[int, ...]) -> Name:
-    """sizes: rows and columns of an expert's matrices on this rank. Raises ConfigError if the choice cannot run."""
+def resolve_product(
+    asked: Literal["auto"] | Name,
+    ctx: ParallelContext,
+    sizes: tuple[int, ...],
+    planned_capability: tuple[int, int] | None = None,
+) -> Name:
+    """sizes: rows and columns of an expert's matrices on this rank. planned_capability: of the GPU that the meta device
+    represents. Raises ConfigError if the choice cannot run."""
     if asked == "auto":
-        return _automatic(ctx, sizes)
+        return _automatic(ctx, sizes, planned_capability)
     objection = None
     if asked == "grouped":
         objection = grouped_mm_objection(ctx.params_dtype, sizes)
@@ -31,20 +37,20 @@ def resolve_product(asked: Literal["auto"] | Name, ctx: ParallelContext, sizes: 
     return asked
 
 
-def _automatic(ctx: ParallelContext, sizes: tuple[int, ...]) -> Name:
-    if ctx.device.type != "cuda":
+def _automatic(ctx: ParallelContext, sizes: tuple[int, ...], planned: tuple[int, int] | None) -> Name:
+    capability = torch.cuda.get_device_capability(ctx.device) if ctx.device.type == "cuda" else planned
+    if capability is None:
         return "loop"
-    if is_one_kernel(ctx.device, ctx.params_dtype) and grouped_mm_objection(ctx.params_dtype, sizes) is None:
+    if is_one_kernel(capability, ctx.params_dtype) and grouped_mm_objection(ctx.params_dtype, sizes) is None:
         return "grouped"
     # Ampere and later, which have bf16 products.
-    recent = torch.cuda.get_device_capability(ctx.device) >= (8, 0)
-    return "triton" if recent and triton_objection("cuda") is None else "loop"
+    return "triton" if capability >= (8, 0) and triton_objection(ctx.device.type) is None else "loop"
 
 
 def load_product(name: Name, device_type: str = "cuda") -> GroupedProduct:
     """The implementation; on the meta device the one that is planned in its place."""
-    if name == "triton" and device_type == "meta":
-        return PermutingLoop()
+    if device_type == "meta":
+        return PermutingLoop() if name == "triton" else loop_product
     if name == "triton":
         from mt_moe.experts.triton import TritonProduct
 

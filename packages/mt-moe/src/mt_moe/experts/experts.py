@@ -88,7 +88,8 @@ class ExpertLinear(LayoutModule):
         if self.product is loop_product:
             return "model.moe.moe_grouped_gemm=loop reads the number of rows of each expert; use grouped or triton"
         weight = self.weight
-        if self.product is grouped_product and weight.is_cuda and not is_one_kernel(weight.device, weight.dtype):
+        one_kernel = weight.is_cuda and is_one_kernel(torch.cuda.get_device_capability(weight.device), weight.dtype)
+        if self.product is grouped_product and weight.is_cuda and not one_kernel:
             return "model.moe.moe_grouped_gemm=grouped reads the number of rows of each expert on this GPU; use triton"
         return self.product.host_wait() if isinstance(self.product, Fp8GroupedProduct) else None
 
@@ -119,6 +120,7 @@ class Experts(nn.Module):
         output_init_std: float,
         permute_fusion: bool = False,
         recompute_activation: bool = False,
+        planned_capability: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.permute_fusion = permute_fusion
@@ -128,7 +130,8 @@ class Experts(nn.Module):
         blocks = 2 if is_gated(activation) else 1
         local_ffn = ffn_size // ctx.axis("etp").size
         # Sizes of a rank: alignment rules of the kernels apply to what it multiplies.
-        self.product = resolve_product(config.moe_grouped_gemm, ctx, (hidden_size, local_ffn, blocks * local_ffn))
+        sizes = (hidden_size, local_ffn, blocks * local_ffn)
+        self.product = resolve_product(config.moe_grouped_gemm, ctx, sizes, planned_capability)
         product = load_product(self.product, self.device_type)
         self.linear_fc1 = ExpertLinear(
             config.num_experts,

@@ -32,9 +32,9 @@ def grouped_mm_objection(dtype: torch.dtype, sizes: tuple[int, ...]) -> str | No
     return f"the experts' sizes have to be multiples of {multiple}, and one is {odd[0]}" if odd else None
 
 
-def is_one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether grouped_mm on this GPU is one kernel, which the host does not wait for."""
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in ONE_KERNEL
+def is_one_kernel(capability: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether grouped_mm on a GPU of this compute capability is one kernel, which the host does not wait for."""
+    return dtype == torch.bfloat16 and capability[0] in ONE_KERNEL
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -42,6 +42,11 @@ class DPRDataConfig(TextDataConfig):
     refresh: RefreshConfig | None = None
     """Mine hard negatives anew during training; unset: those of the files."""
 
+    @property
+    def passages(self) -> int:
+        """Of a question in training: the positive one and the hard negatives."""
+        return 1 + self.train_hard_neg
+
     @model_validator(mode="after")
     def _check_refresh(self) -> DPRDataConfig:
         if self.refresh is not None and not self.train_hard_neg:

@@ -210,7 +210,7 @@ def _train(project: Path, chosen: list[int], bars: Bars) -> None:
     if is_unchanged(folder, manifest.empty):
         return
     blocks = [np.asarray(ChunkEmbeddings(project).files.read(number), np.float32) for number in chosen]
-    # Whole blocks are embedded; the last one may have more rows than wanted.
+    # Whole blocks are embedded; the last one may have more rows than requested.
     vectors = np.concatenate(blocks)[: manifest.job.train_rows]
     with bars("training the index"):
         empty = write_index(_trained(vectors, manifest.job.factory), folder, EMPTY)

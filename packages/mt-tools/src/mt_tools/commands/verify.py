@@ -130,7 +130,7 @@ def _report(differences: list[Difference]) -> int:
     kinds = list(dict.fromkeys(difference.kind for difference in differences))
     for kind in kinds:
         own = [difference for difference in differences if difference.kind == kind]
-        worst = max(own, key=lambda difference: float("inf") if difference.off is None else difference.off)
+        worst = max(own, key=lambda difference: difference.size)
         typer.echo(f"{len(own):4d} x {kind:14s} worst {worst}")
     wrong = [difference for difference in differences if difference.too_large]
     if not wrong:

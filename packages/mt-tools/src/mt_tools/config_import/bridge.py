@@ -121,30 +121,42 @@ def _flat(values: Mapping[str, Any], root: Mapping[str, Any], path: str = "") ->
             yield here, _resolved(value, here, root)
 
 
-def _resolved(value: Any, here: str, root: Mapping[str, Any]) -> Any:
-    """References of OmegaConf: ${a.b}, ${.sibling}, ${multiply:a,b}. Raises ConfigError for ??? and what is absent."""
+def _resolved(value: Any, here: str, root: Mapping[str, Any], trail: tuple[str, ...] = ()) -> Any:
+    """References of OmegaConf: ${a.b}, ${.sibling}, ${multiply:a,b}. trail: the keys that were looked up for it. Raises
+    ConfigError for ???, for what is absent, and for references that lead to themselves."""
     if value == MISSING:
         raise ConfigError(f"{here} is ???, a value that has to be given")
     if not isinstance(value, str):
         return value
     if found := _PRODUCT.fullmatch(value):
-        one, other = (_resolved(text.strip(), here, root) for text in found.groups())
-        return int(one) * int(other)
+        factors = [_factor(text.strip(), here, root, trail) for text in found.groups()]
+        return factors[0] * factors[1]
     if found := _REFERENCE.fullmatch(value):
         # A leading dot is a sibling of the key.
         base = here.split(".")[:-1] if found[1] else []
-        return _looked_up([*base, *found[2].split(".")], here, root)
+        return _looked_up([*base, *found[2].split(".")], here, root, trail)
     return value
 
 
-def _looked_up(path: list[str], here: str, root: Mapping[str, Any]) -> Any:
+def _factor(text: str, here: str, root: Mapping[str, Any], trail: tuple[str, ...]) -> int:
+    value = _resolved(text, here, root, trail)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{here} multiplies {text}, which is {value!r} and no whole number") from None
+
+
+def _looked_up(path: list[str], here: str, root: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
     place: Any = root
     for name in path:
         if not isinstance(place, Mapping) or name not in place:
             raise ConfigError(f"{here} refers to {'.'.join(path)}, which is not there")
         place = place[name]
+    key = ".".join(path)
+    if key in trail:
+        raise ConfigError(f"{key} refers to itself: {' -> '.join([*trail, key])}; give one of them a value")
     # A reference may lead to another one.
-    return _resolved(place, ".".join(path), root)
+    return _resolved(place, key, root, (*trail, key))
 
 
 def _given_of(flat: Mapping[str, Any]) -> tuple[dict[str, Given], list[Account]]:

@@ -45,7 +45,7 @@ def _outcome(account: Account) -> str:
 
 
 def report_json(result: ImportResult, path: Path | None, allowed: Collection[str]) -> str:
-    """The same, with the configuration. ok: whether nothing that was asked for is left out unasked."""
+    """The same, with the configuration. ok: whether nothing is left out that --allow does not name."""
     values: dict[str, Any] = {
         "source": result.source,
         "ok": not result.refused_unless(allowed),

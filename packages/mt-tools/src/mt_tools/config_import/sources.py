@@ -1,4 +1,4 @@
-"""Tells what a file or folder is, and imports it."""
+"""Detects the kind of a file or folder, and imports it."""
 
 from __future__ import annotations
 

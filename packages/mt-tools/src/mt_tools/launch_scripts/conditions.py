@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from mt_tools.launch_scripts.expansion import expand_word
+from mt_tools.launch_scripts.expansion import expand_pattern, expand_text, expand_word
 from mt_tools.launch_scripts.syntax import Chain, Group, Parameter, Simple, Statement, Text, Word
 from mt_tools.launch_scripts.variables import Variables, is_known
 
@@ -17,7 +19,10 @@ _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
     "-lt": int.__lt__,
     "-le": int.__le__,
 }
+_MATCHES = ("=", "==", "!=")
+Pattern = Callable[[Word, Variables], str]
 _CLOSING = {"[": "]", "[[": "]]"}
+_TESTS = ("[", "[[", "test", "((", "true", "false")
 
 
 def evaluate(statements: Sequence[Statement], variables: Variables) -> bool | None:
@@ -26,9 +31,11 @@ def evaluate(statements: Sequence[Statement], variables: Variables) -> bool | No
 
 
 def is_test(statement: Statement) -> bool:
-    return (
-        isinstance(statement, Simple) and bool(statement.words) and _literal(statement.words[0]) in ("[", "[[", "test")
-    )
+    """Whether a command only succeeds or fails."""
+    if not isinstance(statement, Simple) or not statement.words:
+        return False
+    name = _literal(statement.words[0])
+    return name in _TESTS or (name == "!" and is_test(replace(statement, words=statement.words[1:])))
 
 
 def _statement(statement: Statement, variables: Variables) -> bool | None:
@@ -45,12 +52,18 @@ def _statement(statement: Statement, variables: Variables) -> bool | None:
         return _negated(_statement(inner, variables))
     if name in ("true", ":", "false"):
         return name != "false"
+    if name == "((":
+        # Computed once: it may assign.
+        value = expand_text(words[0], variables)
+        return value != "0" if is_known(value) else None
     if not is_test(statement):
         return None
     if name in _CLOSING and words and _literal(words[-1]) == _CLOSING[name]:
         words = words[:-1]
     # || binds weaker than &&, -o weaker than -a.
-    return _or(words, variables, "||" if name == "[[" else "-o", "&&" if name == "[[" else "-a")
+    if name == "[[":
+        return _or(words, variables, "||", "&&", expand_pattern)
+    return _or(words, variables, "-o", "-a", _literal_pattern)
 
 
 def _chain(chain: Chain, variables: Variables) -> bool | None:
@@ -62,12 +75,12 @@ def _chain(chain: Chain, variables: Variables) -> bool | None:
     return result
 
 
-def _or(words: list[Word], variables: Variables, either: str, both: str) -> bool | None:
+def _or(words: list[Word], variables: Variables, either: str, both: str, pattern: Pattern) -> bool | None:
     result: bool | None = False
     for part in _split(words, either):
         value: bool | None = True
         for term in _split(part, both):
-            value = _and(value, _term(term, variables))
+            value = _and(value, _term(term, variables, pattern))
         result = _either(result, value)
     return result
 
@@ -82,9 +95,9 @@ def _split(words: list[Word], sign: str) -> list[list[Word]]:
     return parts
 
 
-def _term(words: list[Word], variables: Variables) -> bool | None:
+def _term(words: list[Word], variables: Variables, pattern: Pattern) -> bool | None:
     if words and _literal(words[0]) == "!":
-        return _negated(_term(words[1:], variables))
+        return _negated(_term(words[1:], variables, pattern))
     if len(words) == 2 and _literal(words[0]) in ("-z", "-n"):
         return _is_empty(words[1], variables, wanted=_literal(words[0]) == "-z")
     if len(words) == 2 and _literal(words[0]) == "-v":
@@ -92,7 +105,9 @@ def _term(words: list[Word], variables: Variables) -> bool | None:
     if len(words) == 1:
         return _is_empty(words[0], variables, wanted=False)
     if len(words) == 3:
-        return _compared(_text(words[0], variables), _literal(words[1]) or "", _text(words[2], variables))
+        sign = _literal(words[1]) or ""
+        right = pattern(words[2], variables) if sign in _MATCHES else _text(words[2], variables)
+        return _compared(_text(words[0], variables), sign, right)
     if words and _literal(words[0]) == "-z":  # [ -z $X ] with nothing in X
         return True
     return None
@@ -111,17 +126,19 @@ def _is_empty(word: Word, variables: Variables, *, wanted: bool) -> bool | None:
 def _compared(left: str, sign: str, right: str) -> bool | None:
     if not (is_known(left) and is_known(right)):
         return None
-    if sign in ("=", "=="):
-        # [[ a == b* ]] matches a pattern. Of [ ] a right side with signs of patterns is rare.
-        return fnmatchcase(left, right)
-    if sign == "!=":
-        return not fnmatchcase(left, right)
+    if sign in _MATCHES:
+        return fnmatchcase(left, right) is (sign != "!=")
     if sign in _NUMBERS:
         try:
             return _NUMBERS[sign](int(left), int(right))
         except ValueError:
             return None
     return None
+
+
+def _literal_pattern(word: Word, variables: Variables) -> str:
+    """Of [ ], which compares texts, where [[ ]] matches a pattern."""
+    return glob.escape(_text(word, variables))
 
 
 def _text(word: Word, variables: Variables) -> str:

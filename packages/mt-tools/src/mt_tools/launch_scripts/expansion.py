@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import operator
+import glob
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
-from typing import Any
+from fnmatch import fnmatchcase, translate
 
-from mt_tools.launch_scripts.syntax import Arithmetic, Parameter, Substitution, Text, Word
+from mt_tools.launch_scripts.arithmetic import UnknownError, assigned_names, compute
+from mt_tools.launch_scripts.syntax import INDIRECT, LENGTH, Arithmetic, Parameter, Substitution, Text, Word
 from mt_tools.launch_scripts.variables import Value, Variables, is_known
 
 _SCRIPT_FOLDER = re.compile(r'dirname\s+(--\s+)?"?\$(0|\{?BASH_SOURCE(\[0\])?\}?)"?')
-_OPERATIONS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,  # integers, as bash
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
 
 
 def expand_words(words: Sequence[Word], variables: Variables) -> list[str]:
@@ -49,8 +40,18 @@ def expand_text(word: Word, variables: Variables) -> str:
     return "".join(" ".join(value) if isinstance(value, list) else value for value in values)
 
 
+def expand_pattern(word: Word, variables: Variables) -> str:
+    """As a pattern of fnmatch, in which what is quoted stands for itself."""
+    texts = ((part.quoted, expand_text((part,), variables)) for part in word)
+    return "".join(glob.escape(text) if quoted else text.replace("[^", "[!") for quoted, text in texts)
+
+
 def _pieces(part: Text | Parameter | Arithmetic | Substitution, variables: Variables) -> Iterator[str | None]:
     """Texts with None where one argument ends and another one begins."""
+    if isinstance(part, Parameter) and (word := _replacement(part, variables)) is not None:
+        for inner in word:
+            yield from _pieces(inner, variables)
+        return
     value = _part(part, variables)
     texts = value if isinstance(value, list) else [value]
     # "$*" and "${a[*]}" are one argument, "$@" and "${a[@]}" one for each element.
@@ -59,7 +60,7 @@ def _pieces(part: Text | Parameter | Arithmetic | Substitution, variables: Varia
     for position, text in enumerate(texts):
         if position:
             yield None
-        if part.quoted or isinstance(part, Text):
+        if part.quoted:
             yield text
         else:
             # Unquoted: blanks in the value separate arguments; those at its ends separate it from its neighbours.
@@ -72,7 +73,7 @@ def _part(part: Text | Parameter | Arithmetic | Substitution, variables: Variabl
     if isinstance(part, Parameter):
         return _parameter(part, variables)
     if isinstance(part, Arithmetic):
-        return _arithmetic(part, variables)
+        return arithmetic(expand_text(part.expression, variables), variables)
     return _substitution(part.command, variables)
 
 
@@ -86,31 +87,82 @@ def _substitution(command: str, variables: Variables) -> str:
     )
 
 
-def _parameter(part: Parameter, variables: Variables) -> Value:
+def _replacement(part: Parameter, variables: Variables) -> Word | None:
+    """The word that stands for ${name:-word} or ${name:+word} without quotes, so that quotes in the word count."""
+    if part.quoted or part.operator not in (":-", "-", ":+", "+"):
+        return None
+    return part.argument if _is_replaced(part, _value(part, variables)) else None
+
+
+def _value(part: Parameter, variables: Variables) -> Value | None:
     value = "." if part.name == "PWD" else variables.get(part.name)
+    return value if part.every or value is None else _element(part, value, variables)
+
+
+def _parameter(part: Parameter, variables: Variables) -> Value:
+    value = _value(part, variables)
     if part.operator in _DEFAULTS:
         return _with_default(part, value, variables)
     if value is None:
-        return [] if part.every else variables.missing(part.name)
-    # $array is its first element.
-    if isinstance(value, list) and not part.every:
-        value = value[0] if value else ""
+        return [] if part.every and part.operator != LENGTH else variables.missing(part.name)
     if not part.operator:
         return value
-    return _changed(part, value if isinstance(value, str) else " ".join(value), variables)
+    if part.operator == LENGTH:
+        return str(len(value)) if is_known("".join(value)) else _unknown_in("".join(value))
+    if part.operator == INDIRECT:
+        return _parameter(Parameter(value), variables) if isinstance(value, str) and is_known(value) else value
+    if part.operator == ":":
+        return _slice(part, value, variables)
+    if isinstance(value, list):
+        return [_changed(part, text, variables) for text in value]
+    return _changed(part, value, variables)
+
+
+def _element(part: Parameter, value: Value, variables: Variables) -> Value | None:
+    """$array is its first element, ${array[i]} the element i, from the end if it is negative."""
+    elements = [value] if isinstance(value, str) else value
+    if not part.index:
+        return elements[0] if elements else ""
+    if len(elements) == 1 and not is_known(elements[0]):
+        return elements[0]
+    place = arithmetic(expand_text(part.index, variables), variables)
+    if not is_known(place):
+        return place
+    return elements[int(place)] if -len(elements) <= int(place) < len(elements) else None
+
+
+def _slice(part: Parameter, value: Value, variables: Variables) -> Value:
+    """${name:offset} and ${name:offset:length}, of a text or of the elements of an array."""
+    bounds = [arithmetic(text, variables) for text in expand_text(part.argument, variables).split(":")]
+    for text in (*bounds, *value):
+        if not is_known(text):
+            return _unknown_in(text)
+    # ${@:1} begins with $1.
+    offset = int(bounds[0]) - (part.name in ("@", "*") and int(bounds[0]) > 0)
+    start = max(offset + len(value), 0) if offset < 0 else offset
+    if len(bounds) == 1:
+        return value[start:]
+    length = int(bounds[1])
+    return value[start : start + length] if length >= 0 else value[start:length]
+
+
+def _unknown_in(text: str) -> str:
+    """The first mark of a text."""
+    return text[text.index("\ue000") : text.index("\ue001") + 1]
 
 
 _DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
 
 
-def _with_default(part: Parameter, value: Value | None, variables: Variables) -> Value:
+def _is_replaced(part: Parameter, value: Value | None) -> bool:
     # With a colon an empty value counts as not set.
     is_set = value is not None and (value != "" or not part.operator.startswith(":"))
-    if part.operator.endswith("+"):
-        return expand_text(part.argument, variables) if is_set else ""
-    if is_set:
-        assert value is not None
-        return value[0] if isinstance(value, list) and not part.every and value else value
+    return is_set is part.operator.endswith("+")
+
+
+def _with_default(part: Parameter, value: Value | None, variables: Variables) -> Value:
+    if not _is_replaced(part, value):
+        return "" if value is None or part.operator.endswith("+") else value
     if part.operator.endswith("?"):
         return variables.missing(part.name)
     found = expand_text(part.argument, variables)
@@ -120,15 +172,13 @@ def _with_default(part: Parameter, value: Value | None, variables: Variables) ->
 
 
 def _changed(part: Parameter, value: str, variables: Variables) -> str:
-    """${#name} and what removes a pattern or replaces one."""
-    pattern = expand_text(part.argument, variables)
-    if part.operator == "#" and not part.argument:
-        return str(len(value))
+    """What removes a pattern, replaces one, or changes letters."""
+    if not is_known(value):
+        return value
     if part.operator in ("#", "##", "%", "%%"):
-        return _without(value, pattern, part.operator)
+        return _without(value, expand_pattern(part.argument, variables), part.operator)
     if part.operator in ("/", "//"):
-        old, _, new = pattern.partition("/")
-        return value.replace(old, new, 1 if part.operator == "/" else -1)
+        return _replaced(part, value, variables)
     changes: Mapping[str, Callable[[str], str]] = {
         "^^": str.upper,
         ",,": str.lower,
@@ -136,6 +186,28 @@ def _changed(part: Parameter, value: str, variables: Variables) -> str:
         ",": lambda text: text[:1].lower() + text[1:],
     }
     return changes[part.operator](value)
+
+
+def _replaced(part: Parameter, value: str, variables: Variables) -> str:
+    """${name/pattern/text}, ${name//pattern/text} for all, ${name/#pattern/text} at the beginning, % at the end."""
+    old, new = _halves(part.argument)
+    pattern, text = expand_pattern(old, variables), expand_text(new, variables)
+    place = pattern[:1] if part.operator == "/" and pattern[:1] in ("#", "%") else ""
+    # fnmatch's expression ends with \\Z, which is for the whole text.
+    expression = translate(pattern.removeprefix(place))[:-2]
+    if not expression or pattern == "":
+        return value
+    expression = {"#": rf"\A{expression}", "%": rf"{expression}\Z"}.get(place, expression)
+    return re.sub(expression, lambda _: text, value, count=0 if part.operator == "//" else 1)
+
+
+def _halves(argument: Word) -> tuple[Word, Word]:
+    """What stands before and behind the first slash that is not quoted."""
+    for place, part in enumerate(argument):
+        if isinstance(part, Text) and not part.quoted and "/" in part.text:
+            before, _, behind = part.text.partition("/")
+            return (*argument[:place], Text(before)), (Text(behind), *argument[place + 1 :])
+    return argument, ()
 
 
 def _without(value: str, pattern: str, form: str) -> str:
@@ -148,41 +220,15 @@ def _without(value: str, pattern: str, form: str) -> str:
     return value[: (matching[0] if form == "%%" else matching[-1])] if matching else value
 
 
-def _arithmetic(part: Arithmetic, variables: Variables) -> str:
-    text = expand_text(part.expression, variables).strip()
-    # The result is as unknown as its first unknown operand.
-    if not is_known(text):
-        return text[text.index("\ue000") : text.index("\ue001") + 1]
+def arithmetic(text: str, variables: Variables) -> str:
+    """The value of an expression; its assignments are made. As unknown as its first unknown operand."""
     try:
-        # The syntax tree alone: nothing is evaluated but numbers, names and the operations above. $((a / b)) has the
-        # same form in Python.
-        return str(_number(ast.parse(text, mode="eval").body, variables))
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-        return variables.unknowns.mark(f"$(({text}))", f"$(({text})) is not read: give --define for its variable")
-    except _UnknownError as unknown:
-        return str(unknown)
-
-
-class _UnknownError(Exception):
-    """The mark of a variable in an expression."""
-
-
-def _number(node: Any, variables: Variables) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.Name):
-        return _number_of(node.id, variables)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_number(node.left, variables), _number(node.right, variables))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand, variables)
-    raise ValueError(node)
-
-
-def _number_of(name: str, variables: Variables) -> int:
-    value = variables.get(name)
-    if not isinstance(value, str):
-        raise _UnknownError(variables.missing(name))
-    if not is_known(value):
-        raise _UnknownError(value)
-    return _number(ast.parse(value.strip() or "0", mode="eval").body, variables)
+        return str(compute(text, variables))
+    except (ValueError, ZeroDivisionError):
+        shown = f"$(({variables.unknowns.readable(text).strip()}))"
+        found = variables.unknowns.mark(shown, f"{shown} is not read: give --define for its variable")
+    except UnknownError as unknown:
+        found = str(unknown)
+    for name in assigned_names(text):
+        variables.set(name, found)
+    return found

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from mt_core.errors import ConfigError
+from mt_tools.launch_scripts.arithmetic import assigned_names
 from mt_tools.launch_scripts.syntax import (
+    INDIRECT,
+    LENGTH,
     Arithmetic,
     Assignment,
     Case,
     Chain,
     Function,
     Group,
+    Heredoc,
     If,
     Loop,
     Parameter,
@@ -24,12 +29,15 @@ from mt_tools.launch_scripts.syntax import (
 )
 
 _SPECIAL = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_FUNCTION = re.compile(r"(?:function[ \t]+)?([A-Za-z_]\w*)[ \t]*\(\)")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_INDEX = r"\[([^]]*)\]"
+_ASSIGNMENT = re.compile(rf"([A-Za-z_]\w*)(?:{_INDEX})?(\+?)=")
+_FUNCTION = re.compile(r"(?:function[ \t]+([\w-]+)(?:[ \t]*\(\))?|([A-Za-z_][\w-]*)[ \t]*\(\))")
 # Longest first: <<< is followed by a text, << by the end of a heredoc, < by a file.
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:<<<|<<-?|>>|>&|<&|&>|>\||<|>)")
 # Longest first: ## before #.
-_OPERATOR = re.compile(r":[-=?+]|%%|##|//|\^\^|,,|[-=?+%#/^,]")
+_OPERATOR = re.compile(r":[-=?+]|%%|##|//|\^\^|,,|[-=?+%#/^,:]")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
 _ENDS_WORD = frozenset(" \t\n;&|<>()")
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 _MAX_DEPTH = 40
@@ -49,9 +57,8 @@ class _Parser:
         self.origin = origin
         self.at = 0
         self.depth = depth
-        # (last line, whether it was quoted, whether leading tabs are removed), named in the line that is read.
-        self.heredocs: list[tuple[str, bool, bool]] = []
-        self.read_heredoc: Word = ()
+        # Named in the line that is read: (last line, whether it was quoted, whether leading tabs are removed, text).
+        self.heredocs: list[tuple[str, bool, bool, Heredoc]] = []
 
     # -- characters ------------------------------------------------------------------------------------
 
@@ -100,8 +107,8 @@ class _Parser:
         """The line break, and the heredocs that begin behind it."""
         self.at += 1
         # Heredocs of one line follow each other, in the order in which they were named.
-        for word, quoted, tabs in self.heredocs:
-            self.read_heredoc = self.heredoc(word, quoted, tabs)
+        for word, quoted, tabs, heredoc in self.heredocs:
+            heredoc.text = self.heredoc(word, quoted, tabs)
         self.heredocs.clear()
 
     # -- statements ------------------------------------------------------------------------------------
@@ -110,6 +117,8 @@ class _Parser:
         body = self.statements(())
         if self.at < len(self.text):
             raise self.error(f"{self.peek()!r} stands where a command belongs")
+        if self.heredocs:
+            raise self.error(f"the text up to {self.heredocs[0][0]} is missing")
         return body
 
     def statements(self, ends: Collection[str]) -> tuple[Statement, ...]:
@@ -121,8 +130,6 @@ class _Parser:
         self.skip_lines()
         while self.at < len(self.text) and not self.stands_at(ends):
             found.append(self.chain())
-            if self.heredocs:
-                found[-1] = self.with_heredoc(found[-1])
             self.skip_lines()
         self.depth -= 1
         return tuple(found)
@@ -142,15 +149,6 @@ class _Parser:
             raise self.error(f"expected {word}")
         self.at += len(word)
 
-    def with_heredoc(self, statement: Statement) -> Statement:
-        """The text of a heredoc begins behind the line that names it."""
-        end = self.text.find("\n", self.at)
-        if end < 0:
-            raise self.error(f"the text up to {self.heredocs[0][0]} is missing")
-        self.at = end
-        self.end_line()
-        return _give_heredoc(statement, self.read_heredoc)
-
     def chain(self) -> Statement:
         parts: list[tuple[str, Statement]] = [("", self.pipeline())]
         while True:
@@ -167,7 +165,7 @@ class _Parser:
         while True:
             self.skip_blanks()
             if self.peek() != "|" or self.peek(2) == "||":
-                return commands[0] if len(commands) == 1 else Group(tuple(commands))
+                return commands[0] if len(commands) == 1 else Group(_piped(commands), subshell=True)
             self.at += 2 if self.peek(2) == "|&" else 1
             self.skip_lines()
             # The commands of a pipeline are read as if they ran one after another: only what they launch matters.
@@ -178,24 +176,24 @@ class _Parser:
         kinds: dict[str, Callable[[], Statement]] = {
             "if": self.if_,
             "case": self.case,
-            "for": self.loop,
-            "while": self.loop,
-            "until": self.loop,
+            "for": self.for_,
+            "select": self.for_,
+            "while": self.while_,
+            "until": self.while_,
         }
         for word, read in kinds.items():
             if self.stands_at((word,)):
                 return self.redirected(read())
         if self.peek() == "{" and self.peek(2)[1:] in (" ", "\n", "\t"):
             return self.redirected(Group(self.enclosed("{", "}")))
-        # (( )) is a command whose success the text does not decide: it becomes one without arguments.
         if self.peek(2) == "((":
-            line, _ = self.line, self.balanced("((", "))", sign="")
-            return Simple((), ((Text("(("),),), line)
+            line, text = self.line, self.balanced("((", "))", sign="")
+            return Simple((), ((Text("(("),), (self.arithmetic(text, quoted=True),)), line)
         if self.peek() == "(":
-            return self.redirected(Group(self.enclosed("(", ")")))
+            return self.redirected(Group(self.enclosed("(", ")"), subshell=True))
         if found := self.take(_FUNCTION):
             self.skip_lines()
-            return Function(found[1], self.enclosed("{", "}"))
+            return Function(found[1] or found[2], (self.command(),))
         return self.simple()
 
     def redirected(self, statement: Statement) -> Statement:
@@ -242,6 +240,8 @@ class _Parser:
             branches.append((self.patterns(), self.statements((";;", "esac"))))
             if self.peek(2) == ";;":
                 self.at += 2
+            if self.peek() == "&":
+                raise self.error(";;& is not read; write the branches apart")
             self.skip_lines()
         self.expect("esac")
         return Case(word, tuple(branches), line, source)
@@ -259,27 +259,48 @@ class _Parser:
                 return tuple(found)
             self.expect("|")
 
-    def loop(self) -> Loop:
+    def for_(self) -> Loop:
+        """for and select. Their words are skipped: how often the body runs is not decided."""
         line, source = self.line, self.source_line()
-        # The header is skipped: how often the body runs is not decided, so its variables are unknown.
-        self.at = self.text.find("do", self.at)
-        while self.at >= 0 and not self.stands_at(("do",)):
-            self.at = self.text.find("do", self.at + 2)
-        if self.at < 0:
-            self.at = len(self.text)
-            raise self.error("a loop has no do")
+        self.at += len("for" if self.stands_at(("for",)) else "select")
+        self.skip_blanks()
+        if self.peek(2) == "((":
+            names = assigned_names(self.balanced("((", "))", sign=""))
+        elif found := self.take(_NAME):
+            names = {found[0]}
+        else:
+            raise self.error("for has no variable")
+        self.skip_lines()
+        if self.stands_at(("in",)):
+            self.expect("in")
+            self.skip_words()
+        return Loop(self.done(), line, source, tuple(sorted(names)))
+
+    def skip_words(self) -> None:
+        self.skip_blanks()
+        while self.at < len(self.text) and self.peek() not in _ENDS_WORD:
+            self.word()
+            self.skip_blanks()
+
+    def while_(self) -> Loop:
+        line, source = self.line, self.source_line()
+        self.at += len("while")  # as long as until
+        return Loop((*self.statements(("do",)), *self.done()), line, source)
+
+    def done(self) -> tuple[Statement, ...]:
         self.expect("do")
         body = self.statements(("done",))
         self.expect("done")
-        return Loop(body, line, source)
+        return body
 
     def simple(self) -> Simple:
-        line = self.line
+        line, heredoc = self.line, None
         assignments: list[Assignment] = []
         words: list[Word] = []
         while True:
             self.skip_blanks()
-            if self.redirection():
+            if redirected := self.redirection():
+                heredoc = redirected if isinstance(redirected, Heredoc) else heredoc
                 continue
             # name=value is an assignment before the command's name, and behind export and the like.
             if (not words or words[0] in _DECLARING) and (found := self.assignment()):
@@ -290,9 +311,9 @@ class _Parser:
                 words.append(self.word())
                 if words == [(Text("[["),)]:
                     words += self.double_bracket()
-        if not words and not assignments:
+        if not words and not assignments and heredoc is None:
             raise self.error(f"{self.peek() or 'the end'!r} stands where a command belongs")
-        return Simple(tuple(assignments), tuple(words), line)
+        return Simple(tuple(assignments), tuple(words), line, heredoc)
 
     def double_bracket(self) -> list[Word]:
         """The words up to ]], in which && and < are no operators of the shell."""
@@ -315,9 +336,9 @@ class _Parser:
         found = self.take(_ASSIGNMENT)
         if found is None:
             return None
-        if self.peek() == "(":
-            return Assignment(found[1], self.array(), found[2] == "+")
-        return Assignment(found[1], self.word(), found[2] == "+")
+        value = self.array() if self.peek() == "(" else self.word()
+        index = self.inner(found[2]).double_quoted("") if found[2] else ()
+        return Assignment(found[1], value, found[3] == "+", index)
 
     def array(self) -> list[Word]:
         self.at += 1
@@ -334,18 +355,21 @@ class _Parser:
             else:
                 words.append(self.word(ends=frozenset(" \t\n)")))
 
-    def redirection(self) -> bool:
-        """Skip a redirection with its file; a heredoc is noted."""
+    def redirection(self) -> Heredoc | bool:
+        """Skip a redirection with its file; the text of <<< and <<, which is read at the end of the line."""
         found = self.take(_REDIRECTION)
         if found is None:
             return False
         self.skip_blanks()
         word = self.word()
-        if found[0].endswith(("<<", "<<-")):
-            text = "".join(part.text for part in word if isinstance(part, Text))
-            quoted = any(isinstance(part, Text) and part.quoted for part in word)
-            self.heredocs.append((text, quoted, found[0].endswith("-")))
-        return True
+        if found[0].endswith("<<<"):
+            return Heredoc(word)
+        if not found[0].endswith(("<<", "<<-")):
+            return True
+        text = "".join(part.text for part in word if isinstance(part, Text))
+        quoted = any(isinstance(part, Text) and part.quoted for part in word)
+        self.heredocs.append((text, quoted, found[0].endswith("-"), heredoc := Heredoc()))
+        return heredoc
 
     def heredoc(self, end: str, quoted: bool, tabs: bool) -> Word:
         lines: list[str] = []
@@ -370,7 +394,11 @@ class _Parser:
         parts: list[Text | Parameter | Arithmetic | Substitution] = []
         while self.at < len(self.text) and self.peek() not in ends:
             character = self.peek()
-            if character == "'":
+            if self.peek(2) == "$'":
+                parts.append(self.escaped_quotes())
+            elif self.peek(2) == '$"':
+                self.at += 1  # a text to translate
+            elif character == "'":
                 parts.append(Text(self.up_to("'"), quoted=True))
             elif character == '"':
                 self.at += 1
@@ -393,6 +421,18 @@ class _Parser:
         text = self.text[self.at + 1 : end]
         self.at = end + 1
         return text
+
+    def escaped_quotes(self) -> Text:
+        """$'text', with the escapes of C"""
+        end = self.at + 2
+        while end < len(self.text) and self.text[end] != "'":
+            end += 2 if self.text[end] == "\\" else 1
+        if end >= len(self.text):
+            raise self.error("' has no partner")
+        text, self.at = self.text[self.at + 2 : end], end + 1
+        return Text(
+            re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), text, flags=re.DOTALL), quoted=True
+        )
 
     def escaped(self) -> tuple[Text, ...]:
         follows = self.peek(2)[1:]
@@ -425,9 +465,9 @@ class _Parser:
         if self.peek() == "`":
             return Substitution(self.up_to("`"), quoted)
         if self.peek(3) == "$((":
-            text = self.balanced("((", "))")
-            # Words are not split in arithmetic, so that it is read as if it were quoted.
-            return Arithmetic(self.inner(text).double_quoted(""), quoted)
+            return self.arithmetic(self.balanced("((", "))"), quoted)
+        if self.peek(2) == "$[":
+            return self.arithmetic(self.balanced("[", "]"), quoted)
         if self.peek(2) == "$(":
             return Substitution(self.balanced("(", ")"), quoted)
         if self.peek(2) == "${":
@@ -437,6 +477,10 @@ class _Parser:
         if found is None:
             return Text("$", quoted)
         return Parameter(found[0], every=found[0] in "@*", joined=found[0] == "*", quoted=quoted)
+
+    def arithmetic(self, text: str, quoted: bool) -> Arithmetic:
+        # Words are not split in arithmetic, so that it is read as if it were quoted.
+        return Arithmetic(self.inner(text).double_quoted(""), quoted)
 
     def balanced(self, opening: str, closing: str, sign: str = "$") -> str:
         """The text between $( and ), which may contain others and quotes."""
@@ -449,6 +493,9 @@ class _Parser:
             # In "${x:-it's}" a single quote is a character.
             elif self.peek() == "'" and opening != "{":
                 self.up_to("'")
+            elif self.peek() == '"':
+                self.at += 1
+                self.double_quoted('"')
             elif self.text.startswith(closing, self.at) and level == 1:
                 text = self.text[start : self.at]
                 self.at += len(closing)
@@ -461,20 +508,22 @@ class _Parser:
 
     def parameter(self, quoted: bool) -> Parameter:
         """The text between ${ and }."""
-        # ${#name}; ${#} alone is the number of arguments.
-        if self.peek() == "#" and len(self.text) > 1:
-            return Parameter(self.text[1:], operator="#", quoted=quoted)
+        # ${#name} and ${!name}; ${#} and ${!} alone are variables.
+        before = {"#": LENGTH, "!": INDIRECT}.get(self.peek(), "") if len(self.text) > 1 else ""
+        self.at += bool(before)
         found = self.take(_SPECIAL)
         if found is None:
             raise self.error(f"${{{self.text}}} is not read")
-        index = self.take(re.compile(r"\[([^]]*)\]"))  # ${a[0]}, ${a[@]}
+        index = self.take(re.compile(_INDEX))  # ${a[0]}, ${a[@]}
         elements = found[0] if index is None else index[1]
+        every = elements in ("@", "*")
         operator = self.take(_OPERATOR)
-        if operator is None and self.at < len(self.text):
+        if (operator is None or before) and self.at < len(self.text):
             raise self.error(f"${{{self.text}}} is not read")
         argument = self.word(ends=()) if operator else ()
-        sign = operator[0] if operator else ""
-        return Parameter(found[0], sign, argument, elements in ("@", "*"), elements == "*", quoted)
+        place = self.inner(elements).double_quoted("") if index is not None and not every else ()
+        sign = operator[0] if operator else before
+        return Parameter(found[0], sign, argument, place, every, elements == "*", quoted)
 
 
 _DECLARING = tuple((Text(word),) for word in _DECLARES)
@@ -492,10 +541,9 @@ def _joined(parts: list[Text | Parameter | Arithmetic | Substitution]) -> Word:
     return tuple(found)
 
 
-def _give_heredoc(statement: Statement, text: Word) -> Statement:
-    """The first simple command reads it."""
-    if isinstance(statement, Simple):
-        return Simple(statement.assignments, statement.words, statement.line, text)
-    if isinstance(statement, Group):
-        return Group((_give_heredoc(statement.body[0], text), *statement.body[1:]))
-    return statement
+def _piped(commands: list[Statement]) -> tuple[Statement, ...]:
+    """Of `cat <<EOF | bash` the second command reads the text."""
+    first, second, *rest = commands
+    if isinstance(first, Simple) and isinstance(second, Simple) and first.words == ((Text("cat"),),):
+        return (first, replace(second, heredoc=second.heredoc or first.heredoc), *rest)
+    return tuple(commands)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mt_core.errors import ConfigError
 from mt_tools.launch_scripts.conditions import evaluate, is_test
-from mt_tools.launch_scripts.expansion import expand_text, expand_word, expand_words
+from mt_tools.launch_scripts.expansion import arithmetic, expand_pattern, expand_text, expand_word, expand_words
 from mt_tools.launch_scripts.parser import parse_script
 from mt_tools.launch_scripts.syntax import (
     Assignment,
@@ -22,11 +23,14 @@ from mt_tools.launch_scripts.syntax import (
     Loop,
     Simple,
     Statement,
+    Text,
+    Word,
 )
-from mt_tools.launch_scripts.variables import Unknowns, Variables, is_known
+from mt_tools.launch_scripts.variables import Unknowns, Value, Variables, is_known
 
 MAX_BYTES = 1 << 20
 _MAX_CALLS = 20
+_NAME = re.compile(r"[A-Za-z_]\w*")
 _SHELLS = ("sh", "bash", "/bin/sh", "/bin/bash")
 _BATCH = ("sbatch", *_SHELLS)
 
@@ -78,6 +82,20 @@ class _ExitError(Exception):
         self.line = line
 
 
+class _ReturnError(Exception):
+    """The end of a function or of a file that is read by `source`."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a subshell and a branch that may not run leave as it was."""
+
+    values: dict[str, Value]
+    exported: set[str]
+    positional: Sequence[str] | str
+    functions: dict[str, tuple[Statement, ...]]
+
+
 class _Reader:
     def __init__(self, folder: Path, variables: Variables) -> None:
         self.folder = folder
@@ -86,6 +104,8 @@ class _Reader:
         self.commands: list[Command] = []
         self.undecided: str | None = None
         self.calls = 0
+        # For each function that runs: what its local variables were before.
+        self.locals: list[dict[str, Value | None]] = []
 
     def run(self, statements: Sequence[Statement]) -> None:
         for statement in statements:
@@ -97,7 +117,7 @@ class _Reader:
         elif isinstance(statement, Chain):
             self.chain(statement)
         elif isinstance(statement, Group):
-            self.run(statement.body)
+            self.subshell(statement.body) if statement.subshell else self.run(statement.body)
         elif isinstance(statement, If):
             self.if_(statement)
         elif isinstance(statement, Case):
@@ -105,7 +125,25 @@ class _Reader:
         elif isinstance(statement, Function):
             self.functions[statement.name] = statement.body
         else:
-            self.maybe([statement.body], statement)  # Loop
+            self.variables.undecided(statement.variables, statement.source, statement.line)
+            self.maybe([statement.body], statement)
+
+    def subshell(self, statements: Sequence[Statement]) -> None:
+        with self.restored(), suppress(_ExitError, _ReturnError):
+            self.run(statements)
+
+    @contextmanager
+    def restored(self) -> Iterator[_State]:
+        """Within it the state may change; the one before comes back. Gives that one."""
+        variables = self.variables
+        before = _State(variables.values, variables.exported, variables.positional, self.functions)
+        variables.values, variables.exported = dict(before.values), set(before.exported)
+        self.functions = dict(before.functions)
+        try:
+            yield before
+        finally:
+            variables.values, variables.exported = before.values, before.exported
+            variables.positional, self.functions = before.positional, before.functions
 
     # -- what may or may not run -----------------------------------------------------------------------
 
@@ -130,42 +168,58 @@ class _Reader:
         for position, (condition, body) in enumerate(statement.branches):
             decided = evaluate(condition, self.variables) if condition else True
             if decided is None:
+                self.condition(condition)
                 # This branch and all behind it: an earlier one that is decided and false never runs.
                 return self.maybe([branch for _, branch in statement.branches[position:]], statement)
             if decided:
                 return self.run(body)
         return None
 
+    def condition(self, statements: Sequence[Statement]) -> None:
+        """A command whose success decides, which may be a launch."""
+        for statement in statements:
+            if not is_test(statement):
+                self.statement(statement)
+
     def case(self, statement: Case) -> None:
         value = expand_text(statement.word, self.variables)
         if not is_known(value):
             return self.maybe([body for _, body in statement.branches], statement)
         for patterns, body in statement.branches:
-            if any(fnmatchcase(value, expand_text(pattern, self.variables)) for pattern in patterns):
+            if any(fnmatchcase(value, expand_pattern(pattern, self.variables)) for pattern in patterns):
                 return self.run(body)
         return None
 
     def maybe(self, bodies: Sequence[Sequence[Statement]], statement: If | Case | Loop) -> None:
         """Bodies of which it is not known whether they run: what they assign is not known, either."""
-        # Each body is followed for the commands in it, from the same values, and its values are dropped.
-        before, where = dict(self.variables.values), self.undecided
-        self.undecided = f"`{statement.source}` in line {statement.line}"
+        # Each body is followed for the commands in it, from the same state, and its changes are dropped.
+        where, source, line = self.undecided, statement.source, statement.line
+        self.undecided = f"`{source}` in line {line}"
         changed: set[str] = set()
+        defined: dict[str, list[Statement]] = {}
+        shifted = False
         for body in bodies:
-            # An exit in a branch that may not run does not end the script.
-            with suppress(_ExitError):
-                self.run(body)
-            # Variables that a body sets or unsets are unknown behind it.
-            changed |= {name for name in self.variables.values if self.variables.values[name] != before.get(name)}
-            changed |= before.keys() - self.variables.values.keys()
-            self.variables.values = dict(before)
+            with self.restored() as before:
+                # An exit in a branch that may not run does not end the script.
+                with suppress(_ExitError, _ReturnError):
+                    self.run(body)
+                changed |= _differing(before.values, self.variables.values)
+                for name in _differing(before.functions, self.functions):
+                    defined.setdefault(name, []).append(Loop(self.functions[name], line, source))
+                shifted |= self.variables.positional != before.positional
         self.undecided = where
-        self.variables.undecided(sorted(changed), statement.source, statement.line)
+        # Variables that a body sets or unsets are unknown behind it, and so is which function has a name.
+        self.variables.undecided(sorted(changed), source, line)
+        self.functions |= {name: tuple(variants) for name, variants in defined.items()}
+        if shifted:
+            self.variables.undecided_positional(source, line)
 
     # -- commands --------------------------------------------------------------------------------------
 
     def simple(self, command: Simple) -> None:
         words = expand_words(command.words, self.variables)
+        if words[:1] == ["!"]:
+            words = words[1:]
         if not words:
             return self.assign(command.assignments)
         handler = {
@@ -181,6 +235,13 @@ class _Reader:
             "exit": self.exit,
             "shift": self.shift,
             "set": self.set,
+            "let": self.let,
+            "return": self.return_,
+            "read": self.read,
+            "mapfile": self.read,
+            "readarray": self.read,
+            "getopts": self.read,
+            "printf": self.printf,
         }.get(words[0])
         if handler is not None:
             return handler(command, words[1:])
@@ -190,23 +251,58 @@ class _Reader:
 
     def assign(self, assignments: Sequence[Assignment]) -> None:
         for assignment in assignments:
-            if isinstance(assignment.value, list):
-                array = [text for word in assignment.value for text in expand_word(word, self.variables)]
-                self.variables.set(assignment.name, array, append=assignment.append)
+            name, value, append = assignment.name, assignment.value, assignment.append
+            if isinstance(value, list):
+                array = [text for word in value for text in expand_word(word, self.variables)]
+                self.variables.set(name, array, append=append)
+                if any(_is_keyed(word) for word in value):
+                    self.variables.not_read(name, "is an array with keys, which is not read")
+            elif assignment.index:
+                self.assign_element(assignment, value)
             else:
-                text = expand_text(assignment.value, self.variables)
-                self.variables.set(assignment.name, text, append=assignment.append)
+                self.variables.set(name, expand_text(value, self.variables), append=append)
+
+    def assign_element(self, assignment: Assignment, value: Word) -> None:
+        place = arithmetic(expand_text(assignment.index, self.variables), self.variables)
+        text = expand_text(value, self.variables)
+        if not is_known(place) or not self.variables.set_element(
+            assignment.name, int(place), text, append=assignment.append
+        ):
+            self.variables.not_read(assignment.name, "has an element whose place is not read")
 
     def export(self, command: Simple, words: Sequence[str]) -> None:
         self.assign(command.assignments)
-        self.variables.exported |= {assignment.name for assignment in command.assignments} | set(words)
+        self.assign_words(words)
+        names = {word.partition("=")[0] for word in words if not word.startswith("-")}
+        self.variables.exported |= {assignment.name for assignment in command.assignments} | names
 
     def declare(self, command: Simple, words: Sequence[str]) -> None:
+        names = [*(assignment.name for assignment in command.assignments), *(word.partition("=")[0] for word in words)]
+        for name in names:
+            # Back to what it was when the function ends; local without a value hides the variable of the caller.
+            if self.locals and name not in self.locals[-1] and not name.startswith("-"):
+                self.locals[-1][name] = self.variables.values.pop(name, None)
         self.assign(command.assignments)
+        self.assign_words(words)
+        if any(word.startswith("-") and "x" in word for word in words):
+            self.variables.exported |= {name for name in names if not name.startswith("-")}
+
+    def assign_words(self, words: Sequence[str]) -> None:
+        """name=value where the name is a variable's value"""
+        for word in words:
+            name, equals, value = word.partition("=")
+            if equals and not word.startswith("-"):
+                self.variables.set(name, value)
 
     def unset(self, command: Simple, words: Sequence[str]) -> None:
-        for name in words:
-            self.variables.unset(name)
+        for word in words:
+            name, bracket, _ = word.partition("[")
+            if bracket:
+                self.variables.not_read(name, "loses an element, which is not read")
+            elif word == "-f":
+                return
+            else:
+                self.variables.unset(name)
 
     def source(self, command: Simple, words: Sequence[str]) -> None:
         """A file beside the script, if it is there; what another one would set is not known."""
@@ -225,49 +321,107 @@ class _Reader:
     def exit(self, command: Simple, words: Sequence[str]) -> None:
         raise _ExitError(command.line)
 
+    def return_(self, command: Simple, words: Sequence[str]) -> None:
+        # At the level of the script it is an error that bash passes over.
+        if self.calls:
+            raise _ReturnError
+
     def shift(self, command: Simple, words: Sequence[str]) -> None:
-        self.variables.positional = self.variables.positional[int(words[0]) if words else 1 :]
+        positional, by = self.variables.positional, words[0] if words else "1"
+        if isinstance(positional, str):
+            return
+        if not by.isdigit():
+            self.variables.undecided_positional("shift", command.line)
+        # More than there are: bash leaves all of them.
+        elif int(by) <= len(positional):
+            self.variables.positional = positional[int(by) :]
 
     def set(self, command: Simple, words: Sequence[str]) -> None:
-        """set -x and the like."""
+        """set -- values; other options, such as -x, change nothing here."""
+        if "--" in words:
+            self.variables.positional = list(words[words.index("--") + 1 :])
+
+    def let(self, command: Simple, words: Sequence[str]) -> None:
+        self.assign(command.assignments)
+        # A=A+1 behind `let` is one expression.
+        for word in words:
+            arithmetic(word, self.variables)
+
+    def read(self, command: Simple, words: Sequence[str]) -> None:
+        """Variables that get what is read."""
+        for word in words:
+            if _NAME.fullmatch(word):
+                self.variables.not_read(word, f"is what line {command.line} reads")
+
+    def printf(self, command: Simple, words: Sequence[str]) -> None:
+        if words[:1] == ["-v"] and len(words) > 1:
+            self.variables.not_read(words[1], f"is what `printf` in line {command.line} writes")
 
     def call(self, name: str, arguments: Sequence[str]) -> None:
         before = self.variables.positional
         self.variables.positional = arguments
-        self.enter(self.functions[name], name)
-        self.variables.positional = before
+        self.locals.append({})
+        # Also when an exit ends the function: the branch that it is in may not run.
+        try:
+            self.enter(self.functions[name], name)
+        finally:
+            self.variables.positional = before
+            self.forget_locals(self.locals.pop())
+
+    def forget_locals(self, outer: Mapping[str, Value | None]) -> None:
+        for name, value in outer.items():
+            if value is None:
+                self.variables.unset(name)
+            else:
+                self.variables.values[name] = value
 
     def nested(self, text: str, origin: str) -> None:
         self.enter(parse_script(text, origin), origin)
 
     def enter(self, body: Sequence[Statement], name: str) -> None:
         self.calls += 1
-        if self.calls > _MAX_CALLS:
-            raise ConfigError(f"{name}: functions and files call one another more than {_MAX_CALLS} deep")
-        self.run(body)
-        self.calls -= 1
+        try:
+            if self.calls > _MAX_CALLS:
+                raise ConfigError(f"{name}: functions and files call one another more than {_MAX_CALLS} deep")
+            with suppress(_ReturnError):
+                self.run(body)
+        finally:
+            self.calls -= 1
 
     def other(self, command: Simple, words: list[str]) -> None:
         # sbatch <<EOF: the launch is in the text of the heredoc.
         if command.heredoc and words[0] in _BATCH:
-            text = expand_text(command.heredoc, self.variables)
-            return self.inner_script(text, f"the text of {words[0]}", command.line)
+            text = expand_text(command.heredoc.text, self.variables)
+            return self.child(command, text, f"the text of {words[0]}")
         shell = next((place for place, word in enumerate(words) if word in _SHELLS), None)
         if shell is not None and "-c" in words[shell:-1]:
-            text = words[words.index("-c", shell) + 1]
-            return self.inner_script(text, f"{words[shell]} -c in line {command.line}", command.line, words[:shell])
+            place = words.index("-c", shell) + 1
+            origin = f"{words[shell]} -c in line {command.line}"
+            return self.child(command, words[place], origin, words[:shell], words[place + 2 :])
         # Any command with a Python file: torchrun, accelerate launch, srun python, deepspeed.
         if any(word.endswith(".py") for word in words):
             self.commands.append(Command(words, dict(self.environment(command)), command.line, self.undecided))
         return None
 
+    def child(
+        self, command: Simple, text: str, origin: str, outer: Sequence[str] = (), arguments: Sequence[str] = ()
+    ) -> None:
+        """The text of another shell, which gets what is exported. outer: what stands before it, such as srun with its
+        options. arguments: $1, $2, ..."""
+        environment = dict(self.environment(command))
+        with self.restored(), suppress(_ExitError):
+            self.variables.values, self.variables.exported = dict(environment), set(environment)
+            self.variables.positional, self.functions = arguments, {}
+            self.inner_script(text, origin, command.line, outer)
+
     def inner_script(self, text: str, origin: str, line: int, outer: Sequence[str] = ()) -> None:
-        """The text of another shell. outer: what stands before it, such as srun with its options."""
         before = len(self.commands)
-        self.nested(text, origin)
-        self.commands[before:] = [
-            replace(found, words=[*outer, *found.words], line=line) for found in self.commands[before:]
-        ]
+        try:
+            self.nested(text, origin)
+        finally:
+            self.commands[before:] = [
+                replace(found, words=[*outer, *found.words], line=line) for found in self.commands[before:]
+            ]
 
     def environment(self, command: Simple) -> Iterator[tuple[str, str]]:
         # Exported ones first: an assignment before the command wins.
@@ -278,6 +432,16 @@ class _Reader:
         for assignment in command.assignments:
             if not isinstance(assignment.value, list):
                 yield assignment.name, expand_text(assignment.value, self.variables)
+
+
+def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> set[str]:
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+def _is_keyed(word: Word) -> bool:
+    """[key]=value in an array"""
+    texts = [part.text for part in word if isinstance(part, Text)]
+    return bool(word) and isinstance(word[0], Text) and texts[0].startswith("[") and any("]=" in text for text in texts)
 
 
 def _line_of(statement: Statement) -> int:

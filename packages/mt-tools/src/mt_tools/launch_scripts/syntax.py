@@ -13,17 +13,22 @@ class Text:
     quoted: bool = False
 
 
+LENGTH = "length"
+INDIRECT = "indirect"
+
+
 @dataclass(frozen=True)
 class Parameter:
-    """$name, ${name}, ${name:-word}, ${name[@]}, ${#name}.
+    """$name, ${name}, ${name:-word}, ${name[@]}, ${name[1]}, ${#name}, ${!name}.
 
-    operator: what stands between the name and `argument`, such as `:-`; `#` alone with no argument: the length.
-    every: of an array, all of its elements; joined: as one text, where it is quoted.
+    operator: what stands between the name and `argument`, such as `:-`; LENGTH or INDIRECT before the name.
+    index: of one element of an array. every: all of its elements; joined: as one text, where it is quoted.
     """
 
     name: str
     operator: str = ""
     argument: Word = ()
+    index: Word = ()
     every: bool = False
     joined: bool = False
     quoted: bool = False
@@ -50,11 +55,19 @@ Word = tuple[Text | Parameter | Arithmetic | Substitution, ...]
 
 @dataclass(frozen=True)
 class Assignment:
-    """name=value, name+=value, name=(values)"""
+    """name=value, name+=value, name=(values), name[index]=value"""
 
     name: str
     value: Word | list[Word]
     append: bool = False
+    index: Word = ()
+
+
+@dataclass
+class Heredoc:
+    """The text of <<EOF, which follows the line that names it, or of <<<."""
+
+    text: Word = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ class Simple:
     assignments: tuple[Assignment, ...]
     words: tuple[Word, ...]
     line: int
-    heredoc: Word = ()
+    heredoc: Heredoc | None = None
 
 
 @dataclass(frozen=True)
@@ -76,9 +89,10 @@ class Chain:
 
 @dataclass(frozen=True)
 class Group:
-    """{ }, ( ) and the commands of a pipeline."""
+    """{ }, ( ) and the commands of a pipeline. subshell: what they assign does not outlast them."""
 
     body: tuple[Statement, ...]
+    subshell: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,11 +116,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Loop:
-    """for, while and until, whose body may run any number of times."""
+    """for, select, while and until. body: with the condition; it may run any number of times. variables: of for."""
 
     body: tuple[Statement, ...]
     line: int
     source: str
+    variables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 Value = str | list[str]
 # Private-use characters around a number: they pass through expansion, splitting and joining, and stand in no script.
-_MARK = re.compile("\ue000(\\d+)\ue001")
+MARK = re.compile("\ue000(\\d+)\ue001")
 
 
 @dataclass
@@ -30,24 +30,24 @@ class Unknowns:
 
     def reasons_in(self, texts: Iterable[str]) -> list[str]:
         """Why values in these texts are not known, each once."""
-        numbers = [int(found[1]) for text in texts for found in _MARK.finditer(text)]
+        numbers = [int(found[1]) for text in texts for found in MARK.finditer(text)]
         return [self.reasons[number] for number in dict.fromkeys(numbers)]
 
     def readable(self, text: str) -> str:
         """With what the script wrote in place of marks."""
-        return _MARK.sub(lambda found: self.shown[int(found[1])], text)
+        return MARK.sub(lambda found: self.shown[int(found[1])], text)
 
 
 def is_known(text: str) -> bool:
-    return _MARK.search(text) is None
+    return MARK.search(text) is None
 
 
 @dataclass
 class Variables:
-    """defined: given by the user; nothing in the script changes them. positional: $1, $2, ..."""
+    """defined: given by the user; nothing in the script changes them. positional: $1, $2, ...; a mark: not known."""
 
     defined: Mapping[str, str]
-    positional: Sequence[str]
+    positional: Sequence[str] | str
     unknowns: Unknowns = field(default_factory=Unknowns)
     values: dict[str, Value] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
@@ -57,17 +57,38 @@ class Variables:
         # --define wins over every assignment of the script.
         if name in self.defined:
             return self.defined[name]
-        if name in ("@", "*"):
-            return list(self.positional)
-        if name.isdigit():
-            return self.positional[int(name) - 1] if 0 < int(name) <= len(self.positional) else None
-        if name == "#":
-            return str(len(self.positional))
+        if name in ("@", "*", "#") or name.isdigit():
+            return self._positional(name)
         return self.values.get(name)
 
+    def _positional(self, name: str) -> Value | None:
+        if isinstance(self.positional, str):
+            return [self.positional] if name in ("@", "*") else self.positional
+        if name in ("@", "*"):
+            return list(self.positional)
+        if name == "#":
+            return str(len(self.positional))
+        return self.positional[int(name) - 1] if 0 < int(name) <= len(self.positional) else None
+
     def set(self, name: str, value: Value, *, append: bool = False) -> None:
-        before = self.values.get(name) if append else None
-        self.values[name] = value if before is None else _appended(before, value)
+        before = self.values.get(name)
+        if isinstance(before, list) and isinstance(value, str):
+            # A text is for the first element of an array.
+            value = [before[0] + value if append and before else value, *before[1:]]
+        elif append and before is not None:
+            value = _appended(before, value)
+        self.values[name] = value
+
+    def set_element(self, name: str, index: int, value: str, *, append: bool = False) -> bool:
+        """Set an element of an array, or the one behind its last; false for others, which leave gaps."""
+        before = self.values.get(name, [])
+        elements = [before] if isinstance(before, str) else list(before)
+        index += len(elements) if index < 0 else 0
+        if not 0 <= index <= len(elements):
+            return False
+        elements[index : index + 1] = [elements[index] + value if append and index < len(elements) else value]
+        self.values[name] = elements
+        return True
 
     def unset(self, name: str) -> None:
         self.values.pop(name, None)
@@ -88,8 +109,18 @@ class Variables:
                 reason = f"${name} is decided by `{source}` in line {line}: give --define {name}=VALUE"
                 self.values[name] = self.unknowns.mark(f"${name}", reason)
 
+    def undecided_positional(self, source: str, line: int) -> None:
+        """$1, $2, ... that are replaced or shifted in such a branch."""
+        reason = f"$@ is decided by `{source}` in line {line}: leave the one that is meant in a copy of the script"
+        self.positional = self.unknowns.mark("$@", reason)
+
+    def not_read(self, name: str, reason: str) -> None:
+        """A variable gets a value that only running gives."""
+        self.values[name] = self.unknowns.mark(f"${name}", f"${name} {reason}: give --define {name}=VALUE")
+
 
 def _appended(before: Value, value: Value) -> Value:
-    if isinstance(before, list) or isinstance(value, list):
-        return [*(before if isinstance(before, list) else [before]), *(value if isinstance(value, list) else [value])]
+    if isinstance(value, list):
+        return [*(before if isinstance(before, list) else [before]), *value]
+    assert isinstance(before, str)
     return before + value

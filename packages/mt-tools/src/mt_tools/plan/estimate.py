@@ -30,7 +30,7 @@ ADAM_BYTES = {"float32": 4 + 4 + 8, "bfloat16": 2 + 4 + 2 + 8, "float16": 2 + 4 
 """Of a parameter: weight, fp32 gradient, what 16-bit training keeps beside the weight (the other 16 bits of bf16, or
 an fp32 copy of fp16), two fp32 moments."""
 LONGEST_SEQUENCE = 4096
-"""Of a Hugging Face model that can take longer ones, unless another length is asked for."""
+"""Of a Hugging Face model that can take longer ones, unless another length is requested."""
 
 
 @dataclass(frozen=True)

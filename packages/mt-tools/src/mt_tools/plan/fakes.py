@@ -33,12 +33,9 @@ EQUIVALENT_SETTINGS = {"flex": "alltoall"}
 
 
 def portable(experts: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-    """`model.moe` with portable options in place of kernels that need a device; shapes and memory are the same.
-
-    Products other than Triton's keep the rows of experts, whether a kernel permutes them or not."""
+    """`model.moe` with portable options in place of kernels that need a device; shapes and memory are the same."""
     found = {key: PORTABLE.get(key, value) for key, value in experts.items()}
-    permutes = on_gpu and found.get("moe_grouped_gemm") == "triton" and found.get("moe_permute_fusion") is not False
-    found |= {"moe_grouped_gemm": "triton" if permutes else "loop", "moe_permute_fusion": permutes}
+    found["moe_permute_fusion"] = on_gpu and found.get("moe_permute_fusion") is not False
     if planned := EQUIVALENT_SETTINGS.get(found.get("moe_token_dispatcher_type", "")):
         found |= {"moe_token_dispatcher_type": planned, "moe_dispatcher_options": {}}
     return found
@@ -49,6 +46,8 @@ class PlannedEnvironment(ModelEnvironment):
     """Gives a model a fake attention, whose cost is counted and which computes nothing."""
 
     counting: PlannedKernels = field(default_factory=lambda: PlannedKernels(Ledger()))
+    capability: tuple[int, int] | None = None
+    """Compute capability of the machine's GPUs."""
 
     def attention(self, backend: str, **request: Any) -> AttentionCore:
         # The eager backend supports every option, so that only the layout is validated here.
@@ -72,6 +71,10 @@ class PlannedEnvironment(ModelEnvironment):
         serve."""
         served = self._on_gpu and dropout == 0.0 and not self.config.train.deterministic
         return (logit_softcap is not None or sinks) and not served
+
+    @property
+    def planned_capability(self) -> tuple[int, int] | None:
+        return self.capability if self._on_gpu else None
 
     def _written_out(self, logit_softcap: float | None) -> AttentionCore:
         in_fp32 = self.config.precision.attention_softmax_in_fp32
@@ -115,14 +118,16 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, mask: Tensor | None, backward: Callable[[], None], value_size: int, *keys: Tensor
-    ) -> Tensor:
-        """q [B, S, N, D], keys: the saved keys and values -> [B, S, N, value_size]"""
+    ) -> tuple[Tensor, Tensor]:
+        """q [B, S, N, D], keys: what is saved and has a gradient beside q, such as keys and values -> out
+        [B, S, N, value_size], lse [B, N, S]"""
         out = q.new_empty((*q.shape[:-1], value_size))  # [B, S, N, value_size]
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
         # What decides the memory: KeptStorages counts these, each storage once.
         ctx.save_for_backward(q, *keys, out, lse, *([] if mask is None else [mask]))
         ctx.shapes, ctx.note_backward = [key.shape for key in keys], backward
-        return out
+        ctx.set_materialize_grads(False)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -133,17 +138,21 @@ class _Kept(torch.autograd.Function):
 
 def fused_attention(ledger: Ledger, *, on_gpu: bool) -> AttentionCore:
     """Flash attention on one rank. Key-value groups are repeated for their query heads where the kernel does not take
-    them: with a mask, in fp32, on a CPU (mt_core.nn.attention.serves_groups)."""
+    them: with a mask, in fp32, on a CPU (mt_core.nn.attention.serves_groups). With sinks it is flex on a GPU, which
+    takes groups in every dtype and builds no mask of the size of the scores."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, *sinks: Tensor) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, sinks: Tensor | None = None
+    ) -> Tensor:
         mask = None
-        if not pattern.over(k.shape[1]).is_plain:
+        if sinks is None and not pattern.over(k.shape[1]).is_plain:
             mask = pattern.additive_mask(q.shape[1], k.shape[1], q.dtype, q.device)
-        if mask is not None or not on_gpu or q.dtype == torch.float32:
+        if mask is not None or not on_gpu or (sinks is None and q.dtype == torch.float32):
             # The copies are saved for backward, too.
             k, v = expand_groups(k, q.shape[2]), expand_groups(v, q.shape[2])
         ledger.flops += attention_flops(q, k, v, pattern.causal)
-        return _with_sinks(_Kept.apply(q, mask, _nothing, v.shape[-1], k, v), *sinks)
+        out, lse = _Kept.apply(q, mask, _nothing, v.shape[-1], k, v)
+        return out if sinks is None else with_sinks(out, lse, sinks)
 
     return attend
 
@@ -185,15 +194,10 @@ def communicated_keys(method: str, axis: Axis, ledger: Ledger) -> AttentionCore:
         noted(backward=False)
         # A rank's queries see half of the whole sequence on average, wherever its chunks are (zig-zag).
         ledger.flops += attention_flops(q, k, v, pattern.causal) * axis.size
-        return _with_sinks(_Kept.apply(q, None, lambda: noted(backward=True), v.shape[-1], kv), *sinks)
+        out, _ = _Kept.apply(q, None, lambda: noted(backward=True), v.shape[-1], kv, *sinks)
+        return out
 
     return attend
-
-
-def _with_sinks(out: Tensor, *sinks: Tensor) -> Tensor:
-    """out [B, S, N, D] with a fake log-sum-exp [B, N, S], to which sinks [N] add a term"""
-    lse = out.new_empty((len(out), out.shape[2], out.shape[1]), dtype=torch.float32)
-    return with_sinks(out, lse, *sinks) if sinks else out
 
 
 def _nothing() -> None: ...

@@ -267,7 +267,14 @@ class Planner:
             runs = self._runs_without_experts.setdefault(dense, {})
             shared = SharedRuns(partial(has_experts, self.whole_model), runs, self._results)
             self._costs[dense, experts] = StageCosts(
-                config, self.host, ctx, ledger, self.kinds, assign=assign, shared=shared
+                config,
+                self.host,
+                ctx,
+                ledger,
+                self.kinds,
+                assign=assign,
+                shared=shared,
+                capability=self.machine.capability,
             )
         return self._costs[dense, experts]
 

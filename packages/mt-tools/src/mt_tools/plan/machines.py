@@ -18,6 +18,8 @@ class Machine:
     name: str
     flops: float
     """Dense bf16 peak, as the vendor states it."""
+    capability: tuple[int, int]
+    """Compute capability."""
     memory_gib: float
     memory_speed: float
     node_speed: float
@@ -42,10 +44,10 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
         machine.name: machine
         for machine in (
             # NVLink 4: 900 GB/s both ways together; InfiniBand NDR: 400 Gb/s a device.
-            Machine("h100", 989.4e12, 79.6, 3.35e12, 450e9, 50e9),
-            Machine("h200", 989.4e12, 139.8, 4.8e12, 450e9, 50e9),
+            Machine("h100", 989.4e12, (9, 0), 79.6, 3.35e12, 450e9, 50e9),
+            Machine("h200", 989.4e12, (9, 0), 139.8, 4.8e12, 450e9, 50e9),
             # NVLink 3: 600 GB/s both ways together; InfiniBand HDR: 200 Gb/s a device.
-            Machine("a100", 312e12, 79.2, 2.04e12, 300e9, 25e9),
+            Machine("a100", 312e12, (8, 0), 79.2, 2.04e12, 300e9, 25e9),
         )
     }
 )

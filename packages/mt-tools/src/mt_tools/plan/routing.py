@@ -125,7 +125,7 @@ def _sort(assign: Assignment, func: Any, args: Any, options: Mapping[str, Any]) 
 
 
 def _bincount(assign: Assignment, func: Any, args: Any, options: Mapping[str, Any]) -> Tensor:
-    """Returns the smallest length that was asked for."""
+    """Returns the smallest length that was requested."""
     _, _, length = (*args, None, 0)[:3]
     return torch.empty(options.get("minlength", length), dtype=torch.int64, device="meta")
 

@@ -75,6 +75,8 @@ class StageCosts:
     """Assigns tokens to experts, in MoE models."""
     shared: SharedRuns = field(default_factory=SharedRuns)
     """Shared with other StageCosts."""
+    capability: tuple[int, int] | None = None
+    """Compute capability of the planned GPUs, by which experts choose their product."""
     _known: dict[object, StageCost] = field(default_factory=dict)
     _runs: Runs = field(default_factory=dict)
     _forms: list[ActivationsForm] = field(default_factory=list)
@@ -159,7 +161,8 @@ class StageCosts:
         config = self.config.model_copy(update={"recompute": kept_here})
         batch = empty_batch(self.config, self.host, self.ctx)
         kernels = PlannedKernels(self.ledger, {} if config.train.device == "cpu" else ON_GPUS)
-        model = build_on_meta(config, self.host, self.ctx, kernels, (stage,) if self.kinds else None)
+        stages = (stage,) if self.kinds else None
+        model = build_on_meta(config, self.host, self.ctx, kernels, stages, self.capability)
         config = with_resolved_loss(config, model, self.host)
         loss = configured_loss(config, self.host).build.load()(config, self.ctx)
         use_kernels([loss], ConfiguredKernels(config, self.ctx))
@@ -186,12 +189,18 @@ class StageCosts:
 
 
 def build_on_meta(
-    config: Config, host: PluginHost, ctx: ParallelContext, kernels: PlannedKernels, stages: tuple[Stage, ...] | None
+    config: Config,
+    host: PluginHost,
+    ctx: ParallelContext,
+    kernels: PlannedKernels,
+    stages: tuple[Stage, ...] | None,
+    capability: tuple[int, int] | None = None,
 ) -> nn.Module:
-    """The model, or some stages of it, on the meta device."""
+    """The model, or some stages of it, on the meta device. capability: of the planned GPUs."""
     build: Callable[..., nn.Module] = host.models.get(config.model.family, key="model.family").build.load()
     chosen = ConfiguredKernels(config, ctx)
-    model = build(config.model, PlannedEnvironment(config, ctx, host, stages, chosen, counting=kernels))
+    environment = PlannedEnvironment(config, ctx, host, stages, chosen, counting=kernels, capability=capability)
+    model = build(config.model, environment)
     use_kernels(model.modules(), chosen)
     use_fp8(model, with_planned_fp8(config), ctx, chosen)
     return model

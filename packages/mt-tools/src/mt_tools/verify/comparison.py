@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat, zip_longest
@@ -32,9 +33,13 @@ class Difference:
     allowed: float
 
     @property
+    def size(self) -> float:
+        """`off`, and infinite where it is NaN or one side has no tensor."""
+        return math.inf if self.off is None or math.isnan(self.off) else self.off
+
+    @property
     def too_large(self) -> bool:
-        # `not <=`: NaN is too large.
-        return self.off is None or not self.off <= self.allowed
+        return self.size > self.allowed
 
     def __str__(self) -> str:
         size = "missing on one side" if self.off is None else f"{self.off:.1e} (allowed {self.allowed:.0e})"

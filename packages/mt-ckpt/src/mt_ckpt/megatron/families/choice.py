@@ -43,7 +43,7 @@ def refuse_images(origin: Path, names: Iterable[str], host: PluginHost) -> None:
 def model_section(args: Arguments, names: Collection[str], vocab_size: int, host: PluginHost) -> dict[str, Any]:
     """The [model] section that computes what Megatron's model does. names: of the stored parameters, canonical.
 
-    Families that read their own arguments are asked first. Raises ConfigError, naming the argument, for a model that no
+    Families that read their own arguments are tried first. Raises ConfigError, naming the argument, for a model that no
     installed family is, and for one that several take.
     """
     readers = {name: found.section for name, found in _maps(host).items() if found.section is not None}

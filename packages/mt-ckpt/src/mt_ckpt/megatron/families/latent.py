@@ -72,7 +72,7 @@ def latent_section(args: Arguments) -> dict[str, Any]:
 
 
 def _scaling(args: Arguments) -> dict[str, Any]:
-    """YaRN unless the run asked for plain rotary positions; with a factor of 1 it changes nothing."""
+    """YaRN unless the run requested plain rotary positions; with a factor of 1 it changes nothing."""
     factor = float(args.get("rotary_scaling_factor", 1.0))
     if args.get("rope_type", "yarn") != "yarn" or factor == 1.0:
         return {}

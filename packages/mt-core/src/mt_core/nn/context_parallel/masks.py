@@ -90,7 +90,7 @@ class ShardedPattern:
 class SegmentGatherer:
     """Segment ids of all ranks, gathered once for each tensor of them: layers of a forward share theirs.
 
-    The answers live as long as the tensor asked about, so a recomputed layer finds them again.
+    The results live as long as the tensor, so a recomputed layer finds them again.
     """
 
     def __init__(self, axis: Axis, arrange: Callable[[Tensor], Tensor]) -> None:

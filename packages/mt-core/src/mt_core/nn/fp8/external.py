@@ -33,7 +33,7 @@ RECIPES: Mapping[str, tuple[tuple[str, str], ...]] = {
 
 
 def external_objection(name: str, config: PrecisionConfig, device: torch.device) -> str | None:
-    """Why the package cannot do what is asked for; None: it can."""
+    """Why the package cannot do what is requested; None: it can."""
     module, title = MODULES[name]
     if find_spec(module) is None:
         return f"{title} is not installed; use auto or torch"

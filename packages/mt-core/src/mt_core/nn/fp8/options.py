@@ -90,7 +90,7 @@ class Fp8Options:
 
 
 def resolve_options(config: PrecisionConfig, ctx: ParallelContext, kernels: Kernels) -> Fp8Options:
-    """Raises ConfigError where the device or what is installed cannot do what is asked for."""
+    """Raises ConfigError where the device or what is installed cannot do what is requested."""
     on_gpu = ctx.device.type == "cuda"
     wanted = config.fp8_implementation
     implementation = ("torch" if on_gpu else "emulated") if wanted == "auto" else wanted

@@ -13,7 +13,7 @@ from mt_core._torch_compat import ScalingRecipe, scaled_mm
 from mt_core.nn.fp8.casts import Granularity, Scaled
 
 SCALES_PER_WORD = 4
-"""cuBLAS wants the scales of 128 x 128 blocks along K in multiples of so many."""
+"""cuBLAS expects the scales of 128 x 128 blocks along K in multiples of so many."""
 
 RECIPES: Mapping[Granularity, ScalingRecipe] = {
     Granularity.TENSOR: ScalingRecipe.TENSOR,

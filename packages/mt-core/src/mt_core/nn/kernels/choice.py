@@ -150,5 +150,5 @@ class Kernels:
 
     @property
     def choices(self) -> list[Choice]:
-        """One for each kind of use, in the order in which they were first asked for."""
+        """One for each kind of use, in the order in which they were first requested."""
         return list(self._choices.values())

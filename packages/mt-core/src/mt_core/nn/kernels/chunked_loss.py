@@ -211,7 +211,7 @@ class _OwnFormat:
 
 
 class _Gradients:
-    """Of hidden and weight, filled a chunk of logits' gradients at a time; of one of them alone if that is wanted.
+    """Of hidden and weight, filled a chunk of logits' gradients at a time; of one of them alone if that is requested.
 
     weight_sum: what the weight's is added to. empty: it has no content yet; the first product is written to it.
     """

@@ -35,7 +35,7 @@ class ImageFolderDataConfig(TextDataConfig, ImageDataConfig):
     num_classes: PositiveInt
     """Classes that there are in all named folders and files together; numbers are given in the order of names."""
     resize: Resize = "crop"
-    """crop takes the middle of an image in the wanted proportions; squash takes all of it and changes them."""
+    """crop takes the middle of an image in the requested proportions; squash takes all of it and changes them."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
     image_folder: str | None = None
     """Folder at which the paths of images in JSON lines begin. Default: that of the file of JSON lines."""
     resize: Resize = used_when("crop", image_longest_edge=None, dynamic_resolution=False)
-    """crop takes the middle of an image in the wanted proportions; squash takes all of it and changes them."""
+    """crop takes the middle of an image in the requested proportions; squash takes all of it and changes them."""
     resample: Resample = "bicubic"
     """The filter by which the sizes of images are changed."""
     max_num_tiles: PositiveInt = used_when(1, image_longest_edge=None, dynamic_resolution=False)

@@ -166,13 +166,13 @@ def _require_pillow(name: str) -> None:
 def fit(
     image: NDArray[np.uint8], height: int, width: int, how: Resize, resample: Resample = "bicubic"
 ) -> NDArray[np.uint8]:
-    """An image of any size in the wanted one, uint8 [height, width, 3].
+    """An image of any size, resized to the requested one: uint8 [height, width, 3].
 
-    crop: the largest part in the middle with the wanted proportions is taken. squash: all of it, proportions change.
+    crop: the largest part in the middle with the requested proportions is taken. squash: all of it, proportions change.
     """
     if how == "squash":
         return resize(image, height, width, resample)
-    # The image is made just so large that it covers the wanted size, and the rest is cut off evenly. Only the pixels of
+    # The image is scaled so that it just covers the requested size, and the rest is cut off evenly. Only the pixels of
     # the part are computed.
     scale = max(height / image.shape[0], width / image.shape[1])
     larger = (max(height, round(image.shape[0] * scale)), max(width, round(image.shape[1] * scale)))

@@ -32,7 +32,7 @@ COLOURS = {
 }
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 EPOCH = 10_000
-"""Samples when no number is asked for."""
+"""Samples when no number is requested."""
 NOISE = 40
 BRIGHTEST_BACKGROUND = 90
 

@@ -66,7 +66,7 @@ class ChunkDatabase:
         return len(self.rows)
 
     def neighbor(self, number: int, length: int) -> NDArray[np.int64]:
-        # ceil(length / chunk_length) rows, fewer at the end of the database: as many as the tokens asked for can span.
+        # ceil(length / chunk_length) rows, fewer at the end of the database: as many as the tokens requested can span.
         rows = self.rows[number : number - (-length // self.manifest.job.chunk_length)].tolist()
         text, document, first, _ = rows[0]
         end = first

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter, 2019) over many tensors, with fewer bytes a parameter where that is asked for.
+"""AdamW (Loshchilov and Hutter, 2019) over many tensors, with fewer bytes a parameter where that is requested.
 
 For each weight w with gradient g, scaled by s (loss scale and clipping):
 

@@ -40,9 +40,9 @@ class RowTiles:
         rows = max(_TILE // block, 1)
         count = triton.cdiv(height, rows)
         # As many programs as run at once, each with a run of neighbouring tiles, so that the partial sums [programs,
-        # width] do not grow with the number of rows. 4 programs of block 8192 (16 warps each) are the 64 warps that a
-        # multiprocessor of an A100 or H100 holds.
-        busy = multiprocessors(matrix) * (_PROGRAMS_PER_MULTIPROCESSOR if block <= 8192 else 1)
+        # width] do not grow with the number of rows. 4 programs of block 8192 (16 warps each), the widest of such a
+        # pass, are the 64 warps that a multiprocessor of an A100 or H100 holds.
+        busy = multiprocessors(matrix) * _PROGRAMS_PER_MULTIPROCESSOR
         per_program = max(triton.cdiv(count, busy), 1)
         # Rounded up twice: the last program may have fewer tiles, but none has no tile, as each writes its partial
         # sums.
