@@ -60,8 +60,9 @@ def _model(run: Run) -> str:
         f", {what} over {run.ctx.axis(name).size}" for name, what in AXES.items() if run.ctx.axis(name).size > 1
     )
     what = f"{run.config.model.family}: {count:,} parameters{frozen} in {run.config.precision.dtype}"
-    backend = getattr(run.config.model, "attention_backend", "of the model")
-    return f"{what} on {run.engine.device}{threads}{ranks}, attention {backend}, loss {run.config.train.loss}"
+    backends = ", ".join(sorted(run.engine.kernels.attention_backends))
+    attention = f", attention {backends}" if backends else ""
+    return f"{what} on {run.engine.device}{threads}{ranks}{attention}, loss {run.config.train.loss}"
 
 
 def _number_of_elements(run: Run, layouts: Mapping[str, ParameterLayout]) -> int:
