@@ -153,7 +153,7 @@ def import_moe(external: Mapping[str, Any], *, dense: int, shared: int, layers: 
     }
 
 
-def import__shared(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_shared(external: Mapping[str, Any]) -> dict[str, Any]:
     heads, groups = external["num_attention_heads"], external.get("num_key_value_heads")
     if groups not in (None, heads):
         raise ConfigError(f"num_key_value_heads={groups} is not supported; it can be num_attention_heads={heads}")
@@ -169,21 +169,21 @@ def _all_dense(external: Mapping[str, Any], default: int, layers: int) -> bool:
     return bool(external.get("first_k_dense_replace", default) >= external.get("num_hidden_layers", layers))
 
 
-def v2_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_v2(external: Mapping[str, Any]) -> dict[str, Any]:
     if _all_dense(external, default=0, layers=32):
-        return import__shared(external)
+        return import_shared(external)
     moe = import_moe(external, dense=0, shared=2, layers=32, scale=1.0)
     # V2 takes the softmax over all experts and does not renormalize the chosen ones.
     moe["moe_router_pre_softmax"] = True
     if external.get("topk_method") == "group_limited_greedy":
         # V2: a group's score is its best expert's; V3: the sum of its best two.
         moe |= import_groups(external, score_topk=1)
-    return {**import__shared(external), "moe": moe}
+    return {**import_shared(external), "moe": moe}
 
 
-def v3_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_v3(external: Mapping[str, Any]) -> dict[str, Any]:
     predicted = external.get("num_nextn_predict_layers", external.get("num_mtp_layers", 0))
-    values = {**import__shared(external), "mtp_num_layers": predicted}
+    values = {**import_shared(external), "mtp_num_layers": predicted}
     if _all_dense(external, default=3, layers=61):
         return values
     require_normalized(external)
@@ -194,7 +194,7 @@ def v3_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "moe": moe}
 
 
-def export__shared(config: DeepseekConfig) -> dict[str, Any]:
+def export_shared(config: DeepseekConfig) -> dict[str, Any]:
     """Fields present with and without MoE layers."""
     if config.norm_epsilon != NORM_EPSILON:
         raise ConfigError(
@@ -214,7 +214,7 @@ def export_moe(config: DeepseekConfig, moe: MoEOptions) -> dict[str, Any]:
     types = moe.options.get("moe_router_load_balancing_type", ["aux_loss"])
     coefficients = moe.options.get("moe_aux_loss_coeff") or [0.01]
     return {
-        **export__shared(config),
+        **export_shared(config),
         "n_routed_experts": moe.num_experts,
         "n_shared_experts": shared,
         "num_experts_per_tok": moe.topk,
@@ -235,7 +235,7 @@ EXPRESSED = dict.fromkeys(
 )  # fmt: skip
 
 
-def v2_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_v2(model: Mapping[str, Any]) -> dict[str, Any]:
     config = DeepseekConfig.model_validate(model)
     moe = MoEOptions(config)
     grouped = moe["moe_router_num_groups"] is not None
@@ -253,12 +253,12 @@ def v2_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def v3_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_v3(model: Mapping[str, Any]) -> dict[str, Any]:
     config = DeepseekConfig.model_validate(model)
     if config.moe is None:
         counted = config.num_layers + config.mtp_num_layers  # the layers of prediction are dense, too
         return {
-            **export__shared(config),
+            **export_shared(config),
             "first_k_dense_replace": counted,
             "num_nextn_predict_layers": config.mtp_num_layers,
         }
@@ -305,9 +305,9 @@ V2 = ConfigMap(
         Fixed("scoring_func", ("softmax",)),
     ),
     ignored={**IGNORED, **MOE_IGNORED, **DERIVED},
-    further=v2_to_ours,
+    further=import_v2,
     further_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS),
-    export_extra=v2_to_theirs,
+    export_extra=export_v2,
 )
 V3 = ConfigMap(
     architecture="deepseek_v3",
@@ -318,9 +318,9 @@ V3 = ConfigMap(
         Fixed("rope_interleave", (True,)),
     ),
     ignored={**IGNORED, **MOE_IGNORED, **DERIVED},
-    further=v3_to_ours,
+    further=import_v3,
     further_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS, "norm_topk_prob", BIAS_KEY),
-    export_extra=v3_to_theirs,
+    export_extra=export_v3,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

@@ -42,7 +42,7 @@ def _common_fields(layers: str, heads: str, hidden: str, epsilon: str, *, tied: 
     )
 
 
-def import__dropout(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_dropout(external: Mapping[str, Any]) -> dict[str, Any]:
     """embd_pdrop and resid_pdrop are one key here."""
     embedding, residual = (float(external.get(key, 0.1)) for key in ("embd_pdrop", "resid_pdrop"))
     if embedding != residual:
@@ -100,7 +100,7 @@ GPT2 = ConfigMap(
         *NOT_A_CHOICE,
     ),
     ignored=IGNORED_GPT2,
-    further=import__dropout,
+    further=import_dropout,
     further_keys=DROPOUTS,
     export_extra=_gpt2_back,
 )
@@ -127,7 +127,7 @@ GPT_BIGCODE = ConfigMap(
             "of an inference server",
         ),
     },
-    further=lambda external: {"num_query_groups": 1, **import__dropout(external)},
+    further=lambda external: {"num_query_groups": 1, **import_dropout(external)},
     further_keys=DROPOUTS,
     export_extra=_gpt2_back,
 )  # fmt: skip

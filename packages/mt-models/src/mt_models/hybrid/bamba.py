@@ -133,7 +133,7 @@ def _rotary_base(external: Mapping[str, Any]) -> float:
     return float(base)
 
 
-def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def _export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = HybridConfig.model_validate(model)
     for key, value in (
         ("position_embedding_type", "rope"),
@@ -192,5 +192,5 @@ BAMBA = ConfigMap(
         "attn_layer_indices", "num_hidden_layers", "mamba_n_heads", "mamba_d_head", "mamba_expand", "time_step_limit",
         "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor",
     ),
-    export_extra=_further_back,
+    export_extra=_export_extra,
 )  # fmt: skip

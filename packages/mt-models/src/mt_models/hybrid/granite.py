@@ -83,7 +83,7 @@ def _further(external: Mapping[str, Any]) -> dict[str, Any]:
         "mamba_head_dim": inner // mamba_heads,
         "ffn_hidden_size": external.get("shared_intermediate_size", 1024),
         "activation": "swiglu",
-        **import__positions(external),
+        **import_positions(external),
         **import_limits(external.get("time_step_limit") or (0.0, float("inf"))),
     }
 
@@ -98,7 +98,7 @@ def _layer_types(external: Mapping[str, Any]) -> list[str]:
     return list(kinds)
 
 
-def import__positions(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_positions(external: Mapping[str, Any]) -> dict[str, Any]:
     if external.get("position_embedding_type") != "rope":
         return {"position_embedding_type": "none"}
     values = import_rope(external)
@@ -107,7 +107,7 @@ def import__positions(external: Mapping[str, Any]) -> dict[str, Any]:
     return {"position_embedding_type": "rope", "rotary_base": values["rotary_base"], "rotary_percent": 1.0}
 
 
-def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def _export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = HybridConfig.model_validate(model)
     for key, value in (
         ("add_bias_linear", False),
@@ -168,5 +168,5 @@ GRANITE = ConfigMap(
         "mamba_n_heads", "mamba_expand", "time_step_limit", "position_embedding_type", "rope_theta", "rope_parameters",
         "rope_scaling",
     ),
-    export_extra=_further_back,
+    export_extra=_export_extra,
 )  # fmt: skip

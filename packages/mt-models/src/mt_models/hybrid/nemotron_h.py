@@ -99,7 +99,7 @@ def _pattern(external: Mapping[str, Any]) -> str:
     return "".join(SYMBOLS[require_known("layers_block_type", str(kind), SYMBOLS)] for kind in listed)
 
 
-def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def _export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = HybridConfig.model_validate(model)
     _require_no_experts(config.layers)
     for key, value in (
@@ -121,11 +121,11 @@ def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def import__activation(name: str) -> str:
+def import_activation(name: str) -> str:
     return ACTIVATIONS[require_known("mlp_hidden_act", name, ACTIVATIONS)]
 
 
-def export__activation(name: str) -> str:
+def export_activation(name: str) -> str:
     names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     if name not in names:
         raise ConfigError(
@@ -153,7 +153,7 @@ NEMOTRON_H = ConfigMap(
         Field("num_key_value_heads", "num_query_groups", default=8),
         Field("attention_dropout", "attention_dropout", import_value=float, default=0.0),
         Field("intermediate_size", "ffn_hidden_size", default=21504),
-        Field("mlp_hidden_act", "activation", import__activation, export__activation, default="relu2"),
+        Field("mlp_hidden_act", "activation", import_activation, export_activation, default="relu2"),
         Field("mamba_num_heads", "mamba_num_heads", default=128),
         Field("mamba_head_dim", "mamba_head_dim", default=64),
         Field("ssm_state_size", "mamba_state_dim", default=128),
@@ -206,5 +206,5 @@ NEMOTRON_H = ConfigMap(
         "layers_block_type", "layer_types", "hybrid_override_pattern", "num_hidden_layers", "head_dim",
         "attention_head_dim", "layer_norm_epsilon", "rms_norm_eps", "norm_eps", POSITIONS,
     ),
-    export_extra=_further_back,
+    export_extra=_export_extra,
 )  # fmt: skip

@@ -98,7 +98,7 @@ def import_moe(external: Mapping[str, Any], *, topk: int, experts: int, ffn: int
     }
 
 
-def qwen2_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_qwen2(external: Mapping[str, Any]) -> dict[str, Any]:
     shared = {
         "moe_shared_expert_intermediate_size": external.get("shared_expert_intermediate_size", 5632),
         "moe_shared_expert_gate": True,
@@ -112,7 +112,7 @@ def qwen2_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def qwen3_to_ours(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_qwen3(external: Mapping[str, Any]) -> dict[str, Any]:
     _require_full_attention(external)
     return {
         **import_rope(external),
@@ -146,7 +146,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
 BOTH = dict.fromkeys(("moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"), ANY)
 
 
-def qwen2_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_qwen2(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenMoeConfig.model_validate(model)
     moe = MoEOptions(config)
     allowed = {**BOTH, "moe_shared_expert_intermediate_size": ANY, "moe_shared_expert_gate": (True,)}
@@ -163,7 +163,7 @@ def qwen2_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "qkv_bias": config.add_qkv_bias, "shared_expert_intermediate_size": moe.shared_size}
 
 
-def qwen3_to_theirs(model: Mapping[str, Any]) -> dict[str, Any]:
+def export_qwen3(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenMoeConfig.model_validate(model)
     MoEOptions(config).require("qwen3_moe", **BOTH)
     if config.add_qkv_bias:
@@ -180,9 +180,9 @@ QWEN2_MOE = ConfigMap(
     ),
     fixed=FIXED,
     ignored={**IGNORED, **MOE_IGNORED, **WINDOWS},
-    further=qwen2_to_ours,
+    further=import_qwen2,
     further_keys=(*ROPE_KEYS, *MOE_KEYS, "shared_expert_intermediate_size", "qkv_bias"),
-    export_extra=qwen2_to_theirs,
+    export_extra=export_qwen2,
 )
 QWEN3_MOE = ConfigMap(
     architecture="qwen3_moe",
@@ -199,9 +199,9 @@ QWEN3_MOE = ConfigMap(
         *FIXED,
     ),
     ignored={**IGNORED, **MOE_IGNORED, **WINDOWS},
-    further=qwen3_to_ours,
+    further=import_qwen3,
     further_keys=(*ROPE_KEYS, *MOE_KEYS),
-    export_extra=qwen3_to_theirs,
+    export_extra=export_qwen3,
 )
 
 HUGGING_FACE = HuggingFaceFamily(

@@ -148,7 +148,7 @@ def _further(external: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
+def _export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = T5Config.model_validate(model)
     stacks = {"layers": config.num_layers, "attention_heads": config.num_attention_heads, "ffn_dim": config.ffn_size}
     return {
@@ -159,7 +159,7 @@ def _further_back(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def import__activation(name: str) -> str:
+def import_activation(name: str) -> str:
     return ACTIVATIONS[require_known("activation_function", name, ACTIVATIONS)]
 
 
@@ -175,7 +175,7 @@ BLENDERBOT = ConfigMap(
         Field(
             "activation_function",
             "activation",
-            import__activation,
+            import_activation,
             {ours: theirs for theirs, ours in ACTIVATIONS.items()}.get,
             default="gelu",
         ),
@@ -200,5 +200,5 @@ BLENDERBOT = ConfigMap(
     },
     further=_further,
     further_keys=tuple(f"{stack}_{key}" for stack in ("encoder", "decoder") for key, _ in BOTH_STACKS),
-    export_extra=_further_back,
+    export_extra=_export_extra,
 )
