@@ -56,12 +56,13 @@ class GradFinalizer:
                 sum_gradients([gradients[shared]], holders)
 
     def norm(self, named: Named) -> Tensor:
-        """[] on the device: the 2-norm of the whole model's gradient; the same value on every rank.
+        """[] fp64 on the device: the 2-norm of the whole model's gradient; the same value on every rank.
 
-        fp64, or in one process the dtype of the gradients. Does not synchronize with the device.
+        Does not synchronize with the device.
         """
         if self.ctx.world.size == 1:
-            return torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None])
+            blocks = norms([p.grad for _, p in named if p.grad is not None])
+            return torch.linalg.vector_norm(torch.stack(blocks), dtype=torch.float64) if blocks else torch.zeros(())
         squares = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         own = [p.grad for name, p in named if p.grad is not None and self.counts(name)]
         if own:
