@@ -187,6 +187,14 @@ def test_moe_keys(mt) -> None:
     assert everything.index("[model]") < everything.index("[model.moe]") < everything.index("[tokenizer]")
 
 
+def test_keys_have_their_meaning_on_a_narrow_terminal(mt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = mt("config", "keys", "model.moe").out
+    words = " ".join(out.split())
+    assert "moe_router_topk Experts of a token. integer > 0; default 2" in words
+    assert '[model.moe.moe_dispatcher_options] with model.moe.moe_token_dispatcher_type = "flex"' in words
+
+
 def test_moe_keys_cover_its_type() -> None:
     from mt_moe.config import MoeConfig
 

@@ -241,8 +241,13 @@ def test_the_layout_before_a_run() -> None:
     ]
     assert "pp groups: 0 4 | 1 5 | 2 6 | 3 7" in lines
     assert "mt train 'my run.toml' --nproc 4 --nnodes 2 --node-rank 1 --master-addr FIRST_NODE" in text
-    assert "torchrun --nproc-per-node 4 --nnodes 2 --node-rank 0 " in text
+    assert "torchrun --nproc-per-node 4 --nnodes 2 --node-rank 0 --master-addr FIRST_NODE --master-port 29500 " in text
     assert "srun --nodes 2 --ntasks-per-node 4 --gpus-per-node 4 --kill-on-bad-exit=1 mt train 'my run.toml'" in text
+
+
+def test_commands_have_the_given_address() -> None:
+    text = describe(AxisSizes(), 2, 1, master=("10.0.0.7", 4000))
+    assert text.count("--master-addr 10.0.0.7 --master-port 4000") == 4  # mt and torchrun, two nodes
 
 
 def test_the_layout_of_experts_and_of_many_ranks() -> None:

@@ -99,7 +99,7 @@ def connections(rank: int, world: int) -> tuple[int, int]:
     before = sockets()
     group = dist.new_group(list(range(world)))
     made = sockets()
-    dist.barrier()  # of the world, which is connected: nobody talks over the new group before all have counted
+    dist.barrier()  # of the world, which is connected: no communication over the new group before all have counted
     dist.all_reduce(torch.ones(1), group=group)
     return made - before, sockets() - made
 

@@ -205,6 +205,12 @@ def test_a_file_that_cannot_be_read(host: PluginHost, tmp_path: Path) -> None:
     assert "list.json" in refusal(host, path=listing)
 
 
+def test_a_warm_up_in_the_other_unit_is_not_compared_with_the_run(host) -> None:
+    said = refusal(host, "lr_schedule.lr_warmup_iters=null", "lr_schedule.lr_warmup_samples=1000")
+    assert said.endswith("counted by train.train_iters; use lr_schedule.lr_warmup_iters")
+    assert "\n" not in said
+
+
 def test_without_a_plugin_the_message_says_what_to_install() -> None:
     empty = PluginHost()
     with pytest.raises(ConfigError, match="no installed plugin brings a preset .pip install mt-models"):

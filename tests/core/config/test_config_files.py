@@ -95,6 +95,7 @@ def test_bad_yaml_is_refused_with_its_file(host: PluginHost, tmp_path: Path, tex
     found = refusal(path, host)
     assert found.startswith(f"config file {path}: ")
     assert message in found
+    assert "yaml.dev" not in found, "how to turn the check off in ruamel.yaml"
 
 
 def test_a_few_aliases_are_welcome() -> None:

@@ -55,7 +55,7 @@ def test_split_backward_passes_keep_the_logits(host, monkeypatch) -> None:
 def test_a_run_says_what_auto_is_and_goes_on_with_either(tiny, tmp_path) -> None:
     logits = (LARGE, "train.loss=cross_entropy")
     first = Trainer(tiny(LARGE, "train.exit_iteration=2"), run_dir=tmp_path)
-    assert next(iter(run_summary(first))).endswith(f"loss {FUSED}")
+    assert next(iter(run_summary(first))).endswith(f"attention sdpa, loss {FUSED}")
     first.train()
     for settings in ((LARGE, f"train.loss={FUSED}"), logits):
         assert Trainer(tiny(*settings), run_dir=tmp_path).state.iteration == 2

@@ -34,13 +34,15 @@ def rank_arguments(config: Path | None, preset: str | None, settings: Sequence[s
     return [*arguments, "--run-dir", str(run_dir)]
 
 
-def describe_launch(config: Config, nnodes: int, nproc: int, arguments: Sequence[str]) -> str:
-    """The ranks by axes, and each machine's command."""
+def describe_launch(
+    config: Config, nnodes: int, nproc: int, arguments: Sequence[str], master: tuple[str | None, int | None]
+) -> str:
+    """The ranks by axes, and each machine's command. master: address and port of the first machine, None by default."""
     from mt_core.launch.layout import describe
     from mt_core.train.build import axis_sizes, resolve_device
 
     device = resolve_device(config.train.device)
-    return describe(axis_sizes(config), nnodes, nproc, arguments=arguments, device_type=device.type)
+    return describe(axis_sizes(config), nnodes, nproc, arguments=arguments, master=master, device_type=device.type)
 
 
 def draw_launch(config: Config, world_size: int, path: Path) -> None:

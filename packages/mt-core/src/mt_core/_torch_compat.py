@@ -20,10 +20,21 @@ def scale_all_(tensors: list[Tensor], factor: float | Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+NORM_BLOCK = 16384
+"""Elements of a norm on a CPU. There torch adds all squares up in fp32 one after another: the norm of 10 M elements is
+off by 4e-4 of itself, that of a block by 2e-7."""
+
+
 def norms(tensors: list[Tensor]) -> list[Tensor]:
-    """The 2-norm of each tensor, in as few kernels as the device allows; in fp32 for tensors of 16 bits."""
+    """2-norms, whose norm is that of all elements, in as few kernels as the device allows: of each tensor, on a CPU of
+    each block of one. In fp32 for tensors of 16 bits."""
     dtype = torch.float32 if any(tensor.dtype.itemsize < 4 for tensor in tensors) else None
-    return list(torch._foreach_norm(tensors, dtype=dtype))
+    return list(torch._foreach_norm([block for tensor in tensors for block in _norm_blocks(tensor)], dtype=dtype))
+
+
+def _norm_blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+    is_small = tensor.device.type != "cpu" or tensor.numel() <= NORM_BLOCK
+    return (tensor,) if is_small else tensor.reshape(-1).split(NORM_BLOCK)
 
 
 def zero_all_(tensors: list[Tensor]) -> None:

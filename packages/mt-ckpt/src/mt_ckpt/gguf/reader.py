@@ -135,7 +135,7 @@ def _config(architecture: str, values: Mapping[str, Any], file: GGUFFile) -> dic
         "rms_norm_eps": _shortest(read.need("attention.layer_norm_rms_epsilon", float)),
         "rope_theta": _shortest(_rope_base(read)),
         "rope_scaling": _scaling(read, file, head_dim),
-        # llama.cpp leaves the output matrix out where it is the embedding.
+        # llama.cpp leaves the LM head out where it is tied to the embedding.
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **({"attention_bias": "blk.0.attn_q.bias" in file.tensors} if architecture == "llama" else {}),
     }

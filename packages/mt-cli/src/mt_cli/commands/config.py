@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -114,7 +115,7 @@ def keys(
     if as_json:
         typer.echo(json.dumps([_as_dict(field) for field in fields], indent=2))
     else:
-        _console().print(_key_table(fields))
+        _print_keys(fields)
 
 
 def load(host: PluginHost, path: Path | None, preset: str | None, overrides: list[str] | None) -> LoadedConfig:
@@ -188,17 +189,22 @@ def _value_table(loaded: LoadedConfig, *, origin: bool) -> Table:
     return table
 
 
-def _key_table(fields: list[ConfigField]) -> Table:
+def _print_keys(fields: list[ConfigField]) -> None:
     """Keys under their section, and under the choice that brings them."""
+    console, width = _console(), max((len(field.key) for field in fields), default=0) + 2
+    # Headings stand outside of the tables: in a column they would leave meanings no space on a narrow terminal.
+    for number, (heading, group) in enumerate(groupby(fields, _heading)):
+        console.print(*([""] if number else []), heading, style="bold", markup=False, soft_wrap=True, sep="\n")
+        console.print(_key_table(group, width))
+
+
+def _key_table(fields: Iterable[ConfigField], width: int) -> Table:
+    """width: of the column of keys, which several tables have in common."""
     from rich.text import Text
 
     table = _new_table()
-    heading = ""
+    table.columns[0].min_width = width
     for field in fields:
-        if heading != (heading := _heading(field)):
-            if table.row_count:
-                table.add_row()
-            table.add_row(Text(heading, style="bold"))
         default = "required" if field.default == "required" else f"default {field.default}"
         meaning = Text(field.doc).append(f"\n{field.type}; {default}", style="dim")
         if field.conditions:

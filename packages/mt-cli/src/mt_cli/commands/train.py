@@ -124,7 +124,8 @@ def train(
     if dry_run:
         if picture is not None:
             draw_launch(loaded.config, nnodes * (nproc or 1), picture)
-        return typer.echo(describe_launch(loaded.config, nnodes, nproc or 1, arguments))
+        master = master_addr, master_port
+        return typer.echo(describe_launch(loaded.config, nnodes, nproc or 1, arguments, master))
     from mt_core.launch.local import launch
 
     raise typer.Exit(

@@ -332,7 +332,8 @@ def check_warmup(config: Config, origin: Callable[[str], str]) -> None:
     if not given:
         return
     end, warmup = given.get("decay", given.get("run", 0)), 0
-    for key in (f"lr_schedule.{key}" for key in WARMUPS):
+    # A warm-up in the other unit is refused by check_schedule.
+    for key in (f"lr_schedule.lr_warmup_{unit}", "lr_schedule.lr_warmup_fraction"):
         value = _value(config, key)
         if not value or origin(key).startswith("preset"):
             continue

@@ -355,9 +355,9 @@ class PrecisionConfig(Section):
     fp8_margin: NonNegativeInt = used_when(0, fp8_format=FP8)
     """Powers of two that scales leave free above the largest magnitude."""
     fp8_amax_history_len: PositiveInt = used_when(1, fp8_recipe="delayed")
-    """Steps whose largest magnitudes are remembered."""
+    """Steps whose largest magnitudes are kept."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = used_when("most_recent", fp8_recipe="delayed")
-    """Scales follow the last step's largest magnitude, or the largest one remembered."""
+    """Scales follow the last step's largest magnitude, or the largest one kept."""
     fp8_wgrad: bool = used_when(True, fp8_format=FP8)
     """Gradients of weights are products in FP8, too; else in the format of the weights."""
     fp8_output_proj: bool = used_when(False, fp8_format=FP8)

@@ -16,7 +16,7 @@ def parse_yaml(text: str) -> Any:
     """Raises ValueError for text that is no YAML or beyond the limits, ConfigError if no parser is installed."""
     try:
         from ruamel.yaml import YAML
-        from ruamel.yaml.error import YAMLError
+        from ruamel.yaml.error import MarkedYAMLError, YAMLError
     except ImportError:
         raise ConfigError('YAML files need ruamel.yaml: pip install "mt-core[yaml]"; or write TOML or JSON') from None
     # Events come one by one without recursion, so that the limits hold before anything is built.
@@ -25,6 +25,8 @@ def parse_yaml(text: str) -> Any:
         # A second parser: the first one is used up by its events.
         values = YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:
+        if isinstance(error, MarkedYAMLError):
+            error.note = None  # how to turn a check of ruamel.yaml off in Python
         raise ValueError(str(error)) from error
     _require_text_keys(values)
     return {} if values is None else values

@@ -20,12 +20,12 @@ def describe(
     nproc: int,
     *,
     arguments: Sequence[str] = ("train",),
-    master_addr: str = "FIRST_NODE",
-    master_port: int = 29500,
+    master: tuple[str | None, int | None] = (None, None),
     device_type: str = "cpu",
 ) -> str:
     """The table of ranks by axes, the groups of each axis, and the command for each node.
 
+    master: address and port of the first node; FIRST_NODE stands for an address that is None.
     Raises ConfigError when the axes do not fit nnodes * nproc ranks.
     """
     if nnodes < 1 or nproc < 1:
@@ -36,7 +36,7 @@ def describe(
         _headline(layout, nnodes, nproc),
         "\n".join(_table(members, columns, nnodes, nproc)),
         "\n".join(_groups(name, members[name]) for name in columns if len(members[name][0]) > 1),
-        "\n".join(_commands(nnodes, nproc, arguments, master_addr, master_port, device_type)),
+        "\n".join(_commands(nnodes, nproc, arguments, master, device_type)),
     ]
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
 
@@ -76,10 +76,10 @@ def _groups(name: str, groups: list[tuple[int, ...]]) -> str:
 
 
 def _commands(
-    nnodes: int, nproc: int, arguments: Sequence[str], master_addr: str, master_port: int, device_type: str
+    nnodes: int, nproc: int, arguments: Sequence[str], master: tuple[str | None, int | None], device_type: str
 ) -> list[str]:
     """For each node the commands with mt and with torchrun; for all nodes the command with srun."""
-    address = ["--master-addr", master_addr, "--master-port", str(master_port)]
+    address = ["--master-addr", master[0] or "FIRST_NODE", "--master-port", str(master[1] or 29500)]
     lines = []
     for node in range(min(nnodes, SHOWN_NODES)):
         here = ["--nnodes", str(nnodes), "--node-rank", str(node), *address] if nnodes > 1 else []

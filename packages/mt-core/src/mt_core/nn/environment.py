@@ -115,6 +115,7 @@ class ModelEnvironment:
             able = [s.name for s in self.host.attention_backends if s.supports.load()(request) is True]
             use = f"use {' or '.join(able)}" if able else "no installed backend can"
             raise ConfigError(f"model.attention_backend={backend} cannot serve this model: {answer}; {use}")
+        self.kernels.attention_backends.add(backend)
         core = spec.build.load()(request, softmax_in_fp32=self.config.precision.attention_softmax_in_fp32)
         core = core if self.parallel.cp.size == 1 else self._over_context(request, core)
         # Outside of context parallelism, so that its collectives run again in the second pass, on all ranks alike.

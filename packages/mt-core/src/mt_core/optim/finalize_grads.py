@@ -56,13 +56,15 @@ class GradFinalizer:
                 sum_gradients([gradients[shared]], holders)
 
     def norm(self, named: Named) -> Tensor:
-        """[] on the device: the 2-norm of the whole model's gradient; the same value on every rank.
+        """[] fp64 on the device: the 2-norm of the whole model's gradient; the same value on every rank.
 
-        fp64, or in one process the dtype of the gradients, fp32 for 16 bits. Does not synchronize with the device.
+        Does not synchronize with the device.
         """
         if self.ctx.world.size == 1:
-            found = norms([p.grad for _, p in named if p.grad is not None])
-            return torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros((), device=self.ctx.device)
+            blocks = norms([p.grad for _, p in named if p.grad is not None])
+            if not blocks:
+                return torch.zeros((), dtype=torch.float64, device=self.ctx.device)
+            return torch.linalg.vector_norm(torch.stack(blocks), dtype=torch.float64)
         squares = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         own = [p.grad for name, p in named if p.grad is not None and self.counts(name)]
         if own:

@@ -61,9 +61,10 @@ def _model(run: Run) -> str:
         f", {what} over {run.ctx.axis(name).size}" for name, what in AXES.items() if run.ctx.axis(name).size > 1
     )
     what = f"{run.config.model.family}: {count:,} parameters{frozen} in {run.config.precision.dtype}"
-    backend = getattr(run.config.model, "attention_backend", "of the model")
+    backends = ", ".join(sorted(run.engine.kernels.attention_backends))
+    attention = f", attention {backends}" if backends else ""
     loss = f"loss {run.config.train.loss}"
-    return f"{what} on {run.engine.device}{threads}{ranks}, attention {backend}, {loss}{_main_weights(run.config)}"
+    return f"{what} on {run.engine.device}{threads}{ranks}{attention}, {loss}{_main_weights(run.config)}"
 
 
 def _main_weights(config: Config) -> str:

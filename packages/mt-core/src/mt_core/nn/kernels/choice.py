@@ -89,6 +89,8 @@ class Kernels:
         self.wanted = wanted
         self.device_type = device_type
         self.dtype = dtype
+        self.attention_backends: set[str] = set()
+        """Of the layers that were built, with `auto` resolved; the environment that builds them adds the names."""
         self._choices: dict[str, Choice] = {}
         self._notes: dict[str, None] = {}
 
