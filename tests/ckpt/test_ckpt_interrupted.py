@@ -68,18 +68,18 @@ def test_killed_before_each_system_call(saved: Path) -> None:
 
 
 def kill_saves(saved: Path) -> None:
-    kit = Kit()
-    new = saved.with_name("iter_0000002")
-    calls = 0
-    for _ in kill_at_every_call(lambda: (kit.save(saved, 2), kit.save(new, 2)), kit.in_child):
-        assert kit.assert_whole(saved) in (1, 2)
-        if new.exists():
-            assert kit.assert_whole(new) == 2
-            shutil.rmtree(new)
-        assert set(visible(saved.parent)) <= {saved.name, new.name}
-        calls += 1
-        if calls % 10 == 0:
-            kit.save(saved, 1)
+    """Of one that replaces a checkpoint, and of one beside it."""
+    kit, calls = Kit(), 0
+    for path in (saved, saved.with_name("iter_0000002")):
+        for _ in kill_at_every_call(lambda path=path: kit.save(path, 2), kit.in_child):
+            assert kit.assert_whole(saved) in (1, 2)
+            if path != saved and path.exists():
+                assert kit.assert_whole(path) == 2
+                shutil.rmtree(path)
+            assert set(visible(saved.parent)) <= {saved.name, path.name}
+            calls += 1
+            if calls % 10 == 0:
+                kit.save(saved, 1)
     assert calls > 60
     kit.save(saved, 1)
     assert os.listdir(saved.parent) == [saved.name]
