@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -393,18 +393,25 @@ def everything(rank: int, world: int, fields: Mapping[str, Any], folder: str) ->
     return found
 
 
-def families_and_styles(rank: int, world: int, fields: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def families_and_styles(
+    rank: int, world: int, families: Sequence[str], fields: Mapping[str, Any], folder: str
+) -> dict[str, Any]:
     """Losses of each family, of a loss and of batches of the program's own."""
-    found = {family: train(family, fields, world, f"{folder}/{family}")["losses"] for family in FAMILIES}
+    found = {family: train(family, fields, world, f"{folder}/{family}")["losses"] for family in families}
     return {**found, "custom": custom_loss(fields, world)["losses"], "own batches": own_batches(fields, world)}
 
 
-def all_layouts(rank: int, world: int, layouts: Mapping[str, Mapping[str, Any]], folder: str) -> dict[str, Any]:
-    """In the same processes, one layout after another."""
-    found = {}
-    for name, fields in layouts.items():
-        found[name] = everything(rank, world, fields, f"{folder}/{name}")
-    return found
+def all_layouts(
+    rank: int,
+    world: int,
+    layouts: Mapping[str, Mapping[str, Any]],
+    own: Mapping[str, tuple[str, Mapping[str, Any]]],
+    folder: str,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """In the same processes, which take 2 seconds to import transformers, one layout after another; own: the layouts of
+    models and data sets of the program."""
+    found = {name: everything(rank, world, fields, f"{folder}/{name}") for name, fields in layouts.items()}
+    return found, all_provided(rank, world, own)
 
 
 def all_provided(rank: int, world: int, layouts: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -109,10 +109,23 @@ def test_generation_continues_with_the_trained_weights(alone) -> None:
         assert row[: len(tokens)] == tokens
 
 
+PROVIDED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("gpt2", fields) for name, fields in LAYOUTS.items()},
+    "interleaved PP 2": ("gpt2", {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1}),
+    "CP 2": ("gpt2", {"context_parallel_size": 2}),
+    "EP 2": ("mixtral", {"expert_model_parallel_size": 2}),
+}
+
+
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks finds under every layout."""
-    return run_ranks(2, programs.all_layouts, LAYOUTS, str(tmp_path_factory.mktemp("ranks")), timeout=480)
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What each of two ranks finds under every layout, with its own model and data and with those of the program."""
+    return run_ranks(2, programs.all_layouts, LAYOUTS, PROVIDED, str(tmp_path_factory.mktemp("ranks")), timeout=480)
+
+
+@pytest.fixture(scope="module")
+def on_ranks(on_two_ranks: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [found for found, _ in on_two_ranks]
 
 
 @pytest.mark.dist
@@ -143,11 +156,12 @@ def test_every_layout_has_the_losses_of_one_process(alone, on_ranks, layout: str
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_tensor_and_pipeline_parallelism_together_have_the_losses_of_one_process(alone, tmp_path) -> None:
+@pytest.mark.parametrize("families", [("gpt2", "t5"), pytest.param(FAMILIES, marks=pytest.mark.exhaustive)])
+def test_tensor_and_pipeline_parallelism_together_have_the_losses_of_one_process(alone, tmp_path, families) -> None:
     fields = {"tp_degree": 2, "sequence_parallelism": True, "pp_degree": 2}
-    expected = {family: alone[family]["losses"] for family in FAMILIES}
+    expected = {family: alone[family]["losses"] for family in families}
     expected |= {"custom": alone["custom"]["losses"], "own batches": alone["own batches"]}
-    for found in run_ranks(4, programs.families_and_styles, fields, str(tmp_path), timeout=300):
+    for found in run_ranks(4, programs.families_and_styles, families, fields, str(tmp_path), timeout=300):
         for name, losses in expected.items():
             if found[name]:  # a loss of the program's own is known on the last stage
                 assert found[name] == pytest.approx(losses, rel=1e-4), name
@@ -163,15 +177,9 @@ def test_a_script_has_the_losses_of_mt_train_to_the_last_bit(alone, on_ranks, la
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_models_and_data_sets_of_a_program_train_the_same_under_every_layout() -> None:
-    layouts = {
-        **{name: ("gpt2", fields) for name, fields in LAYOUTS.items()},
-        "interleaved PP 2": ("gpt2", {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1}),
-        "CP 2": ("gpt2", {"context_parallel_size": 2}),
-        "EP 2": ("mixtral", {"expert_model_parallel_size": 2}),
-    }
+def test_models_and_data_sets_of_a_program_train_the_same_under_every_layout(on_two_ranks) -> None:
     alone = programs.all_provided(0, 1, {family: (family, {}) for family in ("gpt2", "mixtral")})
-    for found in run_ranks(2, programs.all_provided, layouts, timeout=300):
-        for name, (family, _) in layouts.items():
+    for _, found in on_two_ranks:
+        for name, (family, _) in PROVIDED.items():
             assert found[name] == pytest.approx(alone[family], rel=1e-4), name
         assert "context_parallel_size=2: no process has the logits of a whole sequence" in found["refused"]

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.ckpt.conftest import Kit
+from tests.small_process import in_small_process
 
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
@@ -22,7 +24,7 @@ from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.config.schema import CheckpointConfig
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.parallel.context import AxisSizes, build_parallel_context
-from mt_core.plugins import PluginHost
+from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train import Callback, Trainer
 from mt_core.train.checkpoint.local_shards import whole_fragment
 from mt_core.train.checkpoint.run_directory import RunDirectory
@@ -174,8 +176,13 @@ def test_copies_keep_their_memory_and_follow_changed_tensors() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tries", [50, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_killed_at_random_moments(saved: Path, kit, host: PluginHost, tries: int) -> None:
+def test_killed_at_random_moments(saved: Path, tries: int) -> None:
     """`latest` names a whole checkpoint, whenever the process with the writing thread dies; old ones are pruned."""
+    in_small_process(kill_at_random_moments, saved, tries)
+
+
+def kill_at_random_moments(saved: Path, tries: int) -> None:
+    kit, host = Kit(), load_plugins()
     directory = RunDirectory(saved.parent.parent)
     directory.set_latest(saved)
     moments = random.Random(1)

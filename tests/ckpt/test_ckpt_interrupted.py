@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ckpt.conftest import Kit
+from tests.small_process import in_small_process
 
 from mt_ckpt.native import staging
 from mt_ckpt.native.save import save_checkpoint
@@ -61,26 +63,35 @@ def kill_at_every_call(work: Callable[[], object], in_child: Callable[..., int])
 
 
 @pytest.mark.slow
-def test_killed_before_each_system_call(saved: Path, kit) -> None:
-    new = saved.with_name("iter_0000002")
-    calls = 0
-    for _ in kill_at_every_call(lambda: (kit.save(saved, 2), kit.save(new, 2)), kit.in_child):
-        assert kit.assert_whole(saved) in (1, 2)
-        if new.exists():
-            assert kit.assert_whole(new) == 2
-            shutil.rmtree(new)
-        assert set(visible(saved.parent)) <= {saved.name, new.name}
-        calls += 1
-        if calls % 10 == 0:
-            kit.save(saved, 1)
+def test_killed_before_each_system_call(saved: Path) -> None:
+    in_small_process(kill_saves, saved)
+
+
+def kill_saves(saved: Path) -> None:
+    """Of one that replaces a checkpoint, and of one beside it."""
+    kit, calls = Kit(), 0
+    for path in (saved, saved.with_name("iter_0000002")):
+        for _ in kill_at_every_call(lambda path=path: kit.save(path, 2), kit.in_child):
+            assert kit.assert_whole(saved) in (1, 2)
+            if path != saved and path.exists():
+                assert kit.assert_whole(path) == 2
+                shutil.rmtree(path)
+            assert set(visible(saved.parent)) <= {saved.name, path.name}
+            calls += 1
+            if calls % 10 == 0:
+                kit.save(saved, 1)
     assert calls > 60
     kit.save(saved, 1)
     assert os.listdir(saved.parent) == [saved.name]
 
 
-def test_killed_where_directories_cannot_be_exchanged(saved: Path, kit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_where_directories_cannot_be_exchanged(saved: Path) -> None:
     """Without an atomic exchange the old directory is moved aside first; the next save finishes what was begun."""
-    monkeypatch.setattr(staging, "_exchange", lambda first, second: False)
+    in_small_process(kill_saves_without_exchange, saved)
+
+
+def kill_saves_without_exchange(saved: Path) -> None:
+    kit, staging._exchange = Kit(), lambda first, second: False
     moments_without = 0
     for _ in kill_at_every_call(lambda: kit.save(saved, 2), kit.in_child):
         moments_without += not saved.exists()
@@ -90,8 +101,12 @@ def test_killed_where_directories_cannot_be_exchanged(saved: Path, kit, monkeypa
     assert moments_without > 0
 
 
-def test_killed_at_random_moments(saved: Path, kit) -> None:
-    moments = random.Random(0)
+def test_killed_at_random_moments(saved: Path) -> None:
+    in_small_process(kill_at_random_moments, saved)
+
+
+def kill_at_random_moments(saved: Path) -> None:
+    kit, moments = Kit(), random.Random(0)
 
     def save_on_and_on() -> None:
         while True:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.small_process import in_small_process
 
 from mt_ckpt.native.manifest import detect, read_manifest
 from mt_ckpt.native.read import open_checkpoint
@@ -252,6 +253,10 @@ def test_an_unknown_scheme_is_refused() -> None:
 )
 def test_killed_at_random_moments(tmp_path: Path, tries: int) -> None:
     """Three ranks save one step after the other until the process dies; what `latest` names is always whole."""
+    in_small_process(kill_at_random_moments, tmp_path, tries)
+
+
+def kill_at_random_moments(tmp_path: Path, tries: int) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.create()
     moments = random.Random(7)

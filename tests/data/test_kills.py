@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.small_process import in_small_process
 
 from mt_core.specs import SplitRequest
 from mt_data.corpora.clean_options import preset
@@ -53,7 +54,8 @@ def killed_at_a_random_moment(work: Work, longest: float, dice: random.Random) -
 
 def kill_often(kills: int, work: Work, look: Look, folder: Path, check_between: Work = lambda: None) -> None:
     """`work` writes into `folder`; `look` says what is there when it is done. Every fifth killed run or so, and the
-    last, is followed by one that is let through; the others are followed by the next one that is killed.
+    last, is followed by one that is let through; the others are followed by the next one that is killed. What was done
+    before the kill is removed, or the next runs would have nothing left to be killed at.
     """
     work()  # once before it is timed: some modules are imported when they are first needed
     expected = look()
@@ -64,9 +66,10 @@ def kill_often(kills: int, work: Work, look: Look, folder: Path, check_between: 
     clear(folder)
     dice, done = random.Random(0), 0
     while done < kills:
-        done += killed_at_a_random_moment(work, longest, dice)
+        killed = killed_at_a_random_moment(work, longest, dice)
+        done += killed
         check_between()
-        if dice.random() < 0.2 or done == kills:
+        if not killed or dice.random() < 0.2 or done == kills:
             work()
             assert look() == expected
             clear(folder)
@@ -94,6 +97,10 @@ def write_tokens(prefix: Path, documents: int, sentences: int = 1) -> str:
 
 
 def test_merge(tmp_path: Path) -> None:
+    in_small_process(kill_merges, tmp_path)
+
+
+def kill_merges(tmp_path: Path) -> None:
     parts = [write_tokens(tmp_path / name, documents) for name, documents in (("a", 4_000), ("b", 1_500))]
     output = tmp_path / "out"
     output.mkdir()
@@ -107,7 +114,7 @@ def test_merge(tmp_path: Path) -> None:
 
 def sample_sums(dataset: Any) -> list[int]:
     assert dataset is not None
-    return [int(dataset[k]["tokens"].astype(np.int64).sum()) for k in range(min(200, len(dataset)))]
+    return [int(dataset[k]["tokens"].astype(np.int64).sum()) for k in range(min(50, len(dataset)))]
 
 
 def arrays_below(folder: Path) -> dict[str, bytes]:
@@ -149,6 +156,10 @@ def raw_text_job(tmp_path: Path) -> Callable[[], list[int]]:
 
 @pytest.mark.parametrize(("job", "kills"), [(gpt_job, 50), (bert_job, 15), (raw_text_job, 15)])
 def test_caches(tmp_path: Path, job: Callable[[Path], Callable[[], list[int]]], kills: int) -> None:
+    in_small_process(kill_caching, tmp_path, job, kills)
+
+
+def kill_caching(tmp_path: Path, job: Callable[[Path], Callable[[], list[int]]], kills: int) -> None:
     work, cache = job(tmp_path), tmp_path / "cache"
     kill_often(kills, work, lambda: (work(), arrays_below(cache)), cache)
 
@@ -183,6 +194,10 @@ def decontaminate_job(inputs: list[str], run: RunOptions) -> object:
 
 @pytest.mark.parametrize("job", [clean_job, exact_job, minhash_job, decontaminate_job])
 def test_building_corpora(tmp_path: Path, job: Callable[[list[str], RunOptions], object]) -> None:
+    in_small_process(kill_building, tmp_path, job)
+
+
+def kill_building(tmp_path: Path, job: Callable[[list[str], RunOptions], object]) -> None:
     inputs, output = corpus(tmp_path), tmp_path / "out"
     run = RunOptions(output, dropped=tmp_path / "out" / "dropped")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.dist.in_turn import InTurn
 from tests.infer.engines import configuration, engine_of, prompts, run, tokens_of
 from tests.infer.references import engine_like
 from tests.infer.test_generation_reference import BEAMS, beams_of
 
 from mt_core.errors import ConfigError
-from mt_core.testing import run_ranks
 from mt_infer.cache.layout import SNAPSHOTS
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.sampling.parameters import SamplingParameters
@@ -74,7 +74,8 @@ def searched(engine: Any) -> list[list[list[int]]]:
     return [[tokens_of([one for one in events if one.index == index]) for index in range(3)] for events in found]
 
 
-def on_rank(rank: int, world: int, model: str, parallel: dict[str, Any]) -> Any:
+def on_rank(rank: int, world: int, layout: str) -> Any:
+    model, parallel = LAYOUTS[layout]
     engine = LockstepEngine(engine_of(configuration(model, parallel=parallel), collective=True))
     if rank:
         return engine.follow()
@@ -83,12 +84,16 @@ def on_rank(rank: int, world: int, model: str, parallel: dict[str, Any]) -> Any:
     return found
 
 
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-tp": ("llama", {"tensor_model_parallel_size": 2}),
+    "hybrid-pp": ("hybrid", {"pipeline_model_parallel_size": 2}),
+    "llama-dp": ("llama", {}),
+}
+RUNS = InTurn(on_rank, [(2, layout) for layout in LAYOUTS])
+
+
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "parallel"),
-    [("llama", {"tensor_model_parallel_size": 2}), ("hybrid", {"pipeline_model_parallel_size": 2}), ("llama", {})],
-    ids=str,
-)
-def test_in_layouts(model: str, parallel: dict[str, Any]) -> None:
-    assert run_ranks(2, on_rank, model, parallel)[0] == searched(engine_of(configuration(model)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_layouts(layout: str) -> None:
+    assert RUNS.result(2, layout) == searched(engine_of(configuration(LAYOUTS[layout][0])))

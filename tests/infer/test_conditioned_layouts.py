@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from tests.ckpt.convert_cases import MODELS, QWEN_VL
+from tests.dist.in_turn import InTurn
 from tests.infer.engines import configuration, engine_of, logprobs_of, run, tokens_of
 from torch import Tensor
 
 from mt_core.errors import ConfigError
-from mt_core.testing import run_ranks
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.sampling.parameters import SamplingParameters
 
@@ -60,7 +60,8 @@ def generated(engine: Any, name: str) -> Outputs:
     return [(tokens_of(events), logprobs_of(events)) for events in run(engine, texts, GREEDY, inputs)]
 
 
-def on_rank(rank: int, world: int, name: str, parallel: dict[str, Any]) -> Outputs | None:
+def on_rank(rank: int, world: int, layout: tuple[str, str]) -> Outputs | None:
+    name, parallel = layout[0], PARALLEL[layout[1]]
     engine = LockstepEngine(built(name, parallel, collective=True))
     if rank:
         return engine.follow()
@@ -69,23 +70,28 @@ def on_rank(rank: int, world: int, name: str, parallel: dict[str, Any]) -> Outpu
     return found
 
 
+PARALLEL: dict[str, dict[str, Any]] = {
+    "tp": {TP: 2},
+    "tp-sp": {TP: 2, SP: True},
+    "pp": {PP: 2},
+    "pp-zbv": {PP: 2, "pipeline_schedule": "zbv_zero_bubble"},
+    "tp-sp-pp": {PP: 2, TP: 2, SP: True},
+}
+LAYOUTS = [
+    *((2, (name, parallel)) for name in CASES for parallel in ("tp", "tp-sp")),
+    *((2, ("t5", parallel)) for parallel in ("pp", "pp-zbv")),
+    (2, ("qwen_vl", "pp")),
+    (4, ("t5", "tp-sp-pp")),
+]
+RUNS = InTurn(on_rank, LAYOUTS)
+
+
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "world", "parallel"),
-    [
-        *((name, 2, {TP: 2, SP: parallel}) for name in CASES for parallel in (False, True)),
-        ("t5", 2, {PP: 2}),
-        ("t5", 2, {PP: 2, "pipeline_schedule": "zbv_zero_bubble"}),
-        ("t5", 4, {PP: 2, TP: 2, SP: True}),
-        ("qwen_vl", 2, {PP: 2}),
-    ],
-    ids=str,
-)
-def test_several_ranks_generate_what_one_does(name: str, world: int, parallel: dict[str, Any]) -> None:
-    found = run_ranks(world, on_rank, name, parallel)[0]
-    expected = generated(built(name, {}, collective=False), name)
-    for (tokens, logprobs), (theirs, their_logprobs) in zip(found, expected, strict=True):
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=str)
+def test_several_ranks_generate_what_one_does(world: int, layout: tuple[str, str]) -> None:
+    expected = generated(built(layout[0], {}, collective=False), layout[0])
+    for (tokens, logprobs), (theirs, their_logprobs) in zip(RUNS.result(world, layout), expected, strict=True):
         assert tokens == theirs
         assert logprobs == pytest.approx(their_logprobs, abs=1e-5)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from tests.ckpt.convert_cases import MODELS
+from tests.dist.in_turn import InTurn
 from tests.infer.engines import configuration, engine_of, logprobs_of, prompts, run, tokens_of
 
-from mt_core.testing import run_ranks
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.sampling.parameters import SamplingParameters
 
@@ -31,9 +31,8 @@ def generated(engine: Any) -> Outputs:
     return [(tokens_of(events), logprobs_of(events)) for events in each]
 
 
-def on_rank(
-    rank: int, world: int, model: str | dict[str, Any], parallel: dict[str, Any], inference: dict[str, Any]
-) -> Outputs | None:
+def on_rank(rank: int, world: int, layout: str) -> Outputs | None:
+    model, parallel, inference = LAYOUTS[layout]
     config = configuration(model, parallel=parallel, inference=inference)
     engine = LockstepEngine(engine_of(config, longest=LONGEST, collective=True))
     if rank:
@@ -44,43 +43,33 @@ def on_rank(
     return found
 
 
-@pytest.mark.parametrize(
-    ("world", "model", "parallel"),
-    [
-        (2, "llama", {TP: 2}),
-        (2, "llama", {TP: 2, "sequence_parallel": True}),
-        (2, "llama", {PP: 2}),
-        (4, "gpt2", {TP: 2, PP: 2}),
-        (2, "llama", {}),
-        (2, "qwen_moe", {EP: 2}),
-        (4, "deepseek", {EP: 2, TP: 2}),
-        (2, "hybrid", {TP: 2}),
-    ],
-    ids=str,
-)
-def test_tokens_are_those_of_one_process(world, model, parallel) -> None:
-    check_tokens(world, model, parallel, {})
+WINDOWS = {**MODELS["gemma3"], "num_layers": 3}
+STATES = {**MODELS["hybrid"], "hybrid_layer_pattern": "M-M-**"}
+LAYOUTS: dict[str, tuple[str | dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "llama-tp": ("llama", {TP: 2}, {}),
+    "llama-tp-sp": ("llama", {TP: 2, "sequence_parallel": True}, {}),
+    "llama-pp": ("llama", {PP: 2}, {}),
+    "llama-dp": ("llama", {}, {}),
+    "qwen_moe-ep": ("qwen_moe", {EP: 2}, {}),
+    "hybrid-tp": ("hybrid", {TP: 2}, {}),
+    # One layer here and two there, windows here and recurrent states there: the memory holds few sequences, and
+    # unequal stages have to make the same decisions.
+    "few windows-pp": (WINDOWS, {PP: 2}, {"cache_memory_gb": 12_500 / 2**30}),
+    "few states-pp": (STATES, {PP: 2}, {"cache_memory_gb": 45_000 / 2**30}),
+    "gpt2-tp-pp": ("gpt2", {TP: 2, PP: 2}, {}),
+    "deepseek-tp-ep": ("deepseek", {EP: 2, TP: 2}, {}),
+}
+ON_FOUR = ("gpt2-tp-pp", "deepseek-tp-ep")
+RUNS = InTurn(on_rank, [(4 if layout in ON_FOUR else 2, layout) for layout in LAYOUTS])
 
 
-def check_tokens(world: int, model: str | dict[str, Any], parallel: dict[str, Any], inference: dict[str, Any]) -> None:
-    reference = generated(engine_of(configuration(model), longest=LONGEST))
-    found = run_ranks(world, on_rank, model, parallel, inference)[0]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_are_those_of_one_process(layout: str) -> None:
+    reference = generated(engine_of(configuration(LAYOUTS[layout][0]), longest=LONGEST))
+    found = RUNS.result(4 if layout in ON_FOUR else 2, layout)
     for (tokens, logprobs), (expected, expected_logprobs) in zip(found, reference, strict=True):
         assert tokens == expected
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("model", "memory"),
-    [
-        ({**MODELS["gemma3"], "num_layers": 3}, 12_500),
-        ({**MODELS["hybrid"], "hybrid_layer_pattern": "M-M-**"}, 45_000),
-    ],
-    ids=["gemma3", "hybrid"],
-)
-def test_unequal_stages_make_the_same_decisions(model: dict[str, Any], memory: int) -> None:
-    """One layer here and two there, windows here and recurrent states there: the memory holds few sequences."""
-    check_tokens(2, model, {PP: 2}, {"cache_memory_gb": memory / 2**30})
 
 
 def scored_with_shared_prefixes(engine: Any) -> list[list[float]]:
@@ -95,7 +84,12 @@ def scored_with_shared_prefixes(engine: Any) -> list[list[float]]:
     return found
 
 
-def scored_on_rank(rank: int, world: int, model: str, parallel: dict[str, Any]) -> list[list[float]] | None:
+STAGES = {"llama": "Ettt|L", "hybrid": "Ettttt|tL"}
+"""A stage without layers, and one without recurrent states beside one that has them."""
+
+
+def scored_on_rank(rank: int, world: int, model: str) -> list[list[float]] | None:
+    parallel = {PP: 2, "pipeline_model_parallel_layout": STAGES[model]}
     engine = LockstepEngine(engine_of(configuration(model, parallel=parallel), collective=True))
     if rank:
         return engine.follow()
@@ -104,9 +98,11 @@ def scored_on_rank(rank: int, world: int, model: str, parallel: dict[str, Any]) 
     return found
 
 
-@pytest.mark.parametrize(("model", "stages"), [("llama", "Ettt|L"), ("hybrid", "Ettttt|tL")])
-def test_stages_that_keep_other_states_share_the_same_prefixes(model: str, stages: str) -> None:
-    """A stage without layers, and one without recurrent states beside one that has them."""
-    found = run_ranks(2, scored_on_rank, model, {PP: 2, "pipeline_model_parallel_layout": stages})[0]
+SCORED = InTurn(scored_on_rank, [(2, model) for model in STAGES])
+
+
+@pytest.mark.parametrize("model", STAGES)
+def test_stages_that_keep_other_states_share_the_same_prefixes(model: str) -> None:
+    found = SCORED.result(2, model)
     for ours, expected in zip(found, scored_with_shared_prefixes(engine_of(configuration(model))), strict=True):
         assert ours == pytest.approx(expected, abs=1e-5)

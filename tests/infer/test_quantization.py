@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ckpt.convert_cases import MODELS
+from tests.dist.in_turn import InTurn
 from tests.infer.engines import configuration, engine_of, logprobs_of, new_model, prompts, randomize, run, tokens_of
 from tests.infer.test_families import FAMILIES
 from torch import Tensor, nn
@@ -191,10 +193,25 @@ def test_a_group_is_of_one_rank() -> None:
         assert "it can be 2, 4, 6, 8, 12, 24" in message
 
 
-def on_rank(
-    rank: int, world: int, family: str, parallel: dict[str, Any], inference: dict[str, Any]
-) -> list[tuple[list[int], list[float]]] | None:
-    config = configuration(family, parallel=parallel, inference=inference)
+TWO_TOKENS = replace(GREEDY, max_tokens=2)
+"""Of a prompt's pass and of one that reads the cache: a rank multiplies in Triton's interpreter, which is slow."""
+
+
+ONE_LAYER = {
+    "llama": {**MODELS["llama"], "num_layers": 1},
+    "qwen_moe": {**MODELS["qwen_moe"], "num_layers": 1, "moe": {**MODELS["qwen_moe"]["moe"], "moe_layer_freq": 1}},
+}
+LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama-tp": ("llama", {"tensor_model_parallel_size": 2}, INFERENCE),
+    "llama-tp-sp": ("llama", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, INFERENCE),
+    # The cache in the model's dtype: sums of experts in another order may round to the next number of 8 bits.
+    "qwen_moe-ep": ("qwen_moe", {"expert_model_parallel_size": 2}, {**INFERENCE, "cache_dtype": "auto"}),
+}
+
+
+def on_rank(rank: int, world: int, layout: str) -> list[tuple[list[int], list[float]]] | None:
+    family, parallel, inference = LAYOUTS[layout]
+    config = configuration(ONE_LAYER[family], parallel=parallel, inference=inference)
     host = load_plugins()
     ctx = build.build_context(config, torch.device("cpu"))
     model = build.build_model(config, ctx, host, None)
@@ -203,29 +220,24 @@ def on_rank(
     engine = LockstepEngine(InferenceEngine(model, None, ctx, config.inference, longest=64))
     if rank:
         return engine.follow()
-    found = [(tokens_of(events), logprobs_of(events)) for events in run(engine, prompts(9, 4), GREEDY)]
+    found = [(tokens_of(events), logprobs_of(events)) for events in run(engine, prompts(9, 4), TWO_TOKENS)]
     engine.close()
     return found
 
 
+RUNS = InTurn(on_rank, [(2, layout) for layout in LAYOUTS])
+
+
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "parallel", "inference"),
-    [
-        ("llama", {"tensor_model_parallel_size": 2}, INFERENCE),
-        ("llama", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, INFERENCE),
-        # The cache in the model's dtype: sums of experts in another order may round to the next number of 8 bits.
-        ("qwen_moe", {"expert_model_parallel_size": 2}, {**INFERENCE, "cache_dtype": "auto"}),
-    ],
-    ids=str,
-)
-def test_every_layout_stores_the_same_numbers(family: str, parallel: dict[str, Any], inference: dict[str, Any]) -> None:
-    found = run_ranks(2, on_rank, family, parallel, inference)[0]
-    model = new_model(configuration(family))
-    quantize_weights(model, InferenceConfig(**inference))
-    expected = run(engine_of(configuration(family, inference=inference), model=model), prompts(9, 4), GREEDY)
-    for (tokens, logprobs), events in zip(found, expected, strict=True):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_stores_the_same_numbers(layout: str) -> None:
+    family, _, inference = LAYOUTS[layout]
+    config = configuration(ONE_LAYER[family], inference=inference)
+    model = new_model(config)
+    quantize_weights(model, config.inference)
+    expected = run(engine_of(config, model=model), prompts(9, 4), TWO_TOKENS)
+    for (tokens, logprobs), events in zip(RUNS.result(2, layout), expected, strict=True):
         assert tokens == tokens_of(events)
         assert logprobs == pytest.approx(logprobs_of(events), abs=1e-5)
 

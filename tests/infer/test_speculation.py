@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tests.ckpt.convert_cases import MODELS
+from tests.dist.in_turn import InTurn
 from tests.infer.engines import OPTIONS, configuration, engine_of, new_model, prompts, run, tokens_of
 from tests.infer.references import engine_like, reference, row_of, trained
 
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
-from mt_core.testing import run_ranks
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
@@ -255,8 +255,8 @@ def layout_engine(model: dict[str, Any], method: str, parallel: dict[str, Any]) 
     return InferenceEngine(own.model, None, own.ctx, options, longest=64, placed=placed, draft_model=drafting)
 
 
-def on_rank(rank: int, world: int, model: dict[str, Any], method: str, parallel: dict[str, Any]) -> Any:
-    engine = LockstepEngine(layout_engine(model, method, parallel))
+def on_rank(rank: int, world: int, layout: str) -> Any:
+    engine = LockstepEngine(layout_engine(*LAYOUTS[layout]))
     if rank:
         return engine.follow()
     found = generated(engine)
@@ -268,32 +268,22 @@ def on_rank(rank: int, world: int, model: dict[str, Any], method: str, parallel:
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 EP = {"expert_model_parallel_size": 2}
 PREDICTING = {**MODELS["deepseek"], "mtp_num_layers": 1}
+LAYOUTS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "llama-ngram-tp": (MODELS["llama"], "ngram", TP),
+    "hybrid-ngram-pp": (MODELS["hybrid"], "ngram", PP),
+    "hybrid-draft-tp": (MODELS["hybrid"], "draft_model", TP),
+    "llama-draft-pp": (MODELS["llama"], "draft_model", PP),
+    "deepseek-mtp-tp": (PREDICTING, "mtp", TP),
+    "deepseek-mtp-pp": (PREDICTING, "mtp", PP),
+    "deepseek-mtp-ep": (PREDICTING, "mtp", EP),
+    "qwen_moe-draft-ep": (MODELS["qwen_moe"], "draft_model", EP),
+}
+RUNS = InTurn(on_rank, [(2, layout) for layout in LAYOUTS])
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "method", "parallel"),
-    [
-        (MODELS["llama"], "ngram", TP),
-        (MODELS["hybrid"], "ngram", PP),
-        (MODELS["hybrid"], "draft_model", TP),
-        (MODELS["llama"], "draft_model", PP),
-        (PREDICTING, "mtp", TP),
-        (PREDICTING, "mtp", PP),
-        (PREDICTING, "mtp", EP),
-        (MODELS["qwen_moe"], "draft_model", EP),
-    ],
-    ids=[
-        "llama-ngram-tp",
-        "hybrid-ngram-pp",
-        "hybrid-draft-tp",
-        "llama-draft-pp",
-        "deepseek-mtp-tp",
-        "deepseek-mtp-pp",
-        "deepseek-mtp-ep",
-        "qwen_moe-draft-ep",
-    ],
-)
-def test_tokens_in_layouts(model: dict[str, Any], method: str, parallel: dict[str, Any]) -> None:
-    assert run_ranks(2, on_rank, model, method, parallel)[0] == generated(engine_of(configuration(model)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_in_layouts(layout: str) -> None:
+    model = LAYOUTS[layout][0]
+    assert RUNS.result(2, layout) == generated(engine_of(configuration(model)))

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from tests.dist.in_turn import InTurn
 from tests.models.moe_reference import settings
 from tests.models.test_moe_layouts import CP2, EP2, FULL, PP2, RUN, SP, TP2, ZERO
 
@@ -52,25 +53,24 @@ def one_process() -> RunRecord:
     return run_ranks(1, run, ())[0]
 
 
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [
-        (2, (TP2,)),
-        (2, (TP2, SP, SELECTIVE)),
-        (4, (TP4, ETP)),  # more ranks than key-value groups
-        (2, (EP2,)),
-        (4, (TP2, EP2, ZERO)),
-        (2, (PP2, FULL)),
-        (2, (CP2, method("p2p"))),
-        (2, (CP2, method("all_gather"))),
-        (2, (CP2, method("a2a"))),
-        (4, (CP2, TP2, SP, EP2)),
-    ],
-)
-def test_a_layout_computes_what_one_process_does(monkeypatch, world, layout) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = run_ranks(world, run, layout)[0]
-    differences = compare(found, one_process())
+LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
+    (2, (TP2,)),
+    (2, (TP2, SP, SELECTIVE)),
+    (4, (TP4, ETP)),  # more ranks than key-value groups
+    (2, (EP2,)),
+    (4, (TP2, EP2, ZERO)),
+    (2, (PP2, FULL)),
+    (2, (CP2, method("p2p"))),
+    (2, (CP2, method("all_gather"))),
+    (2, (CP2, method("a2a"))),
+    (4, (CP2, TP2, SP, EP2)),
+]
+RUNS = InTurn(run, LAYOUTS)
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
+def test_a_layout_computes_what_one_process_does(world, layout) -> None:
+    differences = compare(RUNS.result(world, layout), one_process())
     names = {difference.name for difference in differences}
     assert "decoder.layers.0.self_attention.core_attention.softmax_offset" in " ".join(names)
     assert "decoder.layers.0.mlp.experts.linear_fc2.bias" in " ".join(names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ MOE_MODELS = [name for name, model in MODELS.items() if "moe" in model]
 
 
 class RandomCheckpoint:
-    """A `mt_core.specs.CheckpointReader` whose tensors are random and stay the same."""
+    """A `mt_core.specs.CheckpointReader` whose tensors are random, and stay the same from the first look at it on."""
 
     def __init__(
         self, model: Mapping[str, Any], host: PluginHost, *, dtype: torch.dtype = torch.float32, optimizer: bool = False
@@ -222,11 +223,19 @@ class RandomCheckpoint:
             "config": {"model": dict(model), "train": train, "optimizer": {"optimizer": "adam", "lr": 1e-3}},
         }
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
-    def dtypes(self) -> Mapping[str, torch.dtype]:
+    @cached_property
+    def _dtypes(self) -> dict[str, torch.dtype]:
         return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return self._dtypes
 
     def read(self, name: str) -> torch.Tensor:
         return self.tensors[name]

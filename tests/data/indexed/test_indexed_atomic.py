@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import resource
@@ -14,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.small_process import in_small_process
 
 from mt_core.errors import DataError
 from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, verify
 
-FORK = multiprocessing.get_context("fork")
 SUFFIXES = (".bin", ".idx", ".manifest.json")
 
 
@@ -30,12 +29,25 @@ def write_many(prefix: Path, value: int = 1, sequences: int = 2000) -> None:
         writer.finish(extra={"value": value})
 
 
-def in_child(function: Callable[..., Any], *arguments: Any) -> int | None:
+def forked(function: Callable[..., Any], *arguments: Any) -> int:
+    """The id of a process that calls the function; its exit code is 1 when that raises."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function(*arguments)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return child
+
+
+def in_child(function: Callable[..., Any], *arguments: Any) -> int:
     """Exit code of a forked process that calls the function."""
-    child = FORK.Process(target=function, args=arguments)
-    child.start()
-    child.join()
-    return child.exitcode
+    return exit_code(forked(function, *arguments))
+
+
+def exit_code(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def finished(prefix: Path) -> int | None:
@@ -55,6 +67,10 @@ def finished(prefix: Path) -> int | None:
 
 @pytest.mark.slow
 def test_a_kill_at_a_random_moment_leaves_all_or_nothing(tmp_path: Path) -> None:
+    in_small_process(kill_writers, tmp_path)
+
+
+def kill_writers(tmp_path: Path) -> None:
     prefix, generator = tmp_path / "data", random.Random(0)
     begin = time.monotonic()
     assert in_child(write_many, prefix) == 0
@@ -62,11 +78,10 @@ def test_a_kill_at_a_random_moment_leaves_all_or_nothing(tmp_path: Path) -> None
     for path in tmp_path.iterdir():
         path.unlink()
     for _ in range(50):
-        child = FORK.Process(target=write_many, args=(prefix,))
-        child.start()
+        child = forked(write_many, prefix)
         time.sleep(generator.uniform(0, 1.2 * whole))
-        os.kill(child.pid, signal.SIGKILL)  # type: ignore[arg-type]
-        child.join()
+        os.kill(child, signal.SIGKILL)
+        assert exit_code(child) in (0, -signal.SIGKILL)
         assert finished(prefix) in (None, 1)
     # What the killed ones left is used again, and nothing of it stays.
     write_many(prefix, 2)

@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from tests.small_process import in_small_process
 
 from mt_core.errors import DataError, PluginError
 from mt_data.preprocess.executors import InlineExecutor
@@ -75,7 +76,10 @@ def test_fifty_kills_at_random_moments(prep: Any, tmp_path: Path, options: Optio
     plain = prep.write_jsonl(tmp_path / "corpus.jsonl")
     (tmp_path / "corpus.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     wanted = options(tmp_path / source, shard_mb=TINY, json_keys=("text",))
-    expected = prep.expected_files(prep.TEXTS)
+    in_small_process(kill_often, wanted, prep.expected_files(prep.TEXTS), random.Random(source))
+
+
+def kill_often(wanted: PreprocessOptions, expected: tuple[bytes, bytes], dice: random.Random) -> None:
     output = Path(wanted.output_prefix).parent
     times = []
     for _ in range(2):
@@ -83,7 +87,7 @@ def test_fifty_kills_at_random_moments(prep: Any, tmp_path: Path, options: Optio
         preprocess(wanted)
         times.append(time.monotonic() - started)
         shutil.rmtree(output)
-    dice, kills = random.Random(source), 0
+    kills = 0
     while kills < 25:
         child = os.fork()
         if child == 0:

@@ -27,6 +27,21 @@ _KEYS = {
     "REDUCE": slice(1, None),
 }
 """Opcode -> which of the objects that it takes are hashed. What a call makes may be a set of its arguments."""
+_GETS = frozenset(opcode.name for opcode in pickletools.opcodes if opcode.name.endswith("GET"))
+_PUTS = frozenset(opcode.name for opcode in pickletools.opcodes if opcode.name.endswith("PUT"))
+_CONSTANTS = {
+    opcode.name: [_CONSTANT] * len(opcode.stack_after)
+    for opcode in pickletools.opcodes
+    if not (opcode.stack_before or opcode.name.startswith("EMPTY_") or opcode.name in {"MARK", *_GETS, *_PUTS})
+}
+"""Opcode -> what it adds to the stack: GLOBAL and PERSID of protocol 0 too, which take nothing from it."""
+_MARKS = {
+    opcode.name: opcode.stack_before.index(pickletools.markobject)
+    for opcode in pickletools.opcodes
+    if pickletools.markobject in opcode.stack_before
+}
+"""Opcode -> how many objects it takes below the mark. stack_before lists these (a list for APPENDS), the mark, and
+"stackslice" for all above it."""
 
 
 def check_hash_costs(stream: BinaryIO, origin: str) -> None:
@@ -70,10 +85,13 @@ class _CostMachine:
 
     def run(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
         name = opcode.name
+        # Most opcodes of a checkpoint are constants.
+        if (constants := _CONSTANTS.get(name)) is not None:
+            self.stack += constants
         # GET, BINGET, LONG_BINGET; the same for PUT. The memo gives the object again, so that repetition is counted.
-        if name.endswith("GET"):
+        elif name in _GETS:
             self.stack.append(self.memo[int(argument)])
-        elif name.endswith("PUT"):
+        elif name in _PUTS:
             self.memo[int(argument)] = self.stack[-1]
         elif name == "MEMOIZE":
             self.memo[len(self.memo)] = self.stack[-1]
@@ -84,21 +102,19 @@ class _CostMachine:
         # POP removes the mark if nothing is above it: so protocol 0 gives up a tuple that contains itself.
         elif name == "POP" and self.marks[-1:] == [len(self.stack)]:
             self.marks.pop()
-        elif opcode.stack_before or name.startswith("EMPTY_"):
-            self._make(opcode, self._pop(opcode))
         else:
-            # Constants, GLOBAL and PERSID of protocol 0: nothing is taken from the stack.
-            self.stack.extend(_CONSTANT for _ in opcode.stack_after)
+            self._make(opcode, self._pop(opcode))
 
     def _make(self, opcode: pickletools.OpcodeInfo, taken: list[int]) -> None:
-        cost = 1 + sum(self.costs[number] for number in taken)
-        if opcode.name in _TUPLES:
+        name, costs = opcode.name, [self.costs[number] for number in taken]
+        cost = 1 + sum(costs)
+        if name in _TUPLES:
             self.largest = max(self.largest, cost)
-        if opcode.name in _KEYS:
-            self.hashed += sum(self.costs[number] for number in taken[_KEYS[opcode.name]])
+        elif name in _KEYS:
+            self.hashed += sum(costs[_KEYS[name]])
             self.largest = max(self.largest, self.hashed)
         # The container stays the same object with a larger cost; others make a new one.
-        if opcode.name in _FILLS:
+        if name in _FILLS:
             self.costs[taken[0]] = cost
             self.stack.append(taken[0])
         elif opcode.stack_after:
@@ -107,11 +123,8 @@ class _CostMachine:
 
     def _pop(self, opcode: pickletools.OpcodeInfo) -> list[int]:
         """The objects that an opcode takes; what stands above the last mark is one of its operands."""
-        before = opcode.stack_before
-        first = len(self.stack) - len(before)
-        # stack_before lists what is below the mark (a list for APPENDS), the mark, and "stackslice" for all above it.
-        if pickletools.markobject in before:
-            first = self.marks.pop() - before.index(pickletools.markobject)
+        below = _MARKS.get(opcode.name)
+        first = len(self.stack) - len(opcode.stack_before) if below is None else self.marks.pop() - below
         taken = self.stack[first:]
         del self.stack[first:]
         return taken
