@@ -383,12 +383,18 @@ def families_and_styles(rank: int, world: int, fields: Mapping[str, Any], folder
     return {**found, "custom": custom_loss(fields, world)["losses"], "own batches": own_batches(fields, world)}
 
 
-def all_layouts(rank: int, world: int, layouts: Mapping[str, Mapping[str, Any]], folder: str) -> dict[str, Any]:
-    """In the same processes, one layout after another."""
+def all_layouts(
+    rank: int,
+    world: int,
+    layouts: Mapping[str, Mapping[str, Any]],
+    folder: str,
+    of_provided: Mapping[str, tuple[str, Mapping[str, Any]]],
+) -> dict[str, Any]:
+    """In the same processes, which have imported transformers once, one layout after another."""
     found = {}
     for name, fields in layouts.items():
         found[name] = everything(rank, world, fields, f"{folder}/{name}")
-    return found
+    return {**found, "provided": all_provided(rank, world, of_provided)}
 
 
 def all_provided(rank: int, world: int, layouts: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -20,6 +20,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO-1 over 2": {"use_distributed_optimizer": True},
     "FSDP2 over 2": {"use_custom_fsdp": True},
 }
+PROVIDED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("gpt2", fields) for name, fields in LAYOUTS.items()},
+    "interleaved PP 2": ("gpt2", {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1}),
+    "CP 2": ("gpt2", {"context_parallel_size": 2}),
+    "EP 2": ("mixtral", {"expert_model_parallel_size": 2}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +118,9 @@ def test_generation_continues_with_the_trained_weights(alone) -> None:
 
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks finds under every layout."""
-    return run_ranks(2, programs.all_layouts, LAYOUTS, str(tmp_path_factory.mktemp("ranks")), timeout=480)
+    """What each of two ranks finds under every layout, also with models and data sets of a program."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    return run_ranks(2, programs.all_layouts, LAYOUTS, folder, PROVIDED, timeout=480)
 
 
 @pytest.mark.dist
@@ -164,15 +171,9 @@ def test_a_script_has_the_losses_of_mt_train_to_the_last_bit(alone, on_ranks, la
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_models_and_data_sets_of_a_program_train_the_same_under_every_layout() -> None:
-    layouts = {
-        **{name: ("gpt2", fields) for name, fields in LAYOUTS.items()},
-        "interleaved PP 2": ("gpt2", {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1}),
-        "CP 2": ("gpt2", {"context_parallel_size": 2}),
-        "EP 2": ("mixtral", {"expert_model_parallel_size": 2}),
-    }
+def test_models_and_data_sets_of_a_program_train_the_same_under_every_layout(on_ranks) -> None:
     alone = programs.all_provided(0, 1, {family: (family, {}) for family in ("gpt2", "mixtral")})
-    for found in run_ranks(2, programs.all_provided, layouts, timeout=300):
-        for name, (family, _) in layouts.items():
+    for found in (of_rank["provided"] for of_rank in on_ranks):
+        for name, (family, _) in PROVIDED.items():
             assert found[name] == pytest.approx(alone[family], rel=1e-4), name
         assert "context_parallel_size=2: no process has the logits of a whole sequence" in found["refused"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,8 +193,10 @@ def test_a_group_is_of_one_rank() -> None:
 
 
 def on_rank(
-    rank: int, world: int, family: str, parallel: dict[str, Any], inference: dict[str, Any]
+    rank: int, world: int, family: str, parallel: dict[str, Any], inference: dict[str, Any], kernel: bool
 ) -> list[tuple[list[int], list[float]]] | None:
+    """kernel: products are those of the Triton kernel, in its interpreter, which takes ten times as long."""
+    os.environ["TRITON_INTERPRET"] = str(int(kernel))
     config = configuration(family, parallel=parallel, inference=inference)
     host = load_plugins()
     ctx = build.build_context(config, torch.device("cpu"))
@@ -202,28 +206,37 @@ def on_rank(
     engine = LockstepEngine(InferenceEngine(model, None, ctx, config.inference, longest=64))
     if rank:
         return engine.follow()
-    found = [(tokens_of(events), logprobs_of(events)) for events in run(engine, prompts(9, 4), GREEDY)]
+    sampling = sampling_with(kernel)
+    found = [(tokens_of(events), logprobs_of(events)) for events in run(engine, prompts(9, 4), sampling)]
     engine.close()
     return found
+
+
+def sampling_with(kernel: bool) -> SamplingParameters:
+    """A step over prompts and a step of one token, where each step takes seconds."""
+    return replace(GREEDY, max_tokens=2) if kernel else GREEDY
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "parallel", "inference"),
+    ("family", "parallel", "inference", "kernel"),
     [
-        ("llama", {"tensor_model_parallel_size": 2}, INFERENCE),
-        ("llama", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, INFERENCE),
+        ("llama", {"tensor_model_parallel_size": 2}, INFERENCE, False),
+        ("llama", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, INFERENCE, False),
         # The cache in the model's dtype: sums of experts in another order may round to the next number of 8 bits.
-        ("qwen_moe", {"expert_model_parallel_size": 2}, {**INFERENCE, "cache_dtype": "auto"}),
+        ("qwen_moe", {"expert_model_parallel_size": 2}, {**INFERENCE, "cache_dtype": "auto"}, True),
     ],
     ids=str,
 )
-def test_every_layout_stores_the_same_numbers(family: str, parallel: dict[str, Any], inference: dict[str, Any]) -> None:
-    found = run_ranks(2, on_rank, family, parallel, inference)[0]
+def test_every_layout_stores_the_same_numbers(
+    family: str, parallel: dict[str, Any], inference: dict[str, Any], kernel: bool
+) -> None:
+    found = run_ranks(2, on_rank, family, parallel, inference, kernel)[0]
     model = new_model(configuration(family))
     quantize_weights(model, InferenceConfig(**inference))
-    expected = run(engine_of(configuration(family, inference=inference), model=model), prompts(9, 4), GREEDY)
+    sampling = sampling_with(kernel)
+    expected = run(engine_of(configuration(family, inference=inference), model=model), prompts(9, 4), sampling)
     for (tokens, logprobs), events in zip(found, expected, strict=True):
         assert tokens == tokens_of(events)
         assert logprobs == pytest.approx(logprobs_of(events), abs=1e-5)
