@@ -131,7 +131,7 @@ def test_the_contract_and_the_data_import_no_torch() -> None:
 
 
 ORDER = (
-    {"errors", "tensor_slice", "_torch_compat"},
+    {"errors", "tensor_slice", "_torch_compat", "_huge_pages"},
     {"paths"},
     {"retention"},
     {"specs"},

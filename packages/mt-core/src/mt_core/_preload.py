@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from mt_core._huge_pages import move_to_huge_pages
 from mt_core.config.schema import SECTIONS
 from mt_core.plugins import KINDS, load_plugins
 from mt_core.specs import Lazy
@@ -47,3 +48,4 @@ for section in SECTIONS.values():
 # The garbage collector of a rank goes over its own objects only: not over all of torch's, whose pages it would copy.
 gc.collect()
 gc.freeze()
+move_to_huge_pages()
