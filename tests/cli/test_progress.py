@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mt_cli.progress import LiveProgress
 from mt_core.config.schema import LoggingConfig
-from mt_core.train.log_lines import log_lines
+from mt_core.train.reporting.log_lines import log_lines
 
 METRICS = {"loss": 10.8251, "grad_norm": 123.456, "learning_rate": 6e-4, "tokens_per_second": 1_234_567.0}
 

@@ -154,7 +154,7 @@ def broken(rank: int, world: int, mutation: str) -> dict:
 
         Bucket.start_reduce = lambda bucket: setattr(bucket, "_reduced", True)
     elif mutation == "each rank divides by its own count of tokens":
-        from mt_core.train.optimizer_step import OptimizerStep
+        from mt_core.train.step.optimizer_step import OptimizerStep
 
         OptimizerStep.global_tokens = lambda step, counted: counted
     else:

@@ -64,7 +64,7 @@ def take_positions_for_consecutive() -> None:
         is_positions = bool((x[0] == torch.arange(x.shape[dim])).all())
         return x.chunk(axis.size, dim)[axis.rank].contiguous() if is_positions and axis.size > 1 else piece
 
-    import mt_core.train.device_batches as device_batches
+    import mt_core.train.batches.device as device_batches
 
     device_batches.shard_sequence = wrong
 

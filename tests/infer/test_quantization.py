@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from dataclasses import replace
@@ -291,7 +292,7 @@ def test_the_command_shows_what_it_costs(tmp_path: Path, capsys: pytest.CaptureF
     few += ["train.sample_prompt=null", "train.eval_iters=1", "data.corpus_bytes=2000000", "train.micro_batch_size=16"]
     settings = [part for setting in few for part in ("--set", setting)]
     assert mt(["train", *settings, "--run-dir", str(tmp_path / "run")]) == 0
-    (tmp_path / "text.py").write_text(Path(__file__).read_text()[:2000])
+    (tmp_path / "text.py").write_text(Path(inspect.__file__).read_text()[:2000])
     capsys.readouterr()
     group = ["--set", "inference.cache_memory_gb=0.05"]
     assert mt(["quantization", str(tmp_path / "run"), str(tmp_path / "text.py"), *group]) == 0

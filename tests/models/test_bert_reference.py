@@ -15,7 +15,7 @@ from tests.models.bert_reference import (
     make_reference,
 )
 
-from mt_core.train.forward_backward import masked_sum
+from mt_core.train.step.forward_backward import masked_sum
 from mt_models.bert.hugging_face import HUGGING_FACE
 from mt_models.bert.loss import build_bert_loss
 from mt_models.hugging_face import load_reference

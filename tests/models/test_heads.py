@@ -18,7 +18,7 @@ from tests.models.bert_reference import (
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.nn.model import as_generator
-from mt_core.train.forward_backward import masked_sum
+from mt_core.train.step.forward_backward import masked_sum
 from mt_models.heads import hugging_face as maps
 from mt_models.heads.loss import classification_loss
 

@@ -24,7 +24,7 @@ from mt_core.config.schema import InferenceConfig
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.loss import cross_entropy
 from mt_core.parallel.context import ParallelContext
-from mt_core.train.forward_backward import masked_sum
+from mt_core.train.step.forward_backward import masked_sum
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.blocks.relative_bias import buckets_of

@@ -124,7 +124,7 @@ LAYOUTS = (
 STEPS = (
     Mutation(
         "gradients are not zeroed after the third step",
-        f"{CORE}/train/optimizer_step.py",
+        f"{CORE}/train/step/optimizer_step.py",
         "self.weights.zero_grad()\n",
         "self.taken = getattr(self, 'taken', 0) + 1\n"
         "        if self.taken <= 3:\n            self.weights.zero_grad()\n",
@@ -132,21 +132,21 @@ STEPS = (
     ),
     Mutation(
         "the loss is a mean of the micro-batches' means",
-        f"{CORE}/train/optimizer_step.py",
+        f"{CORE}/train/step/optimizer_step.py",
         'part = _divided(masked_sum(losses, batch["loss_mask"]), tokens)',
         'part = masked_sum(losses, batch["loss_mask"]) / batch["loss_mask"].sum() / passes / self.ctx.dp_cp.size',
         (FORMULAS, "-k", "weighs and never"),
     ),
     Mutation(
         "a rank divides by its own count of tokens",
-        f"{CORE}/train/optimizer_step.py",
+        f"{CORE}/train/step/optimizer_step.py",
         "return counted if self.ctx.dp.size == 1 else all_reduce(device_scalar(counted, self.ctx), self.ctx.dp)",
         "return counted * self.ctx.dp.size",
         (FORMULAS, "-k", "weighs and 2-never"),
     ),
     Mutation(
         "the loss of an evaluation is not summed over ranks",
-        f"{CORE}/train/evaluation.py",
+        f"{CORE}/train/evaluation/mean_loss.py",
         "whole, counted = sum_over([total, tokens], ctx.dp_cp, ctx.device)",
         "whole, counted = total, tokens",
         (FORMULAS, "-k", "weighs and 2-never"),
@@ -160,14 +160,14 @@ STEPS = (
     ),
     Mutation(
         "gradients are clipped without their scale",
-        f"{CORE}/train/optimizer_step.py",
+        f"{CORE}/train/step/optimizer_step.py",
         "self._scale_gradients(clip_factor(outcome.grad_norm, self.clip_grad) / scale)",
         "self._scale_gradients(clip_factor(outcome.grad_norm, self.clip_grad))",
         (PLAIN_STEP, "-k", "scale_cancels"),
     ),
     Mutation(
         "each step is clipped by a tenth",
-        f"{CORE}/train/optimizer_step.py",
+        f"{CORE}/train/step/optimizer_step.py",
         "return min(limit / (norm + 1e-6), 1.0)",
         "return 0.9 * min(limit / (norm + 1e-6), 1.0)",
         (PLAIN_STEP, "-k", "clip"),

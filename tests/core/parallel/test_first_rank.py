@@ -10,7 +10,7 @@ from mt_core.errors import CheckpointError
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.parallel.first_rank import on_first_rank
 from mt_core.testing import run_ranks
-from mt_core.train.broadcast_batches import broadcast_batches
+from mt_core.train.batches.broadcast import broadcast_batches
 from mt_core.train.checkpoint.saving import Contents, ShardedMethod
 
 

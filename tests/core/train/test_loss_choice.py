@@ -10,7 +10,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.train import Trainer
 from mt_core.train.build import build_model
 from mt_core.train.loss_choice import with_resolved_loss
-from mt_core.train.run_summary import run_summary
+from mt_core.train.reporting.run_summary import run_summary
 
 FUSED = "linear_cross_entropy_sum"
 LARGE, SMALL = "model.vocab_size=8192", "model.vocab_size=8191"

@@ -12,7 +12,7 @@ from mt_core.testing import run_ranks
 from mt_core.train import Trainer, malloc
 from mt_core.train.build import build_model
 from mt_core.train.malloc import has_own_settings, is_glibc, keep_freed_memory
-from mt_core.train.run_summary import run_summary
+from mt_core.train.reporting.run_summary import run_summary
 
 LINUX = pytest.mark.skipif(not is_glibc(), reason="needs glibc")
 

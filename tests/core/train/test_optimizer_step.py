@@ -18,8 +18,14 @@ from mt_core.optim.master_weights import Fp32MasterWeights, build_master_weights
 from mt_core.optim.param_groups import param_groups
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.tied_weights import TiedWeights
-from mt_core.train.forward_backward import NoPipelining, default_forward_step, masked_sum
-from mt_core.train.optimizer_step import OptimizerStep, StepOutcome, clip_factor, counted_tokens, device_clip_factor
+from mt_core.train.step.forward_backward import NoPipelining, default_forward_step, masked_sum
+from mt_core.train.step.optimizer_step import (
+    OptimizerStep,
+    StepOutcome,
+    clip_factor,
+    counted_tokens,
+    device_clip_factor,
+)
 
 VOCAB, HIDDEN = 11, 8
 

@@ -18,8 +18,8 @@ from mt_core.errors import MtError, PluginError
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 from mt_core.train.checkpoint.run_directory import RunDirectory
-from mt_core.train.device_peaks import peak_of_name
-from mt_core.train.log_file import build_log_file
+from mt_core.train.reporting.device_peaks import peak_of_name
+from mt_core.train.reporting.log_file import build_log_file
 from mt_core.train.trackers.tracker import IDS_FILE, _read_ids
 
 MEGATRON_LINE = re.compile(  # of programs that read Megatron-LM's logs

@@ -18,9 +18,9 @@ from mt_core.nn.dropout import SAMPLE, DropoutStreams
 from mt_core.nn.layout import stream_seed
 from mt_core.optim.buckets import Bucket
 from mt_core.optim.param_and_grad_buffer import ParamAndGradBuffer
-from mt_core.train import evaluation
-from mt_core.train.optimizer_step import OptimizerStep
+from mt_core.train.evaluation import mean_loss
 from mt_core.train.state import TrainState
+from mt_core.train.step.optimizer_step import OptimizerStep
 from mt_tools.verify import small_runs
 from mt_tools.verify.run_record import RunRecord
 
@@ -81,7 +81,7 @@ def samples_of_this_rank_alone() -> None:
 
 
 def evaluation_of_this_rank_alone() -> None:
-    evaluation.sum_over = lambda values, axis, device: list(values)  # type: ignore[assignment]
+    mean_loss.sum_over = lambda values, axis, device: list(values)  # type: ignore[assignment]
 
 
 FAULTS: dict[str, tuple[Callable[[], None], tuple[str, ...], tuple[str, ...], str]] = {

@@ -19,7 +19,7 @@ from torch import Tensor
 from mt_accelerate.batches import causal_fields, end_of_document, masked_fields, translation_fields
 from mt_accelerate.data_parallel import avg_losses_across_data_parallel_group
 from mt_core.errors import ConfigError
-from mt_core.train.forward_backward import masked_sum
+from mt_core.train.step.forward_backward import masked_sum
 
 GetBatch = Callable[[Iterator[Mapping[str, Tensor]]], tuple[Any, ...]]
 LossFunc = Callable[..., Any]

@@ -16,7 +16,7 @@ from rich.progress import (
 
 from mt_core.config.schema import Config
 from mt_core.train.callbacks import Callback, Metrics, Run
-from mt_core.train.log_lines import LogLines, log_lines, speed, stamped
+from mt_core.train.reporting.log_lines import LogLines, log_lines, speed, stamped
 from mt_core.train.state import TrainResult
 
 

@@ -217,13 +217,13 @@ def mt_register_callbacks() -> list[CallbackSpec]:
         CallbackSpec(
             name="metrics_jsonl",
             doc="Writes metrics.jsonl in the run directory",
-            build=Lazy("mt_core.train.metrics_jsonl:build_metrics_jsonl"),
+            build=Lazy("mt_core.train.reporting.metrics_jsonl:build_metrics_jsonl"),
             always=True,
         ),
         CallbackSpec(
             name="log_file",
             doc="Writes log.txt in the run directory",
-            build=Lazy("mt_core.train.log_file:build_log_file"),
+            build=Lazy("mt_core.train.reporting.log_file:build_log_file"),
             always=True,
         ),
         _tracker("tensorboard", "Metrics in TensorBoard's event files"),

@@ -656,7 +656,7 @@ class BuildEvaluator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatorSpec(Spec):
-    """Measures the model during training (`mt_core.train.evaluators.Evaluator`), on all ranks."""
+    """Measures the model during training (`mt_core.train.evaluation.evaluators.Evaluator`), on all ranks."""
 
     build: Lazy[BuildEvaluator]
 

@@ -221,7 +221,7 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
 
     from mt_cli.sample import print_sample
     from mt_core.nn.model import contract
-    from mt_core.train.log_lines import worded
+    from mt_core.train.reporting.log_lines import worded
 
     console = Console(highlight=False)
     if result.stopped:

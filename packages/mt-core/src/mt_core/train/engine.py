@@ -51,7 +51,8 @@ from mt_core.parallel.tied_weights import TiedWeights, find_tied_weights
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import CheckpointReader, Dataset, Tokenizer
 from mt_core.train import build
-from mt_core.train.broadcast_batches import broadcast_batches
+from mt_core.train.batches.broadcast import broadcast_batches
+from mt_core.train.batches.device import DeviceBatches, begin_micro_batch
 from mt_core.train.checkpoint.partial_load import load_weights
 from mt_core.train.checkpoint.random_streams import dropout_stream
 from mt_core.train.checkpoint.run_directory import RunDirectory
@@ -61,16 +62,8 @@ from mt_core.train.cuda_graphs.capture import use_capture_stream
 from mt_core.train.cuda_graphs.rules import build_graphs
 from mt_core.train.cuda_graphs.runs import BlockGraphs
 from mt_core.train.cuda_graphs.steps import StepGraphs
-from mt_core.train.device_batches import DeviceBatches, begin_micro_batch
-from mt_core.train.evaluation import evaluate
-from mt_core.train.forward_backward import (
-    Batch,
-    ForwardBackward,
-    ForwardStep,
-    NoPipelining,
-    default_forward_step,
-    invariant_step,
-)
+from mt_core.train.evaluation.mean_loss import evaluate
+from mt_core.train.evaluation.predictions import Predictions, predict
 from mt_core.train.hugging_face_source import (
     PreTrainedConfigLike,
     PreTrainedModelLike,
@@ -81,17 +74,24 @@ from mt_core.train.kept_logits import KeptLogits
 from mt_core.train.loss_choice import require_options, with_logits_loss, with_resolved_loss
 from mt_core.train.main_weights_choice import updates_in_one_kernel, with_resolved_main_weights
 from mt_core.train.malloc import keep_freed_memory
-from mt_core.train.optimizer_step import (
+from mt_core.train.pipelining import Pipelining, Stages, build_stages, require_pipelined
+from mt_core.train.state import TrainState
+from mt_core.train.step.forward_backward import (
+    Batch,
+    ForwardBackward,
+    ForwardStep,
+    NoPipelining,
+    default_forward_step,
+    invariant_step,
+)
+from mt_core.train.step.optimizer_step import (
     OptimizerStep,
     PendingOutcome,
     StepOutcome,
     counted_tokens,
     defers_metrics,
 )
-from mt_core.train.pipelining import Pipelining, Stages, build_stages, require_pipelined
-from mt_core.train.predictions import Predictions, predict
-from mt_core.train.split_step import SplitStep
-from mt_core.train.state import TrainState
+from mt_core.train.step.split_step import SplitStep
 
 WrapLoss = Callable[[Loss, Config, ParallelContext], Loss]
 """(configured loss, configuration, context) -> the loss to train with"""

@@ -22,7 +22,7 @@ from mt_core.parallel.pipeline.schedules import PipelineSchedule, configured_sch
 from mt_core.parallel.pipeline.stage import Pipelined, Stage
 from mt_core.parallel.pipeline.trace import ScheduleRecorder
 from mt_core.plugins import PluginHost
-from mt_core.train.forward_backward import Batch, LossShare
+from mt_core.train.step.forward_backward import Batch, LossShare
 
 MATRICES_OF_A_LAYER = 12
 """A transformer layer has about 12 hidden_size^2 weights."""

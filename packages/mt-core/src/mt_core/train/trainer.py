@@ -43,15 +43,15 @@ from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.saving import Committed, build_checkpoint_writer
 from mt_core.train.checkpoint.state import Checkpointed
 from mt_core.train.engine import Engine, StepRecord
-from mt_core.train.evaluators import configured_evaluators
-from mt_core.train.forward_backward import ForwardStep
+from mt_core.train.evaluation.evaluators import configured_evaluators
+from mt_core.train.evaluation.validation import Validation
 from mt_core.train.host_transfer import DelayedAllReduceFlag
-from mt_core.train.run_summary import run_summary
+from mt_core.train.reporting.run_summary import run_summary
+from mt_core.train.reporting.step_metrics import StepMetrics
 from mt_core.train.signals import StopSignals
 from mt_core.train.state import TrainResult, TrainState
-from mt_core.train.step_checks import StepChecks
-from mt_core.train.step_metrics import StepMetrics
-from mt_core.train.validation import Validation
+from mt_core.train.step.forward_backward import ForwardStep
+from mt_core.train.step.step_checks import StepChecks
 
 
 class Trainer:

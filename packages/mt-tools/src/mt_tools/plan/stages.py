@@ -27,8 +27,8 @@ from mt_core.parallel.pipeline.activations import Activations, ActivationsForm
 from mt_core.parallel.pipeline.stage import Pipelined, Stage, whole
 from mt_core.plugins import PluginHost
 from mt_core.specs import SampleField
-from mt_core.train.forward_backward import masked_sum
 from mt_core.train.loss_choice import with_resolved_loss
+from mt_core.train.step.forward_backward import masked_sum
 from mt_tools.plan.activations import StageCost, bytes_of_form, empty_hidden, measure
 from mt_tools.plan.fakes import ON_GPUS, PlannedEnvironment, PlannedKernels, UndrawnStreams
 from mt_tools.plan.fused_kernels import ConfiguredKernels

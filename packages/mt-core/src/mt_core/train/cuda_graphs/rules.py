@@ -19,7 +19,7 @@ from mt_core.parallel.pipeline.stage import Stage
 from mt_core.train.cuda_graphs.capture import CudaRecorder
 from mt_core.train.cuda_graphs.runs import BlockGraphs, LayerRun
 from mt_core.train.cuda_graphs.steps import StepGraphs
-from mt_core.train.optimizer_step import needs_numbers_at_once
+from mt_core.train.step.optimizer_step import needs_numbers_at_once
 
 
 def build_graphs(

@@ -17,8 +17,8 @@ from mt_core.optim.master_weights import MasterWeights
 from mt_core.train.cuda_graphs.capture import Graph, Recorder
 from mt_core.train.cuda_graphs.runs import MOST_FORMS, unchanged_buffers
 from mt_core.train.cuda_graphs.structure import Form, form_of, replaced, tensors_in
-from mt_core.train.forward_backward import Batch
-from mt_core.train.optimizer_step import ComputeGradients
+from mt_core.train.step.forward_backward import Batch
+from mt_core.train.step.optimizer_step import ComputeGradients
 
 
 @dataclass(frozen=True)

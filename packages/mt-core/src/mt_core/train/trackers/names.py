@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mt_core.train.callbacks import Metrics
-from mt_core.train.megatron_log import loss_name, perplexity
+from mt_core.train.reporting.megatron_log import loss_name, perplexity
 
 AXES = ("iteration", "consumed_samples")
 OF_STEP: Mapping[str, str] = {

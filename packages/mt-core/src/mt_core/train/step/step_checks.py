@@ -10,8 +10,8 @@ from mt_core.specs import Dataset
 from mt_core.train.checkpoint.loss_check import ExpectedLoss, RecentLosses
 from mt_core.train.engine import Engine, StepRecord
 from mt_core.train.faults import first_fault
-from mt_core.train.optimizer_step import StepOutcome
 from mt_core.train.replicas import check_replicas
+from mt_core.train.step.optimizer_step import StepOutcome
 
 NAMED_SAMPLES = 4
 

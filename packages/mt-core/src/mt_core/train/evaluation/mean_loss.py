@@ -8,7 +8,7 @@ from torch import nn
 
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.data import sum_over
-from mt_core.train.forward_backward import Batch, ForwardBackward, masked_sum
+from mt_core.train.step.forward_backward import Batch, ForwardBackward, masked_sum
 
 
 def evaluate(

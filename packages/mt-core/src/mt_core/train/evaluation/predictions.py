@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mt_core.nn.loss import Loss
 from mt_core.nn.model import contract
 from mt_core.parallel.context import ParallelContext
-from mt_core.train.forward_backward import Batch
+from mt_core.train.step.forward_backward import Batch
 
 OUTPUTS, LOSSES = "outputs", "losses"
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mt_core.config.schema import LoggingConfig
 from mt_core.train.callbacks import Metrics
-from mt_core.train.megatron_log import megatron_evaluation_lines, megatron_step_line
+from mt_core.train.reporting.megatron_log import megatron_evaluation_lines, megatron_step_line
 
 
 class LogLines(NamedTuple):

@@ -27,9 +27,9 @@ from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.tied_weights import TiedWeights
-from mt_core.train.auxiliary_means import AuxiliaryMeans
-from mt_core.train.forward_backward import Batch, ForwardBackward, masked_sum
 from mt_core.train.host_transfer import HostTransfer, device_scalar, sum_on_device
+from mt_core.train.step.auxiliary_means import AuxiliaryMeans
+from mt_core.train.step.forward_backward import Batch, ForwardBackward, masked_sum
 
 
 @runtime_checkable

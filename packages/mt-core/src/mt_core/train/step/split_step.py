@@ -21,9 +21,9 @@ from mt_core.nn.model import contract
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import ParallelContext
-from mt_core.train.device_batches import FIRST_SAMPLE, begin_micro_batch
-from mt_core.train.optimizer_step import OptimizerStep, StepOutcome, counted_tokens
+from mt_core.train.batches.device import FIRST_SAMPLE, begin_micro_batch
 from mt_core.train.state import TrainState
+from mt_core.train.step.optimizer_step import OptimizerStep, StepOutcome, counted_tokens
 
 
 class StepParts(Protocol):

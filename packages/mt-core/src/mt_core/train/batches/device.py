@@ -18,7 +18,7 @@ from mt_core.nn.context_parallel.zigzag import shard_sequence
 from mt_core.nn.dropout import SAMPLE
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.parallel.context import Axis
-from mt_core.train.forward_backward import Batch
+from mt_core.train.step.forward_backward import Batch
 
 FIRST_SAMPLE = "first_sample"
 """Field added to the data set's fields of a micro-batch: the index of its first sample, on the CPU."""

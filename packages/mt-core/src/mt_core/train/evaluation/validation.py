@@ -12,7 +12,7 @@ from mt_core.config.schema import Config
 from mt_core.plugins import PluginHost
 from mt_core.specs import Dataset, Metric
 from mt_core.train.engine import Engine
-from mt_core.train.predictions import Predictions
+from mt_core.train.evaluation.predictions import Predictions
 
 
 def configured_metrics(config: Config, host: PluginHost) -> dict[str, Metric]:

@@ -8,7 +8,7 @@ from typing import TextIO
 from mt_core.config.schema import Config
 from mt_core.train.callbacks import Callback, Metrics, Run
 from mt_core.train.checkpoint.run_directory import LOG_FILE
-from mt_core.train.log_lines import LogLines, log_lines, stamped
+from mt_core.train.reporting.log_lines import LogLines, log_lines, stamped
 from mt_core.train.state import TrainResult
 
 

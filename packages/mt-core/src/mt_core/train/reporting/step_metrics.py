@@ -12,9 +12,9 @@ import torch
 from mt_core.data.building import counts_tokens
 from mt_core.nn.auxiliary import ReportsMetrics
 from mt_core.train.checkpoint.state import merged_over_stages
-from mt_core.train.device_peaks import peak_tflops
 from mt_core.train.engine import Engine, StepRecord
-from mt_core.train.optimizer_step import StepOutcome
+from mt_core.train.reporting.device_peaks import peak_tflops
+from mt_core.train.step.optimizer_step import StepOutcome
 
 MetricValues = dict[str, float | int]
 

@@ -1,0 +1,1 @@
+"""Batches on their way to the ranks and devices of a job."""

@@ -1,0 +1,1 @@
+"""Measurements on held-out data during training."""
