@@ -408,8 +408,7 @@ def all_layouts(
     own: Mapping[str, tuple[str, Mapping[str, Any]]],
     folder: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """In the same processes, which take 2 seconds to import transformers, one layout after another; own: the layouts of
-    models and data sets of the program."""
+    """In the same processes, one layout after another; own: the layouts of models and data sets of the program."""
     found = {name: everything(rank, world, fields, f"{folder}/{name}") for name, fields in layouts.items()}
     return found, all_provided(rank, world, own)
 

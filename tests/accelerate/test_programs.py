@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from tests.accelerate import programs
 from tests.accelerate.programs import DECAY, FAMILIES, GLOBAL_BATCH, KEY_TOKENS, LR, STEPS, TOTAL
+from tests.accelerate.transformers_ranks import TransformersRanks
 from torch import Tensor
 
 from mt_accelerate.utils import BertTrainStep, T5TrainStep
-from mt_core.testing import run_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP 2": {"tp_degree": 2, "sequence_parallelism": True},
@@ -118,9 +119,19 @@ PROVIDED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def transformers_ranks() -> Iterator[TransformersRanks]:
+    ranks = TransformersRanks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(
+    transformers_ranks: TransformersRanks, tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What each of two ranks finds under every layout, with its own model and data and with those of the program."""
-    return run_ranks(2, programs.all_layouts, LAYOUTS, PROVIDED, str(tmp_path_factory.mktemp("ranks")), timeout=480)
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    return transformers_ranks.run(2, programs.all_layouts, LAYOUTS, PROVIDED, folder, timeout=480)
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +168,14 @@ def test_every_layout_has_the_losses_of_one_process(alone, on_ranks, layout: str
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("families", [("gpt2", "t5"), pytest.param(FAMILIES, marks=pytest.mark.exhaustive)])
-def test_tensor_and_pipeline_parallelism_together_have_the_losses_of_one_process(alone, tmp_path, families) -> None:
+def test_tensor_and_pipeline_parallelism_together_have_the_losses_of_one_process(
+    alone, transformers_ranks, tmp_path, families
+) -> None:
     fields = {"tp_degree": 2, "sequence_parallelism": True, "pp_degree": 2}
     expected = {family: alone[family]["losses"] for family in families}
     expected |= {"custom": alone["custom"]["losses"], "own batches": alone["own batches"]}
-    for found in run_ranks(4, programs.families_and_styles, families, fields, str(tmp_path), timeout=300):
+    ranks = transformers_ranks.run(4, programs.families_and_styles, families, fields, str(tmp_path), timeout=300)
+    for found in ranks:
         for name, losses in expected.items():
             if found[name]:  # a loss of the program's own is known on the last stage
                 assert found[name] == pytest.approx(losses, rel=1e-4), name
