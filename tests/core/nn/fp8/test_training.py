@@ -94,7 +94,8 @@ def bench() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def settings_of_200_steps(bench) -> list[str]:
-    return [*bench.SETTINGS, "data.seq_length=32", "train.train_iters=200", "precision.dtype=bf16"]
+    smaller = ["data.seq_length=32", "train.micro_batch_size=4", "data.corpus_bytes=1000000"]
+    return [*bench.SETTINGS, *smaller, "train.train_iters=200", "precision.dtype=bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +112,8 @@ def losses_of_bf16(bench, settings_of_200_steps, tmp_path_factory) -> tuple[floa
 def test_200_steps_end_within_half_a_percent_of_bf16(
     bench, settings_of_200_steps, losses_of_bf16, name, tmp_path, monkeypatch
 ) -> None:
-    """The runs of docs/fp8.md with half as many positions: validation loss, and the mean training loss of the last 20
-    steps."""
+    """The runs of docs/fp8.md with half as many positions and samples: validation loss, and the mean training loss of
+    the last 20 steps."""
     monkeypatch.chdir(tmp_path)
     settings = [*settings_of_200_steps, *recipe(name), "precision.fp8_min_features=1"]
     found = bench.losses_of(settings, load_plugins())
