@@ -15,22 +15,17 @@ from mt_eval.vqa.answers import exact_match, normalized, vqa_accuracy
 
 PAGE = [block for block in blocks() if block.page == "docs/multimodal.md"]
 QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1", "--set", "train.eval_interval=null"]
-SMALL = [
-    *("--set", "train.micro_batch_size=32", "--set", "model.vision_model.num_layers=1"),
-    *("--set", "model.language_model.num_layers=1"),
-]
-"""Half the layers and half the batch of the page's recipe."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Shards of shapes that docs/multimodal.md draws, and `runs/shapes`, trained on them by its recipe, smaller."""
+    """Shards of shapes that docs/multimodal.md draws, and `runs/shapes`, which its recipe trained on them."""
     folder = tmp_path_factory.mktemp("shapes")
     (folder / "examples").symlink_to(ROOT / "examples")
     drawing = next(block.text for block in PAGE if "def write_shard" in block.text)
     with chdir(folder):
         exec(compile(drawing, "docs/multimodal.md", "exec"), {})
-        assert main.run([*words("mt train"), *QUIET, *SMALL]) == 0
+        assert main.run([*words("mt train"), *QUIET]) == 0
     return folder
 
 
