@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from tests.covering import EXHAUSTIVE
+from tests.dist.in_turn import InTurn
 from tests.models.moe_reference import settings
 
 from mt_core.config.loading import LoadedConfig, load_config
-from mt_core.testing import run_ranks
 from mt_tools.verify.comparison import compare
 from mt_tools.verify.run_record import RunRecord, record_run
 
@@ -74,38 +72,36 @@ def config(model: str, layout: tuple[str, ...]) -> LoadedConfig:
     return load_config(overrides=[*settings(MODELS[model]), *RUN, *layout])
 
 
-def run(rank: int, world: int, model: str, layout: tuple[str, ...]) -> RunRecord | None:
-    record = record_run(config(model, layout))
+def run(rank: int, world: int, case: tuple[str, tuple[str, ...]]) -> RunRecord | None:
+    record = record_run(config(*case))
     return record if rank == 0 else None
 
 
-@cache
-def one_process(model: str) -> RunRecord:
-    return run_ranks(1, run, model, ())[0]
-
-
-@pytest.mark.parametrize(
-    ("model", "world", "layout"),
-    [
-        ("mixtral", 2, (EP2,)),
-        ("mixtral", 4, (TP2, SP, EP2)),
-        ("qwen_moe", 2, (TP2, SP)),
-        ("olmoe", 2, (TP2,)),
-        ("olmoe", 4, (TP2, SP, PP2)),
-        ("deepseek", 2, (CP2,)),
-        ("deepseek", 4, (TP2, EP2, ZERO)),
-        ("deepseek that predicts", 2, (TP2,)),
-        pytest.param("deepseek that predicts", 2, (TP2, SP), marks=EXHAUSTIVE),  # meet in a pipeline below
-        ("deepseek that predicts", 2, (PP2,)),
-        ("deepseek that predicts", 2, (EP2, FULL)),
-        ("deepseek that predicts", 4, (TP2, SP, PP2)),
-        ("deepseek that predicts, tied", 2, (PP2,)),
-    ],
+EXHAUSTIVE_LAYOUT = ("deepseek that predicts", 2, (TP2, SP))
+"""They meet in a pipeline below."""
+LAYOUTS: list[tuple[str, int, tuple[str, ...]]] = [
+    ("mixtral", 2, (EP2,)),
+    ("mixtral", 4, (TP2, SP, EP2)),
+    ("qwen_moe", 2, (TP2, SP)),
+    ("olmoe", 2, (TP2,)),
+    ("olmoe", 4, (TP2, SP, PP2)),
+    ("deepseek", 2, (CP2,)),
+    ("deepseek", 4, (TP2, EP2, ZERO)),
+    ("deepseek that predicts", 2, (TP2,)),
+    ("deepseek that predicts", 2, (PP2,)),
+    ("deepseek that predicts", 2, (EP2, FULL)),
+    ("deepseek that predicts", 4, (TP2, SP, PP2)),
+    ("deepseek that predicts, tied", 2, (PP2,)),
+]
+RUNS = InTurn(
+    run, [(world, (model, layout)) for model, world, layout in LAYOUTS], [(1, (model, ())) for model in MODELS]
 )
-def test_a_layout_computes_what_one_process_does(monkeypatch, model, world, layout) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = run_ranks(world, run, model, layout)[0]
-    differences = compare(found, one_process(model))
+
+
+@pytest.mark.parametrize(("model", "world", "layout"), [*LAYOUTS, pytest.param(*EXHAUSTIVE_LAYOUT, marks=EXHAUSTIVE)])
+def test_a_layout_computes_what_one_process_does(model, world, layout) -> None:
+    found, reference = RUNS.result(world, (model, layout)), RUNS.result(1, (model, ()))
+    differences = compare(found, reference)
     names = {difference.name for difference in differences}
     assert len(names) >= 20
     if "predicts" in model:

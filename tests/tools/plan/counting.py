@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -74,10 +75,10 @@ class Held:
             self.live.bytes -= self.size
 
 
-def count(rank: int, world: int, tree: Mapping[str, Mapping[str, Any]]) -> Counted:
-    """Everything in the second step: the optimizer has its state, stages know one another's shapes."""
+def count(rank: int, world: int, tree: str) -> Counted:
+    """Everything in the second step: the optimizer has its state, stages have one another's shapes. tree: JSON."""
     plugins = host()
-    trainer = Trainer(LoadedConfig(config_from_dict(tree, plugins), {}, None), host=plugins)
+    trainer = Trainer(LoadedConfig(config_from_dict(json.loads(tree), plugins), {}, None), host=plugins)
     trainer.model.train()
     batches = trainer.engine.read_batches(trainer.train_data, trainer.engine.remaining_steps())
     trainer.engine.launch_step(next(batches))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 import numpy as np
@@ -57,6 +58,7 @@ def mt_register_datasets() -> list[DatasetSpec]:
     ]
 
 
+@cache
 def host() -> PluginHost:
     """The installed plugins, and this one."""
     return load_plugins(found=[*entry_points(group=ENTRY_POINT_GROUP), EntryPoint("fake", "fake", ENTRY_POINT_GROUP)])

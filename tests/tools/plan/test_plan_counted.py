@@ -6,6 +6,7 @@ the activations that autograd keeps at once, within 5 %.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the functions that ranks r
 
 from cases import CP, EP, ETP, EXPERTS, GPT_OSS, LLAMA, MOE, PAIRS, PP, T5, TP, Tree, planned, tree
 from counting import SMALLEST, Counted, count
+from tests.dist.in_turn import InTurn
 
-from mt_core.testing import run_ranks
 from mt_tools.plan.layouts import LayoutPlan, RankPlan
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -94,12 +95,14 @@ LAYOUTS = {
     "encoder and decoder through a pipeline": (2, tree(T5, parallel={PP: 2}, data=PAIRS)),
     "experts through a pipeline": (4, tree(MOE, parallel={PP: 2, EP: 2})),
 }
+SHARDED = (2, tree(parallel={"use_torch_fsdp2": True}))
+RUNS = InTurn(count, [(world, json.dumps(values)) for world, values in (*LAYOUTS.values(), SHARDED)])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_plan_is_what_ranks_hold_and_send(layout: str) -> None:
     world, values = LAYOUTS[layout]
-    plan, counted = planned(values, world), run_ranks(world, count, values)
+    plan, counted = planned(values, world), RUNS.of_ranks(world, json.dumps(values))
     for row in plan.ranks:
         for pp_rank in row.pp_ranks:
             # The first rank of a stage: a plan speaks of those that are first on every other axis.
@@ -129,8 +132,8 @@ def sent(row: RankPlan, same_ranks: dict[str, str]) -> dict[tuple[str, str], flo
 
 def test_sharded_weights_are_counted_too() -> None:
     """FSDP2: rows of every parameter over the ranks; what it collects is not told by torch.distributed calls."""
-    values = tree(parallel={"use_torch_fsdp2": True})
-    row, counted = only(planned(values, 2)), run_ranks(2, count, values)[0]
+    world, values = SHARDED
+    row, counted = only(planned(values, world)), RUNS.result(world, json.dumps(values))
     held = row.weights
     assert (held.weights, held.gradients, held.optimizer_state) == (
         counted.weights,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -79,10 +79,15 @@ def load_model_config(section: Mapping[str, Any], host: PluginHost) -> Config:
     return config_from_dict({"model": section}, host)
 
 
-def layouts_of(config: Config, host: PluginHost, vocab_size: int) -> dict[str, ParameterLayout]:
-    """Canonical name -> layout of every parameter, for a vocabulary of exactly `vocab_size` rows, without memory."""
+def layouts_of(
+    config: Config, host: PluginHost, vocab_size: int, padded: int | None = None
+) -> dict[str, ParameterLayout]:
+    """Canonical name -> layout of every parameter, for a vocabulary of exactly `vocab_size` rows, without memory.
+
+    padded: rows in memory, `vocab_size` at least; default: no more than these.
+    """
     # Divisible by 1: the model adds no padding of its own to the given rows.
-    changes: dict[str, Any] = {"vocab_size": vocab_size, "make_vocab_size_divisible_by": 1}
+    changes: dict[str, Any] = {"vocab_size": vocab_size, "make_vocab_size_divisible_by": padded or 1}
     if BACKEND in type(config.model).model_fields:
         changes[BACKEND] = "eager"  # serves every request; attention has no parameters
     chosen = config.model_copy(update={"model": config.model.model_copy(update=changes)})
@@ -90,6 +95,12 @@ def layouts_of(config: Config, host: PluginHost, vocab_size: int) -> dict[str, P
     ctx = ParallelContext(device=torch.device("meta"))
     spec = host.models.get(chosen.model.family, key="model.family")
     return parameter_layouts(spec.build.load()(chosen.model, ModelEnvironment(chosen, ctx, host)))
+
+
+def as_stored(layout: ParameterLayout) -> ParameterLayout:
+    """The layout of the parameter with its padding, for a file that holds that too."""
+    shape = tuple(layout.padded.get(dim, size) for dim, size in enumerate(layout.shape))
+    return replace(layout, shape=shape, padded={})
 
 
 def require_divisible(layouts: Mapping[str, ParameterLayout], grid: Grid, asked: Mapping[AxisName, str]) -> None:

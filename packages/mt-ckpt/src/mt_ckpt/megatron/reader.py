@@ -13,7 +13,7 @@ from torch import Tensor
 from mt_ckpt.megatron.cuts import as_held
 from mt_ckpt.megatron.families.choice import model_section, refuse_images
 from mt_ckpt.megatron.metadata import KEY, LEFT_OUT, metadata_of, true_vocab_size
-from mt_ckpt.megatron.model import layouts_of, load_model_config
+from mt_ckpt.megatron.model import as_stored, layouts_of, load_model_config
 from mt_ckpt.megatron.names import EMBEDDING, EXTRA_STATE, OUTPUT
 from mt_ckpt.megatron.optimizer import STEP, OptimizerState, read_optimizer
 from mt_ckpt.megatron.pieces import Gathered, Held, Number, RowsBeyond, choose, hold
@@ -63,12 +63,14 @@ class MegatronReader:
         section = model_section(iteration.args, weights.keys(), true, host)
         config = load_model_config(section, host)
         self._iteration = iteration
+        layouts = layouts_of(config, host, true, padded)
         # The layouts of what is stored, padded and cut as it is; `_shapes` are those that are read.
+        stored = {name: as_stored(layout) for name, layout in layouts.items()}
         self._stored = {
             name: as_held(name, layout, weights[name][0].piece.shape[0]) if name in weights else layout
-            for name, layout in layouts_of(config, host, padded).items()
+            for name, layout in stored.items()
         }
-        self._shapes = {name: layout.shape for name, layout in layouts_of(config, host, true).items()}
+        self._shapes = {name: layout.shape for name, layout in layouts.items()}
         require_same_names(iteration.folder, self._stored, weights)
         self._tensors: dict[str, Gathered | Number | RowsBeyond] = {
             MODEL + name: self._gathered(name, weights[name]) for name in self._stored

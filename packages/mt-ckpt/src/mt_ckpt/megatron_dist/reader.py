@@ -14,7 +14,7 @@ from mt_ckpt.megatron.arguments import Arguments
 from mt_ckpt.megatron.families.choice import model_section, refuse_images
 from mt_ckpt.megatron.folder import find_iteration
 from mt_ckpt.megatron.metadata import KEY, LEFT_OUT, metadata_of, true_vocab_size
-from mt_ckpt.megatron.model import layouts_of, load_model_config
+from mt_ckpt.megatron.model import as_stored, layouts_of, load_model_config
 from mt_ckpt.megatron.names import EMBEDDING
 from mt_ckpt.megatron.optimizer import MAIN, STEP
 from mt_ckpt.megatron.pieces import Entry, Number, Piece, RowsBeyond, cropped, hold
@@ -73,8 +73,9 @@ class DistReader:
         section = model_section(args, weights.keys(), true, host)
         config = load_model_config(section, host)
         # Two sets of shapes: with the padded vocabulary, as stored, and with the true one, as read.
-        self._stored = layouts_of(config, host, padded)
-        self._shapes = {name: layout.shape for name, layout in layouts_of(config, host, true).items()}
+        layouts = layouts_of(config, host, true, padded)
+        self._stored = {name: as_stored(layout) for name, layout in layouts.items()}
+        self._shapes = {name: layout.shape for name, layout in layouts.items()}
         require_same_names(index.folder, self._stored, weights)
         self._tensors: dict[str, Piece] = {MODEL + name: self._cropped(name, weights[name]) for name in self._stored}
         self.metadata: dict[str, Any] = metadata_of(args, common, section)
