@@ -241,6 +241,7 @@ def runs(host: PluginHost, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return folder / "now", folder / "background"
 
 
+@pytest.mark.slow
 def test_checkpoints_written_in_the_background_are_the_same(runs: tuple[Path, Path]) -> None:
     now, behind = runs
     assert iterations(now) == iterations(behind) == [3, 6, 9, 12]

@@ -54,6 +54,7 @@ def offsets(size: int) -> list[int]:
     return sorted(offset for offset in chosen if 0 <= offset < size)
 
 
+@pytest.mark.slow
 def test_one_changed_byte_anywhere(saved: Path) -> None:
     tried = 0
     for file in files_of(saved):

@@ -85,6 +85,7 @@ def kill_saves(saved: Path) -> None:
     assert os.listdir(saved.parent) == [saved.name]
 
 
+@pytest.mark.slow
 def test_killed_where_directories_cannot_be_exchanged(saved: Path) -> None:
     """Without an atomic exchange the old directory is moved aside first; the next save finishes what was begun."""
     in_small_process(kill_saves_without_exchange, saved)
@@ -101,6 +102,7 @@ def kill_saves_without_exchange(saved: Path) -> None:
     assert moments_without > 0
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(saved: Path) -> None:
     in_small_process(kill_at_random_moments, saved)
 

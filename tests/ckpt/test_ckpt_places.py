@@ -62,6 +62,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return run, weights(train(run))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_checkpoints_in_an_object_store(tmp_path: Path, reference, asynchronous: str) -> None:
     store = f"file://{tmp_path}/bucket"
@@ -160,6 +161,7 @@ def share(rank: int, world: int, run_dir: Path, store: str, layout: list[str]) -
     return weights(train(run_dir, *keys))
 
 
+@pytest.mark.slow
 def test_two_ranks_and_an_object_store(tmp_path: Path, reference) -> None:
     """Both ranks write into the store what they hold; one process goes on from it."""
     store = f"file://{tmp_path}/bucket"

@@ -53,6 +53,7 @@ def random_tensors(draw: st.DrawFn) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tensors=st.lists(random_tensors(), max_size=12), max_shard_bytes=st.sampled_from([1, 64, 1 << 20]))
 def test_any_tensors_come_back_bit_for_bit(tmp_path: Path, tensors: list[torch.Tensor], max_shard_bytes: int) -> None:

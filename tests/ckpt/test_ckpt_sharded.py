@@ -248,6 +248,7 @@ def test_an_unknown_scheme_is_refused() -> None:
         as_path("nowhere://bucket/run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tries", [15, pytest.param(40, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.exhaustive)]
 )

@@ -132,6 +132,7 @@ def titan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_torchtitan_computes_what_metas_formulas_say(host, titan: Path, tmp_path: Path) -> None:
     """Saved by two ranks under FSDP2; the shape of the model from Meta's params.json, then from Hugging Face's."""
@@ -162,6 +163,7 @@ def test_the_command_says_where_the_shape_comes_from(tmp_path: Path) -> None:
     assert isinstance(run_convert(*asked).exception, ConfigError)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_rows_and_columns_on_ranks_come_together(host, tmp_path: Path) -> None:
     run_ranks(2, save_in_two_directions, TITAN, str(tmp_path / "d"))
@@ -333,6 +335,7 @@ def test_the_configuration_that_olmo_core_writes(host, tmp_path: Path, kind: str
     torch.testing.assert_close(logits(tmp_path / "mt", host, TOKENS), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_olmo_core_computes_what_transformers_does(host, tmp_path: Path, kind: str) -> None:
@@ -377,6 +380,7 @@ def refusal(host, folder: Path, kind: type[Exception], config: Path | None = Non
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_refusals(host, titan: Path, tmp_path: Path) -> None:
     assert f"--config {tmp_path / 'no'}: no such file" in refusal(host, titan, ConfigError, tmp_path / "no")

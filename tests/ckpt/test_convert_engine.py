@@ -114,6 +114,7 @@ def test_a_damaged_finished_file_is_written_again(make_model, host, kit, tmp_pat
     assert report.verification is not None
 
 
+@pytest.mark.slow
 def test_another_source_or_other_options_begin_anew(make_model, host, kit, tmp_path: Path) -> None:
     """The same shapes from another place must not be mixed with what was begun."""
     first, second = make_model("first", iteration=1, **LLAMA), make_model("second", iteration=2, **LLAMA)

@@ -121,6 +121,7 @@ def test_ours_with_an_expert_too_few_is_not_written(make_model, host, tmp_path: 
     assert "decoder.layers.0.mlp.experts.linear_fc1.weight has shape [2, 96, 32]" in message
 
 
+@pytest.mark.slow
 def test_stacking_experts_imports_no_compiler(mixtral: Path) -> None:
     """torch imports it, seconds and 200 MB, to join tensors without values."""
     code = (

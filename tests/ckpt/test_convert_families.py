@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("without_waiting_for_the_disk")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_from_transformers_through_ours_and_back(host, tmp_path: Path, name: str) -> None:
     case = CASES[name]

@@ -78,6 +78,7 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_computes_the_same(make_model, host, tmp_path: Path, name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM

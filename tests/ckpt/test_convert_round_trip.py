@@ -62,6 +62,7 @@ def test_transformers_takes_every_weight(make_model, host, tmp_path: Path, model
     assert_same_state(tensors_of(open_checkpoint(tmp_path / "source")), back)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_every_pair_of_formats(make_model, host, tmp_path: Path, keys) -> None:
     """Every format that can be read and written, into every other and back to mt's own."""

@@ -108,6 +108,7 @@ def run_alone(run_dir: Path, *overrides: str) -> Trainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_training_does_not_wait_and_the_source_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps and their checkpoints are done before the first conversion; keep_last leaves what it reads."""
     held, seen = HeldConversion(), []

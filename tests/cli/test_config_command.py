@@ -28,6 +28,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(JSON)
 def test_toml_is_read_back(value: object) -> None:
@@ -125,6 +126,7 @@ def test_validate_looks_up_metrics(mt, override: str, says: str) -> None:
     assert says in " ".join(outcome.err.split())
 
 
+@pytest.mark.slow
 def test_explain(mt) -> None:
     words = " ".join(mt("config", "explain", "model.rotary_percent").out.split())
     assert "type number > 0 and <= 1 default 1.0" in words
@@ -137,6 +139,7 @@ def test_explain(mt) -> None:
     assert found["type"] == "[integer > 0, integer > 0, integer >= 0] or null"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "says"),
     [
@@ -158,6 +161,7 @@ def test_keys_are_listed_under_what_brings_them(mt) -> None:
     assert mt("config", "keys", "optimiser").code == 2
 
 
+@pytest.mark.slow
 def test_keys_cover_every_field_of_every_type() -> None:
     host = load_plugins()
     for section, base in SECTIONS.items():
@@ -173,6 +177,7 @@ def test_keys_cover_every_field_of_every_type() -> None:
 # -- tables below a section ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_moe_keys(mt) -> None:
     words = " ".join(mt("config", "explain", "model.moe.moe_router_bias_update_rate").out.split())
     assert "type number >= 0 default 0.001" in words

@@ -15,6 +15,7 @@ from mt_cli.machine import torch_facts
 from mt_cli.optional_packages import Package, examine
 
 
+@pytest.mark.slow
 def test_facts_are_those_of_this_machine(mt) -> None:
     found = json.loads(mt("doctor", "--json").out)
     assert found["system"]["python"].startswith(platform.python_version())
@@ -44,6 +45,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return write
 
 
+@pytest.mark.slow
 def test_packages_that_are_there_but_fail(packages, tmp_path: Path) -> None:
     packages("kernel_fine", "")
     packages("kernel_old", "raise ImportError('built for torch 1.0')")

@@ -54,6 +54,7 @@ def test_the_first_sentence_names_what_mt_does(tree: dict[str, Any]) -> None:
     assert [verb for verb in map(str.lower, verbs) if WORDS.get(verb) not in tree] == []
 
 
+@pytest.mark.slow
 def test_commands_that_are_named_exist(texts: list[tuple[str, str]], tree: dict[str, Any]) -> None:
     missing = []
     for _, text in texts:
@@ -80,6 +81,7 @@ def test_options_that_are_named_exist(texts: list[tuple[str, str]], tree: dict[s
             assert option in (own if own and " mt " not in f" {text}" else everywhere) | everywhere | foreign, text
 
 
+@pytest.mark.slow
 def test_keys_and_presets_that_are_named_exist(texts: list[tuple[str, str]], host: PluginHost) -> None:
     keys = {field.dotted for section in section_names(host) for field in section_fields(section, host)}
     keys |= {field.partition("[")[0] for field in keys} | set(section_names(host))

@@ -73,6 +73,7 @@ def test_a_mistyped_command_or_option_exits_2(mt) -> None:
     assert mt("plugins", "--jason").code == 2
 
 
+@pytest.mark.slow
 def test_an_error_of_the_user_is_one_line(mt_process) -> None:
     outcome = mt_process("config", "show", "--set", "train.sede=1")
     assert outcome.code == ConfigError.exit_code == 2
@@ -80,6 +81,7 @@ def test_an_error_of_the_user_is_one_line(mt_process) -> None:
     assert outcome.err == 'error: unknown key train.sede (from --set) (did you mean "seed"?)\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "environment"),
     [
@@ -252,6 +254,7 @@ def test_help_says_that_a_plugin_is_missing(monkeypatch, mt_process) -> None:
     assert "Missing, or missing a part: b." in (build_group(host).epilog or "")
 
 
+@pytest.mark.slow
 def test_strict_stops_commands_but_not_the_diagnosis(mt_process) -> None:
     strict = {"MT_PLUGINS_STRICT": "1", "MT_PLUGINS": "cli,core,ghost"}
     outcome = mt_process("config", "keys", **strict)

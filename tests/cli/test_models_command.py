@@ -43,6 +43,7 @@ def test_a_preset_without_vocabulary_takes_the_tokenizers(mt) -> None:
     assert tiny["size"]["vocab_size"] == tokenizer.vocab_size
 
 
+@pytest.mark.slow
 def test_the_table(mt) -> None:
     lines = mt("models").lines
     assert ["gpt2-124m", "124,439,808", "12", "768", "12", "1024"] in lines

@@ -78,6 +78,7 @@ def test_it_shows_progress_losses_a_sample_and_what_to_type_next(tmp_path, capsy
     assert f"mt generate {tmp_path / 'run'}" in shown
 
 
+@pytest.mark.slow
 def test_it_says_something_before_torch_is_imported() -> None:
     """The process ends where torch would be imported, with the line written."""
     code = (
@@ -128,6 +129,7 @@ def test_what_comes_next_can_be_typed(monkeypatch, environ, found, command) -> N
     assert _own_command() == command
 
 
+@pytest.mark.slow
 def test_a_sample_is_of_a_prompt_that_the_tokenizer_reads(tmp_path, capsys, monkeypatch) -> None:
     numbers = {"data.dataset_type": "mock", "tokenizer.tokenizer_type": "NullTokenizer", "tokenizer.vocab_size": "64"}
     settings = {**SMALL, **numbers, "train.eval_interval": "null"}
@@ -145,6 +147,7 @@ def test_a_sample_is_of_a_prompt_that_the_tokenizer_reads(tmp_path, capsys, monk
     assert "warning: no text was generated: ZeroDivisionError" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_generate_continues_each_prompt(finished, capsys, monkeypatch) -> None:
     options = ["--max-tokens", "3", "--temperature", "0"]
     assert run(["generate", str(finished), "--prompt", "def ", *options]) == 0
@@ -221,6 +224,7 @@ def test_time_limits_of_phases_come_from_the_configuration(tmp_path, monkeypatch
     assert (limits["step"], limits["save"], limits["load"]) == (7.5, 90, 3600)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_with_zero(tmp_path) -> None:
     command = [sys.executable, "-m", "mt_cli", *arguments(tmp_path / "run", train__train_iters="1000000")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -236,6 +240,7 @@ def test_sigterm_saves_and_exits_with_zero(tmp_path) -> None:
     assert f"after step {int(latest.removeprefix('iter_'))}" in shown
 
 
+@pytest.mark.slow
 def test_generate_repeats_with_a_seed_however_a_prompt_is_cut(finished, capsys) -> None:
     def text(*options: str) -> str:
         assert run(["generate", str(finished), "--prompt", "import ", "--max-tokens", "30", *options]) == 0
@@ -373,6 +378,7 @@ def _train_with_little_room(command: list[str], largest_file: int, code: str) ->
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_no_space_left_during_a_save_keeps_the_previous_checkpoint(tmp_path, capfd) -> None:
     """A limit on the size of files stands for the full disk: the write fails in the middle."""
     assert run(arguments(tmp_path / "run", train__exit_iteration="2")) == 0

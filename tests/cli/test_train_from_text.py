@@ -70,6 +70,7 @@ def train(folder: Path, data_path: str, run_dir: Path, *more: str) -> int:
     return run(["train", "--run-dir", str(run_dir), *(part for text in settings for part in ("--set", text))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["a preprocessed prefix", "a blend", "raw text"])
 def test_training_takes(work, tmp_path, source, capsys) -> None:
     first, second = f'"{work}/one_text_document"', f'"{work}/two_text_document"'

@@ -100,6 +100,7 @@ def test_every_distribution_has_a_floor() -> None:
     assert set(names()) <= set().union(*FLOORS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", names())
 def test_imports_point_down(package: str) -> None:
     allowed = {package, "mt_core"}

@@ -321,6 +321,7 @@ def two_ranks() -> list[dict[str, Any]]:
     return run_ranks(2, cases_only)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["two_ranks", "four_ranks"])
 def test_every_method_computes_what_one_process_computes(ranks, request) -> None:
     for rank, answers in enumerate(request.getfixturevalue(ranks)):

@@ -85,6 +85,7 @@ def differs(mine: dict, reference: dict) -> float:
     return max(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_together_train_as_one_process(world) -> None:
     reference = curve_of_one_process()
@@ -93,6 +94,7 @@ def test_ranks_together_train_as_one_process(world) -> None:
         assert len(mine["steps"]) == 5
 
 
+@pytest.mark.slow
 def test_with_16_bit_weights_too() -> None:
     first, second = run_ranks(2, curve, ("precision.dtype=bf16",))
     assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
@@ -123,6 +125,7 @@ def in_all_forms(rank: int, world: int, folder: str) -> dict[tuple[str, str], di
     }
 
 
+@pytest.mark.slow
 def test_remainders_train_as_copies_do_and_either_goes_on_with_the_other(tmp_path: Path) -> None:
     """Bit for bit, over replicated and over sharded state; their checkpoints are the same, and go on on one rank."""
     for found in run_ranks(2, in_all_forms, str(tmp_path)):
@@ -165,6 +168,7 @@ def broken(rank: int, world: int, mutation: str) -> dict:
     return curve(rank, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutation",
     ["gradients are not summed", "each rank divides by its own count of tokens", "all ranks take the same samples"],
@@ -178,6 +182,7 @@ def resumed(rank: int, world: int, run_dir: str, more: tuple[str, ...]) -> dict:
     return curve(rank, world, more, run_dir)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     reference = curve_of_one_process()
     first = run_ranks(2, resumed, str(tmp_path), ("train.exit_iteration=2",))
@@ -187,6 +192,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path) -> No
         assert differs({**mine, "valid": []}, {**reference, "steps": reference["steps"][2:], "valid": []}) < 2e-5
 
 
+@pytest.mark.slow
 def test_dropout_goes_on_bit_for_bit_on_as_many_ranks(tmp_path: Path) -> None:
     drop = ("model.hidden_dropout=0.2",)
     whole = run_ranks(2, resumed, str(tmp_path / "whole"), drop)
@@ -206,6 +212,7 @@ def stopped_on_one_rank(rank: int, world: int) -> int:
     return Trainer(config(), callbacks=[Enough()]).train().state.iteration
 
 
+@pytest.mark.slow
 def test_a_stop_on_one_rank_stops_all_after_the_same_step() -> None:
     assert run_ranks(2, stopped_on_one_rank) == [3, 3]
 

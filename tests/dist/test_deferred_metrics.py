@@ -115,6 +115,7 @@ def own_losses(rank: int, world: int, more: tuple[str, ...]) -> set[str]:
     return {name for name in steps[-1] if name.startswith(("mtp_", "moe/"))}
 
 
+@pytest.mark.slow
 def test_every_rank_is_told_the_losses_of_all_stages() -> None:
     assert run_ranks(2, own_losses, (*BALANCED, *PIPELINE)) == [{"moe/layer_0/aux_loss", "moe/layer_1/aux_loss"}] * 2
 
@@ -124,6 +125,7 @@ def predicted_losses(rank: int, world: int, more: tuple[str, ...]) -> list[float
     return [step["mtp_1_loss"] for step in steps]
 
 
+@pytest.mark.slow
 def test_the_losses_of_layers_are_those_of_one_process() -> None:
     (alone,) = run_ranks(1, predicted_losses, MULTI_TOKEN)
     for losses in run_ranks(4, predicted_losses, (*MULTI_TOKEN, *PIPELINE)):
@@ -141,6 +143,7 @@ AT_ONCE = (False, ())
 WAITS = InTurn(waits, [(2, case) for case in (*DEFERRED, AT_ONCE)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DEFERRED)
 def test_a_steady_step_of_two_ranks_waits_for_nothing(case) -> None:
     assert WAITS.of_ranks(2, case) == [0, 0]
@@ -172,6 +175,7 @@ def bad_on_one_rank(rank: int, world: int, run_dir: str) -> tuple[str, bool, boo
     return str(raised.value), kept, any(Path(run_dir).rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all_before_anything_is_saved(tmp_path) -> None:
     first, second = run_ranks(2, bad_on_one_rank, str(tmp_path))
     for (words, kept, saved), samples in ((first, "samples 4 to 6"), (second, "samples 5 to 7")):
@@ -211,6 +215,7 @@ def stopped(rank: int, world: int) -> tuple[int, str | None]:
     return result.state.iteration, result.stopped
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_after_the_step_behind_the_one_in_which_one_of_them_asked() -> None:
     """The second step is heard of when the third was launched; the others hear of the wish with the fourth."""
     assert run_ranks(2, stopped) == [(4, "another rank"), (4, "enough")]

@@ -62,6 +62,7 @@ def without_logits(loss: str, layout: tuple[str, ...], model: tuple[str, ...]) -
 RUNS = InTurn(run, [(2, without_logits(*case)) for case in CASES], [(1, model) for *_, model in CASES])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "layout", "model"), CASES)
 def test_layouts_compute_what_one_process_with_logits_does(loss, layout, model) -> None:
     reference, found = RUNS.result(1, model), RUNS.result(2, without_logits(loss, layout, model))

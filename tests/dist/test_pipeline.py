@@ -278,6 +278,7 @@ def small_cases(rank: int, world: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_evaluation_other_shapes_frozen_stages_and_several_tensors_between_stages() -> None:
     for found in run_ranks(2, small_cases):
         assert not {case: difference for case, difference in found.items() if not difference < 1e-5}
@@ -298,6 +299,7 @@ def in_bf16(rank: int, world: int, schedule: str) -> dict[str, bool]:
     return {name: torch.equal(copy.grad, expected[name].grad) for name, copy in mine.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
 def test_bf16_gradients_accumulate_in_fp32_bit_for_bit(schedule) -> None:
     for found in run_ranks(2, in_bf16, schedule):
@@ -333,6 +335,7 @@ def with_sequence_parallel(rank: int, world: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_with_sequence_parallel() -> None:
     for found in run_ranks(4, with_sequence_parallel):
         assert not {case: difference for case, difference in found.items() if not difference < 1e-5}
@@ -401,6 +404,7 @@ def slept(rank: int, world: int) -> list[tuple[float, float]]:
     return [(one.makespan, one.bubble_fraction) for one in measured(rank, world, schedules, 4, 0.01)]
 
 
+@pytest.mark.slow
 def test_the_bubble_of_sleeping_stages_is_near_the_simulators() -> None:
     """Never shorter, since sleep is not; and not far above in the best of several attempts, of which a busy machine
     draws out most. mt bench pipeline measures how near."""

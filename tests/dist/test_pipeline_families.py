@@ -93,6 +93,7 @@ def differences(rank: int, world: int, name: str, schedule: str, count: int) -> 
     return off
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("world", "schedule"), [(2, "1f1b"), (2, "zbv_zero_bubble"), (4, "1f1b")])
 def test_stages_compute_what_the_whole_model_does(name, world, schedule) -> None:

@@ -56,6 +56,7 @@ def scores(rank: int, world: int, folder: Path, layout: dict) -> dict[str, dict]
     return {name: {**result.metrics, "samples": result.samples} for name, result in results.items()}
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_checkpoint(tmp_path) -> None:
     """TP 2 x DP 2: predictions are those of one process, sample by sample."""
     overrides = [*mnli_settings(tmp_path), "train.exit_iteration=4", "train.micro_batch_size=4"]

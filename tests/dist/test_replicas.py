@@ -88,6 +88,7 @@ def train_with_a_wrong_gather(rank: int, world: int, settings: tuple[str, ...], 
     return outcome(trainer, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
@@ -103,6 +104,7 @@ def test_copies_that_agree_pass_at_every_step(world: int, layout: tuple[str, ...
     assert run_ranks(world, train, (*layout, EVERY_STEP), None) == [Told([1, 2, 3, 4], None)] * world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "fault", "axis"),
     [
@@ -120,6 +122,7 @@ def test_a_flipped_bit_stops_the_run_with_tensor_and_rank(layout: tuple[str, ...
         assert "go on from a checkpoint of before" in told.error
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_under_zero_while_weights_are_collected_late() -> None:
     fault = Fault(3, QKV, step=2)
     layout = (ZERO, SMALL_BUCKETS, GATHER, EVERY_STEP)
@@ -135,12 +138,14 @@ def test_of_two_copies_neither_is_blamed() -> None:
         assert f"{QKV} differs among the dp_cp ranks [0, 1], and no value has a majority" in told.error
 
 
+@pytest.mark.slow
 def test_the_interval_says_when_copies_are_compared() -> None:
     for told in run_ranks(2, train, (EVERY_OTHER,), Fault(1, QKV, step=2)):
         assert told.steps == [1, 2, 3]
         assert told.error is not None
 
 
+@pytest.mark.slow
 def test_without_the_key_nothing_is_compared() -> None:
     assert [told.error for told in run_ranks(2, train, (), Fault(1, QKV))] == [None, None]
 

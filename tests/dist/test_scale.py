@@ -54,6 +54,7 @@ def tied_embedding(everyone: list[Any], own: list[str], group: Any) -> None:
     everyone[0] = everyone[-1] = ["embedding"]
 
 
+@pytest.mark.slow
 def test_a_rank_of_16384_makes_only_groups_that_it_is_in(made: list[list[int]], monkeypatch) -> None:
     monkeypatch.setattr(dist, "all_gather_object", tied_embedding)
     with fake_rank(RANK, WORLD):
@@ -104,6 +105,7 @@ def connections(rank: int, world: int) -> tuple[int, int]:
     return made - before, sockets() - made
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts sockets in /proc")
 def test_ranks_connect_to_those_that_they_talk_to() -> None:
     """Not to all of the world: of 6 ranks each one has two neighbors in a ring (and listens on one socket)."""

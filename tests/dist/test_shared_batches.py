@@ -51,6 +51,7 @@ def read(rank: int, world: int, read_by: str) -> tuple[list, int, str]:
     return got, dataset.reads, dtypes
 
 
+@pytest.mark.slow
 def test_both_ways_give_every_rank_of_a_group_the_same() -> None:
     each, first = run_ranks(4, read, "each"), run_ranks(4, read, "first")
     assert [got for got, _, _ in each] == [got for got, _, _ in first]

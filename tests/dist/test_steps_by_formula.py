@@ -94,6 +94,7 @@ def reported_and_expected(rank: int, world: int, more: tuple[str, ...]) -> dict[
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deferred_metrics", ["never", "always"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_counted_token_weighs_the_same(world: int, deferred_metrics: str) -> None:
@@ -122,6 +123,7 @@ def losses_of_one_sample(rank: int, world: int, more: tuple[str, ...]) -> list[f
     return losses
 
 
+@pytest.mark.slow
 def test_every_sample_drops_other_elements() -> None:
     """Two steps of 8 samples that are alike: 16 losses, all different. Without dropout all are the same."""
     alike, dropped = (
@@ -141,6 +143,7 @@ def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
     return record if rank == 0 else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(), (ZERO, SMALL_BUCKETS), ("parallel.use_torch_fsdp2=true",)])
 def test_a_growing_batch_is_reduced_after_its_last_micro_batch(layout: tuple[str, ...]) -> None:
     require_equal(run_ranks(2, run, (*RAMP_UP, *layout))[0], one_process(RAMP_UP))
@@ -173,6 +176,7 @@ def with_late_gathers(rank: int, world: int, more: tuple[str, ...]) -> tuple[Run
     return record_run(config(*more)), count
 
 
+@pytest.mark.slow
 def test_weights_that_arrive_when_they_are_waited_for_are_in_time() -> None:
     """A layer that did not wait for its weights would compute with those of the step before."""
     found, count = run_ranks(2, with_late_gathers, (ZERO, SMALL_BUCKETS, GATHER))[0]

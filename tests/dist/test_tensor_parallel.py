@@ -90,6 +90,7 @@ def relative(mine: Tensor, reference: Tensor) -> float:
     return ((mine - reference).abs().max() / reference.abs().max().clamp(min=1e-12)).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_sharded_layers_compute_what_one_process_does(world, sequence_parallel) -> None:

@@ -163,6 +163,7 @@ def pages_to_run() -> list[str]:
     return sorted({command.block.page for command in REAL if is_run(command)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages_to_run())
 def test_the_commands_of_a_page_run(
     page: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

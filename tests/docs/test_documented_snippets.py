@@ -88,6 +88,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "gpt-tiny", {**tiny, **sections})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({block.page for block in PYTHON if not reason_not_run(block)}))
 def test_the_snippets_of_a_page_run(page: str, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From top to bottom, in one folder."""

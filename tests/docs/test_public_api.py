@@ -76,6 +76,7 @@ def test_what_hooks_return_is_public() -> None:
     assert [kind.spec_type.__name__ for kind in KINDS.values() if kind.spec_type.__name__ not in public] == []
 
 
+@pytest.mark.slow
 def test_each_has_a_docstring() -> None:
     known = {module: documented(module) for module in {one.module for one in PUBLIC}}
     assert [f"{one.module}.{one.name}" for one in PUBLIC if one.name not in known[one.module]] == []

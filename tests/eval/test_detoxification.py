@@ -240,6 +240,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_finetuned_classifier_as_a_scorer(classifier: Path, tmp_path: Path, capsys) -> None:
     """Probabilities are those of one forward pass for each text."""
     texts = ["dog red", "cat sun dog", "sun", "", "dog " * 30]

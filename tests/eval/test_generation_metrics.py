@@ -107,6 +107,7 @@ def is_free(file: TextIO, seconds: float) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_pass_at_k_of_a_file_goes_on(tmp_path: Path) -> None:
     """A HumanEval-shaped line: prompt + text + test, of which `check` is called."""
     given = {"prompt": "def add(a, b):\n", "test": "def check(f):\n    assert f(1, 2) == 3\n", "entry_point": "add"}

@@ -37,6 +37,7 @@ def forward_loss(generator: TextGenerator, tokens: Sequence[int], stride: int) -
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [32, 8, 5, 1])
 def test_each_token_is_predicted_once_in_the_window_of_megatrons_rule(
     generator: TextGenerator, tmp_path, stride

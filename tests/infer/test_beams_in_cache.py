@@ -31,6 +31,7 @@ def test_full_blocks_are_shared() -> None:
     assert engine.manager.used_blocks <= 6 + 2 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_beams_that_wait_for_memory_are_the_same(name: str) -> None:
     texts, asked = prompts(5, 11, 3, 7, 9, 6), [*BEAMS[:3], *BEAMS[:3]]

@@ -32,6 +32,7 @@ def tensors_of(manager: CacheManager) -> Iterator[Tensor]:
     yield from (tensor for snapshot in manager._snapshots.values() for tensor in snapshot)
 
 
+@pytest.mark.slow
 def test_caches_and_snapshots_are_within_the_memory() -> None:
     """Of a model and a draft model with recurrent states, after more prefixes than there are snapshots."""
     memory = 150_000

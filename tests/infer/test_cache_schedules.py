@@ -138,6 +138,7 @@ def test_any_schedule_gives_the_tokens_of_the_forward_pass(kind: str, plan: list
     assert_empty(schedule.engine.manager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "full and window", "recurrent and full"])
 def test_a_memory_that_holds_one_sequence_preempts(kind: str) -> None:
     schedule = Schedule(kind, 1.0)

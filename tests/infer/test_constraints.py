@@ -114,6 +114,7 @@ def test_requests_without_a_constraint_beside_it_are_as_alone() -> None:
     assert tokens_of(together[0]) == tokens_of(together[2]) == tokens_of(alone)
 
 
+@pytest.mark.slow
 def test_preemption_and_speculation_change_nothing() -> None:
     asked = requests(8, json_schema=SCHEMA)
     expected = texts(engine(), asked)

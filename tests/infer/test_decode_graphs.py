@@ -53,6 +53,7 @@ def engines(name: str, **options: object) -> tuple[InferenceEngine, InferenceEng
     return plain, graphed, recorder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_graphs_give_the_tokens_of_the_steps_they_replace(case: str) -> None:
     """Requests of unequal lengths wait, join and end, so that batches of 1 to 3 sequences fill rows of 1 to 4."""

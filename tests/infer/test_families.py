@@ -82,6 +82,7 @@ def assert_equals_forward(
         assert [one.token for one in found if one is not None] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 def test_tokens_and_logprobs_are_those_of_the_full_forward(name: str) -> None:
     engine = engine_of(configuration(FAMILIES[name], inference=TINY), randomized=True)

@@ -26,6 +26,7 @@ SAMPLING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_and_log_probabilities(name: str) -> None:
     texts = prompts(5, 21, 3, 9, 12)
@@ -147,6 +148,7 @@ def until_stop(tokens: list[int], stops: Sequence[int]) -> list[int]:
     return tokens[: next((place for place, token in enumerate(tokens) if token in stops), len(tokens))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_beams(name: str) -> None:
     """In one batch with other requests, in a cache in which they have to wait for one another."""

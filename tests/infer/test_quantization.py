@@ -90,6 +90,7 @@ def quantized(keys: dict[str, Any], **inference: Any) -> tuple[nn.Module, nn.Mod
     return models[0], models[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek", "qwen_moe", "hybrid", "gpt_oss"])
 def test_generation_is_that_of_the_values_stored(family: str, name: str) -> None:

@@ -137,6 +137,7 @@ def interpreted() -> tuple[Any, Any, Any]:
     return run_interpreted(all_interpreted)[0]
 
 
+@pytest.mark.slow
 def test_the_kernel_multiplies_by_the_values_stored(interpreted: Any) -> None:
     products, experts, _ = interpreted
     for label, (of_product, of_matrix) in products.items():
@@ -242,6 +243,7 @@ def difference_on_rank(rank: int, world: int) -> tuple[int, float]:
     return kernel.products, float((found - expected).abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_shards_of_tensor_parallel_layers() -> None:
     for products, difference in run_ranks(2, difference_on_rank):

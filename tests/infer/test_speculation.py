@@ -49,6 +49,7 @@ def generated(engine: Any) -> list[list[list[int]]]:
     return [[tokens_of([one for one in events if one.index == index]) for index in range(2)] for events in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bamba", "mistral"])
 def test_tokens_with_ngrams(name: str) -> None:
     engine = engine_like(name, speculative_method="ngram", speculative_ngram=2)
@@ -57,6 +58,7 @@ def test_tokens_with_ngrams(name: str) -> None:
     assert engine.manager.used_blocks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "draft"), [("llama", "gpt2"), ("bamba", "llama"), ("gpt2", "bamba")])
 def test_tokens_with_a_draft_model(name: str, draft: str) -> None:
     engine = drafting_engine(name, draft, max_requests=4, max_tokens_per_step=16)
@@ -73,6 +75,7 @@ def test_accepted_drafts_count_for_penalties() -> None:
     assert drafting.speculation.acceptance_rate == 1.0
 
 
+@pytest.mark.slow
 def test_steps_that_leave_sequences_out() -> None:
     """Fewer positions in a step than sequences run: drafts wait with those that are left out."""
     small = {"max_requests": 8, "max_tokens_per_step": 5}
@@ -84,6 +87,7 @@ def test_steps_that_leave_sequences_out() -> None:
         assert generated(engine) == expected
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_the_same_to_the_last_bit() -> None:
     """With inference.batch_invariant, a chunk of drafts gives what its positions give one at a time."""
     asked, texts = SamplingParameters(seed=4, max_tokens=20, logprobs=3), prompts(9, 4)
@@ -114,6 +118,7 @@ def predicting(depths: int, **inference: Any) -> InferenceEngine:
     return engine_of(configuration(keys, inference=inference))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depths", [1, 2])
 def test_tokens_with_multi_token_prediction(depths: int) -> None:
     engine = predicting(depths, speculative_method="mtp")

@@ -47,6 +47,7 @@ def test_well_known_sizes(host, preset, millions) -> None:
     assert canonical_size(host, config) / 1e6 == pytest.approx(millions, abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec(MINILM) is None, reason=f"the package {MINILM} is not installed")
 def test_sentence_embeddings_of_a_real_encoder_equal_the_references(host) -> None:
     transformers = pytest.importorskip("transformers")

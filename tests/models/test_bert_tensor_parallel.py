@@ -93,6 +93,7 @@ def compared(
     return loss.item(), expected.item(), wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_have_the_loss_and_gradients_of_one(case) -> None:
     for of_rank in run_ranks(2, differences, case):

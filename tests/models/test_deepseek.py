@@ -275,6 +275,7 @@ def shape(generation, **fields):
     return config, getattr(transformers, f"Deepseek{generation}ForCausalLM"), fields
 
 
+@pytest.mark.slow
 def test_presets_have_the_sizes_of_the_published_models(host) -> None:
     lite = {
         "num_hidden_layers": 27, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 10944,

@@ -45,6 +45,7 @@ def finetuned(host, mnli, folder) -> Trainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_both_development_sets_are_learned_and_every_sample_counts_once(finetuned, folder, host) -> None:
     """The reported accuracies are those of the saved model, one line of the file after another."""
     trained = load_trained_model(finetuned.directory.path, host)
@@ -82,6 +83,7 @@ def scripted(trainer: Trainer, values: list[float], name: str = "overall_accurac
 BRIEF = ["train.train_epochs=4", "train.global_batch_size=80", "optimizer.lr=0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("metric", "name", "values", "best"),
     [
@@ -99,6 +101,7 @@ def test_the_best_epoch_is_kept_beside_the_last(host, mnli, tmp_path, metric, na
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text())["value"] == values[best // 3 - 1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_compares_with_what_came_before(host, mnli, tmp_path) -> None:
     settings = [*mnli, *BRIEF]
     first = [*settings, "train.exit_iteration=6"]
@@ -107,6 +110,7 @@ def test_a_resumed_run_compares_with_what_came_before(host, mnli, tmp_path) -> N
     assert find_checkpoint(tmp_path / "best").name == "iter_0000003"
 
 
+@pytest.mark.slow
 def test_race(host, tmp_path) -> None:
     """Folders without weights are one training set, as many epochs as are asked for."""
     folders = [write_race(tmp_path / name, count, seed) for seed, (name, count) in enumerate((("a", 70), ("b", 60)))]
@@ -127,6 +131,7 @@ def test_race(host, tmp_path) -> None:
     assert evaluate_sets(classifier, {"dev": str(dev)}).tasks["dev"].metrics["accuracy"] == learned
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GOLDEN is None, reason="MT_GOLDEN names no folder of golden files")
 def test_a_bert_that_megatron_wrote_learns_the_task(host, mnli) -> None:
     """Its shape replaces the preset's, its pooler is read, and only the head is new."""
@@ -152,6 +157,7 @@ def test_a_bert_of_hugging_face_gives_its_weights_and_shape(host, mnli, tmp_path
     assert trainer.loaded_weights.initialized == ["classification_head.weight", "classification_head.bias"]
 
 
+@pytest.mark.slow
 def test_a_decoder_with_a_head_learns_the_task(host, mnli, tmp_path) -> None:
     """From a GPT's checkpoint; texts end with EOD, and the state there is read."""
     tiny = ["model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "train.train_iters=1"]

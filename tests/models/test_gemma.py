@@ -94,10 +94,12 @@ GEMMA3 = {
 }
 
 
+@pytest.mark.slow
 def test_presets_of_gemma_2_have_the_sizes_of_the_published_models(host) -> None:
     ref.assert_presets_match(host, "gemma", GEMMA2, transformers.Gemma2Config, transformers.Gemma2ForCausalLM)
 
 
+@pytest.mark.slow
 def test_presets_of_gemma_3_have_the_sizes_of_the_published_models(host) -> None:
     ref.assert_presets_match(host, "gemma", GEMMA3, transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM)
 

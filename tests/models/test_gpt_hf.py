@@ -109,6 +109,7 @@ GPT3 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "positions"), [(PUBLISHED, 1024), (GPT3, 2048)])
 def test_presets_have_the_sizes_of_the_published_models(host, sizes, positions) -> None:
     shapes = {

@@ -289,6 +289,7 @@ def test_scaling_that_is_not_given_is_the_published_one(host) -> None:
 # -- sizes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_presets_have_the_sizes_of_the_published_models(host) -> None:
     def shape(layers, experts):
         fields = {"num_hidden_layers": layers, "num_local_experts": experts}

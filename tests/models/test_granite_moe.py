@@ -55,6 +55,7 @@ def test_balance_loss_and_its_gradient_equal_the_reference(host, randomize) -> N
     ref.assert_same_balance(pair, dense.random_tokens(VOCAB, 11), router)
 
 
+@pytest.mark.slow
 def test_presets_have_the_sizes_of_the_published_models(host) -> None:
     def shape(layers, hidden, heads, experts):
         fields = {

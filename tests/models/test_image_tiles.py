@@ -186,6 +186,7 @@ PARAMETERS = {
 """Of the published files."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", PARAMETERS)
 def test_presets_have_the_sizes_of_the_published_models(host, family) -> None:
     spec = host.models.get(family)

@@ -121,6 +121,7 @@ def one_process() -> RunRecord:
     return run_ranks(1, run, ())[0]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("world", "layout"),

@@ -83,6 +83,7 @@ def check(rank: int, world: int, family: str) -> tuple[int, int]:
     return fused[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_add_to_the_residual_stream_in_their_norms(family: str) -> None:
     assert run_interpreted(check, family) == [(LAYERS * SUMS[family], 0)]
@@ -108,6 +109,7 @@ def launches_of_attention(rank: int, world: int, *kernels: str) -> dict[str, int
     return dict(names)
 
 
+@pytest.mark.slow
 def test_norms_of_heads_and_positions_are_one_launch_each_way() -> None:
     (apart,) = run_interpreted(launches_of_attention, "kernels.rms_norm=torch", "kernels.rotary=triton")
     assert apart == {"_rotary": 2}

@@ -165,6 +165,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 def test_presets_have_the_sizes_of_the_published_models(host) -> None:
     ref.assert_presets_match(host, "llama", PUBLISHED, transformers.LlamaConfig, transformers.LlamaForCausalLM)
 

@@ -69,6 +69,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_ranks_compute_the_logits_and_gradients_of_one(monkeypatch, sequence_parallel) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -320,6 +320,7 @@ def test_frozen_parts_get_no_gradient_and_the_others_the_same(host, parts) -> No
 # -- sizes -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_presets_have_the_sizes_of_the_published_models(host) -> None:
     tower = {
         "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,

@@ -72,6 +72,7 @@ def test_right_padding_changes_nothing_before_it(host, randomize) -> None:
     ref.assert_near(pair.ours(tokens)[1, :13], expected[1, :13])
 
 
+@pytest.mark.slow
 def test_training_follows_the_reference_step_by_step(host, randomize) -> None:
     pair = make_pair(host, "mamba", mamba2(), lambda model: randomize(model, scale=0.1))
     ref.assert_same_training(pair)
@@ -240,6 +241,7 @@ def test_rates_and_time_steps_stay_in_fp32_beside_bf16_weights(host) -> None:
 # -- shapes and maps ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_presets_have_the_sizes_of_the_published_models(host) -> None:
     def published(layers: int, hidden: int) -> dict:
         return {

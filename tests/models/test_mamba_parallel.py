@@ -136,12 +136,14 @@ def assert_equal_everywhere(results: list[dict[str, float]], at_least: int) -> N
         assert not {name: difference for name, difference in found.items() if difference > 2e-5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_tensor_parallel_ranks_compute_what_one_does(monkeypatch, sequence_parallel) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert_equal_everywhere(run_ranks(2, tensor_parallel, sequence_parallel), 100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [AxisSizes(cp=2), AxisSizes(cp=2, tp=2)], ids=["cp", "tp and cp"])
 def test_two_context_parallel_ranks_compute_what_one_does(monkeypatch, sizes) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -67,6 +67,7 @@ def test_a_saved_checkpoint_is_read_and_every_expert_counted(host, randomize, tm
     dense.assert_near(model(tokens), reference.eval()(tokens).logits)
 
 
+@pytest.mark.slow
 def test_presets_have_the_sizes_of_the_published_models(host) -> None:
     def shape(layers, hidden, heads, ffn, vocab):
         fields = {

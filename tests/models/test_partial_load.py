@@ -159,6 +159,7 @@ def test_a_parameter_that_may_be_missing_and_is_there_is_loaded(pretrained, tmp_
     torch.testing.assert_close(after["pooler.dense.weight"], before["pooler.dense.weight"], rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_retro_fitting_trains_what_a_gpt_does_not_have(pretrained, tmp_path, host) -> None:
     """Borgeaud et al., section 4.2: the weights of the GPT stay, bit for bit."""
     frozen = ["model.retro_freeze_gpt=true", f"checkpoint.load={pretrained / 'gpt'}"]
@@ -170,6 +171,7 @@ def test_retro_fitting_trains_what_a_gpt_does_not_have(pretrained, tmp_path, hos
     assert not (after["decoder.layers.1.pre_cross_attn_layernorm.weight"] == 1).all(), "what is new is trained"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_a_retro_begins_as_the_decoder_that_it_is_made_of(pretrained, tmp_path, host, family) -> None:
     """Its shape, its weights and, without neighbours, its loss."""
@@ -189,6 +191,7 @@ def test_a_retro_begins_as_the_decoder_that_it_is_made_of(pretrained, tmp_path, 
     assert all(name.startswith(added) for name in trainer.loaded_weights.initialized)
 
 
+@pytest.mark.slow
 def test_a_llama_that_no_retro_can_be(pretrained, tmp_path, capsys) -> None:
     scaled = ["model.rope_scaling_type=linear", "model.rope_scaling_factor=2"]
     assert train(tmp_path, "llama", [*LLAMA, *scaled]) == 0

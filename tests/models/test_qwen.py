@@ -92,6 +92,7 @@ QWEN3 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "published"), [("Qwen2", QWEN2), ("Qwen3", QWEN3)])
 def test_presets_have_the_sizes_of_the_published_models(host, kind, published) -> None:
     config, model = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM")

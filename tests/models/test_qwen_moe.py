@@ -44,6 +44,7 @@ def qwen(kind: str, **keys):
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_equal_the_reference(host, randomize, case) -> None:
     kind, keys = CASES[case]
@@ -75,6 +76,7 @@ def shape(kind, layers, hidden, heads, groups, ffn, expert_ffn, experts, vocab=1
     return getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}ForCausalLM"), fields
 
 
+@pytest.mark.slow
 def test_presets_have_the_sizes_of_the_published_models(host) -> None:
     shapes = {
         "qwen1.5-moe-a2.7b": shape("Qwen2Moe", 24, 2048, 16, 16, 5632, 1408, 60, shared_expert_intermediate_size=5632),

@@ -215,6 +215,7 @@ SIZES = {
 """Parameters of the published checkpoints."""
 
 
+@pytest.mark.slow
 def test_presets_have_the_sizes_of_the_published_models(host) -> None:
     assert set(host.models.get("qwen_vl").presets.load()) == set(SIZES)
     for preset, size in SIZES.items():

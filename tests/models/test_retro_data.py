@@ -105,6 +105,7 @@ def builtin(host):
     return {split: build_datasets(config, tokenizer, split, host)[split] for split in ("train", "valid")}
 
 
+@pytest.mark.slow
 def test_built_in_samples(builtin) -> None:
     for dataset in builtin.values():
         sample = dataset[0]

@@ -180,6 +180,7 @@ def test_ranges_of_distances_are_those_of_the_reference(bidirectional, buckets, 
     assert torch.equal(buckets_of(distance, buckets, furthest, bidirectional=bidirectional), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", [name for name in PRESETS if not name.startswith("megatron")])
 def test_presets_have_the_sizes_of_the_reference(host, preset) -> None:
     config = load_config(preset=preset, overrides=["train.train_iters=1"], host=host).config

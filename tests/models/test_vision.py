@@ -200,6 +200,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 def test_presets_have_the_sizes_of_the_published_models(host) -> None:
     assert set(host.models.get("vision").presets.load()) == set(PUBLISHED)
     for preset, (kind, shape) in PUBLISHED.items():

@@ -124,6 +124,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_compute_the_outputs_and_gradients_of_one(monkeypatch, layout) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

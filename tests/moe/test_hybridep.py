@@ -123,6 +123,7 @@ def through_hybridep(rank: int, world: int, sizes: AxisSizes, keys: dict[str, An
         del sys.modules["deep_ep"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("world", "sizes", "keys"),

@@ -195,12 +195,14 @@ def assert_equal_everywhere(world: int, layouts: list[Layout], problems: list[Pr
 DISPATCHERS = [{**NO_GLOBAL, "moe_token_dispatcher_type": name} for name in ("alltoall", "allgather")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (4, 8))])
 def test_every_layout_computes_what_one_process_does(world) -> None:
     problems = [Problem(keys, Shape(add_bias_linear=True)) for keys in DISPATCHERS]
     assert_equal_everywhere(world, LAYOUTS[world], problems)
 
 
+@pytest.mark.slow
 def test_other_options_too() -> None:
     """On ranks that share a micro-batch in every way."""
     keys: list[dict[str, Any]] = [
@@ -213,12 +215,14 @@ def test_other_options_too() -> None:
     assert_equal_everywhere(4, layouts, [Problem({**NO_GLOBAL, **own}) for own in keys])
 
 
+@pytest.mark.slow
 def test_positions_that_ranks_do_not_divide_evenly() -> None:
     """2 sequences of 3 positions on 4 tensor-parallel ranks, which take 2, 2, 2 and 0 of them."""
     layouts = [(AxisSizes(tp=4), False), (AxisSizes(tp=4, etp=1, ep=4), False), (AxisSizes(tp=4, etp=2, ep=2), False)]
     assert_equal_everywhere(4, layouts, [Problem(keys, length=3) for keys in DISPATCHERS])
 
 
+@pytest.mark.slow
 def test_the_global_loss_counts_all_data_parallel_ranks() -> None:
     """One micro-batch on each of 4 ranks; in one process the same sequences are one micro-batch."""
     for found in run_ranks(4, global_loss):
@@ -282,6 +286,7 @@ def all_mutated(rank: int, world: int) -> dict[str, dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_broken_layer_is_noticed() -> None:
     """On 8 ranks, tp 2 x ep 2 x etp 2 with edp 2: what is broken shows where it should, far above 1e-6."""
     results = run_ranks(8, all_mutated)

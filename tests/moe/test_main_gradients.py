@@ -63,6 +63,7 @@ def sharded(rank: int, world: int) -> tuple[dict[str, Tensor], list[int], list[s
     return {n: g for n, g in found.items() if layouts[n].trained}, times, sorted(by_autograd)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_experts_over_ranks_get_the_gradients_of_one_process() -> None:
     """4 ranks, of which 2 have the same experts and share the work of updating them."""

@@ -138,12 +138,14 @@ def assert_megatrons(metrics: list[tuple[float, float]], sums: dict[str, Any]) -
         assert mine == pytest.approx(magnitude, rel=1e-4), stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_one_process_makes_megatrons_steps(converted, folder) -> None:
     ((metrics, sums),) = run_ranks(1, goes_on, converted[folder], 1, golden() / "logits.npz")
     assert_megatrons(metrics, sums)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["legacy_tp1_pp1", "dist_tp1_pp1_ep2"])
 def test_two_processes_with_sharded_experts_make_megatrons_steps(converted, folder) -> None:
     for metrics, sums in run_ranks(2, goes_on, converted[folder], 2, golden() / "logits.npz"):

@@ -149,6 +149,7 @@ def test_the_failed_step_names_the_router(deferred) -> None:
     assert re.search(named, words)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_every_rank_names_it() -> None:
     """It is on the second pipeline stage, of two."""

@@ -160,6 +160,7 @@ def waits_of_a_layer(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "sizes", "cases"),
     [(2, AxisSizes(ep=2), [*CASES]), (4, AxisSizes(ep=2, etp=2), [" dropping"])],
@@ -255,6 +256,7 @@ def training_with_room_for(rank: int, world: int) -> tuple[int, bool, list[str]]
     return waits, losses[0] == losses[1] and len(losses[0]) == 3, errors
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_nothing_and_rows_without_room_stop_the_run() -> None:
     """Although metrics are read a step later."""
     key = r"more (rows for one rank )?than model\.moe\.moe_dispatcher_options\.expert_rank_capacity_factor has room for"
@@ -293,6 +295,7 @@ def dropped(rank: int, world: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_capacity_is_that_of_a_ranks_own_tokens() -> None:
     for found in run_ranks(4, dropped):
         assert max(found.values()) < 1e-10, found
@@ -359,6 +362,7 @@ DROPPING = {"moe_expert_capacity_factor": 0.5}
 """Half of all choices go, and all of some tokens."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "sizes", "keys"),
     [

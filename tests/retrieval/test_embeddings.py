@@ -23,6 +23,7 @@ from mt_retrieval.index.exact import ExactIndex
 from mt_retrieval.retriever import Retriever, evidence_of
 
 
+@pytest.mark.slow
 def test_each_is_the_vector_of_its_passage(trained: Trained) -> None:
     """Embedded one by one, from ids that are put together by hand."""
     embeddings = Embeddings(trained.embeddings)
@@ -54,6 +55,7 @@ def on_rank(
     embed_evidence(encoder, evidence, folder, shard_rows=SHARD, batch_size=BATCH, on_progress=on_progress)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_killed_and_resumed_by_two_ranks_it_writes_the_same_bytes(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(RankFailureError, match="died"):
@@ -67,6 +69,7 @@ def test_killed_and_resumed_by_two_ranks_it_writes_the_same_bytes(trained: Train
     assert Embeddings(tmp_path).manifest.made_with["layout"] == {"tp": 1, "dp": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_an_encoder_that_is_divided_gives_the_same_vectors(trained: Trained, tmp_path: Path) -> None:
     run_ranks(2, on_rank, trained.run, trained.world.passages, tmp_path, None, 2)

@@ -41,6 +41,7 @@ def questions(trained: Trained) -> np.ndarray:
     return Retriever.open(trained.embeddings, device="cpu").encoder.questions([text.split("\t")[0] for text in texts])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "parameters", "share"),
     [("flat", None, 1.0), ("ivf", "nprobe=6", 1.0), ("hnsw", "efSearch=64", 0.95), ("pq", None, 0.4)],

@@ -49,6 +49,7 @@ def test_requests_that_are_refused(client: TestClient, body, headers, status: in
     assert words in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_an_index_finds_passages_for_questions(trained: Trained, mt, tmp_path: Path) -> None:
     """For a decoder that answers with them, too."""
     retriever = build_index_retriever({"path": str(trained.embeddings)}, "cpu")

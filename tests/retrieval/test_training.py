@@ -57,6 +57,7 @@ def passage_ids(world: World, tokenizer, number: int) -> list[int]:
     return [special.cls, *ids, special.sep]
 
 
+@pytest.mark.slow
 def test_a_sample_has_the_question_its_passage_and_negatives(world: World) -> None:
     found, tokenizer = dataset(world, train_hard_neg=4)
     records = {one["question"]: one for one in json.loads((world.folder / "train.json").read_text())}
@@ -138,6 +139,7 @@ def curve(rank: int, ranks: int, world: World) -> list[float]:
     return found.values
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_ranks_train_and_validate_as_one_process(world: World) -> None:
     alone = curve(0, 1, world)

@@ -167,6 +167,7 @@ def test_presets_are_configurations(name) -> None:
     assert small.model.hidden_size == 64
 
 
+@pytest.mark.slow
 def test_train_measures_a_rehearsal(mt, tmp_path) -> None:
     out = tmp_path / "train.json"
     assert mt("bench", "train", "--preset", "8b", "--steps", 2, "--out", out).code == 0
@@ -242,6 +243,7 @@ class SteppedClock:
         self.ahead += seconds
 
 
+@pytest.mark.slow
 def test_cpu_counts_what_can_be_counted(mt, tmp_path, monkeypatch) -> None:
     """Imports of torch, in processes of their own, are replaced by steps of the clock."""
     cpu._import("json")

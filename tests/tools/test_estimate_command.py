@@ -55,6 +55,7 @@ def written(folder: Path, name: str) -> tuple[Any, Any]:
     return config, getattr(transformers, model_name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_sizes_are_those_of_transformers_models(mt, tmp_path: Path, name: str) -> None:
     total, largest = counted(*written(tmp_path, name))

@@ -11,6 +11,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = EXAMPLES / "gpt-3d.toml"
 
 
+@pytest.mark.slow
 def test_the_gpt3_example_is_planned(mt) -> None:
     outcome = mt("plan", EXAMPLES / "gpt3-175b.toml", "--world-size", 1024, "--json")
     assert outcome.code == 0, outcome.err
@@ -30,6 +31,7 @@ def test_a_table_says_what_ranks_hold_and_whether_it_fits(mt) -> None:
     assert "does not fit into 0.0 GiB" in outcome.out
 
 
+@pytest.mark.slow
 def test_a_search_lists_layouts_and_refusals(mt) -> None:
     outcome = mt("plan", SMALL, "--world-size", 8, "--search", "--top", 3, "--json")
     assert outcome.code == 0, outcome.err
@@ -68,6 +70,7 @@ def rows_of(text: str, title: str) -> dict[str, list[str]]:
     return {words[0]: words[1:] for words in map(str.split, lines[1:])}
 
 
+@pytest.mark.slow
 def test_every_number_of_a_rank_is_there_in_80_columns(mt, monkeypatch) -> None:
     """And stages that send alike are one row."""
     monkeypatch.setenv("COLUMNS", "80")

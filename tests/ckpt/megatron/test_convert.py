@@ -18,6 +18,7 @@ from mt_core.testing import run_ranks
 FORMATS = ["megatron", "megatron-dist", "megatron-legacy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_from_our_format_and_back_verified(name, tmp_path, host) -> None:
     """--verify compares every bit, and the logits of both configurations."""
@@ -43,6 +44,7 @@ def test_from_hugging_face_and_back(name, tmp_path, host) -> None:
 FAMILIES = (*MOE_MODELS, "llama_yarn", "qwen2_windows", "latent_dense", "mamba", "hybrid")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "name"), covering(FAMILIES, ["megatron", "megatron-dist"]))
 def test_the_arguments_compute_what_the_configuration_does(model, name, tmp_path, host) -> None:
     """--verify: the model that Megatron's arguments describe has the same logits, bit for bit."""

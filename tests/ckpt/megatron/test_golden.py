@@ -61,6 +61,7 @@ def test_tensors_have_the_sums_that_megatron_printed(model, folder, golden, host
     assert seen == set(tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", FOLDERS)
 def test_every_format_and_layout_gives_the_same_tensors(model, golden, host) -> None:
     readers = [opened(golden / model / folder, host) for folder in FOLDERS[model]]
@@ -74,6 +75,7 @@ def test_every_format_and_layout_gives_the_same_tensors(model, golden, host) -> 
             assert torch.equal(tensor, first[name]), name
 
 
+@pytest.mark.slow
 def test_the_optimizer_in_three_formats_is_one(golden, host) -> None:
     """Flat buffers of the torch format, flat buckets and model-shaped tensors of torch_dist."""
     legacy, full, flat = (opened(golden / "gpt_distopt" / folder, host) for folder in FOLDERS["gpt_distopt"])
@@ -251,6 +253,7 @@ def test_flat_buffers_are_megatrons(golden, host, tmp_path) -> None:
 GRIDS = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1), (4, 1, 1, 1), (2, 2, 2, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", FOLDERS)
 @pytest.mark.parametrize(("tp", "pp", "vpp", "ep"), [*GRIDS, (1, 1, 1, 2), (1, 2, 1, 4), (2, 2, 2, 2)])
 def test_what_megatron_wrote_survives_every_layout(model, tp, pp, vpp, ep, golden, host, tmp_path) -> None:

@@ -189,6 +189,7 @@ def test_models_with_sinks_that_are_not_read(changes, error, words, tmp_path, ho
         open_checkpoint(tmp_path, host)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["megatron", "megatron-dist"])
 def test_from_hugging_face_and_back_verified(name, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS["gpt_oss"], host, dtype=torch.bfloat16)

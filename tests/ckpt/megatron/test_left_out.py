@@ -78,6 +78,7 @@ def fp8_run(tmp_path_factory, host) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saver", ["hf", "megatron", "megatron-dist", "mt"])
 def test_histories_of_fp8_are_left_out_and_listed(saver, fp8_run, tmp_path, host) -> None:
     source = open_checkpoint(RunDirectory(fp8_run).latest_checkpoint(), host)

@@ -87,6 +87,7 @@ def test_experts_over_ranks(model, grid, tmp_path, host) -> None:
     assert_same_tensors(through("megatron", source, asked, tmp_path / "a", host), source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_as_a_distributed_checkpoint(model, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS[model], host, optimizer=True)
@@ -112,6 +113,7 @@ WITH_OPTIMIZER = list(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "grid"), covering(WITH_OPTIMIZER, GRIDS[:6], 2))
 def test_the_optimizer_over_grids_of_ranks(case, grid, tmp_path, host) -> None:
     model, dtype = case
@@ -141,6 +143,7 @@ def test_a_weight_decay_that_rises(distributed, tmp_path, host) -> None:
     assert_same_tensors(found, source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "dtype"), WITH_OPTIMIZER)
 def test_the_optimizer_as_a_distributed_checkpoint(model, dtype, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS[model], host, dtype=dtype, optimizer=True)
@@ -150,6 +153,7 @@ def test_the_optimizer_as_a_distributed_checkpoint(model, dtype, tmp_path, host)
 SHARDED_GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "grid"), covering(WITH_OPTIMIZER, SHARDED_GRIDS))
 def test_the_distributed_optimizer_over_grids_of_ranks(case, grid, tmp_path, host) -> None:
     """Flat buffers beside each rank's file, and nothing of the optimizer's state in it."""
@@ -164,6 +168,7 @@ def test_the_distributed_optimizer_over_grids_of_ranks(case, grid, tmp_path, hos
         assert found.metadata["megatron"]["args"]["use_distributed_optimizer"] is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model", ["moe_shared", "deepseek_v3"])
 def test_the_optimizer_of_divided_experts(model, dtype, tmp_path, host) -> None:

@@ -237,6 +237,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", HOSTILE)
 def test_objects_that_are_endless_to_walk_through_are_refused(case: str) -> None:
     data, message = HOSTILE[case]

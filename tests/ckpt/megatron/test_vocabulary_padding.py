@@ -142,6 +142,7 @@ def padding_of(reader: CheckpointReader) -> dict[str, Tensor]:
     return {name: reader.read(name) for name in reader.shapes() if name.startswith("padding.")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saver", ["megatron", "megatron-dist"])
 @pytest.mark.parametrize("family", ["gpt", "bert", "t5", "llama"])
 def test_trained_rows_and_their_moments_are_kept(host: PluginHost, tmp_path: Path, saver: str, family: str) -> None:
@@ -191,6 +192,7 @@ def low_logits(host: PluginHost, tmp_path: Path) -> Path:
     return tmp_path / "mt"
 
 
+@pytest.mark.slow
 def test_verification_takes_the_padding_into_the_loss(host: PluginHost, low_logits: Path, tmp_path: Path) -> None:
     """Every tensor is the same, and Megatron's loss is not."""
     report = convert(low_logits, tmp_path / "run", saver="megatron-dist", verify=True, host=host)

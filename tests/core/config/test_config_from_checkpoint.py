@@ -47,6 +47,7 @@ def load(run: Path, host: PluginHost, *overrides: str, path: Path | None = None)
     return load_config(path, overrides=settings, default_preset="gpt-tiny", host=host)
 
 
+@pytest.mark.slow
 def test_model_and_tokenizer_come_from_the_checkpoint(run: Path, host: PluginHost) -> None:
     loaded = load(run, host)
     model, tokenizer = loaded.config.model.model_dump(), loaded.config.tokenizer.model_dump()
@@ -57,6 +58,7 @@ def test_model_and_tokenizer_come_from_the_checkpoint(run: Path, host: PluginHos
     assert loaded.origin("optimizer.lr") == "preset gpt-tiny"
 
 
+@pytest.mark.slow
 def test_such_a_run_trains(run: Path, host: PluginHost, tmp_path: Path) -> None:
     trainer = Trainer(load(run, host, "train.train_iters=2"), run_dir=tmp_path / "more", host=host)
     assert trainer.loaded_weights.initialized == []

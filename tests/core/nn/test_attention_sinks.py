@@ -66,6 +66,7 @@ def test_eager_and_every_gradient(name, queries) -> None:
     torch.testing.assert_close(found[4].double(), expected[4], atol=0.0, rtol=1e-3)  # the smallest one, too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
 def test_flex_computes_what_eager_does(name) -> None:
     """Forward: its backward runs on a GPU."""

@@ -40,6 +40,7 @@ def run(config, **parts) -> Seen:
     return seen
 
 
+@pytest.mark.slow
 def test_naming_torch_changes_nothing_but_what_is_said(tiny) -> None:
     named = ["kernels.rms_norm=torch", "kernels.cross_entropy=torch", "kernels.adamw=torch"]
     plain, chosen = run(tiny()), run(tiny(*named))
@@ -82,6 +83,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_modules_loss_and_optimizer_use_the_kernels_they_are_given(variant, tiny, monkeypatch) -> None:
     overrides, used = VARIANTS[variant]
@@ -110,6 +112,7 @@ def test_an_unknown_implementation_names_the_known_ones(tiny) -> None:
 # -- the loss without logits --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["linear_cross_entropy", "linear_cross_entropy_sum"])
 @pytest.mark.parametrize("untied", ["true", "false"])
 def test_the_loss_without_logits_trains_alike(loss, untied, tiny) -> None:
@@ -119,6 +122,7 @@ def test_the_loss_without_logits_trains_alike(loss, untied, tiny) -> None:
     assert fused.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_of_the_vocabulary_that_is_multiplied_changes_no_loss(tiny, monkeypatch) -> None:
     """As on a GPU."""
     config = tiny("train.loss=linear_cross_entropy_sum", "train.train_iters=3")
@@ -176,6 +180,7 @@ def test_a_model_that_bends_its_logits_refuses(host) -> None:
 # -- fewer bytes in the optimizer ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_remainders_are_fp32_training_in_another_place(tiny) -> None:
     """bf16 weights with remainders follow bf16 weights with fp32 copies, and not bf16 weights alone."""
     copies = run(tiny("precision.dtype=bf16", "train.global_batch_size=2", "train.train_iters=12"))
@@ -211,6 +216,7 @@ def test_remainders_with_gradients_in_fp32_are_fp32_copies(tiny, tmp_path) -> No
         assert torch.equal(split.engine.optimizer.main(parameter), parameter.float()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gradients", "moments", "expected"), [("fp32", "fp32", 16), ("bf16", "fp32", 14), ("bf16", "bf16", 10)]
 )
@@ -227,6 +233,7 @@ def test_bytes_a_parameter(gradients, moments, expected, tiny) -> None:
     assert sum(x.numel() * x.element_size() for x in held) == expected * count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "moments"), [(BF16[:1], "fp32"), (BF16, "bf16")], ids=["fp32", "bf16"])
 def test_a_resumed_run_with_remainders_is_the_same_run(precision, moments, tiny, tmp_path, host) -> None:
     options = [*precision, "optimizer.main_weights=remainders", f"optimizer.exp_avg_dtype={moments}"]
@@ -254,6 +261,7 @@ def test_remainders_where_they_cannot_be(overrides, words, tiny) -> None:
         tiny("optimizer.main_weights=remainders", *overrides)
 
 
+@pytest.mark.slow
 def test_a_run_with_remainders_goes_on_with_copies(tiny, tmp_path) -> None:
     """The checkpoint holds fp32 weights: what goes on is fp32 training, not training from rounded weights."""
     whole = run(tiny(*BF16, "optimizer.main_weights=remainders"))

@@ -376,6 +376,7 @@ def test_a_frozen_weight_gets_nothing_and_a_pass_without_gradients_keeps_nothing
         assert pair(activations(0)).grad_fn is None
 
 
+@pytest.mark.slow
 def test_compiled_layers_leave_accumulation_to_autograd() -> None:
     layer = one_layer()
     weights = build("copies", layer)

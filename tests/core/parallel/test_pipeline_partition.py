@@ -24,6 +24,7 @@ def check_whole(stages: list[Stage], num_layers: int) -> None:
     assert [stage.last for stage in stages] == [False] * (len(stages) - 1) + [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_layers", [0, 1, 3, 8, 13])
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
 @pytest.mark.parametrize(("embedding", "output"), [(0, 0), (1, 1), (0.3, 2.5)])

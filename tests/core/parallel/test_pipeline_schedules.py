@@ -124,6 +124,7 @@ def test_1f1b_holds_no_more_micro_batches_than_there_are_stages_behind() -> None
         assert most == 4 - rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "count"), [(2, 2), (4, 8), (8, 64), (64, 512)])
 def test_bubbles_are_those_of_the_closed_forms(ranks, count) -> None:
     """Narayanan et al., 2021: (p - 1) / m, and (p - 1) / (v m) with v stages a rank, whatever the costs."""

@@ -60,6 +60,7 @@ def test_another_corpus_under_the_same_path(tiny: Any, tmp_path: Path, manifest:
     assert run.state.iteration == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mock", "builtin"])
 def test_data_that_lies_in_no_file_is_the_same_each_time(tiny: Any, tmp_path: Path, kind: str) -> None:
     keys = [f"data.dataset_type={kind}"]

@@ -69,6 +69,7 @@ def test_bit_for_bit_only_the_same_implementation_goes_on(tiny, tmp_path) -> Non
         Trainer(tiny(*exact, "train.loss=cross_entropy"), run_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_both_have_the_same_losses_and_evaluation(tiny) -> None:
     auto, logits = (Trainer(tiny(LARGE, *more)) for more in ((), ("train.loss=cross_entropy",)))
     results = [trainer.train().losses for trainer in (auto, logits)]

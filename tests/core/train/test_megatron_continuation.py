@@ -83,6 +83,7 @@ def take_up(trainer: Trainer, reader: CheckpointReader, with_optimizer: bool) ->
     trainer.state.consumed_samples = reader.metadata["consumed_samples"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("continuation", SCHEDULES)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_the_next_three_steps_are_megatrons(golden, continuation, backend, host) -> None:

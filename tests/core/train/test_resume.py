@@ -43,6 +43,7 @@ def curve(directory) -> list[tuple[int, float, float]]:
     return [(line["iteration"], line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_resumed_run_is_the_same_run(tiny, tmp_path, variant) -> None:
     options = VARIANTS[variant]
@@ -60,6 +61,7 @@ def test_a_resumed_run_is_the_same_run(tiny, tmp_path, variant) -> None:
     assert [name for name in whole if not np.array_equal(whole[name], parts[name])] == []
 
 
+@pytest.mark.slow
 def test_samples_go_on_where_they_stopped(tiny, tmp_path) -> None:
     class Ids(Callback):
         seen: list[int]
@@ -76,6 +78,7 @@ def test_samples_go_on_where_they_stopped(tiny, tmp_path) -> None:
     assert first.seen + second.seen == [4, 8, 12, 16, 20, 24]
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(tiny, tmp_path) -> None:
     run(tiny(), tmp_path)
     before = contents(tmp_path)
@@ -85,6 +88,7 @@ def test_a_finished_run_has_nothing_left_to_do(tiny, tmp_path) -> None:
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_metrics_of_steps_after_the_checkpoint_are_dropped(tiny, tmp_path) -> None:
     run(tiny("checkpoint.save_interval=2"), tmp_path)
     (tmp_path / "checkpoints" / "latest").write_text("iter_0000004\n")
@@ -116,6 +120,7 @@ def test_another_model_cannot_be_accepted(tiny, tmp_path) -> None:
         Trainer(tiny("model.num_layers=3", 'checkpoint.accept_changes=["model.num_layers"]'), run_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_attention_may_be_computed_by_another_backend_unless_bits_count(tiny, tmp_path) -> None:
     run(tiny("model.attention_backend=eager", "train.exit_iteration=2"), tmp_path / "any")
     assert Trainer(tiny("model.attention_backend=sdpa"), run_dir=tmp_path / "any").state.iteration == 2

@@ -185,6 +185,7 @@ def test_the_spy_sees_reads_of_integers_and_whole_tensors() -> None:
     assert spy.waits == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -223,6 +224,7 @@ def test_losses_of_layers_are_told(more, tiny) -> None:
     assert all(step[name] > 0.0 for step in steps for name in own)
 
 
+@pytest.mark.slow
 def test_resuming_goes_on_to_the_last_bit(tiny, tmp_path) -> None:
     _, whole = trained(tiny(*DEFERRED))
     _, first = trained(tiny(*DEFERRED, "train.exit_iteration=3"), run_dir=tmp_path)

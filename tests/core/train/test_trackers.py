@@ -217,6 +217,7 @@ def trained_on_two_ranks(rank: int, world: int, run_dir: str, overrides: list[st
     return sorted(str(path.relative_to(run_dir)) for path in Path(run_dir).rglob("events.*"))
 
 
+@pytest.mark.slow
 def test_one_rank_writes(tmp_path: Path) -> None:
     from tests.core.conftest import TINY
 

@@ -50,27 +50,32 @@ def test_the_written_config_makes_the_same_run(tiny, tmp_path, host) -> None:
     assert again.config == first.config
 
 
+@pytest.mark.slow
 def test_micro_batches_and_accumulation_give_the_same_curve(tiny) -> None:
     one = losses_of(tiny("train.micro_batch_size=4"))
     four = losses_of(tiny("train.micro_batch_size=1"))
     assert one == pytest.approx(four, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_reader_threads_do_not_change_the_run(tiny) -> None:
     assert losses_of(tiny("data.num_workers=0")) == losses_of(tiny("data.num_workers=3"))
 
 
+@pytest.mark.slow
 def test_recomputing_layers_does_not_change_the_run(tiny) -> None:
     drop = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1", "model.attention_backend=eager"]
     plain = losses_of(tiny(*drop))
     assert losses_of(tiny(*drop, "recompute.recompute_granularity=full")) == pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_loss_falls(tiny) -> None:
     values = losses_of(tiny("train.train_iters=40", "optimizer.lr=0.01"))
     assert sum(values[-5:]) / 5 < values[0] - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_sixteen_bits_follow_the_fp32_curve(tiny, dtype) -> None:
     reference = losses_of(tiny())
@@ -207,6 +212,7 @@ def test_a_second_signal_stops_at_once(tiny) -> None:
         Trainer(tiny(), callbacks=[Twice()]).train()
 
 
+@pytest.mark.slow
 def test_it_trains_outside_the_main_thread(tiny) -> None:
     results = []
     thread = threading.Thread(target=lambda: results.append(Trainer(tiny()).train()))
@@ -215,12 +221,14 @@ def test_it_trains_outside_the_main_thread(tiny) -> None:
     assert results[0].state.iteration == 6
 
 
+@pytest.mark.slow
 def test_evaluation_sees_the_same_samples_each_time_and_leaves_the_run_alone(tiny) -> None:
     assert losses_of(tiny()) == losses_of(tiny("train.eval_interval=2"))
     trainer = Trainer(tiny("model.hidden_dropout=0.5"))
     assert trainer.evaluate() == trainer.evaluate()
 
 
+@pytest.mark.slow
 def test_deterministic_runs_repeat_to_the_last_bit(tiny) -> None:
     config = tiny("train.deterministic=true", "model.hidden_dropout=0.1")
     assert losses_of(config) == losses_of(config)

@@ -21,6 +21,7 @@ from mt_data.commands.preprocess import preprocess
 PAGE = Path(__file__).parents[3] / "docs/data/building-corpora.md"
 
 
+@pytest.mark.slow
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     app = typer.Typer()

@@ -52,6 +52,7 @@ def test_what_is_mended(setting: str, text: str, wanted: str, changes: dict[str,
     assert repaired(text) == (text, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "name", "stays", "goes"),
     [
@@ -91,6 +92,7 @@ def test_blank_documents_go_whatever_the_rules() -> None:
     assert reason(" \n\t") == "empty"
 
 
+@pytest.mark.slow
 def test_an_uncertain_language_goes() -> None:
     assert reason("ok ok ok 12", "languages=en", "min_language_probability=0.99") == "language"
 
@@ -118,6 +120,7 @@ def test_tokens_are_counted_by_the_tokenizer_given(tmp_path: Path) -> None:
         reason("a", "min_tokens=3", f"tokenizer_file={path}")
 
 
+@pytest.mark.slow
 def test_the_openwebtext_preset_is_megatrons_recipe() -> None:
     cleaner = Cleaner(preset("openwebtext"))
     assert cleaner(ENGLISH * 7)[2] == ""
@@ -125,6 +128,7 @@ def test_the_openwebtext_preset_is_megatrons_recipe() -> None:
     assert cleaner("Les habitants de la ville vivent avec la rivière. " * 20)[2] == "language"
 
 
+@pytest.mark.slow
 def test_c4_and_gopher_keep_running_text_and_drop_what_they_name() -> None:
     line = "In the year {} the people of town {} had to be content with {} loaves."
     prose = "\n".join(line.format(year, year % 7, year * 3) for year in range(1800, 1812))
@@ -135,6 +139,7 @@ def test_c4_and_gopher_keep_running_text_and_drop_what_they_name() -> None:
     assert Cleaner(preset("gopher"))(ENGLISH * 20)[2] == "top_ngram"
 
 
+@pytest.mark.slow
 def test_wrong_settings_say_what_is_allowed() -> None:
     with pytest.raises(ConfigError, match=r'did you mean "min_words"'):
         preset("none").replace(["min_wods=3"])
@@ -152,6 +157,7 @@ def test_every_option_is_described_and_presets_differ_from_nothing() -> None:
     assert [name for name, options in PRESETS.items() if options == CleanOptions()] == ["none"]
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_lines_are_untouched_without_a_reason(text: str) -> None:
     assert filter_lines(text, {}, repeated=False) == (text, {})

@@ -43,6 +43,7 @@ def texts_in(folder: Path) -> list[str]:
     return [json.loads(line)["text"] for path in sorted(folder.glob("*.jsonl")) for line in path.open()]
 
 
+@pytest.mark.slow
 def test_from_a_crawl_to_training_text(write_jsonl: Any, tmp_path: Path) -> None:
     good = [" ".join(SENTENCE.format(10 * n + i) for i in range(12)) for n in range(4)]
     contaminated = good[3] + "What is the name of the tall grey tower that stands beside the northern gate? "
@@ -103,6 +104,7 @@ print([m for m in ("torch", "numpy", "scipy", "ftfy", "py3langid", "datasketch",
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_no_command_imports_torch(write_jsonl: Any, tmp_path: Path) -> None:
     path = write_jsonl("a.jsonl", [{"text": SENTENCE * 20, "url": "http://a.b/"}])
     code = """

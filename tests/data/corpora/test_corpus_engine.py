@@ -70,6 +70,7 @@ def test_reports_survive_json() -> None:
     assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [1, 4])
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 def test_workers_do_not_change_a_byte(
@@ -161,6 +162,7 @@ def test_unusable_lines_stop_or_are_counted(write_jsonl: Any, run: Any, tmp_path
     assert texts_of(tmp_path / "out/a.jsonl") == ["x", "z"]
 
 
+@pytest.mark.slow
 def test_an_error_in_a_worker_names_the_line(write_jsonl: Any, run: Any) -> None:
     paths = [write_jsonl("a.jsonl", ["x"]), write_jsonl("b.jsonl", [{"other": 1}])]
     with pytest.raises(MalformedRecord, match=r"b.jsonl, line 1"):
@@ -206,6 +208,7 @@ print(int(peak.split()[1]) * 1024)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_a_file(tmp_path: Path) -> None:
     line = json.dumps({"text": "some words " * 400}) + "\n"
 

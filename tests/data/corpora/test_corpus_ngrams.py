@@ -41,6 +41,7 @@ def test_hashes_do_not_depend_on_what_stands_around() -> None:
     assert word_hashes(["ab", "c"])[0] != word_hashes(["a", "bc"])[0]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 2**63]), max_size=50), st.sampled_from([48, 480, 10**6])
 )

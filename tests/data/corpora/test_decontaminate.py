@@ -154,6 +154,7 @@ def test_document_counts_count_a_document_once(tmp_path: Path) -> None:
     assert {n: g.tolist() for n, g in without_frequent(grams, counts, 1).items()} == {8: [10, 20], 13: [6, 7]}
 
 
+@pytest.mark.slow
 def test_workers_do_not_change_a_byte(write_jsonl: Any, run: Any, files_below: Any, tmp_path: Path) -> None:
     for number in range(2):
         write_jsonl(f"in/{number}.jsonl", [padded(QUESTION if i % 40 == number else "x", i, 90) for i in range(200)])

@@ -56,6 +56,7 @@ def test_exact_marks_every_repetition(tmp_path_factory: Any, values: list[int], 
     assert original.tolist() == [-1 if values.index(v) == i else values.index(v) for i, v in enumerate(values)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", [True, False])
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=15, deadline=None)
@@ -153,6 +154,7 @@ def test_exact_overlooks_what_it_is_told_to(
     assert report.total.dropped["exact_duplicate"].count == 6 - len(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["exact", "minhash"])
 def test_the_first_over_all_files_stays_and_is_named(
     method: Any, write_jsonl: Any, run: Any, tmp_path: Path, texts_of: Any

@@ -35,6 +35,7 @@ def test_weighted_order_is_the_rules(weights: list[float], size: int) -> None:
         np.testing.assert_array_equal(numbers, np.arange(len(numbers)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=6))
 def test_exhaustive_order_is_the_rules_and_takes_each_sample_once(sizes: list[int]) -> None:
@@ -52,6 +53,7 @@ def test_counts_follow_the_weights(weights: list[float], size: int) -> None:
     assert lag.max() <= (1 if len(weights) <= 2 else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "size"),
     [([0.001, 0.999], 300_000), ([0.3, 0.3, 0.4], 150_000), ([0.2, 0.05, 0.7, 0.05], 90_000), ([5, 2, 2, 1], 50_000)],
@@ -60,6 +62,7 @@ def test_long_orders_walked_side_by_side(weights: list[float], size: int) -> Non
     np.testing.assert_array_equal(build_blend_index(weights, size).dataset_index, plain(weights, size))
 
 
+@pytest.mark.slow
 def test_long_exhaustive_order_walked_side_by_side() -> None:
     sizes = [70_001, 20_000, 999]
     np.testing.assert_array_equal(build_exhaustive_blend_index(sizes).dataset_index, plain(sizes, sum(sizes), sizes))

@@ -143,6 +143,7 @@ print(len(index.shuffle_index))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's RLIMIT_DATA")
 def test_memory_of_building_is_bounded() -> None:
     """24 bytes a document, the arrays themselves included, and 64 MiB for thread, blocks and the last steps."""
@@ -158,6 +159,7 @@ def test_memory_of_building_is_bounded() -> None:
     assert build(-100).returncode != 0  # the limit does limit
 
 
+@pytest.mark.slow
 def test_commands_ask_for_as_many_samples_as_the_trainer_and_need_no_torch(config: str) -> None:
     pytest.importorskip("torch")
     code = """

@@ -335,6 +335,7 @@ def test_raw_jsonl_equals_the_same_tokens_written_first(
     assert "corpus.jsonl: document" in ours.describe(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compressed", [False, True])
 def test_any_number_of_workers_writes_the_bytes_of_preprocess(
     tmp_path: Path, byte_tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch, compressed: bool

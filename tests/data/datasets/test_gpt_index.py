@@ -61,6 +61,7 @@ plans = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(plans)
 def test_index_is_that_of_the_walk(case: tuple[np.ndarray, GPTIndexPlan]) -> None:

@@ -28,6 +28,7 @@ def compiled() -> Any:
 
 
 # Sizes on both sides of a power of two, where the mask changes, and of the number of targets drawn at once.
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[5, 1, 0, 70_000], [2, 3, 4, 8, 9], [131_072, 131_073, 16_384, 16_385]])
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64, np.uint64])
 def test_compiled_shuffles_are_numpys(compiled: Any, sizes: list[int], dtype: Any) -> None:
@@ -48,6 +49,7 @@ def test_a_long_compiled_shuffle(compiled: Any) -> None:
     np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=40).filter(lambda lengths: sum(lengths) > 1),

@@ -108,6 +108,7 @@ def die_at(step: int, prefix: Path) -> None:
     write_many(prefix, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaced", [False, True], ids=["new", "over an old one"])
 def test_a_kill_at_each_step_of_finishing_mixes_nothing(tmp_path: Path, replaced: bool) -> None:
     found = []

@@ -217,6 +217,7 @@ def read_until_it_shrinks(prefix: str, ready: Connection) -> None:
         os._exit(7 if "shrank after it was opened" in str(error) else 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_file_that_shrinks_in_the_middle_of_reading_is_an_error(write: Any, suffix: str) -> None:
     prefix = write(documents=[[[1]]] * (3 * PAGE))

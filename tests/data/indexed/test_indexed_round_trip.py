@@ -75,6 +75,7 @@ def check_reading(reader: SequenceReader, documents: list[list[np.ndarray]], dat
         assert reader.get(number, begin).tobytes() == sequences[number][begin:].tobytes()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data_set=data_sets(), multimodal=st.booleans(), mmap=st.booleans(), data=st.data())
 def test_files_hold_what_was_written(

@@ -64,6 +64,7 @@ def test_a_bad_line_is_named_by_file_and_number(
     assert not (tmp_path / "out" / "set_text_document.bin").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "workers"), [("a.jsonl", 1), ("a.jsonl", 2), ("a.jsonl.gz", 1)])
 def test_skip_counts_and_lists(prep: Any, tmp_path: Path, options: Options, name: str, workers: int) -> None:
     texts, numbers = with_bad_lines(tmp_path / name)

@@ -16,6 +16,7 @@ from mt_data.preprocess.run import preprocess
 Options = Callable[..., PreprocessOptions]
 
 
+@pytest.mark.slow
 def test_a_cluster_gives_the_same_bytes(prep: Any, tmp_path: Path, corpus: Path, options: Options) -> None:
     distributed = pytest.importorskip("distributed", reason="Dask is not installed")
     import gzip

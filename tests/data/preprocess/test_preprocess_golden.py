@@ -15,6 +15,7 @@ if "MT_GOLDEN" not in os.environ:
 GOLDEN = Path(os.environ["MT_GOLDEN"]) / "data"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "source", "keys", "append_eod", "workers"),
     [

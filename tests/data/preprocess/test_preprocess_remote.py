@@ -43,6 +43,7 @@ def test_objects_are_read_like_files(prep: Any, options: Options, name: str) -> 
     assert prep.files_of(report) == prep.expected_files(prep.TEXTS)
 
 
+@pytest.mark.slow
 def test_workers_open_the_objects_themselves(prep: Any, corpus: Path, options: Options) -> None:
     report = preprocess(options(f"file://{corpus}", shard_mb=0.0008, workers=2))
     assert prep.files_of(report) == prep.expected_files(prep.TEXTS)

@@ -24,6 +24,7 @@ Options = Callable[..., PreprocessOptions]
 TINY = 0.0005  # MiB: about half a KiB of input in a shard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_any_number_of_workers(prep: Any, corpus: Path, options: Options, workers: int) -> None:
     report = preprocess(options(corpus, workers=workers, shard_mb=TINY))
@@ -46,6 +47,7 @@ LINES = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=LINES, shard_bytes=st.integers(1, 200), last_line_ends=st.booleans(), compressed=st.booleans())
 def test_any_cut_reads_every_line_once_and_knows_its_number(
@@ -112,6 +114,7 @@ def test_any_format(prep: Any, tmp_path: Path, options: Options, ending: str, sh
     assert prep.files_of(report) == prep.expected_files(prep.TEXTS)
 
 
+@pytest.mark.slow
 def test_several_files_of_several_formats_keep_their_order(prep: Any, tmp_path: Path, options: Options) -> None:
     parts = [prep.TEXTS[:20], prep.TEXTS[20:30], prep.TEXTS[30:45], prep.TEXTS[45:], ["plain text\n\nof a file"]]
     names = ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.jsonl.zst", "e.txt"]

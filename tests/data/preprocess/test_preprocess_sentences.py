@@ -47,6 +47,7 @@ def test_nothing_is_lost(text: str) -> None:
     assert all(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", [".", '."', "a. ", "\n", "a\n ", "! a", ". A", " ", "Dr. ", "a" + " " * 1000])
 def test_time_is_linear_in_the_text(piece: str) -> None:
     split = build_splitter("rules", "english", False)

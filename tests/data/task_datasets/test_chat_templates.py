@@ -97,6 +97,7 @@ def test_ids_and_mask_are_those_of_transformers(bpe_directory: Path, bpe: Tokeni
             assert encoded.answer.astype(int).tolist() == expected["assistant_masks"], written.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(BUILTIN_TEMPLATES))
 @settings(max_examples=60, deadline=None)
 @given(case=conversations())
@@ -118,6 +119,7 @@ def test_marked_tokens_are_the_answers_and_no_others(name: str, case: Conversati
         assert found == "".join(before + text + ends[name] for text in contents)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(case=conversations())
 def test_a_generation_mark_and_prefixes_agree(case: Conversation) -> None:

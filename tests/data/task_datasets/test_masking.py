@@ -36,6 +36,7 @@ def close_to(count: int, total: int, share: float) -> bool:
     return abs(count - total * share) <= 5 * (total * share * (1 - share)) ** 0.5
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     tokens=st.lists(st.integers(0, VOCAB - 1), max_size=120),
@@ -68,6 +69,7 @@ def test_spans_are_whole_words_within_the_budget(
             assert after is None or tokens[after] not in CONTINUES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "shares"),
     [

@@ -101,6 +101,7 @@ def check(build: Any, expected: Rows) -> None:
     assert found.tolist() == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     documents=corpora,
@@ -124,6 +125,7 @@ def test_sentence_index_is_that_of_the_plain_loop(
         check(lambda: build_sentence_index(*arrays(documents), plan), plain_sentence_index(documents, plan))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     documents=corpora,

@@ -47,6 +47,7 @@ def expected_tokens(number: int, size: tuple[int, int]) -> tuple[list[int], list
     return [*prompt, *answer], [0] * len(prompt) + [1] * len(answer)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=25),

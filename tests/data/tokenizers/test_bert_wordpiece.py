@@ -55,6 +55,7 @@ def test_agrees_with_the_python_implementation(bert_vocab_file: str, lower_case:
             assert ours.encode(unicodedata.normalize("NFC", text)) == expected, text
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(), lower_case=st.booleans())
 def test_agrees_with_transformers_on_any_text(bert_vocab_file: str, text: str, lower_case: bool) -> None:
@@ -111,6 +112,7 @@ def test_bos_and_eos_of_older_vocabularies(tmp_path: Path) -> None:
     assert (special.bos, special.eos, special.eod, special.sep) == (6, 7, 7, 3)
 
 
+@pytest.mark.slow
 def test_a_megabyte_without_a_space(bert_vocab_file: str) -> None:
     ours = build(bert_vocab_file, True)
     assert ours.encode("x" * 1_000_000) == ours.encode("[UNK]")

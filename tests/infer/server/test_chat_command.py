@@ -67,6 +67,7 @@ def test_commands_of_a_conversation() -> None:
     assert "never" not in text
 
 
+@pytest.mark.slow
 def test_a_server_answers_as_the_model_does_here(served: Live) -> None:
     settings = ChatSettings(temperature=0.0, max_tokens=9)
     chat = chat_format()

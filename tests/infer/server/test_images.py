@@ -97,6 +97,7 @@ def expected(llava: TextGenerator, before: str, *pieces: np.ndarray | str) -> st
     return llava.generate([ids], greedy, [{"images": torch.stack(images)}])[0][0].text
 
 
+@pytest.mark.slow
 def test_a_model_sees_the_images_of_a_conversation(served: Live, llava: TextGenerator, folder: Path) -> None:
     first, second = picture(1), picture(2)
     (folder / "it is.png").write_bytes(png(second))
@@ -123,6 +124,7 @@ def test_a_model_sees_the_images_of_a_conversation(served: Live, llava: TextGene
     assert shown == {"llava": True, "scripted": False}
 
 
+@pytest.mark.slow
 def test_images_that_cannot_be_are_errors(served: Live, folder: Path) -> None:
     (folder / "link.png").symlink_to(folder.parent / "outside.png")
     (folder.parent / "outside.png").write_bytes(png(picture(1)))

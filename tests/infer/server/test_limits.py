@@ -256,6 +256,7 @@ TEMPLATES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "words"), TEMPLATES)
 def test_a_template_that_fails_or_loops_is_an_error_in_bounded_time(source: str, words: str) -> None:
     tokenizer = ByteLevelTokenizer()
@@ -338,6 +339,7 @@ def test_names_and_addresses_that_cannot_be(tmp_path) -> None:
             listen("127.0.0.1", taken.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_two_hundred_streams_at_a_time() -> None:
     async def text(port: int, number: int) -> str:
         body = {"prompt": f"prompt {number}", "max_tokens": 4, "temperature": 0, "stream": True}

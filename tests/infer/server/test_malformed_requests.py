@@ -62,6 +62,7 @@ def require_error(status: int, body: bytes) -> None:
     assert {"message", "type", "param", "code"} == set(json.loads(body)["error"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [200, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_malformed_fields_are_errors(small: Live, examples: int) -> None:
     connection = http.client.HTTPConnection(small.url.removeprefix("http://"), timeout=30)

@@ -38,11 +38,13 @@ def greedy(alpha, prompt: str | list[int], count: int) -> str:
     return alpha.generate([prompt], SamplingParameters(temperature=0.0, max_tokens=count))[0][0].text
 
 
+@pytest.mark.slow
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["alpha", "beta", "bert"]
     assert client.models.retrieve("beta").id == "beta"
 
 
+@pytest.mark.slow
 def test_prompts_of_every_form_are_completed(client: openai.OpenAI, alpha) -> None:
     ids = list(PROMPT.encode())
     expected = greedy(alpha, PROMPT, 12)

@@ -214,6 +214,7 @@ class Weather(BaseModel):
     city: str
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 def test_a_required_call_is_made_by_any_model(form: str) -> None:
     """Random weights, held to the form of a call."""

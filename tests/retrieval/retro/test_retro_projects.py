@@ -120,6 +120,7 @@ def copied(project: Path, folder: Path) -> Path:
     return folder / "copy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("index", "parameters", "seq_length"),
     [("exact", None, SAMPLE), ("exact", None, None), ("Flat", None, SAMPLE), ("IVF3,Flat", "nprobe=3", SAMPLE)],
@@ -171,6 +172,7 @@ def test_where_fewer_are_found_there_is_minus_one(texts, project, tmp_path) -> N
     assert (none[:, 1:] >= none[:, :-1]).all(), "at the end"
 
 
+@pytest.mark.slow
 def test_killed_at_any_step_it_resumes_to_the_same_bytes(texts, project, tmp_path) -> None:
     stopped: list[str] = []
     while True:
@@ -187,6 +189,7 @@ def test_killed_at_any_step_it_resumes_to_the_same_bytes(texts, project, tmp_pat
     assert contents(tmp_path / "project") == contents(project)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_ranks_write_the_same_bytes(texts, tmp_path) -> None:
     """Of an inverted file the ranks share the encoding."""

@@ -86,6 +86,7 @@ def same(stored: Any, ours: Any) -> bool:
     return (words.get(stored, stored) if isinstance(stored, str) else stored) == ours or not (stored or ours)
 
 
+@pytest.mark.slow
 def test_every_row_says_what_becomes_of_it(host: PluginHost) -> None:
     fields = {field.dotted for name in section_names(host) for field in section_fields(name, host)}
     unknown = [(a.option, key) for a in arguments() for key in a.keys if key not in fields]

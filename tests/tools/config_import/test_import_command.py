@@ -263,6 +263,7 @@ def test_bad_commands(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[
     assert BAD_COMMANDS[arguments] in capsys.readouterr().err.replace("\n       ", " ")
 
 
+@pytest.mark.slow
 def test_importing_needs_no_torch() -> None:
     """A machine that only prepares runs has none, and importing it takes seconds."""
     code = (

@@ -127,6 +127,7 @@ def test_yaml_of_others_becomes_a_configuration(name: str, host: PluginHost) -> 
     check_configuration(result.sections, world, host)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt", "moe", "bert"])
 @pytest.mark.parametrize("layout", ["legacy_tp1_pp1", "dist_tp1_pp1"])
 def test_arguments_in_megatrons_checkpoints(model: str, layout: str, golden: Path, host: PluginHost) -> None:

@@ -17,6 +17,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_fits_and_the_next_one_does_not(capsys) -> None:
     found = planned(capsys, "--longest-sequence", "--memory-gib", "1")
     length = found["longest_sequence"]
@@ -27,6 +28,7 @@ def test_the_longest_sequence_fits_and_the_next_one_does_not(capsys) -> None:
         assert at_length["fits"] == fits
 
 
+@pytest.mark.slow
 def test_the_decoder_of_a_model_of_images_gets_the_positions(capsys) -> None:
     """The example has 64."""
     example = Path(__file__).parents[3] / "examples" / "qwen_vl.toml"

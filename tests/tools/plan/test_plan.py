@@ -60,6 +60,7 @@ def token_embeddings() -> int:
     return padded // TENSOR * H
 
 
+@pytest.mark.slow
 def test_gpt3_has_the_parameters_of_the_formula_on_each_rank(gpt3: LayoutPlan) -> None:
     of_rank = {rank: row.weights.parameters for row in gpt3.ranks for rank in row.pp_ranks}
     middle = LAYERS * layer_parameters()
@@ -106,6 +107,7 @@ def test_gpt3_ramps_up_its_batch(gpt3: LayoutPlan) -> None:
     assert samples == pytest.approx(5859375, abs=1536)
 
 
+@pytest.mark.slow
 def test_a_long_stage_costs_what_its_layers_cost_together() -> None:
     """Layers alike are measured twice and multiplied: the same as running all of them. So are two kinds in turn."""
     mixed = {**LLAMA, "num_layers": 6, "moe": {**EXPERTS, "moe_layer_freq": "[1,0,0,1,1,0]"}}
@@ -137,6 +139,7 @@ def test_a_step_takes_longer_with_more_to_compute_and_less_is_kept_with_recomput
     assert full.ranks[0].flow.flops == (3 * forward + again) * tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("granularity", ["none", "selective", "full"])
 @pytest.mark.parametrize(
@@ -159,6 +162,7 @@ def test_dropout_keeps_what_the_device_keeps_also_when_computed_again(
     assert planned(values, 1).ranks[0].activation_bytes - plain == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys", [{"family": "gemma", "attn_logit_softcapping": 50.0}, {"family": "gpt_oss", "moe": EXPERTS}]
 )
@@ -224,6 +228,7 @@ def test_collecting_weights_costs_what_the_forward_pass_does_not_hide() -> None:
     assert clock.step_end(config, cost, forward=whole_time * 9, backward=0.0) == pytest.approx(whole_time / 4)
 
 
+@pytest.mark.slow
 def test_offloaded_layers_keep_nothing_on_the_device() -> None:
     plain, one = (planned(tree(recompute={"cpu_offloading_num_layers": count}), 1).ranks[0] for count in (0, 1))
     (two,) = planned(tree(recompute={"cpu_offloading_num_layers": 2}), 1).ranks
@@ -239,6 +244,7 @@ def test_ring_algorithms_send_the_known_bytes(operation: str, sent: float) -> No
     assert sent_bytes(operation, 1000, 4) == sent
 
 
+@pytest.mark.slow
 def test_a_search_gives_layouts_that_fit_fastest_first() -> None:
     config = built(tree({**LLAMA}), 1)
     planner = QuickPlanner(config, load_plugins(), get_machine("h100"))
@@ -255,6 +261,7 @@ def test_a_search_gives_layouts_that_fit_fastest_first() -> None:
     assert any("does not fit" in reason for reason in found.refused)  # 8 ranks for 4 heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "bytes_of_hidden", "bytes_of_inner"),
     [(None, 2, 2 * 2 + 2), ("tensorwise", 1, 2 * 2 + 1), ("delayed", 1, 2 * 2 + 1), ("blockwise", 2, 2 * 2)],

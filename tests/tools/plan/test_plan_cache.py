@@ -102,6 +102,7 @@ def test_layouts_planned_one_after_another_are_as_if_planned_alone() -> None:
         assert planner.plan(built(values, 4), 4).ranks == planned(values, 4).ranks
 
 
+@pytest.mark.slow
 def test_layers_without_experts_are_run_once_however_experts_are_sharded(monkeypatch) -> None:
     ran: list[tuple[int, ...]] = []
     run = StageCosts._run

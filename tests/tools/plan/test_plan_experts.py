@@ -32,6 +32,7 @@ def plan_of_preset(name: str, world: int, *settings: str) -> LayoutPlan:
     return Planner(config, host, get_machine("h100")).plan(config, world)
 
 
+@pytest.mark.slow
 def test_mixtral_has_the_published_parameters_and_each_rank_its_experts() -> None:
     """46.7e9 parameters, 12.9e9 active (Jiang et al., Mixtral of Experts, 2024)."""
     plan = plan_of_preset("mixtral-8x7b", 64, f"parallel.{EP}=8", "train.global_batch_size=64")
@@ -49,6 +50,7 @@ def test_mixtral_has_the_published_parameters_and_each_rank_its_experts() -> Non
     assert row.weights.total == pytest.approx(6 * own + sharded, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_mixtral_sends_what_its_tokens_need() -> None:
     """Each of 4096 tokens goes to 2 experts and back, forward and backward: 4 times 2 rows of 4096 numbers in bf16 and
     twice 2 weights in fp32, in each of 32 layers."""
@@ -65,6 +67,7 @@ def test_only_the_chosen_experts_compute() -> None:
     assert plan.flops_per_token == pytest.approx(6 * products + 6 * 32 * 4096 * 4096, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_deepseek_v3_is_planned_on_2048_ranks() -> None:
     """671e9 parameters and 11.5e9 of the layer that predicts further (DeepSeek-V3, 2024)."""
     plan = plan_of_preset(
@@ -80,6 +83,7 @@ def test_deepseek_v3_is_planned_on_2048_ranks() -> None:
     assert {"ep", "dp", "edp", "pp"} <= {axis for axis, _ in plan.largest.flow.bytes}
 
 
+@pytest.mark.slow
 def test_qwen3_30b_is_planned() -> None:
     plan = plan_of_preset("qwen3-30b-a3b", 32, f"parallel.{EP}=32", "train.global_batch_size=32")
     assert plan.parameters.total == pytest.approx(30.5e9, rel=2e-3)
@@ -88,11 +92,13 @@ def test_qwen3_30b_is_planned() -> None:
     assert {"router", "permuted_tokens", "experts"} <= set(row.activations)
 
 
+@pytest.mark.slow
 def test_flops_of_a_token_do_not_depend_on_the_layout() -> None:
     one = planned(tree(MOE), 1).flops_per_token
     assert planned(tree(MOE, parallel={EP: 2, TP: 2}), 4).flops_per_token == one
 
 
+@pytest.mark.slow
 def test_a_rank_that_all_tokens_choose_keeps_the_tokens_of_all() -> None:
     """All tokens of both ranks choose the experts 0 and 1: the rank that has them keeps twice the rows."""
     values = tree(MOE, parallel={EP: 2})
@@ -104,6 +110,7 @@ def test_a_rank_that_all_tokens_choose_keeps_the_tokens_of_all() -> None:
     assert planned(tree(), 1).ranks[0].imbalanced_activations is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", [{"moe_permute_fusion": True}, {"moe_grouped_gemm": "triton"}, {"moe_router_random_seed": 3}]
 )
@@ -113,6 +120,7 @@ def test_kernels_that_need_a_device_are_planned_without_one(option: dict[str, ob
     assert other.activations == plain.activations
 
 
+@pytest.mark.slow
 def test_tokens_that_a_product_gathers_are_not_kept_as_rows() -> None:
     """On a GPU: 64 tokens of 32 numbers in fp32, with 2 rows of each in each of 4 layers. The tokens are kept by the
     router too. `auto` is `grouped` in bf16 on Hopper, else `triton`."""
@@ -130,6 +138,7 @@ def test_tokens_that_a_product_gathers_are_not_kept_as_rows() -> None:
     assert kept("auto", None, "bf16") - kept("auto", None, "bf16", "a100") == 4 * 64 * 32 * 2
 
 
+@pytest.mark.slow
 def test_room_for_a_ranks_rows_is_kept_whatever_the_load() -> None:
     """Room for 1.5 times the mean; with exact sizes the mean, and twice of it where all tokens choose one rank."""
     rows = []
@@ -141,6 +150,7 @@ def test_room_for_a_ranks_rows_is_kept_whatever_the_load() -> None:
     assert rows[1].imbalanced_activations == rows[1].activation_bytes
 
 
+@pytest.mark.slow
 def test_a_search_proposes_how_to_divide_experts_and_says_why() -> None:
     machine = get_machine("h100")
     planner = QuickPlanner(built(tree({**MOE, "num_layers": 1}), 1), load_plugins(), machine)

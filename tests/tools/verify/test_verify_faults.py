@@ -146,6 +146,7 @@ def verify(mt: Any, folder: Path, keys: tuple[str, ...], options: tuple[str, ...
     return mt("verify", "layout", folder / "run.toml", *settings, *options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_data_parallelism_is_found(mt, tmp_path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     _, keys, options, first = FAULTS[name]
@@ -155,6 +156,7 @@ def test_a_fault_of_data_parallelism_is_found(mt, tmp_path, monkeypatch: pytest.
     assert re.search(f"the first: ({first}):", outcome.out.splitlines()[-1]), outcome.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keys", "options"), [((), DROPOUT), (SHARDED, ("--steps", "3"))])
 def test_plain_data_parallelism_is_two_processes_that_do_as_one(mt, tmp_path, keys, options) -> None:
     outcome = verify(mt, tmp_path, keys, options)

@@ -71,6 +71,7 @@ def check_all(triton: Casts, plain: Casts, x: torch.Tensor, dtype: torch.dtype, 
         assert torch.equal(noted, wanted)
 
 
+@pytest.mark.slow
 def test_bytes_scales_and_magnitudes_are_torchs() -> None:
     run_interpreted(check)
 
@@ -103,6 +104,7 @@ def check_every_number(rank: int, world: int) -> None:
         assert_same(triton.by_scale(x, one, dtype, "columns"), plain.by_scale(x, one, dtype, "columns"), "columns")
 
 
+@pytest.mark.slow
 def test_every_bf16_number() -> None:
     run_interpreted(check_every_number)
 
@@ -215,6 +217,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return x.requires_grad_(), grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", COUNTS)
 def test_a_layer_computes_the_same_bits_in_fewer_launches_and_bytes(recipe: str) -> None:
     (counted,) = run_interpreted(check_layer, recipe)

@@ -140,6 +140,7 @@ def test_sizes_and_devices_that_it_cannot_serve() -> None:
     assert isinstance(fp8_grouped_product(options(fp8_recipe="blockwise"), torch.zeros(2, 48, 48)), Fp8GroupedProduct)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_an_moe_model_trains_with_its_experts_in_fp8_and_its_router_not(tiny, recipe) -> None:
     keys = (MOE, "model.ffn_hidden_size=64", "train.train_iters=4")

@@ -118,6 +118,7 @@ def check(rank: int, world: int, recipe: str, name: str) -> tuple[int, int]:
     return before.launches - after.launches, round((before.bytes - after.bytes) / (ROWS * SIZES[recipe]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", SIZES)
 def test_the_same_bits_in_fewer_launches_and_bytes(recipe: str) -> None:
     name = "clamped_swiglu" if recipe == "delayed" else "swiglu"
@@ -147,6 +148,7 @@ def split_backward(rank: int, world: int) -> int:
     return len(products)
 
 
+@pytest.mark.slow
 def test_a_split_backward_pass_repeats_no_product() -> None:
     assert run_interpreted(split_backward) == [4]
 
@@ -165,5 +167,6 @@ def repeated_backward(rank: int, world: int) -> None:
     assert torch.equal(torch.autograd.grad(out, weight, first.copy_(second))[0], wanted[1])
 
 
+@pytest.mark.slow
 def test_passes_with_two_gradients_through_one_graph_share_no_product() -> None:
     run_interpreted(repeated_backward)

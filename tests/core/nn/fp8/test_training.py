@@ -170,6 +170,7 @@ def test_the_output_layer_when_asked_for(tiny) -> None:
 # -- state --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_recomputation_changes_no_bit(tiny, name) -> None:
     common = (*recipe(name), "model.hidden_size=128", "train.train_iters=4", "model.hidden_dropout=0.1")
@@ -184,6 +185,7 @@ def contents(directory) -> dict[str, np.ndarray]:
     return {name: reader.read(name).contiguous().view(-1).view(torch.uint8).numpy() for name in reader.shapes()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["most_recent", "max"])
 def test_delayed_scaling_goes_on_to_the_last_bit(tiny, tmp_path, algorithm) -> None:
     keys = ("precision.fp8_amax_history_len=4", f"precision.fp8_amax_compute_algo={algorithm}", "precision.dtype=bf16")
@@ -198,6 +200,7 @@ def test_delayed_scaling_goes_on_to_the_last_bit(tiny, tmp_path, algorithm) -> N
     assert [name for name in one if not np.array_equal(one[name], two[name])] == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_fp8_can_be_gone_on_with(tiny, tmp_path) -> None:
     run(tiny("train.train_iters=2"), tmp_path / "plain")
     load = f"checkpoint.load={tmp_path / 'plain'}"
@@ -245,6 +248,7 @@ def test_torch_serves_no_blocks_on_a_cpu(tiny) -> None:
     model_of(tiny, *WIDE, *recipe("rowwise"), "precision.fp8_implementation=torch")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_scaled_mm_on_cpu(), reason="this torch has no scaled_mm on a CPU")
 def test_torchs_own_product_trains_as_the_emulated_one_does(tiny) -> None:
     common = ("model.hidden_size=128", "train.train_iters=3")

@@ -134,6 +134,7 @@ def check_triton_bits(rank: int, world: int) -> None:
             assert torch.allclose(a, b, rtol=3e-7, atol=3e-8)
 
 
+@pytest.mark.slow
 def test_triton_and_torch_keep_the_same_moments_to_the_last_bit() -> None:
     """Stochastic rounding included, as its bits are a hash of index and step."""
     run_interpreted(check_triton_bits)
@@ -150,6 +151,7 @@ def check_skipped(rank: int, world: int, name: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_a_scale_that_is_not_finite_changes_nothing(name: str) -> None:
     run_interpreted(check_skipped, name)
@@ -184,6 +186,7 @@ def require_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_copies_and_remainders_train_the_same_bits(name: str) -> None:
     """Of the model's bf16 weights too: a cast to bf16 would round ties to even, where 16 bits of remainder cannot."""
@@ -238,6 +241,7 @@ def count_bytes(rank: int, world: int) -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_bytes_moved_for_each_parameter() -> None:
     assert run_interpreted(count_bytes) == [{name: bytes_ for name, (_, bytes_) in MOVED.items()}]
 

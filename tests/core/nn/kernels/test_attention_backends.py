@@ -46,6 +46,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_flex_says_the_same_as_the_written_out_mask(name: str, softcap: float | None) -> None:
@@ -63,6 +64,7 @@ def test_flex_says_the_same_as_the_written_out_mask(name: str, softcap: float | 
         assert torch.allclose(lse, masked.logsumexp(-1), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_flex_with_a_bias_that_differs_by_sample() -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -48,6 +48,7 @@ def check_cross_entropy(rank: int, world: int, name: str) -> None:
     assert_agrees(lambda x: kernel(x, outside, ALONE), lambda x: losses_of(x, outside), random(5, 37))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_cross_entropy(name: str) -> None:
     run_interpreted(check_cross_entropy, name)
@@ -144,6 +145,7 @@ def check_parallel(rank: int, world: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_vocabulary_over_ranks(ranks: int) -> None:
@@ -183,6 +185,7 @@ def check_linear(rank: int, world: int, name: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_linear_cross_entropy(name: str) -> None:
     run_interpreted(check_linear, name)
@@ -225,6 +228,7 @@ def check_allocations(rank: int, world: int) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_tensor_of_the_logits_size() -> None:
     """Recomputed, in the forward pass, and for comparison the loss of whole logits."""
     (found,) = run_interpreted(check_allocations)

@@ -102,6 +102,7 @@ def check_norms(rank: int, world: int, name: str) -> None:
                 assert_agrees(implementation("layer_norm", name), layer_norm, x, weight, bias, 1e-3, zero_centered)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_norms(name: str) -> None:
     run_interpreted(check_norms, name)
@@ -130,6 +131,7 @@ def check_norms_with_residual(rank: int, world: int) -> None:
     assert torch.equal(branch.grad, x.grad.bfloat16())
 
 
+@pytest.mark.slow
 def test_norms_of_a_sum_with_the_residual_stream() -> None:
     run_interpreted(check_norms_with_residual)
 
@@ -144,6 +146,7 @@ def check_wide_rows(rank: int, world: int) -> None:
     assert_agrees(implementation("softmax", "triton"), softmax, random(1, 2, 1, 16400), 0.3, None, False)
 
 
+@pytest.mark.slow
 def test_rows_wider_than_registers() -> None:
     run_interpreted(check_wide_rows)
 
@@ -174,6 +177,7 @@ def check_rotary(rank: int, world: int, name: str) -> None:
     torch.autograd.backward(nothing, [torch.ones_like(x) for x in nothing])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_rotary_of_every_variant(name: str) -> None:
     run_interpreted(check_rotary, name)
@@ -189,6 +193,7 @@ def check_rotary_of_views(rank: int, world: int, name: str) -> None:
     assert_agrees(sliced(implementation("rotary", name)), sliced(rotary), qkv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_rotary_of_strided_views(name: str) -> None:
     run_interpreted(check_rotary_of_views, name)
@@ -248,6 +253,7 @@ def check_normed_rotary_of_qkv(rank: int, world: int) -> None:
             assert_agrees(normed_in_one_pass, normed_parts, *given)
 
 
+@pytest.mark.slow
 def test_normed_rotary_of_qkv_in_one_pass() -> None:
     """Partial rotary, grouped heads, angles of each sequence, weights that are zero-centred or not."""
     run_interpreted(check_normed_rotary_of_qkv)
@@ -265,6 +271,7 @@ def check_activations(rank: int, world: int, name: str) -> None:
         assert_agrees(implementation("activation", name), activation, x, None, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_activations(name: str) -> None:
     run_interpreted(check_activations, name)
@@ -283,6 +290,7 @@ def check_weighted_activation(rank: int, world: int) -> None:
     assert fused("activation")(x, weights, "swiglu").dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_activations_times_a_weight_of_each_row_in_one_pass() -> None:
     run_interpreted(check_weighted_activation)
 
@@ -324,6 +332,7 @@ def check_dropout(rank: int, world: int, name: str) -> None:
     assert not torch.equal(kernel(x, bias, residual, probability), out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_dropout_follows_the_stream_and_its_gradient_the_mask(name: str) -> None:
     run_interpreted(check_dropout, name)
@@ -344,6 +353,7 @@ def check_softmax(rank: int, world: int, name: str) -> None:
                 assert_agrees(kernel, softmax, scores, 0.3, mask, causal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_softmax_with_masks_and_rows_that_see_nothing(name: str) -> None:
     run_interpreted(check_softmax, name)

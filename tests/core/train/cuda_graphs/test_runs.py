@@ -81,6 +81,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_with_graphs_is_the_run_without(name, tiny, monkeypatch) -> None:
     if name == "compiled":  # traced, and not made into code, which takes a minute
@@ -99,6 +100,7 @@ def test_a_run_with_graphs_is_the_run_without(name, tiny, monkeypatch) -> None:
     assert "CUDA graphs of 2 layers captured, for 1 micro-batch at a time" in found.messages
 
 
+@pytest.mark.slow
 def test_the_tape_would_show_numbers_of_the_capture(tiny, monkeypatch) -> None:
     """What is not fed anew stays as it was captured: the comparison above can fail."""
     monkeypatch.setattr(GraphPoolSlot, "_feed", lambda self, inputs, tensors: None)

@@ -49,6 +49,7 @@ CASES = {name: SETTINGS[name] for name in SAME_AS_BLOCKS} | {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_with_graphs_is_the_run_without(name, tiny) -> None:
     recorder, settings = TapeRecorder(), CASES[name]
@@ -64,6 +65,7 @@ def test_a_run_with_graphs_is_the_run_without(name, tiny) -> None:
     assert any("CUDA graph of the step captured, for" in message for message in found.messages)
 
 
+@pytest.mark.slow
 def test_numbers_of_the_capture_would_show(tiny, monkeypatch) -> None:
     """Without copies into its inputs a replay repeats the captured step: the comparison above can fail."""
     replay = CapturedStep.replay
