@@ -58,5 +58,5 @@ def test_where_one_kernel_updates_the_weights(
 
 
 def test_a_run_says_what_is_kept(tiny) -> None:
-    assert next(iter(run_summary(Trainer(tiny(BF16))))).endswith(", main weights copies")
-    assert "main weights" not in next(iter(run_summary(Trainer(tiny()))))
+    assert next(iter(run_summary(Trainer(tiny(BF16))))).endswith(", master weights copies")
+    assert "master weights" not in next(iter(run_summary(Trainer(tiny()))))

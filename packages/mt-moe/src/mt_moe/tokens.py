@@ -79,7 +79,7 @@ def join_tokens(tokens: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
     if ctx.tp.size > 1 and not ctx.sequence_parallel:
         count = like.shape[0] * like.shape[1]
         _, size, _ = _slice_of_rank(count, ctx.tp)
-        # Every tensor-parallel rank goes on with all tokens and computes the same, hence gather_copies.
+        # Every tensor-parallel rank then has all tokens and computes the same, hence gather_copies.
         tokens = gather_copies(_fill(tokens, size), 0, ctx.tp)[:count]
     return tokens.view(like.shape)
 

@@ -62,7 +62,7 @@ REPETITION_RULES: tuple[Rule, ...] = (duplicate_lines, duplicate_paragraphs, top
 
 def top_ngram_share(document: Document, n: int) -> float:
     """Occurrences x length of the commonest n-gram (of several, the longest) over all characters; 0 if none repeats."""
-    # For each different n-gram: the word at which it first begins, and how often it stands in the document.
+    # For each different n-gram: the word at which it first begins, and how often it occurs in the document.
     _, first, counts = np.unique(ngram_hashes(document.word_hashes, n), return_index=True, return_counts=True)
     if not counts.size or counts.max() == 1:
         return 0.0

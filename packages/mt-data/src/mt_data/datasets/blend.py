@@ -97,7 +97,7 @@ def _by_weight(
     index = _cached(
         cache, {"weights": weights.tolist(), "size": size}, lambda: build_blend_index(weights.tolist(), size)
     )
-    # [data sets]: how often each stands in the blend.
+    # [data sets]: how often each occurs in the blend.
     used = np.bincount(index.dataset_index, minlength=len(entries)).tolist()
     datasets = []
     for entry, need, count in zip(entries, needed, used, strict=True):

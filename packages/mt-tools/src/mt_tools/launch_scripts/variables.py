@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Value = str | list[str]
-# Private-use characters around a number: they pass through expansion, splitting and joining, and stand in no script.
+# Private-use characters around a number: they pass through expansion, splitting and joining, and occur in no script.
 MARK = re.compile("\ue000(\\d+)\ue001")
 
 

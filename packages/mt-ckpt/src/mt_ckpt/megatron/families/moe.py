@@ -59,7 +59,7 @@ def _balancing(args: Arguments) -> dict[str, Any]:
     types = [types] if isinstance(types, str) else list(types)
     coefficients = args.get("moe_aux_loss_coeff", 0.0)
     coefficients = [coefficients] * len(types) if isinstance(coefficients, int | float) else list(coefficients)
-    # sinkhorn and none stand in the list without a loss; their coefficients mean nothing.
+    # sinkhorn and none are listed without a loss; their coefficients mean nothing.
     losses = [float(value) for kind, value in zip(types, coefficients, strict=False) if kind.endswith("loss")]
     options: dict[str, Any] = {"moe_router_load_balancing_type": types}
     return options | ({"moe_aux_loss_coeff": losses} if losses else {})

@@ -76,7 +76,7 @@ def _alternating(stage: int, ahead: int, num_micro_batches: int) -> list[Action]
     ahead = min(ahead, num_micro_batches)
     actions = [Action(Kind.FORWARD, stage, number) for number in range(ahead)]
     for number in range(num_micro_batches):
-        # After the last forward pass the loop goes on with backward passes alone (cool-down).
+        # After the last forward pass only backward passes remain (cool-down).
         if ahead + number < num_micro_batches:
             actions.append(Action(Kind.FORWARD, stage, ahead + number))
         actions.append(Action(Kind.BACKWARD, stage, number))

@@ -71,7 +71,7 @@ def _main_weights(config: Config) -> str:
     """What is kept beside bf16 weights, where the optimizer has a choice. FSDP2 shards fp32 weights."""
     form = getattr(config.optimizer, "main_weights", None)
     in_bf16 = config.precision.dtype == "bf16" and not config.parallel.use_torch_fsdp2
-    return f", main weights {form}" if form is not None and in_bf16 else ""
+    return f", master weights {form}" if form is not None and in_bf16 else ""
 
 
 def _number_of_elements(run: Run, layouts: Mapping[str, ParameterLayout]) -> int:

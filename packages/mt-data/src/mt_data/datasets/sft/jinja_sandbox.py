@@ -77,7 +77,7 @@ def compile_template(source: str, name: str) -> CompiledTemplate:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     try:
-        # Looked for in the syntax tree, since the text of the tag may stand in a comment or a string.
+        # Looked for in the syntax tree, since the text of the tag may be part of a comment or a string.
         found = environment.parse(source).find_all(nodes.ExtensionAttribute)
         has_marks = any(node.identifier == _Generation.identifier for node in found)
         return CompiledTemplate(environment.from_string(source), has_marks, name)

@@ -13,7 +13,7 @@ from mt_core.nn.kernels.triton_kernels.launch import on_device
 
 @triton.jit
 def place(head, per_group, head_stride, group_stride):
-    """Offset of heads that stand in groups of per_group: [R] numbers of heads -> [R] elements."""
+    """Offset of heads in groups of per_group: [R] numbers of heads -> [R] elements."""
     return (head // per_group) * group_stride + (head % per_group) * head_stride
 
 
