@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
 
 from mt_core.errors import ConfigError, DataError
 from mt_data.tokenizers import engines
-from mt_data.tokenizers.patterns import PATTERNS, PatternName
+from mt_data.tokenizers.patterns import ENGINE_PATTERNS, PATTERNS, PatternName
 from mt_data.tokenizers.tik_token import TikTokenConfig, TikTokenizer, build_tik_token
 
 
@@ -55,6 +57,29 @@ def test_patterns_are_openais() -> None:
     assert PATTERNS["cl100k"] in inspect.getsource(openai_public.cl100k_base)
     parts = re.findall(r'r"""(.*?)"""', inspect.getsource(openai_public.o200k_base))
     assert PATTERNS["o200k"] == "|".join(parts)
+
+
+# A character or two of each class that a pattern names, and the first letters of the contractions.
+CLASSES = st.text(st.sampled_from("aLZe\u01c5\u02b0\u4e2d\u03011\u0663 \t\u3000\n\r's\u017f/."), max_size=12)
+
+
+@pytest.mark.parametrize("pattern", list(PATTERNS))
+def test_patterns_of_the_engines_cut_the_published_pieces(rank_file: str, pattern: PatternName) -> None:
+    """In the pieces of Oniguruma, and in the ids of tiktoken; `regex` is a third library."""
+    published = regex.compile(PATTERNS[pattern])
+    cut = pre_tokenizers.Split(Regex(ENGINE_PATTERNS[pattern]), "isolated")
+    ours = build(rank_file, tiktoken_pattern=pattern)
+    reference = tiktoken.Encoding(
+        "t", pat_str=PATTERNS[pattern], mergeable_ranks=ranks_of(rank_file), special_tokens={}
+    )
+
+    @settings(max_examples=150)
+    @given(CLASSES)
+    def check(text: str) -> None:
+        assert [piece for piece, _ in cut.pre_tokenize_str(text)] == published.findall(text)
+        assert ours.encode(text) == reference.encode_ordinary(text)
+
+    check()
 
 
 @pytest.mark.slow

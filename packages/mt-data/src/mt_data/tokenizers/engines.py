@@ -64,16 +64,13 @@ class TokenizersEngine:
 class TiktokenEngine:
     """tiktoken over `ranks` (bytes of a token to its id, whose order is the order of merging).
 
-    `pattern` cuts text into the pieces that are merged; `plain_pattern` is the same expression without
-    possessive quantifiers, for the other regular-expression library that takes over on long white space.
+    `pattern`, of `ENGINE_PATTERNS`, cuts text into the pieces that are merged.
     """
 
-    def __init__(
-        self, ranks: Mapping[bytes, int], special: Mapping[str, int], pattern: str, plain_pattern: str
-    ) -> None:
+    def __init__(self, ranks: Mapping[bytes, int], special: Mapping[str, int], pattern: str) -> None:
         self._ranks = dict(ranks)
         self._special = dict(special)
-        self._plain_pattern = plain_pattern
+        self._pattern = pattern
         self._encoding = self._new(pattern, self._special)
         self._allowed = frozenset(special)
         self._probes = common_beginnings(special)
@@ -102,7 +99,7 @@ class TiktokenEngine:
         """The same ids, the text cut into pieces by Oniguruma, whose stack is on the heap."""
         from tokenizers import Regex, pre_tokenizers
 
-        cut = pre_tokenizers.Split(Regex(self._plain_pattern), "isolated")
+        cut = pre_tokenizers.Split(Regex(self._pattern), "isolated")
         # A pattern that takes everything: each piece was cut already and is only merged.
         whole_piece = self._new(r"[\s\S]+", {})
         parts: list[list[int]] = []

@@ -14,7 +14,7 @@ from mt_data.tokenizers import special_tokens as names
 from mt_data.tokenizers.base import BaseTokenizer, FileTokenizerConfig, read_file
 from mt_data.tokenizers.engines import Engine, TiktokenEngine, TokenizersEngine, prefix_free
 from mt_data.tokenizers.merges import BytePairVocabulary, parse_vocab_and_merges
-from mt_data.tokenizers.patterns import PATTERNS, PLAIN_PATTERNS
+from mt_data.tokenizers.patterns import ENGINE_PATTERNS
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -83,7 +83,7 @@ def choose_engine(pairs: BytePairVocabulary, special: dict[str, int]) -> Engine:
         and prefix_free(special)
         and ordinary.isdisjoint(special.values())
     ):
-        return TiktokenEngine(pairs.ids_by_bytes, special, PATTERNS["gpt2"], PLAIN_PATTERNS["gpt2"])
+        return TiktokenEngine(pairs.ids_by_bytes, special, ENGINE_PATTERNS["gpt2"])
     return _tokenizers_engine(pairs, special)
 
 

@@ -14,7 +14,7 @@ from mt_core.errors import ConfigError, DataError
 from mt_data.tokenizers import special_tokens as names
 from mt_data.tokenizers.base import BaseTokenizer, FileTokenizerConfig, decode_utf8, parse_json, read_file
 from mt_data.tokenizers.engines import TiktokenEngine, prefix_free
-from mt_data.tokenizers.patterns import PATTERNS, PLAIN_PATTERNS, PatternName
+from mt_data.tokenizers.patterns import ENGINE_PATTERNS, PATTERNS, PatternName
 
 KEY = "tokenizer_model"
 JSON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -70,8 +70,7 @@ class TikTokenizer(BaseTokenizer):
                 "ranks": len(ranks),
             },
         )
-        pattern = config.tiktoken_pattern
-        self._engine = TiktokenEngine(ranks, special, PATTERNS[pattern], PLAIN_PATTERNS[pattern])
+        self._engine = TiktokenEngine(ranks, special, ENGINE_PATTERNS[config.tiktoken_pattern])
 
     def _encode(self, text: str) -> np.ndarray:
         return self._engine.encode(text)
