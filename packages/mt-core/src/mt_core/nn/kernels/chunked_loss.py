@@ -95,6 +95,9 @@ class _RowsWithIds:
     def subtract_target_(self, logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor) -> None:
         self.kernels.subtract_target_(logits, columns, lse, factor, self.ids)
 
+    def loss_and_gradient_(self, logits: Tensor, columns: Tensor, factor: Tensor, axis: Axis) -> Tensor:
+        return self.kernels.loss_and_gradient_(logits, columns, factor, axis, self.ids)
+
 
 def _with_ids(rows: RowKernels, weight: Tensor, ids: int | None) -> _RowsWithIds:
     return _RowsWithIds(rows, len(weight) if ids is None else ids)
@@ -169,8 +172,7 @@ class _ChunkedWeightedSum(torch.autograd.Function):
             logits = F.linear(hidden[part], weight)
             # The whole lse is needed for the gradient of this chunk, so ranks reduce here and not once behind the loop.
             # Ranks of the axis have the same tokens, and so the same number of chunks.
-            losses[part], lse = reduce_statistics(rows.statistics(logits, columns[part]), axis)
-            rows.subtract_target_(logits, columns[part], lse, loss_weights[part])
+            losses[part] = rows.loss_and_gradient_(logits, columns[part], loss_weights[part], axis)
             gradients.add(part, logits)
         # Not by save_for_backward: the backward pass scales both in place, and frees them.
         ctx.made, ctx.main = (gradients.hidden, own.total), main

@@ -32,6 +32,12 @@ class RowKernels:
     statistics: Callable[[Tensor, Tensor, int], Tensor]
     subtract_target_: Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
 
+    def loss_and_gradient_(self, logits: Tensor, columns: Tensor, factor: Tensor, axis: Axis, ids: int) -> Tensor:
+        """Losses [T]; logits [T, P] become the gradient of their sum weighted by factor [T]. ids: V. Collective."""
+        losses, lse = reduce_statistics(self.statistics(logits, columns, ids), axis)
+        self.subtract_target_(logits, columns, lse, factor, ids)
+        return losses
+
 
 def reduce_statistics(own: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """[3, T] of this rank -> losses [T] and lse [T] of the whole vocabulary. Changes `own`; collective."""

@@ -45,20 +45,28 @@ class _CrossEntropy(torch.autograd.Function):
 def statistics(logits: Tensor, columns: Tensor, ids: int) -> Tensor:
     """As RowKernels."""
     wide = widened(logits[:, :ids])
-    # A rank whose shard of the vocabulary is padding alone. It takes part in the reductions all the same: m = -inf, s =
-    # y = 0.
     if wide.shape[1] == 0:
-        empty = wide.new_zeros(3, len(wide))
-        empty[0] = float("-inf")
-        return empty
+        return _statistics_of_padding(wide)
     largest = wide.amax(1)  # [T]
     blocks = zip(_row_blocks(wide), _row_blocks(largest[:, None], wide), strict=True)
     # In blocks, as rows - top and exp are temporaries of the logits' size otherwise.
     sums = torch.cat([(rows - top).exp_().sum(1) for rows, top in blocks])
-    here, safe = _inside(columns, wide.shape[1])
+    return torch.stack((largest, sums, _logits_of_labels(wide, columns)))
+
+
+def _statistics_of_padding(logits: Tensor) -> Tensor:
+    """Of a rank whose shard of the vocabulary is padding alone: m = -inf, s = y = 0. logits: [T, 0]."""
+    # The rank takes part in the reductions all the same.
+    empty = logits.new_zeros(3, len(logits))
+    empty[0] = float("-inf")
+    return empty
+
+
+def _logits_of_labels(logits: Tensor, columns: Tensor) -> Tensor:
+    """[T], 0 where the label is another rank's."""
+    here, safe = _inside(columns, logits.shape[1])
     # gather needs a valid index on every rank; what it reads elsewhere is masked.
-    label = wide.gather(1, safe[:, None])[:, 0].masked_fill(~here, 0.0)
-    return torch.stack((largest, sums, label))
+    return logits.gather(1, safe[:, None])[:, 0].masked_fill(~here, 0.0)
 
 
 def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor, ids: int) -> None:
@@ -86,6 +94,21 @@ def _subtract_target_of_block_(logits: Tensor, lse: Tensor, column: Tensor, targ
         logits.copy_(gradient)
 
 
+def _exponentials_(logits: Tensor, columns: Tensor) -> Tensor:
+    """`statistics` of logits [T, V] in fp32 or wider, which become exp(z - m)."""
+    if logits.shape[1] == 0:
+        return _statistics_of_padding(logits)
+    labels = _logits_of_labels(logits, columns)
+    largest, sums = zip(*map(_exponentials_of_block_, _row_blocks(logits)), strict=True)
+    return torch.stack((torch.cat(largest), torch.cat(sums), labels))
+
+
+def _exponentials_of_block_(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """m and s, both [T]."""
+    largest = logits.amax(1)
+    return largest, logits.sub_(largest[:, None]).exp_().sum(1)
+
+
 def _row_blocks(x: Tensor, like: Tensor | None = None) -> tuple[Tensor, ...]:
     """Rows of x in blocks, on a CPU so few that those of `like` (by default of x) stay in its cache between passes."""
     like = x if like is None else like
@@ -99,4 +122,29 @@ def _inside(columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)
 
 
-ROWS = RowKernels(statistics, subtract_target_)
+class _RowKernels(RowKernels):
+    """With one exponential of a logit, rather than two, where logits are as wide as the result."""
+
+    def loss_and_gradient_(self, logits: Tensor, columns: Tensor, factor: Tensor, axis: Axis, ids: int) -> Tensor:
+        # In 16 bits the exponentials would be rounded before they are scaled.
+        if widened(logits) is not logits:
+            return super().loss_and_gradient_(logits, columns, factor, axis, ids)
+        logits[:, ids:] = 0.0  # the gradient of padding
+        exponentials = logits[:, :ids]
+        own = _exponentials_(exponentials, columns)
+        largest = own[0].clone()  # of this rank; the reduction puts that of all ranks into `own`
+        losses, lse = reduce_statistics(own, axis)
+        _gradient_of_exponentials_(exponentials, columns, (largest - lse).exp(), factor)
+        return losses
+
+
+def _gradient_of_exponentials_(exponentials: Tensor, columns: Tensor, scale: Tensor, factor: Tensor) -> None:
+    """[T, V]: exp(z - m) become factor * (exp(z - m) * scale - [column]). scale [T]: exp(m - lse)."""
+    if exponentials.shape[1] == 0:
+        return
+    here, safe = _inside(columns, exponentials.shape[1])
+    exponentials.mul_((factor * scale)[:, None])
+    exponentials.scatter_add_(1, safe[:, None], factor.neg().masked_fill(~here, 0.0)[:, None])
+
+
+ROWS = _RowKernels(statistics, subtract_target_)
