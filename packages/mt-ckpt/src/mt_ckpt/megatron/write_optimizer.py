@@ -15,7 +15,7 @@ Written = Mapping[str, Any]
 
 
 def param_group(options: Mapping[str, Any], *, decayed: bool, of_experts: bool) -> dict[str, Any]:
-    """What Megatron-Core 0.19 keeps of a group, without its parameters. options: as `optimizer_options` returns them."""
+    """What Megatron-Core 0.19 keeps of a group, without its parameters. options: `optimizer_options`."""
     return {
         "is_expert_parallel": of_experts,
         "default_config": True,
