@@ -3,11 +3,15 @@ and has a limit with which the part ends in time."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 
@@ -36,6 +40,9 @@ class Listed:
         return list(zip(words[::2], words[1::2], strict=True))
 
 
+SCRIPT = ROOT / "bench" / "gpu" / "run.sh"
+
+
 @cache
 def listed(part: str) -> list[Listed]:
     lines = run("--dry-run", part).stdout.splitlines()
@@ -44,8 +51,7 @@ def listed(part: str) -> list[Listed]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    script = str(ROOT / "bench" / "gpu" / "run.sh")
-    return subprocess.run(["bash", script, *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(["bash", SCRIPT, *arguments], capture_output=True, text=True, check=False)
 
 
 TRAININGS = [one for part in PARTS for one in listed(part) if one.words[3:5] == TRAIN]
@@ -93,3 +99,20 @@ def test_files_of_the_tests_exist() -> None:
     for one in (one for part in PARTS for one in listed(part) if one.words[2] == "pytest"):
         for word in one.words:
             assert not word.startswith("tests/") or (ROOT / word).exists(), word
+
+
+def test_a_part_goes_on_after_a_command_that_fails(tmp_path) -> None:
+    """With a Python whose calibration fails, and whose other commands do nothing."""
+    (tmp_path / "bundle" / "wheels").mkdir(parents=True)
+    shutil.copy(SCRIPT, tmp_path)
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/bash\ncase "$*" in *zipfile*) exec {sys.executable} "$@" ;; *calibrate*) exit 3 ;; esac\n')
+    python.chmod(0o755)
+    environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    command = ["bash", tmp_path / "run.sh", "1", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (1, "failed: calibrate (exit status 3)\n")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["part-1.zip"]
+    with ZipFile(tmp_path / "out" / "part-1.zip") as archive:
+        assert set(archive.namelist()) == {f"{one.name}.log" for one in listed("1")}
