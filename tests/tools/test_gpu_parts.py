@@ -107,7 +107,9 @@ def test_a_part_goes_on_after_a_command_that_fails(tmp_path) -> None:
     shutil.copy(SCRIPT, tmp_path)
     python = tmp_path / "bin" / "python3"
     python.parent.mkdir()
-    python.write_text(f'#!/bin/bash\ncase "$*" in *zipfile*) exec {sys.executable} "$@" ;; *calibrate*) exit 3 ;; esac\n')
+    python.write_text(
+        f'#!/bin/bash\ncase "$*" in *zipfile*) exec {sys.executable} "$@" ;; *calibrate*) exit 3 ;; esac\n'
+    )
     python.chmod(0o755)
     environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
     command = ["bash", tmp_path / "run.sh", "1", tmp_path / "out"]
