@@ -46,7 +46,7 @@ measure() {
         failed+=("$name (no time left)")
         return
     fi
-    # Interrupted, pytest reports the failures so far, and Python where it was.
+    # Interrupted and not terminated: pytest then reports the failures so far.
     timeout --signal=INT --kill-after=5 "$((limit < left ? limit : left))" "$@" >"$results/$name.log" 2>&1 ||
         failed+=("$name (exit status $?)")
     echo "== $name: $((SECONDS - began)) s"

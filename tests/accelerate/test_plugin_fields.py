@@ -328,6 +328,7 @@ def test_functions_of_the_program_are_called() -> None:
     assert torch.equal(embedding, before)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_program_is_passed_classes_and_logits_of_texts() -> None:
     def smoothed(labels: torch.Tensor, logits: torch.Tensor) -> Any:
         return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.3), {}

@@ -67,6 +67,7 @@ def test_a_part_that_does_not_exist() -> None:
     assert (done.returncode, "the part is 1 to 6" in done.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_options_of_commands_exist(mt) -> None:
     for one in (one for part in PARTS for one in listed(part) if one.words[:3] == MT):
         # An unknown option is an error also in front of --help.
@@ -101,6 +102,7 @@ def test_files_of_the_tests_exist() -> None:
             assert not word.startswith("tests/") or (ROOT / word).exists(), word
 
 
+@pytest.mark.slow
 def test_a_part_goes_on_after_a_command_that_fails(tmp_path) -> None:
     """With a Python whose calibration fails, and whose other commands do nothing."""
     (tmp_path / "bundle" / "wheels").mkdir(parents=True)
