@@ -1,36 +1,57 @@
 #!/usr/bin/env bash
 # One of six parts of the benchmarks on a GPU, from bench/gpu/bundle (see bundle.sh): without network, without uv, and
 # in less than ten minutes. A command that fails or runs out of time is reported at the end; the others still run.
-# bench/gpu/run.sh PART [FOLDER]    PART: 1 to 6. FOLDER: of part-PART.zip with all JSON files and logs;
-#                                   default bench/gpu/results
+# bench/gpu/run.sh [--dry-run] PART [FOLDER]
+# PART: 1 to 6. FOLDER: of part-PART.zip with all JSON files and logs; default bench/gpu/results, where they lie unpacked
+# --dry-run: only print the commands with their limits in seconds
 set -uo pipefail
+dry_run=
+[ "${1:-}" = --dry-run ] && dry_run=yes && shift
 here="$(dirname "$(realpath "$0")")"
 part="${1:?the part, 1 to 6}"
-folder="$(realpath -m "${2:-$here/results}")"
-results="$folder/part-$part"
+[[ "$part" == [1-6] ]] || { echo "bench/gpu/run.sh $part: the part is 1 to 6" >&2; exit 2; }
+results="$here/results/part-$part"
+archive="$(realpath -m "${2:-$here/results}")/part-$part.zip"
 site="${TMPDIR:-/tmp}/mt-bench-site"
 seconds_in_all=570
+seconds_of_limits=20 # of the installation
 failed=()
 
-rm -rf "$results" "$site"
-mkdir -p "$results" "$site"
-python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" "$here"/bundle/wheels/*.whl ||
-    exit 2
-export PYTHONPATH="$site" OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
-cd "$here/bundle" || exit 2
+prepare() {
+    rm -rf "$results" "$site" "$archive"
+    mkdir -p "$results" "$site" "$(dirname "$archive")"
+    python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" \
+        "$here"/bundle/wheels/*.whl || exit 2
+    # Plugins of pytest that are installed on the machine are not what the tests are about.
+    export PYTHONPATH="$site" PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
+    cd "$here/bundle" || exit 2
+}
+
+# After each command, so that an interrupted part leaves what it has measured.
+write_archive() {
+    (cd "$results" && python3 -m zipfile -c "$archive" ./*)
+}
 
 # measure NAME SECONDS COMMAND...: its output into NAME.log. The limit is also what is left of all the time: those of a
-# part, with 20 s for the installation, fit into it.
+# part, with the installation, fit into it.
 measure() {
     local name="$1" limit="$2" left=$((seconds_in_all - SECONDS)) began=$SECONDS
     shift 2
+    if [ "$dry_run" ]; then
+        echo "$name, $limit s: $*"
+        ((seconds_of_limits += limit))
+        return
+    fi
     if ((left < 5)); then
         failed+=("$name (no time left)")
         return
     fi
-    timeout "$((limit < left ? limit : left))" "$@" >"$results/$name.log" 2>&1 || failed+=("$name (exit status $?)")
+    # Interrupted and not terminated: pytest then reports the failures so far.
+    timeout --signal=INT --kill-after=5 "$((limit < left ? limit : left))" "$@" >"$results/$name.log" 2>&1 ||
+        failed+=("$name (exit status $?)")
     echo "== $name: $((SECONDS - began)) s"
     tail -n 40 "$results/$name.log"
+    write_archive
 }
 
 mt() {
@@ -55,15 +76,19 @@ decode() {
 gpu_tests() {
     local name="$1" limit="$2"
     shift 2
-    measure "$name" "$limit" python3 -m pytest -q -o addopts= -p no:cacheprovider "$@"
+    measure "$name" "$limit" python3 -m pytest -v -o addopts= -p no:cacheprovider -p pytest_timeout --timeout 90 "$@"
 }
 
 compiled=(--set train.compile=blocks)
 graphs=(--set train.cuda_graphs=blocks)
 step_graph=(--set train.cuda_graphs=step)
 triton_experts=(--set model.moe.moe_grouped_gemm=triton)
-# A rehearsal on a CPU, which has neither graphs nor Triton and generates code for minutes.
-[ "$(python3 -c 'import torch; print(torch.cuda.is_available())')" = True ] || { compiled=() graphs=() step_graph=() triton_experts=(); }
+if [ ! "$dry_run" ]; then
+    prepare
+    # A rehearsal on a CPU, which has neither graphs nor Triton and generates code for minutes.
+    python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+        { compiled=() graphs=() step_graph=() triton_experts=(); }
+fi
 
 case "$part" in
 1)
@@ -107,14 +132,13 @@ case "$part" in
     bench train-8b-fp8-rowwise 170 train --preset 8b --precision fp8 --set precision.fp8_recipe=rowwise \
         "${compiled[@]}"
     ;;
-*)
-    echo "bench/gpu/run.sh $part: the part is 1 to 6" >&2
-    exit 2
-    ;;
 esac
 
-(cd "$results" && python3 -m zipfile -c "../part-$part.zip" ./*)
-echo "written to $folder/part-$part.zip after $SECONDS s"
+if [ "$dry_run" ]; then
+    echo "$seconds_of_limits s at most, with 20 s for the installation; $seconds_in_all s are allowed"
+    exit
+fi
+echo "written to $archive after $SECONDS s"
 for name in "${failed[@]}"; do
     echo "failed: $name" >&2
 done

@@ -41,7 +41,8 @@ def build(family: str, layers: int = 2) -> Any:
     if family.startswith("bert"):
         sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
         config = transformers.BertConfig(**sizes, vocab_size=96, max_position_embeddings=16)
-        return (transformers.BertForMaskedLM if family == "bert" else transformers.BertForPreTraining)(config)
+        kinds = {"bert": transformers.BertForMaskedLM, "bert of classes": transformers.BertForSequenceClassification}
+        return kinds.get(family, transformers.BertForPreTraining)(config)
     sizes = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 64, "vocab_size": 96}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)
     return transformers.T5ForConditionalGeneration(config)
@@ -55,7 +56,9 @@ def samples(family: str, count: int = 24) -> list[dict[str, Any]]:
     ids = torch.randint(1, 90, (count, 16), generator=generator)
     seen = (torch.arange(16) < torch.randint(8, 17, (count, 1), generator=generator)).long()
     labels = ids.masked_fill(seen == 0, -100)
-    if family.startswith("bert"):
+    if family == "bert of classes":
+        labels = ids[:, 0] % 2
+    elif family.startswith("bert"):
         labels = labels.masked_fill(torch.rand(ids.shape, generator=generator) > 0.3, -100)
     elif family == "t5":
         labels = labels[:, :12]

@@ -16,6 +16,7 @@ from transformers import GPT2LMHeadModel
 from mt_accelerate import Accelerator, MegatronLMPlugin
 from mt_accelerate.preparation import data_section
 from mt_accelerate.prepared import Prepared
+from mt_accelerate.train_steps import ClassificationTrainStep
 from mt_accelerate.utils import GPTTrainStep, MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from mt_core.errors import CheckpointError, ConfigError
 
@@ -325,6 +326,21 @@ def test_functions_of_the_program_are_called() -> None:
     expected = torch.nn.functional.cross_entropy(logits[:, 0], batch["input_ids"][:, 1], reduction="none").max()
     assert model(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.equal(embedding, before)
+
+
+@pytest.mark.slow
+def test_a_loss_of_the_program_is_passed_classes_and_logits_of_texts() -> None:
+    def smoothed(labels: torch.Tensor, logits: torch.Tensor) -> Any:
+        return torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.3), {}
+
+    batch = torch_batch("bert of classes", slice(0, ROWS))
+    with torch.no_grad():
+        reference = build("bert of classes").eval()(**batch)
+    expected = {"loss": reference.loss.item(), "smoothed": smoothed(batch["labels"], reference.logits)[0].item()}
+    own_loss = {"custom_train_step_class": ClassificationTrainStep}
+    for name, field in (("loss", own_loss), ("smoothed", {"custom_loss_function": smoothed})):
+        _, model = prepared("bert of classes", num_micro_batches=2, **field)
+        assert model(**batch).loss.item() == pytest.approx(expected[name], rel=1e-5)
 
 
 def test_the_length_of_a_decoder_is_that_of_data_sets() -> None:

@@ -196,6 +196,13 @@ def test_a_constraint_that_grows_too_large_is_an_error_of_its_line(generator: Te
     assert second["completions"][0]["tokens"] == 3
 
 
+def test_an_error_of_a_sequence_is_that_of_the_command(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    assert run(["generate", str(model), "--json", "--prompt", "a", "--n", "2", "--regex", TOO_LARGE]) == 2
+    written = capsys.readouterr()
+    assert [json.loads(line)["finish"] for line in written.out.splitlines()] == ["error"] * 2
+    assert "regex cannot be followed any further" in written.err
+
+
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from tests.ckpt.megatron.conftest import assert_same_tensors
 
 from mt_ckpt.convert.model import build_model
+from mt_ckpt.pickles.torch_file import open_torch_file
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.config.loading import config_from_dict
 from mt_core.nn.layout import parameter_layouts
@@ -247,6 +248,8 @@ def test_flat_buffers_are_megatrons(golden, host, tmp_path) -> None:
         content = torch.load(ours / "model_optim_rng.pt", weights_only=True)
     groups = content["optimizer"]["optimizer"]["param_groups"]
     assert [(group["wd_mult"], group["step"]) for group in groups] == [(1.0, 3.0), (0.0, 3.0)]
+    written = open_torch_file(theirs / "model_optim_rng.pt").value["optimizer"]["optimizer"]["param_groups"]
+    assert [group["lr"] for group in groups] == pytest.approx([group["lr"] for group in written])
     assert content["args"].use_distributed_optimizer is True
 
 

@@ -125,8 +125,9 @@ def test_the_optimizer_over_grids_of_ranks(case, grid, tmp_path, host) -> None:
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_a_weight_decay_that_rises(distributed, tmp_path, host) -> None:
-    """Over 20 steps of 4 samples, 28 of which are done: 0.3 * 28 / 80. The learning rate's decay ends before."""
+def test_groups_have_the_learning_rate_and_the_weight_decay_of_the_next_step(distributed, tmp_path, host) -> None:
+    """Over 20 steps of 4 samples, 28 of which are done: 0.3 * 28 / 80. The learning rate's decay ends after 40 samples:
+    1e-3 * (40 - 28) / 40."""
     source = RandomCheckpoint(GPT, host, optimizer=True)
     config = source.metadata["config"]
     rise = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.3}
@@ -140,6 +141,7 @@ def test_a_weight_decay_that_rises(distributed, tmp_path, host) -> None:
     optimizer = torch.load(next(tmp_path.rglob("model_optim_rng.pt")), weights_only=False)["optimizer"]
     groups = optimizer.get("optimizer", optimizer)["param_groups"]
     assert [group["weight_decay"] for group in groups] == pytest.approx([0.105, 0.0])
+    assert [(group["lr"], group["max_lr"]) for group in groups] == [(pytest.approx(3e-4), 1e-3)] * 2
     assert_same_tensors(found, source)
 
 

@@ -10,6 +10,7 @@ import os
 import random
 import tarfile
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
 from mt_core.specs import SplitRequest
 from mt_data.datasets.display import render_sample
+from mt_data.datasets.images.encoded import UnusableRecords
 from mt_data.datasets.images.records import read_image_texts
 from mt_data.datasets.images.text_encoding import ImageTextEncoder
 from mt_data.datasets.images.tiles import Grid, LongestEdgeTiling, Tiling
@@ -269,6 +271,25 @@ def test_damaged_images_are_named_counted_and_do_not_count_in_the_loss(damaged: 
     strict = build(damaged, max_unusable_records=2)
     with pytest.raises(DataError, match=r"line 5: .*cut.png.*which is 2 \(this is number 3\)"):
         [strict[index] for index in range(len(strict))]
+
+
+def test_each_thread_reports_the_number_of_its_own_unusable_record(caplog) -> None:
+    unusable = UnusableRecords(2)
+    other = Thread(target=unusable.add, args=(0, 2, DataError("the second")))
+
+    class Found(set):
+        """A set to which another thread adds a record as soon as it has one."""
+
+        def add(self, record) -> None:
+            super().add(record)
+            if other.ident is None:
+                other.start()
+                other.join(0.1)  # no longer: it may have to wait for this thread
+
+    unusable.found = Found()
+    unusable.add(0, 1, DataError("the first"))
+    other.join()
+    assert sorted(record.args[0] for record in caplog.records) == [1, 2]
 
 
 def shard_of(path: Path, members: dict[str, bytes]) -> Path:

@@ -80,6 +80,10 @@ EOF
 train.py $A
 EOF
 """,
+    "braces that are words": """A={1,2}; train.py $A {} {a} "{a,b}" \\{a,b} {a\\,b} {1..} a@{0} {a","b} ${B:-{}}""",
+    "separators as they were": """OLD=$IFS; A="1 2"; IFS=,; B=3; train.py "$A" $B; IFS=$OLD; train.py $A
+A=(1 2); f() { local IFS=+; train.py ${A[*]} "${A[@]}"; }; f; IFS=, read C <<< "a,b"; train.py $A""",
+    "an integer that is one": """declare -i A=3; declare -l B=4; A=-5; train.py $A $B""",
     "another shell": """A='train.py a "b c"'; sh -c "$A"; true""",
 }
 
@@ -144,6 +148,16 @@ UNKNOWN = {
     "A=1; read A <<< 2; train.py $A": "$A is what line 1 reads",
     "declare -A M=([a]=1 [b]=2); train.py ${M[b]}": "$M is an array with keys",
     "set -- a b; if [ -f x ]; then shift; fi; train.py $1": "$@ is decided by `if [ -f x ]` in line 1",
+    "train.py --a {1..3}": "{1..3} is a brace expansion, which is not read",
+    "A=1; train.py x{$A,'b c'}y": "is a brace expansion",
+    "A=({a,b}); train.py $A": "{a,b} is a brace expansion",
+    "IFS=,; A=1,2; train.py $A": "IFS separates words here by what the script sets",
+    "IFS=; A='1 2'; train.py $A": "IFS separates words here",
+    'A=(1 2); IFS=+; B="${A[*]}"; train.py "$B"': "IFS separates words here",
+    'A=(1 2); IFS=+; train.py "${A[*]}"': "IFS separates words here",
+    "declare -i A=1; A=A+1; train.py $A": "$A is changed by `declare -i` in line 1, which is not read",
+    "declare -i A=1; A+=1; train.py $A": "$A is changed by `declare -i`",
+    "typeset -u A; A=x; train.py $A": "$A is changed by `declare -u`",
     "if [ -f x ]; then f() { A=1; }; fi; f; train.py $A": "$A is decided by `if [ -f x ]` in line 1",
 }
 
@@ -155,7 +169,7 @@ def test_values_that_only_running_gives_are_named(text: str, tmp_path: Path) -> 
     read = read_script(script, {}, [])
     [reason] = read.unknowns.reasons_in(read.commands[0].words)
     assert UNKNOWN[text] in reason
-    assert read.unknowns.readable(read.commands[0].words[-1]).startswith("$")
+    assert read.unknowns.readable(read.commands[0].words[-1]).startswith(("$", "{"))
 
 
 def test_nothing_in_a_script_is_executed(tmp_path: Path) -> None:

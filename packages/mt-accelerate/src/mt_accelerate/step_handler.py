@@ -8,11 +8,24 @@ from inspect import signature
 from typing import Any
 
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
-from mt_accelerate.train_steps import AbstractTrainStep, BertTrainStep, GetBatch, GPTTrainStep, T5TrainStep
+from mt_accelerate.train_steps import (
+    AbstractTrainStep,
+    BertTrainStep,
+    ClassificationTrainStep,
+    GetBatch,
+    GPTTrainStep,
+    T5TrainStep,
+)
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 
-STEPS = {"bert": BertTrainStep, "t5": T5TrainStep}
+STEPS = {
+    "bert": BertTrainStep,
+    "t5": T5TrainStep,
+    "bert_classification": ClassificationTrainStep,
+    "gpt_classification": ClassificationTrainStep,
+    "llama_classification": ClassificationTrainStep,
+}
 """Model family -> its train step; others have that of GPT."""
 REPLACEMENTS = ("custom_train_step_class", "custom_get_batch_function", "custom_loss_function")
 SPECIAL_IDS = ("decoder_start_token_id", "pad_token_id", "eos_token_id")

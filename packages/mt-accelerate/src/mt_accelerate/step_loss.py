@@ -17,6 +17,7 @@ from mt_core.nn.loss import build_cross_entropy
 from mt_core.parallel.context import ParallelContext
 from mt_core.train.kept_logits import logits_of, whole_vocabulary
 
+CLASS_LOGITS_NDIM = 2
 RAW = "raw."
 """Prefix of a program's own names among the fields of a micro-batch."""
 
@@ -56,9 +57,11 @@ class ComputedOutput:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Losses [rows, S] if `labels` (or `lm_labels`) are given, else logits [rows, S, vocabulary]. For BERT a pair
-        with the logits of the sentence order."""
+        with the logits of the sentence order. Of a classifier logits [rows, classes]."""
         self._require_same(inputs)
         logits = logits_of(self.output)
+        if logits.ndim == CLASS_LOGITS_NDIM:
+            return logits
         labels = options.get("labels", options.get("lm_labels"))
         if labels is None:
             # Collective over tensor-parallel ranks: a custom loss sees all ids, not this rank's shard.

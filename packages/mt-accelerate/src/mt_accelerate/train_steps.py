@@ -122,6 +122,21 @@ class BertTrainStep(_LanguageModelStep):
         return masked_mean_and_order
 
 
+class ClassificationTrainStep(BertTrainStep):
+    """Classes of texts. A batch is that of `BertTrainStep`, whose labels [rows] are the classes."""
+
+    def get_forward_step_func(self) -> ForwardStep:
+        def forward_step(data_iterator: Any, model: Callable[..., Any]) -> tuple[Any, Callable[[Any], Any]]:
+            tokens, types, _, _, labels, padding_mask = self.get_batch(data_iterator)
+            logits = model(tokens, padding_mask, tokentype_ids=types)
+            return logits, partial(self.loss_func, labels)
+
+        return forward_step
+
+    def get_loss_func(self, accelerator: Any) -> LossFunc:
+        return mean_of_texts
+
+
 class T5TrainStep(_LanguageModelStep):
     """Encoder-decoder models. A batch is encoder tokens, decoder tokens, loss_mask, labels, encoder mask."""
 
@@ -172,3 +187,10 @@ def masked_mean_and_order(
     summed = F.cross_entropy(order_logits.float(), sentence_order.view(-1), ignore_index=-1, reduction="sum")
     order = summed / (sentence_order != -1).sum().clamp(min=1)
     return loss + order, {**report, "sop loss": avg_losses_across_data_parallel_group([order])[0]}
+
+
+def mean_of_texts(labels: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """labels [rows], logits [rows, C] -> the mean cross entropy; with one output a text the mean squared error."""
+    is_number = logits.shape[1] == 1
+    loss = F.mse_loss(logits[:, 0].float(), labels.float()) if is_number else F.cross_entropy(logits.float(), labels)
+    return loss, {"loss": avg_losses_across_data_parallel_group([loss])[0]}

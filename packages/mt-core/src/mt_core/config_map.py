@@ -53,17 +53,19 @@ class ConfigMap:
     fixed: tuple[Fixed, ...] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)
     """Key -> why it changes nothing that is computed."""
-    further: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    import_extra: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     """Keys of [model] that depend on several external ones; receives the whole external configuration."""
-    further_keys: tuple[str, ...] = ()
-    """External keys that `further` reads."""
+    import_extra_keys: tuple[str, ...] = ()
+    """External keys that `import_extra` reads."""
     export_extra: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     """The way back: external keys from the whole of [model]."""
 
     def import_value(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model]. Raises ConfigError for a field that is unknown or has a value that is not supported."""
-        # What `further` reads has to be listed, since it receives the whole configuration.
-        known = {f.theirs for f in self.fields} | {f.theirs for f in self.fixed} | {*self.ignored, *self.further_keys}
+        # What `import_extra` reads has to be listed, since it receives the whole configuration.
+        known = (
+            {f.theirs for f in self.fields} | {f.theirs for f in self.fixed} | {*self.ignored, *self.import_extra_keys}
+        )
         unknown = sorted(set(external) - known)
         if unknown:
             raise ConfigError(
@@ -77,8 +79,8 @@ class ConfigMap:
         values = {
             f.ours: _translated(f.import_value, external.get(f.theirs, f.default), [f.theirs]) for f in self.fields
         }
-        if self.further is not None:
-            values.update(_translated(self.further, external, self.further_keys))
+        if self.import_extra is not None:
+            values.update(_translated(self.import_extra, external, self.import_extra_keys))
         # A key that is absent takes the default of [model].
         return {key: value for key, value in values.items() if value is not None}
 

@@ -42,14 +42,14 @@ def scheduler_value(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, 
 
 
 def optimizer_options(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, Any]:
-    """The [optimizer] section, with the weight decay that the next step has."""
-    options = dict(metadata["config"].get("optimizer", {}))
-    if options.get("weight_decay_incr_style", CONSTANT) == CONSTANT:
-        return options
+    """The [optimizer] section, with the learning rate and the weight decay that the next step has, and `max_lr`."""
     config, consumed = config_from_dict(metadata["config"], host), _consumed(metadata)
-    weight_decay = weight_decay_schedule(config.optimizer, _horizon(config, consumed).total_samples)
-    assert weight_decay is not None, "its style is not constant"
-    return {**options, "weight_decay": weight_decay(consumed)}
+    horizon = _horizon(config, consumed)
+    spec = host.lr_schedules.get(config.lr_schedule.lr_decay_style, key="lr_schedule.lr_decay_style")
+    learning_rate = spec.build.load()(config.lr_schedule, horizon)(consumed)
+    options = {**metadata["config"].get("optimizer", {}), "lr": learning_rate, "max_lr": config.optimizer.lr}
+    weight_decay = weight_decay_schedule(config.optimizer, horizon.total_samples)
+    return options if weight_decay is None else {**options, "weight_decay": weight_decay(consumed)}
 
 
 def _weight_decays(config: OptimizerConfig) -> tuple[float | None, float | None]:

@@ -15,17 +15,16 @@ Written = Mapping[str, Any]
 
 
 def param_group(options: Mapping[str, Any], *, decayed: bool, of_experts: bool) -> dict[str, Any]:
-    """What Megatron-Core 0.19 keeps of a group, without its parameters. options: of our [optimizer] section."""
-    lr, min_lr = options.get("lr", 0.0), options.get("min_lr", 0.0)
+    """What Megatron-Core 0.19 keeps of a group, without its parameters. options: `optimizer_options`."""
     return {
         "is_expert_parallel": of_experts,
         "default_config": True,
         "wd_mult": 1.0 if decayed else 0.0,
         "lr_mult": 1.0,
         "is_decoupled_lr": False,
-        "max_lr": lr,
-        "min_lr": min_lr,
-        "lr": lr,
+        "max_lr": options["max_lr"],
+        "min_lr": options.get("min_lr", 0.0),
+        "lr": options["lr"],
         "betas": (options.get("adam_beta1", 0.9), options.get("adam_beta2", 0.999)),
         "eps": options.get("adam_eps", 1e-8),
         "weight_decay": options.get("weight_decay", 0.01) if decayed else 0.0,

@@ -45,7 +45,8 @@ from mt_core.optim.loss_scale import LossScaler, build_loss_scaler
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.optim.schedules import LRSchedule
 from mt_core.parallel.collectives import all_gather
-from mt_core.parallel.context import ParallelContext, wait_for_all
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.first_rank import on_first_rank
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
 from mt_core.parallel.tied_weights import TiedWeights, find_tied_weights
 from mt_core.plugins import PluginHost, load_plugins
@@ -476,17 +477,13 @@ class Engine:
         command that takes a checkpoint reads it. with_optimizer: with the optimizer's state, without which training
         cannot continue unchanged. Returns its path. Collective."""
         directory = RunDirectory(run_dir)
-        if self.ctx.is_writer:
-            directory.create()
         # No rank writes into a directory that is not there yet.
-        wait_for_all()
+        on_first_rank(directory.create, self.ctx.world)
         # The caller may use the file, or end the process, as soon as this returns.
         keys = self.config.checkpoint.model_copy(update={"async_save": False})
         path = directory.checkpoint(self.state.iteration)
         writer = build_checkpoint_writer(keys, self.host, directory, self.ctx)
         writer.write(path, self.contents(with_optimizer=with_optimizer))
-        # The writer commits last; finish() may not report the checkpoint on other ranks before.
-        wait_for_all()
         writer.finish()
         return path
 

@@ -31,6 +31,7 @@ from mt_core.launch.phases import Phases
 from mt_core.nn.loss import Loss
 from mt_core.parallel.context import ParallelContext, is_writer, wait_for_all
 from mt_core.parallel.data import any_over
+from mt_core.parallel.first_rank import on_first_rank
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import Dataset
 from mt_core.train.callbacks import Callback, CallbackList, configured_callbacks
@@ -147,11 +148,9 @@ class Trainer:
 
     def train(self) -> TrainResult:
         """Train until the last step, a signal, or a callback's stop. The last step is always saved."""
-        if self.directory is not None and self.ctx.is_writer:
-            self.directory.create()
-            self.directory.write_config(LoadedConfig(self.config, self.loaded.origins, self.loaded.preset))
-        # The directory exists before any rank writes into it.
-        wait_for_all()
+        if self.directory is not None:
+            # The directory exists before any rank writes into it.
+            on_first_rank(partial(self._create, self.directory), self.ctx.world)
         try:
             with StopSignals() as signals, deterministic_algorithms(self.config.train.deterministic):
                 for text in run_summary(self):
@@ -166,6 +165,10 @@ class Trainer:
             for text in self.checkpoint_writer.close():
                 self.message(text)
             self.callbacks.close()
+
+    def _create(self, directory: RunDirectory) -> None:
+        directory.create()
+        directory.write_config(LoadedConfig(self.config, self.loaded.origins, self.loaded.preset))
 
     def stop(self, reason: str) -> None:
         """End training after the current step, with a checkpoint."""

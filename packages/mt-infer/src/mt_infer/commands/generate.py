@@ -194,11 +194,14 @@ def _requests(generator: TextGenerator, texts: list[str], images: list[Path]) ->
 
 
 def show_json(generator: TextGenerator, requests: list[Request], sampling: SamplingParameters) -> None:
-    """All prompts together, in one batch."""
+    """All prompts together, in one batch. Raises ConfigError, after all lines, if one has an error."""
     prompts, inputs = [request.prompt for request in requests], [request.inputs for request in requests]
-    for request, found in zip(requests, generator.generate(prompts, sampling, inputs), strict=True):
+    completions = generator.generate(prompts, sampling, inputs)
+    for request, found in zip(requests, completions, strict=True):
         for index, done in enumerate(found):
             typer.echo(json.dumps({"prompt": request.text, "index": index, **as_record(done)}, ensure_ascii=False))
+    for done in chain.from_iterable(completions):
+        done.require_complete()
 
 
 def as_record(done: Completion) -> dict[str, object]:

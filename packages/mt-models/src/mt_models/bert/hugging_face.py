@@ -115,7 +115,7 @@ ENCODER_IGNORED = {
 def config_map(model_type: str) -> ConfigMap:
     stem = STEMS[model_type]
 
-    def further(external: Mapping[str, Any]) -> dict[str, Any]:
+    def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         heads = heads_of(external, stem)
         return {
             "layernorm_placement": PLACEMENTS[model_type],
@@ -130,8 +130,8 @@ def config_map(model_type: str) -> ConfigMap:
         fields=ENCODER_FIELDS,
         fixed=ENCODER_FIXED,
         ignored=ENCODER_IGNORED,
-        further=further,
-        further_keys=("architectures",),
+        import_extra=import_extra,
+        import_extra_keys=("architectures",),
         export_extra=lambda model: {
             "architectures": [class_of(model, stem)],
             "intermediate_size": model.get("ffn_hidden_size") or 4 * model["hidden_size"],

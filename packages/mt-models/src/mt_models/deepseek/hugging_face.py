@@ -169,7 +169,7 @@ def _all_dense(external: Mapping[str, Any], default: int, layers: int) -> bool:
     return bool(external.get("first_k_dense_replace", default) >= external.get("num_hidden_layers", layers))
 
 
-def v2_further(external: Mapping[str, Any]) -> dict[str, Any]:
+def v2_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     if _all_dense(external, default=0, layers=32):
         return import_shared(external)
     moe = import_moe(external, dense=0, shared=2, layers=32, scale=1.0)
@@ -181,7 +181,7 @@ def v2_further(external: Mapping[str, Any]) -> dict[str, Any]:
     return {**import_shared(external), "moe": moe}
 
 
-def v3_further(external: Mapping[str, Any]) -> dict[str, Any]:
+def v3_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     predicted = external.get("num_nextn_predict_layers", external.get("num_mtp_layers", 0))
     values = {**import_shared(external), "mtp_num_layers": predicted}
     if _all_dense(external, default=3, layers=61):
@@ -305,8 +305,8 @@ V2 = ConfigMap(
         Fixed("scoring_func", ("softmax",)),
     ),
     ignored={**IGNORED, **MOE_IGNORED, **DERIVED},
-    further=v2_further,
-    further_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS),
+    import_extra=v2_import_extra,
+    import_extra_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS),
     export_extra=v2_export_extra,
 )
 V3 = ConfigMap(
@@ -318,8 +318,8 @@ V3 = ConfigMap(
         Fixed("rope_interleave", (True,)),
     ),
     ignored={**IGNORED, **MOE_IGNORED, **DERIVED},
-    further=v3_further,
-    further_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS, "norm_topk_prob", BIAS_KEY),
+    import_extra=v3_import_extra,
+    import_extra_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS, "norm_topk_prob", BIAS_KEY),
     export_extra=v3_export_extra,
 )
 

@@ -133,7 +133,7 @@ IGNORED_HERE = {
 }
 
 
-def gemma2_further(external: Mapping[str, Any]) -> dict[str, Any]:
+def gemma2_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "qk_layernorm": False,
         "sliding_window_pattern": import_pattern(external, 2),
@@ -141,7 +141,7 @@ def gemma2_further(external: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def gemma3_further(external: Mapping[str, Any]) -> dict[str, Any]:
+def gemma3_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "qk_layernorm": True,
         "sliding_window_pattern": import_pattern(external, 6),
@@ -178,8 +178,8 @@ GEMMA2 = ConfigMap(
     fields=_own_fields(50.0, 30.0),
     fixed=FIXED,
     ignored=IGNORED_HERE,
-    further=gemma2_further,
-    further_keys=(*ROPE_KEYS, "layer_types"),
+    import_extra=gemma2_import_extra,
+    import_extra_keys=(*ROPE_KEYS, "layer_types"),
     export_extra=gemma2_export_extra,
 )
 GEMMA3 = ConfigMap(
@@ -187,8 +187,8 @@ GEMMA3 = ConfigMap(
     fields=_own_fields(None, None),
     fixed=FIXED,
     ignored=IGNORED_HERE,
-    further=gemma3_further,
-    further_keys=(
+    import_extra=gemma3_import_extra,
+    import_extra_keys=(
         *ROPE_KEYS,
         "rope_local_base_freq",
         "layer_types",

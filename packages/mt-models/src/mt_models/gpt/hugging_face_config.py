@@ -100,8 +100,8 @@ GPT2 = ConfigMap(
         *NOT_A_CHOICE,
     ),
     ignored=IGNORED_GPT2,
-    further=import_dropout,
-    further_keys=DROPOUTS,
+    import_extra=import_dropout,
+    import_extra_keys=DROPOUTS,
     export_extra=_gpt2_export_extra,
 )
 
@@ -127,13 +127,13 @@ GPT_BIGCODE = ConfigMap(
             "of an inference server",
         ),
     },
-    further=lambda external: {"num_query_groups": 1, **import_dropout(external)},
-    further_keys=DROPOUTS,
+    import_extra=lambda external: {"num_query_groups": 1, **import_dropout(external)},
+    import_extra_keys=DROPOUTS,
     export_extra=_gpt2_export_extra,
 )  # fmt: skip
 
 
-def _bloom_further(external: Mapping[str, Any]) -> dict[str, Any]:
+def _bloom_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     # Files of BLOOM have either name or both, depending on the version that wrote them.
     for theirs, ours in (("n_embed", "hidden_size"), ("num_attention_heads", "n_head")):
         if theirs in external and ours in external and external[theirs] != external[ours]:
@@ -177,13 +177,13 @@ BLOOM = ConfigMap(
             "which kernels the trainer used",
         ),
     },
-    further=_bloom_further,
-    further_keys=("n_embed", "num_attention_heads", "n_inner"),
+    import_extra=_bloom_import_extra,
+    import_extra_keys=("n_embed", "num_attention_heads", "n_inner"),
     export_extra=_bloom_export_extra,
 )
 
 
-def _neox_further(external: Mapping[str, Any]) -> dict[str, Any]:
+def _neox_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     # Three generations of keys: rotary_pct and rotary_emb_base; partial_rotary_factor and rope_theta beside the others;
     # both within rope_parameters. one_of refuses a file in which they differ.
     given = dict(external.get("rope_parameters") or external.get("rope_scaling") or {})
@@ -230,8 +230,8 @@ GPT_NEOX = ConfigMap(
         *NOT_A_CHOICE,
     ),
     ignored={**IGNORED, "classifier_dropout": OF_HEADS},
-    further=_neox_further,
-    further_keys=(
+    import_extra=_neox_import_extra,
+    import_extra_keys=(
         POSITIONS,
         "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base",
     ),

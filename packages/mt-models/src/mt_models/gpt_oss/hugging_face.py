@@ -104,7 +104,7 @@ def check_quantization(external: Mapping[str, Any]) -> None:
         raise ConfigError(f"quantization_config.quant_method={method!r} is not supported; it can be 'mxfp4'")
 
 
-def further(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     check_quantization(external)
     scaled = external.get("rope_parameters") or external.get("rope_scaling") or YARN
     # import_rope takes the base from within the parameters if it is there, else from beside them.
@@ -157,8 +157,8 @@ GPT_OSS = ConfigMap(
         **MOE_IGNORED,
         "initial_context_length": "rope_scaling.original_max_position_embeddings says the same",
     },
-    further=further,
-    further_keys=(*ROPE_KEYS, *MOE_KEYS, "layer_types", "quantization_config"),
+    import_extra=import_extra,
+    import_extra_keys=(*ROPE_KEYS, *MOE_KEYS, "layer_types", "quantization_config"),
     export_extra=export_extra,
 )
 

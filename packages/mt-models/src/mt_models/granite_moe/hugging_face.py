@@ -39,7 +39,7 @@ def name_map(config: GraniteMoeConfig) -> NameMap:
     return decoder_name_map(config, [*norm_rules(PRE_NORMS), *attention_rules(config), *experts])
 
 
-def further(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     moe = {
         "num_experts": external.get("num_local_experts", 8),
         "moe_router_topk": external.get("num_experts_per_tok", 2),
@@ -75,8 +75,8 @@ GRANITE_MOE = ConfigMap(
     ),
     fixed=(SILU, Fixed("attention_bias", (False,)), *NOT_A_CHOICE),
     ignored={**IGNORED, **MOE_IGNORED},
-    further=further,
-    further_keys=(*ROPE_KEYS, *MOE_KEYS),
+    import_extra=import_extra,
+    import_extra_keys=(*ROPE_KEYS, *MOE_KEYS),
     export_extra=export_extra,
 )
 

@@ -44,8 +44,8 @@ def class_names(model: Mapping[str, Any]) -> dict[str, Any]:
 def with_classes(base: ConfigMap) -> ConfigMap:
     """A base model's map with the number of classes."""
 
-    def further(external: Mapping[str, Any]) -> dict[str, Any]:
-        below = base.further(external) if base.further is not None else {}
+    def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
+        below = base.import_extra(external) if base.import_extra is not None else {}
         return {**below, "num_classes": num_classes(external)}
 
     def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def with_classes(base: ConfigMap) -> ConfigMap:
     return replace(
         base,
         ignored={key: why for key, why in base.ignored.items() if key not in CLASS_KEYS},
-        further=further,
-        further_keys=(*base.further_keys, *CLASS_KEYS),
+        import_extra=import_extra,
+        import_extra_keys=(*base.import_extra_keys, *CLASS_KEYS),
         export_extra=export_extra,
     )
 
@@ -70,12 +70,12 @@ def bert_base(model_type: str, task: str) -> ConfigMap:
         fields=ENCODER_FIELDS,
         fixed=ENCODER_FIXED,
         ignored=ENCODER_IGNORED | {"architectures": "the task is the family's"},
-        further=lambda external: {
+        import_extra=lambda external: {
             "layernorm_placement": PLACEMENTS[model_type],
             "use_scaled_init_method": False,
             "classifier_dropout": external.get("classifier_dropout"),
         },
-        further_keys=("classifier_dropout",),
+        import_extra_keys=("classifier_dropout",),
         export_extra=lambda model: {
             "architectures": [f"{STEMS[model_type]}For{task}"],
             "classifier_dropout": model.get("classifier_dropout"),

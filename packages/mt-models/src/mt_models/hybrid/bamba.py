@@ -74,7 +74,7 @@ def _kinds(config: HybridConfig) -> str:
 # -- configuration ---------------------------------------------------------------------------------
 
 
-def further(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     attention = external.get("attn_layer_indices") or []
     layers = range(external.get("num_hidden_layers", 32))
     if set(attention) - set(layers):
@@ -186,8 +186,8 @@ BAMBA = ConfigMap(
         "layers_block_type": "follows from attn_layer_indices",
         "layer_types": "follows from attn_layer_indices",
     },
-    further=further,
-    further_keys=(
+    import_extra=import_extra,
+    import_extra_keys=(
         POSITIONS,
         "attn_layer_indices", "num_hidden_layers", "mamba_n_heads", "mamba_d_head", "mamba_expand", "time_step_limit",
         "rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor",

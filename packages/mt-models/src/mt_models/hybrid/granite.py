@@ -69,7 +69,7 @@ def _layer_rules(config: HybridConfig, number: int, kind: str) -> list[Rule]:
 # -- configuration ---------------------------------------------------------------------------------
 
 
-def further(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = external["hidden_size"], external["num_attention_heads"]
     scale = external.get("attention_multiplier", 1.0)
     # Hybrids here scale scores by 1 / sqrt(head size) only. A file has the number in decimal, thus the tolerance.
@@ -162,8 +162,8 @@ GRANITE = ConfigMap(
         "router_aux_loss_coef": "of experts, of which there are none",
         "mamba_d_head": "follows from mamba_expand and mamba_n_heads",
     },
-    further=further,
-    further_keys=(
+    import_extra=import_extra,
+    import_extra_keys=(
         "num_hidden_layers", "layer_types", "layers_block_type", "attention_multiplier", "shared_intermediate_size",
         "mamba_n_heads", "mamba_expand", "time_step_limit", "position_embedding_type", "rope_theta", "rope_parameters",
         "rope_scaling",

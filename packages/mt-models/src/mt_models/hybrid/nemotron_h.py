@@ -73,7 +73,7 @@ def _require_no_experts(layers: str) -> None:
 # -- configuration ---------------------------------------------------------------------------------
 
 
-def further(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     layers = _pattern(external)
     _require_no_experts(layers)
     epsilon = one_of(external, ("layer_norm_epsilon", "rms_norm_eps", "norm_eps"), 1e-5)
@@ -201,8 +201,8 @@ NEMOTRON_H = ConfigMap(
             OF_EXPERTS,
         ),
     },
-    further=further,
-    further_keys=(
+    import_extra=import_extra,
+    import_extra_keys=(
         "layers_block_type", "layer_types", "hybrid_override_pattern", "num_hidden_layers", "head_dim",
         "attention_head_dim", "layer_norm_epsilon", "rms_norm_eps", "norm_eps", POSITIONS,
     ),

@@ -87,8 +87,8 @@ INTERNVL = ConfigMap(
         "image_seq_length": "counted from the tower's patches",
         "vocab_size": "text_config has it",
     },
-    further=import_parts,
-    further_keys=("vision_config", "text_config", "tie_word_embeddings"),
+    import_extra=import_parts,
+    import_extra_keys=("vision_config", "text_config", "tie_word_embeddings"),
     export_extra=export_parts,
 )
 

@@ -54,8 +54,8 @@ LLAMA = ConfigMap(
         *NOT_A_CHOICE,
     ),
     ignored={**IGNORED, "max_sequence_length": "repeats max_position_embeddings, which the class reads"},
-    further=import_rope,
-    further_keys=ROPE_KEYS,
+    import_extra=import_rope,
+    import_extra_keys=ROPE_KEYS,
     export_extra=export_extra,
 )
 

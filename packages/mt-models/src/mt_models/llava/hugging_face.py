@@ -114,8 +114,8 @@ LLAVA = ConfigMap(
         "ignore_index": "labels that do not count are the loss mask's",
         "vocab_size": "text_config has it",
     },
-    further=import_parts,
-    further_keys=("vision_config", "text_config", "tie_word_embeddings"),
+    import_extra=import_parts,
+    import_extra_keys=("vision_config", "text_config", "tie_word_embeddings"),
     export_extra=export_parts,
 )
 

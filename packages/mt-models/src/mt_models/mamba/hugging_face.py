@@ -46,7 +46,7 @@ def spelling(config: MambaConfig, name: str) -> str:
     return name.replace("backbone.embedding.", "backbone.embeddings.")
 
 
-def further(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads, head_dim = (
         external.get(key, default) for key, default in (("hidden_size", 4096), ("num_heads", 128), ("head_dim", 64))
     )
@@ -99,8 +99,8 @@ MAMBA2 = ConfigMap(
         "norm_before_gate": "the class gates before the norm, whatever the file says",
         **dict.fromkeys(("time_step_rank", "time_step_scale", "time_step_init_scheme"), OF_MAMBA1),
     },
-    further=further,
-    further_keys=("time_step_limit", "expand", "intermediate_size"),
+    import_extra=import_extra,
+    import_extra_keys=("time_step_limit", "expand", "intermediate_size"),
     export_extra=export_extra,
 )
 

@@ -27,7 +27,7 @@ def name_map(config: MistralConfig) -> NameMap:
     return decoder_name_map(config, [*norm_rules(PRE_NORMS), *attention_rules(config), *feed_forward_rules()])
 
 
-def further(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     # Absent means 4096 there, null means no window.
     return {**import_rope(external), "sliding_window": external.get("sliding_window", 4096)}
 
@@ -46,8 +46,8 @@ MISTRAL = ConfigMap(
     ),
     fixed=(Fixed("hidden_act", ("silu", "swish")), *NOT_A_CHOICE),
     ignored=IGNORED,
-    further=further,
-    further_keys=(*ROPE_KEYS, "sliding_window"),
+    import_extra=import_extra,
+    import_extra_keys=(*ROPE_KEYS, "sliding_window"),
     export_extra=export_extra,
 )
 

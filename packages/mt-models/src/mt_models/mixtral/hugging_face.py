@@ -62,7 +62,7 @@ def name_map(config: MixtralConfig) -> NameMap:
     return decoder_name_map(config, layer)
 
 
-def further(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     moe = {
         "num_experts": external.get("num_local_experts", 8),
         "moe_router_topk": external.get("num_experts_per_tok", 2),
@@ -98,8 +98,8 @@ MIXTRAL = ConfigMap(
     ),
     fixed=(SILU, *NOT_A_CHOICE),
     ignored={**IGNORED, **MOE_IGNORED},
-    further=further,
-    further_keys=(*ROPE_KEYS, *MOE_KEYS, "sliding_window"),
+    import_extra=import_extra,
+    import_extra_keys=(*ROPE_KEYS, *MOE_KEYS, "sliding_window"),
     export_extra=export_extra,
 )
 

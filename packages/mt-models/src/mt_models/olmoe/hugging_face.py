@@ -44,7 +44,7 @@ def name_map(config: OlmoeConfig) -> NameMap:
     return decoder_name_map(config, layer)
 
 
-def further(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     moe = {
         "num_experts": external.get("num_experts", external.get("num_local_experts", 64)),
         "moe_router_topk": external.get("num_experts_per_tok", 8),
@@ -78,8 +78,8 @@ OLMOE = ConfigMap(
     ),
     fixed=(SILU, Fixed("attention_bias", (False,)), Fixed("clip_qkv", (None,)), *NOT_A_CHOICE),
     ignored={**IGNORED, **MOE_IGNORED},
-    further=further,
-    further_keys=(*ROPE_KEYS, *MOE_KEYS),
+    import_extra=import_extra,
+    import_extra_keys=(*ROPE_KEYS, *MOE_KEYS),
     export_extra=export_extra,
 )
 

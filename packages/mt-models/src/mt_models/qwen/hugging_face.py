@@ -75,7 +75,7 @@ def export_windows(config: QwenConfig) -> dict[str, Any]:
     }
 
 
-def _map_of(kind: str, *own: Field, fixed: tuple[Fixed, ...] = (), further: dict[str, Any]) -> ConfigMap:
+def _map_of(kind: str, *own: Field, fixed: tuple[Fixed, ...] = (), implied: dict[str, Any]) -> ConfigMap:
     def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         config = QwenConfig.model_validate(model)
         return {**export_shape(config), **export_rope(config), **export_windows(config)}
@@ -85,8 +85,8 @@ def _map_of(kind: str, *own: Field, fixed: tuple[Fixed, ...] = (), further: dict
         fields=(*decoder_fields(tied=False, positions=32768), *own),
         fixed=(Fixed("hidden_act", ("silu", "swish")), Fixed("use_mrope", (False,)), *fixed, *NOT_A_CHOICE),
         ignored=IGNORED,
-        further=lambda external: {**further, **import_rope(external), **import_windows(external)},
-        further_keys=(*ROPE_KEYS, *WINDOW_KEYS),
+        import_extra=lambda external: {**implied, **import_rope(external), **import_windows(external)},
+        import_extra_keys=(*ROPE_KEYS, *WINDOW_KEYS),
         export_extra=export_extra,
     )
 
@@ -95,14 +95,14 @@ QWEN2 = _map_of(
     "qwen2",
     Field("num_key_value_heads", "num_query_groups", default=32),
     Field("head_dim", "kv_channels"),
-    further={"add_qkv_bias": True, "qk_layernorm": False},
+    implied={"add_qkv_bias": True, "qk_layernorm": False},
 )
 QWEN3 = _map_of(
     "qwen3",
     Field("num_key_value_heads", "num_query_groups", default=32),
     Field("head_dim", "kv_channels", default=128),
     fixed=(Fixed("attention_bias", (False,)),),
-    further={"add_qkv_bias": False, "qk_layernorm": True},
+    implied={"add_qkv_bias": False, "qk_layernorm": True},
 )
 
 HUGGING_FACE = HuggingFaceFamily(

@@ -56,7 +56,7 @@ def is_glm4_moe(moe: Mapping[str, Any] | None) -> bool:
     return options.get("moe_router_score_function") == "sigmoid" and shared
 
 
-def further(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     given = external.get("rope_parameters") or {}
     # The class's default is 0.5: a file without the field is refused too.
     rotated = given.get("partial_rotary_factor", external.get("partial_rotary_factor", 0.5))
@@ -122,7 +122,7 @@ GLM4_MOE = ConfigMap(
     ),
     fixed=(SILU, Fixed("moe_layer_freq", (1,)), *NOT_A_CHOICE),
     ignored={**IGNORED, **MOE_IGNORED},
-    further=further,
-    further_keys=(*ROPE_KEYS, *KEYS),
+    import_extra=import_extra,
+    import_extra_keys=(*ROPE_KEYS, *KEYS),
     export_extra=export_extra,
 )

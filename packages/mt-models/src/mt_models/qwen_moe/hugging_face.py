@@ -98,7 +98,7 @@ def import_moe(external: Mapping[str, Any], *, topk: int, experts: int, ffn: int
     }
 
 
-def qwen2_further(external: Mapping[str, Any]) -> dict[str, Any]:
+def qwen2_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     shared = {
         "moe_shared_expert_intermediate_size": external.get("shared_expert_intermediate_size", 5632),
         "moe_shared_expert_gate": True,
@@ -112,7 +112,7 @@ def qwen2_further(external: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def qwen3_further(external: Mapping[str, Any]) -> dict[str, Any]:
+def qwen3_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     _require_full_attention(external)
     return {
         **import_rope(external),
@@ -180,8 +180,8 @@ QWEN2_MOE = ConfigMap(
     ),
     fixed=FIXED,
     ignored={**IGNORED, **MOE_IGNORED, **WINDOWS},
-    further=qwen2_further,
-    further_keys=(*ROPE_KEYS, *MOE_KEYS, "shared_expert_intermediate_size", "qkv_bias"),
+    import_extra=qwen2_import_extra,
+    import_extra_keys=(*ROPE_KEYS, *MOE_KEYS, "shared_expert_intermediate_size", "qkv_bias"),
     export_extra=qwen2_export_extra,
 )
 QWEN3_MOE = ConfigMap(
@@ -199,8 +199,8 @@ QWEN3_MOE = ConfigMap(
         *FIXED,
     ),
     ignored={**IGNORED, **MOE_IGNORED, **WINDOWS},
-    further=qwen3_further,
-    further_keys=(*ROPE_KEYS, *MOE_KEYS),
+    import_extra=qwen3_import_extra,
+    import_extra_keys=(*ROPE_KEYS, *MOE_KEYS),
     export_extra=qwen3_export_extra,
 )
 

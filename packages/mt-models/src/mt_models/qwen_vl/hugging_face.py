@@ -27,7 +27,7 @@ from mt_models.qwen_vl.vision import ROTARY_BASE
 TEXT_KEYS = frozenset(
     {field.theirs for field in qwen.QWEN2.fields}
     | {fixed.theirs for fixed in qwen.QWEN2.fixed if fixed.theirs != "use_mrope"}
-    | {*qwen.QWEN2.further_keys}
+    | {*qwen.QWEN2.import_extra_keys}
 )
 OF_VIDEOS = "of videos, which the model does not take"
 MARKERS = "marks images and videos in texts, which the tokenizer's template does"
@@ -142,8 +142,8 @@ VISION = ConfigMap(
         "spatial_patch_size": "repeats patch_size",
         "out_hidden_size": "is the hidden_size of the decoder",
     },
-    further=import_rope,
-    further_keys=("in_channels", "in_chans", "rope_parameters"),
+    import_extra=import_rope,
+    import_extra_keys=("in_channels", "in_chans", "rope_parameters"),
     export_extra=export_vision,
 )
 
@@ -178,8 +178,8 @@ QWEN25_VL = ConfigMap(
     fields=(Field("image_token_id", "image_token_index", default=151655),),
     fixed=NOT_A_CHOICE,
     ignored={**IGNORED, **TOKENS},
-    further=import_parts,
-    further_keys=("vision_config", "text_config", *sorted(TEXT_KEYS - {fixed.theirs for fixed in NOT_A_CHOICE})),
+    import_extra=import_parts,
+    import_extra_keys=("vision_config", "text_config", *sorted(TEXT_KEYS - {fixed.theirs for fixed in NOT_A_CHOICE})),
     export_extra=export_parts,
 )
 

@@ -78,8 +78,8 @@ TOWER = ConfigMap(
         "max_image_size": "of the images' processor",
         "use_base_siglip": "which published tower the sizes are of",
     },
-    further=import_tower,
-    further_keys=vision.SIZES,
+    import_extra=import_tower,
+    import_extra_keys=vision.SIZES,
     export_extra=export_tower,
 )
 
@@ -124,8 +124,8 @@ IDEFICS3 = ConfigMap(
         "perceiver_config": "of a resampler, which no published file uses",
         "use_reentrant_checkpointing": "how training saved memory",
     },
-    further=import_parts,
-    further_keys=("vision_config", "text_config", "tie_word_embeddings"),
+    import_extra=import_parts,
+    import_extra_keys=("vision_config", "text_config", "tie_word_embeddings"),
     export_extra=export_parts,
 )
 

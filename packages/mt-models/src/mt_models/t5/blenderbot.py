@@ -126,7 +126,7 @@ def require_blenderbot(config: T5Config) -> None:
         require_value(config, key, values, KIND)
 
 
-def further(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for key, ours in BOTH_STACKS:
         encoder, decoder = external[f"encoder_{key}"], external[f"decoder_{key}"]
@@ -198,7 +198,7 @@ BLENDERBOT = ConfigMap(
         **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "hidden_size"), "repeats another field"),
         "classifier_dropout": OF_HEADS,
     },
-    further=further,
-    further_keys=tuple(f"{stack}_{key}" for stack in ("encoder", "decoder") for key, _ in BOTH_STACKS),
+    import_extra=import_extra,
+    import_extra_keys=tuple(f"{stack}_{key}" for stack in ("encoder", "decoder") for key, _ in BOTH_STACKS),
     export_extra=export_extra,
 )

@@ -29,7 +29,7 @@ def export_activation(name: str) -> str:
     return names[require_known("model.activation", name, names)]
 
 
-def further(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     """If `tie_word_embeddings` is false the output is not scaled; newer files have a separate key for it."""
     # Before transformers 5 tie_word_embeddings decided both whether the LM head is the embedding and whether
     # its input is scaled; since then scale_decoder_outputs is the second.
@@ -89,8 +89,8 @@ CONFIG_MAPS = {
             "is_gated_act": "follows from feed_forward_proj",
             "classifier_dropout": OF_HEADS,
         },
-        further=further,
-        further_keys=("tie_word_embeddings", "scale_decoder_outputs", "dropout_rate"),
+        import_extra=import_extra,
+        import_extra_keys=("tie_word_embeddings", "scale_decoder_outputs", "dropout_rate"),
         export_extra=export_extra,
     )
 }

@@ -111,12 +111,12 @@ CLIP = ConfigMap(
     ),
     fixed=(Fixed("dropout", (0.0,), written=False), *NOT_A_CHOICE),
     ignored=TOWER_IGNORED,
-    further=lambda external: {
+    import_extra=lambda external: {
         "vision_model_type": "clip",
         "use_scaled_init_method": False,
         **import_sizes(external, patch=32),
     },
-    further_keys=SIZES,
+    import_extra_keys=SIZES,
     export_extra=clip_export_extra,
 )
 SIGLIP = ConfigMap(
@@ -127,12 +127,12 @@ SIGLIP = ConfigMap(
     ),
     fixed=NOT_A_CHOICE,
     ignored=TOWER_IGNORED,
-    further=lambda external: {
+    import_extra=lambda external: {
         "vision_model_type": "siglip",
         "use_scaled_init_method": False,
         **import_sizes(external, patch=16),
     },
-    further_keys=SIZES,
+    import_extra_keys=SIZES,
     export_extra=export_sizes,
 )
 TOWERS = {"clip_vision_model": CLIP, "siglip_vision_model": SIGLIP}
@@ -154,7 +154,7 @@ def joint_map(kind: str, tower: ConfigMap, class_name: str, joint_name: str) -> 
     """The configuration of a tower within that of text and images together: `class_name` has classes, of `joint_name`
     it is the tower alone."""
 
-    def further(external: Mapping[str, Any]) -> dict[str, Any]:
+    def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         architecture = str((external.get("architectures") or [None])[0])
         require_known("architectures", architecture, [class_name, joint_name])
         vision = {"model_type": tower.architecture, **(external.get("vision_config") or {})}
@@ -189,8 +189,8 @@ def joint_map(kind: str, tower: ConfigMap, class_name: str, joint_name: str) -> 
             "logit_scale_init_value": "of the comparison of images with texts",
             "initializer_factor": "scales initial weights",
         },
-        further=further,
-        further_keys=("vision_config", *own),
+        import_extra=import_extra,
+        import_extra_keys=("vision_config", *own),
         export_extra=export_extra,
     )
 

@@ -70,8 +70,8 @@ TOWER = ConfigMap(
         *NOT_A_CHOICE,
     ),
     ignored=TOWER_IGNORED,
-    further=import_tower,
-    further_keys=(*SIZES, "attention_bias"),
+    import_extra=import_tower,
+    import_extra_keys=(*SIZES, "attention_bias"),
     export_extra=export_tower,
 )
 

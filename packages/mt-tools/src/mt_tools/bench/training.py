@@ -115,6 +115,7 @@ def measure_training(
     return {
         "name": f"{name} {precision}",
         "settings": settings,
+        "main_weights": getattr(config.optimizer, "main_weights", None),  # as resolved, where `settings` leave it auto
         "steps": steps,
         **_speed(tokens / seconds, flops_per_token(config, host), machine, preset.goals.get(precision)),
         "step_ms": seconds * 1e3,

@@ -39,6 +39,8 @@ SMALL = (
     "train.micro_batch_size=2",
 )
 """Sizes for a CPU in place of the preset's, with the same options."""
+SMALL_FP8 = ("precision.fp8_min_features=1",)
+"""Recipes leave layers as small as those of SMALL in bf16."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,10 @@ class BenchPreset:
     small: tuple[str, ...] = SMALL
 
     def settings(self, precision: str, *, small: bool) -> list[str]:
-        sizes = self.small if small else ()
-        return [*self.overrides, *COMMON, *PRECISIONS[precision], *sizes]
+        if not small:
+            return [*self.overrides, *COMMON, *PRECISIONS[precision]]
+        fp8 = SMALL_FP8 if precision == "fp8" else ()
+        return [*self.overrides, *COMMON, *PRECISIONS[precision], *self.small, *fp8]
 
 
 def _preset(

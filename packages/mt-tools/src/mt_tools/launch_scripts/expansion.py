@@ -11,6 +11,10 @@ from mt_tools.launch_scripts.arithmetic import UnknownError, assigned_names, com
 from mt_tools.launch_scripts.syntax import INDIRECT, LENGTH, Arithmetic, Parameter, Substitution, Text, Word
 from mt_tools.launch_scripts.variables import Value, Variables, is_known
 
+BLANKS = " \t\n"
+"""The separators of words, $IFS, unless the script sets others."""
+# {a,b}, {1..9}, {a..z}, {1..9..2}
+_BRACES = re.compile(r"\{(?:[^{}]*,[^{}]*|(?:-?\d+\.\.-?\d+|[A-Za-z]\.\.[A-Za-z])(?:\.\.-?\d+)?)\}")
 _SCRIPT_FOLDER = re.compile(r'dirname\s+(--\s+)?"?\$(0|\{?BASH_SOURCE(\[0\])?\}?)"?')
 
 
@@ -21,6 +25,9 @@ def expand_words(words: Sequence[Word], variables: Variables) -> list[str]:
 
 def expand_word(word: Word, variables: Variables) -> list[str]:
     """One argument or several, or none: what is not quoted is split at blanks."""
+    if braces := _braces(word):
+        reason = f"{braces} is a brace expansion, which is not read: write its words out in a copy of the script"
+        return [variables.unknowns.mark(braces, reason)]
     fields: list[str] = []
     open_: str | None = None  # the argument that the next part is appended to
     for part in word:
@@ -36,8 +43,7 @@ def expand_word(word: Word, variables: Variables) -> list[str]:
 
 def expand_text(word: Word, variables: Variables) -> str:
     """A word where nothing is split, as in an assignment."""
-    values = [_part(part, variables) for part in word]
-    return "".join(" ".join(value) if isinstance(value, list) else value for value in values)
+    return "".join(_joined(part, _part(part, variables), variables) for part in word)
 
 
 def expand_pattern(word: Word, variables: Variables) -> str:
@@ -46,25 +52,61 @@ def expand_pattern(word: Word, variables: Variables) -> str:
     return "".join(glob.escape(text) if quoted else text.replace("[^", "[!") for quoted, text in texts)
 
 
+def _braces(word: Word) -> str | None:
+    """The first {a,b} or {1..9} that is not quoted."""
+    texts = [(part.text, part.quoted) if isinstance(part, Text) else ("$", True) for part in word]
+    # What is quoted or expanded stays in its place but opens and separates nothing.
+    found = _BRACES.search("".join("_" * len(text) if quoted else text for text, quoted in texts))
+    return "".join(text for text, _ in texts)[found.start() : found.end()] if found else None
+
+
 def _pieces(part: Text | Parameter | Arithmetic | Substitution, variables: Variables) -> Iterator[str | None]:
     """Texts with None where one argument ends and another one begins."""
     if isinstance(part, Parameter) and (word := _replacement(part, variables)) is not None:
         for inner in word:
-            yield from _pieces(inner, variables)
+            if isinstance(inner, Text) and not inner.quoted:
+                yield from _split(inner.text, variables)
+            else:
+                yield from _pieces(inner, variables)
         return
     value = _part(part, variables)
     texts = value if isinstance(value, list) else [value]
     # "$*" and "${a[*]}" are one argument, "$@" and "${a[@]}" one for each element.
     if isinstance(part, Parameter) and part.quoted and part.joined:
-        texts = [" ".join(texts)]
+        texts = [_joined(part, value, variables)]
     for position, text in enumerate(texts):
         if position:
             yield None
-        if part.quoted:
+        if part.quoted or isinstance(part, Text):
             yield text
         else:
-            # Unquoted: blanks in the value separate arguments; those at its ends separate it from its neighbours.
-            yield from (None if piece.isspace() else piece for piece in re.split(r"(\s+)", text) if piece)
+            yield from _split(text, variables)
+
+
+def _has_own_separators(variables: Variables) -> bool:
+    value = variables.get("IFS")
+    return value is not None and value != BLANKS
+
+
+def _separated(variables: Variables) -> str:
+    return variables.unknowns.mark("$IFS", "IFS separates words here by what the script sets, which is not read")
+
+
+def _joined(part: Text | Parameter | Arithmetic | Substitution, value: Value, variables: Variables) -> str:
+    """The elements of an array as one text."""
+    if isinstance(value, str):
+        return value
+    # $* has the first separator between them, $@ a blank.
+    is_separated = isinstance(part, Parameter) and part.joined and len(value) > 1
+    return _separated(variables) if is_separated and _has_own_separators(variables) else " ".join(value)
+
+
+def _split(text: str, variables: Variables) -> Iterator[str | None]:
+    """Blanks in a value that is not quoted separate arguments; those at its ends separate it from its neighbours."""
+    if _has_own_separators(variables) and any(character in text for character in f"{variables.get('IFS')}{BLANKS}"):
+        yield _separated(variables)
+    else:
+        yield from (None if piece.isspace() else piece for piece in re.split(r"(\s+)", text) if piece)
 
 
 def _part(part: Text | Parameter | Arithmetic | Substitution, variables: Variables) -> Value:
@@ -96,6 +138,8 @@ def _replacement(part: Parameter, variables: Variables) -> Word | None:
 
 def _value(part: Parameter, variables: Variables) -> Value | None:
     value = "." if part.name == "PWD" else variables.get(part.name)
+    if value is None and part.name == "IFS":
+        value = BLANKS
     return value if part.every or value is None else _element(part, value, variables)
 
 

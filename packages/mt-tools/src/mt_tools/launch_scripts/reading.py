@@ -31,6 +31,8 @@ from mt_tools.launch_scripts.variables import Unknowns, Value, Variables, is_kno
 MAX_BYTES = 1 << 20
 _MAX_CALLS = 20
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_CHANGING = frozenset("ilnu")
+"""Options of declare after which a variable gets something else than what is assigned: integer, lower, name, upper."""
 _SHELLS = ("sh", "bash", "/bin/sh", "/bin/bash")
 _BATCH = ("sbatch", *_SHELLS)
 
@@ -282,10 +284,14 @@ class _Reader:
             # Back to what it was when the function ends; local without a value hides the variable of the caller.
             if self.locals and name not in self.locals[-1] and not name.startswith("-"):
                 self.locals[-1][name] = self.variables.values.pop(name, None)
+        given = [name for name in names if not name.startswith("-")]
+        options = "".join(word for word in words if word.startswith("-"))
+        for letter in _CHANGING & set(options):
+            self.variables.attributes |= dict.fromkeys(given, f"`declare -{letter}` in line {command.line}")
         self.assign(command.assignments)
         self.assign_words(words)
-        if any(word.startswith("-") and "x" in word for word in words):
-            self.variables.exported |= {name for name in names if not name.startswith("-")}
+        if "x" in options:
+            self.variables.exported |= set(given)
 
     def assign_words(self, words: Sequence[str]) -> None:
         """name=value where the name is a variable's value"""

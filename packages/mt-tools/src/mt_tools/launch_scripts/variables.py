@@ -51,6 +51,8 @@ class Variables:
     unknowns: Unknowns = field(default_factory=Unknowns)
     values: dict[str, Value] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)
+    attributes: dict[str, str] = field(default_factory=dict)
+    """Variables with an attribute that changes what is assigned to them -> what declares it."""
 
     def get(self, name: str) -> Value | None:
         """None: it is not set."""
@@ -71,6 +73,8 @@ class Variables:
         return self.positional[int(name) - 1] if 0 < int(name) <= len(self.positional) else None
 
     def set(self, name: str, value: Value, *, append: bool = False) -> None:
+        if name in self.attributes and (append or not _is_plain_number(value)):
+            return self.not_read(name, f"is changed by {self.attributes[name]}, which is not read")
         before = self.values.get(name)
         if isinstance(before, list) and isinstance(value, str):
             # A text is for the first element of an array.
@@ -78,13 +82,14 @@ class Variables:
         elif append and before is not None:
             value = _appended(before, value)
         self.values[name] = value
+        return None
 
     def set_element(self, name: str, index: int, value: str, *, append: bool = False) -> bool:
         """Set an element of an array, or the one behind its last; false for others, which leave gaps."""
         before = self.values.get(name, [])
         elements = [before] if isinstance(before, str) else list(before)
         index += len(elements) if index < 0 else 0
-        if not 0 <= index <= len(elements):
+        if not 0 <= index <= len(elements) or name in self.attributes:
             return False
         elements[index : index + 1] = [elements[index] + value if append and index < len(elements) else value]
         self.values[name] = elements
@@ -117,6 +122,11 @@ class Variables:
     def not_read(self, name: str, reason: str) -> None:
         """A variable gets a value that only running gives."""
         self.values[name] = self.unknowns.mark(f"${name}", f"${name} {reason}: give --define {name}=VALUE")
+
+
+def _is_plain_number(value: Value) -> bool:
+    """Digits are the same as an integer and in any case of letters."""
+    return isinstance(value, str) and re.fullmatch(r"0|-?[1-9]\d*", value) is not None
 
 
 def _appended(before: Value, value: Value) -> Value:

@@ -23,7 +23,7 @@ from mt_core import retention
 from mt_core.checkpoint_lookup import best_name
 from mt_core.config.schema import CheckpointConfig
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.context import SINGLE, Axis, ParallelContext
 from mt_core.parallel.first_rank import on_first_rank
 from mt_core.plugins import PluginHost
 from mt_core.specs import Fragment, SaveCheckpoint, ShardedSave
@@ -147,7 +147,11 @@ class WholeMethod:
                 return None
             started = time.perf_counter()
             tensors = ((fragment.name, fragment.tensor()) for fragment in fragments)
-            self._save(path, tensors, contents.metadata, contents.files)
+            try:
+                self._save(path, tensors, contents.metadata, contents.files)
+            finally:
+                # What a saver that failed has not taken: the other ranks wait until all that they send is received.
+                deque(fragments, maxlen=0)
             return self._commit(path, started)
 
         return self._collected(contents.fragments), write
@@ -184,16 +188,21 @@ class CheckpointWriter(Protocol):
 
 
 class WritesNow:
-    """Synchronous: training waits until the checkpoint is written."""
+    """Synchronous: training waits until the checkpoint is written.
 
-    def __init__(self, method: Method) -> None:
-        self._method = method
+    ranks: those that wait until the first of them has committed, and raise its error.
+    """
+
+    def __init__(self, method: Method, ranks: Axis) -> None:
+        self._method, self._ranks = method, ranks
         self._done: list[Committed] = []
 
     def write(self, path: Path, contents: Contents) -> None:
         fragments, write = self._method.begin(path, contents)
-        # All ranks wait for the first rank, which commits: after the barrier it is complete for every rank.
-        self._done.append(write(fragments) or Committed(path))
+        if self._ranks.rank != 0:
+            write(fragments)
+        committed = on_first_rank(lambda: write(fragments), self._ranks)
+        self._done.append(committed or Committed(path))
 
     def committed(self) -> list[Committed]:
         done, self._done = self._done, []
@@ -311,11 +320,12 @@ def build_checkpoint_writer(
     if directory is None:
         return WritesNothing()
     method = _method(config, host, Commit(directory, config, host), ctx)
+    if not config.async_save:
+        return WritesNow(method, ctx.world)
     # A rank that only sends to the writing rank has finished when `write` returns: it needs no background thread.
-    only_sends = isinstance(method, WholeMethod) and not ctx.is_writer
-    if config.async_save and not only_sends:
-        return WritesInBackground(method, config.async_in_flight)
-    return WritesNow(method)
+    if isinstance(method, WholeMethod) and not ctx.is_writer:
+        return WritesNow(method, SINGLE)
+    return WritesInBackground(method, config.async_in_flight)
 
 
 def _method(config: CheckpointConfig, host: PluginHost, commit: Commit, ctx: ParallelContext) -> Method:

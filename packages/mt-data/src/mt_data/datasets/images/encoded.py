@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -111,23 +112,26 @@ class UnusableRecords:
 
     def __init__(self, limit: int, found: NDArray[np.int64] | None = None) -> None:
         self.limit = limit
+        self._lock = Lock()
         # A set: a record that is met again in a later epoch counts once.
         self.found: set[tuple[int, int]] = set()
         if found is not None:
             self.found.update((file, number) for file, number in found.tolist())
 
     def add(self, file: int, number: int, error: DataError) -> None:
-        """Raises DataError when there are more than the limit."""
-        if (file, number) in self.found:
-            return
-        self.found.add((file, number))
-        if len(self.found) > self.limit:
+        """Raises DataError when there are more than the limit. The loader's threads may call it at the same time."""
+        with self._lock:
+            if (file, number) in self.found:
+                return
+            self.found.add((file, number))
+            count = len(self.found)
+        if count > self.limit:
             raise DataError(
                 f"{error}; correct it, or leave such records out with data.max_unusable_records, which is {self.limit} "
-                f"(this is number {len(self.found)})"
+                f"(this is number {count})"
             ) from error
-        if len(self.found) <= SHOWN:
-            log.warning("unusable record %d of at most %d: %s", len(self.found), self.limit, error)
+        if count <= SHOWN:
+            log.warning("unusable record %d of at most %d: %s", count, self.limit, error)
 
 
 def encode_files(

@@ -1,0 +1,122 @@
+"""bench/gpu/run.sh: every command of every part is one that `mt` and the scripts accept, measures what its name says,
+and has a limit with which the part ends in time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+
+from mt_core.config.loading import load_config
+from mt_core.plugins import load_plugins
+from mt_core.train.main_weights_choice import with_resolved_main_weights
+from mt_tools.bench.training_presets import PRESETS
+
+ROOT = Path(__file__).parents[2]
+PARTS = "123456"
+SECONDS = 570
+MT = ["python3", "-m", "mt_cli"]
+TRAIN = ["bench", "train"]
+
+
+@dataclass(frozen=True)
+class Listed:
+    name: str
+    limit: int
+    words: list[str]
+
+    @property
+    def options(self) -> list[tuple[str, str]]:
+        """Of `mt bench train`, each of whose options takes a value."""
+        words = self.words[len(MT + TRAIN) :]
+        return list(zip(words[::2], words[1::2], strict=True))
+
+
+SCRIPT = ROOT / "bench" / "gpu" / "run.sh"
+
+
+@cache
+def listed(part: str) -> list[Listed]:
+    lines = run("--dry-run", part).stdout.splitlines()
+    heads = [(line.partition(": ")[0].split(", "), line.partition(": ")[2]) for line in lines[:-1]]
+    return [Listed(name, int(limit.removesuffix(" s")), words.split()) for (name, limit), words in heads]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", SCRIPT, *arguments], capture_output=True, text=True, check=False)
+
+
+TRAININGS = [one for part in PARTS for one in listed(part) if one.words[3:5] == TRAIN]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_limits_fit_into_a_part_with_the_installation(part) -> None:
+    assert 20 + sum(one.limit for one in listed(part)) <= SECONDS
+
+
+def test_a_part_that_does_not_exist() -> None:
+    done = run("7")
+    assert (done.returncode, "the part is 1 to 6" in done.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_options_of_commands_exist(mt) -> None:
+    for one in (one for part in PARTS for one in listed(part) if one.words[:3] == MT):
+        # An unknown option is an error also in front of --help.
+        assert mt(*one.words[3:], "--help").code == 0, one
+
+
+@pytest.mark.parametrize("one", TRAININGS, ids=lambda one: one.name)
+def test_trainings_are_what_their_names_say(one) -> None:
+    config, features = resolved(one), one.name.split("-")
+    assert one.name.startswith(f"train-{dict(one.options)['--preset']}")
+    assert config.optimizer.main_weights == ("copies" if "copies" in features else "remainders")
+    assert (config.precision.fp8_format != "none") == ("fp8" in features)
+    assert (config.precision.fp8_recipe == "rowwise") == ("rowwise" in features)
+    assert config.train.compile == "blocks" or "compile" not in features
+    assert config.train.cuda_graphs == "blocks" or "graphs" not in features
+    assert config.train.cuda_graphs == "step" or "graph" not in features
+
+
+def resolved(one: Listed) -> Any:
+    """The configuration on a GPU, whose kernels update bf16 weights."""
+    options = dict(one.options)
+    preset = PRESETS[options["--preset"]]
+    settings = preset.settings(options.get("--precision", "bf16"), small=False)
+    changed = [value for name, value in one.options if name == "--set"]
+    loaded = load_config(preset=preset.preset, overrides=[*settings, *changed], host=load_plugins())
+    return with_resolved_main_weights(loaded.config, in_one_kernel=True)
+
+
+def test_files_of_the_tests_exist() -> None:
+    for one in (one for part in PARTS for one in listed(part) if one.words[2] == "pytest"):
+        for word in one.words:
+            assert not word.startswith("tests/") or (ROOT / word).exists(), word
+
+
+@pytest.mark.slow
+def test_a_part_goes_on_after_a_command_that_fails(tmp_path) -> None:
+    """With a Python whose calibration fails, and whose other commands do nothing."""
+    (tmp_path / "bundle" / "wheels").mkdir(parents=True)
+    shutil.copy(SCRIPT, tmp_path)
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text(
+        f'#!/bin/bash\ncase "$*" in *zipfile*) exec {sys.executable} "$@" ;; *calibrate*) exit 3 ;; esac\n'
+    )
+    python.chmod(0o755)
+    environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    command = ["bash", tmp_path / "run.sh", "1", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (1, "failed: calibrate (exit status 3)\n")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["part-1.zip"]
+    with ZipFile(tmp_path / "out" / "part-1.zip") as archive:
+        assert set(archive.namelist()) == {f"{one.name}.log" for one in listed("1")}
