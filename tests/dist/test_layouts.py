@@ -58,6 +58,8 @@ def schedule(name: str) -> str:
 
 
 INTERLEAVED = schedule("interleaved_1f1b")
+STEPS = 2
+"""The second has the weights and the moments of the first, and weights that were collected late."""
 
 
 def config(*more: str, host: PluginHost | None = None) -> LoadedConfig:
@@ -67,8 +69,7 @@ def config(*more: str, host: PluginHost | None = None) -> LoadedConfig:
 
 def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
     host = load_plugins()
-    # The second step has the weights and the moments of the first, and weights that were collected late.
-    record = record_run(config(*more, host=host), 2, host=host)
+    record = record_run(config(*more, host=host), STEPS, host=host)
     return record if rank == 0 else None
 
 
