@@ -64,7 +64,8 @@ class Case(NamedTuple):
     fault: Fault | None = None
 
     def __str__(self) -> str:
-        return "+".join(key.rpartition(".")[2].partition("=")[0] for key in self.settings)
+        keys = "+".join(key.partition("=")[0].rpartition(".")[2] for key in self.settings)
+        return keys if self.fault is None else f"{keys}, rank {self.fault.rank}"
 
 
 def train(rank: int, world: int, case: Case) -> Told:
@@ -123,13 +124,13 @@ RUNS = InTurn(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "case"), WITHOUT_FAULT)
+@pytest.mark.parametrize(("world", "case"), WITHOUT_FAULT, ids=str)
 def test_copies_that_agree_pass_at_every_step(world: int, case: Case) -> None:
     assert RUNS.of_ranks(world, case) == [Told([1, 2], None)] * world
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "axis"), ON_FOUR_RANKS)
+@pytest.mark.parametrize(("case", "axis"), ON_FOUR_RANKS, ids=str)
 def test_a_flipped_bit_stops_the_run_with_tensor_and_rank(case: Case, axis: str) -> None:
     fault = case.fault
     assert fault is not None
