@@ -118,8 +118,8 @@ AT_INTERVALS = Case((EVERY_OTHER, "train.train_iters=4"), Fault(1, QKV, step=2))
 UNSEEN = Case((), Fault(1, QKV))
 RUNS = InTurn(
     train,
-    [*WITHOUT_FAULT, *((4, case) for case, _ in ON_FOUR_RANKS)],
-    [(2, OF_TWO_COPIES), (2, AT_INTERVALS), (2, UNSEEN)],
+    [*WITHOUT_FAULT, *((4, case) for case, _ in ON_FOUR_RANKS), (2, AT_INTERVALS), (2, UNSEEN)],
+    [(2, OF_TWO_COPIES)],  # by itself, for the inner loop
 )
 
 
