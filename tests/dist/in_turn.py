@@ -9,7 +9,7 @@ from typing import Any
 
 from mt_core.testing import RankFailureError, run_ranks
 
-AT_ONCE = 12
+AT_ONCE = 14
 """Runs in the same processes: workers of pytest that share the tests of a file compute a group twice at most."""
 SECONDS = 120.0
 Run = tuple[int, Hashable]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.dist.in_turn import InTurn
 from torch import Tensor
 
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.optim.fully_sharded_weights import ends_when_told
-from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -107,6 +107,11 @@ def bytes_held(rank: int, world: int, more: tuple[str, ...]) -> dict[str, int]:
     return found
 
 
+HELD = InTurn(
+    bytes_held, [*((ranks, (ZERO, SMALL_BUCKETS)) for ranks in (1, 2, 4)), (2, (SMALL_BUCKETS,)), (4, (FSDP,))]
+)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_distributed_optimizer_holds_megatrons_bytes(ranks: int) -> None:
     """fp32 4 (weight) + 4 (gradient) + 8/d (moments); bf16 2 + 4 + (4 main + 8)/d, with remainders 2 + 4 + (2 + 8)/d;
@@ -117,19 +122,19 @@ def test_the_distributed_optimizer_holds_megatrons_bytes(ranks: int) -> None:
         "remainders": PARAMETERS * 6 + PARAMETERS * 10 // ranks,
         "fp16": PARAMETERS * 4 + PARAMETERS * 16 // ranks,
     }
-    for found in run_ranks(ranks, bytes_held, (ZERO, SMALL_BUCKETS)):
+    for found in HELD.of_ranks(ranks, (ZERO, SMALL_BUCKETS)):
         assert found == expected
 
 
 def test_without_it_every_rank_holds_all_of_the_state() -> None:
     expected = {"fp32": 16, "bf16": 18, "remainders": 16, "fp16": 20}
-    for found in run_ranks(2, bytes_held, (SMALL_BUCKETS,)):
+    for found in HELD.of_ranks(2, (SMALL_BUCKETS,)):
         assert found == {name: PARAMETERS * size for name, size in expected.items()}
 
 
 def test_fsdp_divides_weights_and_gradients_too() -> None:
     """fp32 weights, gradients and moments whatever the format of computation: 16/d."""
-    for found in run_ranks(4, bytes_held, (FSDP,)):
+    for found in HELD.of_ranks(4, (FSDP,)):
         assert found == {"fp32": PARAMETERS * 16 // 4, "bf16": PARAMETERS * 16 // 4}
 
 
@@ -142,7 +147,9 @@ Call = tuple[str, int]
 class Recorder(Callback):
     """Counts the calls of the second step. Numbers that control training (fp64, int64) are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        """patch: for the functions of torch.distributed."""
+        self.patch = patch
         self.calls: Counter[Call] = Counter()
         self.on = False
 
@@ -154,7 +161,6 @@ class Recorder(Callback):
         self.on = run.state.iteration == 1
 
     def install(self) -> None:
-        """In the functions of torch.distributed; the rank's process ends with the test."""
         self._wrap("all_reduce", lambda tensor, *_: [tensor])
         self._wrap("reduce_scatter_tensor", lambda output, whole, *_: [whole])
         self._wrap("all_gather_into_tensor", lambda whole, *_: [whole])
@@ -179,14 +185,46 @@ class Recorder(Callback):
             return function(*args, **kwargs)
 
         if function is not None:
-            setattr(dist, name, recorded)
+            self.patch.setattr(dist, name, recorded)
 
 
-def calls_of_a_step(rank: int, world: int, data_parallel: int, micro_batches: int, more: tuple[str, ...]) -> Counter:
-    recorder = Recorder()
-    recorder.install()
-    Trainer(config(data_parallel, micro_batches, *more), callbacks=[recorder]).train()
+Case = tuple[int, int, tuple[str, ...]]
+"""Ranks that have other samples, micro-batches of each, and further keys."""
+
+
+def calls_of_a_step(rank: int, world: int, case: Case) -> Counter:
+    data_parallel, micro_batches, more = case
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder(patch)
+        recorder.install()
+        Trainer(config(data_parallel, micro_batches, *more), callbacks=[recorder]).train()
     return recorder.calls
+
+
+BF16, IN_A_PIPELINE = "precision.dtype=bf16", f"parallel.{PP}"
+SCHEDULES = ("1f1b", "zbv_zero_bubble")
+CASES: Mapping[str, tuple[int, Case]] = {
+    "copies, 1 micro-batch": (4, (4, 1, (SMALL_BUCKETS,))),
+    "copies, 4 micro-batches": (4, (4, 4, (SMALL_BUCKETS,))),
+    "zero": (4, (4, 3, (ZERO, SMALL_BUCKETS))),
+    "zero, bf16": (2, (2, 2, (ZERO, BF16))),
+    "zero, gradients in bf16": (2, (2, 2, (ZERO, BF16, "precision.grad_reduce_in_bf16=true"))),
+    "tp": (2, (1, 3, (TP,))),
+    "tp, sp": (2, (1, 3, (TP, SP))),
+    "fsdp": (2, (2, 3, (FSDP,))),
+    "fsdp, whole weights": (2, (2, 3, (FSDP, WHOLE_WEIGHTS))),
+    "pp": (2, (1, 4, (IN_A_PIPELINE,))),
+    **{
+        f"fsdp, {schedule}": (4, (2, 4, (FSDP, WHOLE_WEIGHTS, IN_A_PIPELINE, f"parallel.pipeline_schedule={schedule}")))
+        for schedule in (SCHEDULES if ends_when_told() else ())
+    },
+}
+RUNS = InTurn(calls_of_a_step, CASES.values())
+
+
+def calls_of(name: str) -> list[Counter]:
+    """Of each rank."""
+    return RUNS.of_ranks(*CASES[name])
 
 
 def totals(calls: Mapping[Call, int]) -> dict[str, int]:
@@ -204,28 +242,27 @@ def sent(calls: Mapping[Call, int], ranks: int) -> float:
     return sum(shares[operation] * size * (ranks - 1) / ranks for operation, size in totals(calls).items())
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_data_parallel_sends_each_gradient_once_a_step(micro_batches: int) -> None:
+@pytest.mark.parametrize("micro_batches", ["1 micro-batch", "4 micro-batches"])
+def test_data_parallel_sends_each_gradient_once_a_step(micro_batches: str) -> None:
     """However many micro-batches there are."""
-    for calls in run_ranks(4, calls_of_a_step, 4, micro_batches, (SMALL_BUCKETS,)):
+    for calls in calls_of(f"copies, {micro_batches}"):
         assert totals(calls) == {"all_reduce": 4 * PARAMETERS}
         assert len(calls) > 1, "several buckets"
 
 
 def test_the_distributed_optimizer_sends_no_more_than_an_all_reduce() -> None:
-    for calls in run_ranks(4, calls_of_a_step, 4, 3, (ZERO, SMALL_BUCKETS)):
+    for calls in calls_of("zero"):
         assert totals(calls) == {"reduce_scatter_tensor": 4 * PARAMETERS, "all_gather_into_tensor": 4 * PARAMETERS}
         assert sent(calls, 4) == 2 * 3 / 4 * 4 * PARAMETERS
 
 
 def test_the_distributed_optimizer_gathers_16_bit_weights() -> None:
-    for calls in run_ranks(2, calls_of_a_step, 2, 2, (ZERO, "precision.dtype=bf16")):
+    for calls in calls_of("zero, bf16"):
         assert totals(calls) == {"reduce_scatter_tensor": 4 * PARAMETERS, "all_gather_into_tensor": 2 * PARAMETERS}
 
 
 def test_gradients_that_are_sent_in_bf16_are_half_the_bytes() -> None:
-    more = (ZERO, "precision.dtype=bf16", "precision.grad_reduce_in_bf16=true")
-    for calls in run_ranks(2, calls_of_a_step, 2, 2, more):
+    for calls in calls_of("zero, gradients in bf16"):
         assert totals(calls) == {"reduce_scatter_tensor": 2 * PARAMETERS, "all_gather_into_tensor": 2 * PARAMETERS}
 
 
@@ -238,7 +275,7 @@ another one."""
 
 def test_tensor_parallel_reduces_one_activation_at_each_end_of_a_region() -> None:
     """Forward where it ends, backward where it began; and of each position's loss the largest logit and two sums."""
-    for calls in run_ranks(2, calls_of_a_step, 1, 3, (TP,)):
+    for calls in calls_of("tp"):
         assert totals(calls) == {"all_reduce": 3 * (2 * REGIONS * ACTIVATION + 3 * POSITIONS)}
         assert calls["all_reduce", ACTIVATION] == 3 * 2 * REGIONS
 
@@ -249,7 +286,7 @@ def test_sequence_parallel_sends_the_same_and_gathers_inputs_again() -> None:
     saw a part of the positions, are summed once a step."""
     # Two norms a layer and the final one, in fp32.
     norms = (2 * LAYERS + 1) * HIDDEN * 4
-    for calls in run_ranks(2, calls_of_a_step, 1, 3, (TP, SP)):
+    for calls in calls_of("tp, sp"):
         assert totals(calls) == {
             "reduce_scatter_tensor": 3 * 2 * REGIONS * ACTIVATION,
             "all_gather_into_tensor": 3 * 3 * REGIONS * ACTIVATION,
@@ -259,7 +296,7 @@ def test_sequence_parallel_sends_the_same_and_gathers_inputs_again() -> None:
 
 def test_fsdp_gathers_weights_for_each_pass_and_sends_gradients_once() -> None:
     """ZeRO-3, 3 micro-batches: weights before each forward and each backward pass, gradients at the end."""
-    for calls in run_ranks(2, calls_of_a_step, 2, 3, (FSDP,)):
+    for calls in calls_of("fsdp"):
         assert totals(calls) == {
             "all_gather_into_tensor": 3 * 2 * 4 * PARAMETERS,
             "reduce_scatter_tensor": 4 * PARAMETERS,
@@ -269,23 +306,22 @@ def test_fsdp_gathers_weights_for_each_pass_and_sends_gradients_once() -> None:
 def test_layers_that_stay_whole_are_gathered_once_a_micro_batch() -> None:
     """ZeRO-2."""
     layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN + 2 * HIDDEN)
-    for calls in run_ranks(2, calls_of_a_step, 2, 3, (FSDP, WHOLE_WEIGHTS)):
+    for calls in calls_of("fsdp, whole weights"):
         assert calls["all_gather_into_tensor", layer] == 3 * LAYERS
         assert totals(calls)["reduce_scatter_tensor"] == 4 * PARAMETERS
 
 
 def test_a_pipeline_sends_one_activation_forward_and_its_gradient_back() -> None:
-    for calls in run_ranks(2, calls_of_a_step, 1, 4, (f"parallel.{PP}",)):
+    for calls in calls_of("pp"):
         assert calls == {("batch_isend_irecv", ACTIVATION): 4}
 
 
 @pytest.mark.skipif(not ends_when_told(), reason="torch before 2.15 sends gradients with each pass of a stage")
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_fsdp_in_a_pipeline_sends_gradients_once_a_step(schedule: str) -> None:
     """Ranks 0 and 2 are two stages (or two pairs of them) of the same replica. With a backward pass in two halves
     weights stay whole until the last one, so they are gathered once, too."""
-    more = (FSDP, WHOLE_WEIGHTS, f"parallel.{PP}", f"parallel.pipeline_schedule={schedule}")
-    first, _, second, _ = (totals(calls) for calls in run_ranks(4, calls_of_a_step, 2, 4, more))
+    first, _, second, _ = (totals(calls) for calls in calls_of(f"fsdp, {schedule}"))
     assert first["reduce_scatter_tensor"] + second["reduce_scatter_tensor"] == 4 * PARAMETERS
     if schedule == "zbv_zero_bubble":
         assert first["all_gather_into_tensor"] + second["all_gather_into_tensor"] == 4 * PARAMETERS

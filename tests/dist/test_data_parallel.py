@@ -9,19 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.dist.in_turn import InTurn
 
 from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.errors import ConfigError
+from mt_core.optim.buckets import Bucket
 from mt_core.parallel import data as data_parallel
 from mt_core.parallel.context import Axis
 from mt_core.parallel.data import buckets, sum_gradients
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
-from mt_core.train import Callback, Trainer
+from mt_core.train import Callback, Trainer, engine
+from mt_core.train.step.optimizer_step import OptimizerStep
 
 pytestmark = pytest.mark.dist
 
+STEPS = 4
+STOPPED = "train.exit_iteration=2"
 SETTINGS = [
     "model.num_layers=2",
     "model.hidden_size=32",
@@ -30,10 +35,10 @@ SETTINGS = [
     "data.corpus_bytes=1000000",
     "data.eod_mask_loss=true",
     "train.micro_batch_size=1",
-    "train.global_batch_size=8",
-    "train.train_iters=5",
+    "train.global_batch_size=4",
+    f"train.train_iters={STEPS}",
     "train.eval_interval=2",
-    "train.eval_iters=2",
+    "train.eval_iters=1",
     "checkpoint.save_interval=null",
     "lr_schedule.lr_warmup_iters=1",
     "logging.progress=none",
@@ -65,6 +70,38 @@ def curve(rank: int, world: int, more: tuple[str, ...] = (), run_dir: str | None
     return {"steps": seen.steps, "valid": seen.valid, "weights": weights, "iteration": result.state.iteration}
 
 
+def mutated(rank: int, world: int, case: tuple[str | None, tuple[str, ...]]) -> dict:
+    mutation, more = case
+    with pytest.MonkeyPatch.context() as patch:
+        if mutation is not None:
+            MUTATIONS[mutation](patch)
+        return curve(rank, world, more)
+
+
+def do_not_sum_gradients(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Bucket, "start_reduce", lambda bucket: setattr(bucket, "_reduced", True))
+
+
+def count_tokens_of_one_rank(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OptimizerStep, "global_tokens", lambda step, counted: counted)
+
+
+def read_the_same_samples(patch: pytest.MonkeyPatch) -> None:
+    reader = engine.BatchReader
+    patch.setattr(engine, "BatchReader", lambda *args, dp_rank, **options: reader(*args, dp_rank=0, **options))
+
+
+MUTATIONS = {
+    "gradients are not summed": do_not_sum_gradients,
+    "each rank divides by its own count of tokens": count_tokens_of_one_rank,
+    "all ranks take the same samples": read_the_same_samples,
+}
+UNBROKEN = None, ()
+BF16 = None, ("precision.dtype=bf16",)
+DROPOUT = None, ("model.hidden_dropout=0.2",)
+RUNS = InTurn(mutated, [(2, case) for case in (*((mutation, ()) for mutation in MUTATIONS), UNBROKEN, BF16, DROPOUT)])
+
+
 @cache
 def curve_of_one_process() -> dict:
     return curve(0, 1)
@@ -89,14 +126,14 @@ def differs(mine: dict, reference: dict) -> float:
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_together_train_as_one_process(world) -> None:
     reference = curve_of_one_process()
-    for mine in run_ranks(world, curve):
+    for mine in RUNS.of_ranks(world, UNBROKEN):
         assert differs(mine, reference) < 2e-5
-        assert len(mine["steps"]) == 5
+        assert len(mine["steps"]) == STEPS
 
 
 @pytest.mark.slow
 def test_with_16_bit_weights_too() -> None:
-    first, second = run_ranks(2, curve, ("precision.dtype=bf16",))
+    first, second = RUNS.of_ranks(2, BF16)
     assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
     assert [loss for loss, _ in first["steps"]] == pytest.approx(
         [loss for loss, _ in curve_of_one_process()["steps"]], rel=0.01
@@ -118,9 +155,8 @@ def in_form(form: str, *more: str) -> tuple[str, ...]:
 
 def in_all_forms(rank: int, world: int, folder: str) -> dict[tuple[str, str], dict]:
     cases = product(STATES, FORMS)
-    stopped = "train.exit_iteration=2"
     return {
-        (state, form): curve(rank, world, in_form(form, stopped, *STATES[state]), f"{folder}/{state}-{form}")
+        (state, form): curve(rank, world, in_form(form, STOPPED, *STATES[state]), f"{folder}/{state}-{form}")
         for state, form in cases
     }
 
@@ -143,7 +179,7 @@ def test_remainders_train_as_copies_do_and_either_goes_on_with_the_other(tmp_pat
         for form, other in (("copies", "remainders"), ("remainders", "copies"))
     )
     require_same_bits(copies, remainders)
-    assert [len(mine["steps"]) for mine in (copies, remainders)] == [3, 3]
+    assert [len(mine["steps"]) for mine in (copies, remainders)] == [STEPS - 2, STEPS - 2]
 
 
 def require_same_bits(some: dict, others: dict) -> None:
@@ -151,31 +187,11 @@ def require_same_bits(some: dict, others: dict) -> None:
     assert all(torch.equal(weight, others["weights"][name]) for name, weight in some["weights"].items())
 
 
-def broken(rank: int, world: int, mutation: str) -> dict:
-    if mutation == "gradients are not summed":
-        from mt_core.optim.buckets import Bucket
-
-        Bucket.start_reduce = lambda bucket: setattr(bucket, "_reduced", True)
-    elif mutation == "each rank divides by its own count of tokens":
-        from mt_core.train.step.optimizer_step import OptimizerStep
-
-        OptimizerStep.global_tokens = lambda step, counted: counted
-    else:
-        from mt_core.train import engine
-
-        reader = engine.BatchReader
-        engine.BatchReader = lambda *args, dp_rank, **options: reader(*args, dp_rank=0, **options)
-    return curve(rank, world)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mutation",
-    ["gradients are not summed", "each rank divides by its own count of tokens", "all ranks take the same samples"],
-)
+@pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_broken_runtime_is_noticed(mutation) -> None:
     reference = curve_of_one_process()
-    assert max(differs(mine, reference) for mine in run_ranks(2, broken, mutation)) > 1e-3
+    assert max(differs(mine, reference) for mine in RUNS.of_ranks(2, (mutation, ()))) > 1e-3
 
 
 def resumed(rank: int, world: int, run_dir: str, more: tuple[str, ...]) -> dict:
@@ -185,20 +201,19 @@ def resumed(rank: int, world: int, run_dir: str, more: tuple[str, ...]) -> dict:
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     reference = curve_of_one_process()
-    first = run_ranks(2, resumed, str(tmp_path), ("train.exit_iteration=2",))
+    first = run_ranks(2, resumed, str(tmp_path), (STOPPED,))
     assert [mine["iteration"] for mine in first] == [2, 2]
     for mine in run_ranks(4, resumed, str(tmp_path), ()):
-        assert len(mine["steps"]) == 3
+        assert len(mine["steps"]) == STEPS - 2
         assert differs({**mine, "valid": []}, {**reference, "steps": reference["steps"][2:], "valid": []}) < 2e-5
 
 
 @pytest.mark.slow
 def test_dropout_goes_on_bit_for_bit_on_as_many_ranks(tmp_path: Path) -> None:
-    drop = ("model.hidden_dropout=0.2",)
-    whole = run_ranks(2, resumed, str(tmp_path / "whole"), drop)
-    run_ranks(2, resumed, str(tmp_path / "parts"), (*drop, "train.exit_iteration=2"))
-    parts = run_ranks(2, resumed, str(tmp_path / "parts"), drop)
-    for mine, reference in zip(parts, whole, strict=True):
+    _, drop = DROPOUT
+    run_ranks(2, resumed, str(tmp_path), (*drop, STOPPED))
+    parts = run_ranks(2, resumed, str(tmp_path), drop)
+    for mine, reference in zip(parts, RUNS.of_ranks(2, DROPOUT), strict=True):
         assert mine["steps"] == reference["steps"][2:]
         assert all(torch.equal(mine["weights"][name], value) for name, value in reference["weights"].items())
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tests.dist.in_turn import InTurn
 from torch import Tensor
 
 from mt_core.config.checks import as_world
@@ -21,7 +22,6 @@ from mt_core.parallel.pipeline.schedule_tables import Action, Kind, ScheduleTabl
 from mt_core.parallel.pipeline.schedules import PipelineSchedule
 from mt_core.plugins import Plugin, PluginHost, load_plugins
 from mt_core.specs import ContextParallelMethodSpec, Lazy, PipelineScheduleSpec
-from mt_core.testing import run_ranks
 from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = pytest.mark.dist
@@ -31,7 +31,7 @@ SETTINGS = (
     "model.hidden_size=16",
     "model.num_attention_heads=2",
     "model.vocab_size=263",
-    "data.dataset_type=mock",
+    "data.corpus_bytes=1000000",
     "data.seq_length=16",
     "train.micro_batch_size=1",
     "train.global_batch_size=4",
@@ -95,10 +95,13 @@ def run(rank: int, world: int, settings: tuple[str, ...]) -> RunRecord | None:
     return record if rank == 0 else None
 
 
+RUNS = InTurn(run, [(2, LAST_FIRST_ON_2), (2, WHOLE_ON_2), (1, ())])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [LAST_FIRST_ON_2, WHOLE_ON_2], ids=["schedule", "method"])
 def test_a_third_partys_layout_computes_what_one_process_computes(settings: tuple[str, ...]) -> None:
-    found, reference = run_ranks(2, run, settings)[0], run_ranks(1, run, ())[0]
+    found, reference = RUNS.result(2, settings), RUNS.result(1, ())
     assert found.losses == pytest.approx(reference.losses, rel=1e-5)
     for name, gradient in reference.gradients.items():
         torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-4, atol=1e-6)

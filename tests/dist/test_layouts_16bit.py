@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.dist.test_layouts import FSDP, PP2, SMALL_BUCKETS, SP, TP2, ZERO, config
+from tests.dist.in_turn import InTurn
+from tests.dist.test_layouts import FSDP, PP2, SMALL_BUCKETS, SP, STEPS, TP2, ZERO, config
 
 from mt_core.testing import run_ranks
 from mt_tools.verify.run_record import RunRecord, record_run
@@ -18,29 +19,29 @@ LOSS, NORM, GRADIENT = 1e-4, 3e-3, 0.03
 
 
 def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
-    record = record_run(config(SMALL, *more))
+    record = record_run(config(SMALL, BF16, *more), STEPS)
     return record if rank == 0 else None
+
+
+LAYOUTS = {
+    "tp": (2, (TP2,)),
+    "tp, sp, zero": (4, (TP2, SP, ZERO, SMALL_BUCKETS)),
+    "pp": (2, (PP2,)),
+    "zero bubble": (2, (PP2, "parallel.pipeline_schedule=zbv_zero_bubble")),
+    "fsdp": (2, (FSDP,)),
+    "gradients sent in bf16": (2, (ZERO, "precision.grad_reduce_in_bf16=true")),
+}
+RUNS = InTurn(run, LAYOUTS.values())
 
 
 @pytest.fixture(scope="module")
 def one_process() -> RunRecord:
-    return run_ranks(1, run, (BF16,))[0]
+    return RUNS.result(1, ())
 
 
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [
-        (2, (TP2,)),
-        (4, (TP2, SP, ZERO, SMALL_BUCKETS)),
-        (2, (PP2,)),
-        (2, (PP2, "parallel.pipeline_schedule=zbv_zero_bubble")),
-        (2, (FSDP,)),
-        (2, (ZERO, "precision.grad_reduce_in_bf16=true")),
-    ],
-    ids=["tp", "tp, sp, zero", "pp", "zero bubble", "fsdp", "gradients sent in bf16"],
-)
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS.values(), ids=LAYOUTS)
 def test_bf16_is_within_rounding_of_one_process(world, layout, one_process) -> None:
-    found = run_ranks(world, run, (BF16, *layout))[0]
+    found = RUNS.result(world, layout)
     assert found.losses == pytest.approx(one_process.losses, rel=LOSS)
     assert found.norms == pytest.approx(one_process.norms, rel=NORM)
     for name, reference in one_process.gradients.items():

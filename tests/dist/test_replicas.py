@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tests.dist.in_turn import InTurn
 from tests.dist.test_layouts import GATHER, MOE, SMALL_BUCKETS, SP, TP2, TP4, ZERO, config
 
 from mt_core.errors import ConfigError, TrainingError
@@ -17,7 +18,7 @@ from mt_core.train.trainer import Trainer
 
 pytestmark = pytest.mark.dist
 
-SMALL = ("model.num_layers=2", "train.global_batch_size=4", "train.train_iters=4", "train.sample_prompt=null")
+SMALL = ("model.num_layers=2", "train.global_batch_size=4", "train.train_iters=2", "train.sample_prompt=null")
 EVERY_STEP, EVERY_OTHER = "train.verify_replicas_interval=1", "train.verify_replicas_interval=2"
 EP2 = "parallel.expert_model_parallel_size=2"
 FEW_PADDING_ROWS = "model.make_vocab_size_divisible_by=8"
@@ -58,7 +59,17 @@ def flip(run: Trainer, name: str) -> None:
     weight.view(-1).view(torch.int32)[-1] ^= A_BIT
 
 
-def train(rank: int, world: int, settings: tuple[str, ...], fault: Fault | None) -> Told:
+class Case(NamedTuple):
+    settings: tuple[str, ...]
+    fault: Fault | None = None
+
+    def __str__(self) -> str:
+        keys = "+".join(key.partition("=")[0].rpartition(".")[2] for key in self.settings)
+        return keys if self.fault is None else f"{keys}, rank {self.fault.rank}"
+
+
+def train(rank: int, world: int, case: Case) -> Told:
+    settings, fault = case
     steps = Steps(fault if fault is not None and fault.rank == rank else None)
     trainer = Trainer(config(*SMALL, *settings), callbacks=[steps])
     return outcome(trainer, steps)
@@ -88,34 +99,42 @@ def train_with_a_wrong_gather(rank: int, world: int, settings: tuple[str, ...], 
     return outcome(trainer, steps)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [
-        (2, ()),
-        (2, (TP2,)),
-        (2, (TP2, SP)),
-        (4, (TP2, SP, ZERO, SMALL_BUCKETS)),
-        (4, (ZERO, SMALL_BUCKETS, GATHER)),
-        (4, (MOE, EP2)),
-    ],
+WITHOUT_FAULT = [
+    (2, Case((EVERY_STEP,))),
+    (2, Case((TP2, EVERY_STEP))),
+    (2, Case((TP2, SP, EVERY_STEP))),
+    (4, Case((TP2, SP, ZERO, SMALL_BUCKETS, EVERY_STEP))),
+    (4, Case((ZERO, SMALL_BUCKETS, GATHER, EVERY_STEP))),
+    (4, Case((MOE, EP2, EVERY_STEP))),
+]
+ON_FOUR_RANKS = [
+    (Case((EVERY_STEP,), Fault(2, QKV)), "dp_cp"),
+    (Case((EVERY_STEP,), Fault(0, QKV)), "dp_cp"),
+    (Case((TP4, FEW_PADDING_ROWS, EVERY_STEP), Fault(3, NORM)), "tp"),
+    (Case((TP4, SP, FEW_PADDING_ROWS, EVERY_STEP), Fault(1, NORM)), "tp"),
+]
+OF_TWO_COPIES = Case((EVERY_STEP,), Fault(0, QKV))
+AT_INTERVALS = Case((EVERY_OTHER, "train.train_iters=4"), Fault(1, QKV, step=2))
+UNSEEN = Case((), Fault(1, QKV))
+RUNS = InTurn(
+    train,
+    [*WITHOUT_FAULT, *((4, case) for case, _ in ON_FOUR_RANKS), (2, AT_INTERVALS), (2, UNSEEN)],
+    [(2, OF_TWO_COPIES)],  # by itself, for the inner loop
 )
-def test_copies_that_agree_pass_at_every_step(world: int, layout: tuple[str, ...]) -> None:
-    assert run_ranks(world, train, (*layout, EVERY_STEP), None) == [Told([1, 2, 3, 4], None)] * world
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "fault", "axis"),
-    [
-        ((), Fault(2, QKV), "dp_cp"),
-        ((), Fault(0, QKV), "dp_cp"),
-        ((TP4, FEW_PADDING_ROWS), Fault(3, NORM), "tp"),
-        ((TP4, SP, FEW_PADDING_ROWS), Fault(1, NORM), "tp"),
-    ],
-)
-def test_a_flipped_bit_stops_the_run_with_tensor_and_rank(layout: tuple[str, ...], fault: Fault, axis: str) -> None:
-    for told in run_ranks(4, train, (*layout, EVERY_STEP), fault):
+@pytest.mark.parametrize(("world", "case"), WITHOUT_FAULT, ids=str)
+def test_copies_that_agree_pass_at_every_step(world: int, case: Case) -> None:
+    assert RUNS.of_ranks(world, case) == [Told([1, 2], None)] * world
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "axis"), ON_FOUR_RANKS, ids=str)
+def test_a_flipped_bit_stops_the_run_with_tensor_and_rank(case: Case, axis: str) -> None:
+    fault = case.fault
+    assert fault is not None
+    for told in RUNS.of_ranks(4, case):
         assert told.steps == [1]
         assert told.error is not None
         assert f"{fault.name} of rank {fault.rank} among the {axis} ranks [0, 1, 2, 3]" in told.error
@@ -133,21 +152,21 @@ def test_a_flipped_bit_is_found_under_zero_while_weights_are_collected_late() ->
 
 
 def test_of_two_copies_neither_is_blamed() -> None:
-    for told in run_ranks(2, train, (EVERY_STEP,), Fault(0, QKV)):
+    for told in RUNS.of_ranks(2, OF_TWO_COPIES):
         assert told.error is not None
         assert f"{QKV} differs among the dp_cp ranks [0, 1], and no value has a majority" in told.error
 
 
 @pytest.mark.slow
 def test_the_interval_says_when_copies_are_compared() -> None:
-    for told in run_ranks(2, train, (EVERY_OTHER,), Fault(1, QKV, step=2)):
+    for told in RUNS.of_ranks(2, AT_INTERVALS):
         assert told.steps == [1, 2, 3]
         assert told.error is not None
 
 
 @pytest.mark.slow
 def test_without_the_key_nothing_is_compared() -> None:
-    assert [told.error for told in run_ranks(2, train, (), Fault(1, QKV))] == [None, None]
+    assert [told.error for told in RUNS.of_ranks(2, UNSEEN)] == [None, None]
 
 
 def test_sharded_weights_have_no_copies_to_compare() -> None:
