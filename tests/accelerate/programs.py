@@ -381,9 +381,10 @@ def reduced(accelerator: Any) -> None:
     assert padded.sum() == 2 * ragged.numel() - longest
 
 
-def everything(rank: int, world: int, fields: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def everything(
+    rank: int, world: int, families: Sequence[str], fields: Mapping[str, Any], folder: str
+) -> dict[str, Any]:
     _, _, dp = plugin_of(fields, world)
-    families = FAMILIES if dp == 1 else FAMILIES[:1]  # what data-parallel ranks shard does not depend on the family
     found: dict[str, Any] = {family: train(family, fields, world, f"{folder}/{family}") for family in families}
     found["custom"] = custom_loss(fields, world)
     found["own batches"] = own_batches(fields, world)
@@ -404,12 +405,16 @@ def families_and_styles(
 def all_layouts(
     rank: int,
     world: int,
-    layouts: Mapping[str, Mapping[str, Any]],
+    layouts: Mapping[str, tuple[Sequence[str], Mapping[str, Any]]],
     own: Mapping[str, tuple[str, Mapping[str, Any]]],
     folder: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """In the same processes, one layout after another; own: the layouts of models and data sets of the program."""
-    found = {name: everything(rank, world, fields, f"{folder}/{name}") for name, fields in layouts.items()}
+    """In the same processes, one layout after another; layouts: families and the plugin's fields; own: the layouts of
+    models and data sets of the program."""
+    found = {
+        name: everything(rank, world, families, fields, f"{folder}/{name}")
+        for name, (families, fields) in layouts.items()
+    }
     return found, all_provided(rank, world, own)
 
 

@@ -1,4 +1,5 @@
-"""Ranks forked from a process that has imported transformers, which takes each of them two seconds otherwise."""
+"""Ranks forked from a process that has imported transformers and mt_accelerate, which takes each of them two seconds
+otherwise."""
 
 from __future__ import annotations
 
@@ -38,6 +39,8 @@ class TransformersRanks:
 
 
 def _serve(pipe: Connection) -> None:
+    import mt_accelerate.accelerator  # noqa: F401
+
     for family in (*FAMILIES, "mixtral"):
         build(family)
     gc.freeze()
