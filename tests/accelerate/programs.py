@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 STEPS, TOTAL, LR, DECAY = 3, 40, 1e-2, 0.1
 GLOBAL_BATCH = 8
 FAMILIES = ("gpt2", "llama", "bert", "t5")
+PROVIDED_MODELS = (("gpt2", 4), ("mixtral", 2))
+"""Families and layers of models that programs provide."""
 KEY_TOKENS = (3, 5, 7)
 
 
@@ -45,6 +50,34 @@ def build(family: str, layers: int = 2) -> Any:
     sizes = {"num_layers": 2, "d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 64, "vocab_size": 96}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0)
     return transformers.T5ForConditionalGeneration(config)
+
+
+def save_models(folder: str) -> None:
+    """Those that programs build, for `saved_model`."""
+    for family, layers in (*((family, 2) for family in FAMILIES), *PROVIDED_MODELS):
+        build(family, layers).save_pretrained(f"{folder}/{family}-{layers}")
+
+
+def saved_model(folder: str, family: str, layers: int = 2) -> Any:
+    """What is read of a model of transformers, without importing transformers, which takes a process seconds."""
+    import torch
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)  # as `build`: of models that a program provides
+    path = Path(folder) / f"{family}-{layers}"
+    weights, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+
+    class SavedModel(torch.nn.Module):
+        config = SimpleNamespace(to_dict=lambda: dict(config))
+
+        def state_dict(self) -> Any:
+            return weights
+
+        def parameters(self) -> Any:
+            return map(torch.nn.Parameter, weights.values())
+
+    # The name of the class is the architecture.
+    return type(config["architectures"][0], (SavedModel,), {})()
 
 
 def samples(family: str, count: int = 24) -> list[dict[str, Any]]:
@@ -193,15 +226,10 @@ def trainer_losses(config: Any, folder: str, data: Any = None) -> list[float]:
     return losses.found
 
 
-def losses_of_mt_train(fields: Mapping[str, Any], world: int, folder: str) -> list[float]:
+def losses_of_mt_train(fields: Mapping[str, Any], world: int, models: str) -> list[float]:
     """On the data and layout of the script `train("gpt2", ...)`."""
-    from mt_core.parallel.context import wait_for_all
-
-    weights = f"{folder}/weights"
-    build("gpt2").save_pretrained(weights)  # transformers writes on the first rank alone
-    wait_for_all()
     model = start("gpt2", fields, world)[1]
-    return trainer_losses(model.config, weights, ShiftedSamples())
+    return trainer_losses(model.config, f"{models}/gpt2-2", ShiftedSamples())
 
 
 def accelerator_rows(accelerator: Any, logits: Any, ids: Any) -> list[list[float]]:
@@ -331,7 +359,7 @@ def provided(family: str, fields: Mapping[str, Any], world: int) -> list[float]:
     }
     plugin, size, dp = plugin_of({**fields, **own, "eval_iters": 1}, world)
     accelerator = Accelerator(megatron_lm_plugin=plugin, cpu=True)
-    model = build(family, layers=4)
+    model = build(family, dict(PROVIDED_MODELS)[family])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=TOTAL * dp)
     data = MegatronLMDummyDataLoader(micro_batch_size=size, seq_length=16)
@@ -382,7 +410,7 @@ def reduced(accelerator: Any) -> None:
 
 
 def everything(
-    rank: int, world: int, families: Sequence[str], fields: Mapping[str, Any], folder: str
+    world: int, families: Sequence[str], fields: Mapping[str, Any], models: str, folder: str
 ) -> dict[str, Any]:
     _, _, dp = plugin_of(fields, world)
     found: dict[str, Any] = {family: train(family, fields, world, f"{folder}/{family}") for family in families}
@@ -390,35 +418,39 @@ def everything(
     found["own batches"] = own_batches(fields, world)
     found["samples"] = all_samples(fields, world)
     found["generated"] = generate(fields, world) if dp == 1 else None
-    found["mt train"] = losses_of_mt_train(fields, world, folder)
+    found["mt train"] = losses_of_mt_train(fields, world, models)
     return found
 
 
-def families_and_styles(
-    rank: int, world: int, families: Sequence[str], fields: Mapping[str, Any], folder: str
-) -> dict[str, Any]:
+def with_saved_models(rank: int, world: int, function: Callable[..., Any], models: str, *args: Any) -> Any:
+    """function(world, *args) with the models of `save_models`."""
+    with mock.patch(f"{__name__}.build", partial(saved_model, models)):
+        return function(world, *args)
+
+
+def families_and_styles(world: int, families: Sequence[str], fields: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Losses of each family, of a loss and of batches of the program's own."""
     found = {family: train(family, fields, world, f"{folder}/{family}")["losses"] for family in families}
     return {**found, "custom": custom_loss(fields, world)["losses"], "own batches": own_batches(fields, world)}
 
 
 def all_layouts(
-    rank: int,
     world: int,
     layouts: Mapping[str, tuple[Sequence[str], Mapping[str, Any]]],
     own: Mapping[str, tuple[str, Mapping[str, Any]]],
+    models: str,
     folder: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """In the same processes, one layout after another; layouts: families and the plugin's fields; own: the layouts of
     models and data sets of the program."""
     found = {
-        name: everything(rank, world, families, fields, f"{folder}/{name}")
+        name: everything(world, families, fields, models, f"{folder}/{name}")
         for name, (families, fields) in layouts.items()
     }
-    return found, all_provided(rank, world, own)
+    return found, all_provided(world, own)
 
 
-def all_provided(rank: int, world: int, layouts: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+def all_provided(world: int, layouts: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
     found: dict[str, Any] = {name: provided(family, fields, world) for name, (family, fields) in layouts.items()}
     for name, (family, fields) in layouts.items():
         if family == "mixtral":

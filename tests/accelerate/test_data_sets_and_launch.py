@@ -34,28 +34,13 @@ def test_data_sets_of_mt_come_as_three_iterators(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import json, sys
-from pathlib import Path
-from types import SimpleNamespace
-import torch
-from safetensors.torch import load_file
+import sys
+from functools import partial
 from tests.accelerate import programs
 
-folder = Path(sys.argv[sys.argv.index("--folder") + 1])
-
-# The model of transformers, without importing it, which takes each process seconds.
-class GPT2LMHeadModel(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        config = json.loads((folder / "config.json").read_text())
-        self.config, self.weights = SimpleNamespace(to_dict=lambda: config), load_file(folder / "model.safetensors")
-    def state_dict(self):
-        return self.weights
-    def parameters(self):
-        return map(torch.nn.Parameter, self.weights.values())
-
-programs.build = lambda family: GPT2LMHeadModel()
-found = programs.train("gpt2", {}, 2, str(folder / "state"))
+folder = sys.argv[sys.argv.index("--folder") + 1]
+programs.build = partial(programs.saved_model, folder)
+found = programs.train("gpt2", {}, 2, folder + "/state")
 if found["main"]:
     print("losses", *found["losses"])
 """
@@ -73,7 +58,7 @@ megatron_lm_config: {megatron_lm_use_distributed_optimizer: true, megatron_lm_gr
 def test_mt_launch_runs_a_script_with_the_files_layout(tmp_path: Path, monkeypatch, capfd) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "megatron.yaml").write_text(YAML)
-    build("gpt2").save_pretrained(tmp_path)
+    programs.save_models(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     command = ["launch", "--config_file", str(tmp_path / "megatron.yaml"), str(tmp_path / "script.py")]
     code = main.run([*command, "--", "--folder", str(tmp_path)])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from tests.accelerate import programs
 from tests.accelerate.programs import DECAY, FAMILIES, GLOBAL_BATCH, KEY_TOKENS, LR, STEPS, TOTAL
-from tests.accelerate.transformers_ranks import TransformersRanks
 from torch import Tensor
 
 from mt_accelerate.utils import BertTrainStep, T5TrainStep
+from mt_core.testing import run_ranks
 
 LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "TP 2": (("gpt2", "bert", "t5"), {"tp_degree": 2, "sequence_parallelism": True}),
@@ -26,8 +25,16 @@ does not depend on the family; Llama generates under every other layout."""
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return programs.everything(0, 1, FAMILIES, {}, str(tmp_path_factory.mktemp("alone")))
+def models(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("models"))
+    programs.save_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(models: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """With models of transformers; ranks have what was saved of them."""
+    return programs.everything(1, FAMILIES, {}, models, str(tmp_path_factory.mktemp("alone")))
 
 
 def plain_training(model: Any, batches: list[dict[str, Tensor]], loss_of: Any) -> list[float]:
@@ -121,19 +128,11 @@ PROVIDED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def transformers_ranks() -> Iterator[TransformersRanks]:
-    ranks = TransformersRanks()
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(
-    transformers_ranks: TransformersRanks, tmp_path_factory: pytest.TempPathFactory
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def on_two_ranks(models: str, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What each of two ranks finds under every layout, with its own model and data and with those of the program."""
     folder = str(tmp_path_factory.mktemp("ranks"))
-    return transformers_ranks.run(2, programs.all_layouts, LAYOUTS, PROVIDED, folder, timeout=480)
+    arguments = models, LAYOUTS, PROVIDED, models, folder
+    return run_ranks(2, programs.with_saved_models, programs.all_layouts, *arguments, timeout=480)
 
 
 @pytest.fixture(scope="module")
@@ -171,12 +170,13 @@ def test_every_layout_has_the_losses_of_one_process(alone, on_ranks, layout: str
 @pytest.mark.slow
 @pytest.mark.parametrize("families", [("t5",), pytest.param(FAMILIES, marks=pytest.mark.exhaustive)])
 def test_tensor_and_pipeline_parallelism_together_have_the_losses_of_one_process(
-    alone, transformers_ranks, tmp_path, families
+    alone, models, tmp_path, families
 ) -> None:
     fields = {"tp_degree": 2, "sequence_parallelism": True, "pp_degree": 2}
     expected = {family: alone[family]["losses"] for family in families}
     expected |= {"custom": alone["custom"]["losses"], "own batches": alone["own batches"]}
-    ranks = transformers_ranks.run(4, programs.families_and_styles, families, fields, str(tmp_path), timeout=300)
+    arguments = models, families, fields, str(tmp_path)
+    ranks = run_ranks(4, programs.with_saved_models, programs.families_and_styles, *arguments, timeout=300)
     for found in ranks:
         for name, losses in expected.items():
             if found[name]:  # a loss of the program's own is known on the last stage
@@ -194,7 +194,7 @@ def test_a_script_has_the_losses_of_mt_train_to_the_last_bit(alone, on_ranks, la
 @pytest.mark.dist
 @pytest.mark.slow
 def test_models_and_data_sets_of_a_program_train_the_same_under_every_layout(on_two_ranks) -> None:
-    alone = programs.all_provided(0, 1, {family: (family, {}) for family in ("gpt2", "mixtral")})
+    alone = programs.all_provided(1, {family: (family, {}) for family in ("gpt2", "mixtral")})
     for _, found in on_two_ranks:
         for name, (family, _) in PROVIDED.items():
             assert found[name] == pytest.approx(alone[family], rel=1e-4), name
