@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,28 +98,9 @@ def late_and_at_once(rank: int, world: int, more: tuple[str, ...]) -> tuple[list
     return deferred, at_once, [name for name in after if not torch.equal(after[name], after_deferred[name])]
 
 
-BOTH = InTurn(late_and_at_once, LAYOUTS.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_deferred_is_what_is_told_at_once_to_the_last_bit(name) -> None:
-    ranks = BOTH.of_ranks(*LAYOUTS[name])
-    for deferred, at_once, different in ranks:
-        assert [step["iteration"] for step in deferred] == [1, 2, 3]
-        assert deferred == at_once
-        assert deferred == ranks[0][0]
-        assert not different
-
-
 def own_losses(rank: int, world: int, more: tuple[str, ...]) -> set[str]:
     steps, _ = training(True, more)
     return {name for name in steps[-1] if name.startswith(("mtp_", "moe/"))}
-
-
-@pytest.mark.slow
-def test_every_rank_is_told_the_losses_of_all_stages() -> None:
-    assert run_ranks(2, own_losses, (*BALANCED, *PIPELINE)) == [{"moe/layer_0/aux_loss", "moe/layer_1/aux_loss"}] * 2
 
 
 def predicted_losses(rank: int, world: int, more: tuple[str, ...]) -> list[float]:
@@ -125,32 +108,73 @@ def predicted_losses(rank: int, world: int, more: tuple[str, ...]) -> list[float
     return [step["mtp_1_loss"] for step in steps]
 
 
+def waits_of_deferred(rank: int, world: int, more: tuple[str, ...]) -> int:
+    return spy_on_step(Trainer(config("train.deferred_metrics=always", *more))).waits
+
+
+def waits_at_once(rank: int, world: int, more: tuple[str, ...]) -> int:
+    return spy_on_step(Trainer(config("train.deferred_metrics=never", *more))).waits
+
+
+BALANCED_PIPELINE = (*BALANCED, *PIPELINE)
+PREDICTING_PIPELINE = (*MULTI_TOKEN, *PIPELINE)
+DEFERRED = ((), DISTRIBUTED, FSDP2, TENSOR, CONTEXT, PIPELINE, MULTI_TOKEN)
+
+Case = tuple[Callable[..., Any], tuple[str, ...]]
+"""What is called on ranks, and with which settings."""
+
+
+def called(rank: int, world: int, case: Case) -> Any:
+    function, more = case
+    return function(rank, world, more)
+
+
+RUNS = InTurn(
+    called,
+    [
+        *((world, (late_and_at_once, more)) for world, more in LAYOUTS.values()),
+        *((2, (waits_of_deferred, more)) for more in DEFERRED),
+        (2, (waits_at_once, ())),
+        (2, (own_losses, BALANCED_PIPELINE)),
+        (1, (predicted_losses, MULTI_TOKEN)),
+        (4, (predicted_losses, PREDICTING_PIPELINE)),
+    ],
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_deferred_is_what_is_told_at_once_to_the_last_bit(name) -> None:
+    world, more = LAYOUTS[name]
+    ranks = RUNS.of_ranks(world, (late_and_at_once, more))
+    for deferred, at_once, different in ranks:
+        assert [step["iteration"] for step in deferred] == [1, 2, 3]
+        assert deferred == at_once
+        assert deferred == ranks[0][0]
+        assert not different
+
+
+@pytest.mark.slow
+def test_every_rank_is_told_the_losses_of_all_stages() -> None:
+    found = RUNS.of_ranks(2, (own_losses, BALANCED_PIPELINE))
+    assert found == [{"moe/layer_0/aux_loss", "moe/layer_1/aux_loss"}] * 2
+
+
 @pytest.mark.slow
 def test_the_losses_of_layers_are_those_of_one_process() -> None:
-    (alone,) = run_ranks(1, predicted_losses, MULTI_TOKEN)
-    for losses in run_ranks(4, predicted_losses, (*MULTI_TOKEN, *PIPELINE)):
+    alone = RUNS.result(1, (predicted_losses, MULTI_TOKEN))
+    for losses in RUNS.of_ranks(4, (predicted_losses, PREDICTING_PIPELINE)):
         assert losses == pytest.approx(alone, rel=1e-5)
 
 
-def waits(rank: int, world: int, case: tuple[bool, tuple[str, ...]]) -> int:
-    deferred, more = case
-    deferred_metrics = "always" if deferred else "never"
-    return spy_on_step(Trainer(config(f"train.deferred_metrics={deferred_metrics}", *more))).waits
-
-
-DEFERRED = [(True, more) for more in ((), DISTRIBUTED, FSDP2, TENSOR, CONTEXT, PIPELINE, MULTI_TOKEN)]
-AT_ONCE = (False, ())
-WAITS = InTurn(waits, [(2, case) for case in (*DEFERRED, AT_ONCE)])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", DEFERRED)
-def test_a_steady_step_of_two_ranks_waits_for_nothing(case) -> None:
-    assert WAITS.of_ranks(2, case) == [0, 0]
+@pytest.mark.parametrize("more", DEFERRED)
+def test_a_steady_step_of_two_ranks_waits_for_nothing(more) -> None:
+    assert RUNS.of_ranks(2, (waits_of_deferred, more)) == [0, 0]
 
 
 def test_a_step_of_two_ranks_whose_metrics_are_read_at_once_waits() -> None:
-    assert min(WAITS.of_ranks(2, AT_ONCE)) >= 1
+    assert min(RUNS.of_ranks(2, (waits_at_once, ()))) >= 1
 
 
 def bad_on_one_rank(rank: int, world: int, run_dir: str) -> tuple[str, bool, bool]:

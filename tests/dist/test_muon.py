@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 from tests.dist.in_turn import InTurn
@@ -48,32 +50,21 @@ def run(rank: int, world: int, options: tuple[str, ...]) -> RunRecord | None:
     return record if rank == 0 else None
 
 
-CASES = [
-    (2, (*MUON, *WHOLE_QKV), (TP2,)),
-    (4, (*MUON, *ONE_GROUP), (TP4,)),
-    (4, (*MUON, *SHAPES), (TP2, SP, ZERO, SMALL_BUCKETS)),
-    (4, (*MUON, *SHAPES), (FSDP, TP2, SP)),
-    (4, MUON, (FSDP, INSTANCES)),
-    (4, MUON, (CP2, ZERO)),
-    (8, MUON, (PP2, TP2, SP, ZERO)),
-    (4, DECOUPLED, (TP2, ZERO)),
-    (4, DECOUPLED, (PP2, FSDP)),
-]
-RUNS = InTurn(
-    run,
-    [(world, (*options, *layout)) for world, options, layout in CASES],
-    [(1, options) for _, options, _ in CASES],
-)
+class Zeros(Callback):
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_step_end(self, run, metrics) -> None:
+        self.counts.append(metrics["zeros_in_grad"])
 
 
-def one_process(options: tuple[str, ...]) -> RunRecord:
-    return RUNS.result(1, options)
-
-
-@pytest.mark.parametrize(("world", "options", "layout"), CASES, ids=joined)
-def test_every_layout_takes_the_same_steps(world, options, layout) -> None:
-    found = RUNS.result(world, (*options, *layout))
-    assert [str(difference) for difference in compare(found, one_process(options)) if difference.too_large] == []
+def count_zeros(rank: int, world: int, layout: tuple[str, ...]) -> list[int]:
+    """Token embeddings apart from the output layer: rows of ids that no sample has are 0. No padding."""
+    seen = Zeros()
+    model = ("model.vocab_size=512", "model.untie_embeddings_and_output_weights=true")
+    more = ("logging.log_num_zeros_in_grad=true", "train.exit_iteration=2", "train.eval_iters=0")
+    Trainer(config(*SMALL, *model, *more, *layout), callbacks=[seen]).train()
+    return seen.counts
 
 
 def orthogonalized(rank: int, world: int, options: tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -85,27 +76,76 @@ def orthogonalized(rank: int, world: int, options: tuple[str, ...]) -> list[tupl
         shapes.append(tuple(matrix.shape))
         return compute(matrix, steps, coefficients)
 
-    muon.orthogonalize = noting
-    run(rank, world, options)
+    with mock.patch.object(muon, "orthogonalize", noting):
+        run(rank, world, options)
     return [shape for shape in shapes if shape != (8, 8)]
-
-
-def test_each_matrix_is_made_orthogonal_by_one_rank() -> None:
-    (alone,) = run_ranks(1, orthogonalized, MUON)
-    ranks = run_ranks(4, orthogonalized, (*MUON, TP2, ZERO))
-    assert sorted(shape for shapes in ranks for shape in shapes) == sorted(alone)
-    assert max(map(len, ranks)) <= len(alone) / 3
 
 
 def keep_the_part(rank: int, world: int, options: tuple[str, ...]) -> RunRecord | None:
     """Each rank makes its own rows or columns orthogonal, as if they were the matrix."""
-    ShardedMatrix.unshard = lambda self, part: part  # type: ignore[method-assign]
-    ShardedMatrix.shard = lambda self, whole: whole  # type: ignore[method-assign]
-    return run(rank, world, options)
+    with (
+        mock.patch.object(ShardedMatrix, "unshard", lambda self, part: part),
+        mock.patch.object(ShardedMatrix, "shard", lambda self, whole: whole),
+    ):
+        return run(rank, world, options)
+
+
+CASES = [
+    (2, (*MUON, *WHOLE_QKV), (TP2,)),
+    (4, (*MUON, *ONE_GROUP), (TP4,)),
+    (4, (*MUON, *SHAPES), (TP2, SP, ZERO, SMALL_BUCKETS)),
+    (4, (*MUON, *SHAPES), (FSDP, TP2, SP)),
+    (4, MUON, (FSDP, INSTANCES)),
+    (4, MUON, (CP2, ZERO)),
+    (8, MUON, (PP2, TP2, SP, ZERO)),
+    (4, DECOUPLED, (TP2, ZERO)),
+    (4, DECOUPLED, (PP2, FSDP)),
+]
+SHARDED = (*MUON, TP2, ZERO)
+IN_PARTS = (*MUON, *WHOLE_QKV, TP2)
+ZEROS = [(2, (FSDP,)), (4, (TP2, CP2)), (4, (ZERO, INSTANCES)), (8, (PP2, TP2, SP, ZERO))]
+
+
+Case = tuple[Callable[..., Any], tuple[str, ...]]
+"""What is called on ranks, and with which options."""
+
+
+def called(rank: int, world: int, case: Case) -> Any:
+    function, options = case
+    return function(rank, world, options)
+
+
+RUNS = InTurn(
+    called,
+    [
+        *((world, (run, (*options, *layout))) for world, options, layout in CASES),
+        *((1, (run, options)) for _, options, _ in CASES),
+        *((world, (count_zeros, layout)) for world, layout in ((1, ()), *ZEROS)),
+        (1, (orthogonalized, MUON)),
+        (4, (orthogonalized, SHARDED)),
+        (2, (keep_the_part, IN_PARTS)),
+    ],
+)
+
+
+def one_process(options: tuple[str, ...]) -> RunRecord:
+    return RUNS.result(1, (run, options))
+
+
+@pytest.mark.parametrize(("world", "options", "layout"), CASES, ids=joined)
+def test_every_layout_takes_the_same_steps(world, options, layout) -> None:
+    found = RUNS.result(world, (run, (*options, *layout)))
+    assert [str(difference) for difference in compare(found, one_process(options)) if difference.too_large] == []
+
+
+def test_each_matrix_is_made_orthogonal_by_one_rank() -> None:
+    alone, ranks = RUNS.result(1, (orthogonalized, MUON)), RUNS.of_ranks(4, (orthogonalized, SHARDED))
+    assert sorted(shape for shapes in ranks for shape in shapes) == sorted(alone)
+    assert max(map(len, ranks)) <= len(alone) / 3
 
 
 def test_a_part_made_orthogonal_by_itself_is_found() -> None:
-    found = run_ranks(2, keep_the_part, (*MUON, *WHOLE_QKV, TP2))[0]
+    found = RUNS.result(2, (keep_the_part, IN_PARTS))
     assert any(difference.too_large for difference in compare(found, one_process((*MUON, *WHOLE_QKV))))
 
 
@@ -129,39 +169,10 @@ def test_the_momentum_goes_on_under_another_layout(tmp_path) -> None:
     assert [str(difference) for difference in compare(found, reference) if difference.too_large] == []
 
 
-# -- zeros ----------------------------------------------------------------------------------------
-
-
-class Zeros(Callback):
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def on_step_end(self, run, metrics) -> None:
-        self.counts.append(metrics["zeros_in_grad"])
-
-
-def count_zeros(rank: int, world: int, layout: tuple[str, ...]) -> list[int]:
-    """Token embeddings apart from the output layer: rows of ids that no sample has are 0. No padding."""
-    seen = Zeros()
-    model = ("model.vocab_size=512", "model.untie_embeddings_and_output_weights=true")
-    more = ("logging.log_num_zeros_in_grad=true", "train.exit_iteration=2", "train.eval_iters=0")
-    Trainer(config(*SMALL, *model, *more, *layout), callbacks=[seen]).train()
-    return seen.counts
-
-
-@cache
-def zeros_of_one_process() -> list[int]:
-    return run_ranks(1, count_zeros, ())[0]
-
-
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [(2, (FSDP,)), (4, (TP2, CP2)), (4, (ZERO, INSTANCES)), (8, (PP2, TP2, SP, ZERO))],
-    ids=joined,
-)
+@pytest.mark.parametrize(("world", "layout"), ZEROS, ids=joined)
 def test_zeros_of_the_gradient_are_counted_once(world, layout) -> None:
     """Exact up to the few elements that are 0 in one order of summing and not in another."""
-    expected = zeros_of_one_process()
+    expected = RUNS.result(1, (count_zeros, ()))
     assert min(expected) > 300 * 32, "rows of ids that do not occur"
-    for found in run_ranks(world, count_zeros, layout):
+    for found in RUNS.of_ranks(world, (count_zeros, layout)):
         assert found == pytest.approx(expected, abs=32)

@@ -24,6 +24,9 @@ SETTINGS = [
     "parallel.expert_model_parallel_size=2",
     "model.num_layers=2",
     "data.corpus_bytes=1000000",
+    "data.seq_length=32",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=4",
     "train.train_iters=2",
     "train.num_threads=1",
     "train.eval_interval=null",
@@ -105,7 +108,7 @@ def test_a_training_run_uses_it_and_computes_the_same(site: Path, tmp_path: Path
     assert losses(counted) == losses(plain)
     for rank in range(2):
         lines = [json.loads(line) for line in Path(f"{path}.{rank}").read_text().splitlines()]
-        assert all(sum(line["rows_to_rank"]) == 4 * 128 * 2 for line in lines)  # tokens of a micro-batch x top-2
+        assert all(sum(line["rows_to_rank"]) == 2 * 32 * 2 for line in lines)  # tokens of a micro-batch x top-2
         assert [line["dispatch"] % 2 for line in lines] == [0] * len(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from mt_core.nn.context_parallel.zigzag import shard_sequence
 from mt_core.nn.dropout import AtSample, DropoutStreams, use_streams
-from mt_core.nn.layout import parameter_layouts
+from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.testing import run_ranks
@@ -25,8 +26,8 @@ from mt_moe.routing.balance import AuxLoss, Scored
 
 pytestmark = pytest.mark.dist
 
-BATCH, LENGTH, MICRO_BATCHES = 2, 8, 4
-"""Sequences of a micro-batch and their positions, and micro-batches of a step."""
+BATCH, LENGTH = 2, 8
+"""Sequences of a micro-batch and their positions."""
 FULL = {
     "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
     "moe_aux_loss_coeff": [0.3, 0.2, 0.1],
@@ -54,21 +55,22 @@ class Problem:
     length: int = LENGTH
 
 
-def step(layer: MoeLayer, x: Tensor, ctx: ParallelContext) -> dict[str, Any]:
+def step(layer: MoeLayer, x: Tensor, ctx: ParallelContext) -> tuple[dict[int, Tensor], Tensor]:
     """Forward and backward of this rank's micro-batches; outputs by number, and the gradient of x."""
     target = torch.cos(torch.arange(x.numel(), dtype=x.dtype)).view_as(x)
+    count = len(x) // BATCH
     for auxiliary in layer.router.losses.attached.values():
-        auxiliary.scale = 1.0 / MICRO_BATCHES
+        auxiliary.scale = 1.0 / count
     x = x.clone().requires_grad_()
-    outputs = []
-    for number in range(ctx.dp.rank, MICRO_BATCHES, ctx.dp.size):
+    outputs = {}
+    for number in range(ctx.dp.rank, count, ctx.dp.size):
         rows = slice(number * BATCH, (number + 1) * BATCH)
         own, wanted = (cut(v[rows], ctx) for v in (x, target))
         with AtSample(number * BATCH):
             out = layer(own)
         (out * wanted).sum().backward()
-        outputs.append((number, out.detach()))
-    return {"outputs": outputs, "x": x.grad}
+        outputs[number] = out.detach()
+    return outputs, x.grad
 
 
 def cut(x: Tensor, ctx: ParallelContext) -> Tensor:
@@ -92,39 +94,56 @@ def summed_gradients(layer: MoeLayer, ctx: ParallelContext) -> dict[str, Tensor]
     return found
 
 
-def differences(ctx: ParallelContext, problem: Problem) -> dict[str, float]:
-    """Relative differences from one process by name; all ranks call it."""
-    alone = fp64()
-    config = options(**{**FULL, **problem.keys})
-    x = tokens_of(MICRO_BATCHES * BATCH, problem.length)
-    layer, reference = (build_layer(config, context, problem.shape) for context in (ctx, alone))
-    for module in (layer, reference):
-        use_streams(module, DropoutStreams(5))
-    mine, theirs = step(layer, x, ctx), step(reference, x, alone)
-    found = {}
-    for number, out in mine["outputs"]:
-        found[f"output {number}"] = relative(out, cut(theirs["outputs"][number][1], ctx))
-    dx = mine["x"]
+@dataclass(frozen=True)
+class Computed:
+    """Of a step: outputs by the number of their micro-batch, and what belongs to the layer by its name."""
+
+    outputs: dict[int, Tensor]
+    dx: Tensor
+    gradients: dict[str, Tensor]
+    values: dict[str, Tensor]
+    """Of the auxiliary losses; means over the data-parallel ranks."""
+    expert_bias: Tensor
+    """Empty without one."""
+    metrics: Tensor
+    layouts: Mapping[str, ParameterLayout]
+
+
+def micro_batches_of(ctx: ParallelContext) -> int:
+    """Of a step: two, or one on each data-parallel rank."""
+    return max(2, ctx.dp.size)
+
+
+def computed(problem: Problem, ctx: ParallelContext, micro_batches: int) -> Computed:
+    """Gradients are the sums over all ranks; all ranks of the context call it."""
+    layer = build_layer(options(**{**FULL, **problem.keys}), ctx, problem.shape)
+    use_streams(layer, DropoutStreams(5))
+    outputs, dx = step(layer, tokens_of(micro_batches * BATCH, problem.length), ctx)
     for axis in (ctx.cp, ctx.dp, *([ctx.tp] if ctx.sequence_parallel else [])):
         if axis.size > 1:
             dx = all_reduce(dx, axis)
-    found["dx"] = relative(dx, theirs["x"])
-    gradients, expected = summed_gradients(layer, ctx), summed_gradients(reference, alone)
-    layouts = parameter_layouts(layer)
-    for name, gradient in gradients.items():
-        found[name] = relative(gradient, layouts[name].to_local(expected[name], ctx))
+    gradients, values = summed_gradients(layer, ctx), {}
     for name, attached in layer.router.losses.attached.items():
         value = torch.tensor(attached.take())
-        if ctx.dp.size > 1:
-            value = all_reduce(value, ctx.dp)
-        found[f"value of {name}"] = relative(value, torch.tensor(reference.router.losses.attached[name].take()))
+        values[name] = all_reduce(value, ctx.dp) if ctx.dp.size > 1 else value
     layer.router.after_step()
-    reference.router.after_step()
-    if layer.router.expert_bias is not None:
-        found["expert bias"] = relative(layer.router.expert_bias, reference.router.expert_bias)
-    numbers = [torch.tensor(list(router.metrics().values())) for router in (layer.router, reference.router)]
-    found["metrics"] = relative(*numbers)
-    return found
+    bias = layer.router.expert_bias
+    metrics = torch.tensor(list(layer.router.metrics().values()))
+    bias = torch.empty(0) if bias is None else bias
+    return Computed(outputs, dx, gradients, values, bias, metrics, parameter_layouts(layer))
+
+
+def differences(ctx: ParallelContext, problem: Problem, expected: Computed) -> dict[str, float]:
+    """Relative differences from one process by name; all ranks call it."""
+    found = computed(problem, ctx, micro_batches_of(ctx))
+    pairs = {f"output {number}": (out, cut(expected.outputs[number], ctx)) for number, out in found.outputs.items()}
+    for name, gradient in found.gradients.items():
+        pairs[name] = gradient, found.layouts[name].to_local(expected.gradients[name], ctx)
+    pairs |= {f"value of {name}": (value, expected.values[name]) for name, value in found.values.items()}
+    pairs["dx"] = found.dx, expected.dx
+    pairs["expert bias"] = found.expert_bias, expected.expert_bias
+    pairs["metrics"] = found.metrics, expected.metrics
+    return {name: relative(*pair) for name, pair in pairs.items()}
 
 
 def relative(mine: Tensor, reference: Tensor) -> float:
@@ -178,11 +197,15 @@ LAYOUTS: dict[int, list[Layout]] = {
 def differences_of_all(
     rank: int, world: int, layouts: list[Layout], problems: list[Problem]
 ) -> dict[str, dict[str, float]]:
+    contexts = {
+        f"{sizes} sp={sharded}": build_parallel_context(sizes, params_dtype=torch.float64, sequence_parallel=sharded)
+        for sizes, sharded in layouts
+    }
     found = {}
-    for sizes, sharded in layouts:
-        ctx = build_parallel_context(sizes, params_dtype=torch.float64, sequence_parallel=sharded)
-        for problem in problems:
-            found[f"{sizes} sp={sharded} {problem.keys}"] = differences(ctx, problem)
+    for problem in problems:
+        expected = {count: computed(problem, fp64(), count) for count in set(map(micro_batches_of, contexts.values()))}
+        for name, ctx in contexts.items():
+            found[f"{name} {problem.keys}"] = differences(ctx, problem, expected[micro_batches_of(ctx)])
     return found
 
 
@@ -280,9 +303,11 @@ def all_mutated(rank: int, world: int) -> dict[str, dict[str, float]]:
     found = {}
     sizes = AxisSizes(tp=2, ep=2, etp=2)
     ctx = build_parallel_context(sizes, params_dtype=torch.float64, sequence_parallel=True)
+    problem = Problem(NO_GLOBAL)
+    expected = computed(problem, fp64(), micro_batches_of(ctx))
     for name, (owner, attribute, broken, _) in mutations().items():
         with mock.patch.object(owner, attribute, broken):
-            found[name] = differences(ctx, Problem(NO_GLOBAL))
+            found[name] = differences(ctx, problem, expected)
     return found
 
 
