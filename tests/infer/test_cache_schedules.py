@@ -123,7 +123,7 @@ def assert_empty(manager: CacheManager) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=st.lists(actions, min_size=4, max_size=25))
 def test_any_schedule_gives_the_tokens_of_the_forward_pass(kind: str, plan: list[tuple[str, Any]]) -> None:
     schedule = Schedule(kind)
@@ -176,5 +176,5 @@ def growth_of_peak_memory(rank: int, world: int, requests: int) -> int:
 def test_many_requests_leave_the_memory_as_it_was(requests: int) -> None:
     """In a process of its own, whose peak no other test has raised."""
     (growth,) = run_ranks(1, growth_of_peak_memory, requests)
-    # KiB; the objects of a sequence that stayed would take more.
-    assert growth < 2 * requests
+    # KiB; 0.5 for each of 1,000 requests was seen, and 1.9 where their sequences stay.
+    assert growth < 1.5 * requests
