@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.built_once import built_once
 from tests.docs.blocks import ROOT, blocks, mt_commands
 
 from mt_cli import main
@@ -39,10 +40,8 @@ def snippets(page: str) -> list[str]:
     return [block.text for block in blocks() if block.page == page and block.language == "python"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Iterator[Path]:
+def run_pages(folder: Path) -> None:
     """Data and runs of both pages."""
-    folder = tmp_path_factory.mktemp("facts")
     (folder / "examples").symlink_to(ROOT / "examples")
     with chdir(folder):
         script: dict[str, Any] = {"__name__": "facts_data"}
@@ -50,6 +49,12 @@ def folder(tmp_path_factory) -> Iterator[Path]:
         script["main"](Path("facts"))
         for command in [*words(RETRO, *MADE_BY), *words(INSTRUCT, "mt train")]:
             assert main.run([*command, *(QUIET if command[0] == "train" else [])]) == 0
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
+    folder = built_once(request, "facts", run_pages)
+    with chdir(folder):
         yield folder
 
 

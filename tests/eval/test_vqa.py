@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from tests.built_once import built_once
 from tests.docs.blocks import ROOT, blocks, mt_commands
 
 from mt_cli import main
@@ -17,16 +18,18 @@ PAGE = [block for block in blocks() if block.page == "docs/multimodal.md"]
 QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1", "--set", "train.eval_interval=null"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def train_on_shapes(folder: Path) -> None:
     """Shards of shapes that docs/multimodal.md draws, and `runs/shapes`, which its recipe trained on them."""
-    folder = tmp_path_factory.mktemp("shapes")
     (folder / "examples").symlink_to(ROOT / "examples")
     drawing = next(block.text for block in PAGE if "def write_shard" in block.text)
     with chdir(folder):
         exec(compile(drawing, "docs/multimodal.md", "exec"), {})
         assert main.run([*words("mt train"), *QUIET]) == 0
-    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest) -> Path:
+    return built_once(request, "shapes", train_on_shapes)
 
 
 def words(beginning: str) -> list[str]:

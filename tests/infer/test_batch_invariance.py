@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.ckpt.convert_cases import MODELS
+from tests.covering import EXHAUSTIVE, covering
 from tests.infer.engines import configuration, engine_of, logprobs_of, prompts, run, tokens_of
 
 from mt_core.nn.batch_invariance import batch_invariant
@@ -25,16 +26,16 @@ SAMPLING = [
 ]
 ODD = ("gpt2", "bloom", "gemma2", "qwen_moe", "deepseek", "hybrid")
 """One of each kind of cache and position."""
+DTYPES = ("fp32", "bf16")
 CASES = [
-    pytest.param(name, dtype, marks=() if name in ODD else pytest.mark.exhaustive)
-    for name in DECODERS
-    for dtype in ("fp32", "bf16")
+    *covering(ODD, DTYPES),
+    *(pytest.param(name, dtype, marks=EXHAUSTIVE) for name in DECODERS if name not in ODD for dtype in DTYPES),
 ]
 UNSHARED = {"batch_invariant": True, "prefix_caching": False}
 
 
-def engine(model: str, dtype: str = "fp32", **options: object) -> InferenceEngine:
-    return engine_of(configuration(model, inference=options, precision={"dtype": dtype}))
+def engine(model: str, dtype: str = "fp32", longest: int = 64, **options: object) -> InferenceEngine:
+    return engine_of(configuration(model, inference=options, precision={"dtype": dtype}), longest=longest)
 
 
 def outcome(events: Sequence[TokenEvent]) -> tuple[list[int], list[float], list[float]]:
@@ -65,12 +66,12 @@ def test_every_way_gives_the_same_bits(name, dtype) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "hybrid", "deepseek"])
 def test_prefixes_and_preemption_change_nothing(name) -> None:
     """Prompts that begin alike, in a cache that holds little more than one sequence."""
-    start = prompts(21)[0]
+    start = prompts(11)[0]
     texts = [[*start, *text] for text in prompts(9, 14, 3)]
-    sampling = [SamplingParameters(temperature=0.7, seed=number, max_tokens=12, logprobs=0) for number in range(3)]
-    roomy = engine(name, batch_invariant=True, prefix_caching=False)
+    sampling = [SamplingParameters(temperature=0.7, seed=number, max_tokens=8, logprobs=0) for number in range(3)]
+    roomy = engine(name, longest=36, batch_invariant=True, prefix_caching=False)
     expected = [(tokens_of(events), logprobs_of(events)) for events in run(roomy, texts, sampling)]
-    tight = engine(name, batch_invariant=True, cache_memory_gb=least_memory(roomy) * 1.02)
+    tight = engine(name, longest=36, batch_invariant=True, cache_memory_gb=least_memory(roomy) * 1.02)
     run(tight, texts[:1], sampling[:1])
     found = [(tokens_of(events), logprobs_of(events)) for events in run(tight, texts, sampling)]
     assert found == expected

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from tests.dist.in_turn import InTurn
+from tests.infer.beams import BEAMS, beams_of
 from tests.infer.engines import configuration, engine_of, prompts, run, tokens_of
 from tests.infer.references import engine_like
-from tests.infer.test_generation_reference import BEAMS, beams_of
 
 from mt_core.errors import ConfigError
 from mt_infer.cache.layout import SNAPSHOTS

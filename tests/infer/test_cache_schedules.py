@@ -163,18 +163,18 @@ def growth_of_peak_memory(rank: int, world: int, requests: int) -> int:
         while not engine.is_idle:
             engine.step()
 
-    serve(500)
+    serve(250)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(requests // 500 - 1):
-        serve(500)
+    for _ in range(requests // 250 - 1):
+        serve(250)
     assert_empty(engine.manager)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("requests", [2000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("requests", [1000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_many_requests_leave_the_memory_as_it_was(requests: int) -> None:
     """In a process of its own, whose peak no other test has raised."""
     (growth,) = run_ranks(1, growth_of_peak_memory, requests)
-    # KiB; the objects of a sequence that stayed would take more.
-    assert growth < 2 * requests
+    # KiB; 0.5 for each of 1,000 requests was seen, and 1.9 where their sequences stay.
+    assert growth < 1.5 * requests

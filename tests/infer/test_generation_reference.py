@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tests.infer.beams import BEAMS, Beams, beams_of
 from tests.infer.engines import logprobs_of, prompts, run, tokens_of
 from tests.infer.references import engine_like, reference, reference_tokens
 from torch import Tensor
@@ -49,25 +50,8 @@ def assert_log_probabilities(name: str, text: Sequence[int], events: Sequence[To
             assert [token for token, _ in event.logprobs.top] == best.indices.tolist()
 
 
-BEAMS = [
-    SamplingParameters(num_beams=3, n=3, max_tokens=8, logprobs=9),
-    SamplingParameters(num_beams=4, n=2, max_tokens=8, length_penalty=2.0, stop_token_ids=tuple(range(0, 101, 4))),
-    SamplingParameters(num_beams=2, n=1, max_tokens=8, early_stopping=True, stop_token_ids=tuple(range(0, 101, 3))),
-    SamplingParameters(num_beams=3, n=3, max_tokens=9, early_stopping="never", stop_token_ids=(1, 7, 9, 30, 60)),
-    SamplingParameters(num_beams=3, n=2, max_tokens=8, length_penalty=-1.0, stop_token_ids=tuple(range(0, 101, 4))),
-    SamplingParameters(num_beams=3, n=2, max_tokens=8, early_stopping="never", length_penalty=0.0,
-                       stop_token_ids=tuple(range(0, 101, 4)), min_tokens=3, repetition_penalty=1.4, logprobs=1,
-                       prompt_logprobs=0),
-]  # fmt: skip
-Beams = list[tuple[list[int], float]]
 Transitions = list[list[float]]
 """Of each beam, of each token."""
-
-
-def beams_of(events: Sequence[TokenEvent], sampling: SamplingParameters) -> Beams:
-    """Tokens and score of each."""
-    own = [[event for event in events if event.index == index] for index in range(sampling.n)]
-    return [(tokens_of(each), float(each[-1].score or 0.0)) for each in own]
 
 
 @torch.no_grad()

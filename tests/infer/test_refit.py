@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.dist.in_turn import InTurn
 from tests.dist.test_layouts import FSDP, GATHER, PP2, SMALL_BUCKETS, SP, TP2, ZERO, config
 from tests.infer.engines import OPTIONS
 
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.tensor_slice import TensorSlice
-from mt_core.testing import run_ranks
 from mt_core.train import Trainer
 from mt_infer import SamplingParameters, TextGenerator
 from mt_infer.refit import plan_copies
@@ -29,8 +29,9 @@ def outputs(generator: TextGenerator) -> list[tuple[list[int], list[float]]]:
     return [(one.tokens, [own.token for own in one.logprobs]) for (one,) in found]
 
 
-def before_and_after_training(rank: int, world: int, layout: tuple[str, ...], own: dict[str, Any] | None) -> Any:
-    trainer = Trainer(config(*ENGINE, "optimizer.lr=0.05", *layout), host=load_plugins())
+def before_and_after_training(rank: int, world: int, layout: str) -> Any:
+    keys, own = LAYOUTS[layout]
+    trainer = Trainer(config(*ENGINE, "optimizer.lr=0.05", *keys), host=load_plugins())
     generator = TextGenerator.of_trainer(trainer, own)
     found = []
     batches = trainer.engine.train_batches(trainer.train_data)
@@ -54,19 +55,22 @@ def before_and_after_training(rank: int, world: int, layout: tuple[str, ...], ow
     return found
 
 
-@pytest.mark.parametrize(
-    ("world", "layout", "own"),
-    [
-        (2, (TP2, SP), {PP: 2}),
-        (2, (FSDP,), {TP: 2}),
-        (4, (TP2, PP2), {TP: 2}),
-        (2, (ZERO, GATHER, SMALL_BUCKETS), None),
-    ],
-    ids=str,
-)
-def test_what_an_engine_generates_follows_the_training(world, layout, own) -> None:
-    reference = run_ranks(1, before_and_after_training, (), None)[0]
-    found = run_ranks(world, before_and_after_training, layout, own)[0]
+LAYOUTS: dict[str, tuple[tuple[str, ...], dict[str, Any] | None]] = {
+    "one process": ((), None),
+    "tp-sp, engine pp": ((TP2, SP), {PP: 2}),
+    "fsdp, engine tp": ((FSDP,), {TP: 2}),
+    "zero": ((ZERO, GATHER, SMALL_BUCKETS), None),
+    "tp-pp, engine tp": ((TP2, PP2), {TP: 2}),
+}
+"""Keys of the training, and the layout of the engine; None: that of the training."""
+WORLDS = dict(zip(LAYOUTS, (1, 2, 2, 2, 4), strict=True))
+RUNS = InTurn(before_and_after_training, [(WORLDS[layout], layout) for layout in LAYOUTS])
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if WORLDS[layout] > 1])
+def test_what_an_engine_generates_follows_the_training(layout: str) -> None:
+    reference = RUNS.result(1, "one process")
+    found = RUNS.result(WORLDS[layout], layout)
     assert [[tokens for tokens, _ in step] for step in found] == [[tokens for tokens, _ in step] for step in reference]
     for step, expected in zip(found, reference, strict=True):
         for (_, logprobs), (_, own_logprobs) in zip(step, expected, strict=True):

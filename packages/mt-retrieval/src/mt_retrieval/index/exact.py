@@ -50,9 +50,7 @@ class ExactIndex:
                 # Read from the memory map and converted a block at a time: memory is BLOCK_ROWS x (dim + questions)
                 # numbers, whatever the evidence.
                 block = matrix[start : start + BLOCK_ROWS].astype(np.float32)
-                rows = np.arange(first + start, first + start + len(block))
-                scores = self.scores(questions, block)
-                best = _merged(best, SearchResult(scores, np.broadcast_to(rows, scores.shape)), k)
+                best = _merged(best, _best_of_block(self.scores(questions, block), k, first + start), k)
             first += len(matrix)
         return best
 
@@ -69,7 +67,9 @@ class ExactL2Index(ExactIndex):
     def scores(self, questions: NDArray[np.float32], block: NDArray[np.float32]) -> NDArray[np.float32]:
         # Since |q|^2 - |q - b|^2 = 2 q.b - |b|^2; |q|^2 is the same for all rows, so that the order is that of the
         # distances.
-        scores: NDArray[np.float32] = 2 * (questions @ block.T) - np.square(block).sum(1)
+        scores: NDArray[np.float32] = questions @ block.T
+        scores *= 2
+        scores -= np.square(block).sum(1)
         return scores
 
 
@@ -84,14 +84,20 @@ def read_matrix(path: Path) -> NDArray[np.floating]:
     return matrix
 
 
+def _best_of_block(scores: NDArray[np.float32], k: int, first: int) -> SearchResult:
+    """The k best in any order, of scores [questions, rows from `first`]. Which of several with the k-th score are kept
+    is not defined."""
+    count = scores.shape[1]
+    if count <= k:
+        return SearchResult(scores, np.broadcast_to(np.arange(first, first + count), scores.shape))
+    # Linear in the number of rows; only the k that are left are sorted.
+    kept = np.argpartition(scores, count - k, axis=1)[:, count - k :]
+    return SearchResult(np.take_along_axis(scores, kept, 1), kept + first)
+
+
 def _merged(a: SearchResult, b: SearchResult, k: int) -> SearchResult:
-    """The k best of both; of equal scores the lower row first. Which of several with the k-th score are kept is not
-    defined."""
+    """The k best of both; of equal scores the lower row first."""
     scores, rows = np.concatenate([a.scores, b.scores], 1), np.concatenate([a.rows, b.rows], 1)
-    if scores.shape[1] > k:
-        # Linear in the number of columns; only the k that are left are sorted.
-        kept = np.argpartition(-scores, k - 1, axis=1)[:, :k]
-        scores, rows = np.take_along_axis(scores, kept, 1), np.take_along_axis(rows, kept, 1)
     # The last key is the first to count: scores, then rows.
-    order = np.lexsort((rows, -scores), axis=1)
+    order = np.lexsort((rows, -scores), axis=1)[:, :k]
     return SearchResult(np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1))
