@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
+from tests.dist.in_turn import InTurn
 from tests.models.bert_reference import bert_batch
 from torch import Tensor, nn
 
@@ -14,7 +17,6 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.plugins import load_plugins
-from mt_core.testing import run_ranks
 
 pytestmark = pytest.mark.dist
 SIZES = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "vocab_size=101", "init_method_std=0.2"]
@@ -40,6 +42,7 @@ CASES = {
     "classes on BERT": ("bert_classification", "classification", [POSITIONS, "classifier_dropout=0.5"]),
     "classes on GPT": ("gpt_classification", "classification", [POSITIONS, "classifier_dropout=0.5"]),
 }
+host = cache(load_plugins)
 
 
 def samples() -> dict[str, Tensor]:
@@ -52,17 +55,16 @@ def samples() -> dict[str, Tensor]:
 def loss_and_gradients(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Module]:
     """The model after backward; its partial gradients are summed."""
     family, loss, keys = CASES[case]
-    host = load_plugins()
     options = [f"model.family={family}", f"train.loss={loss}", *(f"model.{key}" for key in (*SIZES, *keys))]
-    config = load_config(overrides=[*options, "data.seq_length=12", "train.train_iters=1"], host=host).config
-    model = host.models.get(family).build.load()(config.model, ModelEnvironment(config, ctx, host))
+    config = load_config(overrides=[*options, "data.seq_length=12", "train.train_iters=1"], host=host()).config
+    model = host().models.get(family).build.load()(config.model, ModelEnvironment(config, ctx, host()))
     initialize(model, 5, ctx)
     use_streams(model, DropoutStreams(5))
     batch = samples()
     if "class" in loss:
         batch["labels"], batch["loss_mask"] = torch.tensor([1, 0, 1, 1]), torch.ones(4)
     output = model(**{name: batch[name] for name in model.inputs if name in batch})
-    losses = host.losses.get(loss, key="train.loss").build.load()(config, ctx)(output, batch)
+    losses = host().losses.get(loss, key="train.loss").build.load()(config, ctx)(output, batch)
     total = (losses * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
     total.backward()
     for name, layout in parameter_layouts(model).items():
@@ -93,10 +95,13 @@ def compared(
     return loss.item(), expected.item(), wrong
 
 
+RUNS = InTurn(differences, [(2, case) for case in CASES])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_have_the_loss_and_gradients_of_one(case) -> None:
-    for of_rank in run_ranks(2, differences, case):
+    for of_rank in RUNS.of_ranks(2, case):
         assert len(of_rank) == 2
         for loss, expected, wrong in of_rank:
             assert loss == pytest.approx(expected, rel=1e-5)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
-import torch
 from tests.dist.in_turn import InTurn
-from tests.models.moe_reference import settings
-from tests.models.test_moe_layouts import CP2, EP2, FULL, PP2, RUN, SP, TP2, ZERO
+from tests.models.test_moe_layouts import BATCH4, CP2, EP2, FULL, PP2, SP, TP2, ZERO, of_one_process, record
 
-from mt_core.config.loading import LoadedConfig, load_config
-from mt_core.testing import run_ranks
 from mt_tools.verify.comparison import compare
-from mt_tools.verify.run_record import RunRecord, record_run
+from mt_tools.verify.run_record import RunRecord
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -38,39 +32,29 @@ def method(name: str) -> str:
     return f"parallel.cp_comm_type={name}"
 
 
-def config(layout: tuple[str, ...]) -> LoadedConfig:
-    torch.set_num_threads(1)
-    return load_config(overrides=[*settings(MODEL), *RUN, *layout])
-
-
 def run(rank: int, world: int, layout: tuple[str, ...]) -> RunRecord | None:
-    record = record_run(config(layout))
-    return record if rank == 0 else None
-
-
-@cache
-def one_process() -> RunRecord:
-    return run_ranks(1, run, ())[0]
+    found = record(MODEL, layout)
+    return found if rank == 0 else None
 
 
 LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
     (2, (TP2,)),
     (2, (TP2, SP, SELECTIVE)),
     (4, (TP4, ETP)),  # more ranks than key-value groups
-    (2, (EP2,)),
-    (4, (TP2, EP2, ZERO)),
+    (2, (EP2, BATCH4)),
+    (4, (TP2, EP2, ZERO, BATCH4)),
     (2, (PP2, FULL)),
     (2, (CP2, method("p2p"))),
     (2, (CP2, method("all_gather"))),
     (2, (CP2, method("a2a"))),
     (4, (CP2, TP2, SP, EP2)),
 ]
-RUNS = InTurn(run, LAYOUTS)
+RUNS = InTurn(run, LAYOUTS, [(1, of_one_process(layout)) for _, layout in LAYOUTS])
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)
 def test_a_layout_computes_what_one_process_does(world, layout) -> None:
-    differences = compare(RUNS.result(world, layout), one_process())
+    differences = compare(RUNS.result(world, layout), RUNS.result(1, of_one_process(layout)))
     names = {difference.name for difference in differences}
     assert "decoder.layers.0.self_attention.core_attention.softmax_offset" in " ".join(names)
     assert "decoder.layers.0.mlp.experts.linear_fc2.bias" in " ".join(names)
@@ -79,7 +63,7 @@ def test_a_layout_computes_what_one_process_does(world, layout) -> None:
 
 def test_sinks_matter_in_these_runs() -> None:
     """Or a layout that forgets them would pass: their gradient is no rounding."""
-    gradients = one_process().gradients
+    gradients = RUNS.result(1, ()).gradients
     for number in range(2):
         name = f"decoder.layers.{number}.self_attention.core_attention.softmax_offset"
         assert gradients[name].abs().max() > 1e-5

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tests.infer.decoding import cached_logits
 from tests.infer.engines import run, tokens_of
+from tests.models.decoder_reference import without_values
 from tests.models.published_configs import PUBLISHED, SMOLVLM_500M
 from tests.models.vision_reference import (
     assert_near,
@@ -196,9 +197,8 @@ def test_presets_have_the_sizes_of_the_published_models(host, family) -> None:
         config = load_config(preset=preset, overrides=["train.train_iters=1"], host=host).config
         assert canonical_size(host, config) == size, preset
         external = maps.write_config(config.model)
-        with torch.device("meta"):
-            kind = getattr(transformers, external["architectures"][0])
-            assert kind(kind.config_class.from_dict(external)).num_parameters() == size, preset
+        kind = getattr(transformers, external["architectures"][0])
+        assert without_values(kind, kind.config_class.from_dict(external)).num_parameters() == size, preset
 
 
 @pytest.mark.parametrize(("family", "preset"), [("smolvlm2-500m", "smolvlm-500m"), ("internvl3-1b", "internvl3-1b")])

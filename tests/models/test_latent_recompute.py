@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from tests.models.moe_reference import settings
-from tests.models.test_moe_layouts import RUN, SP, TP2, ZERO
 from torch import Tensor
 
 from mt_core.config.loading import load_config
@@ -16,10 +13,7 @@ from mt_core.nn.layout import initialize
 from mt_core.nn.recompute import remade
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
-from mt_core.testing import run_ranks
 from mt_core.train import build
-from mt_tools.verify.comparison import compare
-from mt_tools.verify.run_record import RunRecord, record_run
 
 LAYERS, BATCH, LENGTH, HEADS = 2, 2, 32, 4
 SHAPE = {
@@ -105,37 +99,6 @@ def test_results_are_made_once_for_each_backward_pass() -> None:
     with torch.no_grad():
         remade(make, lambda a, b: a + b)
     assert len(made) == 4
-
-
-# -- layouts -------------------------------------------------------------------------------------------
-
-
-def run(rank: int, world: int, layout: tuple[str, ...]) -> RunRecord | None:
-    torch.set_num_threads(1)
-    record = record_run(load_config(overrides=[*settings({**SHAPE, "q_lora_rank": 12}), *RUN, *layout]))
-    return record if rank == 0 else None
-
-
-@cache
-def one_process() -> RunRecord:
-    return run_ranks(1, run, ())[0]
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [
-        (2, (TP2, SP)),
-        (4, (TP2, SP, ZERO, "parallel.pipeline_model_parallel_size=2")),
-    ],
-)
-def test_a_layout_computes_what_one_process_does(monkeypatch, world, layout) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = run_ranks(world, run, (*layout, *modules("mla_up_proj")))[0]
-    differences = compare(found, one_process())
-    assert len(differences) >= 20
-    assert not [str(difference) for difference in differences if difference.too_large]
 
 
 def test_a_family_without_latents_refuses_it() -> None:

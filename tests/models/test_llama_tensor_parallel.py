@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
+from tests.dist.in_turn import InTurn
 from tests.models.decoder_reference import load, random_tokens
 
+from mt_core.config.schema import Config
 from mt_core.nn.embedding import gather_logits
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.plugins import load_plugins
-from mt_core.testing import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -43,17 +46,28 @@ def forward_backward(config, host, ctx: ParallelContext):
     return gather_logits(logits.detach(), SHAPE["vocab_size"], multiple, ctx), model
 
 
+host = cache(load_plugins)
+
+
+@cache
+def config_of(case: str) -> Config:
+    values = {**SHAPE, **CASES[case]}.items()
+    settings = [f"model.{key}={str(x).lower() if isinstance(x, bool) else x}" for key, x in values]
+    return load(host(), f"model.family={case.split(',')[0]}", "data.seq_length=16", *settings)
+
+
+@cache
+def in_one_process(case: str):
+    return forward_backward(config_of(case), host(), ParallelContext())
+
+
 def differences(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, float]:
     """Of logits and of this rank's slice of every gradient, in units of the largest value."""
-    host = load_plugins()
     sharded = build_parallel_context(AxisSizes(tp=world_size), sequence_parallel=sequence_parallel)
     found = {}
-    for case, keys in CASES.items():
-        values = {**SHAPE, **keys}.items()
-        settings = [f"model.{key}={str(x).lower() if isinstance(x, bool) else x}" for key, x in values]
-        config = load(host, f"model.family={case.split(',')[0]}", "data.seq_length=16", *settings)
-        logits, model = forward_backward(config, host, sharded)
-        expected, whole = forward_backward(config, host, ParallelContext())
+    for case in CASES:
+        logits, model = forward_backward(config_of(case), host(), sharded)
+        expected, whole = in_one_process(case)
         found[f"{case}: logits"] = relative(logits, expected)
         layouts, reference = parameter_layouts(model), dict(whole.named_parameters())
         for name, parameter in model.named_parameters():
@@ -69,11 +83,13 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
 
 
+RUNS = InTurn(differences, [(2, sequence_parallel) for sequence_parallel in (False, True)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_ranks_compute_the_logits_and_gradients_of_one(monkeypatch, sequence_parallel) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for found in run_ranks(2, differences, sequence_parallel):
+def test_two_ranks_compute_the_logits_and_gradients_of_one(sequence_parallel) -> None:
+    for found in RUNS.of_ranks(2, sequence_parallel):
         assert len(found) > 100
         wrong = {name: difference for name, difference in found.items() if difference > 2e-5}
         assert not wrong

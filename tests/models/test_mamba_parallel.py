@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
+from tests.dist.in_turn import InTurn
 from tests.models.decoder_reference import random_tokens
 from tests.models.mamba_reference import build, configure, segments_of
 
@@ -61,11 +64,11 @@ def forward_backward(config, host, ctx: ParallelContext, segment_ids=None):
     return gather_logits(logits.detach(), VOCAB, config.model.make_vocab_size_divisible_by, ctx), model
 
 
-def compare(host, keys, ctx: ParallelContext, segment_ids=None) -> dict[str, float]:
+def compare(keys, ctx: ParallelContext, segment_ids=None) -> dict[str, float]:
     """Largest differences of logits and of this rank's slice of every gradient, in units of the largest value."""
-    sharded = configure(host, f"parallel.context_parallel_size={ctx.cp.size}", **keys)
-    logits, model = forward_backward(sharded, host, ctx, segment_ids)
-    expected, whole = forward_backward(configure(host, **keys), host, ParallelContext(), segment_ids)
+    sharded = configure(host(), f"parallel.context_parallel_size={ctx.cp.size}", **keys)
+    logits, model = forward_backward(sharded, host(), ctx, segment_ids)
+    expected, whole = forward_backward(configure(host(), **keys), host(), ParallelContext(), segment_ids)
     found = {"logits": relative(unshard_sequence(logits, 1, ctx.cp), expected)}
     layouts, reference = parameter_layouts(model), dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
@@ -85,37 +88,42 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
 
 
-def tensor_parallel(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, float]:
-    host = load_plugins()
+host = cache(load_plugins)
+
+
+def differences(rank: int, world_size: int, layout: AxisSizes | bool) -> dict[str, float]:
+    """layout: sizes with context parallelism, or whether the tensor-parallel ranks share the sequence."""
+    return tensor_parallel(world_size, layout) if isinstance(layout, bool) else context_parallel(layout)
+
+
+def tensor_parallel(world_size: int, sequence_parallel: bool) -> dict[str, float]:
     ctx = build_parallel_context(AxisSizes(tp=world_size), sequence_parallel=sequence_parallel)
     segments = segments_of(5, 1, 10)
     return {
         f"{case}, {kind}: {name}": difference
         for case, keys in CASES.items()
         for kind, ids in (("whole", None), ("packed", segments))
-        for name, difference in compare(host, keys, ctx, ids).items()
+        for name, difference in compare(keys, ctx, ids).items()
     }
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
-    host = load_plugins()
     ctx = build_parallel_context(AxisSizes(cp=world_size))
     sharded = "parallel.context_parallel_size=2"
-    config = configure(host, sharded, **MAMBA)
+    config = configure(host(), sharded, **MAMBA)
     messages = []
     with pytest.raises(ConfigError) as caught:
-        InferenceEngine(build(host, config, ctx), None, ctx, config.inference, longest=8)
+        InferenceEngine(build(host(), config, ctx), None, ctx, config.inference, longest=8)
     messages.append(str(caught.value))
     for keys in ({**MAMBA, "data.seq_length": 18}, {**MAMBA, "mamba_num_heads": 3, "mamba_num_groups": 3}):
         length = keys.pop("data.seq_length", LENGTH)
         with pytest.raises(ConfigError) as caught:
-            build(host, configure(host, sharded, f"data.seq_length={length}", **keys), ctx)
+            build(host(), configure(host(), sharded, f"data.seq_length={length}", **keys), ctx)
         messages.append(str(caught.value))
     return messages
 
 
-def context_parallel(rank: int, world_size: int, sizes: AxisSizes) -> dict[str, float]:
-    host = load_plugins()
+def context_parallel(sizes: AxisSizes) -> dict[str, float]:
     ctx = build_parallel_context(sizes)
     cases = {
         "groups that divide": {**MAMBA, "mamba_num_groups": 4},
@@ -126,7 +134,7 @@ def context_parallel(rank: int, world_size: int, sizes: AxisSizes) -> dict[str, 
         f"{case}, {kind}: {name}": difference
         for case, keys in cases.items()
         for kind, ids in (("whole", None), ("packed", segments_of(5, 1, 10)))
-        for name, difference in compare(host, keys, ctx, ids).items()
+        for name, difference in compare(keys, ctx, ids).items()
     }
 
 
@@ -136,18 +144,20 @@ def assert_equal_everywhere(results: list[dict[str, float]], at_least: int) -> N
         assert not {name: difference for name, difference in found.items() if difference > 2e-5}
 
 
+CP2, TP2_CP2 = AxisSizes(cp=2), AxisSizes(cp=2, tp=2)
+RUNS = InTurn(differences, [(2, False), (2, True), (2, CP2), (4, TP2_CP2)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_tensor_parallel_ranks_compute_what_one_does(monkeypatch, sequence_parallel) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert_equal_everywhere(run_ranks(2, tensor_parallel, sequence_parallel), 100)
+def test_two_tensor_parallel_ranks_compute_what_one_does(sequence_parallel) -> None:
+    assert_equal_everywhere(RUNS.of_ranks(2, sequence_parallel), 100)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [AxisSizes(cp=2), AxisSizes(cp=2, tp=2)], ids=["cp", "tp and cp"])
-def test_two_context_parallel_ranks_compute_what_one_does(monkeypatch, sizes) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert_equal_everywhere(run_ranks(2 * sizes.tp, context_parallel, sizes), 60)
+@pytest.mark.parametrize("sizes", [CP2, TP2_CP2], ids=["cp", "tp and cp"])
+def test_two_context_parallel_ranks_compute_what_one_does(sizes) -> None:
+    assert_equal_everywhere(RUNS.of_ranks(2 * sizes.tp, sizes), 60)
 
 
 def test_what_context_parallelism_cannot_do_is_refused_by_name(monkeypatch) -> None:

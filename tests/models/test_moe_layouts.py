@@ -1,6 +1,10 @@
-"""MoE families sharded over ranks: losses, every gradient, norms and weights of three steps are one process's."""
+"""MoE families sharded over ranks: losses, every gradient, norms and weights of two steps are one process's."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +12,8 @@ from tests.covering import EXHAUSTIVE
 from tests.dist.in_turn import InTurn
 from tests.models.moe_reference import settings
 
-from mt_core.config.loading import LoadedConfig, load_config
+from mt_core.config.loading import load_config
+from mt_core.plugins import load_plugins
 from mt_tools.verify.comparison import compare
 from mt_tools.verify.run_record import RunRecord, record_run
 
@@ -49,10 +54,9 @@ MODELS = {
 }
 RUN = (
     "data.seq_length=16",
-    "data.corpus_bytes=1000000",
+    "data.corpus_bytes=200000",
     "data.eod_mask_loss=true",
     "train.micro_batch_size=1",
-    "train.global_batch_size=4",
     "train.train_iters=5",
     "train.eval_interval=null",
     "train.eval_iters=1",
@@ -65,42 +69,59 @@ EP2, CP2 = "parallel.expert_model_parallel_size=2", "parallel.context_parallel_s
 PP2 = "parallel.pipeline_model_parallel_size=2"
 ZERO = "parallel.use_distributed_optimizer=true"
 FULL = "recompute.recompute_granularity=full"
+LATENTS = ("recompute.recompute_granularity=selective", "recompute.recompute_modules=['mla_up_proj']")
+BATCH4 = "train.global_batch_size=4"
+"""Two micro-batches for each of two data-parallel ranks."""
+
+host = cache(load_plugins)
 
 
-def config(model: str, layout: tuple[str, ...]) -> LoadedConfig:
+def record(keys: Mapping[str, Any], layout: tuple[str, ...]) -> RunRecord:
+    """Of two steps of two micro-batches, which makes the second loss depend on every gradient of the first."""
     torch.set_num_threads(1)
-    return load_config(overrides=[*settings(MODELS[model]), *RUN, *layout])
+    batch = () if BATCH4 in layout else ("train.global_batch_size=2",)
+    config = load_config(overrides=[*settings(keys), *RUN, *batch, *layout], host=host())
+    return record_run(config, 2, host=host())
 
 
 def run(rank: int, world: int, case: tuple[str, tuple[str, ...]]) -> RunRecord | None:
-    record = record_run(config(*case))
-    return record if rank == 0 else None
+    found = record(MODELS[case[0]], case[1])
+    return found if rank == 0 else None
+
+
+def of_one_process(layout: tuple[str, ...]) -> tuple[str, ...]:
+    """The same samples."""
+    return (BATCH4,) if BATCH4 in layout else ()
 
 
 EXHAUSTIVE_LAYOUT = ("deepseek that predicts", 2, (TP2, SP))
 """They meet in a pipeline below."""
 LAYOUTS: list[tuple[str, int, tuple[str, ...]]] = [
-    ("mixtral", 2, (EP2,)),
-    ("mixtral", 4, (TP2, SP, EP2)),
+    ("mixtral", 2, (EP2, BATCH4)),
+    ("mixtral", 4, (TP2, SP, EP2, BATCH4)),
     ("qwen_moe", 2, (TP2, SP)),
     ("olmoe", 2, (TP2,)),
     ("olmoe", 4, (TP2, SP, PP2)),
     ("deepseek", 2, (CP2,)),
-    ("deepseek", 4, (TP2, EP2, ZERO)),
+    ("deepseek", 2, (TP2, SP, *LATENTS)),
+    ("deepseek", 4, (TP2, EP2, ZERO, BATCH4)),
+    ("deepseek", 4, (TP2, SP, PP2, ZERO, *LATENTS)),
     ("deepseek that predicts", 2, (TP2,)),
     ("deepseek that predicts", 2, (PP2,)),
-    ("deepseek that predicts", 2, (EP2, FULL)),
+    ("deepseek that predicts", 2, (EP2, FULL, BATCH4)),
     ("deepseek that predicts", 4, (TP2, SP, PP2)),
     ("deepseek that predicts, tied", 2, (PP2,)),
 ]
 RUNS = InTurn(
-    run, [(world, (model, layout)) for model, world, layout in LAYOUTS], [(1, (model, ())) for model in MODELS]
+    run,
+    [(world, (model, layout)) for model, world, layout in LAYOUTS],
+    [(1, (model, of_one_process(layout))) for model, _, layout in LAYOUTS],
 )
 
 
 @pytest.mark.parametrize(("model", "world", "layout"), [*LAYOUTS, pytest.param(*EXHAUSTIVE_LAYOUT, marks=EXHAUSTIVE)])
 def test_a_layout_computes_what_one_process_does(model, world, layout) -> None:
-    found, reference = RUNS.result(world, (model, layout)), RUNS.result(1, (model, ()))
+    found, reference = RUNS.result(world, (model, layout)), RUNS.result(1, (model, of_one_process(layout)))
     differences = compare(found, reference)
     names = {difference.name for difference in differences}
     assert len(names) >= 20

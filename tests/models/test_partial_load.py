@@ -40,7 +40,7 @@ GPT = [
     "model.num_attention_heads=2",
     "model.position_embedding_type=rope",
     "data.seq_length=32",
-    "data.corpus_bytes=1000000",
+    "data.corpus_bytes=300000",
 ]
 LLAMA = ["model.family=llama", *(key for key in GPT if "embedding_type" not in key)]
 RETRO = [
@@ -50,7 +50,7 @@ RETRO = [
     "data.dataset_type=builtin_retro",
     "data.retro_chunk_length=32",
     "data.seq_length=32",
-    "data.corpus_bytes=1000000",
+    "data.corpus_bytes=300000",
 ]
 
 

@@ -99,7 +99,7 @@ def test_without_a_database_there_are_no_neighbours() -> None:
 
 @pytest.fixture(scope="module")
 def builtin(host):
-    options = ["data.dataset_type=builtin_retro", "data.corpus_bytes=1000000", "data.seq_length=64"]
+    options = ["data.dataset_type=builtin_retro", "data.corpus_bytes=300000", "data.seq_length=64"]
     config = load_config(overrides=[*SMALL, *options, *shaped(16)], host=host).config
     tokenizer = build_tokenizer(config, host)
     return {split: build_datasets(config, tokenizer, split, host)[split] for split in ("train", "valid")}

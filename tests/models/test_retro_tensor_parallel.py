@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
+from tests.dist.in_turn import InTurn
 from tests.models.test_retro import DATA, SHAPE, samples
 from torch import Tensor, nn
 
@@ -14,7 +17,6 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.plugins import load_plugins
-from mt_core.testing import run_ranks
 
 pytestmark = pytest.mark.dist
 KEYS = [f"model.{key}={value}" for key, value in SHAPE.items()]
@@ -30,17 +32,17 @@ CASES = {
     ],
     "grouped queries": ["model.position_embedding_type=rope", "model.num_query_groups=2"],
 }
+plugins = cache(load_plugins)
 
 
 def loss_and_gradients(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Module]:
     """The model after backward; its partial gradients are summed."""
-    host = load_plugins()
-    config = load_config(overrides=[*BASE, *CASES[case]], host=host).config
-    model = host.models.get("retro").build.load()(config.model, ModelEnvironment(config, ctx, host))
+    config = load_config(overrides=[*BASE, *CASES[case]], host=plugins()).config
+    model = plugins().models.get("retro").build.load()(config.model, ModelEnvironment(config, ctx, plugins()))
     initialize(model, 5, ctx)
     batch = samples()
     labels = {"labels": batch["tokens"].roll(-1, 1)}
-    losses = host.losses.get("cross_entropy", key="train.loss").build.load()(config, ctx)(model(**batch), labels)
+    losses = plugins().losses.get("cross_entropy", key="train.loss").build.load()(config, ctx)(model(**batch), labels)
     losses.mean().backward()
     for name, layout in parameter_layouts(model).items():
         if "tp" in layout.partial_gradient and ctx.tp.size > 1:
@@ -70,10 +72,13 @@ def compared(
     return loss.item(), expected.item(), wrong
 
 
+RUNS = InTurn(differences, [(2, case) for case in CASES])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_have_the_loss_and_gradients_of_one(case) -> None:
-    for of_rank in run_ranks(2, differences, case):
+    for of_rank in RUNS.of_ranks(2, case):
         assert len(of_rank) == 2
         for loss, expected, wrong in of_rank:
             assert loss == pytest.approx(expected, rel=1e-5)

@@ -3,8 +3,11 @@ process."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
+from tests.dist.in_turn import InTurn
 from tests.models.vision_reference import config_from, random_images
 from torch import Tensor, nn
 
@@ -15,7 +18,6 @@ from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.plugins import load_plugins
-from mt_core.testing import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -52,6 +54,7 @@ CASES = {
         "language_model": {"family": "qwen", "num_query_groups": 2, **DECODER},
     },
 }
+host = cache(load_plugins)
 OF_TEXTS = [name for name, keys in CASES.items() if "language_model" in keys]
 
 
@@ -69,11 +72,11 @@ def output(model: nn.Module, case: str, ctx: ParallelContext) -> Tensor:
     return out if isinstance(out, Tensor) else out.pooled
 
 
-def forward_backward(case: str, host, ctx: ParallelContext) -> tuple[Tensor, nn.Module]:
+def forward_backward(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Module]:
     """The output, and the model with gradients as the data-parallel step would see them."""
     sections = {"train": {"loss": "classification"}} if case == "classes" else {}
-    config = config_from(host, CASES[case], data={"seq_length": 16}, **sections)
-    model = host.models.get(config.model.family).build.load()(config.model, ModelEnvironment(config, ctx, host))
+    config = config_from(host(), CASES[case], data={"seq_length": 16}, **sections)
+    model = host().models.get(config.model.family).build.load()(config.model, ModelEnvironment(config, ctx, host()))
     initialize(model, 1, ctx)
     out = output(model, case, ctx)
     if case in OF_TEXTS:
@@ -94,20 +97,24 @@ def forward_backward(case: str, host, ctx: ParallelContext) -> tuple[Tensor, nn.
     return out.detach(), model
 
 
+@cache
+def in_one_process(case: str) -> tuple[Tensor, nn.Module]:
+    return forward_backward(case, ParallelContext())
+
+
 LAYOUTS = {"tp": (AxisSizes(tp=2), False), "sequence": (AxisSizes(tp=2), True), "cp": (AxisSizes(cp=2), False)}
 
 
 def differences(rank: int, world_size: int, layout: str) -> dict[str, float]:
     """Of outputs and of this rank's slice of every gradient, in units of the largest value."""
-    host = load_plugins()
     sizes, sequence_parallel = LAYOUTS[layout]
     sharded = build_parallel_context(sizes, sequence_parallel=sequence_parallel)
     found = {}
     for case in CASES:
         if layout != "tp" and case not in OF_TEXTS:
             continue
-        out, model = forward_backward(case, host, sharded)
-        expected, whole = forward_backward(case, host, ParallelContext())
+        out, model = forward_backward(case, sharded)
+        expected, whole = in_one_process(case)
         found[f"{case}: output"] = relative(out, expected)
         layouts, reference = parameter_layouts(model), dict(whole.named_parameters())
         for name, parameter in model.named_parameters():
@@ -124,11 +131,13 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
 
 
+RUNS = InTurn(differences, [(2, layout) for layout in LAYOUTS])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_compute_the_outputs_and_gradients_of_one(monkeypatch, layout) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for found in run_ranks(2, differences, layout):
+def test_two_ranks_compute_the_outputs_and_gradients_of_one(layout) -> None:
+    for found in RUNS.of_ranks(2, layout):
         assert len(found) > 50
         wrong = {name: difference for name, difference in found.items() if difference > 5e-5}
         assert not wrong

@@ -111,6 +111,10 @@ def die_at(step: int, prefix: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("replaced", [False, True], ids=["new", "over an old one"])
 def test_a_kill_at_each_step_of_finishing_mixes_nothing(tmp_path: Path, replaced: bool) -> None:
+    in_small_process(kill_at_each_step, tmp_path, replaced)
+
+
+def kill_at_each_step(tmp_path: Path, replaced: bool) -> None:
     found = []
     for step in range(1, 12):
         prefix = tmp_path / str(step) / "data"

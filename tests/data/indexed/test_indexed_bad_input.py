@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import struct
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.data.indexed.test_indexed_atomic import exit_code, forked, in_child
+from tests.small_process import in_small_process
 
 from mt_core.errors import DataError
 from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, verify
 from mt_data.indexed.dataset import check_files
 
-FORK = multiprocessing.get_context("fork")
 Damage = Callable[[Path, Path], object]
 
 
@@ -196,19 +195,21 @@ def use_after_shrinking(prefix: str, suffix: str, use: str) -> None:
         os._exit(7 if f"data{suffix} shrank after it was opened" in str(error) else 8)
 
 
-# In a process of its own: what is to be shown is that the system does not end it (SIGBUS).
-@pytest.mark.parametrize(("suffix", "use"), [(".bin", "a view"), (".bin", "a copy"), *((".idx", use) for use in USES)])
-def test_a_mapped_file_that_shrinks_is_an_error(write: Any, suffix: str, use: str) -> None:
-    prefix = write(documents=[[[1]]] * (3 * PAGE))
-    child = FORK.Process(target=use_after_shrinking, args=(prefix, suffix, use))
-    child.start()
-    child.join()
-    assert child.exitcode == 7
+# In processes of their own: what is to be shown is that the system does not end them (SIGBUS).
+def test_a_mapped_file_that_shrinks_is_an_error(write: Any) -> None:
+    in_small_process(shrink_before_each_use, write(documents=[[[1]]] * (3 * PAGE)))
 
 
-def read_until_it_shrinks(prefix: str, ready: Connection) -> None:
+def shrink_before_each_use(prefix: str) -> None:
+    for suffix, use in [(".bin", "a view"), (".bin", "a copy"), *((".idx", use) for use in USES)]:
+        whole = Path(prefix + suffix).read_bytes()
+        assert in_child(use_after_shrinking, prefix, suffix, use) == 7, (suffix, use)
+        Path(prefix + suffix).write_bytes(whole)
+
+
+def read_until_it_shrinks(prefix: str, told: int) -> None:
     data = IndexedDataset(prefix)
-    ready.send(None)
+    os.write(told, b"ready")
     try:
         while True:
             for number in range(0, len(data), 97):
@@ -220,18 +221,21 @@ def read_until_it_shrinks(prefix: str, ready: Connection) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
 def test_a_file_that_shrinks_in_the_middle_of_reading_is_an_error(write: Any, suffix: str) -> None:
-    prefix = write(documents=[[[1]]] * (3 * PAGE))
+    in_small_process(shrink_while_it_is_read, write(documents=[[[1]]] * (3 * PAGE)), suffix)
+
+
+def shrink_while_it_is_read(prefix: str, suffix: str) -> None:
     whole = Path(prefix + suffix).read_bytes()
     for attempt in range(20):
         Path(prefix + suffix).write_bytes(whole)
-        ours, theirs = FORK.Pipe()
-        child = FORK.Process(target=read_until_it_shrinks, args=(prefix, theirs))
-        child.start()
-        ours.recv()
+        ready, told = os.pipe()
+        child = forked(read_until_it_shrinks, prefix, told)
+        os.close(told)  # only the child holds it then, and its death ends the wait
+        assert os.read(ready, 5) == b"ready"
+        os.close(ready)
         time.sleep(attempt * 0.0005)
         os.truncate(prefix + suffix, PAGE)
-        child.join()
-        assert child.exitcode == 7
+        assert exit_code(child) == 7
 
 
 def test_a_file_that_was_removed_is_read_to_its_end(write: Any) -> None:

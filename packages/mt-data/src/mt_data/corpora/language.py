@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 from mt_core.errors import ConfigError, did_you_mean
 from mt_data.corpora.clean_options import CleanOptions
 from mt_data.corpora.document import Document
@@ -16,9 +19,7 @@ class LanguageRule:
     """
 
     def __init__(self, options: CleanOptions) -> None:
-        langid = require("py3langid.langid")
-        # norm_probs gives probabilities; without it py3langid returns unnormalized log scores.
-        self.identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+        self.identifier = language_identifier()
         known = set(self.identifier.labels)
         for language in options.languages:
             if language not in known:
@@ -32,3 +33,11 @@ class LanguageRule:
         if probability < options.min_language_probability:
             return f"{language} with probability {probability:.2f} only, minimum {options.min_language_probability:g}"
         return None
+
+
+@cache
+def language_identifier() -> Any:
+    """py3langid's own model, whose file takes 0.3 s to unpack: once for the check of the options and for the work."""
+    langid = require("py3langid.langid")
+    # norm_probs gives probabilities; without it py3langid returns unnormalized log scores.
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
