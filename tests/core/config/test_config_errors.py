@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from mt_core.config.docstrings import key_docstrings
 from mt_core.config.loading import load_config
 from mt_core.config.presets import find_preset
 from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS
@@ -258,9 +257,8 @@ def test_every_key_has_a_help_text(host: PluginHost) -> None:
     bare = [
         f"{type_.__name__}.{key}"
         for base, type_ in types
-        for docs in [key_docstrings(type_)]
-        for key in type_.model_fields
-        if not docs.get(key) and key != base.selector  # a type may fix its own name there
+        for key, field in type_.model_fields.items()
+        if not field.description and key != base.selector  # a type may fix its own name there
     ]
     assert bare == []
 

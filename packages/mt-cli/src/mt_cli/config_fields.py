@@ -11,7 +11,6 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.fields import FieldInfo
 
-from mt_core.config.docstrings import key_docstrings
 from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Section
 from mt_core.config.toml_text import shown
 from mt_core.errors import ConfigError, MtError, did_you_mean
@@ -52,16 +51,17 @@ def section_fields(section: str, host: PluginHost) -> list[ConfigField]:
     """The keys of a section or of a table below one: those that all its types have, then those that plugins' types
     add or redefine."""
     base = SECTIONS.get(section)
-    fields = list(_declared(section, base)) if base else []
+    fields = [_describe(section, key, info) for key, info in base.model_fields.items()] if base else []
     # Two declarations of a key are one field if all four agree: then only the list of selector values grows. A family
     # that redefines a key with another default or text gets an entry of its own.
     known = {(field.key, field.type, field.default, field.doc): index for index, field in enumerate(fields)}
     for name, type_ in _plugin_types(section, host):
-        for field in _declared(section, type_, name if selector(section) else None):
-            if base is not None and field.key == base.selector:
+        for key, info in type_.model_fields.items():
+            if base is not None and key == base.selector:
                 continue  # a type names itself there
+            field = _describe(section, key, info, name if selector(section) else None)
             # The index of the equal field, or of the place that this one gets now.
-            same = known.setdefault((field.key, field.type, field.default, field.doc), len(fields))
+            same = known.setdefault((key, field.type, field.default, field.doc), len(fields))
             if same == len(fields):
                 fields.append(field)
             # Empty selected_by means that all types have the key, as the base section declares it; nothing is added
@@ -145,13 +145,7 @@ def _also_selected_by(field: ConfigField, name: str) -> ConfigField:
     return replace(field, selected_by=(*field.selected_by, name))
 
 
-def _declared(section: str, type_: type[Section], selected_by: str | None = None) -> Iterator[ConfigField]:
-    docs = key_docstrings(type_)
-    for key, info in type_.model_fields.items():
-        yield _describe(section, key, info, info.description or docs.get(key, ""), selected_by)
-
-
-def _describe(section: str, key: str, info: FieldInfo, doc: str, selected_by: str | None) -> ConfigField:
+def _describe(section: str, key: str, info: FieldInfo, selected_by: str | None = None) -> ConfigField:
     extra = info.json_schema_extra
     conditions: Any = extra.get("used_when", {}) if isinstance(extra, dict) else {}
     return ConfigField(
@@ -159,7 +153,7 @@ def _describe(section: str, key: str, info: FieldInfo, doc: str, selected_by: st
         key=key,
         type=type_in_words(info),
         default="required" if info.is_required() else shown(_plain(info.get_default(call_default_factory=True))),
-        doc=" ".join(doc.split()),
+        doc=" ".join((info.description or "").split()),
         conditions={other: list(values) for other, values in conditions.items()},
         selected_by=(selected_by,) if selected_by else (),
     )

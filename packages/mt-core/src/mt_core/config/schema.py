@@ -45,6 +45,7 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         frozen=True,
+        use_attribute_docstrings=True,
         validate_default=True,
         protected_namespaces=(),
         defer_build=True,
