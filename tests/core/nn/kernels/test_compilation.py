@@ -188,8 +188,8 @@ def compile_for_hopper(
 
 
 def is_further(case: Case) -> bool:
-    """Whether each constant of the kernel, and each of the functions that it shares with others, occurs in a case that is
-    not further: with the constant that takes more registers, where one does."""
+    """Whether other cases have each constant of this one, in the same kernel or in one that calls the same function for
+    it. Of two cases that could be further, it is the one that takes fewer registers."""
     module, kernel, _, constants, _ = case
     interleaved, turned = constants.get("INTERLEAVED"), constants.get("TURNED")
     if module == "rotary":
