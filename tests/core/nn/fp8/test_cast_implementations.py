@@ -106,7 +106,7 @@ def test_bytes_and_scales_of_rows_and_blocks_are_torchs() -> None:
 def check_every_number(rank: int, world: int) -> None:
     """All finite bf16 numbers, with the scale 1."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    x = every[every.isfinite()].reshape(-1, 16)
+    x = every[every.isfinite()].reshape(-1, SIZE)
     triton, plain, one = implementation("fp8_cast", "triton")(), TorchCasts(), torch.ones(())
     for dtype in (E4M3, E5M2):
         assert_same(triton.by_scale(x, one, dtype, "columns"), plain.by_scale(x, one, dtype, "columns"), "columns")
