@@ -30,6 +30,8 @@ TINY = [
     "logging.log_interval=1",
     "logging.progress=none",
 ]
+LITTLE_TEXT = "data.corpus_bytes=100000"
+"""All of the built-in corpus takes as long as the steps of a small run."""
 
 
 @pytest.fixture(scope="session")
@@ -39,10 +41,11 @@ def host() -> PluginHost:
 
 @pytest.fixture(scope="session")
 def tiny(host):
-    """A function from overrides to a loaded configuration of a very small GPT."""
+    """A function from overrides to a loaded configuration of a very small GPT, on little text unless told otherwise."""
 
     def load(*overrides: str) -> LoadedConfig:
         torch.set_num_threads(1)
-        return load_config(preset="gpt-tiny", overrides=[*TINY, *overrides], host=host)
+        corpus = [] if any(each.startswith("data.dataset_type=") for each in overrides) else [LITTLE_TEXT]
+        return load_config(preset="gpt-tiny", overrides=[*TINY, *corpus, *overrides], host=host)
 
     return load

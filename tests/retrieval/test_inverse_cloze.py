@@ -59,7 +59,7 @@ def test_sentences_find_the_blocks_that_they_come_from(world: World, tmp_path: P
         f'data.data_path=["{tmp_path}/all_text_sentence"]',
         f'data.split="{TRAINED},{DOCUMENTS - TRAINED},0"',
         "data.query_in_block_prob=0.1",
-        "train.train_iters=150",
+        "train.train_iters=100",
         "train.eval_interval=null",
         "train.eval_iters=1",
         "optimizer.lr=3e-3",

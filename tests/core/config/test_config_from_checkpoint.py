@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.core.conftest import TINY
+from tests.core.conftest import LITTLE_TEXT, TINY
 
 from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
 from mt_core.config.loading import LoadedConfig, load_config, load_sections
@@ -33,16 +33,14 @@ def run(host: PluginHost, vocab: Path, tmp_path_factory: pytest.TempPathFactory)
     directory = tmp_path_factory.mktemp("pretrained") / "run"
     wordpiece = ["tokenizer.tokenizer_type=BertWordPieceLowerCase", f"tokenizer.vocab_file={vocab}"]
     shape = ["model.num_layers=3", "model.hidden_size=24", "train.train_iters=2"]
-    config = load_config(
-        preset="gpt-tiny", overrides=[*TINY, *wordpiece, *shape, "data.corpus_bytes=1000000"], host=host
-    )
+    config = load_config(preset="gpt-tiny", overrides=[*TINY, *wordpiece, *shape, LITTLE_TEXT], host=host)
     Trainer(config, run_dir=directory, host=host).train()
     vocab.unlink()
     return directory
 
 
 def load(run: Path, host: PluginHost, *overrides: str, path: Path | None = None) -> LoadedConfig:
-    own = [text for text in TINY if not text.startswith("model.")] + ["data.corpus_bytes=1000000"]
+    own = [text for text in TINY if not text.startswith("model.")] + [LITTLE_TEXT]
     settings = [f"checkpoint.load={run}", *own, *overrides]
     return load_config(path, overrides=settings, default_preset="gpt-tiny", host=host)
 

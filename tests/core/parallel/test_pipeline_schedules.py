@@ -124,8 +124,7 @@ def test_1f1b_holds_no_more_micro_batches_than_there_are_stages_behind() -> None
         assert most == 4 - rank
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (4, 8), (8, 64), (64, 512)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (4, 8), (16, 64)])
 def test_bubbles_are_those_of_the_closed_forms(ranks, count) -> None:
     """Narayanan et al., 2021: (p - 1) / m, and (p - 1) / (v m) with v stages a rank, whatever the costs."""
     for forward, backward in ((1.0, 2.0), (0.7, 1.1)):
@@ -134,7 +133,7 @@ def test_bubbles_are_those_of_the_closed_forms(ranks, count) -> None:
             timeline = simulate(SCHEDULES[name], ranks, count, single)
             assert timeline.bubble_ratio == pytest.approx((ranks - 1) / count)
             assert timeline.makespan == pytest.approx((count + ranks - 1) * (forward + backward))
-        for each in (2, 3) if ranks < 64 else (2,):
+        for each in (2, 3):
             timeline = simulate(
                 SCHEDULES["interleaved_1f1b"], ranks, count, StageTimes.even(each * ranks, forward, backward)
             )

@@ -120,13 +120,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return loop(0, 1, (), str(tmp_path_factory.mktemp("alone")))
 
 
+def loops(rank: int, world: int, folder: str) -> dict[str, dict[str, Any]]:
+    return {layout: loop(rank, world, overrides, f"{folder}/{layout}") for layout, overrides in LAYOUTS.items()}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """Of each rank, by layout: in processes that import and build their first model once."""
+    return run_ranks(2, loops, str(tmp_path_factory.mktemp("ranks")))
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loop_of_the_caller_computes_the_same_under_every_layout(alone, layout: str, tmp_path) -> None:
+def test_a_loop_of_the_caller_computes_the_same_under_every_layout(alone, on_two_ranks, layout: str) -> None:
     assert alone["apart"] == pytest.approx(alone["losses"], rel=1e-6)
     assert alone["losses"] == alone["mt train"]
-    for found in run_ranks(2, loop, LAYOUTS[layout], str(tmp_path / "ranks")):
+    for found in (of_rank[layout] for of_rank in on_two_ranks):
         assert found["losses"] == found["mt train"] == pytest.approx(alone["losses"], rel=1e-5)
         assert found["apart"] is None or found["apart"] == pytest.approx(alone["losses"], rel=1e-5)
         assert found["restored"] == found["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-5)

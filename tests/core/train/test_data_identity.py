@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.core.conftest import LITTLE_TEXT
 
 from mt_core.errors import CheckpointError
 from mt_core.train import Trainer
@@ -61,9 +62,11 @@ def test_another_corpus_under_the_same_path(tiny: Any, tmp_path: Path, manifest:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mock", "builtin"])
-def test_data_that_lies_in_no_file_is_the_same_each_time(tiny: Any, tmp_path: Path, kind: str) -> None:
-    keys = [f"data.dataset_type={kind}"]
+@pytest.mark.parametrize(
+    ("kind", "small"), [("mock", 'data.split="1,1,98"'), ("builtin", LITTLE_TEXT)], ids=["mock", "builtin"]
+)
+def test_data_that_lies_in_no_file_is_the_same_each_time(tiny: Any, tmp_path: Path, kind: str, small: str) -> None:
+    keys = [f"data.dataset_type={kind}", small]
     run = Trainer(tiny(*keys, "train.exit_iteration=2"), run_dir=tmp_path)
     assert "data.content" in data_identity(run.train_data, None)
     run.train()

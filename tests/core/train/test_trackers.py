@@ -219,11 +219,11 @@ def trained_on_two_ranks(rank: int, world: int, run_dir: str, overrides: list[st
 
 @pytest.mark.slow
 def test_one_rank_writes(tmp_path: Path) -> None:
-    from tests.core.conftest import TINY
+    from tests.core.conftest import LITTLE_TEXT, TINY
 
     overrides = [
         *TINY,
-        "data.corpus_bytes=1000000",
+        LITTLE_TEXT,
         'logging.trackers=["tensorboard"]',
         "parallel.pipeline_model_parallel_size=2",
     ]

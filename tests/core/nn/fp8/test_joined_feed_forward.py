@@ -86,8 +86,8 @@ def use_small_tiles() -> None:
     from mt_core.nn.kernels.triton_kernels import fp8_activations, fp8_casts
 
     for module in (fp8_activations, fp8_casts):
-        module._AMAX_BLOCK = 64
-        module._ROW_TILES = {False: (8, 64), True: (64, 16)}
+        module._AMAX_BLOCK = 256
+        module._ROW_TILES = {False: (16, 64), True: (64, 16)}
 
 
 def steps(module: DenseFeedForward) -> tuple[list[torch.Tensor], Traffic]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 import torch.distributed as dist
+from tests.dist.in_turn import InTurn
 from torch import Tensor, nn
 
 from mt_core.config.loading import LoadedConfig, load_config
@@ -83,12 +82,16 @@ def off(mine: Tensor, reference: Tensor) -> float:
     return ((mine - reference).norm() / reference.norm()).item()
 
 
-def layer_differences(rank: int, world: int, recipe: str, sequence_parallel: bool) -> dict[str, tuple[float, float]]:
+def layer_differences(rank: int, world: int, case: tuple[str, bool]) -> dict[str, tuple[float, float]]:
     """By name: how far two ranks are from one, and how far one process is in FP8 from one in fp32."""
+    recipe, sequence_parallel = case
     ctx = build_parallel_context(AxisSizes(tp=world), sequence_parallel=sequence_parallel)
     divided = results(ctx, recipe, steps=2)
     alone, exact = results(ParallelContext(), recipe, steps=2), results(ParallelContext(), None, steps=2)
     return {name: (off(divided[name], alone[name]), off(alone[name], exact.get(name, alone[name]))) for name in alone}
+
+
+DIFFERENCES = InTurn(layer_differences, [(2, (recipe, divided)) for recipe in RECIPES for divided in (False, True)])
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -96,7 +99,7 @@ def layer_differences(rank: int, world: int, recipe: str, sequence_parallel: boo
 def test_ranks_compute_what_one_process_does(recipe, sequence_parallel) -> None:
     """Sums in another order move a number of the next cast to its neighbour now and then: a tenth of what FP8 costs.
     With a scale a row, the rows of the row-parallel layer are pieces on each rank, with finer scales of their own."""
-    for found in run_ranks(2, layer_differences, recipe, sequence_parallel):
+    for found in DIFFERENCES.of_ranks(2, (recipe, sequence_parallel)):
         for name, (between, rounding) in found.items():
             if "history" in name:
                 assert between < 1e-5, found
@@ -161,11 +164,6 @@ def recorded(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
     return record if rank == 0 else None
 
 
-@cache
-def one_process(keys: tuple[str, ...]) -> RunRecord:
-    return run_ranks(1, recorded, keys)[0]
-
-
 ZERO_BUBBLE = ("parallel.pipeline_model_parallel_size=2", "parallel.pipeline_schedule=interleaved_zero_bubble")
 EXACT = {
     "pipeline": ("parallel.pipeline_model_parallel_size=2",),
@@ -179,12 +177,27 @@ EXACT = {
 
 CASES = [(recipe, layout) for recipe in ("tensorwise", "delayed") for layout in EXACT]
 CASES.remove(("delayed", "FSDP2"))  # refused by name, see test_training
+TENSOR_PARALLEL = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+
+
+def of_recipe(recipe: str) -> tuple[str, ...]:
+    return (f"precision.fp8_recipe={recipe}",)
+
+
+RUNS = InTurn(
+    recorded,
+    [
+        *((1, of_recipe(recipe)) for recipe in ("tensorwise", "delayed")),
+        *((2, (*of_recipe(recipe), *EXACT[layout])) for recipe, layout in CASES),
+        *((2, (*of_recipe(recipe), *TENSOR_PARALLEL)) for recipe in ("tensorwise", "delayed")),
+    ],
+)
 
 
 @pytest.mark.parametrize(("recipe", "layout"), CASES)
 def test_layouts_that_cut_no_matrix_have_the_same_losses(recipe, layout) -> None:
-    keys = (f"precision.fp8_recipe={recipe}",)
-    alone, found = one_process(keys), run_ranks(2, recorded, (*keys, *EXACT[layout]))[0]
+    keys = of_recipe(recipe)
+    alone, found = RUNS.result(1, keys), RUNS.result(2, (*keys, *EXACT[layout]))
     assert found.losses[0] == pytest.approx(alone.losses[0], rel=1e-5)
     assert found.losses == pytest.approx(alone.losses, rel=1e-3)
     assert found.norms[0] == pytest.approx(alone.norms[0], rel=1e-4)
@@ -197,9 +210,8 @@ def test_layouts_that_cut_no_matrix_have_the_same_losses(recipe, layout) -> None
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_tensor_parallel_runs_stay_together(recipe) -> None:
-    keys = (f"precision.fp8_recipe={recipe}",)
-    tp2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
-    alone, found = one_process(keys), run_ranks(2, recorded, (*keys, *tp2))[0]
+    keys = of_recipe(recipe)
+    alone, found = RUNS.result(1, keys), RUNS.result(2, (*keys, *TENSOR_PARALLEL))
     assert found.losses == pytest.approx(alone.losses, rel=2e-3)
     assert found.evaluation == pytest.approx(alone.evaluation, rel=5e-3)
 

@@ -64,7 +64,13 @@ def run(config, directory=None) -> list[float]:
 # -- losses ------------------------------------------------------------------------------------------
 
 
-FORTY_STEPS = ("precision.dtype=bf16", "train.train_iters=40", "model.hidden_size=128", "optimizer.lr=1e-3")
+FORTY_STEPS = (
+    "precision.dtype=bf16",
+    "train.train_iters=40",
+    "train.micro_batch_size=4",
+    "model.hidden_size=128",
+    "optimizer.lr=1e-3",
+)
 
 
 @cache
@@ -73,9 +79,9 @@ def losses_of_40_steps(tiny) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", RECIPES[1:])
 def test_the_loss_stays_near_that_of_bf16(tiny, name) -> None:
-    """40 steps; 200 are in a slow test."""
+    """40 steps; 100 of the first recipe are below."""
     plain, fp8 = losses_of_40_steps(tiny), run(tiny(*FORTY_STEPS, *recipe(name)))
     assert plain != fp8
     assert np.mean(fp8[-20:]) == pytest.approx(np.mean(plain[-20:]), rel=0.01)
@@ -93,29 +99,29 @@ def bench() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def settings_of_200_steps(bench) -> list[str]:
+def settings_of_100_steps(bench) -> list[str]:
     smaller = ["data.seq_length=32", "train.micro_batch_size=4", "data.corpus_bytes=1000000"]
-    return [*bench.SETTINGS, *smaller, "train.train_iters=200", "precision.dtype=bf16"]
+    return [*bench.SETTINGS, *smaller, "train.train_iters=100", "precision.dtype=bf16"]
 
 
 @pytest.fixture(scope="module")
-def losses_of_bf16(bench, settings_of_200_steps, tmp_path_factory) -> tuple[float, float]:
+def losses_of_bf16(bench, settings_of_100_steps, tmp_path_factory) -> tuple[float, float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("bf16"))
-        return bench.losses_of(settings_of_200_steps, load_plugins())
+        return bench.losses_of(settings_of_100_steps, load_plugins())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["tensorwise", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in RECIPES[1:])]
 )
-def test_200_steps_end_within_half_a_percent_of_bf16(
-    bench, settings_of_200_steps, losses_of_bf16, name, tmp_path, monkeypatch
+def test_100_steps_end_within_half_a_percent_of_bf16(
+    bench, settings_of_100_steps, losses_of_bf16, name, tmp_path, monkeypatch
 ) -> None:
-    """The runs of docs/fp8.md with half as many positions and samples: validation loss, and the mean training loss of
+    """The runs of docs/fp8.md with fewer steps, positions and samples: validation loss, and the mean training loss of
     the last 20 steps."""
     monkeypatch.chdir(tmp_path)
-    settings = [*settings_of_200_steps, *recipe(name), "precision.fp8_min_features=1"]
+    settings = [*settings_of_100_steps, *recipe(name), "precision.fp8_min_features=1"]
     found = bench.losses_of(settings, load_plugins())
     assert found != losses_of_bf16
     assert found == pytest.approx(losses_of_bf16, rel=0.005)
@@ -173,7 +179,7 @@ def test_the_output_layer_when_asked_for(tiny) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_recomputation_changes_no_bit(tiny, name) -> None:
-    common = (*recipe(name), "model.hidden_size=128", "train.train_iters=4", "model.hidden_dropout=0.1")
+    common = (*recipe(name), "model.hidden_size=128", "train.train_iters=3", "model.hidden_dropout=0.1")
     plain = run(tiny(*common))
     assert run(tiny(*common, "recompute.recompute_granularity=full")) == plain
     selective = ("recompute.recompute_granularity=selective", "recompute.recompute_modules=['mlp']")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from mt_core.nn.kernels.catalogue import KERNELS
@@ -22,7 +23,24 @@ def run_interpreted(function: Callable[..., Any], *args: Any, ranks: int = 1) ->
 
 def _switched_on(rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     os.environ["TRITON_INTERPRET"] = "1"
+    patch_language_once()
     return function(rank, world, *args)
+
+
+def patch_language_once() -> None:
+    """Triton's interpreter replaces the functions of triton.language at each launch, and again at each call of a device
+    function: half of the time of a small kernel. Here, where only interpreted kernels use them, they stay replaced."""
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_for(function: Callable[..., Any]) -> Any:
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            patch(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_for
 
 
 def implementation(kernel: KernelName, name: str) -> Callable[..., Any]:

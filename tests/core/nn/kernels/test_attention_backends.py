@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.covering import covering
 from torch import Tensor
 
 from mt_core.errors import ConfigError
@@ -47,8 +48,7 @@ PATTERNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(("name", "softcap"), covering(list(PATTERNS), [None, 2.0]))
 def test_flex_says_the_same_as_the_written_out_mask(name: str, softcap: float | None) -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

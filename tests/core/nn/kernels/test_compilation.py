@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.covering import EXHAUSTIVE
 
 pytestmark = pytest.mark.slow
 
@@ -54,8 +55,11 @@ FP8 = {"x": HALF, "grad": HALF, "amaxes": "*i32", "parts": "*i32", "limit": "fp3
 RESIDUAL = {"x": HALF, "bias": HALF, "residual": HALF, "y": HALF, "dy": HALF, "dx": HALF, "seed": ADDRESSES}
 
 
-def cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
-    """(module, kernel, types of arguments, constants, warps)"""
+Case = tuple[str, str, dict[str, str], dict[str, Any], int]
+"""(module, kernel, types of arguments, constants, warps)"""
+
+
+def cases() -> Iterator[Case]:
     yield from norm_cases()
     for way in ("forward", "backward"):
         for name in ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"):
@@ -96,7 +100,7 @@ def cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
     yield from fp8_cases()
 
 
-def fp8_cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
+def fp8_cases() -> Iterator[Case]:
     yield "fp8_casts", "_fp8_amax", FP8, {"BLOCK": 8192}, 16
     yield "fp8_casts", "_fp8_note", FP8, {"NOTED": True, "BLOCK": 1024}, 4
     for form, (straight, count, measured) in (
@@ -118,7 +122,7 @@ def fp8_cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]
         yield from fp8_activation_cases({"NAME": "swiglu", "GRADIENT": gradient})
 
 
-def fp8_activation_cases(kind: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
+def fp8_activation_cases(kind: dict[str, Any]) -> Iterator[Case]:
     """Of the activation or of the gradient of its input."""
     module = "fp8_activations"
     yield module, "_fp8_amax_of_activation", FP8, {**kind, "BLOCK": fp8_activations._AMAX_BLOCK}, 16
@@ -141,7 +145,7 @@ def fp8_case(form: str, shape: dict[str, Any]) -> tuple[dict[str, str], dict[str
     return {**FP8, "data": f"*{form}", "transposed": f"*{form}"}, {**shape, "LARGEST": largest, "EMULATED": False}
 
 
-def norm_cases() -> Iterator[tuple[str, str, dict[str, str], dict[str, Any], int]]:
+def norm_cases() -> Iterator[Case]:
     """Up to the widest rows that are held in registers, and those of which a block of columns is."""
     for module in (rms_norm, layer_norm):
         name, types = module.__name__.rpartition(".")[2], {**NORM, **STATISTICS}
@@ -183,9 +187,42 @@ def compile_for_hopper(
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 
 
-def test_every_kernel_compiles_and_moves_wide_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+def is_further(case: Case) -> bool:
+    """Whether other cases have each constant of this one, in the same kernel or in one that calls the same function for
+    it. Of two cases that could be further, it is the one that takes fewer registers."""
+    module, kernel, _, constants, _ = case
+    interleaved, turned = constants.get("INTERLEAVED"), constants.get("TURNED")
+    if module == "rotary":
+        return interleaved is True
+    if module == "rotary_of_qkv":
+        return interleaved is not constants.get("BACKWARD", True)
+    if kernel == "_fp8_cast_blocks":
+        return turned is constants["SQUARE"]
+    if module == "fp8_activations":
+        return constants["GRADIENT"] is not constants.get("MEASURED", True if turned is None else turned)
+    return kernel in MIDDLE_IS_FURTHER and constants["BLOCK"] == 4096
+
+
+MIDDLE_IS_FURTHER = ("_rms_norm_backward", "_layer_norm_forward", "_layer_norm_backward")
+"""Norms with the same constants but for the width of a block, of which there are a narrower and a wider one."""
+
+
+def by_module() -> Iterator[Any]:
+    """Lists of cases; those of further ones run with `-m exhaustive` alone."""
+    found: dict[tuple[str, bool], list[Case]] = {}
     for case in cases():
+        found.setdefault((case[0], is_further(case)), []).append(case)
+    for (module, further), chosen in found.items():
+        yield pytest.param(chosen, id=f"{module}, further" if further else module, marks=EXHAUSTIVE if further else ())
+
+
+@pytest.mark.parametrize("chosen", by_module())
+def test_every_kernel_compiles_and_moves_wide_words(
+    chosen: list[Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "1")  # which is no instruction
+    for case in chosen:
         assembly = compile_for_hopper(*case)
         assert assembly["cubin"], case
         # (ld or st, elements at once, bits of one)

@@ -113,7 +113,7 @@ def check_norms_with_residual(rank: int, world: int) -> None:
         (torch.float32, (5, 3, 37)),
         (torch.bfloat16, (7, 128)),
         (torch.float32, (0, 16)),
-        (torch.float32, (19, 8200)),
+        (torch.float32, (9, 8200)),
     ):
         x, branch, weight, bias = (
             random(*s, dtype=dtype, seed=i) for i, s in enumerate((shape, shape, shape[-1:], shape[-1:]))
@@ -138,11 +138,10 @@ def test_norms_of_a_sum_with_the_residual_stream() -> None:
 
 def check_wide_rows(rank: int, world: int) -> None:
     """Columns in blocks; several tiles of rows for each program, the last of which is not full."""
-    for rows, width in ((19, 8200), (1, 16400)):
+    for rows, width, zero_centered in ((9, 8200, False), (9, 8200, True), (1, 16400, False)):
         x, weight, bias = (random(*shape, seed=i) for i, shape in enumerate(((rows, width), (width,), (width,))))
-        for zero_centered in (False, True):
-            assert_agrees(implementation("rms_norm", "triton"), rms_norm, x, weight, 1e-5, zero_centered)
-            assert_agrees(implementation("layer_norm", "triton"), layer_norm, x, weight, bias, 1e-3, zero_centered)
+        assert_agrees(implementation("rms_norm", "triton"), rms_norm, x, weight, 1e-5, zero_centered)
+        assert_agrees(implementation("layer_norm", "triton"), layer_norm, x, weight, bias, 1e-3, zero_centered)
     assert_agrees(implementation("softmax", "triton"), softmax, random(1, 2, 1, 16400), 0.3, None, False)
 
 
@@ -168,8 +167,8 @@ def test_norm_of_a_strided_view(name: str) -> None:
 
 def check_rotary(rank: int, world: int, name: str) -> None:
     for heads, groups, head_dim, half, batch in ((3, 1, 10, 3, 1), (4, 2, 8, 4, 2), (1, 1, 2, 1, 1), (33, 3, 16, 4, 1)):
-        q, k = random(2, 5, heads, head_dim), random(2, 5, groups, head_dim)
-        angles = random(batch, 5, 1, half).detach()
+        q, k = random(2, 3, heads, head_dim), random(2, 3, groups, head_dim)
+        angles = random(batch, 3, 1, half).detach()
         for interleaved in (False, True):
             assert_agrees(implementation("rotary", name), rotary, q, k, angles.cos(), angles.sin(), interleaved)
     nothing = implementation("rotary", name)(random(0, 5, 2, 4), random(0, 5, 1, 4), *torch.ones(2, 1, 5, 1, 2))
@@ -211,8 +210,8 @@ def check_rotary_of_qkv(rank: int, world: int) -> None:
         (3, 11, 4, 1, 1),
         (33, 1, 2, 1, 1),
     ):
-        qkv = random(2, 5, groups, per_group + 2, head_dim)
-        angles = random(batch, 5, 1, half).detach()
+        qkv = random(2, 3, groups, per_group + 2, head_dim)
+        angles = random(batch, 3, 1, half).detach()
         for interleaved in (False, True):
             assert_agrees(fused("rotary"), turned_parts, qkv, angles.cos(), angles.sin(), interleaved)
 
@@ -340,7 +339,7 @@ def test_dropout_follows_the_stream_and_its_gradient_the_mask(name: str) -> None
 
 def check_softmax(rank: int, world: int, name: str) -> None:
     kernel = implementation("softmax", name)
-    for shape in ((2, 3, 4, 7), (1, 1, 1, 1), (2, 1, 5, 5), (0, 2, 3, 3)):
+    for shape in ((2, 2, 3, 7), (1, 1, 1, 1), (2, 1, 3, 3), (0, 2, 3, 3)):
         scores = random(*shape)
         batch, _, queries, keys = shape
         generator = torch.Generator().manual_seed(1)
