@@ -18,7 +18,6 @@ from mt_core.testing import run_ranks
 FORMATS = ["megatron", "megatron-dist", "megatron-legacy"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_from_our_format_and_back_verified(name, tmp_path, host) -> None:
     """--verify compares every bit, and the logits of both configurations."""

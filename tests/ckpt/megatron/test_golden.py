@@ -64,7 +64,6 @@ def test_tensors_have_the_sums_that_megatron_printed(model, folder, golden, host
     assert seen == set(tensors)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", FOLDERS)
 def test_every_format_and_layout_gives_the_same_tensors(model, golden, host) -> None:
     readers = [opened(golden / model / folder, host) for folder in FOLDERS[model]]
@@ -78,7 +77,6 @@ def test_every_format_and_layout_gives_the_same_tensors(model, golden, host) -> 
             assert torch.equal(tensor, first[name]), name
 
 
-@pytest.mark.slow
 def test_the_optimizer_in_three_formats_is_one(golden, host) -> None:
     """Flat buffers of the torch format, flat buckets and model-shaped tensors of torch_dist."""
     legacy, full, flat = (opened(golden / "gpt_distopt" / folder, host) for folder in FOLDERS["gpt_distopt"])
@@ -262,7 +260,6 @@ def first_of(model: str, golden: Path, host: PluginHost) -> CheckpointReader:
     return opened(golden / model / FOLDERS[model][0], host)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout"), [*covering(list(FOLDERS), GRIDS, 2), *(("moe", layout) for layout in OF_EXPERTS)]
 )

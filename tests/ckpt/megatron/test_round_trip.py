@@ -165,7 +165,6 @@ def test_the_distributed_optimizer_over_grids_of_ranks(case, grid, tmp_path, hos
         assert found.metadata["megatron"]["args"]["use_distributed_optimizer"] is True
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model", ["moe_shared", "deepseek_v3"])
 def test_the_optimizer_of_divided_experts(model, dtype, tmp_path, host) -> None:
