@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.ckpt.convert_cases import LLAMA, MODELS
-from tests.ckpt.test_convert_engine import Killed, shards_of
+from tests.ckpt.test_convert_engine import SMALL_SHARDS, Killed, shards_of
 from tests.covering import EXHAUSTIVE
 
 from mt_ckpt.convert import convert
@@ -104,11 +104,12 @@ def test_killed_and_gone_on_with(make_model, host, kit, tmp_path: Path, monkeypa
     source, target = make_model(**LLAMA), tmp_path / "target"
 
     def run(progress=lambda done, total: None, nproc: int = 2, target: Path = target) -> None:
-        convert(source, target, saver="mt", options=IN_SHARDS, nproc=nproc, host=host, progress=progress)
+        convert(source, target, saver="mt", options=SMALL_SHARDS, nproc=nproc, host=host, progress=progress)
 
     # A forked process may use the server of its parent, but not wait for it to see whether it runs.
     monkeypatch.setattr(forkserver._forkserver, "ensure_running", lambda: None)
     run(nproc=1, target=tmp_path / "once")
+    assert len(shards_of(tmp_path / "once")) > 7  # of which three processes and the two tensors left hold up five
     assert kit.in_child(lambda: run(Killed(19))) == -signal.SIGKILL
     folder = tmp_path / ".mt-convert-target"
     kept = {name for name in shards_of(folder) if f'"name": "{name}"' in (folder / "record.jsonl").read_text()}
