@@ -175,7 +175,7 @@ def test_copies_keep_their_memory_and_follow_changed_tensors() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tries", [50, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("tries", [30, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_killed_at_random_moments(saved: Path, tries: int) -> None:
     """`latest` names a whole checkpoint, whenever the process with the writing thread dies; old ones are pruned."""
     in_small_process(kill_at_random_moments, saved, tries)

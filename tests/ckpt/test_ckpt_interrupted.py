@@ -115,7 +115,7 @@ def kill_at_random_moments(saved: Path) -> None:
             for number in (1, 2):
                 kit.save(saved.with_name(f"iter_000000{number}"), number)
 
-    for _ in range(30):
+    for _ in range(16):
         assert kit.in_child(save_on_and_on, kill_after=moments.uniform(0, 0.08)) == -signal.SIGKILL
         assert kit.assert_whole(saved) == 1
         for name in visible(saved.parent):

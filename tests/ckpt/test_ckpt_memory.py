@@ -19,7 +19,7 @@ from mt_core.testing import run_ranks
 
 pytestmark = pytest.mark.slow
 
-NUM_TENSORS = 24
+NUM_TENSORS = 12
 TENSOR_MIB = 16
 ALLOWED_MIB = 3 * TENSOR_MIB
 """One tensor that is written, one that the source may already make, and small things."""

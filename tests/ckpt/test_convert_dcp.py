@@ -125,11 +125,31 @@ def written_config(folder: Path, config: dict[str, Any], name: str = "config.jso
     return folder / name
 
 
+OF_OLMO = ("llama", "qwen3")
+
+
+def olmo_model(kind: str) -> Any:
+    return transformers_model(**{**CONFIG, "model_type": kind, "head_dim": 8})
+
+
+def save_all(rank: int, world: int, titan: dict[str, Tensor], olmo: dict[str, dict[str, Tensor]], folder: Path) -> None:
+    save_with_fsdp2(rank, world, titan, str(folder / "step-7"), "torchtitan")
+    for kind, state in olmo.items():
+        save_with_fsdp2(rank, world, state, str(folder / kind / "step1000" / "model_and_optim"), "OLMo-core")
+    save_in_two_directions(rank, world, titan, str(folder / "two directions"))
+
+
 @pytest.fixture(scope="module")
-def titan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("titan") / "step-7"
-    run_ranks(2, save_with_fsdp2, TITAN, str(folder), "torchtitan")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has the folders that two ranks wrote, one after another."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(2, save_all, TITAN, {kind: olmo_names(olmo_model(kind).state_dict()) for kind in OF_OLMO}, folder)
     return folder
+
+
+@pytest.fixture
+def titan(saved: Path) -> Path:
+    return saved / "step-7"
 
 
 @pytest.mark.slow
@@ -165,10 +185,9 @@ def test_the_command_says_where_the_shape_comes_from(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_rows_and_columns_on_ranks_come_together(host, tmp_path: Path) -> None:
-    run_ranks(2, save_in_two_directions, TITAN, str(tmp_path / "d"))
-    written_config(tmp_path / "d", PARAMS, "params.json")
-    convert(tmp_path / "d", tmp_path / "mt", saver="mt", host=host)
+def test_rows_and_columns_on_ranks_come_together(host, saved: Path, tmp_path: Path) -> None:
+    written_config(saved / "two directions", PARAMS, "params.json")
+    convert(saved / "two directions", tmp_path / "mt", saver="mt", host=host)
     single = tmp_path / "meta"
     single.mkdir()
     torch.save({name: value.bfloat16() for name, value in TITAN.items()}, single / "consolidated.00.pth")
@@ -321,9 +340,9 @@ def olmo_experiment(norm: str = "default", **attention: Any) -> dict[str, Any]:
     return {"model": {**model, **more}, "train_module": {"max_sequence_length": 64}, "trainer": {}}
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", OF_OLMO)
 def test_the_configuration_that_olmo_core_writes(host, tmp_path: Path, kind: str) -> None:
-    model = transformers_model(**{**CONFIG, "model_type": kind, "head_dim": 8})
+    model = olmo_model(kind)
     step = tmp_path / "step5"
     dcp.save({"model": olmo_names(model.state_dict())}, checkpoint_id=step / "model_and_optim", no_dist=True)
     keys = {"qk_norm": True, "use_head_qk_norm": True} if kind == "qwen3" else {}
@@ -337,17 +356,14 @@ def test_the_configuration_that_olmo_core_writes(host, tmp_path: Path, kind: str
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_olmo_core_computes_what_transformers_does(host, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", OF_OLMO)
+def test_olmo_core_computes_what_transformers_does(host, saved: Path, tmp_path: Path, kind: str) -> None:
     """Its step folder: the model and the optimizer within, its own config.json beside, which is not Hugging Face's."""
-    keys = {**CONFIG, "model_type": kind, "head_dim": 8}
-    model = transformers_model(**keys)
-    step = tmp_path / "step1000"
-    run_ranks(2, save_with_fsdp2, olmo_names(model.state_dict()), str(step / "model_and_optim"), "OLMo-core")
+    model, step = olmo_model(kind), saved / kind / "step1000"
     written_config(step, {"model": {"d_model": 32, "n_layers": 2}, "trainer": {}})
     with pytest.raises(ConfigError, match=r"does not say what its model is; give --config FILE"):
         convert(step, tmp_path / "mt", saver="mt", host=host)
-    config = written_config(tmp_path / "c", keys)
+    config = written_config(tmp_path / "c", {**CONFIG, "model_type": kind, "head_dim": 8})
     report = convert(step, tmp_path / "mt", saver="mt", config=config, host=host)
     assert (report.read_from["names"], report.read_from["left_out"]) == ("OLMo-core", ["optim"])
     assert open_checkpoint(tmp_path / "mt").metadata["iteration"] == 1000

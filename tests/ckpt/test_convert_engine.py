@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.ckpt.conftest import assert_same_state, tensors_of
 from tests.ckpt.convert_cases import GPT2, LLAMA
+from tests.covering import covering
 
 from mt_ckpt.convert import convert
 from mt_ckpt.convert.resumable import ResumableFolder
@@ -70,8 +71,7 @@ def test_killed_between_the_files_of_ranks(make_model, host, kit, tmp_path: Path
     assert_same_state(tensors_of(open_checkpoint(source)), found)
 
 
-@pytest.mark.parametrize("saver", ["hf", "mt"])
-@pytest.mark.parametrize("after", [6, 12, 20])
+@pytest.mark.parametrize(("after", "saver"), covering([6, 12, 20], ["hf", "mt"]))
 def test_killed_and_gone_on_with(make_model, host, kit, tmp_path: Path, saver: str, after: int) -> None:
     source, target = make_model(**LLAMA), tmp_path / "target"
 

@@ -208,8 +208,9 @@ IN_EVERY_PAIR = ("gpt", "llama")
 
 def draws() -> Iterator[object]:
     for model in CASES:
-        pairs = pytest.param(model, one_layout_a_pair, marks=() if model in IN_EVERY_PAIR else EXHAUSTIVE)
-        yield from (pytest.param(model, each_format_once), pairs, pytest.param(model, every_layout, marks=EXHAUSTIVE))
+        default = one_layout_a_pair if model in IN_EVERY_PAIR else each_format_once
+        for drawn in (each_format_once, one_layout_a_pair, every_layout):
+            yield pytest.param(model, drawn, marks=() if drawn is default else EXHAUSTIVE)
 
 
 @pytest.mark.parametrize(("model", "drawn"), list(draws()))

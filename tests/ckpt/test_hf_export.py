@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.dist.in_turn import one_after_another
 
 from mt_ckpt.hugging_face import export
 from mt_core.config.loading import load_config
@@ -55,8 +56,18 @@ LAYOUTS: dict[str, list[str]] = {
 }
 
 
-def train(rank: int, world: int, run_dir: str, overrides: list[str]) -> None:
-    Trainer(load_config(overrides=[*SMALL, *overrides]), run_dir=run_dir).train()
+def train(rank: int, world: int, case: tuple[Path, str]) -> None:
+    run_dir, layout = case
+    overrides = [*SMALL, *LAYOUTS[layout], "checkpoint.async_save=true"]
+    Trainer(load_config(overrides=overrides), run_dir=run_dir).train()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of a training under each layout, one after another in the same ranks."""
+    folders = {layout: tmp_path_factory.mktemp(layout) for layout in LAYOUTS}
+    run_ranks(2, one_after_another, train, [(folder, layout) for layout, folder in folders.items()])
+    return folders
 
 
 def transformers_loss(folder: Path, overrides: list[str]) -> float:
@@ -79,11 +90,10 @@ def transformers_loss(folder: Path, overrides: list[str]) -> float:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_transformers_computes_the_loss_of_the_evaluation(tmp_path: Path, layout: str) -> None:
-    run_ranks(2, train, str(tmp_path), [*LAYOUTS[layout], "checkpoint.async_save=true"])
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+def test_transformers_computes_the_loss_of_the_evaluation(runs: dict[str, Path], layout: str) -> None:
+    lines = [json.loads(line) for line in (runs[layout] / "metrics.jsonl").read_text().splitlines()]
     told = {line["iteration"]: line["valid_loss"] for line in lines if line["kind"] == "valid"}
-    folder = tmp_path / "checkpoints" / "hf"
+    folder = runs[layout] / "checkpoints" / "hf"
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000002", "iter_0000004"]
     alone = [key for key in LAYOUTS[layout] if not key.startswith("parallel.")]
     for iteration, loss in told.items():

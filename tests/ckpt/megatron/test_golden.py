@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.ckpt.megatron.conftest import assert_same_tensors
+from tests.covering import covering
 
 from mt_ckpt.convert.model import build_model
 from mt_ckpt.pickles.torch_file import open_torch_file
@@ -20,7 +22,8 @@ from mt_core.config.loading import config_from_dict
 from mt_core.nn.layout import parameter_layouts
 from mt_core.nn.loss import cross_entropy
 from mt_core.parallel.context import ParallelContext
-from mt_core.specs import ConvertOptions
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader, ConvertOptions
 from mt_core.train.checkpoint.state import load_parameters
 
 FOLDERS = {
@@ -62,7 +65,6 @@ def test_tensors_have_the_sums_that_megatron_printed(model, folder, golden, host
     assert seen == set(tensors)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", FOLDERS)
 def test_every_format_and_layout_gives_the_same_tensors(model, golden, host) -> None:
     readers = [opened(golden / model / folder, host) for folder in FOLDERS[model]]
@@ -76,7 +78,6 @@ def test_every_format_and_layout_gives_the_same_tensors(model, golden, host) -> 
             assert torch.equal(tensor, first[name]), name
 
 
-@pytest.mark.slow
 def test_the_optimizer_in_three_formats_is_one(golden, host) -> None:
     """Flat buffers of the torch format, flat buckets and model-shaped tensors of torch_dist."""
     legacy, full, flat = (opened(golden / "gpt_distopt" / folder, host) for folder in FOLDERS["gpt_distopt"])
@@ -254,22 +255,27 @@ def test_flat_buffers_are_megatrons(golden, host, tmp_path) -> None:
 
 
 GRIDS = [(1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, 1), (4, 1, 1, 1), (2, 2, 2, 1)]
+OF_EXPERTS = [(1, 1, 1, 2), (1, 2, 1, 4), (2, 2, 2, 2)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", FOLDERS)
-@pytest.mark.parametrize(("tp", "pp", "vpp", "ep"), [*GRIDS, (1, 1, 1, 2), (1, 2, 1, 4), (2, 2, 2, 2)])
-def test_what_megatron_wrote_survives_every_layout(model, tp, pp, vpp, ep, golden, host, tmp_path) -> None:
+@cache
+def first_of(model: str, golden: Path, host: PluginHost) -> CheckpointReader:
+    return opened(golden / model / FOLDERS[model][0], host)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [*covering(list(FOLDERS), GRIDS, 2), *(("moe", layout) for layout in OF_EXPERTS)]
+)
+def test_what_megatron_wrote_survives_every_layout(model, layout, golden, host, tmp_path) -> None:
     """Model and optimizer, read, written for a layout, and read again."""
-    reader = opened(golden / model / FOLDERS[model][0], host)
-    layers = reader.metadata["config"]["model"]["num_layers"]
-    if layers % (pp * vpp) or (ep > 1 and model != "moe"):
+    reader, (tp, pp, vpp, ep) = first_of(model, golden, host), layout
+    if reader.metadata["config"]["model"]["num_layers"] % (pp * vpp):
         pytest.skip("the model cannot be divided so")
-    layout = {
+    asked = {
         "target_tensor_parallel_size": tp,
         "target_pipeline_parallel_size": pp,
         "target_virtual_pipeline_parallel_size": vpp,
         "target_expert_parallel_size": ep,
     }
     for saver in ("megatron", "megatron-dist"):
-        assert_same_tensors(opened(converted(tmp_path / saver, saver, reader, host, **layout), host), reader)
+        assert_same_tensors(opened(converted(tmp_path / saver, saver, reader, host, **asked), host), reader)

@@ -108,7 +108,6 @@ def test_a_stage_in_the_place_of_another_is_named(host: PluginHost, tmp_path: Pa
         spec.require_strict_names.load()(tmp_path, source_of("llama", host), options, host)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("saver", ["torch", "torch_dist"])
 def test_verify_of_a_conversion_refuses_them(saver: str, host: PluginHost, tmp_path: Path, monkeypatch: Any) -> None:
     """A saver that ignores the version: its own loader reads the result, Megatron would not. Megatron's names of the

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from mt_ckpt.megatron.arguments import Arguments
@@ -202,6 +203,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
 """Why -> names, or patterns of names, of arguments that are not read."""
 
 
+@lru_cache(maxsize=1024)  # some hundred arguments against some hundred patterns, again for each checkpoint
 def reason_ignored(name: str) -> str | None:
     """Why an argument is not read; None for one that is read, required or not known."""
     # First, since patterns of IGNORED match arguments that are read: overlap_grad_reduce is in READ, *overlap* is not.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ class Chunk:
     sizes: tuple[int, ...]
     blob: Blob
 
+    @cached_property
     def stored(self) -> StoredTensor:
+        """Opened once: a stack of layers is read layer by layer."""
         value = self.blob.value()
         if not isinstance(value, StoredTensor) or value.shape != self.sizes:
             raise CheckpointError(
@@ -178,7 +181,7 @@ def _dtype(properties: Inert) -> torch.dtype:
 
 def _read_part(chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> Tensor:
     """Elements [low, high) of the whole tensor, all within `chunk`; full rows of it are read by themselves."""
-    stored = chunk.stored()
+    stored = chunk.stored
     begin = [a - o for a, o in zip(low, chunk.offsets, strict=True)]
     size = [b - a for a, b in zip(low, high, strict=True)]
     # Rows of a contiguous chunk follow one another: a run of whole rows is one range of bytes, of which no more is

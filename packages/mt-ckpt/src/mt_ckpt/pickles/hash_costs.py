@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import pickletools
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from itertools import count
+from typing import BinaryIO
 
 from mt_ckpt.pickles.structure import ENTRIES_PER_ENTRY, FREE_ENTRIES
 from mt_core.errors import CheckpointError
@@ -27,21 +28,57 @@ _KEYS = {
     "REDUCE": slice(1, None),
 }
 """Opcode -> which of the objects that it takes are hashed. What a call makes may be a set of its arguments."""
-_GETS = frozenset(opcode.name for opcode in pickletools.opcodes if opcode.name.endswith("GET"))
-_PUTS = frozenset(opcode.name for opcode in pickletools.opcodes if opcode.name.endswith("PUT"))
-_CONSTANTS = {
-    opcode.name: [_CONSTANT] * len(opcode.stack_after)
-    for opcode in pickletools.opcodes
-    if not (opcode.stack_before or opcode.name.startswith("EMPTY_") or opcode.name in {"MARK", *_GETS, *_PUTS})
+_LENGTH_BYTES = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-"""Opcode -> what it adds to the stack: GLOBAL and PERSID of protocol 0 too, which take nothing from it."""
-_MARKS = {
-    opcode.name: opcode.stack_before.index(pickletools.markobject)
-    for opcode in pickletools.opcodes
-    if pickletools.markobject in opcode.stack_before
-}
-"""Opcode -> how many objects it takes below the mark. stack_before lists these (a list for APPENDS), the mark, and
-"stackslice" for all above it."""
+"""How pickletools marks an argument whose length stands before it -> bytes of that length."""
+
+
+class _Opcode:
+    """What one byte of a pickle does. It is looked up for every one of them, which is why everything is decided here.
+
+    num_bytes: of the argument; of one that is not fixed None, and then either length_bytes, those of the length before
+    it, or lines. constants: what is added to the stack by an opcode that takes nothing from it and makes one object
+    without others. takes: how many objects are taken from the stack; of `marked` opcodes below the mark.
+    """
+
+    __slots__ = (
+        *("name", "num_bytes", "length_bytes", "lines", "constants", "marked", "takes", "makes"),
+        *("is_get", "is_put", "is_tuple", "fills", "keys"),
+    )
+
+    def __init__(self, opcode: pickletools.OpcodeInfo) -> None:
+        name, before = opcode.name, opcode.stack_before
+        length = opcode.arg.n if opcode.arg else 0
+        self.name = name
+        self.num_bytes = length if length >= 0 else None
+        self.length_bytes = _LENGTH_BYTES.get(length, 0)
+        self.lines = 2 if name in ("GLOBAL", "INST") else 1
+        self.is_get, self.is_put = name.endswith("GET"), name.endswith("PUT")
+        # GLOBAL and PERSID of protocol 0 are constants too, which take nothing.
+        holds_none = not (before or name.startswith("EMPTY_") or name == "MARK" or self.is_get or self.is_put)
+        self.constants = [_CONSTANT] * len(opcode.stack_after) if holds_none else None
+        # stack_before lists what is below the mark (a list for APPENDS), the mark, and "stackslice" for all above it.
+        self.marked = pickletools.markobject in before
+        self.takes = before.index(pickletools.markobject) if self.marked else len(before)
+        self.makes = bool(opcode.stack_after)
+        self.is_tuple, self.fills, self.keys = name in _TUPLES, name in _FILLS, _KEYS.get(name)
+
+    def long_argument(self, stream: BinaryIO) -> bytes:
+        """The argument if its length is not fixed."""
+        if self.length_bytes:
+            return stream.read(int.from_bytes(stream.read(self.length_bytes), "little"))
+        return b"".join(stream.readline() for _ in range(self.lines))
+
+    def number(self, argument: bytes) -> int:
+        """Of an entry of the memo: decimal digits in a line, or little-endian."""
+        return int(argument) if self.num_bytes is None else int.from_bytes(argument, "little")
+
+
+_OPCODES = {opcode.code.encode("latin-1"): _Opcode(opcode) for opcode in pickletools.opcodes}
 
 
 def check_hash_costs(stream: BinaryIO, origin: str) -> None:
@@ -50,17 +87,10 @@ def check_hash_costs(stream: BinaryIO, origin: str) -> None:
     Raises CheckpointError when a tuple, or all keys together, have far more entries within them than the pickle has
     opcodes. A damaged pickle is left to the unpickler, which says what is wrong.
     """
-    machine, begin = _CostMachine(), stream.tell()
+    begin = stream.tell()
     try:
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
-            machine.run(opcode, argument)
-            # Linear in the length of the pickle: a genuine checkpoint repeats its entries a few times at most.
-            if machine.largest > FREE_ENTRIES + ENTRIES_PER_ENTRY * count:
-                raise CheckpointError(
-                    f"{origin}: refused: the object in it has keys or tuples that repeat {count} entries until they "
-                    f"are {machine.largest:.2g}, which no checkpoint does"
-                )
-    # genops and the machine fail on a damaged pickle in these ways. What is refused above is raised as CheckpointError.
+        _CostMachine(origin).run(stream)
+    # The machine fails on a damaged pickle in these ways. What is refused is raised as CheckpointError.
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError):
         pass
     finally:
@@ -72,10 +102,10 @@ class _CostMachine:
     """The stack machine of pickle, with entries to walk through in the place of objects.
 
     stack, memo: numbers of objects, whose costs are in `costs`, so that what is put into a list later counts wherever
-    the list is named. marks: lengths of the stack. largest: of a tuple, or of all keys so far.
+    the list is named. marks: lengths of the stack. hashed: the cost of all keys so far.
     """
 
-    largest: int = 0
+    origin: str
     hashed: int = 0
     # By the number of an object; 0 is _CONSTANT, of cost 1.
     costs: list[int] = field(default_factory=lambda: [1])
@@ -83,48 +113,69 @@ class _CostMachine:
     marks: list[int] = field(default_factory=list)
     memo: dict[int, int] = field(default_factory=dict)
 
-    def run(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
-        name = opcode.name
-        # Most opcodes of a checkpoint are constants.
-        if (constants := _CONSTANTS.get(name)) is not None:
-            self.stack += constants
-        # GET, BINGET, LONG_BINGET; the same for PUT. The memo gives the object again, so that repetition is counted.
-        elif name in _GETS:
-            self.stack.append(self.memo[int(argument)])
-        elif name in _PUTS:
-            self.memo[int(argument)] = self.stack[-1]
-        elif name == "MEMOIZE":
+    def run(self, stream: BinaryIO) -> None:
+        """Every opcode up to STOP. Raises KeyError where the pickle ends before."""
+        read, stack = stream.read, self.stack
+        for done in count():
+            opcode = _OPCODES[read(1)]
+            num_bytes = opcode.num_bytes
+            argument = opcode.long_argument(stream) if num_bytes is None else read(num_bytes)
+            # Most opcodes of a checkpoint are constants.
+            if opcode.constants is not None:
+                stack += opcode.constants
+            # GET, BINGET, LONG_BINGET; the same for PUT. The memo gives the object again, so that repetition is
+            # counted.
+            elif opcode.is_get:
+                stack.append(self.memo[opcode.number(argument)])
+            elif opcode.is_put:
+                self.memo[opcode.number(argument)] = stack[-1]
+            elif opcode.name == "MARK":
+                self.marks.append(len(stack))
+            elif opcode.name == "STOP":
+                return
+            else:
+                self._step(opcode, done)
+
+    def _step(self, opcode: _Opcode, done: int) -> None:
+        """An opcode that takes objects, behind `done` others."""
+        if opcode.name == "MEMOIZE":
             self.memo[len(self.memo)] = self.stack[-1]
-        elif name == "DUP":
+        elif opcode.name == "DUP":
             self.stack.append(self.stack[-1])
-        elif name == "MARK":
-            self.marks.append(len(self.stack))
         # POP removes the mark if nothing is above it: so protocol 0 gives up a tuple that contains itself.
-        elif name == "POP" and self.marks[-1:] == [len(self.stack)]:
+        elif opcode.name == "POP" and self.marks[-1:] == [len(self.stack)]:
             self.marks.pop()
         else:
-            self._make(opcode, self._pop(opcode))
+            self._make(opcode, self._pop(opcode), done)
 
-    def _make(self, opcode: pickletools.OpcodeInfo, taken: list[int]) -> None:
-        name, costs = opcode.name, [self.costs[number] for number in taken]
+    def _make(self, opcode: _Opcode, taken: list[int], done: int) -> None:
+        costs = [self.costs[number] for number in taken]
         cost = 1 + sum(costs)
-        if name in _TUPLES:
-            self.largest = max(self.largest, cost)
-        elif name in _KEYS:
-            self.hashed += sum(costs[_KEYS[name]])
-            self.largest = max(self.largest, self.hashed)
+        if opcode.is_tuple:
+            self._limit(cost, done)
+        elif opcode.keys is not None:
+            self.hashed += sum(costs[opcode.keys])
+            self._limit(self.hashed, done)
         # The container stays the same object with a larger cost; others make a new one.
-        if name in _FILLS:
+        if opcode.fills:
             self.costs[taken[0]] = cost
             self.stack.append(taken[0])
-        elif opcode.stack_after:
+        elif opcode.makes:
             self.stack.append(len(self.costs))
             self.costs.append(cost)
 
-    def _pop(self, opcode: pickletools.OpcodeInfo) -> list[int]:
+    def _limit(self, cost: int, done: int) -> None:
+        # Linear in the length of the pickle: a genuine checkpoint repeats its entries a few times at most.
+        if cost > FREE_ENTRIES + ENTRIES_PER_ENTRY * done:
+            raise CheckpointError(
+                f"{self.origin}: refused: the object in it has keys or tuples that repeat {done} entries until they "
+                f"are {cost:.2g}, which no checkpoint does"
+            )
+
+    def _pop(self, opcode: _Opcode) -> list[int]:
         """The objects that an opcode takes; what stands above the last mark is one of its operands."""
-        below = _MARKS.get(opcode.name)
-        first = len(self.stack) - len(opcode.stack_before) if below is None else self.marks.pop() - below
+        end = self.marks.pop() if opcode.marked else len(self.stack)
+        first = end - opcode.takes
         taken = self.stack[first:]
         del self.stack[first:]
         return taken

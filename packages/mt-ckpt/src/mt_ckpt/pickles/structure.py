@@ -18,6 +18,7 @@ MAX_DEPTH = 200
 FREE_ENTRIES = 1_000_000
 ENTRIES_PER_ENTRY = 64
 """Walking through an object may meet so many times the entries that the pickle holds, and FREE_ENTRIES in any case."""
+_LEAVES = frozenset({str, int, float, bool, type(None)})
 _CONTAINERS = (dict, list, tuple, set, frozenset, Inert)
 
 
@@ -50,6 +51,9 @@ class _Walk:
             if len(path) == MAX_DEPTH:
                 raise self._refusal(f"is nested more than {MAX_DEPTH} levels deep")
             inner = _containers_in(container)
+            if not inner:
+                self._finish(container, inner)
+                return
             path.append((container, inner, iter(inner)))
             on_path.add(id(container))
 
@@ -90,4 +94,5 @@ def _containers_in(container: Any) -> list[Any]:
         entries = (container.arguments, container.attributes, container.items)
     elif isinstance(container, dict):
         entries = chain(container, container.values())
-    return [entry for entry in entries if isinstance(entry, _CONTAINERS)]
+    # Most entries are of these types, which are found without a search through the kinds of containers.
+    return [entry for entry in entries if type(entry) not in _LEAVES and isinstance(entry, _CONTAINERS)]
