@@ -192,7 +192,9 @@ class Planner:
         }
         config = self.config.model_copy(update=changes)
         ctx = ParallelContext(torch.device("meta"), DTYPES[config.precision.dtype])
-        forward = StageCosts(config, self.host, ctx, Ledger(), self.kinds).of(only_stage(config)).forward
+        shared = SharedRuns(results=self._results)
+        costs = StageCosts(config, self.host, ctx, Ledger(), self.kinds, shared=shared, with_backward=False)
+        forward = costs.of(only_stage(config)).forward
         return 3 * forward.flops / config.data.seq_length
 
     @cached_property
@@ -275,6 +277,8 @@ class Planner:
                 assign=assign,
                 shared=shared,
                 capability=self.machine.capability,
+                # Of an imbalanced load the plan has the activations alone.
+                with_backward=assign is not assign_to_few,
             )
         return self._costs[dense, experts]
 
