@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from mt_tools.plan.routing import RoutedTokens, assign_round_robin, assign_to_fe
 BF16 = ("precision.dtype=bf16", "parallel.use_distributed_optimizer=true", "train.train_iters=100")
 
 
+@cache
 def plan_of_preset(name: str, world: int, *settings: str) -> LayoutPlan:
     host = load_plugins()
     with as_world(world):
