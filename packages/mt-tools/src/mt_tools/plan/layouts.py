@@ -10,6 +10,7 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from mt_core._torch_compat import uncompiled_references
 from mt_core.config.checks import as_world, data_parallel_size
 from mt_core.config.schema import Config, ParallelConfig, RecomputeConfig
 from mt_core.data.batch_size import build_batch_size, total_train_samples
@@ -202,6 +203,7 @@ class Planner:
         return probe_state(self.config, self.host)
 
     @without_garbage_collection()
+    @uncompiled_references()
     def plan(self, config: Config, world: int) -> LayoutPlan:
         """The planner's configuration with any [parallel], [recompute] and [train]."""
         with as_world(world):
