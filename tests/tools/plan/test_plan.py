@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import EXPERTS, LLAMA, MODEL, PP, TP, built, planned, tree
 
+from mt_core._torch_compat import UncompiledDispatchMode
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
@@ -302,7 +302,7 @@ def test_what_a_search_prunes_has_no_room_for_its_weights(keys: dict[str, Any]) 
     assert 0.95 * planned < weights_gib(planner, {"parallel": parallel}, 4) <= planned
 
 
-class LargestLive(TorchDispatchMode):
+class LargestLive(UncompiledDispatchMode):
     """Bytes of the storages that operators made and that lived at once, at most."""
 
     def __init__(self) -> None:
