@@ -100,7 +100,6 @@ def test_flops_of_a_token_do_not_depend_on_the_layout() -> None:
     assert planned(tree(MOE, parallel={EP: 2, TP: 2}), 4).flops_per_token == one
 
 
-@pytest.mark.slow
 def test_a_rank_that_all_tokens_choose_keeps_the_tokens_of_all() -> None:
     """All tokens of both ranks choose the experts 0 and 1: the rank that has them keeps twice the rows."""
     values = tree(MOE, parallel={EP: 2})
@@ -112,7 +111,6 @@ def test_a_rank_that_all_tokens_choose_keeps_the_tokens_of_all() -> None:
     assert planned(tree(), 1).ranks[0].imbalanced_activations is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", [{"moe_permute_fusion": True}, {"moe_grouped_gemm": "triton"}, {"moe_router_random_seed": 3}]
 )
