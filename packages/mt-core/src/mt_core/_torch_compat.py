@@ -349,9 +349,10 @@ def _references() -> frozenset[FunctionType]:
     found: set[FunctionType] = set()
     for table in global_decomposition_table.values():
         for reference in table.values():
-            while isinstance(reference, FunctionType):
-                found.add(reference)
-                reference = _decorated(reference)
+            called: object = reference
+            while isinstance(called, FunctionType):
+                found.add(called)
+                called = _decorated(called)
     return frozenset(found)
 
 
