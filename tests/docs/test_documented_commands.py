@@ -12,6 +12,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from tests.command_on_ranks import fork_ranks
 from tests.docs.blocks import ROOT, SHELL, Command, blocks, commands, mt_commands
 
 from mt_cli.app import build_group
@@ -170,6 +171,7 @@ def test_the_commands_of_a_page_run(
 ) -> None:
     """From top to bottom in one folder, what makes their inputs included."""
     monkeypatch.chdir(workplace)
+    fork_ranks(monkeypatch)
     for block in (block for block in blocks() if block.page == page and block.language in SHELL):
         for command in commands(block):
             if command.is_mt and not command.is_synopsis and is_run(command):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -249,7 +250,7 @@ def test_cpu_counts_what_can_be_counted(mt, tmp_path, monkeypatch) -> None:
     cpu._import("json")
     with pytest.raises(subprocess.CalledProcessError):
         cpu._import("no_such_module")
-    monkeypatch.setattr(cpu, "SHAPES", {"bytes": cpu.SHAPES["bytes"]})
+    monkeypatch.setattr(cpu, "SHAPES", {"bytes": replace(cpu.SHAPES["bytes"], hidden=32, sequence=16, batch=2)})
     clock = SteppedClock(cpu, monkeypatch)
     monkeypatch.setattr(cpu, "_import", lambda module: clock.step(200 if module == "torch" else 500))
     out = tmp_path / "cpu.json"

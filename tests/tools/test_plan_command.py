@@ -122,8 +122,12 @@ def test_a_search_fits_into_80_columns_with_experts(mt, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_a_plan_that_is_piped_is_whole(mt_process) -> None:
-    outcome = mt_process("plan", SMALL, "--world-size", 8, COLUMNS="80")
+    """And needs no compiler, whose import would double its time."""
+    outcome = mt_process("plan", SMALL, "--world-size", 8, COLUMNS="80", PYTHONPROFILEIMPORTTIME="1")
     assert outcome.code == 0, outcome.err
+    imported = {line.rpartition("|")[2].strip() for line in outcome.err.splitlines()}
+    assert "mt_tools.plan.layouts" in imported
+    assert "torch._dynamo" not in imported
     assert "…" not in outcome.out
     assert [len(words) for words in rows_of(outcome.out, "GiB of a rank").values()] == [7, 7]
 

@@ -28,6 +28,7 @@ use_distributed_optimizer = true
 train_iters = 20
 global_batch_size = 32
 """
+ON_TWO = ("--set", "parallel.tensor_model_parallel_size=1")
 
 
 def test_a_layout_is_verified_by_its_own_configuration(mt, tmp_path) -> None:
@@ -40,14 +41,15 @@ def test_a_layout_is_verified_by_its_own_configuration(mt, tmp_path) -> None:
 
 def test_a_resumed_run_is_verified_bit_for_bit(mt, tmp_path) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
-    outcome = mt("verify", "resume", tmp_path / "run.toml")
+    outcome = mt("verify", "resume", tmp_path / "run.toml", *ON_TWO)
     assert outcome.code == 0, outcome.out + outcome.err
     assert "(allowed 0e+00)" in outcome.out
 
 
 def test_a_run_resumed_under_another_layout_is_verified(mt, tmp_path) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
-    outcome = mt("verify", "resume", tmp_path / "run.toml", "--then", "parallel.pipeline_model_parallel_size=2")
+    then = ("--then", "parallel.pipeline_model_parallel_size=2")
+    outcome = mt("verify", "resume", tmp_path / "run.toml", *ON_TWO, *then)
     assert outcome.code == 0, outcome.out + outcome.err
 
 
@@ -89,7 +91,7 @@ dtype = "bf16"
 def test_a_layout_for_many_gpus_is_verified(mt, tmp_path, settings: tuple[str, ...]) -> None:
     (tmp_path / "run.toml").write_text(ON_MANY_GPUS)
     chosen = [word for setting in settings for word in ("--set", setting)]
-    outcome = mt("verify", "layout", tmp_path / "run.toml", *chosen)
+    outcome = mt("verify", "layout", tmp_path / "run.toml", *chosen, "--steps", 2)
     assert outcome.code == 0, outcome.out + outcome.err
     assert "8 processes, tensor_model_parallel_size 2, sequence_parallel, pipeline_model_parallel_size 4" in outcome.out
     assert "pipeline_model_parallel_size 16 -> 4" in outcome.out
@@ -111,7 +113,7 @@ RECORD_ON_RANK = small_runs.record_on_rank
 def test_a_wrong_layout_is_exit_code_1_and_named(mt, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_runs, "record_on_rank", record_without_partial_gradients)
     (tmp_path / "run.toml").write_text(CONFIG)
-    outcome = mt("verify", "layout", tmp_path / "run.toml", "--set", "parallel.sequence_parallel=true")
+    outcome = mt("verify", "layout", tmp_path / "run.toml", "--set", "parallel.sequence_parallel=true", "--steps", 1)
     assert outcome.code == 1, outcome.out + outcome.err
     last = outcome.out.rstrip().splitlines()[-1]
     assert "differ; the first: " in last

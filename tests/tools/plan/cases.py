@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from typing import Any
 
 from fake import host
@@ -11,6 +13,7 @@ from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.machines import get_machine
+from mt_tools.plan.result_cache import ResultCache
 
 Tree = dict[str, dict[str, Any]]
 
@@ -61,5 +64,20 @@ def built(values: Tree, world: int) -> Config:
 
 
 def planned(values: Tree, world: int, machine: str = "h100") -> LayoutPlan:
+    return _planned(json.dumps(values), world, machine)
+
+
+@cache  # several tests compare with the same plan
+def _planned(values: str, world: int, machine: str) -> LayoutPlan:
+    return plan_alone(json.loads(values), world, machine, results())
+
+
+def plan_alone(values: Tree, world: int, machine: str = "h100", results: ResultCache | None = None) -> LayoutPlan:
     config = built(values, world)
-    return Planner(config, host(), get_machine(machine)).plan(config, world)
+    return Planner(config, host(), get_machine(machine), _results=results or ResultCache()).plan(config, world)
+
+
+@cache
+def results() -> ResultCache:
+    """Of operations, for all plans: what test_plan_cache.py shows to change no number."""
+    return ResultCache()

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import EXPERTS, LLAMA, MODEL, PP, TP, built, planned, tree
 
+from mt_core._torch_compat import UncompiledDispatchMode
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
@@ -139,7 +139,6 @@ def test_a_step_takes_longer_with_more_to_compute_and_less_is_kept_with_recomput
     assert full.ranks[0].flow.flops == (3 * forward + again) * tokens
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("granularity", ["none", "selective", "full"])
 @pytest.mark.parametrize(
@@ -228,7 +227,6 @@ def test_collecting_weights_costs_what_the_forward_pass_does_not_hide() -> None:
     assert clock.step_end(config, cost, forward=whole_time * 9, backward=0.0) == pytest.approx(whole_time / 4)
 
 
-@pytest.mark.slow
 def test_offloaded_layers_keep_nothing_on_the_device() -> None:
     plain, one = (planned(tree(recompute={"cpu_offloading_num_layers": count}), 1).ranks[0] for count in (0, 1))
     (two,) = planned(tree(recompute={"cpu_offloading_num_layers": 2}), 1).ranks
@@ -261,7 +259,6 @@ def test_a_search_gives_layouts_that_fit_fastest_first() -> None:
     assert any("does not fit" in reason for reason in found.refused)  # 8 ranks for 4 heads
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "bytes_of_hidden", "bytes_of_inner"),
     [(None, 2, 2 * 2 + 2), ("tensorwise", 1, 2 * 2 + 1), ("delayed", 1, 2 * 2 + 1), ("blockwise", 2, 2 * 2)],
@@ -302,7 +299,7 @@ def test_what_a_search_prunes_has_no_room_for_its_weights(keys: dict[str, Any]) 
     assert 0.95 * planned < weights_gib(planner, {"parallel": parallel}, 4) <= planned
 
 
-class LargestLive(TorchDispatchMode):
+class LargestLive(UncompiledDispatchMode):
     """Bytes of the storages that operators made and that lived at once, at most."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import EP, ETP, MOE, TP, built, planned, tree
+from cases import EP, ETP, MOE, TP, built, plan_alone, tree
 from fake import host
 
 from mt_tools.plan.layouts import Planner
@@ -90,7 +90,7 @@ def test_results_with_values_are_computed() -> None:
         assert cache(aten.mul.Tensor, (torch.tensor([3]), torch.tensor([number])), {}).item() == 3 * number
 
 
-LAYERS = {**MOE, "moe": {**MOE["moe"], "moe_layer_freq": "([0]*2+[1]*2)"}}
+LAYERS = {**MOE, "moe": {**MOE["moe"], "num_experts": 4, "moe_layer_freq": "([0]*2+[1]*2)"}}
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_layouts_planned_one_after_another_are_as_if_planned_alone() -> None:
     trees = [tree(LAYERS, parallel=parallel) for parallel in layouts]
     planner = Planner(built(trees[0], 4), host(), get_machine("h100"))
     for values in trees:
-        assert planner.plan(built(values, 4), 4).ranks == planned(values, 4).ranks
+        assert planner.plan(built(values, 4), 4).ranks == plan_alone(values, 4).ranks
 
 
 @pytest.mark.slow

@@ -10,12 +10,13 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the functions that ranks run
 
-from cases import CP, EP, ETP, EXPERTS, GPT_OSS, LLAMA, MOE, PAIRS, PP, T5, TP, Tree, planned, tree
+from cases import CP, EP, ETP, EXPERTS, GPT_OSS, LLAMA, MODEL, MOE, PAIRS, PP, T5, TP, Tree, planned, tree
 from counting import SMALLEST, Counted, count
 from tests.dist.in_turn import InTurn
 
@@ -34,6 +35,13 @@ def fused_tree() -> Tree:
     return values
 
 
+def short(model: dict[str, Any] | None = None, **sections: Any) -> Tree:
+    """Two layers and micro-batches: that further layers cost what the second does is a test of its own."""
+    values = tree({**(model or MODEL), "num_layers": 2}, **sections)
+    values["train"]["global_batch_size"] = 4
+    return values
+
+
 SP = {TP: 2, "sequence_parallel": True}
 LAYOUTS = {
     "one process": (1, tree()),
@@ -43,42 +51,45 @@ LAYOUTS = {
         1,
         tree(recompute={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}),
     ),
-    "selective recomputation": (1, tree(recompute={"recompute_granularity": "selective"})),
-    "tensor": (2, tree(parallel={TP: 2})),
-    "tensor and sequence": (2, tree(parallel=SP)),
-    "tensor, more ranks than groups": (2, tree({**LLAMA, "num_query_groups": 1}, parallel={TP: 2})),
+    "selective recomputation": (1, short(recompute={"recompute_granularity": "selective"})),
+    "tensor": (2, short(parallel={TP: 2})),
+    "tensor and sequence": (2, short(parallel=SP)),
+    "tensor, more ranks than groups": (2, short({**LLAMA, "num_query_groups": 1}, parallel={TP: 2})),
     "pipeline": (2, tree(parallel={PP: 2})),
     "pipeline of four, interleaved": (2, tree(parallel={PP: 2, "pipeline_schedule": "interleaved_1f1b"})),
     "pipeline in a V": (2, tree(parallel={PP: 2, "pipeline_schedule": "zbv_zero_bubble"})),
-    "context": (2, tree(parallel={CP: 2})),
-    "context, all-gather": (2, tree(parallel={CP: 2, "cp_comm_type": "all_gather"})),
-    "context, all-to-all": (2, tree(parallel={CP: 2, "cp_comm_type": "a2a"})),
-    "sinks": (1, tree(GPT_OSS)),
-    "sinks, context": (2, tree(GPT_OSS, parallel={CP: 2})),
-    "data": (2, tree(precision={"dtype": "bf16"})),
-    "distributed optimizer": (2, tree(parallel={"use_distributed_optimizer": True})),
-    "distributed optimizer, bf16": (2, tree(parallel={"use_distributed_optimizer": True}, precision={"dtype": "bf16"})),
+    "context": (2, short(parallel={CP: 2})),
+    "context, all-gather": (2, short(parallel={CP: 2, "cp_comm_type": "all_gather"})),
+    "context, all-to-all": (2, short(parallel={CP: 2, "cp_comm_type": "a2a"})),
+    "sinks": (1, short(GPT_OSS)),
+    "sinks, context": (2, short(GPT_OSS, parallel={CP: 2})),
+    "data": (2, short(precision={"dtype": "bf16"})),
+    "distributed optimizer": (2, short(parallel={"use_distributed_optimizer": True})),
+    "distributed optimizer, bf16": (
+        2,
+        short(parallel={"use_distributed_optimizer": True}, precision={"dtype": "bf16"}),
+    ),
     "distributed optimizer, instances": (
         4,
         tree(parallel={"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}),
     ),
-    "three axes": (4, tree({**LLAMA}, parallel={**SP, PP: 2})),
-    "experts, one process": (1, tree(MOE)),
-    "experts sharded": (2, tree(MOE, parallel={EP: 2})),
-    "experts and tensor": (4, tree(MOE, parallel={EP: 2, TP: 2})),
-    "experts and sequence": (4, tree(MOE, parallel={**SP, EP: 2, ETP: 1})),
-    "experts' matrices": (2, tree(MOE, parallel={**SP, ETP: 2})),
+    "three axes": (4, short({**LLAMA}, parallel={**SP, PP: 2})),
+    "experts, one process": (1, short(MOE)),
+    "experts sharded": (2, short(MOE, parallel={EP: 2})),
+    "experts and tensor": (4, short(MOE, parallel={EP: 2, TP: 2})),
+    "experts and sequence": (4, short(MOE, parallel={**SP, EP: 2, ETP: 1})),
+    "experts' matrices": (2, short(MOE, parallel={**SP, ETP: 2})),
     "experts, distributed optimizer": (
         4,
         tree(MOE, parallel={EP: 2, "use_distributed_optimizer": True}, precision={"dtype": "bf16"}),
     ),
     "experts gather tokens": (
         2,
-        tree({**LLAMA, "moe": {**EXPERTS, "moe_token_dispatcher_type": "allgather"}}, parallel={EP: 2}),
+        short({**LLAMA, "moe": {**EXPERTS, "moe_token_dispatcher_type": "allgather"}}, parallel={EP: 2}),
     ),
     "experts with a capacity": (
         2,
-        tree(
+        short(
             {
                 **LLAMA,
                 "moe": {
@@ -91,9 +102,9 @@ LAYOUTS = {
             parallel={EP: 2},
         ),
     ),
-    "encoder and decoder": (2, tree(T5, parallel=SP, data=PAIRS)),
-    "encoder and decoder through a pipeline": (2, tree(T5, parallel={PP: 2}, data=PAIRS)),
-    "experts through a pipeline": (4, tree(MOE, parallel={PP: 2, EP: 2})),
+    "encoder and decoder": (2, short(T5, parallel=SP, data=PAIRS)),
+    "encoder and decoder through a pipeline": (2, short(T5, parallel={PP: 2}, data=PAIRS)),
+    "experts through a pipeline": (4, short(MOE, parallel={PP: 2, EP: 2})),
 }
 SHARDED = (2, tree(parallel={"use_torch_fsdp2": True}))
 RUNS = InTurn(count, [(world, json.dumps(values)) for world, values in (*LAYOUTS.values(), SHARDED)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from mt_tools.plan.routing import RoutedTokens, assign_round_robin, assign_to_fe
 BF16 = ("precision.dtype=bf16", "parallel.use_distributed_optimizer=true", "train.train_iters=100")
 
 
+@cache
 def plan_of_preset(name: str, world: int, *settings: str) -> LayoutPlan:
     host = load_plugins()
     with as_world(world):
@@ -98,7 +100,6 @@ def test_flops_of_a_token_do_not_depend_on_the_layout() -> None:
     assert planned(tree(MOE, parallel={EP: 2, TP: 2}), 4).flops_per_token == one
 
 
-@pytest.mark.slow
 def test_a_rank_that_all_tokens_choose_keeps_the_tokens_of_all() -> None:
     """All tokens of both ranks choose the experts 0 and 1: the rank that has them keeps twice the rows."""
     values = tree(MOE, parallel={EP: 2})
@@ -110,7 +111,6 @@ def test_a_rank_that_all_tokens_choose_keeps_the_tokens_of_all() -> None:
     assert planned(tree(), 1).ranks[0].imbalanced_activations is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", [{"moe_permute_fusion": True}, {"moe_grouped_gemm": "triton"}, {"moe_router_random_seed": 3}]
 )

@@ -113,7 +113,6 @@ DECODERS["gpt_oss"] = {**GPT_OSS, "attention_backend": "flex", "sliding_window":
 COUNTED = ("bert", "t5", "vision", "retro", "mamba", "hybrid", "deepseek")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [*DECODERS, *COUNTED])
 def test_families_count_the_flops_that_are_run(family: str) -> None:
     """The formulas count keys that are seen one by one, and the run half of all."""

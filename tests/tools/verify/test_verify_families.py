@@ -1,32 +1,63 @@
-"""`mt verify layout` on every kind of model: each family, made small, on two processes and on one."""
+"""`mt verify layout` on every kind of model: each family, made small, on two or four processes and on one."""
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.covering import EXHAUSTIVE
+from tests.dist.in_turn import InTurn, Run
 
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.config.schema import Config
+from mt_core.errors import MtError
 from mt_core.plugins import load_plugins
 from mt_tools.verify.comparison import compare
+from mt_tools.verify.run_record import RunRecord
 from mt_tools.verify.small_config import processes, shrink
-from mt_tools.verify.small_runs import record
+from mt_tools.verify.small_runs import record_on_rank
 
 pytestmark = pytest.mark.dist
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-DATA, TP, EP, PP, CP = (
+DATA, TP, SP, EP, PP, CP = (
     "parallel.use_distributed_optimizer=true",
     "parallel.tensor_model_parallel_size=2",
+    "parallel.sequence_parallel=true",
     "parallel.expert_model_parallel_size=2",
     "parallel.pipeline_model_parallel_size=2",
     "parallel.context_parallel_size=2",
 )
-EXAMPLE_LAYOUTS = {"deepseek": EP, "mixtral-tiny": EP, "vision": TP}
+STEPS = 2
+"""Half a batch and a whole one. What shows later is found in test_verify_faults.py."""
+PROJECTION = 'model.freeze=["vision_model", "language_model"]'
+EXAMPLE_LAYOUTS = [
+    ("deepseek", EP),
+    ("gemma", TP),
+    ("hybrid", DATA),
+    # Images in the first stage, where only the projection is trained.
+    ("llava", PP, PROJECTION),
+    ("llava", TP),
+    ("mamba", DATA),
+    ("mixtral-tiny", EP),
+    # Images of any size.
+    ("qwen_vl", PP),
+    ("qwen_vl", TP, SP),
+    # A tower is a part of the first stage, and whole where texts are divided;
+    # tests/models/test_vision_tensor_parallel.py divides its tensors.
+    ("smolvlm", CP),
+    ("smolvlm", PP),
+    ("vision", TP),
+]
+SLOW_EXAMPLE_LAYOUTS = [
+    ("qwen_vl", DATA),
+    # Its neighbours are found in 2 CPU seconds on each rank; tests/models/test_retro_tensor_parallel.py is quicker.
+    ("retro", TP),
+]
 PRESET_LAYOUTS = {"gpt-tiny": PP, "llama3-8b": TP, "mixtral-8x7b": EP, "deepseek-v3": EP, "qwen3-30b-a3b": EP}
 
 
@@ -55,60 +86,51 @@ def whole(config: Config) -> Config:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=small)})
 
 
+def made_small(config: Config) -> Config:
+    return shrink(config, load_plugins(), steps=STEPS)
+
+
+def divided_run(small: Config) -> Run:
+    return processes(small.parallel), json.dumps(small.to_dict())
+
+
+def whole_run(small: Config) -> Run:
+    return 1, json.dumps(whole(small).to_dict())
+
+
+def record(rank: int, world: int, tree: str) -> RunRecord | MtError | None:
+    return record_on_rank(rank, world, json.loads(tree), STEPS, None)
+
+
+@cache
+def recorded() -> InTurn:
+    """Made by the first test that looks at it: the configurations take a second."""
+    chosen = [example(*one) for one in EXAMPLE_LAYOUTS] + [preset(*one) for one in PRESET_LAYOUTS.items()]
+    runs = [(divided_run(config), whole_run(config)) for config in map(made_small, chosen)]
+    return InTurn(record, *zip(*runs, strict=True))
+
+
 def require_same(config: Config) -> None:
-    small = shrink(config, load_plugins())
+    small = made_small(config)
     assert processes(small.parallel) <= 4
-    found, reference = record(small), record(whole(small), world=1)
+    found, reference = recorded().result(*divided_run(small)), recorded().result(*whole_run(small))
+    assert isinstance(found, RunRecord), found
+    assert isinstance(reference, RunRecord), reference
     wrong = [str(difference) for difference in compare(found, reference) if difference.too_large]
     assert not wrong, wrong[:3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLE_LAYOUTS)
-def test_an_example_is_the_same_on_two_processes(name: str) -> None:
-    require_same(example(name, EXAMPLE_LAYOUTS[name]))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        # Its neighbours are found in 2 CPU seconds on each rank; tests/models/test_retro_tensor_parallel.py is quicker.
-        pytest.param("retro", TP, marks=EXHAUSTIVE),
-        ("hybrid", DATA),
-        ("mamba", DATA),
-        ("gemma", TP),
-    ],
+    "layout", [*EXAMPLE_LAYOUTS, *(pytest.param(one, marks=EXHAUSTIVE) for one in SLOW_EXAMPLE_LAYOUTS)], ids=" ".join
 )
-def test_a_slower_example_is_the_same_on_two_processes(name: str, layout: str) -> None:
-    require_same(example(name, layout))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [PP, CP])
-def test_a_tower_is_a_part_of_the_first_stage_and_whole_where_texts_are_divided(layout: str) -> None:
-    """On two processes; tests/models/test_vision_tensor_parallel.py divides its tensors."""
-    require_same(example("smolvlm", layout))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [[TP], [PP, 'model.freeze=["vision_model", "language_model"]']], ids=str)
-def test_images_are_the_same_on_two_processes(settings: list[str]) -> None:
-    """Whole, and in LLaVA's first stage, where only the projection is trained."""
-    require_same(example("llava", *settings))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings", [[TP, "parallel.sequence_parallel=true"], [PP], pytest.param([DATA], marks=EXHAUSTIVE)], ids=str
-)
-def test_images_of_any_size_are_the_same_on_two_processes(settings: list[str]) -> None:
-    require_same(example("qwen_vl", *settings))
+def test_an_example_computes_the_same_on_several_processes(layout: tuple[str, ...]) -> None:
+    require_same(example(*layout))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESET_LAYOUTS)
-def test_a_preset_is_the_same_on_two_processes(name: str) -> None:
+def test_a_preset_computes_the_same_on_several_processes(name: str) -> None:
     require_same(preset(name, PRESET_LAYOUTS[name]))
 
 

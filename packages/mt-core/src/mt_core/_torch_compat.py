@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
-from types import SimpleNamespace
+from functools import cache
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -319,6 +321,45 @@ class UncompiledDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+NOT_COMPILED = "__dynamo_disable"
+"""Attribute of a function in which torch keeps what it calls in its place, so that it is never compiled."""
+
+
+@contextmanager
+def uncompiled_references() -> Iterator[None]:
+    """Within this context the references in Python by which torch computes shapes on the meta device are called as they
+    are. Each of them otherwise imports the compiler, for seconds, on its first call. Nothing may be compiled within."""
+    called = [reference for reference in _references() if not hasattr(reference, NOT_COMPILED)]
+    for reference in called:
+        setattr(reference, NOT_COMPILED, reference)
+    try:
+        yield
+    finally:
+        for reference in called:
+            delattr(reference, NOT_COMPILED)
+
+
+@cache
+def _references() -> frozenset[FunctionType]:
+    """The references of all operations, and what their decorators call."""
+    from torch._decomp import global_decomposition_table
+
+    found: set[FunctionType] = set()
+    for table in global_decomposition_table.values():
+        for reference in table.values():
+            called: object = reference
+            while isinstance(called, FunctionType):
+                found.add(called)
+                called = _decorated(called)
+    return frozenset(found)
+
+
+def _decorated(function: FunctionType) -> object:
+    """What a decorator of torch calls in a function that it returns; None for other functions."""
+    variables = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    return variables["fn"].cell_contents if "fn" in variables else None
 
 
 # -- tensors that stand for others -------------------------------------------------------------------

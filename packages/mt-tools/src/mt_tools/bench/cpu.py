@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from mt_core._torch_compat import UncompiledDispatchMode
 from mt_core.data.loader import collate
 from mt_core.plugins import PluginHost
 from mt_tools.bench.plain_gpt import PlainLoop, PlainShape
@@ -45,7 +45,7 @@ def cpu_cases(steps: int, host: PluginHost) -> Iterator[Case]:
     yield import_case()
 
 
-class Launches(TorchDispatchMode):
+class Launches(UncompiledDispatchMode):
     """Counts operators other than views."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mt_core.parallel.pipeline.activations import Activations, ActivationsForm, form_of, tensors_of
 from mt_tools.plan.fakes import PlannedKernels
-from mt_tools.plan.ledger import Flow
+from mt_tools.plan.ledger import Flow, Ledger
 from mt_tools.plan.routing import RoutedTokens
 
 PARTS: Mapping[str, str] = {
@@ -142,9 +142,15 @@ class KeptStorages:
 
 
 def measure(
-    model: nn.Module, run: Callable[[], Activations], kernels: PlannedKernels, routed: RoutedTokens
+    model: nn.Module,
+    run: Callable[[], Activations],
+    kernels: PlannedKernels,
+    routed: RoutedTokens,
+    *,
+    with_backward: bool = True,
 ) -> tuple[StageCost, ActivationsForm]:
     """run() returns the output of a stage, or its loss. routed: the assignment of tokens to experts, for MoE models.
+    with_backward: run the backward pass too, which takes about as long; its cost is otherwise 0.
 
     Returns the cost, and the form of the output.
     """
@@ -158,12 +164,16 @@ def measure(
             output: Activations = run()
         forward = ledger.take()
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-        # Run for its messages and for recomputation. Products of the backward pass itself are outside of the mode.
-        torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
+        backward = _backward(outputs, forward, ledger) if with_backward else Flow()
+    return StageCost(dict(kept.bytes), forward, backward, _bytes_of(outputs)), form_of(output)
+
+
+def _backward(outputs: Sequence[Tensor], forward: Flow, ledger: Ledger) -> Flow:
+    # Run for its messages and for recomputation. Products of the backward pass itself are outside of the mode.
+    torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
     again = ledger.take()
     # Two products, dx and dW, for each of the forward pass; `again` has the products of recomputed layers.
-    backward = Flow(2 * forward.flops + again.flops, again.bytes, again.calls)
-    return StageCost(dict(kept.bytes), forward, backward, _bytes_of(outputs)), form_of(output)
+    return Flow(2 * forward.flops + again.flops, again.bytes, again.calls)
 
 
 def empty_hidden(form: ActivationsForm) -> Activations:

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 import torch
 from torch import nn
 
+from mt_core._torch_compat import uncompiled_references
 from mt_core.config.checks import as_world, data_parallel_size
 from mt_core.config.schema import Config, ParallelConfig, RecomputeConfig
 from mt_core.data.batch_size import build_batch_size, total_train_samples
@@ -192,7 +193,9 @@ class Planner:
         }
         config = self.config.model_copy(update=changes)
         ctx = ParallelContext(torch.device("meta"), DTYPES[config.precision.dtype])
-        forward = StageCosts(config, self.host, ctx, Ledger(), self.kinds).of(only_stage(config)).forward
+        shared = SharedRuns(results=self._results)
+        costs = StageCosts(config, self.host, ctx, Ledger(), self.kinds, shared=shared, with_backward=False)
+        forward = costs.of(only_stage(config)).forward
         return 3 * forward.flops / config.data.seq_length
 
     @cached_property
@@ -200,6 +203,7 @@ class Planner:
         return probe_state(self.config, self.host)
 
     @without_garbage_collection()
+    @uncompiled_references()
     def plan(self, config: Config, world: int) -> LayoutPlan:
         """The planner's configuration with any [parallel], [recompute] and [train]."""
         with as_world(world):
@@ -275,6 +279,8 @@ class Planner:
                 assign=assign,
                 shared=shared,
                 capability=self.machine.capability,
+                # Of an imbalanced load the plan has the activations alone.
+                with_backward=assign is not assign_to_few,
             )
         return self._costs[dense, experts]
 

@@ -77,6 +77,8 @@ class StageCosts:
     """Shared with other StageCosts."""
     capability: tuple[int, int] | None = None
     """Compute capability of the planned GPUs, by which experts choose their product."""
+    with_backward: bool = True
+    """Otherwise the backward pass is not run, and its cost is 0."""
     _known: dict[object, StageCost] = field(default_factory=dict)
     _runs: Runs = field(default_factory=dict)
     _forms: list[ActivationsForm] = field(default_factory=list)
@@ -139,7 +141,8 @@ class StageCosts:
         known = self._runs.get(key) or self.shared.without_experts.get(key)
         if known is not None:
             return known
-        runs = self._runs if self.shared.has_experts(stage) else self.shared.without_experts
+        is_own = not self.with_backward or self.shared.has_experts(stage)
+        runs = self._runs if is_own else self.shared.without_experts
         runs[key] = self._run(stage, None if form is None else empty_hidden(form))
         return runs[key]
 
@@ -175,7 +178,8 @@ class StageCosts:
             return masked_sum(self._losses(loss, output, batch), batch["loss_mask"]) if stage.last else output
 
         use_streams(model, UndrawnStreams())
-        return measure(model, lambda: run(model), kernels, RoutedTokens(self.assign, self.shared.results))
+        routed = RoutedTokens(self.assign, self.shared.results)
+        return measure(model, lambda: run(model), kernels, routed, with_backward=self.with_backward)
 
     def _losses(self, loss: Loss, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Losses that take hidden states compute gradients in the forward pass; only the logits' product counts there,
