@@ -4,6 +4,7 @@ tokens, dropout of each sample, a batch size that grows, and weights that arrive
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.dist.test_layouts import GATHER, SMALL_BUCKETS, ZERO, config, one_process, require_equal
+from tests.dist.test_layouts import GATHER, SMALL_BUCKETS, ZERO, config, require_equal
 
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
@@ -138,9 +139,20 @@ def test_every_sample_drops_other_elements() -> None:
 # -- ranks that overlap work with messages -----------------------------------------------------------------
 
 
+STEPS = 3
+"""Of a growing batch, one of each size."""
+
+
 def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
-    record = record_run(config(*more))
+    record = record_run(config(*more), STEPS)
     return record if rank == 0 else None
+
+
+@cache
+def one_process(more: tuple[str, ...]) -> RunRecord:
+    record = run_ranks(1, run, more)[0]
+    assert record is not None
+    return record
 
 
 @pytest.mark.slow
@@ -173,7 +185,7 @@ def with_late_gathers(rank: int, world: int, more: tuple[str, ...]) -> tuple[Run
         return Late(lambda: gather(out, own, group=group))
 
     dist.all_gather_into_tensor = late
-    return record_run(config(*more)), count
+    return record_run(config(*more), STEPS), count
 
 
 @pytest.mark.slow
