@@ -115,7 +115,7 @@ def test_backends_that_cannot_say_why(monkeypatch) -> None:
         supports_sdpa(request("cuda")),
         cudnn.supports_cudnn(request("cuda")),
     ):
-        assert answer == "it does not tell the log-sum-exp of its scores, to which a sink adds a term"
+        assert answer == "it does not return the log-sum-exp of its scores, to which a sink adds a term"
     for supports in (flash.supports_flash_2, flash.supports_flash_3):
         assert (
             supports(request("cuda")) == "the log-sum-exp of its scores, to which a sink adds a term, has no gradient"

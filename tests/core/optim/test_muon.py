@@ -279,7 +279,7 @@ class ForeignAttention(nn.Module):
 def test_an_attention_of_unknown_rows_is_refused() -> None:
     model = initialized(ForeignAttention())
     model = nn.ModuleDict({"attention": model})
-    with pytest.raises(ConfigError, match=r"attention \(ForeignAttention\) does not tell heads_per_group") as raised:
+    with pytest.raises(ConfigError, match=r"attention \(ForeignAttention\) does not define heads_per_group") as raised:
         build(model, MuonConfig())
     assert "set optimizer.muon_split_qkv=false" in str(raised.value)
     build(model, MuonConfig(muon_split_qkv=False))

@@ -57,7 +57,7 @@ def test_time_is_linear_in_the_text(piece: str) -> None:
 
 
 def test_unknown_language() -> None:
-    with pytest.raises(ConfigError, match=r'--lang germn: the rules know .*did you mean "german"'):
+    with pytest.raises(ConfigError, match=r'--lang germn: there are rules for .*did you mean "german"'):
         build_splitter("rules", "germn", False)
 
 

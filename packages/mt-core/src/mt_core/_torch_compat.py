@@ -267,7 +267,7 @@ def torch_pipeline_order(
         def _prepare_schedule_with_comms(self, actions: object, format: str = "compute_only") -> None:
             """Communication, and checks that take long with many ranks, are left out."""
 
-    # All that an order needs to know of stages.
+    # All that an order depends on of stages.
     stages = [
         SimpleNamespace(
             num_stages=num_ranks * stages_per_rank, group_size=num_ranks, group_rank=0, submod=torch.nn.Identity()

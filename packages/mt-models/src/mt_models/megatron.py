@@ -33,12 +33,12 @@ BIENCODER = MegatronMap(
 )
 VISION = MegatronMap(unsupported="Megatron-Core has image towers only within a model of images and text")
 LLAVA = MegatronMap(
-    unsupported="Megatron's models of images and text are made by its example scripts, in sizes that these know by "
+    unsupported="Megatron's models of images and text are made by its example scripts, in sizes that these list by "
     "name; all their projections have a norm in front or another inner width than the decoder's, and which id stands "
     "for an image only their tokenizer says"
 )
 IMAGE_TILES = MegatronMap(
-    unsupported="Megatron's models of images and text are made by its example scripts, in sizes that these know by "
+    unsupported="Megatron's models of images and text are made by its example scripts, in sizes that these list by "
     "name, and which id stands for an image only their tokenizer says"
 )
 QWEN_VL = MegatronMap(unsupported="Megatron-Core has no vision transformer with windows and rotary positions")

@@ -6,11 +6,12 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.covering import EXHAUSTIVE
 
 pytestmark = pytest.mark.slow
 
@@ -187,36 +188,12 @@ def compile_for_hopper(
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 
 
-def is_further(case: Case) -> bool:
-    """Whether other cases have each constant of this one, in the same kernel or in one that calls the same function for
-    it. Of two cases that could be further, it is the one that takes fewer registers."""
-    module, kernel, _, constants, _ = case
-    interleaved, turned = constants.get("INTERLEAVED"), constants.get("TURNED")
-    if module == "rotary":
-        return interleaved is True
-    if module == "rotary_of_qkv":
-        return interleaved is not constants.get("BACKWARD", True)
-    if kernel == "_fp8_cast_blocks":
-        return turned is constants["SQUARE"]
-    if module == "fp8_activations":
-        return constants["GRADIENT"] is not constants.get("MEASURED", True if turned is None else turned)
-    return kernel in MIDDLE_IS_FURTHER and constants["BLOCK"] == 4096
-
-
-MIDDLE_IS_FURTHER = ("_rms_norm_backward", "_layer_norm_forward", "_layer_norm_backward")
-"""Norms with the same constants but for the width of a block, of which there are a narrower and a wider one."""
-
-
 def by_module() -> Iterator[Any]:
-    """Lists of cases; those of further ones run with `-m exhaustive` alone."""
-    found: dict[tuple[str, bool], list[Case]] = {}
-    for case in cases():
-        found.setdefault((case[0], is_further(case)), []).append(case)
-    for (module, further), chosen in found.items():
-        yield pytest.param(chosen, id=f"{module}, further" if further else module, marks=EXHAUSTIVE if further else ())
+    for module, chosen in groupby(sorted(cases(), key=itemgetter(0)), itemgetter(0)):
+        yield pytest.param(list(chosen), id=module)
 
 
-@pytest.mark.parametrize("chosen", by_module())
+@pytest.mark.parametrize("chosen", list(by_module()))
 def test_every_kernel_compiles_and_moves_wide_words(
     chosen: list[Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,7 +197,7 @@ def supports_sdpa(request: AttentionRequest) -> bool | str:
     if request.logit_softcap is not None:
         return "it has no soft cap on the scores"
     if request.sinks:
-        return "it does not tell the log-sum-exp of its scores, to which a sink adds a term"
+        return "it does not return the log-sum-exp of its scores, to which a sink adds a term"
     return True
 
 

@@ -96,7 +96,7 @@ class PostStepHook(Protocol):
 
 @runtime_checkable
 class ReportsGraphObjection(Protocol):
-    """A module that can tell whether its passes can be captured in CUDA graphs, with those of the modules in it."""
+    """A module that reports whether its passes can be captured in CUDA graphs, with those of the modules in it."""
 
     def graph_objection(self) -> str | None:
         """Why they cannot be, by configuration key, and what to set instead; None if they can."""

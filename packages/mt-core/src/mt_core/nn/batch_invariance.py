@@ -11,7 +11,7 @@ convolutions    depthwise ones tap by tap, others sample by sample.
 all-reduce      in the order of the ranks.
 
 Sums and softmax over the last dimension are computed row by row anyway. Attention needs a core of its own, see
-`attention_backends.batch_invariant`; layers with two forms (of one result) ask `is_batch_invariant`.
+`attention_backends.batch_invariant`; layers with two forms (of one result) call `is_batch_invariant`.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ def _head_rows(model: nn.Module, name: str) -> HeadRows:
     module = model.get_submodule(path)
     if not isinstance(module, GroupedHeads):
         raise ConfigError(
-            f"optimizer.muon_split_qkv=true, but {path} ({type(module).__name__}) does not tell heads_per_group and "
+            f"optimizer.muon_split_qkv=true, but {path} ({type(module).__name__}) does not define heads_per_group and "
             f"head_dim, so how {name} divides into queries, keys and values is not known; "
             "set optimizer.muon_split_qkv=false"
         )

@@ -55,7 +55,7 @@ class Run(Protocol):
         ...
 
     def message(self, text: str) -> None:
-        """Tell the user something, by the callbacks that do."""
+        """Show the user a message, by the callbacks that do."""
         ...
 
 

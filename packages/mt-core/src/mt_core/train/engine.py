@@ -554,7 +554,7 @@ def _require_outputs(loss: Loss, config: Config) -> Loss:
     if options := model_options(loss):
         raise ConfigError(
             f"train.loss={config.train.loss} needs {', '.join(options)} from the model in place of its logits, which "
-            "are wanted here; set it to auto or cross_entropy"
+            "are required here; set it to auto or cross_entropy"
         )
     return loss
 

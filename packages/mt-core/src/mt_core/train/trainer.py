@@ -175,7 +175,7 @@ class Trainer:
         self._stop_reason = reason
 
     def message(self, text: str) -> None:
-        """Tell the user something, by the callbacks that do."""
+        """Show the user a message, by the callbacks that do."""
         self.callbacks.on_message(self, text)
 
     @cached_property

@@ -19,7 +19,7 @@ def build_index(
 ) -> None:
     """Build the sample indices of a run ahead of it, into the cache folder, on a machine without GPUs.
 
-    The run must ask for the same number of samples: set train.global_batch_size, which else depends on the
+    The run must use the same number of samples: set train.global_batch_size, which else depends on the
     number of processes.
     """
     data = load_run_data(config, preset, set_)

@@ -16,7 +16,7 @@ Ending = Annotated[
     str | None, typer.Option(help=".jsonl, .jsonl.gz or .jsonl.zst; compressed as the inputs by default")
 ]
 TextKey = Annotated[str, typer.Option(help="Key of the records that holds the text")]
-InputFormat = Annotated[str, typer.Option(help="jsonl, text, text-lines or parquet, for names that do not tell")]
+InputFormat = Annotated[str, typer.Option(help="jsonl, text, text-lines or parquet, for names without a known ending")]
 OnError = Annotated[str, typer.Option(help="raise: stop at a line that cannot be used; skip: count it and go on")]
 Workers = Annotated[int, typer.Option(help="Processes; the result is the same for any number")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace results made with other options or inputs")]

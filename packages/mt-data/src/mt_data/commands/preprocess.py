@@ -107,7 +107,7 @@ def preprocess(
         typer.Option(help="skip: leave out lines that cannot be used, and list them in PREFIX.skipped.jsonl."),
     ] = "raise",
     input_format: Annotated[
-        str, typer.Option(help="jsonl, text, text-lines or parquet, for names that do not tell.")
+        str, typer.Option(help="jsonl, text, text-lines or parquet, for names without a known ending.")
     ] = "auto",
     shard_mb: Annotated[
         float | None, typer.Option(help="MiB of input in a piece of work. Default: by the input's size, 1 to 32.")

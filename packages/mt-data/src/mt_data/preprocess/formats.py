@@ -43,7 +43,7 @@ class InputFormat:
 def detect_format(path: Path, input_format: str = "auto") -> InputFormat:
     """The format by the name's ending (`.jsonl.gz`, `.parquet`, ...), or the one named, for any ending.
 
-    Compression always goes by the ending `.gz` or `.zst`. Raises DataError for an ending it does not know.
+    Compression always goes by the ending `.gz` or `.zst`. Raises DataError for an unknown ending.
     """
     compression = COMPRESSIONS.get(path.suffix)
     inner = path.with_suffix("") if compression else path

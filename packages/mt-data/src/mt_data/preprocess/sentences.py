@@ -116,7 +116,7 @@ def _covering(text: str, spans: Iterable[tuple[int, int]]) -> list[str]:
 def _rule_spans(lang: str) -> Spans:
     if lang not in LANGUAGES:
         raise ConfigError(
-            f"--lang {lang}: the rules know {', '.join(LANGUAGES)}{did_you_mean(lang, LANGUAGES)}; "
+            f"--lang {lang}: there are rules for {', '.join(LANGUAGES)}{did_you_mean(lang, LANGUAGES)}; "
             "generic serves any other"
         )
     language = LANGUAGES[lang]

@@ -32,7 +32,7 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers. Default: others each time.")] = None,
     model: Annotated[str | None, typer.Option(help="Of a server. Default: its first.")] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="MT_API_KEY", help="For a server that wants one.", show_default=False)
+        str | None, typer.Option(envvar="MT_API_KEY", help="For a server that requires one.", show_default=False)
     ] = None,
     chat_template: Annotated[
         str | None,

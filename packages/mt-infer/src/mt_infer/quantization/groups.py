@@ -48,7 +48,7 @@ def dequantize_scaled(values: Tensor, scale: Tensor) -> Tensor:
 
 def quantize_fp8(x: Tensor) -> Stored:
     scale = scale_of(x, FP8_MAX)
-    # As bytes: few operations on a device or in a store know the dtype.
+    # As bytes: few operations on a device or in a store support the dtype.
     return (x / scale).to(torch.float8_e4m3fn).view(torch.uint8), scale
 
 

@@ -75,7 +75,7 @@ class TokenTable:
     def __init__(self, tokenizer: Tokenizer, pieces: Sequence[bytes | None], end: int) -> None:
         self.tokenizer, self.eos_token_id = tokenizer, end
         self.special_token_ids = [token for token, piece in enumerate(pieces) if piece is None]
-        # Bytes that no text has: a grammar cannot ask for special ids by what they are called.
+        # Bytes that no text has: a grammar cannot name special ids.
         self.tokens = [b"\xff" + b"<%d>" % token if piece is None else piece for token, piece in enumerate(pieces)]
 
     def __call__(self, text: str) -> list[int]:

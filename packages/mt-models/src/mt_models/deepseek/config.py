@@ -21,7 +21,7 @@ class DeepseekConfig(DecoderConfig):
     kv_lora_rank: PositiveInt = 512
     """Channels of the latent of keys and values."""
     qk_head_dim: PositiveInt = 128
-    """Channels of a query and key head that know nothing of positions."""
+    """Channels of a query and key head without positional embedding."""
     qk_pos_emb_head_dim: PositiveInt = 64
     """Channels of a query head, and of the one key for all heads, that positions rotate."""
     v_head_dim: PositiveInt = 128

@@ -121,7 +121,7 @@ class DPRDataset:
 def build_dpr(config: DPRDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> BuiltSplit:
     """Samples of DPR_SAMPLE, shuffled, in whole epochs; None for a split without data.
 
-    Raises DataError for a file of another form, and when no question has as many negatives as the keys ask for.
+    Raises DataError for a file of another form, and when no question has as many negatives as the keys require.
     """
     pairs = TextPairs.of(tokenizer, request.sequence_length)
     encode = bare_encoder(tokenizer)

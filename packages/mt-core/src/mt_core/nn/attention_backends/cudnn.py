@@ -64,7 +64,7 @@ def supports_cudnn(request: AttentionRequest) -> bool | str:
     if request.logit_softcap is not None:
         return "it has no soft cap on the scores"
     if request.sinks:
-        return "it does not tell the log-sum-exp of its scores, to which a sink adds a term"
+        return "it does not return the log-sum-exp of its scores, to which a sink adds a term"
     if request.head_dim % 8 or request.head_dim > 128:
         return f"its heads are multiples of 8 up to 128 wide, not {request.head_dim}"
     if torch.cuda.get_device_capability() < _HOPPER:

@@ -102,7 +102,7 @@ def supports_flash_3(request: AttentionRequest) -> bool | str:
 
 
 def supports_shape(request: AttentionRequest, head_dim: int) -> bool | str:
-    """What all versions ask for. head_dim: the widest head."""
+    """What all versions require. head_dim: the widest head."""
     if request.sinks:
         return "the log-sum-exp of its scores, to which a sink adds a term, has no gradient"
     if request.device_type != "cuda":

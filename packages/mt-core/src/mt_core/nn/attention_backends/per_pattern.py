@@ -1,4 +1,4 @@
-"""What a backend derives from an attention pattern, made once though many layers ask for it."""
+"""What a backend derives from an attention pattern, made once though many layers use it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class P2PCommunicator:
     """Sends and receives of this rank along the pipeline axis.
 
     The first activations with a new `key` are preceded by a header with their shapes; the receiver assumes the same
-    shapes for later ones with this key. The key is any value that both sides know and that determines the shapes.
+    shapes for later ones with this key. The key is any value that both sides have and that determines the shapes.
     Construction is collective over the axis.
     """
 

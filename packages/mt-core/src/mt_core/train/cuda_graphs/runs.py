@@ -150,7 +150,7 @@ class LayerRun:
         except TypeError as unknown:
             raise ConfigError(
                 f"train.cuda_graphs=blocks: {type(self.layers[0]).__name__} is called with a {unknown}, of which a "
-                "graph cannot tell what changes from call to call; set train.cuda_graphs=none"
+                "graph does not record what changes from call to call; set train.cuda_graphs=none"
             ) from None
         if form not in self.forms and len(self.forms) < MOST_FORMS:
             self.forms[form] = FormState()

@@ -24,7 +24,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centere
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """Liger takes [B, N, S, D], turns in place, and wants the angles of both halves, [B or 1, S, D]."""
+    """Liger takes [B, N, S, D], turns in place, and takes the angles of both halves, [B or 1, S, D]."""
     cos, sin = (angles[:, :, 0].repeat(1, 1, 2).to(q.dtype) for angles in (cos, sin))
     # clone: queries and keys are views of one product, which the kernel would overwrite.
     turned_q, turned_k = LigerRopeFunction.apply(q.clone().transpose(1, 2), k.clone().transpose(1, 2), cos, sin)
