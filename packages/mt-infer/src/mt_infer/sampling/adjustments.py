@@ -1,7 +1,7 @@
 """What is done to logits before the temperature: biases, penalties, tokens that are ruled out or forced.
 
-Each function takes logits [B, vocab] that it may change, and the row of each; it works on the rows whose parameters set it,
-all at once, and no row depends on another.
+Each function takes logits [B, vocab] that it may change, and the row of each; it works on the rows whose parameters set
+it, all at once, and no row depends on another.
 """
 
 from __future__ import annotations
