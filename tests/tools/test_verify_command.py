@@ -28,7 +28,6 @@ use_distributed_optimizer = true
 train_iters = 20
 global_batch_size = 32
 """
-ON_TWO = ("--set", "parallel.tensor_model_parallel_size=1")
 
 
 def test_a_layout_is_verified_by_its_own_configuration(mt, tmp_path) -> None:
@@ -41,15 +40,16 @@ def test_a_layout_is_verified_by_its_own_configuration(mt, tmp_path) -> None:
 
 def test_a_resumed_run_is_verified_bit_for_bit(mt, tmp_path) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
-    outcome = mt("verify", "resume", tmp_path / "run.toml", *ON_TWO)
+    outcome = mt("verify", "resume", tmp_path / "run.toml")
     assert outcome.code == 0, outcome.out + outcome.err
     assert "(allowed 0e+00)" in outcome.out
 
 
 def test_a_run_resumed_under_another_layout_is_verified(mt, tmp_path) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
+    on_two = ("--set", "parallel.tensor_model_parallel_size=1")
     then = ("--then", "parallel.pipeline_model_parallel_size=2")
-    outcome = mt("verify", "resume", tmp_path / "run.toml", *ON_TWO, *then)
+    outcome = mt("verify", "resume", tmp_path / "run.toml", *on_two, *then)
     assert outcome.code == 0, outcome.out + outcome.err
 
 
