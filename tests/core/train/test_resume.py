@@ -28,8 +28,15 @@ VARIANTS = {
 }
 
 
+class DrawsNumbers(Callback):
+    """From torch's default generator, as modules do that are not mt's."""
+
+    def on_step_end(self, run, metrics) -> None:
+        torch.rand(1)
+
+
 def run(config, directory):
-    Trainer(config, run_dir=directory).train()
+    Trainer(config, run_dir=directory, callbacks=[DrawsNumbers()]).train()
 
 
 def contents(directory) -> dict[str, np.ndarray]:

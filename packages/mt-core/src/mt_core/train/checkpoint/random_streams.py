@@ -1,4 +1,7 @@
-"""The RNG streams of a run. Dropout draws from torch's default generator, with one stream per part of the work."""
+"""The states of torch's default generators, from which modules draw that are not mt's: one stream per part of the work.
+
+Dropout of `mt_core.nn.dropout` seeds them anew for each sample.
+"""
 
 from __future__ import annotations
 
