@@ -144,7 +144,7 @@ def test_a_checkpoint_beyond_the_limit_waits(directory: RunDirectory, host: Plug
     writer.close()
 
 
-def test_close_tells_what_became_of_those_in_flight(directory: RunDirectory, host: PluginHost) -> None:
+def test_close_reports_what_became_of_those_in_flight(directory: RunDirectory, host: PluginHost) -> None:
     def fail_second(path, tensors, metadata, files) -> None:
         if path.name.endswith("2"):
             raise CheckpointError("the disk is full")
@@ -260,7 +260,7 @@ def test_the_log_says_requested_then_committed(runs: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("async_save", ["true", "false"])
-def test_a_run_keeps_what_it_is_told_to(host: PluginHost, tmp_path: Path, async_save: str) -> None:
+def test_a_run_keeps_what_its_keys_name(host: PluginHost, tmp_path: Path, async_save: str) -> None:
     (tmp_path / "checkpoints" / "iter_notes").mkdir(parents=True)
     (tmp_path / "checkpoints" / "iter_0000000").mkdir()  # no checkpoint
     keys = ("checkpoint.save_interval=2", "checkpoint.keep_last=2", "checkpoint.keep_every=4")

@@ -111,7 +111,7 @@ def test_a_missing_shard_is_found_at_opening(saved: Path) -> None:
         open_checkpoint(saved)
 
 
-def test_opening_asks_for_no_shard(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_reads_no_shard(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of them in an object store would cost a request each, on every rank."""
     path = as_path(f"memory://{saved}")
     path.fs.put(str(saved), path.path, recursive=True)

@@ -37,7 +37,7 @@ def run_convert(*arguments: str | Path) -> Result:
     return run(application, *arguments)
 
 
-def test_convert_tells_what_it_did(make_model, tmp_path: Path) -> None:
+def test_convert_reports_what_it_did(make_model, tmp_path: Path) -> None:
     source = make_model(optimizer=True, **LLAMA)
     target = tmp_path / "hf"
     result = run_convert(

@@ -308,7 +308,7 @@ def test_other_things_than_tensors(make_hf, host) -> None:
 
 
 @pytest.mark.parametrize("head", ["GPT2ForSequenceClassification", "BertForSequenceClassification"])
-def test_a_model_with_a_head_is_told_from_its_base(host, tmp_path: Path, head: str) -> None:
+def test_a_model_with_a_head_is_distinguished_from_its_base(host, tmp_path: Path, head: str) -> None:
     import transformers
 
     kind = head.partition("For")[0]
@@ -343,7 +343,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def test_the_tokenizer_travels(make_hf, host, tmp_path: Path) -> None:
+def test_the_tokenizer_is_copied(make_hf, host, tmp_path: Path) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
     folder = make_hf(**LLAMA)

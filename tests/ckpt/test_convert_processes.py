@@ -139,7 +139,7 @@ def test_an_error_of_a_process_is_the_conversions(make_model, host, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_is_told(make_model, host, tmp_path: Path) -> None:
+def test_a_process_that_is_killed_is_reported(make_model, host, tmp_path: Path) -> None:
     def kill_one(done: int, total: int) -> None:
         for child in multiprocessing.active_children()[:1]:
             os.kill(child.pid, signal.SIGKILL)

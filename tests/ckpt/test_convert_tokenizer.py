@@ -51,7 +51,7 @@ def test_a_folder_that_transformers_generates_from(form: str, folder: Path, make
     assert model.config.eos_token_id == 1
 
 
-def test_a_source_without_a_tokenizer_is_told(make_model, tmp_path: Path) -> None:
+def test_a_source_without_a_tokenizer_is_reported(make_model, tmp_path: Path) -> None:
     result = run_convert("--load-dir", make_model(**LLAMA), "--save-dir", tmp_path / "hf", "--saver", "hf")
     assert "without a tokenizer" in result.output
     assert "--tokenizer DIR adds one" in result.output

@@ -39,7 +39,7 @@ def test_any_layout_and_back(make_model, host, tmp_path: Path, tp: int, pp: int,
     assert open_checkpoint(target).metadata["config"]["model"]["activation"] == activation
 
 
-def test_files_are_told_apart_from_megatrons_by_the_tools_argument(make_model, host, tmp_path: Path) -> None:
+def test_files_are_distinguished_from_megatrons_by_the_tools_argument(make_model, host, tmp_path: Path) -> None:
     """By the argument there are 101 ids, by Megatron's own 128, padding included."""
     source = make_model(**SHAPE)
     convert(source, tmp_path / "m", saver=NAME, options=options(2, 1), host=host)

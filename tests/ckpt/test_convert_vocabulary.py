@@ -41,7 +41,7 @@ def test_refused_with_both_ways_out(padded: Path, host) -> None:
 
 
 @pytest.mark.parametrize("saver", ["mt", "hf"])
-def test_dropped_when_asked_for(padded: Path, host, saver: str) -> None:
+def test_dropped_when_requested(padded: Path, host, saver: str) -> None:
     convert(padded, padded.parent / "first", saver=saver, trim_vocabulary=True, verify=True, host=host)
     convert(padded.parent / "first", padded.parent / "mt", saver="mt", host=host)
     expected = tensors_of(open_checkpoint(padded.parent / "source"))

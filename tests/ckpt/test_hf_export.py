@@ -138,7 +138,7 @@ def test_training_does_not_wait_and_the_source_stays(tmp_path: Path, monkeypatch
     assert transformers_loss(tmp_path / "checkpoints" / "hf" / "iter_0000005", LLAMA) > 0
 
 
-def test_a_failed_conversion_is_told_with_the_command_that_repeats_it(tmp_path: Path, monkeypatch) -> None:
+def test_a_failed_conversion_is_reported_with_the_command_that_repeats_it(tmp_path: Path, monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise CheckpointError("no space left")
 

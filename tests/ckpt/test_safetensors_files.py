@@ -100,7 +100,7 @@ def test_the_disk_begins_before_the_file_is_whole(tmp_path: Path, monkeypatch: p
     assert [load_file(tmp_path / "x")[str(i)][0].item() for i in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_sync_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One in the middle, although a later one succeeds: the system tells of lost bytes once."""
     failures = iter([OSError(5, "Input/output error")])
 

@@ -42,7 +42,7 @@ def test_null_is_no_toml() -> None:
     assert to_toml({"a": None, "b c": 1}) == '{"b c" = 1}'
 
 
-def test_show_tells_values_and_origins(mt, tmp_path: Path) -> None:
+def test_show_prints_values_and_origins(mt, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('preset = "gpt-tiny"\n[train]\nseed = 7\n')
     outcome = mt("config", "show", path, "--set", "optimizer.lr=0.5", "--origin")

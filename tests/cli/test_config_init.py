@@ -52,7 +52,7 @@ def asked(answers: dict[str, list[str]], given: dict[str, str] | None = None, *,
     return list(texts), texts, problems, draft
 
 
-def test_one_process_is_asked_nothing_about_layouts() -> None:
+def test_one_process_gets_no_questions_about_layouts() -> None:
     names, _, problems, draft = asked({})
     assert names == [
         "model",

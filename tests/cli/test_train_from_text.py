@@ -92,7 +92,7 @@ def test_raw_text_is_trained_on_as_its_preprocessed_form(work, tmp_path) -> None
     assert losses(f'["{work}/one.jsonl"]', "raw") == losses(f'["{work}/one_text_document"]', "prepared")
 
 
-def test_the_tokenizer_travels_with_the_checkpoint(work, tmp_path, capsys) -> None:
+def test_the_tokenizer_is_saved_with_the_checkpoint(work, tmp_path, capsys) -> None:
     copy = tmp_path / "work"
     shutil.copytree(work, copy)
     assert train(copy, f'["{copy}/one_text_document"]', tmp_path / "run") == 0

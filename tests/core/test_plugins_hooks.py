@@ -80,7 +80,7 @@ def test_mt_check_config() -> None:
     assert seen == [config]
 
 
-def test_the_check_of_a_family_is_asked_for_its_own_configurations() -> None:
+def test_the_check_of_a_family_is_called_for_its_own_configurations() -> None:
     own = dataclasses.replace(EXAMPLES["mt_register_models"], check=Lazy(f"{__name__}:refuse"))
     host = host_with(mt_register_models=lambda: [own, dataclasses.replace(own, name="other", check=None)])
     host.check_config(types.SimpleNamespace(model=types.SimpleNamespace(family="other")))

@@ -55,7 +55,7 @@ def problem_of(host: PluginHost, name: str) -> tuple[str, str]:
     return problem.stage, problem.message
 
 
-def test_a_registration_knows_its_owner(install: Install) -> None:
+def test_a_registration_has_its_owner(install: Install) -> None:
     host = load(install("mine", GOOD.format(name="huber"), version="4.5", requires="mt-core>=0.1"))
     (registration,) = host.losses.registrations
     assert registration.spec.name == "huber"

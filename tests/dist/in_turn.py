@@ -14,6 +14,8 @@ AT_ONCE = 14
 SECONDS = 120.0
 Run = tuple[int, Hashable]
 """The number of ranks, and what their function is called with."""
+Call = tuple[Callable[[int, int, tuple[str, ...]], Any], tuple[str, ...]]
+"""A function of (rank, world, settings), and the settings."""
 
 
 class InTurn:
@@ -44,6 +46,12 @@ class InTurn:
             return {}
         # Transposed: case -> result of each rank.
         return {run: list(results) for run, *results in zip(group, *of_ranks, strict=True)}
+
+
+def called(rank: int, world: int, call: Call) -> Any:
+    """For `InTurn` where runs differ in their function too."""
+    function, settings = call
+    return function(rank, world, settings)
 
 
 def groups(runs: Iterable[Run]) -> Iterator[tuple[Run, ...]]:

@@ -259,7 +259,7 @@ def counted(rank: int, world: int) -> tuple[int, int]:
     return len(messages), sum(messages)
 
 
-def test_gradients_travel_once_in_buckets() -> None:
+def test_gradients_are_sent_once_in_buckets() -> None:
     assert run_ranks(2, counted) == [(3, 112)] * 2
 
 

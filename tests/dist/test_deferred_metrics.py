@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.core.train.test_steady_step import TIMED, Spy, spy_on_step
-from tests.dist.in_turn import InTurn
+from tests.dist.in_turn import InTurn, called
 
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.errors import ConfigError, TrainingError
@@ -120,15 +118,6 @@ BALANCED_PIPELINE = (*BALANCED, *PIPELINE)
 PREDICTING_PIPELINE = (*MULTI_TOKEN, *PIPELINE)
 DEFERRED = ((), DISTRIBUTED, FSDP2, TENSOR, CONTEXT, PIPELINE, MULTI_TOKEN)
 
-Case = tuple[Callable[..., Any], tuple[str, ...]]
-"""What is called on ranks, and with which settings."""
-
-
-def called(rank: int, world: int, case: Case) -> Any:
-    function, more = case
-    return function(rank, world, more)
-
-
 RUNS = InTurn(
     called,
     [
@@ -144,7 +133,7 @@ RUNS = InTurn(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_deferred_is_what_is_told_at_once_to_the_last_bit(name) -> None:
+def test_deferred_metrics_are_those_read_at_once_to_the_last_bit(name) -> None:
     world, more = LAYOUTS[name]
     ranks = RUNS.of_ranks(world, (late_and_at_once, more))
     for deferred, at_once, different in ranks:
@@ -155,7 +144,7 @@ def test_what_is_deferred_is_what_is_told_at_once_to_the_last_bit(name) -> None:
 
 
 @pytest.mark.slow
-def test_every_rank_is_told_the_losses_of_all_stages() -> None:
+def test_every_rank_has_the_losses_of_all_stages() -> None:
     found = RUNS.of_ranks(2, (own_losses, BALANCED_PIPELINE))
     assert found == [{"moe/layer_0/aux_loss", "moe/layer_1/aux_loss"}] * 2
 
@@ -240,7 +229,7 @@ def stopped(rank: int, world: int) -> tuple[int, str | None]:
 
 
 @pytest.mark.slow
-def test_all_ranks_stop_after_the_step_behind_the_one_in_which_one_of_them_asked() -> None:
+def test_all_ranks_stop_one_step_after_a_request_of_one_of_them() -> None:
     """The second step is heard of when the third was launched; the others hear of the wish with the fourth."""
     assert run_ranks(2, stopped) == [(4, "another rank"), (4, "enough")]
 

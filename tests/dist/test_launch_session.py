@@ -90,7 +90,7 @@ def raises_on_rank_1(rank: int, folder: Path) -> None:
                 dist.all_reduce(torch.ones(1), group=group)
 
 
-def test_without_a_launcher_one_rank_speaks_and_all_end(tmp_path) -> None:
+def test_without_a_launcher_one_rank_writes_and_all_end(tmp_path) -> None:
     with started(4, raises_on_rank_1, tmp_path) as processes:
         assert end_of(processes, SECONDS_TO_END) == [DataError.exit_code] * 4
     said = [(tmp_path / f"stderr-{rank}").read_text() for rank in range(4)]

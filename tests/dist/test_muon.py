@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-from tests.dist.in_turn import InTurn
+from tests.dist.in_turn import InTurn, called
 from tests.dist.test_layouts import CP2, FSDP, PP2, SMALL_BUCKETS, SP, TP2, TP4, ZERO, config
 from torch import Tensor
 
@@ -104,15 +102,6 @@ CASES = [
 SHARDED = (*MUON, TP2, ZERO)
 IN_PARTS = (*MUON, *WHOLE_QKV, TP2)
 ZEROS = [(2, (FSDP,)), (4, (TP2, CP2)), (4, (ZERO, INSTANCES)), (8, (PP2, TP2, SP, ZERO))]
-
-
-Case = tuple[Callable[..., Any], tuple[str, ...]]
-"""What is called on ranks, and with which options."""
-
-
-def called(rank: int, world: int, case: Case) -> Any:
-    function, options = case
-    return function(rank, world, options)
 
 
 RUNS = InTurn(

@@ -112,7 +112,7 @@ def test_a_backward_pass_of_experts_takes_less_memory_than_their_16_bit_gradient
     assert torch.cuda.max_memory_allocated() - before < 2 * weight.numel()
 
 
-def test_one_kernel_of_experts_asks_the_host_nothing() -> None:
+def test_one_kernel_of_experts_reads_nothing_on_the_host() -> None:
     weight, total = experts(torch.bfloat16)
     counts = torch.tensor((30, 0, 17, 1), device="cuda")
     x = torch.randn(48, SIZES[1], device="cuda", dtype=torch.bfloat16)

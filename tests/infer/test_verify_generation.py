@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "run")
 
 
-def test_without_the_key_the_largest_difference_is_told(mt, run) -> None:
+def test_without_the_key_the_largest_difference_is_reported(mt, run) -> None:
     done = mt("verify", "generation", run, *SMALL)
     assert done.code == 0, done.err
     assert "2 requests of 5 tokens: within 0.001" in done.out
@@ -115,7 +115,7 @@ def test_a_way_that_differs_is_named(mt, run, monkeypatch) -> None:
     assert "NOT the same bits" in done.out
 
 
-def test_the_first_difference_is_told() -> None:
+def test_the_first_difference_is_reported() -> None:
     prompts = [[1, 2], [1, 2, 3]]
     first = [Outcome((5, 6), (-1.0, -2.0, -3.0)), Outcome((7, 8), (-1.0, -2.0, -3.0, -4.0))]
     other = [first[0], Outcome((7, 9), (-1.0, -2.0, -3.5, -9.0))]

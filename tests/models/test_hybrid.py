@@ -120,7 +120,7 @@ def test_stages_one_after_another_are_the_whole_model(host) -> None:
     torch.testing.assert_close(hidden, whole(tokens))
 
 
-def test_layers_of_experts_are_asked_for_by_their_number(host, monkeypatch) -> None:
+def test_layers_of_experts_are_requested_by_their_number(host, monkeypatch) -> None:
     asked = []
 
     def feed_forward(self, name: str, options: object, layer: int) -> nn.Module:

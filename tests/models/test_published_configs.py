@@ -94,6 +94,6 @@ def test_a_gpt_neox_may_say_the_same_twice(host) -> None:
     assert read_config(family, {**PYTHIA_160M, "rope_parameters": rope}, host) == read_config(family, PYTHIA_160M, host)
 
 
-def test_a_key_that_nobody_knows_is_refused(host) -> None:
+def test_an_unknown_key_is_refused(host) -> None:
     with pytest.raises(ConfigError, match="attention_sink_size=4"):
         read_config(family_named("llama", host), {**SMOLLM2_135M, "attention_sink_size": 4}, host)

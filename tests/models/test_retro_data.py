@@ -131,7 +131,7 @@ def test_neighbours_are_read_from_the_training_text_and_not_from_the_samples_own
                     assert split == "valid" or not set(range(own[0], own[1] + 1)) & set(reached.tolist())
 
 
-def test_neighbours_tell_more_than_chance(builtin) -> None:
+def test_neighbours_help_more_than_chance(builtin) -> None:
     """A neighbour has more of its chunk's words than a chunk of anywhere."""
     dataset = builtin["valid"]
     m = dataset.retrieval.chunk_length

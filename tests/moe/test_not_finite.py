@@ -68,7 +68,7 @@ def loss_and_norm(layer: MoeLayer, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("keys", MOE_MODELS, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_the_loss_or_the_norm_tells(keys, bad) -> None:
+def test_the_loss_or_the_norm_shows_it(keys, bad) -> None:
     """Whether a token is bad, or a weight of the router."""
     layer, x = build_layer(options(**keys), fp64()), tokens_of(2, 6)
     assert all(value.isfinite() for value in loss_and_norm(layer, x.clone()))

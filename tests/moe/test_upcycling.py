@@ -103,7 +103,7 @@ def test_loss_and_logits_of_step_0_are_those_of_the_dense_model(host, family, ex
     assert loss(after, tokens).item() == pytest.approx(loss(before, tokens).item(), rel=1e-6)
 
 
-def test_the_new_model_has_experts_of_the_asked_size_and_learns(host) -> None:
+def test_the_new_model_has_experts_of_the_given_size_and_learns(host) -> None:
     """Different tokens go to different groups, and the router has a gradient."""
     new = upcycle(dense_checkpoint(host, MODELS["llama"]), host, num_experts=8, granularity=2)
     assert new.shapes()["model.decoder.layers.0.mlp.experts.linear_fc1.weight"] == (8, 2 * 24, 32)
@@ -119,7 +119,7 @@ def test_the_new_model_has_experts_of_the_asked_size_and_learns(host) -> None:
     assert len(load[:, 0].unique()) > 1
 
 
-def test_what_is_not_the_models_is_left_out_and_files_travel_along(host) -> None:
+def test_what_is_not_the_models_is_left_out_and_files_are_copied(host) -> None:
     new = upcycle(dense_checkpoint(host, MODELS["mistral"]), host, num_experts=4)
     assert not [name for name in new.shapes() if name.startswith("optimizer.")]
     assert new.files() == {"tokenizer.json": b"{}"}

@@ -185,7 +185,7 @@ def test_train_measures_a_rehearsal(mt, tmp_path) -> None:
     assert json.loads(out.read_text())["conditions"]["small_sizes"] is True
 
 
-def test_kernels_measures_those_asked_for(mt, tmp_path) -> None:
+def test_kernels_measures_those_requested(mt, tmp_path) -> None:
     out = tmp_path / "kernels.json"
     arguments = ["--only", "rms_norm", "--only", "linear_cross_entropy", "--rounds", 2, "--no-compile", "--out", out]
     assert mt("bench", "kernels", *arguments).code == 0

@@ -121,7 +121,7 @@ def test_a_wrong_layout_is_exit_code_1_and_named(mt, tmp_path, monkeypatch: pyte
     assert "the same" not in outcome.out
 
 
-def test_a_rule_that_the_small_run_breaks_is_told_without_a_traceback(mt) -> None:
+def test_a_rule_that_the_small_run_breaks_is_reported_without_a_traceback(mt) -> None:
     pattern = "model.window_attn_skip_freq=[1]*12+[0]*12"
     outcome = mt("verify", "layout", "--preset", "gpt-oss-20b", "--set", "train.train_iters=9", "--set", pattern)
     assert outcome.code == 2
@@ -132,7 +132,7 @@ def record(weight: float) -> RunRecord:
     return RunRecord([1.0], [2.0], {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.full((2,), weight)})
 
 
-def test_the_first_difference_is_told() -> None:
+def test_the_first_difference_is_reported() -> None:
     wrong = [difference for difference in compare(record(1.001), record(1.0)) if difference.too_large]
     assert [str(difference) for difference in wrong] == ["weights b: 1.0e-03 (allowed 1e-05)"]
 

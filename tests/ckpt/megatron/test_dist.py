@@ -143,7 +143,7 @@ def test_flat_buckets_in_another_order_are_noticed(tmp_path, host) -> None:
         open_checkpoint(tmp_path, host)
 
 
-def test_flat_buckets_that_are_not_told_apart_are_named(tmp_path, host) -> None:
+def test_flat_buckets_that_are_ambiguous_are_named(tmp_path, host) -> None:
     stem = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0."
     args = arguments(pipeline_model_parallel_size=2, decoder_first_pipeline_num_layers=1)
     save_dist(tmp_path, stacked(gpt()) | {f"{stem}param": torch.ones(9)}, common={"args": args})

@@ -308,7 +308,7 @@ def test_an_expert_rank_has_its_experts_one_by_one(tmp_path, host) -> None:
         torch.testing.assert_close(found, megatrons_buffer(own, bucket_size=None, data_parallel=1), rtol=0, atol=0)
 
 
-def test_an_optimizer_is_left_out_where_that_is_asked_for(tmp_path, host) -> None:
+def test_an_optimizer_is_left_out_where_that_is_requested(tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS["gpt"], host, optimizer=True)
     options = ConvertOptions(target_optimizer_format="none", target_megatron_version="0.12")
     host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)

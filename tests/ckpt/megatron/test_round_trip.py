@@ -300,7 +300,7 @@ def test_old_names_do_not_have_experts(tmp_path, host) -> None:
         through("megatron-legacy", source, options(), tmp_path / "a", host)
 
 
-def test_old_names_do_not_tell_a_bert_without_heads_from_a_gpt(tmp_path, host) -> None:
+def test_old_names_are_the_same_for_a_bert_without_heads_and_a_gpt(tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS["bert_no_heads"], host)
     with pytest.raises(ConfigError, match="has the names of a GPT in the format megatron-legacy; use megatron"):
         through("megatron-legacy", source, options(), tmp_path / "a", host)

@@ -89,7 +89,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_rank_has_what_its_part_of_the_model_wants(name: str, host: PluginHost, tmp_path: Path) -> None:
+def test_every_rank_has_what_its_part_of_the_model_requires(name: str, host: PluginHost, tmp_path: Path) -> None:
     model, sizes = LAYOUTS[name]
     keys = {**MODELS["llama"], "num_layers": 4} if model == "llama_of_four" else MODELS[model]
     source, options = RandomCheckpoint(keys, host), ConvertOptions(**sizes)

@@ -103,7 +103,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_rows_that_are_asked_for(host: PluginHost, tmp_path: Path, policy: str) -> None:
+def test_rows_that_are_requested(host: PluginHost, tmp_path: Path, policy: str) -> None:
     source = RandomCheckpoint(GPT, host, optimizer=True)
     written = through(source, tmp_path / "run", host, vocab_padding=policy)
     expected = POLICIES[policy](source.read(TABLE))[: ROWS - VOCAB]
@@ -167,7 +167,7 @@ def test_more_rows_than_the_source_has_are_made(host: PluginHost, tmp_path: Path
     assert bias[ROWS - VOCAB :].tolist() == [-1e4] * ROWS
 
 
-def test_the_number_of_ids_may_be_told(host: PluginHost, tmp_path: Path) -> None:
+def test_the_number_of_ids_may_be_given(host: PluginHost, tmp_path: Path) -> None:
     """A run with a tokenizer of its own does not say how many of the rows are ids."""
     source = RandomCheckpoint({**GPT, "vocab_size": ROWS}, host)
     through(source, tmp_path / "run", host)

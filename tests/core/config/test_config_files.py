@@ -127,7 +127,7 @@ MANY = {
 }
 
 
-def test_every_error_of_a_file_is_told(host: PluginHost, tmp_path: Path) -> None:
+def test_every_error_of_a_file_is_reported(host: PluginHost, tmp_path: Path) -> None:
     path = tmp_path / "many.json"
     path.write_text(json.dumps(MANY))
     for load in (load_config, load_config_anywhere):
@@ -149,7 +149,7 @@ def test_every_error_of_a_file_is_told(host: PluginHost, tmp_path: Path) -> None
         assert len(lines) == 9
 
 
-def test_every_broken_rule_is_told(host: PluginHost) -> None:
+def test_every_broken_rule_is_reported(host: PluginHost) -> None:
     overrides = [
         "train.train_iters=null",
         "optimizer.min_lr=1.0",
@@ -181,7 +181,7 @@ def test_an_error_alone_keeps_its_type(host: PluginHost) -> None:
         load_config(preset="gpt-tiny", overrides=["optimizer.optimizer=adan"], host=host)
 
 
-def test_objections_of_all_plugins_are_told() -> None:
+def test_objections_of_all_plugins_are_reported() -> None:
     from mt_core.hookspecs import hookimpl
     from mt_core.plugins import Plugin
 

@@ -70,7 +70,7 @@ def test_an_error_in_a_worker_reaches_the_training_loop() -> None:
         list(BatchReader(Broken(), [(0, 4)], micro_size=2, workers=2))
 
 
-def test_it_reads_no_further_ahead_than_asked() -> None:
+def test_it_reads_no_further_ahead_than_configured() -> None:
     dataset = Numbers()
     taken = []
 

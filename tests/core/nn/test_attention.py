@@ -89,7 +89,7 @@ def test_the_backends_agree_with_gradients(batch, length, heads, packed) -> None
 
 
 @pytest.mark.parametrize(("in_fp32", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
-def test_the_softmax_of_eager_is_in_fp32_if_asked(monkeypatch, in_fp32, dtype) -> None:
+def test_the_softmax_of_eager_is_in_fp32_if_set(monkeypatch, in_fp32, dtype) -> None:
     seen = []
     softmax = torch.softmax
     monkeypatch.setattr(torch, "softmax", lambda x, dim: seen.append(x.dtype) or softmax(x, dim))

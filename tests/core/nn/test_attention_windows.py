@@ -82,7 +82,7 @@ def request(**keys) -> AttentionRequest:
     return AttentionRequest(**common, causal=True, segments=False, bias=False, dropout=0.0, deterministic=False, **keys)
 
 
-def test_eager_caps_scores_as_asked() -> None:
+def test_eager_caps_scores_as_configured() -> None:
     q, k, v = random_qkv(5, 7)
     core = build_eager(request(logit_softcap=0.5, window=3))
     out = core(3 * q, k, v, AttentionPattern(window=3), 0.0)

@@ -48,7 +48,7 @@ def test_175_billion_parameters_are_refused_within_seconds(host: PluginHost, mon
     assert gib == pytest.approx(parameters * 18 / GIB, rel=0.001)
 
 
-def test_the_run_starts_where_it_is_asked_to(host: PluginHost, monkeypatch) -> None:
+def test_the_run_starts_where_it_is_configured_to(host: PluginHost, monkeypatch) -> None:
     monkeypatch.setattr(memory, "_available_memory", lambda: 1000.0)
     with pytest.raises(ConfigError, match="rank 0 of 1 would hold"):
         build_initialized_model(config("gpt-tiny", *SMALL), ParallelContext(), host)

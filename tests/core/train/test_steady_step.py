@@ -199,7 +199,7 @@ def test_the_spy_sees_reads_of_integers_and_whole_tensors() -> None:
     ],
     ids=["16-bit moments", "torch's adam", "without clipping", "buckets", "multi-token", "experts", "delayed fp8"],
 )
-def test_telling_late_changes_what_is_told_in_nothing_but_its_time(more, tiny, tmp_path) -> None:
+def test_deferred_metrics_differ_in_nothing_but_their_time(more, tiny, tmp_path) -> None:
     """To the last bit, the weights included."""
     more = [*more, "train.eval_interval=4", "checkpoint.save_interval=3"]
     now, at_once = trained(tiny("train.deferred_metrics=never", *more), run_dir=tmp_path / "now")
@@ -217,7 +217,7 @@ def without_time(step: dict) -> dict:
 
 
 @pytest.mark.parametrize("more", [PREDICTS_MORE, BALANCED], ids=["multi-token", "experts"])
-def test_losses_of_layers_are_told(more, tiny) -> None:
+def test_losses_of_layers_are_reported(more, tiny) -> None:
     _, steps = trained(tiny("train.deferred_metrics=always", "train.train_iters=2", *more))
     own = [name for name in steps[0] if name.startswith(("mtp_", "moe/")) and name.endswith("_loss")]
     assert own
@@ -233,7 +233,7 @@ def test_resuming_goes_on_to_the_last_bit(tiny, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("more", [["optimizer.exp_avg_dtype=bf16"], []], ids=["16-bit moments", "torch's adam"])
-def test_a_loss_that_is_not_finite_is_told_a_step_late_and_changes_no_weight(more, tiny) -> None:
+def test_a_loss_that_is_not_finite_is_reported_one_step_later_and_changes_no_weight(more, tiny) -> None:
     """The second batch is bad; the third was launched when that is known, and is named as good."""
     trainer = Trainer(tiny("train.deferred_metrics=always", *more))
     loss_of = trainer.engine.forward_backward.forward_step

@@ -145,7 +145,7 @@ def test_long_texts_are_signed_in_parts() -> None:
     ("normalize", "kept"),
     [("none", [0, 1, 2, 3, 5]), ("blanks", [0, 2, 3, 5]), ("words", [0, 3, 5])],
 )
-def test_exact_overlooks_what_it_is_told_to(
+def test_exact_ignores_what_its_options_name(
     normalize: str, kept: list[int], write_jsonl: Any, run: Any, tmp_path: Path, texts_of: Any
 ) -> None:
     texts = ["One two.", "One  two.", "one TWO", "!!", "One two.", "??"]

@@ -66,7 +66,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damage_is_told_and_built_again(
+def test_damage_is_reported_and_built_again(
     damage: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     build = Counted()
@@ -171,7 +171,7 @@ def test_what_a_killed_job_began_goes_after_a_day(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [entry, young]
 
 
-def test_waiting_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other job builds until this one has reported that it waits."""
     caplog.set_level(logging.INFO)
     context = multiprocessing.get_context("fork")

@@ -155,7 +155,7 @@ def test_what_json_cannot_hold_is_refused_and_nothing_is_lost(tmp_path: Path) ->
         writer.finish(extra={"path": str(tmp_path)})
 
 
-def test_fingerprints_tell_contents_apart_and_not_names(write: Any) -> None:
+def test_fingerprints_depend_on_contents_and_not_on_names(write: Any) -> None:
     one, same, other = (
         write("one"),
         write("same"),

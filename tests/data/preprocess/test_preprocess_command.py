@@ -37,7 +37,7 @@ def test_several_inputs_and_keys_behind_one_option(prep: Any, tmp_path: Path) ->
     assert "joining 1 shards" in result.output
 
 
-def test_skipped_lines_are_told(tmp_path: Path) -> None:
+def test_skipped_lines_are_reported(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\nbad\n')
     result = run(
         *["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "set", "--workers", 1],

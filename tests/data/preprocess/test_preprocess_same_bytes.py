@@ -50,7 +50,7 @@ LINES = st.lists(
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=LINES, shard_bytes=st.integers(1, 200), last_line_ends=st.booleans(), compressed=st.booleans())
-def test_any_cut_reads_every_line_once_and_knows_its_number(
+def test_any_cut_reads_every_line_once_with_its_number(
     tmp_path: Path, lines: list[tuple[str, str]], shard_bytes: int, last_line_ends: bool, compressed: bool
 ) -> None:
     data = b"".join(json.dumps({"text": text}).encode() + end.encode() for text, end in lines)

@@ -79,7 +79,7 @@ def test_real_vocabulary(adversarial: list[str]) -> None:
         assert ours.encode(text) == reference(text, add_special_tokens=False).input_ids
 
 
-def test_cls_and_sep_around_when_asked(bert_vocab_file: str) -> None:
+def test_cls_and_sep_around_when_requested(bert_vocab_file: str) -> None:
     ours = build(bert_vocab_file, True, tokenizer_hf_no_include_special_tokens=False)
     assert ours.encode("some text") == transformers_bert(bert_vocab_file, True)("some text").input_ids
     assert ours.encode("") == [ours.special.cls, ours.special.sep]

@@ -93,7 +93,7 @@ def every_section(
     }
 
 
-def test_every_registered_tokenizer_travels(
+def test_every_registered_tokenizer_can_be_copied(
     every_section: dict[str, dict[str, Any]], tmp_path: Path, adversarial: list[str]
 ) -> None:
     """files() and the configuration are enough to build it again elsewhere: same fingerprint, same ids."""

@@ -124,7 +124,7 @@ def test_bad_arguments(words: str, host: PluginHost) -> None:
     assert BAD_WORDS[words] in str(error.value)
 
 
-def test_everything_that_is_wrong_is_told_at_once(host: PluginHost) -> None:
+def test_everything_that_is_wrong_is_reported_at_once(host: PluginHost) -> None:
     with pytest.raises(ConfigError) as error:
         import_words(["--seq-length", "8"], host)
     assert len(str(error.value).splitlines()) == 2

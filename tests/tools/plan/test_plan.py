@@ -345,7 +345,7 @@ def test_a_quick_plan_is_the_whole_one_for_long_steps() -> None:
     assert [row.total for row in quick.ranks] == [row.total for row in whole.ranks]
 
 
-def test_a_field_of_a_shape_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_field_of_a_shape_is_refused() -> None:
     spec = replace(
         load_plugins().datasets.get("mock"), sample=(SampleField("image", "float32", "[rows, columns]", ""),)
     )

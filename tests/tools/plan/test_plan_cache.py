@@ -58,7 +58,7 @@ def test_a_cached_result_is_what_torch_gives(name) -> None:
     assert form(first) == form(second) == form(func(*args, **options))
 
 
-def test_torch_is_asked_once_for_new_tensors_and_every_time_for_others() -> None:
+def test_torch_is_called_once_for_new_tensors_and_every_time_for_others() -> None:
     calls: list[object] = []
 
     class Counted:

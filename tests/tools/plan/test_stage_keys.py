@@ -59,7 +59,7 @@ def test_what_cannot_be_had_is_refused(keys: dict[str, object], placement: str, 
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_a_configuration_that_asks_for_it_has_these_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_that_sets_it_has_these_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     two = ["parallel.pipeline_model_parallel_size=2", "model.num_layers=5"]
     config = load_config(preset="gpt-tiny", overrides=[*two, f"parallel.{FIRST}=1"]).config

@@ -224,7 +224,7 @@ def test_the_batch_divides_over_copies() -> None:
     assert reduced.train.global_batch_size == 12
 
 
-def test_a_broken_rule_is_told_before_processes_start() -> None:
+def test_a_broken_rule_is_reported_before_processes_start() -> None:
     with pytest.raises(ConfigError, match=r"made small to be checked, breaks a rule: .*window_attn_skip_freq"):
         shrink(
             load_config_anywhere(
@@ -236,7 +236,7 @@ def test_a_broken_rule_is_told_before_processes_start() -> None:
         )
 
 
-def test_values_that_nobody_set_are_not_told() -> None:
+def test_values_that_nobody_set_are_not_reported() -> None:
     config = asked()
     text = describe_changes(config, shrink(config, load_plugins()))
     assert "pipeline_model_parallel_size 16 -> 4" in text

@@ -35,7 +35,7 @@ def test_a_package_that_is_not_there_is_named(name, title, monkeypatch) -> None:
         resolve_options(precision(name), ParallelContext(), Kernels({}, "cpu", "bfloat16"))
 
 
-def test_what_a_package_lacks_is_told(monkeypatch) -> None:
+def test_what_a_package_lacks_is_reported(monkeypatch) -> None:
     monkeypatch.setattr(external, "find_spec", lambda module: ModuleSpec(module, None))
     assert "not on cpu" in external_objection("te", precision(), torch.device("cpu"))
     assert "serves fp8_recipe=tensorwise" in external_objection("te", precision(recipe="delayed"), GPU)

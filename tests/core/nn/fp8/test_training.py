@@ -148,7 +148,7 @@ def test_first_and_last_layers_are_left_out(tiny) -> None:
     assert "4 matrices of this process; 12 not: a first or last layer" in str(fp8_report(model))
 
 
-def test_small_and_odd_matrices_are_left_out_and_told(tiny) -> None:
+def test_small_and_odd_matrices_are_left_out_and_reported(tiny) -> None:
     """hidden 48, feed-forward 196, with gates 392: multiples of 4 and of 8."""
     sizes = ("model.hidden_size=48", "model.ffn_hidden_size=196")
     model = model_of(tiny, *sizes, HYBRID)
@@ -160,7 +160,7 @@ def test_small_and_odd_matrices_are_left_out_and_told(tiny) -> None:
         model_of(tiny, *WIDE, HYBRID, "precision.fp8_min_features=999")
 
 
-def test_the_output_layer_when_asked_for(tiny) -> None:
+def test_the_output_layer_when_requested(tiny) -> None:
     untied = "model.untie_embeddings_and_output_weights=true"
     asked = (*WIDE, HYBRID, "precision.fp8_output_proj=true")
     model = model_of(tiny, *asked, untied, "model.make_vocab_size_divisible_by=64")

@@ -115,7 +115,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("name", ["causal", "full", "window", "window both ways", "documents", "documents in a window"])
-def test_flash_attention_is_told_the_pattern(name: str) -> None:
+def test_flash_attention_gets_the_pattern(name: str) -> None:
     recorder = Recorder()
     core = FlashAttention(recorder.attend, recorder.attend_packed, {"deterministic": True, "softcap": 30.0})
     q, k, v = qkv()

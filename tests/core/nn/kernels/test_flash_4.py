@@ -48,14 +48,14 @@ def attend_packed(
 
 
 @pytest.mark.parametrize("name", ["causal", "full", "window", "window both ways", "documents", "documents in a window"])
-def test_the_package_is_told_the_pattern(name: str) -> None:
+def test_the_package_gets_the_pattern(name: str) -> None:
     core = flash_attention_4(attend, attend_packed, deterministic=True)
     q, k, v = qkv()
     out = core(q, k, v, PATTERNS[name], 0.0)
     assert torch.allclose(out, eager_attention()(q, k, v, PATTERNS[name], 0.0), atol=1e-5)
 
 
-def test_what_only_a_batch_tells_is_refused() -> None:
+def test_what_depends_on_the_batch_is_refused() -> None:
     core = flash_attention_4(attend, attend_packed, deterministic=False)
     with pytest.raises(ConfigError, match="has key_padding"):
         core(*qkv(), PATTERNS["padding"], 0.0)

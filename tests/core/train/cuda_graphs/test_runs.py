@@ -294,7 +294,7 @@ def test_a_named_tuple_stays_one() -> None:
     assert torch.equal(found.right[0], pair.right[0])
 
 
-def test_arguments_that_tell_nothing_are_refused() -> None:
+def test_arguments_of_other_types_are_refused() -> None:
     class Odd(nn.Module):
         def forward(self, x: Tensor, how: object) -> Tensor:
             return x

@@ -110,8 +110,8 @@ def cpu(
     from mt_tools.bench.cpu import cpu_cases
     from mt_tools.bench.report import conditions
 
-    told = conditions(device="cpu", torch_threads=torch.get_num_threads(), steps=steps)
-    _write("cpu", told, out, cpu_cases(steps, host_of(context)))
+    given = conditions(device="cpu", torch_threads=torch.get_num_threads(), steps=steps)
+    _write("cpu", given, out, cpu_cases(steps, host_of(context)))
 
 
 @app.command()
@@ -125,8 +125,8 @@ def startup(
     from mt_tools.bench.report import conditions
     from mt_tools.bench.startup import startup_cases
 
-    told = conditions(rounds=rounds, train_rounds=train_rounds)
-    _write("startup", told, out, startup_cases(rounds, train_rounds))
+    given = conditions(rounds=rounds, train_rounds=train_rounds)
+    _write("startup", given, out, startup_cases(rounds, train_rounds))
 
 
 @app.command()
@@ -145,8 +145,8 @@ def pipeline(
     from mt_tools.bench.report import conditions
 
     run = PipelineRun(ranks, micro_batches, unit_ms / 1000)
-    told = conditions(ranks=ranks, micro_batches=micro_batches, unit_ms=unit_ms)
-    _write("pipeline", told, out, pipeline_cases(run, only or (), svg, host_of(context)))
+    given = conditions(ranks=ranks, micro_batches=micro_batches, unit_ms=unit_ms)
+    _write("pipeline", given, out, pipeline_cases(run, only or (), svg, host_of(context)))
 
 
 @app.command()
@@ -219,13 +219,13 @@ def _conditions(machine: Machine, **more: Any) -> dict[str, Any]:
     return conditions(**machine.conditions(), **more)
 
 
-def _write(kind: str, told: dict[str, Any], out: Path | None, cases: Iterable[Case]) -> None:
+def _write(kind: str, given: dict[str, Any], out: Path | None, cases: Iterable[Case]) -> None:
     """Measure case after case, each into the file and onto the console."""
     from mt_tools.bench.report import Report, as_line
 
     path = out or Path(f"bench-{kind}.json")
-    typer.echo(as_line(told))
-    report = Report(kind, told, path, _show)
+    typer.echo(as_line(given))
+    report = Report(kind, given, path, _show)
     for case in cases:
         report.add(case)
     typer.echo(f"written to {path}")
