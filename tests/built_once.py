@@ -21,8 +21,8 @@ def built_once(request: pytest.FixtureRequest, name: str, build: Callable[[Path]
     temporary = request.getfixturevalue("tmp_path_factory")
     original = _folder_of_run(request.config, temporary) / "built_once" / name
     original.parent.mkdir(exist_ok=True)
-    complete = original.with_suffix(".complete")
-    with _locked(original.with_suffix(".lock")):
+    complete = original.with_name(f"{name}.complete")
+    with _locked(original.with_name(f"{name}.lock")):
         if not complete.exists():
             shutil.rmtree(original, ignore_errors=True)  # of a build that failed
             original.mkdir()

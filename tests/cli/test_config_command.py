@@ -144,6 +144,7 @@ def test_explain(mt) -> None:
     ("key", "says"),
     [
         ("train.sede", 'unknown key train.sede (did you mean "train.seed"?); mt config keys train lists them'),
+        ("finetune", "finetune is an option of Megatron's and no key here: checkpoint.load=PATH"),
         ("sede", 'unknown key sede (did you mean "seed"?); mt config keys lists them'),
         ("trian.seed", 'unknown section trian (did you mean "train"?)'),
     ],

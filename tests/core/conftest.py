@@ -41,7 +41,7 @@ def host() -> PluginHost:
 
 @pytest.fixture(scope="session")
 def tiny(host):
-    """A function from overrides to a loaded configuration of a very small GPT, on little text unless told otherwise."""
+    """A function from overrides to the loaded configuration of a very small GPT; LITTLE_TEXT unless they set data."""
 
     def load(*overrides: str) -> LoadedConfig:
         torch.set_num_threads(1)

@@ -3,6 +3,7 @@ training cost three times what each further training does."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -42,7 +43,8 @@ class InTurn:
         try:
             # All cases of the group in one launch: rank -> case -> result.
             of_ranks = run_ranks(group[0][0], one_after_another, self.function, cases, timeout=SECONDS)
-        except (RankFailureError, TimeoutError):
+        except (RankFailureError, TimeoutError) as error:
+            warnings.warn(f"{len(group)} runs are repeated one by one, as together they failed: {error}", stacklevel=2)
             return {}
         # Transposed: case -> result of each rank.
         return {run: list(results) for run, *results in zip(group, *of_ranks, strict=True)}

@@ -171,6 +171,7 @@ MORE_LAYOUTS: list[Layout] = [
     (4, (TP2, CP2)),
     (4, (ZERO, SMALL_BUCKETS, GATHER)),
     (8, (TP2, SP, CP2, ZERO)),
+    (4, (FSDP, TP2, SP)),
     (4, (PP2, ZERO, SMALL_BUCKETS)),
     (4, (PP2, ZERO, SMALL_BUCKETS, GATHER)),
     (4, (PP2, FSDP)),

@@ -119,7 +119,7 @@ UNSEEN = Case((), Fault(1, QKV))
 RUNS = InTurn(
     train,
     [*WITHOUT_FAULT, *((4, case) for case, _ in ON_FOUR_RANKS), (2, AT_INTERVALS), (2, UNSEEN)],
-    [(2, OF_TWO_COPIES)],  # by itself, for the inner loop
+    [(2, OF_TWO_COPIES)],  # a group of its own: the only case that is not marked slow
 )
 
 

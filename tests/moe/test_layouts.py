@@ -110,8 +110,8 @@ class Computed:
 
 
 def micro_batches_of(ctx: ParallelContext) -> int:
-    """Of a step: two, or one on each data-parallel rank."""
-    return max(2, ctx.dp.size)
+    """Of a step: two on each of at most two data-parallel ranks, one on each of more."""
+    return max(4 if ctx.dp.size == 2 else 2, ctx.dp.size)
 
 
 def computed(problem: Problem, ctx: ParallelContext, micro_batches: int) -> Computed:

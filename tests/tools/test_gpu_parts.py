@@ -1,5 +1,5 @@
-"""bench/gpu/run.sh: every command of every part is one that `mt` and the scripts accept, measures what its name says,
-and has a limit with which the part ends in time."""
+"""bench/gpu/run.sh: every `mt` command of every part has options that exist, measures what its name says, and has a
+limit with which the part ends in time."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ SCRIPT = ROOT / "bench" / "gpu" / "run.sh"
 
 @cache
 def listed(part: str) -> list[Listed]:
-    lines = run("--dry-run", part).stdout.splitlines()
-    heads = [(line.partition(": ")[0].split(", "), line.partition(": ")[2]) for line in lines[:-1]]
+    done = run("--dry-run", part)
+    *lines, _ = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines, part
+    heads = [(line.partition(": ")[0].split(", "), line.partition(": ")[2]) for line in lines]
     return [Listed(name, int(limit.removesuffix(" s")), words.split()) for (name, limit), words in heads]
 
 
@@ -84,6 +87,8 @@ def test_trainings_are_what_their_names_say(one) -> None:
     assert config.train.compile == "blocks" or "compile" not in features
     assert config.train.cuda_graphs == "blocks" or "graphs" not in features
     assert config.train.cuda_graphs == "step" or "graph" not in features
+    assert config.train.compile == "none" or "eager" not in features
+    assert "triton" not in features or config.model.moe["moe_grouped_gemm"] == "triton"
 
 
 def resolved(one: Listed) -> Any:

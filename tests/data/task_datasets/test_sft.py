@@ -236,7 +236,7 @@ def test_lines_that_cannot_be_used_are_named_or_left_out(
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="mt_data"):
         build(str(path), **keys)  # read from the cache: said all the same
-    assert "1 lines are left out; the first is" in caplog.text
+    assert "lines left out: 1; the first is" in caplog.text
     assert "chats.jsonl, line 2" in caplog.text
 
 

@@ -67,7 +67,7 @@ def causal_fields(batch: Mapping[str, Tensor], ends: Sequence[int] = ()) -> Fiel
     if ends:
         # By the input token: what follows the end of a document is the first token of another.
         labels = labels.masked_fill(torch.isin(tokens, torch.tensor(list(ends), device=tokens.device)), IGNORED)
-    fields = {"tokens": tokens, **_counted(labels)}
+    fields = {"tokens": tokens, **counted_labels(labels)}
     return {**fields, "position_ids": batch["position_ids"]} if "position_ids" in batch else fields
 
 
@@ -82,13 +82,13 @@ def masked_fields(batch: Mapping[str, Tensor]) -> Fields:
         "token_type_ids": "tokentype_ids",
         "next_sentence_label": "is_random",
     }
-    return {**{names[name]: value for name, value in batch.items() if name in names}, **_counted(batch["labels"])}
+    return {**{names[name]: value for name, value in batch.items() if name in names}, **counted_labels(batch["labels"])}
 
 
 def classification_fields(batch: Mapping[str, Tensor], inputs: tuple[str, ...]) -> Fields:
     """input_ids, attention_mask, token_type_ids: [rows, S]; labels [rows], the class of each text."""
     _require_known(batch, ("input_ids", "attention_mask", "token_type_ids", "labels"))
-    fields = {"tokens": batch["input_ids"], **_counted(batch["labels"])}
+    fields = {"tokens": batch["input_ids"], **counted_labels(batch["labels"])}
     for name, ours in (("attention_mask", "padding_mask"), ("token_type_ids", "tokentype_ids")):
         if name in batch and ours in inputs:
             fields[ours] = batch[name]
@@ -102,7 +102,7 @@ def translation_fields(batch: Mapping[str, Tensor], external: Mapping[str, Any])
     _require_known(batch, ("input_ids", "attention_mask", "labels", "decoder_input_ids"))
     labels = batch["labels"]
     decoder = batch["decoder_input_ids"] if "decoder_input_ids" in batch else shift_right(labels, external)
-    fields = {"encoder_tokens": batch["input_ids"], "decoder_tokens": decoder, **_counted(labels)}
+    fields = {"encoder_tokens": batch["input_ids"], "decoder_tokens": decoder, **counted_labels(labels)}
     return {**fields, "encoder_mask": batch["attention_mask"]} if "attention_mask" in batch else fields
 
 
@@ -116,7 +116,8 @@ def shift_right(labels: Tensor, external: Mapping[str, Any]) -> Tensor:
     return shifted.masked_fill(shifted == IGNORED, pad)
 
 
-def _counted(labels: Tensor) -> Fields:
+def counted_labels(labels: Tensor) -> Fields:
+    """labels of any shape, -100 where there is none."""
     return {"labels": labels, "loss_mask": (labels != IGNORED).float()}
 
 

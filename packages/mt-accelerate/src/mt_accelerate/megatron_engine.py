@@ -59,7 +59,7 @@ class MegatronEngine:
         """external: the config.json of the program's model. Collective."""
         self.plugin, self.external, self.training = plugin, external, True
         # None for most programs: the engine then reads batches by `fields_for` and trains on the model's own loss.
-        self.handler = build_handler(loaded.config, plugin, accelerator, external)
+        self.handler = build_handler(loaded.config, plugin, accelerator, external, host)
         self._get_batch = batch_function(self.handler, plugin, accelerator) if self.handler is not None else None
         self._step_loss: StepLoss | None = None
         provider = _model_provider(plugin)

@@ -16,23 +16,19 @@ from mt_accelerate.train_steps import (
     GPTTrainStep,
     T5TrainStep,
 )
+from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_core.plugins import PluginHost
 
-STEPS = {
-    "bert": BertTrainStep,
-    "t5": T5TrainStep,
-    "bert_classification": ClassificationTrainStep,
-    "gpt_classification": ClassificationTrainStep,
-    "llama_classification": ClassificationTrainStep,
-}
-"""Model family -> its train step; others have that of GPT."""
+STEPS = {"bert": BertTrainStep, "t5": T5TrainStep}
+"""Model family -> its train step; others have that of classifiers, or of GPT."""
 REPLACEMENTS = ("custom_train_step_class", "custom_get_batch_function", "custom_loss_function")
 SPECIAL_IDS = ("decoder_start_token_id", "pad_token_id", "eos_token_id")
 
 
 def build_handler(
-    config: Config, plugin: MegatronLMPlugin, accelerator: Any, external: Mapping[str, Any]
+    config: Config, plugin: MegatronLMPlugin, accelerator: Any, external: Mapping[str, Any], host: PluginHost
 ) -> AbstractTrainStep | None:
     """None where the engine's own loss is trained on. external: the config.json of the program's model.
 
@@ -42,7 +38,7 @@ def build_handler(
     # A wrapped loss needs logits and waits for the device: it is used only if the program changes something.
     if plugin.calculate_per_token_loss and all(getattr(plugin, name) is None for name in REPLACEMENTS):
         return None
-    kind: Any = plugin.custom_train_step_class or STEPS.get(config.model.family, GPTTrainStep)
+    kind: Any = plugin.custom_train_step_class or _family_step(config, host)
     if not issubclass(kind, AbstractTrainStep):
         raise ConfigError(f"custom_train_step_class={kind.__name__} is no subclass of AbstractTrainStep")
     handler: Any = kind(_arguments(config, external), **(plugin.custom_train_step_kwargs or {}))
@@ -51,6 +47,11 @@ def build_handler(
     handler.loss_func = plugin.custom_loss_function or _called(handler.get_loss_func, accelerator)
     assert isinstance(handler, AbstractTrainStep)
     return handler
+
+
+def _family_step(config: Config, host: PluginHost) -> type[AbstractTrainStep]:
+    is_classifier = configured_loss(config, host).name in ("classification", "regression")
+    return STEPS.get(config.model.family, ClassificationTrainStep if is_classifier else GPTTrainStep)
 
 
 def batch_function(handler: AbstractTrainStep, plugin: MegatronLMPlugin, accelerator: Any) -> GetBatch:

@@ -16,10 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mt_accelerate.batches import causal_fields, end_of_document, masked_fields, translation_fields
+from mt_accelerate.batches import (
+    causal_fields,
+    classification_fields,
+    counted_labels,
+    end_of_document,
+    masked_fields,
+    translation_fields,
+)
 from mt_accelerate.data_parallel import avg_losses_across_data_parallel_group
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, DataError
 from mt_core.train.step.forward_backward import masked_sum
+from mt_models.heads.loss import classification_loss, regression_loss
 
 GetBatch = Callable[[Iterator[Mapping[str, Tensor]]], tuple[Any, ...]]
 LossFunc = Callable[..., Any]
@@ -125,6 +133,13 @@ class BertTrainStep(_LanguageModelStep):
 class ClassificationTrainStep(BertTrainStep):
     """Classes of texts. A batch is that of `BertTrainStep`, whose labels [rows] are the classes."""
 
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> GetBatch:
+        def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Any, ...]:
+            found = classification_fields(next(data_iterator), ("padding_mask", "tokentype_ids"))
+            return tuple(found.get(str(name)) for name in self.fields)
+
+        return get_batch
+
     def get_forward_step_func(self) -> ForwardStep:
         def forward_step(data_iterator: Any, model: Callable[..., Any]) -> tuple[Any, Callable[[Any], Any]]:
             tokens, types, _, _, labels, padding_mask = self.get_batch(data_iterator)
@@ -134,7 +149,7 @@ class ClassificationTrainStep(BertTrainStep):
         return forward_step
 
     def get_loss_func(self, accelerator: Any) -> LossFunc:
-        return mean_of_texts
+        return mean_classification_loss
 
 
 class T5TrainStep(_LanguageModelStep):
@@ -189,8 +204,12 @@ def masked_mean_and_order(
     return loss + order, {**report, "sop loss": avg_losses_across_data_parallel_group([order])[0]}
 
 
-def mean_of_texts(labels: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """labels [rows], logits [rows, C] -> the mean cross entropy; with one output a text the mean squared error."""
-    is_number = logits.shape[1] == 1
-    loss = F.mse_loss(logits[:, 0].float(), labels.float()) if is_number else F.cross_entropy(logits.float(), labels)
-    return loss, {"loss": avg_losses_across_data_parallel_group([loss])[0]}
+def mean_classification_loss(labels: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """labels [rows], logits [rows, C] -> the mean cross entropy of the rows with a label (-100: none); with one output
+    the mean squared error. Raises DataError for labels of another shape."""
+    if labels.ndim != 1:
+        raise DataError(f"labels are {list(labels.shape)}; a classifier takes a class or number for each text, [rows]")
+    batch = counted_labels(labels)
+    losses = (regression_loss if logits.shape[1] == 1 else classification_loss)(logits, batch)
+    loss, report = masked_mean(batch["loss_mask"], losses)
+    return loss, {"loss": report["lm loss"]}

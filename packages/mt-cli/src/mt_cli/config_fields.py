@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.fields import FieldInfo
 
+from mt_core.config.messages import MEGATRON_KEYS
 from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Section
 from mt_core.config.toml_text import shown
 from mt_core.errors import ConfigError, MtError, did_you_mean
@@ -104,6 +105,8 @@ def find_fields(dotted: str, host: PluginHost) -> list[ConfigField]:
     everything = [field for name in sections for field in section_fields(name, host)]
     found = [field for field in everything if field.key == key]
     if not found:
+        if key in MEGATRON_KEYS:
+            raise ConfigError(f"{key} is an option of Megatron's and no key here: {MEGATRON_KEYS[key]}")
         names = [field.dotted for field in everything] + [field.key for field in everything]
         where = f"unknown key {dotted}{did_you_mean(dotted, names)}"
         raise ConfigError(f"{where}; mt config keys {section if dot else ''}".rstrip() + " lists them")

@@ -330,7 +330,8 @@ NOT_COMPILED = "__dynamo_disable"
 @contextmanager
 def uncompiled_references() -> Iterator[None]:
     """Within this context the references in Python by which torch computes shapes on the meta device are called as they
-    are. Each of them otherwise imports the compiler, for seconds, on its first call. Nothing may be compiled within."""
+    are. Each of them otherwise imports the compiler, for seconds, on its first call. Nothing may be compiled within.
+    One thread at a time."""
     called = [reference for reference in _references() if not hasattr(reference, NOT_COMPILED)]
     for reference in called:
         setattr(reference, NOT_COMPILED, reference)
@@ -338,7 +339,7 @@ def uncompiled_references() -> Iterator[None]:
         yield
     finally:
         for reference in called:
-            delattr(reference, NOT_COMPILED)
+            reference.__dict__.pop(NOT_COMPILED, None)
 
 
 @cache

@@ -13,6 +13,7 @@ from mt_core.data.batch_size import total_train_samples
 from mt_core.optim.group_schedules import weight_decay_schedule
 from mt_core.optim.schedules import Horizon, span_of
 from mt_core.plugins import PluginHost
+from mt_core.train.build import lr_schedule
 
 CONSTANT = "constant"
 
@@ -22,7 +23,7 @@ def scheduler_value(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, 
     carried = metadata.get(KEY, {}).get("opt_param_scheduler")
     if carried is not None:
         return dict(carried)
-    config, consumed = config_from_dict(metadata["config"], host), _consumed(metadata)
+    config, consumed = _config(metadata, host), _consumed(metadata)
     horizon = _horizon(config, consumed)
     span = span_of(config.lr_schedule, horizon)
     start, end = _weight_decays(config.optimizer)
@@ -43,11 +44,11 @@ def scheduler_value(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, 
 
 def optimizer_options(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, Any]:
     """The [optimizer] section, with the learning rate and the weight decay that the next step has, and `max_lr`."""
-    config, consumed = config_from_dict(metadata["config"], host), _consumed(metadata)
-    horizon = _horizon(config, consumed)
-    spec = host.lr_schedules.get(config.lr_schedule.lr_decay_style, key="lr_schedule.lr_decay_style")
-    learning_rate = spec.build.load()(config.lr_schedule, horizon)(consumed)
-    options = {**metadata["config"].get("optimizer", {}), "lr": learning_rate, "max_lr": config.optimizer.lr}
+    config, consumed = _config(metadata, host), _consumed(metadata)
+    horizon, highest = _horizon(config, consumed), config.optimizer.lr
+    # Without a length of the training its schedule has no next step.
+    learning_rate = lr_schedule(config, host, horizon)(consumed) if _has_length(config) else highest
+    options = {**metadata["config"].get("optimizer", {}), "lr": learning_rate, "max_lr": highest}
     weight_decay = weight_decay_schedule(config.optimizer, horizon.total_samples)
     return options if weight_decay is None else {**options, "weight_decay": weight_decay(consumed)}
 
@@ -63,9 +64,22 @@ def _consumed(metadata: Mapping[str, Any]) -> int:
     return int(metadata.get("consumed_samples", 0))
 
 
+def _config(metadata: Mapping[str, Any], host: PluginHost) -> Config:
+    """With the global batch size of the training, which depends on its data-parallel ranks where it is not set."""
+    config, iteration = config_from_dict(metadata["config"], host), int(metadata.get("iteration", 0))
+    if config.train.global_batch_size is not None or iteration == 0:
+        return config
+    # A batch size that grows has to be set, so all steps had equally many samples.
+    samples = max(_consumed(metadata) // iteration, 1)
+    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": samples})})
+
+
+def _has_length(config: Config) -> bool:
+    return config.train.train_iters is not None or config.train.train_samples is not None
+
+
 def _horizon(config: Config, consumed: int) -> Horizon:
     """A checkpoint that does not say how long its training is has schedules as long as it got, of one sample at
     least."""
-    known = config.train.train_iters is not None or config.train.train_samples is not None
-    total = total_train_samples(config) if known else max(consumed, 1)
+    total = total_train_samples(config) if _has_length(config) else max(consumed, 1)
     return Horizon(total, global_batch_size(config), config.optimizer.lr, config.optimizer.min_lr)

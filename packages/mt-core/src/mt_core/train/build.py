@@ -318,6 +318,10 @@ def build_group_schedules(config: Config, host: PluginHost) -> GroupSchedules:
 
 
 def _build_schedule(config: Config, host: PluginHost, max_lr: float, min_lr: float) -> LRSchedule:
-    horizon = Horizon(total_train_samples(config), global_batch_size(config), max_lr, min_lr)
+    return lr_schedule(config, host, Horizon(total_train_samples(config), global_batch_size(config), max_lr, min_lr))
+
+
+def lr_schedule(config: Config, host: PluginHost, horizon: Horizon) -> LRSchedule:
+    """The configured schedule over a training of any length."""
     spec = host.lr_schedules.get(config.lr_schedule.lr_decay_style, key="lr_schedule.lr_decay_style")
     return spec.build.load()(config.lr_schedule, horizon)

@@ -91,7 +91,8 @@ def _best_of_block(scores: NDArray[np.float32], k: int, first: int) -> SearchRes
     if count <= k:
         return SearchResult(scores, np.broadcast_to(np.arange(first, first + count), scores.shape))
     # Linear in the number of rows; only the k that are left are sorted.
-    kept = np.argpartition(scores, count - k, axis=1)[:, count - k :]
+    # Of the negated scores, as NaN is sorted last.
+    kept = np.argpartition(-scores, k - 1, axis=1)[:, :k]
     return SearchResult(np.take_along_axis(scores, kept, 1), kept + first)
 
 

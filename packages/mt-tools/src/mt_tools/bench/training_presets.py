@@ -53,10 +53,9 @@ class BenchPreset:
     small: tuple[str, ...] = SMALL
 
     def settings(self, precision: str, *, small: bool) -> list[str]:
-        if not small:
-            return [*self.overrides, *COMMON, *PRECISIONS[precision]]
         fp8 = SMALL_FP8 if precision == "fp8" else ()
-        return [*self.overrides, *COMMON, *PRECISIONS[precision], *self.small, *fp8]
+        sizes = (*self.small, *fp8) if small else ()
+        return [*self.overrides, *COMMON, *PRECISIONS[precision], *sizes]
 
 
 def _preset(

@@ -1,4 +1,4 @@
-"""The states of torch's default generators, from which modules draw that are not mt's: one stream per part of the work.
+"""States of torch's default generators, which modules from outside mt draw from: one stream per part of the work.
 
 Dropout of `mt_core.nn.dropout` seeds them anew for each sample.
 """

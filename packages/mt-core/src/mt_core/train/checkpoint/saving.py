@@ -199,9 +199,14 @@ class WritesNow:
 
     def write(self, path: Path, contents: Contents) -> None:
         fragments, write = self._method.begin(path, contents)
-        if self._ranks.rank != 0:
-            write(fragments)
-        committed = on_first_rank(lambda: write(fragments), self._ranks)
+        if self._ranks.rank == 0:
+            committed = on_first_rank(lambda: write(fragments), self._ranks)
+        else:
+            try:
+                write(fragments)
+            finally:
+                # Also after an error of this rank: the first one waits for all.
+                committed = on_first_rank(lambda: None, self._ranks)
         self._done.append(committed or Committed(path))
 
     def committed(self) -> list[Committed]:

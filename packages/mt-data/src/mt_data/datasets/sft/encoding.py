@@ -87,7 +87,7 @@ def load_conversations(
     conversations = Conversations(**arrays, paths=paths)
     if count := len(conversations.skipped):
         file, line = conversations.skipped[0].tolist()
-        log.warning('data.on_error="skip": %d lines are left out; the first is %s, line %d', count, paths[file], line)
+        log.warning('data.on_error="skip": lines left out: %d; the first is %s, line %d', count, paths[file], line)
     return conversations, key
 
 

@@ -122,14 +122,15 @@ def _inside(columns: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)
 
 
-class _RowKernels(RowKernels):
+class _OneExponential(RowKernels):
     """With one exponential of a logit, rather than two, where logits are as wide as the result."""
 
     def loss_and_gradient_(self, logits: Tensor, columns: Tensor, factor: Tensor, axis: Axis, ids: int) -> Tensor:
         # In 16 bits the exponentials would be rounded before they are scaled.
         if widened(logits) is not logits:
             return super().loss_and_gradient_(logits, columns, factor, axis, ids)
-        logits[:, ids:] = 0.0  # the gradient of padding
+        if ids < logits.shape[1]:
+            logits[:, ids:] = 0.0  # the gradient of padding
         exponentials = logits[:, :ids]
         own = _exponentials_(exponentials, columns)
         largest = own[0].clone()  # of this rank; the reduction puts that of all ranks into `own`
@@ -147,4 +148,4 @@ def _gradient_of_exponentials_(exponentials: Tensor, columns: Tensor, scale: Ten
     exponentials.scatter_add_(1, safe[:, None], factor.neg().masked_fill(~here, 0.0)[:, None])
 
 
-ROWS = _RowKernels(statistics, subtract_target_)
+ROWS = _OneExponential(statistics, subtract_target_)

@@ -1,0 +1,36 @@
+"""The learning rate that groups of a written Megatron checkpoint have."""
+
+from __future__ import annotations
+
+import pytest
+
+from mt_ckpt.megatron.param_scheduler import optimizer_options
+
+GPT = {"family": "gpt", "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 8}
+ITERATIONS, DONE, LR = 100, 5, 1e-2
+
+
+@pytest.mark.parametrize(("ranks", "tensor_parallel"), [(1, 1), (2, 2), (8, 1)])
+def test_the_batch_size_is_that_of_the_training_and_not_of_the_process_that_converts(
+    host, ranks: int, tensor_parallel: int
+) -> None:
+    """Linear decay from LR to 0; the global batch size is left to the number of data-parallel ranks."""
+    metadata = {
+        "iteration": DONE,
+        "consumed_samples": DONE * 4 * ranks // tensor_parallel,
+        "config": {
+            "model": GPT,
+            "parallel": {"tensor_model_parallel_size": tensor_parallel},
+            "train": {"micro_batch_size": 4, "train_iters": ITERATIONS},
+            "optimizer": {"lr": LR, "min_lr": 0.0},
+            "lr_schedule": {"lr_decay_style": "linear", "lr_warmup_iters": 0},
+        },
+    }
+    options = optimizer_options(metadata, host)
+    assert options["lr"] == pytest.approx(LR * (1 - DONE / ITERATIONS))
+    assert options["max_lr"] == LR
+
+
+def test_without_a_length_of_the_training_it_is_the_highest(host) -> None:
+    metadata = {"iteration": 5, "consumed_samples": 40, "config": {"model": GPT, "optimizer": {"lr": LR}}}
+    assert optimizer_options(metadata, host)["lr"] == LR
