@@ -89,7 +89,8 @@ class Summary:
             folders["/".join(test.split("/")[:2])] += cost
         shown = [*folders.most_common(), *Counter(self.of_test).most_common(SHOWN)]
         minutes = (time.monotonic() - self.started) / 60
-        total = f"{len(self.of_test)} tests took {sum(folders.values()):.0f} CPU seconds and {minutes:.1f} minutes of wall time"
+        took = f"{sum(folders.values()):.0f} CPU seconds and {minutes:.1f} minutes of wall time"
+        total = f"{len(self.of_test)} tests took {took}"
         return [*(f"{cost:7.1f} {name}" for name, cost in shown), f"{total}; the whole suite may take {BUDGET_MINUTES}"]
 
 

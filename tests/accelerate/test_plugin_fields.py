@@ -16,9 +16,9 @@ from transformers import GPT2LMHeadModel
 from mt_accelerate import Accelerator, MegatronLMPlugin
 from mt_accelerate.preparation import data_section
 from mt_accelerate.prepared import Prepared
-from mt_accelerate.train_steps import ClassificationTrainStep
+from mt_accelerate.train_steps import ClassificationTrainStep, mean_classification_loss
 from mt_accelerate.utils import GPTTrainStep, MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from mt_core.errors import CheckpointError, ConfigError
+from mt_core.errors import CheckpointError, ConfigError, DataError
 
 ROWS, END = 4, 95
 
@@ -341,6 +341,16 @@ def test_a_loss_of_the_program_is_passed_classes_and_logits_of_texts() -> None:
     for name, field in (("loss", own_loss), ("smoothed", {"custom_loss_function": smoothed})):
         _, model = prepared("bert of classes", num_micro_batches=2, **field)
         assert model(**batch).loss.item() == pytest.approx(expected[name], rel=1e-5)
+
+
+def test_the_mean_of_a_classifier_leaves_out_texts_without_a_label() -> None:
+    labels, logits = torch.tensor([1, -100, 0]), torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
+    loss, _ = mean_classification_loss(labels, logits)
+    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item())
+    number, _ = mean_classification_loss(torch.tensor([1.0, 3.0]), torch.tensor([[2.0], [1.0]]))
+    assert number.item() == pytest.approx(2.5)
+    with pytest.raises(DataError, match=r"labels are \[3, 2\]"):
+        mean_classification_loss(torch.zeros(3, 2), logits)
 
 
 def test_the_length_of_a_decoder_is_that_of_data_sets() -> None:
