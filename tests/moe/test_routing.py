@@ -379,14 +379,14 @@ def test_a_recomputed_forward_counts_once() -> None:
 
 
 def test_numbers_to_watch() -> None:
-    load = Load(torch.tensor([6.0, 2.0, 0.0, 0.0], dtype=torch.float64), 4.0)
+    load = Load(torch.tensor([6.0, 2.0, 0.0, 0.0, 4.0], dtype=torch.float64))
     assert load.max_over_mean == 3.0
     assert load.entropy == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4))
     assert load.dead_experts == 2
     assert load.dropped_share == 0.5
-    even = Load(torch.full((4,), 5.0, dtype=torch.float64), 0.0)
+    even = Load(torch.tensor([5.0, 5.0, 5.0, 5.0, 0.0], dtype=torch.float64))
     assert (even.max_over_mean, even.entropy) == (1.0, pytest.approx(1.0))
-    nothing = Load(torch.zeros(4, dtype=torch.float64), 0.0)
+    nothing = Load(torch.zeros(5, dtype=torch.float64))
     assert (nothing.max_over_mean, nothing.entropy, nothing.dead_experts) == (0.0, 0.0, 4)
 
 

@@ -25,6 +25,7 @@ from mt_core.nn.kernels.reference.adamw import (
     round_moment,
     split_halves,
 )
+from mt_core.nn.kernels.triton_kernels.tensor_lists import TableCache
 from mt_core.nn.layout import initialize, normal
 from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.optim.fused_adamw import FusedAdamW
@@ -261,6 +262,14 @@ def check_moved_tensors(rank: int, world: int) -> None:
 
 def test_tables_of_addresses_follow_the_tensors() -> None:
     run_interpreted(check_moved_tensors)
+
+
+def test_blocks_are_cut_once_for_tensors_of_the_same_sizes() -> None:
+    cache = TableCache()
+    one, other = (cache([[torch.zeros(5000), torch.zeros(100)]]) for _ in range(2))
+    assert one.blocks is other.blocks
+    assert one.blocks.owner.tolist() == [0, 0, 0, 1]
+    assert one.blocks.first.tolist() == [0, 2048, 4096, 0]
 
 
 def check_strided(rank: int, world: int) -> str:

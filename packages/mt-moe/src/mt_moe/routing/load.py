@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,33 +39,45 @@ def on_backward(x: Tensor, call: Callable[[], object]) -> Tensor:
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a step over all ranks. tokens: [E] fp64, choices of each expert before dropping. dropped: [] fp64,
-    dropped choices. Both stay on the device; the properties are computed when a metric is logged."""
+    """The load of a step over all ranks. window: [E + 1] fp64 on the device, choices of each expert before dropping, and
+    dropped choices."""
 
-    tokens: Tensor
-    dropped: Tensor
+    window: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """[E] fp64 on the device: choices of each expert."""
+        return self.window[:-1]
+
+    @cached_property
+    def _on_host(self) -> tuple[list[float], float]:
+        """(choices of each expert, dropped choices): one copy to the host for all metrics, made when one is logged."""
+        *tokens, dropped = self.window.tolist()
+        return tokens, dropped
 
     @property
     def max_over_mean(self) -> float:
         """Largest load over mean load: 1 for an even load, E if one expert has all."""
-        total = float(self.tokens.sum())
-        return float(self.tokens.max()) * len(self.tokens) / total if total else 0.0
+        tokens, _ = self._on_host
+        return max(tokens) * len(tokens) / sum(tokens) if any(tokens) else 0.0
 
     @property
     def entropy(self) -> float:
         """Entropy of the load, relative to that of an even load: 1 is even, 0 is one expert."""
-        if len(self.tokens) == 1:
+        tokens, _ = self._on_host
+        if len(tokens) == 1:
             return 1.0
-        shares = self.tokens / self.tokens.sum().clamp(min=1.0)
-        return float(torch.special.entr(shares).sum()) / math.log(len(self.tokens))
+        shares = [count / sum(tokens) for count in tokens if count]
+        return -sum(share * math.log(share) for share in shares) / math.log(len(tokens))
 
     @property
     def dead_experts(self) -> int:
-        return int((self.tokens == 0).sum())
+        return self._on_host[0].count(0.0)
 
     @property
     def dropped_share(self) -> float:
-        return float(self.dropped) / max(float(self.tokens.sum()), 1.0)
+        tokens, dropped = self._on_host
+        return dropped / max(sum(tokens), 1.0)
 
 
 class LoadCounter(nn.Module):
@@ -93,4 +106,4 @@ class LoadCounter(nn.Module):
         for axis in (self.ctx.tp, self.ctx.dp_cp):
             if axis.size > 1:
                 window = all_reduce(window, axis)
-        return Load(window[:-1], window[-1])
+        return Load(window)

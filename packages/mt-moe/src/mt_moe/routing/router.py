@@ -134,8 +134,9 @@ class Router(LayoutModule):
             "dropped_share": self.load.dropped_share,
         }
         if self.expert_bias is not None:
-            found["expert_bias_min"] = float(self.expert_bias.min())
-            found["expert_bias_max"] = float(self.expert_bias.max())
+            # One copy to the host for both.
+            low, high = torch.stack(self.expert_bias.aminmax()).tolist()
+            found |= {"expert_bias_min": low, "expert_bias_max": high}
         return {f"moe/layer_{self.layer}/{name}": value for name, value in found.items()}
 
     @torch.no_grad()

@@ -185,11 +185,12 @@ class TritonAdamW:
         lists = [tensors.weights, tensors.gradients, tensors.moments1, tensors.moments2, tensors.steps]
         # The number of rows is fixed, so that the row numbers above are.
         table = self._table([*lists, tensors.remainders or tensors.weights, tensors.copies or tensors.weights])
+        blocks = table.blocks
         with on_device(tensors.weights[0]):
             corrections = _advance_steps(table, options, scale)
             if table.programs:
                 _adamw_update[(table.programs,)](
-                    table.addresses, table.sizes, table.owner, table.first, table.tensors, scale, corrections,
+                    table.addresses, blocks.sizes, blocks.owner, blocks.first, table.tensors, scale, corrections,
                     options.lr, 1 - options.beta1, options.beta2, 1 - options.beta2, options.eps,
                     1 - options.lr * options.weight_decay,
                     _TRITON_TYPES[gradient], _TRITON_TYPES[moment], copy, bool(tensors.remainders), table.aligned,
@@ -204,7 +205,7 @@ class TritonAdamW:
         if table.programs:
             with on_device(tensors[0]):
                 _adamw_sum_of_squares[(table.programs,)](
-                    table.addresses, table.sizes, table.owner, table.first, partial, _TRITON_TYPES[tensors[0].dtype],
+                    table.addresses, table.blocks.sizes, table.blocks.owner, table.blocks.first, partial, _TRITON_TYPES[tensors[0].dtype],
                     table.aligned, BLOCK, num_warps=_WARPS,
                 )  # fmt: skip
         return partial.sum()
