@@ -44,6 +44,12 @@ def zero_all_(tensors: list[Tensor]) -> None:
     torch._foreach_zero_(tensors)
 
 
+def free_cuda_bytes(device: torch.device) -> int:
+    """Memory of a GPU for new tensors: what is free, and what torch holds without using it."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
 def spin_cuda(cycles: int) -> None:
     """Launch a kernel that keeps the current CUDA stream busy for this many clock cycles."""
     torch.cuda._sleep(cycles)

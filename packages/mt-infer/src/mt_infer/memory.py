@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from mt_core._torch_compat import free_cuda_bytes
 from mt_core.config.schema import InferenceConfig
 
 SHARE_OF_FREE = 0.5
@@ -20,6 +21,6 @@ def cache_bytes(options: InferenceConfig, device: torch.device) -> int:
 
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return free_cuda_bytes(device)
     # Pages that are free without reclaiming the page cache: an underestimate, on the safe side.
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

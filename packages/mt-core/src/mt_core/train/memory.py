@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from mt_core._torch_compat import free_cuda_bytes
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.layout import parameter_layouts
@@ -67,7 +69,11 @@ def build_within_memory(
     """build(), the model of this rank with uninitialized weights. Raises ConfigError with the sizes when weights,
     gradients and optimizer state exceed the free memory. A system that overcommits memory would let the run start
     and then swap or kill it."""
-    free = free_bytes(ctx.device) if config.train.check_memory else None
+    if not config.train.check_memory:
+        return build()
+    if ctx.device.type == "cuda" and torch.cuda.memory_allocated(ctx.device):
+        gc.collect()  # A model that this process trained before may stand in reference cycles.
+    free = free_bytes(ctx.device)
     if free is None:
         return build()
     # A model that fits is built once. One that does not is refused below, since the sizes exceed `free`.
@@ -118,7 +124,7 @@ def completed_bytes(config: Config, itemsize: int) -> int:
 def free_bytes(device: torch.device, environ: Mapping[str, str] = os.environ) -> float | None:
     """Free memory of a device for this rank; ranks of a node share its host memory. None if unknown."""
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        return float(free_cuda_bytes(device))
     # In a container the host's /proc/meminfo shows more than the cgroup allows.
     available = [size for size in (_available_memory(), _left_of_cgroup()) if size is not None]
     ranks = int(environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE", "1")))

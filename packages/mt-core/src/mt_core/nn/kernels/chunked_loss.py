@@ -144,6 +144,8 @@ class _ChunkedLosses(torch.autograd.Function):
             logits = F.linear(hidden[part], weight)
             ctx.rows.subtract_target_(logits, columns[part], lse[part], grads[0][part])  # [t, V]
             gradients.add(part, logits)
+            # Freed before the next chunk's are computed: a name holds them until it is bound again.
+            del logits
         return gradients.hidden, None if own is None else own.total, None, None, None, None, None
 
 
@@ -174,6 +176,8 @@ class _ChunkedWeightedSum(torch.autograd.Function):
             # Ranks of the axis have the same tokens, and so the same number of chunks.
             losses[part] = rows.loss_and_gradient_(logits, columns[part], loss_weights[part], axis)
             gradients.add(part, logits)
+            # Freed before the next chunk's are computed: a name holds them until it is bound again.
+            del logits
         # Not by save_for_backward: the backward pass scales both in place, and frees them.
         ctx.made, ctx.main = (gradients.hidden, own.total), main
         ctx.mark_non_differentiable(losses)
