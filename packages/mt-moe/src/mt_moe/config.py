@@ -22,7 +22,7 @@ DEFAULT_COEFFICIENT = 1e-2
 class MoeConfig(Section):
     """A mixture of experts in place of the dense feed-forward of some layers."""
 
-    num_experts: PositiveInt
+    num_experts: Annotated[int, Field(gt=0, lt=2**15)]
     """Experts of a layer, over all ranks."""
     moe_layer_freq: PositiveInt | str | list[NonNegativeInt] = 1
     """Which layers have experts: n means every n-th, starting with layer 0; a list such as [0, 1, 1], or a pattern such

@@ -138,7 +138,7 @@ def sort_by(keys: Tensor, kernels: RowKernels) -> Permutation:
     """Stable argsort of the keys [n * m]."""
     # 2 tokens with experts (1 0) and (0 1): keys 1 0 0 1, order 1 2 0 3, inverse 2 0 1 3. Rows are then token 0, 1, 0,
     # 1.
-    order = keys.argsort(stable=True)
+    _, order = _stable_sort(keys)
     return Permutation(order, _inverse_of(order, _positions(order)), kernels=kernels)
 
 
@@ -147,7 +147,7 @@ def sort_present(keys: Tensor, size: int, kernels: RowKernels) -> tuple[Permutat
     `size` are dropped: as many positions at the end are empty, so that the host needs no number of the others."""
     # The last class holds the dropped ones, which sort behind all others.
     counts = count_occurrences(keys, size + 1)[:-1]
-    order = keys.argsort(stable=True)
+    _, order = _stable_sort(keys)
     positions = _positions(order)
     # On the device. Cutting the tensors to the number of rows would need it on the host.
     there = positions < counts.sum()
@@ -166,6 +166,13 @@ def first_positions(permutation: Permutation, rows: int) -> Permutation:
         inverse=torch.where(inverse < rows, inverse, -1),
         complete=False,
     )
+
+
+def _stable_sort(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """(the keys in order, int16; their positions before, int64). keys: int64 in [0, 2^15)."""
+    # A GPU sorts by one byte of the keys after the other: 2 passes in place of 8.
+    in_order, order = keys.to(torch.int16).sort(stable=True)
+    return in_order, order
 
 
 def _inverse_of(order: Tensor, positions: Tensor) -> Tensor:
@@ -200,7 +207,7 @@ def sort_by_expert(routing: Routing, kernels: RowKernels) -> tuple[Permutation, 
         return sort_present(keys, routing.num_experts, kernels)
     counts = count_occurrences(keys, routing.num_experts + 1)[:-1]
     # Every expert has a block of padded_to positions.
-    permutation = _in_blocks(*keys.sort(stable=True), counts, routing.padded_to, kernels)
+    permutation = _in_blocks(*_stable_sort(keys), counts, routing.padded_to, kernels)
     return permutation, torch.full_like(counts, routing.padded_to)
 
 
@@ -208,7 +215,8 @@ def sort_by_rank(routing: Routing, ranks: int, room: int, kernels: RowKernels) -
     """The kept choices sorted by expert in blocks of `room` positions, one for each of the ranks that hold equally many
     experts; and the rows of each expert [E], which may be more than fit: these are dropped from the permutation."""
     local = routing.num_experts // ranks
-    sorted_keys, order = _keys(routing).sort(stable=True)
+    sorted_keys, order = _stable_sort(_keys(routing))
+    sorted_keys = sorted_keys.to(torch.int64)
     counts = count_occurrences(sorted_keys, routing.num_experts + 1)[:-1]
     # Consecutive experts are on one rank, so sorting by expert sorts by rank too; the key of dropped choices becomes
     # `ranks`.
@@ -225,7 +233,7 @@ def _keys(routing: Routing) -> Tensor:
 def _in_blocks(sorted_keys: Tensor, order: Tensor, counts: Tensor, size: int, kernels: RowKernels) -> Permutation:
     """The copies of each key at the start of its block of `size` positions. Dropped are those that do not fit, and
     those with the key len(counts)."""
-    blocks = len(counts)
+    blocks, sorted_keys = len(counts), sorted_keys.to(torch.int64)
     # [blocks + 1]: where the copies of each key begin in sorted order.
     first = F.pad(counts.cumsum(0) - counts, (0, 1), value=-size)  # no dropped one is among the first `size`
     # Position of each copy inside its block. Example with size 2 and sorted keys 0 0 0 1: places 0 1 2 0, of which the
