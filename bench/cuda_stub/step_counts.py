@@ -2,8 +2,8 @@
 
     bench/cuda_stub/run.sh python bench/cuda_stub/step_counts.py 8b 7b-a1b --precision bf16 --set train.cuda_graphs=step
 
-Presets are those of `mt bench train`. Kernels do nothing, so that the time of a step is what the host needs to launch it,
-and losses mean nothing. Memory is that of torch's own allocator on a device of 140.4 GiB.
+Presets are those of `mt bench train`. Kernels do nothing, so that the time of a step is what the host needs to launch
+it, and losses mean nothing. Memory is that of torch's own allocator on a device of 140.4 GiB.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def on_backward(x: Tensor, call: Callable[[], object]) -> Tensor:
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a step over all ranks. window: [E + 1] fp64 on the device, choices of each expert before dropping, and
-    dropped choices."""
+    """The load of a step over all ranks. window: [E + 1] fp64 on the device, choices of each expert before dropping,
+    and dropped choices."""
 
     window: Tensor
 

@@ -201,11 +201,12 @@ class TritonAdamW:
     def squared_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Sums are taken in one order, whatever program runs first."""
         table = self._table([tensors])
+        blocks = table.blocks
         partial = torch.zeros(table.programs, dtype=torch.float32, device=tensors[0].device)
         if table.programs:
             with on_device(tensors[0]):
                 _adamw_sum_of_squares[(table.programs,)](
-                    table.addresses, table.blocks.sizes, table.blocks.owner, table.blocks.first, partial, _TRITON_TYPES[tensors[0].dtype],
+                    table.addresses, blocks.sizes, blocks.owner, blocks.first, partial, _TRITON_TYPES[tensors[0].dtype],
                     table.aligned, BLOCK, num_warps=_WARPS,
                 )  # fmt: skip
         return partial.sum()

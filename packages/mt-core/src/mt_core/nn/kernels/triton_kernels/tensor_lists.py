@@ -1,7 +1,7 @@
 """Kernels over lists of tensors: one launch whatever their number, by tables on the device.
 
-How the tensors are cut into blocks depends on their sizes and is computed once. Addresses change where autograd allocates
-the gradients anew in each step; then a few kilobytes of them are copied to the device, and the host does not wait.
+How the tensors are cut into blocks depends on their sizes and is computed once. Addresses change where autograd
+allocates the gradients anew in each step; then a few kilobytes are copied to the device, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ BLOCK = 2048
 
 @dataclass(frozen=True)
 class Blocks:
-    """sizes: [tensors] int64. owner, first: [programs], the tensor that a program works on (int32) and its first element
-    (int64)."""
+    """sizes: [tensors] int64. owner, first: [programs], the tensor that a program works on (int32) and its first
+    element (int64)."""
 
     sizes: Tensor
     owner: Tensor
@@ -28,8 +28,8 @@ class Blocks:
 
 @dataclass(frozen=True)
 class TensorTable:
-    """addresses: [lists, tensors] int64. aligned: every address is a multiple of 16 bytes and every size one of 8, so that
-    accesses may be 16 bytes wide."""
+    """addresses: [lists, tensors] int64. aligned: every address is a multiple of 16 bytes and every size one of 8, so
+    that accesses may be 16 bytes wide."""
 
     addresses: Tensor
     blocks: Blocks
