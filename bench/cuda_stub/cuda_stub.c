@@ -229,6 +229,7 @@ static int attribute(int number) { /* cudaDeviceAttr and CUdevice_attribute have
 EXPORT int cudaGetDeviceProperties(struct cudaDeviceProp *result, int device) {
   memset(result, 0, sizeof *result);
   strcpy(result->name, "NVIDIA H200 (stub)");
+  result->uuid.bytes[0] = device + 1;
   result->totalGlobalMem = DEVICE_MEMORY;
   result->major = attribute(cudaDevAttrComputeCapabilityMajor);
   result->warpSize = attribute(cudaDevAttrWarpSize);
