@@ -1,5 +1,5 @@
-"""Steady steps through the code of a GPU, counted by a stub of CUDA (bench/cuda_stub): kernels do nothing there; torch, its
-allocator, Triton's compiler and our code are the real ones. 20 CPU seconds in all."""
+"""Steady steps through the code of a GPU, counted by a stub of CUDA (bench/cuda_stub): kernels do nothing there; torch,
+its allocator, Triton's compiler and our code are the real ones. 20 CPU seconds in all."""
 
 from __future__ import annotations
 
