@@ -29,7 +29,8 @@ pytestmark = [
         torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper"
     ),
 ]
-RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
+RECIPES = {"tensorwise": "hybrid", "delayed": "hybrid", "rowwise": "hybrid", "blockwise": "e4m3"}
+"""precision.fp8_recipe -> fp8_format. torch's product of blocks takes e4m3 alone."""
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -47,6 +48,8 @@ def off(mine: Tensor, reference: Tensor) -> float:
 def test_products(pair: str, left: torch.dtype, shape: tuple[int, int, int]) -> None:
     rows, columns, length = shape
     cast_a, cast_b = PAIRS[pair]
+    if left is E5M2 and "128" in pair:
+        pytest.skip("torch's product of blocks takes e4m3 alone")
     a, b = cast_a(random(rows, length), left), cast_b(random(columns, length, seed=1), E4M3)
     exact = emulated_product(a, b, torch.float32, fast=False)
     assert off(torch_product(a, b, torch.bfloat16, fast=False), exact) < 4e-3
@@ -81,7 +84,7 @@ def test_layers(recipe: str, tokens: tuple[int, int]) -> None:
     """Also a number of tokens that no product takes without padding."""
     ctx = ParallelContext(device=torch.device("cuda", 0), params_dtype=torch.bfloat16)
     layer = ColumnParallelLinear(512, 1024, ctx, bias=True, init=normal(0.05))
-    options = Fp8Options(PrecisionConfig(dtype="bf16", fp8_format="hybrid", fp8_recipe=recipe), "torch", 1)
+    options = Fp8Options(PrecisionConfig(dtype="bf16", fp8_format=RECIPES[recipe], fp8_recipe=recipe), "torch", 1)
     history = options.history(ctx) if recipe == "delayed" else None
     if history is not None:
         layer.add_module("fp8", history)
@@ -129,7 +132,7 @@ def test_runs_stay_near_bf16(recipe: str, compile_: str) -> None:
         "optimizer.lr=5e-4",
         "precision.dtype=bf16",
     ]
-    fp8 = ["precision.fp8_format=hybrid", f"precision.fp8_recipe={recipe}", "precision.fp8_min_features=1"]
+    fp8 = [f"precision.fp8_format={RECIPES[recipe]}", f"precision.fp8_recipe={recipe}", "precision.fp8_min_features=1"]
     losses = []
     for more in ([], [*fp8, f"train.compile={compile_}"]):
         losses.append(Trainer(load_config(preset="gpt-tiny", overrides=[*common, *more])).train().losses["valid_loss"])

@@ -15,7 +15,7 @@ from mt_core.nn.fp8.products import emulated_product, torch_product
 
 
 def by_tensor(x: Tensor, dtype: torch.dtype) -> Scaled:
-    return cast_tensor(x, scale_of(x.abs().max(), dtype), dtype)
+    return cast_tensor(x, scale_of(x.abs().max().float(), dtype), dtype)
 
 
 PAIRS = {

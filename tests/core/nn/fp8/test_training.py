@@ -13,9 +13,12 @@ import torch
 
 from mt_core._torch_compat import has_scaled_mm_on_cpu
 from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.config.schema import PrecisionConfig
 from mt_core.errors import ConfigError
 from mt_core.nn.fp8.multiply import Fp8Multiply
+from mt_core.nn.fp8.options import resolve_options
 from mt_core.nn.fp8.use import fp8_report
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.linear import LinearModule
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
@@ -252,6 +255,16 @@ def test_torch_serves_no_blocks_on_a_cpu(tiny) -> None:
     with pytest.raises(ConfigError, match=r"fp8_implementation=torch cannot serve: .*no blocks on a CPU; use emulated"):
         model_of(tiny, *WIDE, *recipe("blockwise"), "precision.fp8_implementation=torch")
     model_of(tiny, *WIDE, *recipe("rowwise"), "precision.fp8_implementation=torch")
+
+
+def test_blocks_on_a_gpu_are_of_e4m3_alone(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    ctx = ParallelContext(device=torch.device("cuda"), params_dtype=torch.bfloat16)
+    kernels = Kernels({}, "cpu", "bfloat16")
+    hybrid = PrecisionConfig(dtype="bf16", fp8_format="hybrid", fp8_recipe="blockwise")
+    with pytest.raises(ConfigError, match=r"blocks are of e4m3 alone, .*set fp8_format=e4m3"):
+        resolve_options(hybrid, ctx, kernels)
+    assert resolve_options(hybrid.model_copy(update={"fp8_format": "e4m3"}), ctx, kernels).implementation == "torch"
 
 
 @pytest.mark.slow

@@ -124,4 +124,6 @@ def _torch_objection(config: PrecisionConfig, device: torch.device) -> str | Non
     # cuBLAS has the scales of DeepSeek-V3's blocks on compute capability 9 only.
     if blockwise and capability[0] != 9:
         return "torch's scaled_mm has blocks on Hopper alone; set precision.fp8_recipe=tensorwise or rowwise"
+    if blockwise and config.fp8_format != "e4m3":
+        return f"its blocks are of e4m3 alone, and precision.fp8_format={config.fp8_format}; set fp8_format=e4m3"
     return None
