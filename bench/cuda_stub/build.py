@@ -1,4 +1,4 @@
-"""Builds the stub of CUDA for the torch and the triton of this interpreter: `python bench/cuda_stub/build.py FOLDER`.
+"""Builds the stub of CUDA for the torch of this interpreter: `python bench/cuda_stub/build.py FOLDER`.
 
 FOLDER gets libcuda.so.1, which is preloaded (`run.sh`) and so replaces the functions of all CUDA libraries that torch
 links. Needs gcc and nm.
@@ -6,7 +6,6 @@ links. Needs gcc and nm.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -27,6 +26,18 @@ OF_DRIVER = (
     *("cuLogsRegisterCallback", "cuLogsUnregisterCallback"),
 )
 
+# Of the compiler's package, which torch does not bring along: the qualifiers that the runtime's headers use.
+HOST_DEFINES = """
+#define __host__
+#define __device__
+#define __device_builtin__
+#define __cudart_builtin__
+#define CUDARTAPI
+#define CUDART_CB
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __builtin_align__(bytes) __attribute__((aligned(bytes)))
+"""
+
 
 def undefined_symbols(library: Path) -> set[str]:
     """Without the version of the symbol, as in cudaMalloc@libcudart.so.13."""
@@ -43,11 +54,12 @@ def stub_functions(torch: Path) -> str:
     return "".join(f"EXPORT int {name}(void) {{ return 0; }}\n" for name in missing)
 
 
-def folder_of(package: str) -> Path:
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
-        raise SystemExit(f"{package} is not installed in {sys.prefix}")
-    return Path(found.origin).parent
+def headers_beside(torch: Path) -> Path:
+    """Of the CUDA runtime that torch is built with: the sizes of structures differ between versions."""
+    found = sorted(torch.parent.glob("nvidia/*/include/driver_types.h"))
+    if not found:
+        raise SystemExit(f"no headers of the CUDA runtime are installed beside {torch}")
+    return found[0].parent
 
 
 def build(folder: Path) -> Path:
@@ -59,10 +71,12 @@ def build(folder: Path) -> Path:
     major, minor = torch.version.cuda.split(".")[:2]
     library = folder / "libcuda.so.1"
     folder.mkdir(parents=True, exist_ok=True)
+    installed = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as generated:
-        Path(generated, "stub_functions.h").write_text(stub_functions(folder_of("torch")))
-        # triton carries the headers of CUDA; the structures have been the same since 12.0 but for those of 13.
-        headers = folder_of("triton") / "backends" / "nvidia" / "include"
+        Path(generated, "stub_functions.h").write_text(stub_functions(installed))
+        Path(generated, "crt").mkdir()
+        Path(generated, "crt", "host_defines.h").write_text(HOST_DEFINES)
+        headers = headers_beside(installed)
         versions = [f"-DCUDA_VERSION={int(major) * 1000 + int(minor) * 10}", f"-DCUDNN_VERSION={cudnn_version()}"]
         options = ["-O1", "-w", "-shared", "-fPIC", "-fvisibility=hidden", *versions, f"-I{headers}", f"-I{generated}"]
         subprocess.run(

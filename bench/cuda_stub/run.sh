@@ -4,7 +4,7 @@
 # The stub is built on first use for the interpreter `python`, into MT_CUDA_STUB or a folder of the user's cache.
 set -euo pipefail
 here="$(dirname "$(realpath "$0")")"
-version="$(python -c 'from importlib.metadata import version; print(version("torch"), version("triton"), sep="-")')"
+version="$(python -c 'from importlib.metadata import version; print(version("torch"))')"
 folder="${MT_CUDA_STUB:-${XDG_CACHE_HOME:-$HOME/.cache}/mt-cuda-stub/$version}"
 [ "$folder/libcuda.so.1" -nt "$here/cuda_stub.c" ] || python "$here/build.py" "$folder" >&2
 exec env LD_PRELOAD="$folder/libcuda.so.1" LD_LIBRARY_PATH="$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
