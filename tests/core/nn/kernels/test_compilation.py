@@ -47,9 +47,9 @@ ROTARY = {"q": HALF, "k": HALF, "q_out": HALF, "k_out": HALF, "cos": SINGLE, "si
 SOFTMAX = {"scores": HALF, "weights": HALF, "dweights": HALF, "dscores": HALF, "mask": "*u8", "scale": "fp32"}
 LOSS = {"logits": HALF, "gradient": HALF, "columns": ADDRESSES, "result": SINGLE, "lse": SINGLE, "factor": SINGLE}
 LOSS["width"] = "i64"  # of ids: taken as not aligned, as 50257 are not
-LISTS = {"addresses": ADDRESSES, "sizes": ADDRESSES, "owner": "*i32", "first": ADDRESSES, "partial": SINGLE}
 ADAMW = {
-    **LISTS, "scale": SINGLE, "corrections": SINGLE,
+    "addresses": ADDRESSES, "sizes": ADDRESSES, "owner": "*i32", "first": ADDRESSES,
+    "scale": SINGLE, "corrections": SINGLE,
     **dict.fromkeys(("lr", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "decay"), "fp32"),
 }  # fmt: skip
 FP8 = {"x": HALF, "grad": HALF, "amaxes": "*i32", "parts": "*i32", "limit": "fp32", "scale": SINGLE, "noted": SINGLE}
@@ -97,7 +97,6 @@ def cases() -> Iterator[Case]:
         "adamw", "_adamw_update", ADAMW,
         {"GRADIENT": single, "MOMENT": single, "COPY": half, "HALVES": False, "ALIGNED": True, "BLOCK": 2048}, 8,
     )  # fmt: skip
-    yield "adamw", "_adamw_sum_of_squares", LISTS, {"TYPE": half, "ALIGNED": True, "BLOCK": 2048}, 8
     yield from fp8_cases()
 
 
