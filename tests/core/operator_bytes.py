@@ -24,8 +24,11 @@ class OperatorBytes(UncompiledDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.bytes += sum(x.nbytes for x in read_and_written(func, args, kwargs or {}, result) if self.counts(x))
+        kwargs = kwargs or {}
+        out = kwargs.get("out")
+        # On the meta device there is nothing to compute, and torch 2.11 has no addmm with `out_dtype` there.
+        result = out if isinstance(out, Tensor) and out.is_meta else func(*args, **kwargs)
+        self.bytes += sum(x.nbytes for x in read_and_written(func, args, kwargs, result) if self.counts(x))
         return result
 
 
