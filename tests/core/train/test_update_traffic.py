@@ -27,8 +27,7 @@ MOVED = {
 
 
 class Traffic(OperatorBytes):
-    """kernel_bytes: of Triton's kernels, by the pointers and masks of their accesses. What is called in `without` is
-    left out."""
+    """kernel_bytes: of Triton's kernels, by the pointers and masks of their accesses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +38,8 @@ class Traffic(OperatorBytes):
 
         InterpreterBuilder.create_masked_load = self._counted(InterpreterBuilder.create_masked_load, 0)
         InterpreterBuilder.create_masked_store = self._counted(InterpreterBuilder.create_masked_store, 1)
-        # Operators of the interpreter itself.
-        GridExecutor.__call__ = without(GridExecutor.__call__)
+        # The interpreter copies the arguments of a launch by operators of its own.
+        GridExecutor.__call__ = uncounted(GridExecutor.__call__)
 
     def _counted(self, access: Callable[..., Any], mask_at: int) -> Callable[..., Any]:
         def count(builder: Any, pointers: Any, *given: Any) -> Any:
@@ -50,24 +49,25 @@ class Traffic(OperatorBytes):
         return count
 
 
-def without(function: Callable[..., Any]) -> Callable[..., Any]:
+def uncounted(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, whose operators are not counted."""
 
-    def uncounted(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return function(*args, **kwargs)
 
-    return uncounted
+    return call
 
 
 def count_bytes(rank: int, world: int) -> dict[str, tuple[int, int]]:
+    """In a step of a run as `mt train` builds it, without its forward and backward passes."""
     traffic, found = Traffic(), {}
     traffic.count_kernels()
     for name, (settings, _) in MOVED.items():
         trainer = Trainer(load_config(preset="gpt-tiny", overrides=[*TINY, LITTLE_TEXT, *ON_A_GPU, *settings]))
         step = trainer.engine.step
         passes = step.forward_backward
-        passes.forward_backward = without(passes.forward_backward)
+        passes.forward_backward = uncounted(passes.forward_backward)
         batches = trainer.engine.read_batches(trainer.train_data, trainer.engine.remaining_steps())
         trainer.take_step(next(batches))  # makes the moments
         traffic.bytes = traffic.kernel_bytes = 0
