@@ -4,6 +4,7 @@
     uv pip install --python PEERS/bin/python "megatron-core>=0.19,<0.20" torchtitan torch einops
     uv run python bench/layer_counts.py --peer-python PEERS/bin/python
     uv run python bench/layer_counts.py --preset qwen3-8b --set kernels.rms_norm=torch
+    uv run python bench/layer_counts.py --preset qwen3-8b --separate
 
 What a layer adds: two layers less one, each forward and backward. All have the same fused attention: its inputs, its
 output and one number a row are saved, one launch each way. Bytes are those of the tensors that launches other than
@@ -26,10 +27,10 @@ from counting import Launches, count
 OURS, PEERS = "mt_layers", ("megatron_core_layers", "torchtitan_layers")
 
 
-def counted(contender: str, layers: int, options: list[str]) -> None:
+def counted(contender: str, layers: int, *options: str, **named: bool) -> None:
     """In a process of its own: prints the counts as JSON."""
     launches = Launches()
-    model, run, hidden = importlib.import_module(contender).build(launches, layers, *options)
+    model, run, hidden = importlib.import_module(contender).build(launches, layers, *options, **named)
     print(json.dumps(count(launches, model, run, hidden)))
 
 
@@ -57,14 +58,20 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="Launches by name.")
     parser.add_argument("--preset", default="llama3-8b", help="Of ours.")
     parser.add_argument("--set", action="append", default=[], help="A setting of ours, such as kernels.rotary=torch.")
+    parser.add_argument(
+        "--separate", action="store_true", help="Ours without kernels that join norms or activations with the next one."
+    )
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    options = [arguments.preset, *arguments.set]
+    if arguments.contender == OURS:
+        counted(OURS, arguments.layers, arguments.preset, *arguments.set, separate=arguments.separate)
+        return
     if arguments.contender:
-        counted(arguments.contender, arguments.layers, options if arguments.contender == OURS else [])
+        counted(arguments.contender, arguments.layers)
         return
     settings = [word for setting in arguments.set for word in ("--set", setting)]
+    settings += ["--separate"] if arguments.separate else []
     show(OURS, Path(sys.executable), "--preset", arguments.preset, *settings, verbose=arguments.verbose)
     for peer in PEERS if arguments.peer_python else ():
         show(peer, arguments.peer_python, verbose=arguments.verbose)

@@ -14,7 +14,8 @@ results="$here/results/part-$part"
 archive="$(realpath -m "${2:-$here/results}")/part-$part.zip"
 site="${TMPDIR:-/tmp}/mt-bench-site"
 seconds_in_all=570
-seconds_of_limits=20 # of the installation
+seconds_of_installation=20
+seconds_of_limits=$seconds_of_installation
 failed=()
 
 prepare() {
@@ -135,7 +136,7 @@ case "$part" in
 esac
 
 if [ "$dry_run" ]; then
-    echo "$seconds_of_limits s at most, with 20 s for the installation; $seconds_in_all s are allowed"
+    echo "$seconds_of_limits s at most, with $seconds_of_installation s for the installation; $seconds_in_all s are allowed"
     exit
 fi
 echo "written to $archive after $SECONDS s"

@@ -19,7 +19,7 @@ from mt_core.nn.fp8.history import AmaxHistory
 from mt_core.nn.fp8.options import PRODUCTS
 from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.kernels.request import KernelName
+from mt_core.nn.kernels.request import Feature, KernelName
 from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.model import as_pipelined
 from mt_core.parallel.context import ParallelContext
@@ -40,11 +40,21 @@ class OnGPU(ModelEnvironment):
         return attend
 
 
+class SeparateKernels(Kernels):
+    """Without the forms that take the place of two kernels: norms of heads with their positions, activations with their
+    casts to FP8."""
+
+    def pick_fused(
+        self, kernel: KernelName, *features: Feature, width: int = 0, joined: KernelName | None = None
+    ) -> Callable[..., tuple[Tensor, ...]] | None:
+        return None if joined is not None else super().pick_fused(kernel, *features, width=width)
+
+
 LAUNCHES: list[Launches] = []
 
 
 def build(
-    launches: Launches, layers: int, preset: str, *settings: str
+    launches: Launches, layers: int, preset: str, *settings: str, separate: bool
 ) -> tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]:
     LAUNCHES.append(launches)
     count_triton(launches)
@@ -52,7 +62,8 @@ def build(
     overrides = [*sizes, "precision.dtype=bf16", "train.train_iters=1", "data.dataset_type=mock", *settings]
     host = load_plugins()
     config = load_config(preset=preset, overrides=overrides, host=host).config
-    kernels = Kernels(cast(Mapping[KernelName, str], config.kernels.model_dump()), "cuda", "bfloat16")
+    wanted = cast(Mapping[KernelName, str], config.kernels.model_dump())
+    kernels = (SeparateKernels if separate else Kernels)(wanted, "cuda", "bfloat16")
     ctx, stage = fake_context(config, 1, 0, Ledger()), Stage(range(layers), first=False, last=False)
     make = host.models.get(config.model.family, key="model.family").build.load()
     model: nn.Module = make(config.model, OnGPU(config, ctx, host, (stage,), kernels))

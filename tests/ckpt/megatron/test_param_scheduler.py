@@ -31,6 +31,15 @@ def test_the_batch_size_is_that_of_the_training_and_not_of_the_process_that_conv
     assert options["max_lr"] == LR
 
 
+def test_bounds_of_the_learning_rate_are_those_of_the_scheduler_that_came_from_megatron(host) -> None:
+    """A group's own bounds take precedence over the scheduler's there."""
+    scheduler = {"max_lr": 3 * LR, "min_lr": LR / 10, "num_steps": 40, "lr_decay_style": "linear"}
+    metadata = {"config": {"model": GPT, "optimizer": {"lr": LR}}, "megatron": {"opt_param_scheduler": scheduler}}
+    options = optimizer_options(metadata, host)
+    assert (options["max_lr"], options["min_lr"]) == (3 * LR, LR / 10)
+    assert (options["adam_beta1"], options["weight_decay"]) == (0.9, 0.01)
+
+
 def test_without_a_length_of_the_training_it_is_the_highest(host) -> None:
     metadata = {"iteration": 5, "consumed_samples": 40, "config": {"model": GPT, "optimizer": {"lr": LR}}}
     assert optimizer_options(metadata, host)["lr"] == LR

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -192,59 +191,6 @@ def require_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 def test_copies_and_remainders_train_the_same_bits(name: str) -> None:
     """Of the model's bf16 weights too: a cast to bf16 would round ties to even, where 16 bits of remainder cannot."""
     run_interpreted(check_forms, name)
-
-
-def check_norm(rank: int, world: int, name: str) -> None:
-    for shapes in (SHAPES, ((16, 8), (24,)), ((5000,),)):
-        tensors = [numbers(shape, 4).to(torch.bfloat16) for shape in shapes]
-        wanted = sum(x.double().square().sum().item() for x in tensors)
-        assert implementation("adamw", name)().squared_norm(tensors).item() == pytest.approx(wanted, rel=1e-5)
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_norm_over_all_tensors(name: str) -> None:
-    run_interpreted(check_norm, name)
-
-
-MOVED = {
-    # weights, gradients, moments, copies -> bytes of an update, and of the norm
-    "fp32 master weights, fp32 gradients": ((torch.float32, torch.float32, torch.float32, True), (30, 4)),
-    "remainders, fp32 gradients": ((torch.bfloat16, torch.float32, torch.float32, False), (28, 4)),
-    "remainders, bf16 gradients": ((torch.bfloat16, torch.float32, torch.bfloat16, False), (26, 2)),
-    "remainders, bf16 gradients and moments": ((torch.bfloat16, torch.bfloat16, torch.bfloat16, False), (18, 2)),
-}
-
-
-def count_bytes(rank: int, world: int) -> dict[str, tuple[int, int]]:
-    """That the kernels load and store for each element, by the pointers and masks of their accesses."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    moved = 0
-
-    def counted(access: Callable[..., Any], mask_at: int) -> Callable[..., Any]:
-        def count(self: Any, pointers: Any, *given: Any) -> Any:
-            nonlocal moved
-            moved += int(given[mask_at].data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
-            return access(self, pointers, *given)
-
-        return count
-
-    InterpreterBuilder.create_masked_load = counted(InterpreterBuilder.create_masked_load, 0)
-    InterpreterBuilder.create_masked_store = counted(InterpreterBuilder.create_masked_store, 1)
-    elements, found = 8192, {}
-    for name, ((weight, moment, gradient, copies), _) in MOVED.items():
-        tensors, engine = lists(weight, moment, gradient, ((elements,),), copies), implementation("adamw", "triton")()
-        moved = 0
-        engine.step(tensors, OPTIONS, torch.tensor(1.0))
-        update, moved = moved, 0
-        engine.squared_norm(tensors.gradients)
-        found[name] = round(update / elements), round(moved / elements)
-    return found
-
-
-@pytest.mark.slow
-def test_bytes_moved_for_each_parameter() -> None:
-    assert run_interpreted(count_bytes) == [{name: bytes_ for name, (_, bytes_) in MOVED.items()}]
 
 
 def check_moved_tensors(rank: int, world: int) -> None:

@@ -8,11 +8,14 @@ import pytest
 import torch
 from tests.core.nn.kernels.comparison import assert_agrees, random
 from tests.core.nn.kernels.interpreter import implementation, run_interpreted
-from torch import Tensor
+from tests.core.operator_bytes import OperatorBytes
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mt_core._torch_compat import uncompiled_references
 from mt_core.nn.kernels.chunked_loss import rows_of_chunk
+from mt_core.nn.main_grad import attach_main_grad, clear_all
 from mt_core.parallel.collectives import copy_to
 from mt_core.parallel.context import Axis, AxisSizes, build_parallel_context
 
@@ -252,6 +255,62 @@ def test_default_chunks_are_whole_tiles_within_the_budget() -> None:
         assert rows == 4096
         assert rows * 128256 * 2 <= 2**30
         assert rows_of_chunk(hidden, torch.empty(10**8, 1)) == 128
+
+
+class ShapeOnGPU(Tensor):
+    """A tensor of the meta device whose gradient is added up as on a GPU: in fp32, from operands in 16 bits."""
+
+    is_cuda = True
+
+
+def shape_on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta").as_subclass(ShapeOnGPU)
+
+
+@pytest.mark.slow
+def test_fp32_traffic_on_the_gradient_of_an_lm_head() -> None:
+    """Of Llama 3 8B. The first chunk of 4096 tokens writes the gradient, the second reads and writes it; then it is
+    read and written to the main gradient, which is cleared and not read."""
+    size = (128256, 4096)
+    hidden, weight = shape_on_gpu(8192, size[1]).requires_grad_(), nn.Parameter(shape_on_gpu(*size))
+    main = attach_main_grad(weight, shape_on_gpu(*size, dtype=torch.float32))
+    assert main is not None
+    clear_all([main])
+    columns, factor = (torch.empty(8192, dtype=dtype, device="meta") for dtype in (torch.int64, torch.float32))
+    with uncompiled_references(), OperatorBytes(lambda x: x.dtype == torch.float32 and x.shape == size) as moved:
+        total, _ = implementation("linear_cross_entropy_sum", "torch")(hidden, weight, columns, factor, ALONE)
+        forward = moved.bytes
+        total.backward()
+    assert (round(forward / 1e9, 1), round(moved.bytes / 1e9, 1)) == (6.3, 10.5)
+
+
+def count_exponentials(rank: int, world: int, width: int) -> list[float]:
+    """A logit, of the lanes that compute one: as the kernel is launched, and with a running maximum that is updated at
+    every number of a lane."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from mt_core.nn.kernels.triton_kernels import cross_entropy
+
+    counted, exp = 0, InterpreterBuilder.create_exp
+
+    def count(self: Any, x: Any) -> Any:
+        nonlocal counted
+        counted += x.data.size
+        return exp(self, x)
+
+    InterpreterBuilder.create_exp = count
+    logits, found = random(1, width).detach(), []
+    for depth in (cross_entropy._DEPTH, 1):
+        cross_entropy._DEPTH, counted = depth, 0
+        cross_entropy.statistics(logits, labels(1, width), width)
+        found.append(round(counted / width, 2))
+    return found
+
+
+@pytest.mark.slow
+def test_exponentials_of_a_logit() -> None:
+    """1 + 1/4 and 1 + 1, besides those of lanes behind the last logit and of the sum over lanes."""
+    assert run_interpreted(count_exponentials, 128256) == [[1.29, 2.03]]
 
 
 def test_gradients_of_the_references_by_finite_differences() -> None:

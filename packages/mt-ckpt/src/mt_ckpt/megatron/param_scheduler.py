@@ -10,6 +10,7 @@ from mt_core.config.checks import global_batch_size
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config, OptimizerConfig
 from mt_core.data.batch_size import total_train_samples
+from mt_core.optim.configs import AdamConfig
 from mt_core.optim.group_schedules import weight_decay_schedule
 from mt_core.optim.schedules import Horizon, span_of
 from mt_core.plugins import PluginHost
@@ -20,8 +21,8 @@ CONSTANT = "constant"
 
 def scheduler_value(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, Any]:
     """The value under `opt_param_scheduler`: as it came from Megatron, else from our schedules."""
-    carried = metadata.get(KEY, {}).get("opt_param_scheduler")
-    if carried is not None:
+    carried = _carried(metadata)
+    if carried:
         return dict(carried)
     config, consumed = _config(metadata, host), _consumed(metadata)
     horizon = _horizon(config, consumed)
@@ -43,14 +44,26 @@ def scheduler_value(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, 
 
 
 def optimizer_options(metadata: Mapping[str, Any], host: PluginHost) -> dict[str, Any]:
-    """The [optimizer] section, with the learning rate and the weight decay that the next step has, and `max_lr`."""
+    """The values of [optimizer], of Adam where it is another one, with the learning rate and the weight decay of the
+    next step, and `max_lr`.
+
+    Megatron computes both anew when it loads: by the value under `opt_param_scheduler`, but between `min_lr` and
+    `max_lr` of the group, which are therefore those of that value.
+    """
     config, consumed = _config(metadata, host), _consumed(metadata)
     horizon, highest = _horizon(config, consumed), config.optimizer.lr
     # Without a length of the training its schedule has no next step.
     learning_rate = lr_schedule(config, host, horizon)(consumed) if _has_length(config) else highest
-    options = {**metadata["config"].get("optimizer", {}), "lr": learning_rate, "max_lr": highest}
+    values = {**AdamConfig().model_dump(), **config.optimizer.model_dump(), "max_lr": highest}
+    carried = {name: value for name, value in _carried(metadata).items() if name in ("min_lr", "max_lr")}
+    options = {**values, **carried, "lr": learning_rate}
     weight_decay = weight_decay_schedule(config.optimizer, horizon.total_samples)
     return options if weight_decay is None else {**options, "weight_decay": weight_decay(consumed)}
+
+
+def _carried(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The value under `opt_param_scheduler` that came from Megatron; empty if none did."""
+    return metadata.get(KEY, {}).get("opt_param_scheduler") or {}
 
 
 def _weight_decays(config: OptimizerConfig) -> tuple[float | None, float | None]:

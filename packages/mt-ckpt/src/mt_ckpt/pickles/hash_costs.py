@@ -37,6 +37,7 @@ _LENGTH_BYTES = {
 """How pickletools marks an argument whose length stands before it -> bytes of that length."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Opcode:
     """What one byte of a pickle does. It is looked up for every one of them, which is why everything is decided here.
 
@@ -45,27 +46,19 @@ class _Opcode:
     without others. takes: how many objects are taken from the stack; of `marked` opcodes below the mark.
     """
 
-    __slots__ = (
-        *("name", "num_bytes", "length_bytes", "lines", "constants", "marked", "takes", "makes"),
-        *("is_get", "is_put", "is_tuple", "fills", "keys"),
-    )
-
-    def __init__(self, opcode: pickletools.OpcodeInfo) -> None:
-        name, before = opcode.name, opcode.stack_before
-        length = opcode.arg.n if opcode.arg else 0
-        self.name = name
-        self.num_bytes = length if length >= 0 else None
-        self.length_bytes = _LENGTH_BYTES.get(length, 0)
-        self.lines = 2 if name in ("GLOBAL", "INST") else 1
-        self.is_get, self.is_put = name.endswith("GET"), name.endswith("PUT")
-        # GLOBAL and PERSID of protocol 0 are constants too, which take nothing.
-        holds_none = not (before or name.startswith("EMPTY_") or name == "MARK" or self.is_get or self.is_put)
-        self.constants = [_CONSTANT] * len(opcode.stack_after) if holds_none else None
-        # stack_before lists what is below the mark (a list for APPENDS), the mark, and "stackslice" for all above it.
-        self.marked = pickletools.markobject in before
-        self.takes = before.index(pickletools.markobject) if self.marked else len(before)
-        self.makes = bool(opcode.stack_after)
-        self.is_tuple, self.fills, self.keys = name in _TUPLES, name in _FILLS, _KEYS.get(name)
+    name: str
+    num_bytes: int | None
+    length_bytes: int
+    lines: int
+    constants: list[int] | None
+    marked: bool
+    takes: int
+    makes: bool
+    is_get: bool
+    is_put: bool
+    is_tuple: bool
+    fills: bool
+    keys: slice | None
 
     def long_argument(self, stream: BinaryIO) -> bytes:
         """The argument if its length is not fixed."""
@@ -78,7 +71,32 @@ class _Opcode:
         return int(argument) if self.num_bytes is None else int.from_bytes(argument, "little")
 
 
-_OPCODES = {opcode.code.encode("latin-1"): _Opcode(opcode) for opcode in pickletools.opcodes}
+def _described(opcode: pickletools.OpcodeInfo) -> _Opcode:
+    name, before = opcode.name, opcode.stack_before
+    length = opcode.arg.n if opcode.arg else 0
+    is_get, is_put = name.endswith("GET"), name.endswith("PUT")
+    # GLOBAL and PERSID of protocol 0 are constants too, which take nothing.
+    is_constant = not (before or name.startswith("EMPTY_") or name == "MARK" or is_get or is_put)
+    # stack_before lists what is below the mark (a list for APPENDS), the mark, and "stackslice" for all above it.
+    marked = pickletools.markobject in before
+    return _Opcode(
+        name,
+        num_bytes=length if length >= 0 else None,
+        length_bytes=_LENGTH_BYTES.get(length, 0),
+        lines=2 if name in ("GLOBAL", "INST") else 1,
+        constants=[_CONSTANT] * len(opcode.stack_after) if is_constant else None,
+        marked=marked,
+        takes=before.index(pickletools.markobject) if marked else len(before),
+        makes=bool(opcode.stack_after),
+        is_get=is_get,
+        is_put=is_put,
+        is_tuple=name in _TUPLES,
+        fills=name in _FILLS,
+        keys=_KEYS.get(name),
+    )
+
+
+_OPCODES = {opcode.code.encode("latin-1"): _described(opcode) for opcode in pickletools.opcodes}
 
 
 def check_hash_costs(stream: BinaryIO, origin: str) -> None:

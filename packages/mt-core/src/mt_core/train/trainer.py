@@ -338,7 +338,6 @@ class Trainer:
         path = self.directory.checkpoint(self.state.iteration)
         contents = self.engine.contents(recent_losses=self.recent_losses.to_list(), data=self._data_identity)
         self.checkpoint_writer.write(path, contents)
-        wait_for_all()
         self._last_saved = self.state.iteration
         if self.config.checkpoint.async_save:
             self.message(f"requested {path.name}, which is written while training continues")

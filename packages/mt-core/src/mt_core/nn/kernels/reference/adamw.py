@@ -69,11 +69,6 @@ class TorchAdamW:
         for i in range(len(tensors.weights)):
             _update(tensors, i, options, scale, proceed)
 
-    @torch.no_grad()
-    def squared_norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """[] fp32: the sum of squares over all tensors, which are of one dtype. There has to be one."""
-        return torch.stack([tensor.float().square().sum() for tensor in tensors]).sum()
-
 
 def _update(tensors: AdamWTensors, i: int, options: AdamWOptions, scale: Tensor, proceed: Tensor) -> None:
     """Tensor number i of each list. proceed: [] bool, whether anything changes."""

@@ -1,11 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""AdamW over lists of tensors in two launches, and the sum of squares of gradients in one.
+"""AdamW over lists of tensors in two launches.
 
 An update reads and writes each weight, moment and remainder once and reads each gradient once.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -151,23 +150,6 @@ def _adamw_update(
                 tl.store(copies, w.to(COPY), mask=inside)
 
 
-@triton.jit
-def _adamw_sum_of_squares(
-    addresses, sizes, owner, first, partial, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """partial [programs] fp32: the sum of squares of this program's elements."""
-    which = tl.load(owner + tl.program_id(0))
-    index = tl.multiple_of(tl.load(first + tl.program_id(0)), BLOCK) + tl.arange(0, BLOCK)
-    size = tl.load(sizes + which)
-    if ALIGNED:
-        size = tl.multiple_of(size, 8)
-    # One list: row 0.
-    source = _pointer(addresses, 0, 0, which, TYPE, ALIGNED) + index
-    value = tl.load(source, mask=index < size, other=0.0).to(tl.float32)
-    # A partial sum for each program instead of an atomic addition, whose order differs between runs.
-    tl.store(partial + tl.program_id(0), tl.sum(value * value, 0))
-
-
 class TritonAdamW:
     """As mt_core.nn.kernels.reference.adamw.TorchAdamW. Holds the tables of the lists it was given."""
 
@@ -196,20 +178,6 @@ class TritonAdamW:
                     _TRITON_TYPES[gradient], _TRITON_TYPES[moment], copy, bool(tensors.remainders), table.aligned,
                     BLOCK, num_warps=_WARPS,
                 )  # fmt: skip
-
-    @torch.no_grad()
-    def squared_norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Sums are taken in one order, whatever program runs first."""
-        table = self._table([tensors])
-        blocks = table.blocks
-        partial = torch.zeros(table.programs, dtype=torch.float32, device=tensors[0].device)
-        if table.programs:
-            with on_device(tensors[0]):
-                _adamw_sum_of_squares[(table.programs,)](
-                    table.addresses, blocks.sizes, blocks.owner, blocks.first, partial, _TRITON_TYPES[tensors[0].dtype],
-                    table.aligned, BLOCK, num_warps=_WARPS,
-                )  # fmt: skip
-        return partial.sum()
 
 
 def _advance_steps(table: TensorTable, options: AdamWOptions, scale: Tensor) -> Tensor:
