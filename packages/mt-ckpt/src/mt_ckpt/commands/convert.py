@@ -165,7 +165,9 @@ def describe(report: Report, save_dir: str, *, dry_run: bool) -> list[str]:
     lines = [f"{save_dir}: written as {report.saver}: {amount}", *unread]
     if report.left_out:
         groups = sorted({_group(name) for name in report.left_out})
-        lines.append(f"left out, since they are not asked for or {report.saver} has no place for them: {', '.join(groups)}")
+        lines.append(
+            f"left out, since they are not asked for or {report.saver} has no place for them: {', '.join(groups)}"
+        )
     checked = report.verification
     if checked is not None:
         lines.append(f"verified: {checked.num_tensors} tensors are equal bit for bit, {_outputs(checked.num_outputs)}")
