@@ -78,7 +78,7 @@ def moe_layer(case: Case, even: bool) -> MoeLayer:
 
 
 def dense_layer(case: Case) -> DenseFeedForward:
-    """As many active FLOPs as the mixture's experts."""
+    """As many active FLOPs as the MoE layer's experts."""
     layer = DenseFeedForward(Shape(case.shape.hidden_size, case.shape.ffn_size * case.topk), ParallelContext())
     initialize(layer, 0, ParallelContext())
     return layer
