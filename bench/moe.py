@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--uneven", action="store_true", help="let the router choose")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    told = conditions(
+    found = conditions(
         capability=torch.backends.cpu.get_cpu_capability(),
         threads=arguments.threads,
         rounds=arguments.rounds,
@@ -144,7 +144,7 @@ def main() -> None:
         malloc={name: os.environ.get(name) for name in MALLOC},
     )
     cases = {name: measure_case(case, arguments.rounds, not arguments.uneven) for name, case in CASES.items()}
-    print(json.dumps({"conditions": told, "cases": cases}, indent=2))
+    print(json.dumps({"conditions": found, "cases": cases}, indent=2))
 
 
 if __name__ == "__main__":
