@@ -93,7 +93,8 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 def background(save: Callable[..., None], directory: RunDirectory, host: PluginHost, **keys) -> WritesInBackground:
     config = CheckpointConfig(async_save=True, **keys)
-    return WritesInBackground(WholeMethod(save, Commit(directory, config, host), CONTEXT), config.async_in_flight)
+    method = WholeMethod(save, Commit(directory, config, host), CONTEXT)
+    return WritesInBackground(method, config.async_in_flight, CONTEXT)
 
 
 def contents(tensors: Iterable[tuple[str, torch.Tensor]], metadata=None, files=None) -> Contents:
