@@ -247,7 +247,8 @@ class WritesInBackground:
         self._free = [HostCopies() for _ in range(in_flight)]
         self._in_flight: deque[tuple[Path, HostCopies, Future[Committed | None]]] = deque()
         self._done: list[Committed] = []
-        self._error: Exception | None = None
+        # Not yet raised.
+        self._failed: deque[tuple[Path, Exception]] = deque()
         # One thread: checkpoints are committed in the order of their steps.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mt-checkpoint")
 
@@ -266,7 +267,7 @@ class WritesInBackground:
     @property
     def has_failed(self) -> bool:
         self._settle()
-        return self._error is not None
+        return bool(self._failed)
 
     def finish(self) -> list[Committed]:
         self._wait_until(lambda: not self._in_flight)
@@ -274,18 +275,15 @@ class WritesInBackground:
 
     def close(self) -> list[str]:
         self._thread.shutdown(wait=True)
-        return [
-            f"{path.name} was not written: {error}" if (error := future.exception()) else f"committed {path.name}"
-            for path, _, future in self._in_flight
-            if future.exception() or future.result()
-        ]
+        done = [f"committed {committed.path.name}" for committed in self.committed()]
+        return done + [f"{path.name} was not written: {error}" for path, error in self._failed]
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
         """Return when `ready` is true on all ranks. Raises an error of any of them. Collective."""
         # In rounds: the thread of the first rank waits for the others, and would wait for ever for one that failed.
         while True:
             self._settle()
-            raise_on_all_ranks(self._error, self._ctx.world)
+            raise_on_all_ranks(self._failed.popleft()[1] if self._failed else None, self._ctx.world)
             if not any_over(not ready(), self._ctx.world, self._ctx.device):
                 return
             wait([future for _, _, future in self._in_flight], ROUND_SECONDS, FIRST_COMPLETED)
@@ -293,17 +291,14 @@ class WritesInBackground:
     def _settle(self) -> None:
         """Take what the thread has done."""
         while self._in_flight and self._in_flight[0][2].done():
-            _, copies, future = self._in_flight.popleft()
+            path, copies, future = self._in_flight.popleft()
             self._free.append(copies)
-            self._keep(future)
-
-    def _keep(self, future: Future[Committed | None]) -> None:
-        try:
-            committed = future.result()
-        except Exception as error:
-            self._error = self._error or error
-        else:
-            self._done += [committed] if committed is not None else []
+            try:
+                committed = future.result()
+            except Exception as error:
+                self._failed.append((path, error))
+            else:
+                self._done += [committed] if committed is not None else []
 
 
 class WritesNothing:
