@@ -31,13 +31,16 @@ def on_first_rank(make: Callable[[], T], axis: Axis) -> T:
 
 
 def raise_on_all_ranks(error: Exception | None, axis: Axis) -> None:
-    """Raise the error of this rank, or else that of the first rank of the axis that has one. Collective."""
+    """Raise the error of the first rank of the axis that has one. Collective."""
+    of_ranks = [error]
     if axis.size > 1:
-        of_ranks: list[Exception | None] = [None] * axis.size
+        of_ranks = [None] * axis.size
         dist.all_gather_object(of_ranks, _sendable(error, axis), group=axis.group)
-        error = error or next((of_rank for of_rank in of_ranks if of_rank is not None), None)
-    if error is not None:
-        raise error
+        # As it was raised here, with its cause.
+        of_ranks[axis.rank] = error
+    for of_rank in of_ranks:
+        if of_rank is not None:
+            raise of_rank
 
 
 def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
