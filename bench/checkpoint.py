@@ -186,8 +186,8 @@ def stalls(folder: Path, state: State, rounds: int) -> tuple[float, list[tuple[f
     directory.create()
     config = CheckpointConfig(async_save=True, keep_last=1)
     commit = Commit(directory, config, load_plugins())
-    method = ShardedMethod(ShardedSave(), commit, build_parallel_context(AxisSizes()))
-    writer = WritesInBackground(method, in_flight=1)
+    ctx = build_parallel_context(AxisSizes())
+    writer = WritesInBackground(ShardedMethod(ShardedSave(), commit, ctx), 1, ctx)
     contents = Contents([whole_fragment(name, tensor) for name, tensor in state.items()], {}, {})
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
 

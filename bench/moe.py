@@ -78,7 +78,7 @@ def moe_layer(case: Case, even: bool) -> MoeLayer:
 
 
 def dense_layer(case: Case) -> DenseFeedForward:
-    """As many active FLOPs as the mixture's experts."""
+    """As many active FLOPs as the MoE layer's experts."""
     layer = DenseFeedForward(Shape(case.shape.hidden_size, case.shape.ffn_size * case.topk), ParallelContext())
     initialize(layer, 0, ParallelContext())
     return layer
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--uneven", action="store_true", help="let the router choose")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    told = conditions(
+    found = conditions(
         capability=torch.backends.cpu.get_cpu_capability(),
         threads=arguments.threads,
         rounds=arguments.rounds,
@@ -144,7 +144,7 @@ def main() -> None:
         malloc={name: os.environ.get(name) for name in MALLOC},
     )
     cases = {name: measure_case(case, arguments.rounds, not arguments.uneven) for name, case in CASES.items()}
-    print(json.dumps({"conditions": told, "cases": cases}, indent=2))
+    print(json.dumps({"conditions": found, "cases": cases}, indent=2))
 
 
 if __name__ == "__main__":

@@ -384,7 +384,9 @@ def reduced(accelerator: Any) -> None:
     assert padded.sum() == 2 * ragged.numel() - longest
 
 
-def everything(rank: int, world: int, fields: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def everything(rank: int, world: int, case: tuple[Mapping[str, Any], str]) -> dict[str, Any]:
+    """case: fields of the plugin, and a folder for checkpoints."""
+    fields, folder = case
     _, _, dp = plugin_of(fields, world)
     families = FAMILIES if dp == 1 else FAMILIES[:1]  # what data-parallel ranks shard does not depend on the family
     found: dict[str, Any] = {family: train(family, fields, world, f"{folder}/{family}") for family in families}
@@ -404,19 +406,8 @@ def families_and_styles(
     return {**found, "custom": custom_loss(fields, world)["losses"], "own batches": own_batches(fields, world)}
 
 
-def all_layouts(
-    rank: int,
-    world: int,
-    layouts: Mapping[str, Mapping[str, Any]],
-    own: Mapping[str, tuple[str, Mapping[str, Any]]],
-    folder: str,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """In the same processes, one layout after another; own: the layouts of models and data sets of the program."""
-    found = {name: everything(rank, world, fields, f"{folder}/{name}") for name, fields in layouts.items()}
-    return found, all_provided(rank, world, own)
-
-
 def all_provided(rank: int, world: int, layouts: Mapping[str, tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """With models and data sets of the program."""
     found: dict[str, Any] = {name: provided(family, fields, world) for name, (family, fields) in layouts.items()}
     for name, (family, fields) in layouts.items():
         if family == "mixtral":

@@ -10,6 +10,7 @@ import torch
 from tests.accelerate import programs
 from tests.accelerate.programs import DECAY, FAMILIES, GLOBAL_BATCH, KEY_TOKENS, LR, STEPS, TOTAL
 from tests.accelerate.transformers_ranks import TransformersRanks
+from tests.dist.in_turn import Call, called, one_after_another
 from torch import Tensor
 
 from mt_accelerate.utils import BertTrainStep, T5TrainStep
@@ -25,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return programs.everything(0, 1, {}, str(tmp_path_factory.mktemp("alone")))
+    return programs.everything(0, 1, ({}, str(tmp_path_factory.mktemp("alone"))))
 
 
 def plain_training(model: Any, batches: list[dict[str, Tensor]], loss_of: Any) -> list[float]:
@@ -130,8 +131,11 @@ def on_two_ranks(
     transformers_ranks: TransformersRanks, tmp_path_factory: pytest.TempPathFactory
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """What each of two ranks finds under every layout, with its own model and data and with those of the program."""
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    return transformers_ranks.run(2, programs.all_layouts, LAYOUTS, PROVIDED, folder, timeout=480)
+    folder = tmp_path_factory.mktemp("ranks")
+    calls: list[Call] = [(programs.everything, (fields, str(folder / name))) for name, fields in LAYOUTS.items()]
+    calls.append((programs.all_provided, PROVIDED))
+    of_ranks = transformers_ranks.run(2, one_after_another, called, calls, timeout=480)
+    return [(dict(zip(LAYOUTS, found, strict=True)), provided) for *found, provided in of_ranks]
 
 
 @pytest.fixture(scope="module")

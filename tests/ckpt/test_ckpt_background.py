@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 def background(save: Callable[..., None], directory: RunDirectory, host: PluginHost, **keys) -> WritesInBackground:
     config = CheckpointConfig(async_save=True, **keys)
-    return WritesInBackground(WholeMethod(save, Commit(directory, config, host), CONTEXT), config.async_in_flight)
+    method = WholeMethod(save, Commit(directory, config, host), CONTEXT)
+    return WritesInBackground(method, config.async_in_flight, CONTEXT)
 
 
 def contents(tensors: Iterable[tuple[str, torch.Tensor]], metadata=None, files=None) -> Contents:
@@ -192,16 +194,16 @@ def kill_at_random_moments(saved: Path, tries: int) -> None:
     def save(path, tensors, metadata, files) -> None:
         save_checkpoint(path, tensors, metadata, files, max_shard_bytes=1 << 17)
 
-    def train_on_and_on(begin: int, told: int) -> None:
+    def train_on_and_on(begin: int, write_end: int) -> None:
         writer = background(save, directory, host, keep_last=2)
         for iteration in count(begin):
             value = 1 + iteration % 2
             state = contents(kit.states[value].items(), metadata[value], files)
             writer.write(directory.checkpoint(iteration), state)
-            os.write(told, b"." * len(writer.committed()))
+            os.write(write_end, b"." * len(writer.committed()))
 
     for number in range(1, tries + 1):
-        kill_after_first_commit(lambda told, begin=100 * number: train_on_and_on(begin, told), moments.uniform(0, 0.04))
+        kill_after_first_commit(partial(train_on_and_on, 100 * number), moments.uniform(0, 0.04))
         latest = directory.latest_checkpoint()
         assert latest is not None
         assert int(latest.name.removeprefix("iter_")) >= 100 * number
@@ -211,16 +213,16 @@ def kill_at_random_moments(saved: Path, tries: int) -> None:
 
 def kill_after_first_commit(work: Callable[[int], None], seconds: float) -> None:
     """Run `work` in a forked child and kill it some time after it has written to the descriptor it is given."""
-    hears, told = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            work(told)
+            work(write_end)
         finally:
             os._exit(1)
-    os.close(told)
-    heard = os.read(hears, 1)
-    os.close(hears)
+    os.close(write_end)
+    heard = os.read(read_end, 1)
+    os.close(read_end)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]

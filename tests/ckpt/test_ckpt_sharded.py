@@ -272,19 +272,19 @@ def kill_at_random_moments(tmp_path: Path, tries: int) -> None:
 
 def kill_while_saving(directory: RunDirectory, first: int, seconds: float) -> None:
     """In a forked process, which is killed some time after its first commit."""
-    hears, told = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             for iteration in count(first):
                 write(directory.checkpoint(iteration))
                 directory.set_latest(directory.checkpoint(iteration))
-                os.write(told, b".")
+                os.write(write_end, b".")
         finally:
             os._exit(1)
-    os.close(told)
-    heard = os.read(hears, 1)
-    os.close(hears)
+    os.close(write_end)
+    heard = os.read(read_end, 1)
+    os.close(read_end)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

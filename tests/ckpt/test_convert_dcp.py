@@ -168,7 +168,7 @@ def test_torchtitan_computes_what_metas_formulas_say(host, titan: Path, tmp_path
         }
         torch.testing.assert_close(logits(tmp_path / name, host, TOKENS), expected, atol=2e-4, rtol=1e-4)
         assert open_checkpoint(tmp_path / name).metadata["iteration"] == 7
-    lines = describe(report, "x", "mt", dry_run=False)
+    lines = describe(report, "x", dry_run=False)
     assert f"the model is what {config} says; its tensors have the names of torchtitan" in lines
     assert "not read: optimizer, train_state" in lines
 

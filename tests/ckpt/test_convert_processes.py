@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_two_processes_write_what_one_writes(make_model, host, tmp_path: Path, monkeypatch) -> None:
     """An MoE model, whose experts become many tensors of one: none is read twice. The first process writes until the
     other one has started."""
-    source, told, here = make_model(dtype=torch.bfloat16, **MODELS["qwen_moe"]), [], []
+    source, reported, here = make_model(dtype=torch.bfloat16, **MODELS["qwen_moe"]), [], []
     write = SafetensorsFiles.write
     monkeypatch.setattr(SafetensorsFiles, "write", lambda *given: here.append(given) or write(*given))
     for nproc in (1, 2):
@@ -53,11 +53,11 @@ def test_two_processes_write_what_one_writes(make_model, host, tmp_path: Path, m
             options=IN_SHARDS,
             nproc=nproc,
             host=host,
-            progress=lambda done, total: told.append((done, total)),
+            progress=lambda done, total: reported.append((done, total)),
         )
     assert contents(tmp_path / "2") == contents(tmp_path / "1")
     assert len(shards_of(tmp_path / "1")) > 1
-    once, twice = told[: len(told) // 2], told[len(told) // 2 :]
+    once, twice = reported[: len(reported) // 2], reported[len(reported) // 2 :]
     assert once[-1] == twice[-1] == (report.num_bytes, report.num_bytes)
     assert [done for done, _ in twice] == sorted(done for done, _ in twice)
     assert here  # workers are other processes, in which nothing is replaced
@@ -79,7 +79,7 @@ MEGATRON = {
 @pytest.mark.usefixtures("forked_workers")
 def test_files_for_megatron_are_divided_over_processes(make_model, host, tmp_path: Path, saver: str) -> None:
     """Each by one process: the same bytes, and a tensor is counted once, though several processes read it."""
-    source, told = make_model(**{**LLAMA, "num_layers": 4}), []
+    source, reported = make_model(**{**LLAMA, "num_layers": 4}), []
     for nproc in (1, 2):
         report = convert(
             source,
@@ -88,12 +88,12 @@ def test_files_for_megatron_are_divided_over_processes(make_model, host, tmp_pat
             options=MEGATRON[saver],
             nproc=nproc,
             host=host,
-            progress=lambda done, total: told.append((done, total)),
+            progress=lambda done, total: reported.append((done, total)),
         )
     once = contents(tmp_path / "1")
     assert sum(name.endswith((".pt", ".distcp")) for name in once) > 1
     assert contents(tmp_path / "2") == once
-    assert told[-1] == (report.num_bytes, report.num_bytes)
+    assert reported[-1] == (report.num_bytes, report.num_bytes)
 
 
 @pytest.mark.slow

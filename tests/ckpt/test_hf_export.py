@@ -92,11 +92,11 @@ def transformers_loss(folder: Path, overrides: list[str]) -> float:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_transformers_computes_the_loss_of_the_evaluation(runs: dict[str, Path], layout: str) -> None:
     lines = [json.loads(line) for line in (runs[layout] / "metrics.jsonl").read_text().splitlines()]
-    told = {line["iteration"]: line["valid_loss"] for line in lines if line["kind"] == "valid"}
+    valid_losses = {line["iteration"]: line["valid_loss"] for line in lines if line["kind"] == "valid"}
     folder = runs[layout] / "checkpoints" / "hf"
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000002", "iter_0000004"]
     alone = [key for key in LAYOUTS[layout] if not key.startswith("parallel.")]
-    for iteration, loss in told.items():
+    for iteration, loss in valid_losses.items():
         assert transformers_loss(folder / f"iter_{iteration:07d}", alone) == pytest.approx(loss, rel=2e-6)
 
 

@@ -33,7 +33,7 @@ SMALL = (
 
 
 def asked(answers: dict[str, list[str]], given: dict[str, str] | None = None, *, has_gpu: bool = False) -> Any:
-    """(questions that were asked, their texts, problems that were told, the draft). answers: by question, in order;
+    """(questions that were asked, their texts, problems that were reported, the draft). answers: by question, in order;
     others take the default."""
     texts: dict[str, str] = {}
     problems: list[str] = []

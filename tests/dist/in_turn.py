@@ -15,8 +15,8 @@ AT_ONCE = 14
 SECONDS = 120.0
 Run = tuple[int, Hashable]
 """The number of ranks, and what their function is called with."""
-Call = tuple[Callable[[int, int, tuple[str, ...]], Any], tuple[str, ...]]
-"""A function of (rank, world, settings), and the settings."""
+Call = tuple[Callable[..., Any], Any]
+"""A function of (rank, world, case), and the case."""
 
 
 class InTurn:
@@ -51,9 +51,9 @@ class InTurn:
 
 
 def called(rank: int, world: int, call: Call) -> Any:
-    """For `InTurn` where runs differ in their function too."""
-    function, settings = call
-    return function(rank, world, settings)
+    """For runs that differ in their function too."""
+    function, case = call
+    return function(rank, world, case)
 
 
 def groups(runs: Iterable[Run]) -> Iterator[tuple[Run, ...]]:

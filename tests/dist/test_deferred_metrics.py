@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.core.train.test_steady_step import TIMED, Spy, spy_on_step
+from tests.core.train.test_steady_step import TIMED, Spy, spy_on_step, trained
 from tests.dist.in_turn import InTurn, called
 
 from mt_core.config.loading import LoadedConfig, load_config
@@ -69,27 +69,16 @@ def config(*more: str) -> LoadedConfig:
     return load_config(preset="gpt-tiny", overrides=[*SETTINGS, *more])
 
 
-class Told(Callback):
-    """What callbacks are told of each step, but for the time it took."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict] = []
-
-    def on_step_end(self, run, metrics) -> None:
-        self.steps.append({key: value for key, value in metrics.items() if key not in TIMED})
-
-
 def training(deferred: bool, more: tuple[str, ...]) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    """Steps as told, and the weights after them."""
-    told = Told()
-    trainer = Trainer(config(f"train.deferred_metrics={'always' if deferred else 'never'}", *more), callbacks=[told])
+    """The metrics of each step, but for the time it took, and the weights after them."""
+    trainer, steps = trained(config(f"train.deferred_metrics={'always' if deferred else 'never'}", *more))
     assert trainer.engine.step.deferred == deferred
-    trainer.train()
-    return told.steps, {name: weights.detach() for name, weights in trainer.engine.weights.named_parameters()}
+    untimed = [{key: value for key, value in step.items() if key not in TIMED} for step in steps]
+    return untimed, {name: weights.detach() for name, weights in trainer.engine.weights.named_parameters()}
 
 
 def late_and_at_once(rank: int, world: int, more: tuple[str, ...]) -> tuple[list[dict], list[dict], list[str]]:
-    """Steps reported one step later, steps told at once, and the weights that differ in a bit."""
+    """Steps reported one step later, steps reported at once, and the weights that differ in a bit."""
     more = ("train.train_iters=3", *more)
     deferred, after_deferred = training(True, more)
     at_once, after = training(False, more)

@@ -49,7 +49,7 @@ with rank_session("cpu", run_dir=folder) as session:
         dist.all_reduce(torch.ones(1000))
         if step == 12:
             wait_until_published(session)
-            (folder / f"told-{rank}").write_text(str(step))
+            (folder / f"reached-{rank}").write_text(str(step))
         time.sleep(0.05)
 """
 
@@ -159,7 +159,7 @@ def test_when_a_rank_is_killed_in_a_step_the_others_end_and_its_death_is_the_cau
     killed: list[float] = []
 
     def kill_rank_1() -> None:
-        wait_for(tmp_path / "told-1")
+        wait_for(tmp_path / "reached-1")
         os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
         killed.append(time.monotonic())
 

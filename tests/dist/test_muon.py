@@ -70,11 +70,11 @@ def orthogonalized(rank: int, world: int, options: tuple[str, ...]) -> list[tupl
     shapes: list[tuple[int, ...]] = []
     compute = muon.orthogonalize
 
-    def noting(matrix: Tensor, steps: int, coefficients: MuonCoefficients) -> Tensor:
+    def recording(matrix: Tensor, steps: int, coefficients: MuonCoefficients) -> Tensor:
         shapes.append(tuple(matrix.shape))
         return compute(matrix, steps, coefficients)
 
-    with mock.patch.object(muon, "orthogonalize", noting):
+    with mock.patch.object(muon, "orthogonalize", recording):
         run(rank, world, options)
     return [shape for shape in shapes if shape != (8, 8)]
 

@@ -155,6 +155,8 @@ def train(
 ON_TWO = (("gpt tied", 4), ("llama", 1), ("llama tied", 3))
 ON_FOUR = (("gpt tied", 9), ("llama", 3))
 """Models and numbers of micro-batches, each of which goes through all schedules."""
+FURTHER_ON_TWO = tuple(case for case in itertools.product(FAMILIES, (1, 3, 4)) if case not in ON_TWO)
+FURTHER_ON_FOUR = tuple(case for case in itertools.product(FAMILIES, (3, 9)) if case not in ON_FOUR)
 
 
 @pytest.mark.slow
@@ -163,8 +165,8 @@ ON_FOUR = (("gpt tied", 9), ("llama", 3))
     [
         (2, ON_TWO, 5),
         (4, ON_FOUR, 9),
-        pytest.param(2, tuple(itertools.product(FAMILIES, (1, 3, 4))), 5, marks=pytest.mark.exhaustive),
-        pytest.param(4, tuple(itertools.product(FAMILIES, (3, 9))), 9, marks=pytest.mark.exhaustive),
+        pytest.param(2, FURTHER_ON_TWO, 5, marks=pytest.mark.exhaustive),
+        pytest.param(4, FURTHER_ON_FOUR, 9, marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_schedule_computes_the_gradients_of_one_process(world, cases, layers) -> None:
@@ -421,12 +423,12 @@ def test_the_bubble_of_sleeping_stages_is_near_the_simulators() -> None:
     """Never shorter, since sleep is not; and not far above in the best of several attempts, of which a busy machine
     draws out most. mt bench pipeline measures how near."""
     schedules = [("1f1b", 1), ("interleaved_1f1b", 2), ("zbv_zero_bubble", 2)]
-    expected = [simulate(registered(name), 2, 4, stage_times(2, each, 0.01)) for name, each in schedules]
+    simulated = [simulate(registered(name), 2, 4, stage_times(2, each, 0.01)) for name, each in schedules]
     bubbles = [1.0] * len(schedules)
     for _ in range(20):
         found = run_ranks(2, slept)[0]
-        assert all(makespan > 0.999 * told.makespan for (makespan, _), told in zip(found, expected, strict=True))
+        assert all(makespan > 0.999 * one.makespan for (makespan, _), one in zip(found, simulated, strict=True))
         bubbles = [min(best, bubble) for best, (_, bubble) in zip(bubbles, found, strict=True)]
-        if all(best < told.bubble_fraction + 0.3 for best, told in zip(bubbles, expected, strict=True)):
+        if all(best < one.bubble_fraction + 0.3 for best, one in zip(bubbles, simulated, strict=True)):
             return
-    raise AssertionError(f"bubbles of {bubbles}, simulated {[told.bubble_fraction for told in expected]}")
+    raise AssertionError(f"bubbles of {bubbles}, simulated {[one.bubble_fraction for one in simulated]}")

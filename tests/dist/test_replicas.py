@@ -36,7 +36,7 @@ class Fault(NamedTuple):
     step: int = 1
 
 
-class Told(NamedTuple):
+class Outcome(NamedTuple):
     """steps: those that ended well. error: of the check, if it found something."""
 
     steps: list[int]
@@ -68,22 +68,22 @@ class Case(NamedTuple):
         return keys if self.fault is None else f"{keys}, rank {self.fault.rank}"
 
 
-def train(rank: int, world: int, case: Case) -> Told:
+def train(rank: int, world: int, case: Case) -> Outcome:
     settings, fault = case
     steps = Steps(fault if fault is not None and fault.rank == rank else None)
     trainer = Trainer(config(*SMALL, *settings), callbacks=[steps])
-    return outcome(trainer, steps)
+    return outcome_of(trainer, steps)
 
 
-def outcome(trainer: Trainer, steps: Steps) -> Told:
+def outcome_of(trainer: Trainer, steps: Steps) -> Outcome:
     try:
         trainer.train()
     except TrainingError as error:
-        return Told(steps.ended, str(error))
-    return Told(steps.ended, None)
+        return Outcome(steps.ended, str(error))
+    return Outcome(steps.ended, None)
 
 
-def train_with_a_wrong_gather(rank: int, world: int, settings: tuple[str, ...], fault: Fault) -> Told:
+def train_with_a_wrong_gather(rank: int, world: int, settings: tuple[str, ...], fault: Fault) -> Outcome:
     """What the optimizer's ranks collect arrives with a wrong bit on one of them, just before it is checked: any
     earlier, the next step would put the right one there."""
     steps = Steps(None)
@@ -96,7 +96,7 @@ def train_with_a_wrong_gather(rank: int, world: int, settings: tuple[str, ...], 
             flip(trainer, fault.name)
 
     trainer.engine.weights.finish_gather = collect_wrongly  # type: ignore[method-assign]
-    return outcome(trainer, steps)
+    return outcome_of(trainer, steps)
 
 
 WITHOUT_FAULT = [
@@ -126,7 +126,7 @@ RUNS = InTurn(
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "case"), WITHOUT_FAULT, ids=str)
 def test_copies_that_agree_pass_at_every_step(world: int, case: Case) -> None:
-    assert RUNS.of_ranks(world, case) == [Told([1, 2], None)] * world
+    assert RUNS.of_ranks(world, case) == [Outcome([1, 2], None)] * world
 
 
 @pytest.mark.slow
@@ -134,39 +134,39 @@ def test_copies_that_agree_pass_at_every_step(world: int, case: Case) -> None:
 def test_a_flipped_bit_stops_the_run_with_tensor_and_rank(case: Case, axis: str) -> None:
     fault = case.fault
     assert fault is not None
-    for told in RUNS.of_ranks(4, case):
-        assert told.steps == [1]
-        assert told.error is not None
-        assert f"{fault.name} of rank {fault.rank} among the {axis} ranks [0, 1, 2, 3]" in told.error
-        assert "go on from a checkpoint of before" in told.error
+    for outcome in RUNS.of_ranks(4, case):
+        assert outcome.steps == [1]
+        assert outcome.error is not None
+        assert f"{fault.name} of rank {fault.rank} among the {axis} ranks [0, 1, 2, 3]" in outcome.error
+        assert "go on from a checkpoint of before" in outcome.error
 
 
 @pytest.mark.slow
 def test_a_flipped_bit_is_found_under_zero_while_weights_are_collected_late() -> None:
     fault = Fault(3, QKV, step=2)
     layout = (ZERO, SMALL_BUCKETS, GATHER, EVERY_STEP)
-    for told in run_ranks(4, train_with_a_wrong_gather, layout, fault):
-        assert told.steps == [1]
-        assert told.error is not None
-        assert f"{QKV} of rank 3 among the dp_cp ranks [0, 1, 2, 3]" in told.error
+    for outcome in run_ranks(4, train_with_a_wrong_gather, layout, fault):
+        assert outcome.steps == [1]
+        assert outcome.error is not None
+        assert f"{QKV} of rank 3 among the dp_cp ranks [0, 1, 2, 3]" in outcome.error
 
 
 def test_of_two_copies_neither_is_blamed() -> None:
-    for told in RUNS.of_ranks(2, OF_TWO_COPIES):
-        assert told.error is not None
-        assert f"{QKV} differs among the dp_cp ranks [0, 1], and no value has a majority" in told.error
+    for outcome in RUNS.of_ranks(2, OF_TWO_COPIES):
+        assert outcome.error is not None
+        assert f"{QKV} differs among the dp_cp ranks [0, 1], and no value has a majority" in outcome.error
 
 
 @pytest.mark.slow
 def test_the_interval_says_when_copies_are_compared() -> None:
-    for told in RUNS.of_ranks(2, AT_INTERVALS):
-        assert told.steps == [1, 2, 3]
-        assert told.error is not None
+    for outcome in RUNS.of_ranks(2, AT_INTERVALS):
+        assert outcome.steps == [1, 2, 3]
+        assert outcome.error is not None
 
 
 @pytest.mark.slow
 def test_without_the_key_nothing_is_compared() -> None:
-    assert [told.error for told in RUNS.of_ranks(2, UNSEEN)] == [None, None]
+    assert [outcome.error for outcome in RUNS.of_ranks(2, UNSEEN)] == [None, None]
 
 
 def test_sharded_weights_have_no_copies_to_compare() -> None:

@@ -39,11 +39,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     groups: list[list[int]] = []
     new_group = dist.new_group
 
-    def noting(ranks: Any = None, **options: Any) -> Any:
+    def recording(ranks: Any = None, **options: Any) -> Any:
         groups.append(list(ranks))
         return new_group(ranks, **options)
 
-    monkeypatch.setattr(dist, "new_group", noting)
+    monkeypatch.setattr(dist, "new_group", recording)
     return groups
 
 

@@ -21,7 +21,7 @@ MODEL = [
     "model.family=llama", "model.num_layers=2", "model.hidden_size=512", "model.num_attention_heads=8",
     "model.vocab_size=1024",
 ]  # fmt: skip
-MIXTURE = "model.moe={num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256}"
+MOE = "model.moe={num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256}"
 
 
 def quantized(name: str, *shape: int, group: int = 128) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -89,7 +89,7 @@ def test_decoding_in_graphs_gives_the_first_tokens_of_dequantized_weights(name: 
     """bf16 products round differently, so that later tokens of random weights may part."""
     from mt_infer.quantization.weights import QuantizedWeight, product_of, quantize_weights
 
-    keys = [*MODEL, f"inference.quantize_weights={name}", *([MIXTURE] if feed_forward == "experts" else [])]
+    keys = [*MODEL, f"inference.quantize_weights={name}", *([MOE] if feed_forward == "experts" else [])]
     keys += ["model.family=mixtral"] if feed_forward == "experts" else []
     host = load_plugins()
     config = load_config(overrides=keys, host=host).config

@@ -50,9 +50,9 @@ class Losses(Callback):
 
 
 def losses(*more: str) -> list[float]:
-    told = Losses()
-    Trainer(config(*more), callbacks=[told]).train()
-    return told.seen
+    recorder = Losses()
+    Trainer(config(*more), callbacks=[recorder]).train()
+    return recorder.seen
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from tests.models import plugin_host
 
 from mt_core.config.loading import load_config
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
-from mt_core.plugins import load_plugins
 
 
 @pytest.fixture(scope="session")
 def host():
-    return load_plugins()
+    return plugin_host.host()
 
 
 @pytest.fixture

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 import torch.distributed as dist
 from tests.dist.in_turn import InTurn
 from tests.models.bert_reference import bert_batch
+from tests.models.plugin_host import host
 from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
@@ -16,7 +15,6 @@ from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
-from mt_core.plugins import load_plugins
 
 pytestmark = pytest.mark.dist
 SIZES = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "vocab_size=101", "init_method_std=0.2"]
@@ -42,7 +40,6 @@ CASES = {
     "classes on BERT": ("bert_classification", "classification", [POSITIONS, "classifier_dropout=0.5"]),
     "classes on GPT": ("gpt_classification", "classification", [POSITIONS, "classifier_dropout=0.5"]),
 }
-host = cache(load_plugins)
 
 
 def samples() -> dict[str, Tensor]:

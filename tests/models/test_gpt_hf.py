@@ -175,15 +175,21 @@ def test_a_preset_turned_to_rotary_has_no_table_of_positions(host) -> None:
     assert model.max_sequence_length is None
 
 
+SIX_HEADS = ["model.hidden_size=48", "model.num_attention_heads=6", "model.num_query_groups=3"]
+
+
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
         (
-            ["model.hidden_size=48", "model.num_attention_heads=6", "model.num_query_groups=3"],
-            r"=4 does not fit model.num_query_groups=3 .* it can be 1, 3 or 6",
+            [*SIX_HEADS, "model.ffn_hidden_size=192"],
+            r"=4 does not fit model.num_query_groups=3 .* it can be 1, 3 or 6$",
         ),
-        (["model.ffn_hidden_size=66"], r"=4 does not divide the width of the feed-forward .*=66"),
+        # 3 and 6 divide the heads, but not the width.
+        ([*SIX_HEADS, "model.ffn_hidden_size=64"], r"=4 does not fit model.num_query_groups=3 .* it can be 1$"),
+        # 3 and 6 divide the width, but not the heads.
+        (["model.ffn_hidden_size=66"], r"=4 does not divide the width of the feed-forward .*=66; it can be 1 or 2$"),
     ],
 )
 def test_tensor_parallel_ranks_get_whole_groups(host, family, keys, words) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.dist.in_turn import InTurn
 from tests.models.decoder_reference import load, random_tokens
+from tests.models.plugin_host import host
 
 from mt_core.config.schema import Config
 from mt_core.nn.embedding import gather_logits
@@ -15,7 +16,6 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
-from mt_core.plugins import load_plugins
 
 pytestmark = pytest.mark.dist
 
@@ -44,9 +44,6 @@ def forward_backward(config, host, ctx: ParallelContext):
             parameter.grad = all_reduce(parameter.grad, ctx.axis(axis))
     multiple = config.model.make_vocab_size_divisible_by
     return gather_logits(logits.detach(), SHAPE["vocab_size"], multiple, ctx), model
-
-
-host = cache(load_plugins)
 
 
 @cache

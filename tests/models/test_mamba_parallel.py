@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from tests.dist.in_turn import InTurn
 from tests.models.decoder_reference import random_tokens
 from tests.models.mamba_reference import build, configure, segments_of
+from tests.models.plugin_host import host
 
 from mt_core.errors import ConfigError
 from mt_core.nn.context_parallel import shard_sequence, unshard_sequence
@@ -16,7 +15,6 @@ from mt_core.nn.embedding import gather_logits
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
-from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_infer.engine import InferenceEngine
 
@@ -86,9 +84,6 @@ def whole_value(model: torch.nn.Module, name: str) -> torch.Tensor:
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     assert actual.shape == expected.shape
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-6)).item()
-
-
-host = cache(load_plugins)
 
 
 def differences(rank: int, world_size: int, layout: AxisSizes | bool) -> dict[str, float]:

@@ -12,8 +12,9 @@ from mt_core.config.loading import config_from_dict
 from mt_core.errors import ConfigError
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.model import Generates, Model, as_generator, contract, is_pipelined
-from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.plugins import load_plugins
+from mt_core.train.kept_logits import KeptLogits
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,18 @@ def test_a_head_on_a_decoder_neither_continues_text_nor_is_cut(host) -> None:
     assert is_pipelined(build(host, MODELS["llama"]))
 
 
+@pytest.mark.parametrize("head", ["classification", "multiple_choice"])
+def test_logits_of_a_head_are_kept_as_they_are(host, head: str) -> None:
+    """Not gathered over tensor-parallel ranks, each of which has all of them."""
+    keys = {**MODELS["llama"], "family": f"llama_{head}"} | ({"num_classes": 3} if head == "classification" else {})
+    model, config = build(host, keys), config_from_dict({"model": keys}, host)
+    ranks = ParallelContext(axes={"tp": Axis(size=2, ranks=(0, 1))})
+    kept, logits = KeptLogits(lambda output, batch: output, config, ranks, model), torch.ones(2, 3)
+    kept.begin()
+    kept(logits, {})
+    assert torch.equal(kept.take(), logits)
+
+
 def test_layers_to_divide_are_those_of_all_stacks(host) -> None:
     stacked = {name: config_from_dict({"model": MODELS[name]}, host).model.stacked_layers for name in ("llama", "t5")}
     assert stacked == {"llama": 3, "t5": 6}
@@ -84,5 +97,6 @@ def test_a_plain_module_stands_under_the_defaults() -> None:
     plain = contract(nn.Linear(2, 2))
     assert plain.inputs == ("tokens", "position_ids", "segment_ids")
     assert not plain.continues_text
+    assert plain.predicts_tokens
     assert plain.needs_logits is None
     assert not is_pipelined(nn.Linear(2, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ import torch
 from tests.covering import EXHAUSTIVE
 from tests.dist.in_turn import InTurn
 from tests.models.moe_reference import settings
+from tests.models.plugin_host import host
 
 from mt_core.config.loading import load_config
-from mt_core.plugins import load_plugins
 from mt_tools.verify.comparison import compare
 from mt_tools.verify.run_record import RunRecord, record_run
 
@@ -72,8 +71,6 @@ FULL = "recompute.recompute_granularity=full"
 LATENTS = ("recompute.recompute_granularity=selective", "recompute.recompute_modules=['mla_up_proj']")
 BATCH4 = "train.global_batch_size=4"
 """Two micro-batches for each of two data-parallel ranks."""
-
-host = cache(load_plugins)
 
 
 def record(keys: Mapping[str, Any], layout: tuple[str, ...]) -> RunRecord:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 import torch.distributed as dist
 from tests.dist.in_turn import InTurn
+from tests.models.plugin_host import host
 from tests.models.test_retro import DATA, SHAPE, samples
 from torch import Tensor, nn
 
@@ -16,7 +15,6 @@ from mt_core.errors import ConfigError
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
-from mt_core.plugins import load_plugins
 
 pytestmark = pytest.mark.dist
 KEYS = [f"model.{key}={value}" for key, value in SHAPE.items()]
@@ -32,17 +30,16 @@ CASES = {
     ],
     "grouped queries": ["model.position_embedding_type=rope", "model.num_query_groups=2"],
 }
-plugins = cache(load_plugins)
 
 
 def loss_and_gradients(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Module]:
     """The model after backward; its partial gradients are summed."""
-    config = load_config(overrides=[*BASE, *CASES[case]], host=plugins()).config
-    model = plugins().models.get("retro").build.load()(config.model, ModelEnvironment(config, ctx, plugins()))
+    config = load_config(overrides=[*BASE, *CASES[case]], host=host()).config
+    model = host().models.get("retro").build.load()(config.model, ModelEnvironment(config, ctx, host()))
     initialize(model, 5, ctx)
     batch = samples()
     labels = {"labels": batch["tokens"].roll(-1, 1)}
-    losses = plugins().losses.get("cross_entropy", key="train.loss").build.load()(config, ctx)(model(**batch), labels)
+    losses = host().losses.get("cross_entropy", key="train.loss").build.load()(config, ctx)(model(**batch), labels)
     losses.mean().backward()
     for name, layout in parameter_layouts(model).items():
         if "tp" in layout.partial_gradient and ctx.tp.size > 1:
@@ -85,10 +82,10 @@ def test_two_ranks_have_the_loss_and_gradients_of_one(case) -> None:
             assert not wrong
 
 
-def test_neighbours_that_ranks_cannot_share_equally(host, monkeypatch) -> None:
+def test_neighbours_that_ranks_cannot_share_equally(monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     odd = ["model.retro_chunk_length=5", "data.retro_chunk_length=5", "data.seq_length=20"]
     odd += ["model.retro_num_retrieved_chunks=1", "data.retro_num_retrieved_chunks=1"]
     sharded = ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"]
     with pytest.raises(ConfigError, match="sequence_parallel divides the 5 tokens of a neighbour.*multiple of 2"):
-        load_config(overrides=[*BASE, *CASES["learned"], *odd, *sharded], host=host)
+        load_config(overrides=[*BASE, *CASES["learned"], *odd, *sharded], host=host())

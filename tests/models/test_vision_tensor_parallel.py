@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from tests.dist.in_turn import InTurn
+from tests.models.plugin_host import host
 from tests.models.vision_reference import config_from, random_images
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
-from mt_core.plugins import load_plugins
 
 pytestmark = pytest.mark.dist
 
@@ -54,7 +54,6 @@ CASES = {
         "language_model": {"family": "qwen", "num_query_groups": 2, **DECODER},
     },
 }
-host = cache(load_plugins)
 OF_TEXTS = [name for name, keys in CASES.items() if "language_model" in keys]
 
 

@@ -59,18 +59,18 @@ def watch(layer: MoeLayer, events: list[str]) -> None:
 
     begin, end = AllToAll.begin, AllToAll.end
 
-    def noted_begin(self: AllToAll, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+    def recorded_begin(self: AllToAll, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
         if x.shape[1:] == (HIDDEN,):
             events.append("send")
         return begin(self, x, send, receive)
 
-    def noted_end(self: AllToAll) -> Tensor:
+    def recorded_end(self: AllToAll) -> Tensor:
         arrived = end(self)
         if arrived.shape[1:] == (HIDDEN,):
             events.append("arrived")
         return arrived
 
-    AllToAll.begin, AllToAll.end = noted_begin, noted_end  # type: ignore[method-assign]
+    AllToAll.begin, AllToAll.end = recorded_begin, recorded_end  # type: ignore[method-assign]
     assert layer.shared_experts is not None
     layer.shared_experts.register_forward_hook(lambda *_: events.append("shared"))
     layer.shared_experts.linear_fc2.weight.register_hook(lambda _: events.append("shared backward"))
@@ -228,7 +228,7 @@ TRAINED = [
 def training_with_room_for(rank: int, world: int) -> tuple[int, bool, list[str]]:
     """Host waits of a step with room for twice the rows; whether losses are those of exact sizes; and the errors of a
     run with too little room, where the flag is read at once, as on a CPU, and where it is not, as on a GPU."""
-    from tests.core.train.test_steady_step import Told, spy_on_step
+    from tests.core.train.test_steady_step import StepRecorder, spy_on_step
 
     from mt_core.config.loading import load_config
     from mt_core.errors import TrainingError
@@ -241,9 +241,9 @@ def training_with_room_for(rank: int, world: int) -> tuple[int, bool, list[str]]
     bounded = ", moe_dispatcher_options={{static_shape=true, expert_rank_capacity_factor={}}}"
     losses = []
     for own in ("", bounded.format(2.0)):
-        told = Told()
-        trainer(own, told).train()
-        losses.append([step["loss"] for step in told.steps])
+        recorder = StepRecorder()
+        trainer(own, recorder).train()
+        losses.append([step["loss"] for step in recorder.steps])
     waits = spy_on_step(trainer(bounded.format(2.0))).waits
     errors = []
     for names in ((), ("layer.require_room", "routing.router.require_finite")):

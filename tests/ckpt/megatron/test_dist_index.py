@@ -11,6 +11,7 @@ from mt_ckpt.megatron_dist.index import METADATA_FILE, read_index
 from mt_ckpt.megatron_dist.write_index import WrittenBlob, WrittenTensor, encode_index
 from mt_ckpt.tiling import tiles
 from mt_core.errors import CheckpointError
+from mt_core.tensor_slice import TensorSlice
 
 PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
 """Of 3 x 3: no line cuts it in two."""
@@ -36,22 +37,23 @@ WRONG = {
 @pytest.mark.parametrize("case", [*WHOLE, *WRONG])
 def test_tiles_counts_every_element_once(case: str) -> None:
     """Against elements counted one by one."""
-    shape, boxes = {**WHOLE, **WRONG}[case]
+    shape, slices = {**WHOLE, **WRONG}[case]
     counted = torch.zeros([size + 3 for size in shape])
-    alike = all(len(offsets) == len(shape) for offsets, _ in boxes)
-    for offsets, sizes in boxes if alike else []:
+    alike = all(len(offsets) == len(shape) for offsets, _ in slices)
+    for offsets, sizes in slices if alike else []:
         counted[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
     expected = torch.zeros_like(counted)
     expected[tuple(slice(0, size) for size in shape)] = 1
-    assert tiles(shape, boxes) == (alike and torch.equal(counted, expected)) == (case in WHOLE)
+    tiled = tiles(shape, [TensorSlice(*one) for one in slices])
+    assert tiled == (alike and torch.equal(counted, expected)) == (case in WHOLE)
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_an_index_whose_chunks_do_not_tile_is_refused(case: str, tmp_path: Path) -> None:
     """Some have as many elements as the tensor: the missing ones would be read as whatever was in memory."""
-    shape, boxes = WRONG[case]
+    shape, slices = WRONG[case]
     (tmp_path / "0.distcp").touch()
-    blobs = [WrittenBlob("a.weight", offsets, sizes, "0.distcp", 0, 0) for offsets, sizes in boxes]
+    blobs = [WrittenBlob("a.weight", offsets, sizes, "0.distcp", 0, 0) for offsets, sizes in slices]
     data = encode_index({"a.weight": WrittenTensor(shape, torch.float32)}, blobs)
     (tmp_path / METADATA_FILE).write_bytes(data)
     with pytest.raises(CheckpointError, match=r"the chunks of a.weight (do not tile|have 2 elements)"):

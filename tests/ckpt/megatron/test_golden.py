@@ -34,6 +34,7 @@ FOLDERS = {
 }
 PADDED = {"gpt": 256, "bert": 128, "moe": 128, "gpt_distopt": 128}
 TRUE = {"gpt": 250, "bert": 100, "moe": 100, "gpt_distopt": 100}
+LAYERS = {"gpt": 4, "bert": 2, "moe": 4, "gpt_distopt": 1}
 CASES = [(model, folder) for model, folders in FOLDERS.items() for folder in folders]
 
 
@@ -47,11 +48,10 @@ def weights_of(reader) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): reader.read(name) for name in reader.shapes() if name.startswith("model.")}
 
 
-@pytest.mark.parametrize(("model", "folder"), CASES)
+# Of gpt_distopt no sums were printed.
+@pytest.mark.parametrize(("model", "folder"), [case for case in CASES if case[0] != "gpt_distopt"])
 def test_tensors_have_the_sums_that_megatron_printed(model, folder, golden, host) -> None:
-    sums = json.loads((golden / model / "expected.json").read_text()).get("checkpoint_param_sums")
-    if sums is None:
-        pytest.skip("of this model no sums were printed")
+    sums = json.loads((golden / model / "expected.json").read_text())["checkpoint_param_sums"]
     tensors = weights_of(opened(golden / model / folder, host, PADDED[model]))
     seen = set()
     for stored, (total, magnitude) in sums.items():
@@ -263,19 +263,26 @@ def first_of(model: str, golden: Path, host: PluginHost) -> CheckpointReader:
     return opened(golden / model / FOLDERS[model][0], host)
 
 
+def has_stages(model: str, layout: tuple[int, int, int, int]) -> bool:
+    _, pp, vpp, _ = layout
+    return LAYERS[model] % (pp * vpp) == 0
+
+
 @pytest.mark.parametrize(
-    ("model", "layout"), [*covering(list(FOLDERS), GRIDS, 2), *(("moe", layout) for layout in OF_EXPERTS)]
+    ("model", "layout"),
+    [
+        *(case for case in covering(list(FOLDERS), GRIDS, 2) if has_stages(*case.values)),
+        *(("moe", layout) for layout in OF_EXPERTS),
+    ],
 )
 def test_what_megatron_wrote_survives_every_layout(model, layout, golden, host, tmp_path) -> None:
     """Model and optimizer, read, written for a layout, and read again."""
     reader, (tp, pp, vpp, ep) = first_of(model, golden, host), layout
-    if reader.metadata["config"]["model"]["num_layers"] % (pp * vpp):
-        pytest.skip("the model cannot be divided so")
-    asked = {
+    options = {
         "target_tensor_parallel_size": tp,
         "target_pipeline_parallel_size": pp,
         "target_virtual_pipeline_parallel_size": vpp,
         "target_expert_parallel_size": ep,
     }
     for saver in ("megatron", "megatron-dist"):
-        assert_same_tensors(opened(converted(tmp_path / saver, saver, reader, host, **asked), host), reader)
+        assert_same_tensors(opened(converted(tmp_path / saver, saver, reader, host, **options), host), reader)

@@ -45,7 +45,7 @@ TRAINED = (
 )
 
 
-def told(*words: str | Path) -> list[str]:
+def printed_lines(*words: str | Path) -> list[str]:
     """Lines that the command prints."""
     application = typer.Typer()
     application.command()(command)
@@ -58,14 +58,14 @@ def told(*words: str | Path) -> list[str]:
 def test_an_optimizer_that_is_not_read_is_named_with_the_reason(further, tmp_path) -> None:
     file = save_rank(tmp_path / "a", "mp_rank_00", {"args": arguments(), "model": gpt()})
     torch.save({}, file.parent / "layer_wise_optimizer_0.pt")
-    lines = told("--load-dir", tmp_path / "a", "--save-dir", tmp_path / "b", "--saver", "hf", *further)
+    lines = printed_lines("--load-dir", tmp_path / "a", "--save-dir", tmp_path / "b", "--saver", "hf", *further)
     expected = "without the optimizer of Megatron's run: layer-wise optimizers (layer_wise_optimizer_*.pt) do not say"
     assert lines[1].startswith(expected)
 
 
 def test_nothing_is_said_where_there_is_no_optimizer(tmp_path) -> None:
     save_rank(tmp_path / "a", "mp_rank_00", {"args": arguments(), "model": gpt()})
-    lines = told("--load-dir", tmp_path / "a", "--save-dir", tmp_path / "b", "--saver", "hf")
+    lines = printed_lines("--load-dir", tmp_path / "a", "--save-dir", tmp_path / "b", "--saver", "hf")
     assert [line for line in lines[1:] if not line.startswith("without a tokenizer")] == []
 
 
@@ -95,7 +95,7 @@ def test_histories_of_fp8_are_left_out_and_listed(saver, fp8_run, tmp_path, host
 
 
 def test_the_command_lists_them_in_one_word(fp8_run, tmp_path) -> None:
-    lines = told("--load-dir", fp8_run, "--save-dir", tmp_path / "hf", "--saver", "hf")
+    lines = printed_lines("--load-dir", fp8_run, "--save-dir", tmp_path / "hf", "--saver", "hf")
     assert "fp8.amax_history" in lines[1].partition("left out")[2]
     assert " model" not in lines[1].partition("left out")[2].partition(":")[2]
 

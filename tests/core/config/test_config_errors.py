@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mt_core.config.checks import must_divide_all
 from mt_core.config.loading import load_config
 from mt_core.config.presets import find_preset
 from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS
@@ -60,6 +61,14 @@ def test_one_wrong_value(host: PluginHost, override: str, message: str) -> None:
 
 def test_every_wrong_value_is_listed(host: PluginHost) -> None:
     lines = refusal(host, "train.seed=x", "train.loss=1", "train.sede=2").splitlines()
+    assert len(lines) == 3
+
+
+def test_keys_of_no_family_are_listed_without_one(host: PluginHost) -> None:
+    lines = refusal(host, "model.num_layer=2", "model.hidden_size=8", "train.sede=2", preset=None).splitlines()
+    assert lines[0].startswith("model.family is not set; ")
+    assert lines[1] == 'unknown key model.num_layer (from --set) (did you mean "num_layers"?)'
+    assert lines[2].startswith("unknown key train.sede")
     assert len(lines) == 3
 
 
@@ -248,6 +257,11 @@ def test_a_preset_of_two_families_is_a_conflict() -> None:
         ConfigError, match=r'"a" \(dist-a 1\.0\) for family a and plugin "b" \(dist-b 1\.0\) for family b'
     ):
         find_preset("small", host)
+
+
+def test_the_sizes_of_a_message_pass_all_its_rules() -> None:
+    with pytest.raises(ConfigError, match="size=8 does not divide a=12; it can be 1, 2 or 4"):
+        must_divide_all("size", 8, {"a": 12, "b": 8})
 
 
 def test_every_key_has_a_help_text(host: PluginHost) -> None:

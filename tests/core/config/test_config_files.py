@@ -251,6 +251,7 @@ def test_megatrons_other_words_are_refused_with_ours(host: PluginHost, override:
         ("checkpoint_loaders", "mixtral_hf", "hf"),
         ("checkpoint_savers", "torch_dist", "megatron-dist"),
         ("checkpoint_savers", "core", "megatron"),
+        ("checkpoint_savers", "mcore", "megatron"),
         ("checkpoint_savers", "legacy", "megatron-legacy"),
     ],
 )
@@ -260,6 +261,7 @@ def test_formats_of_megatrons_converter(host: PluginHost, caplog, kind: str, wor
     assert caplog.messages == [f"note: --loader={word} is called {ours} here"]
 
 
-def test_a_word_that_may_mean_two_formats_is_refused(host: PluginHost) -> None:
-    with pytest.raises(PluginError, match=r"--loader=llama_mistral is hf or meta here; name one of them"):
-        host.checkpoint_loaders.get("llama_mistral", key="--loader")
+@pytest.mark.parametrize(("kind", "key"), [("checkpoint_loaders", "--loader"), ("checkpoint_savers", "--saver")])
+def test_a_word_that_may_mean_two_formats_is_refused(host: PluginHost, kind: str, key: str) -> None:
+    with pytest.raises(PluginError, match=f"{key}=llama_mistral is hf or meta here; name one of them"):
+        host.registry(kind).get("llama_mistral", key=key)

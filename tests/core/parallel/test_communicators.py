@@ -61,11 +61,11 @@ def _exchange(p2p: P2PCommunicator, axis: Axis) -> tuple[list[str], float]:
     used: list[str] = []
     start = dist.batch_isend_irecv
 
-    def noting(operations: list[dist.P2POp]) -> list[dist.Work]:
+    def recording(operations: list[dist.P2POp]) -> list[dist.Work]:
         used.extend("forward" if op.group is axis.group else "backward" for op in operations)
         return start(operations)
 
-    dist.batch_isend_irecv = noting
+    dist.batch_isend_irecv = recording
     hidden = torch.full((2,), 3.0, requires_grad=True)
     if axis.rank == 0:
         p2p.send_hidden(hidden, 1, "key")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from mt_core.specs import Fragment
 from mt_core.tensor_slice import TensorSlice
 from mt_core.testing import run_ranks
 from mt_core.train.batches.broadcast import broadcast_batches
-from mt_core.train.checkpoint.saving import Contents, ShardedMethod, WholeMethod, WritesNow
-from mt_core.train.engine import Engine
+from mt_core.train.checkpoint import saving
+from mt_core.train.checkpoint.saving import Contents, ShardedMethod, WholeMethod, WritesInBackground, WritesNow
 
 
 class UnpicklableError(Exception):
@@ -35,6 +36,21 @@ class FullDisk:
     def save(self, path: Path, tensors: Iterator[tuple[str, Tensor]], *rest: object) -> None:
         next(tensors)
         raise CheckpointError(f"{path}: no space")
+
+
+class FailsOnTheSecond:
+    """A sharded saver whose first rank waits for a report of the second, which never comes."""
+
+    def __init__(self) -> None:
+        self.report = threading.Event()
+
+    def begin(self, path: Path) -> str:
+        return ""
+
+    def write(self, path: Path, place: str, rank: int, *rest: object) -> None:
+        if rank == 1:
+            raise CheckpointError(f"{path}: no space for a report")
+        self.report.wait()
 
 
 def raised(call: Callable[[], Any]) -> str:
@@ -65,14 +81,33 @@ def outcomes(rank: int, world: int) -> list[str]:
         raised(lambda: on_first_rank(fails, ctx.world)),
         raised(lambda: method.begin(Path("x"), Contents([], {}, {}))),
         raised(lambda: whole.write(Path("y"), shards)),
-        raised(lambda: Engine.save_state(cast(Any, SimpleNamespace(ctx=ctx)), "/dev/null/run"))[:26],
         raised(lambda: next(broadcast_batches(cast(Any, batches), ctx.world))),
     ]
 
 
 def test_results_and_errors_of_the_first_rank_are_those_of_all() -> None:
     first, second = run_ranks(2, outcomes)
-    own, sent = "UnpicklableError: a and b", "RuntimeError: the first rank failed: UnpicklableError: a and b"
-    refused = ["CheckpointError: x: no space", "CheckpointError: y: no space", "ConfigError: run directory"]
+    own, sent = "UnpicklableError: a and b", "RuntimeError: rank 0 failed: UnpicklableError: a and b"
+    refused = ["CheckpointError: x: no space", "CheckpointError: y: no space"]
     assert first == ["of rank 0", own, *refused, own]
     assert second == ["of rank 0", sent, *refused, sent]
+
+
+def of_threads(rank: int, world: int) -> list[str]:
+    """Errors of checkpoints written in the background."""
+    ctx = build_parallel_context(AxisSizes(tp=world))
+    contents = Contents([shard(name, rank, world) for name in "abc"], {}, {})
+    first = WritesInBackground(WholeMethod(FullDisk().save, cast(Any, None), ctx), 1, ctx)
+    first.write(Path("x"), contents)
+    saver = FailsOnTheSecond()
+    second = WritesInBackground(ShardedMethod(cast(Any, saver), cast(Any, lambda *_: None), ctx), 1, ctx)
+    second.write(Path("y"), contents)
+    with mock.patch.object(saving, "ROUND_SECONDS", 0.01):
+        found = [raised(lambda: first.write(Path("z"), contents)), raised(second.finish)]
+    saver.report.set()
+    return [*found, *first.close(), *second.close()]
+
+
+def test_an_error_of_any_ranks_thread_is_raised_on_all() -> None:
+    errors = ["CheckpointError: x: no space", "CheckpointError: y: no space for a report"]
+    assert run_ranks(2, of_threads) == [errors, errors]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 
 import pytest
 import torch
 
 from mt_core.errors import ConfigError
-from mt_core.parallel.context import Axis
+from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.parallel.pipeline.plot import COLOURS
 from mt_core.parallel.pipeline.schedule_tables import Action, Kind
 from mt_core.parallel.pipeline.schedules import ZBV_ZERO_BUBBLE
 from mt_core.parallel.pipeline.simulator import StageTimes, simulate
 from mt_core.parallel.pipeline.timeline import Span, Timeline
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, read_trace, write_trace
+from mt_core.train.step.schedule_trace import ScheduleTrace
 
 TIMELINE = Timeline(
     (
@@ -44,6 +46,24 @@ def test_a_chrome_trace_is_read_back(tmp_path) -> None:
     events = [event for event in content["traceEvents"] if event["ph"] == "X"]
     assert {"name": "1F0", "cat": "F", "pid": 1, "ts": 2.5e6, "dur": 1.5e6}.items() <= events[-1].items()
     assert content["otherData"]["bubble_fraction"] == pytest.approx(3.5 / 6)
+
+
+def test_the_second_step_of_a_run_is_the_traced_one(tmp_path) -> None:
+    """The first one includes warm-up."""
+    trace, notes, written = ScheduleTrace(tmp_path / "schedule.json", ParallelContext()), [], []
+
+    def step(number: int) -> int:
+        with trace.recorder.span(Action(Kind.FORWARD, 0, number)):
+            return number
+
+    for number in range(3):
+        pending, note = trace.run(partial(step, number), 11 + number)
+        assert pending == number
+        notes.append(note)
+        written.append(trace.path.exists())
+    assert notes == [None, f"schedule of step 12 written to {trace.path}", None]
+    assert written == [False, True, True]
+    assert [span.action for span in read_trace(trace.path).ranks[0]] == [Action(Kind.FORWARD, 0, 1)]
 
 
 def test_a_picture_has_a_row_for_each_rank_and_a_box_for_each_action(tmp_path) -> None:

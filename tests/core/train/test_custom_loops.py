@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.dist.in_turn import one_after_another
 
 from mt_core.config import load_config
 from mt_core.errors import ConfigError, DataError, TrainingError
@@ -87,13 +88,17 @@ def losses_of_mt_train(overrides: tuple[str, ...]) -> list[float]:
     return losses.found
 
 
-def loop(rank: int, world: int, overrides: tuple[str, ...], folder: str) -> dict[str, Any]:
+def loop(rank: int, world: int, case: tuple[tuple[str, ...], str]) -> dict[str, Any]:
+    """case: overrides, and the run directory for its checkpoints."""
+    overrides, folder = case
     engine = build(*overrides)
     found: dict[str, Any] = {"losses": [engine.train_step(engine.rank_batch(rows(engine, n))).loss for n in range(3)]}
     found["mt train"] = losses_of_mt_train(overrides)
     found["samples"] = engine.state.consumed_samples
     batch = engine.rank_batch(rows(engine, 0))
     engine.save_state(folder)
+    with pytest.raises(ConfigError, match="run directory /dev/null/run"):  # of the first rank, and raised on all
+        engine.save_state("/dev/null/run")
     found["evaluated"] = engine.eval_step(batch)
     engine.train_step(batch, learning_rate=1.0)
     found["moved"] = engine.eval_step(batch)
@@ -117,17 +122,15 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return loop(0, 1, (), str(tmp_path_factory.mktemp("alone")))
-
-
-def loops(rank: int, world: int, folder: str) -> dict[str, dict[str, Any]]:
-    return {layout: loop(rank, world, overrides, f"{folder}/{layout}") for layout, overrides in LAYOUTS.items()}
+    return loop(0, 1, ((), str(tmp_path_factory.mktemp("alone"))))
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """Of each rank, by layout: in processes that import and build their first model once."""
-    return run_ranks(2, loops, str(tmp_path_factory.mktemp("ranks")))
+    folder = tmp_path_factory.mktemp("ranks")
+    cases = [(overrides, str(folder / layout)) for layout, overrides in LAYOUTS.items()]
+    return [dict(zip(LAYOUTS, found, strict=True)) for found in run_ranks(2, one_after_another, loop, cases)]
 
 
 @pytest.mark.dist

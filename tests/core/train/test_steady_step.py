@@ -118,8 +118,8 @@ class Spy(TorchDispatchMode):
         return self._waits + self.methods.total()
 
 
-class Told(Callback):
-    """What callbacks are told of each step."""
+class StepRecorder(Callback):
+    """The metrics of each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict] = []
@@ -142,10 +142,10 @@ def spy_on_step(trainer: Trainer, warm: int = 2) -> Spy:
 
 
 def trained(config, **parts) -> tuple[Trainer, list[dict]]:
-    told = Told()
-    trainer = Trainer(config, callbacks=[told], **parts)
+    recorder = StepRecorder()
+    trainer = Trainer(config, callbacks=[recorder], **parts)
     trainer.train()
-    return trainer, told.steps
+    return trainer, recorder.steps
 
 
 @pytest.mark.parametrize("more", [[], ["train.loss=linear_cross_entropy"], ["data.reset_position_ids=true"]])

@@ -124,12 +124,12 @@ def test_megatrons_log_line(tiny, tmp_path: Path) -> None:
     assert len(found) == 6
     for match, line in zip(found, jsonl(tmp_path, "train"), strict=True):
         read = {key: float(match[key]) for key in ("iteration", "last", "samples", "lr", "batch", "loss")}
-        told = (line["iteration"], 6, line["consumed_samples"], line["learning_rate"], 4, line["loss"])
-        assert tuple(read.values()) == pytest.approx(told, rel=1e-6)
+        expected = (line["iteration"], 6, line["consumed_samples"], line["learning_rate"], 4, line["loss"])
+        assert tuple(read.values()) == pytest.approx(expected, rel=1e-6)
     loss = jsonl(tmp_path, "valid")[0]["valid_loss"]
-    told = f" validation loss at iteration 3 | lm loss value: {loss:.6E} | lm loss PPL: {math.exp(loss):.6E} | "
-    at = lines.index(told)
-    assert lines[at - 1] == lines[at + 1] == "-" * (len(told) + 1)
+    line = f" validation loss at iteration 3 | lm loss value: {loss:.6E} | lm loss PPL: {math.exp(loss):.6E} | "
+    at = lines.index(line)
+    assert lines[at - 1] == lines[at + 1] == "-" * (len(line) + 1)
 
 
 def test_peaks_are_those_of_the_named_device() -> None:

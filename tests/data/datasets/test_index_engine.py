@@ -35,11 +35,11 @@ def test_compiled_shuffles_are_numpys(compiled: Any, sizes: list[int], dtype: An
     ours, numpys = compiled.CompiledShuffler(99), np.random.RandomState(99)
     for size in sizes:
         mine, theirs = np.arange(size, dtype=dtype), np.arange(size, dtype=dtype)
-        told: list[int] = []
-        ours.shuffle(mine, told.append)
+        reported: list[int] = []
+        ours.shuffle(mine, reported.append)
         numpys.shuffle(theirs)
         np.testing.assert_array_equal(mine, theirs)
-        assert sum(told) == size
+        assert sum(reported) == size
 
 
 def test_a_long_compiled_shuffle(compiled: Any) -> None:
@@ -66,12 +66,12 @@ def test_compiled_arrays_are_those_of_numpy(
     every = np.array([7] * skipped + lengths + [7], np.int32)
     elements = range(skipped, skipped + len(lengths))
     plan = GPTIndexPlan(sum(lengths), sequence, ask, seed, extra, drop)
-    told: list[tuple[int, int]] = []
-    ours = compiled.build_compiled_index(elements, every, plan, lambda done, total: told.append((done, total)))
+    reported: list[tuple[int, int]] = []
+    ours = compiled.build_compiled_index(elements, every, plan, lambda done, total: reported.append((done, total)))
     for name, array in build_gpt_index(elements, every, plan).arrays().items():
         np.testing.assert_array_equal(ours.arrays()[name], array, err_msg=name)
         assert ours.arrays()[name].dtype == array.dtype
-    assert told[-1] == (2 * len(elements) * plan.epochs,) * 2
+    assert reported[-1] == (2 * len(elements) * plan.epochs,) * 2
 
 
 def arrays(engine: Any) -> dict[str, Any]:

@@ -207,9 +207,9 @@ def shrink_before_each_use(prefix: str) -> None:
         Path(prefix + suffix).write_bytes(whole)
 
 
-def read_until_it_shrinks(prefix: str, told: int) -> None:
+def read_until_it_shrinks(prefix: str, write_end: int) -> None:
     data = IndexedDataset(prefix)
-    os.write(told, b"ready")
+    os.write(write_end, b"ready")
     try:
         while True:
             for number in range(0, len(data), 97):
@@ -228,11 +228,11 @@ def shrink_while_it_is_read(prefix: str, suffix: str) -> None:
     whole = Path(prefix + suffix).read_bytes()
     for attempt in range(20):
         Path(prefix + suffix).write_bytes(whole)
-        ready, told = os.pipe()
-        child = forked(read_until_it_shrinks, prefix, told)
-        os.close(told)  # only the child holds it then, and its death ends the wait
-        assert os.read(ready, 5) == b"ready"
-        os.close(ready)
+        read_end, write_end = os.pipe()
+        child = forked(read_until_it_shrinks, prefix, write_end)
+        os.close(write_end)  # only the child holds it then, and its death ends the wait
+        assert os.read(read_end, 5) == b"ready"
+        os.close(read_end)
         time.sleep(attempt * 0.0005)
         os.truncate(prefix + suffix, PAGE)
         assert exit_code(child) == 7

@@ -145,6 +145,7 @@ def test_outputs_that_exist_are_kept(prep: Any, corpus: Path, options: Options) 
     with pytest.raises(DataError, match=r"set_text_document\.bin exists; .*--overwrite"):
         preprocess(options(corpus, append_eod=False))
     assert prep.files_of(report) == prep.expected_files(prep.TEXTS)
+    assert not list(Path(options(corpus).output_prefix).parent.glob("*.partial"))
     preprocess(options(corpus, append_eod=False, overwrite=True))
     assert prep.files_of(report) == prep.expected_files(prep.TEXTS, append_eod=False)
 

@@ -38,7 +38,7 @@ BY_MODEL = {
     *("no_persist_layer_norm", "gradient_accumulation_fusion", "use_cpu_initialization"),
     "dist_ckpt_optim_fully_reshardable",
 }
-"""What the runs behind the golden checkpoints were told."""
+"""The options of the runs behind the golden checkpoints."""
 DERIVED = {
     *("add_qkv_bias", "expert_tensor_parallel_size", "start_weight_decay", "end_weight_decay", "padded_vocab_size"),
     *("eval_global_batch_size", "eval_micro_batch_size", "dataloader_type", "overlap_p2p_comm", "align_param_gather"),

@@ -83,6 +83,8 @@ EOF
     "braces that are words": """A={1,2}; train.py $A {} {a} "{a,b}" \\{a,b} {a\\,b} {1..} a@{0} {a","b} ${B:-{}}""",
     "separators as they were": """OLD=$IFS; A="1 2"; IFS=,; B=3; train.py "$A" $B; IFS=$OLD; train.py $A
 A=(1 2); f() { local IFS=+; train.py ${A[*]} "${A[@]}"; }; f; IFS=, read C <<< "a,b"; train.py $A""",
+    "an integer of a function": """f() { local -i A=3; train.py $A; }; f; A=1+1; train.py $A
+declare -i B=4; g() { local B=1+1; train.py $B; }; g; train.py $B""",
     "an integer that is one": """declare -i A=3; declare -l B=4; A=-5; train.py $A $B""",
     "another shell": """A='train.py a "b c"'; sh -c "$A"; true""",
 }
@@ -157,6 +159,7 @@ UNKNOWN = {
     'A=(1 2); IFS=+; train.py "${A[*]}"': "IFS separates words here",
     "declare -i A=1; A=A+1; train.py $A": "$A is changed by `declare -i` in line 1, which is not read",
     "declare -i A=1; A+=1; train.py $A": "$A is changed by `declare -i`",
+    "declare -i A=1; f() { local A=2; }; f; A=A+1; train.py $A": "$A is changed by `declare -i` in line 1",
     "typeset -u A; A=x; train.py $A": "$A is changed by `declare -u`",
     "if [ -f x ]; then f() { A=1; }; fi; f; train.py $A": "$A is decided by `if [ -f x ]` in line 1",
 }

@@ -85,8 +85,8 @@ def count(rank: int, world: int, tree: str) -> Counted:
     rank_batch = next(batches)
     live = LiveStorages(trainer.model.parameters())
     sent: Counter[tuple[str, str]] = Counter()
-    noting = recording(trainer.ctx.axes, trainer.engine.copies.axes, sent)
-    with noting, saved_tensors_hooks(live.pack, lambda held: held.tensor):
+    messages = recording(trainer.ctx.axes, trainer.engine.copies.axes, sent)
+    with messages, saved_tensors_hooks(live.pack, lambda held: held.tensor):
         trainer.engine.launch_step(rank_batch)
     batches.close()
     weights, model = trainer.engine.weights, trainer.model

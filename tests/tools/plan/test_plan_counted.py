@@ -142,7 +142,7 @@ def sent(row: RankPlan, same_ranks: dict[str, str]) -> dict[tuple[str, str], flo
 
 
 def test_sharded_weights_are_counted_too() -> None:
-    """FSDP2: rows of every parameter over the ranks; what it collects is not told by torch.distributed calls."""
+    """FSDP2: rows of every parameter over the ranks; what it collects is not seen in torch.distributed calls."""
     world, values = SHARDED
     row, counted = only(planned(values, world)), RUNS.result(world, json.dumps(values))
     held = row.weights

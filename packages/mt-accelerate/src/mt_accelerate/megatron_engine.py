@@ -212,7 +212,7 @@ class MegatronEngine:
                 "program's train step, batch function or loss and calculate_per_token_loss=False need; set it to 1"
             )
         assert self.handler is not None
-        self._step_loss = StepLoss(self.handler.get_forward_step_func(), config, ctx)
+        self._step_loss = StepLoss(self.handler.get_forward_step_func(), config, ctx, lambda: self.engine.model)
         return self._step_loss
 
     def _rank_batch(self, batch: Mapping[str, Tensor]) -> RankBatch:

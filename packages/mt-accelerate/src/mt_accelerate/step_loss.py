@@ -7,26 +7,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mt_accelerate.train_steps import ForwardStep
 from mt_core.config.schema import Config
 from mt_core.data.loader import RankBatch
 from mt_core.errors import ConfigError
 from mt_core.nn.loss import build_cross_entropy
+from mt_core.nn.model import contract
 from mt_core.parallel.context import ParallelContext
 from mt_core.train.kept_logits import logits_of, whole_vocabulary
 
-CLASS_LOGITS_NDIM = 2
 RAW = "raw."
 """Prefix of a program's own names among the fields of a micro-batch."""
 
 
 class StepLoss:
-    """The scalar that a train step computes of each micro-batch, as a loss of one position."""
+    """The scalar that a train step computes of each micro-batch, as a loss of one position. model: gives the engine's,
+    which is whole after its loss."""
 
-    def __init__(self, forward_step: ForwardStep, config: Config, ctx: ParallelContext) -> None:
-        self.forward_step, self.config, self.ctx = forward_step, config, ctx
+    def __init__(
+        self, forward_step: ForwardStep, config: Config, ctx: ParallelContext, model: Callable[[], nn.Module]
+    ) -> None:
+        self.forward_step, self.config, self.ctx, self.model = forward_step, config, ctx, model
         self.token_loss = build_cross_entropy(config, ctx)
         self.reports: list[Mapping[str, Any]] = []
 
@@ -60,7 +63,7 @@ class ComputedOutput:
         with the logits of the sentence order. Of a classifier logits [rows, classes]."""
         self._require_same(inputs)
         logits = logits_of(self.output)
-        if logits.ndim == CLASS_LOGITS_NDIM:
+        if not contract(self.step.model()).predicts_tokens:
             return logits
         labels = options.get("labels", options.get("lm_labels"))
         if labels is None:

@@ -23,10 +23,7 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
         ),
         CheckpointLoaderSpec(
             name="hf",
-            aliases=(
-                "llama_mistral",
-                "mixtral_hf",
-            ),
+            aliases=("llama_mistral", "mixtral_hf"),
             doc="Hugging Face: safetensors or .bin files with config.json, whole or in shards",
             detect=Lazy("mt_ckpt.hugging_face.reader:detect"),
             open=Lazy("mt_ckpt.hugging_face.reader:open_checkpoint"),
@@ -64,10 +61,7 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
         ),
         CheckpointLoaderSpec(
             name="megatron",
-            aliases=(
-                "core",
-                "torch",
-            ),
+            aliases=("core", "mcore", "torch"),
             doc="Megatron-Core, torch format: a file for each tensor, pipeline and expert rank",
             detect=Lazy("mt_ckpt.megatron.folder:detect"),
             open=Lazy("mt_ckpt.megatron.reader:open_checkpoint"),
@@ -106,7 +100,7 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
         ),
         CheckpointSaverSpec(
             name="hf",
-            aliases=("mixtral_hf",),
+            aliases=("llama_mistral", "mixtral_hf"),
             doc="Hugging Face: safetensors in shards, config.json and tokenizer files, for from_pretrained",
             convert=Lazy("mt_ckpt.hugging_face.save:convert_checkpoint"),
             plan=Lazy("mt_ckpt.hugging_face.save:plan_files"),
@@ -114,6 +108,7 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
         ),
         CheckpointSaverSpec(
             name="meta",
+            aliases=("llama_mistral",),
             doc="Llama as Meta publishes it: params.json and a consolidated.NN.pth for each model-parallel rank",
             convert=Lazy("mt_ckpt.meta.save:convert_checkpoint"),
         ),
@@ -129,10 +124,7 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
         ),
         CheckpointSaverSpec(
             name="megatron",
-            aliases=(
-                "core",
-                "torch",
-            ),
+            aliases=("core", "mcore", "torch"),
             doc="Megatron-Core, torch format, for any tensor, pipeline and expert parallel sizes",
             convert=Lazy("mt_ckpt.megatron.save:convert_checkpoint"),
             plan=Lazy("mt_ckpt.megatron.save:plan_files"),

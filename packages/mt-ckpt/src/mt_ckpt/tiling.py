@@ -6,35 +6,35 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes, in elements."""
+from mt_core.tensor_slice import TensorSlice
+
 MAX_CUT_DIMS = 8
 """Of a tensor whose slices are looked at; checkpoints cut two or three dimensions."""
 
 
-def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
-    """Whether every element of a tensor is in one of the boxes, and only in one.
+def tiles(shape: tuple[int, ...], slices: Sequence[TensorSlice]) -> bool:
+    """Whether every element of a tensor is in one of the slices, and only in one.
 
-    A function on the grid is known by its mixed differences. Those of a box are 1 and -1 at its corners, so that boxes
-    add up to the whole tensor just when their corners, with these signs, add up to its. That takes one pass, however
-    irregular the boxes are. False for slices that cut more than MAX_CUT_DIMS dimensions.
+    A function on the grid is known by its mixed differences. Those of a slice are 1 and -1 at its corners, so that
+    slices add up to the whole tensor just when their corners, with these signs, add up to its. That takes one pass,
+    however irregular the slices are. False for slices that cut more than MAX_CUT_DIMS dimensions.
     """
-    if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
+    if any(len(one.start) != len(shape) or len(one.shape) != len(shape) for one in slices):
         return False
-    # Dimensions that no box cuts are the same factor on both sides, and 2^d corners per box are fewer without them.
-    cut = [d for d, size in enumerate(shape) if any((o[d], s[d]) != (0, size) for o, s in boxes)]
-    if len(cut) > MAX_CUT_DIMS or any(min((*offsets, *sizes), default=0) < 0 for offsets, sizes in boxes):
+    # Dimensions that no slice cuts are the same factor on both sides, and 2^d corners per slice are fewer without them.
+    cut = [d for d, size in enumerate(shape) if any((one.start[d], one.shape[d]) != (0, size) for one in slices)]
+    if len(cut) > MAX_CUT_DIMS or any(min((*one.start, *one.shape), default=0) < 0 for one in slices):
         return False
-    # Boxes without elements tile a tensor without elements, wherever they begin.
-    if 0 in shape and all(0 in sizes for _, sizes in boxes):
+    # Slices without elements tile a tensor without elements, wherever they begin.
+    if 0 in shape and all(0 in one.shape for one in slices):
         return True
     found: Counter[tuple[int, ...]] = Counter()
-    for offsets, sizes in boxes:
-        _add_corners(found, [offsets[d] for d in cut], [sizes[d] for d in cut])
+    for one in slices:
+        _add_corners(found, [one.start[d] for d in cut], [one.shape[d] for d in cut])
     whole: Counter[tuple[int, ...]] = Counter()
     _add_corners(whole, [0] * len(cut), [shape[d] for d in cut])
-    # One dimension, boxes [0, 2) and [2, 4) of 4: +1 at 0, -1 at 2, +1 at 2, -1 at 4. The corners at 2 cancel; those of
-    # the whole, +1 at 0 and -1 at 4, are left.
+    # One dimension, slices [0, 2) and [2, 4) of 4: +1 at 0, -1 at 2, +1 at 2, -1 at 4. The corners at 2 cancel; those
+    # of the whole, +1 at 0 and -1 at 4, are left.
     found.subtract(whole)
     return not any(found.values())
 

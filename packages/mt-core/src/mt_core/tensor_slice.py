@@ -1,4 +1,4 @@
-"""Boxes: parts of a tensor that are cut along its dimensions, as places and sizes without the tensor itself.
+"""Slices: parts of a tensor that are cut along its dimensions, as places and sizes without the tensor itself.
 
 What a rank holds of a parameter is a few slices of the canonical tensor; checkpoints are written and read by them.
 """
@@ -54,7 +54,7 @@ class TensorSlice:
 
 
 def slices_of_range(shape: tuple[int, ...], first: int, last: int) -> Iterator[TensorSlice]:
-    """Boxes of the elements first ... last - 1 of a row-major tensor, in their order: the end of a row, whole rows,
+    """Slices of the elements first ... last - 1 of a row-major tensor, in their order: the end of a row, whole rows,
     the beginning of a row, and the same within the rows that are not whole."""
     if first >= last:
         return

@@ -91,10 +91,10 @@ def fake_torchao(monkeypatch, calls: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fake", "told"),
+    ("name", "fake", "expected"),
     [("te", fake_te, ["True current hybrid"]), ("torchao", fake_torchao, ["tensorwise"])],
 )
-def test_their_layer_multiplies_by_our_weight(name, fake, told, monkeypatch) -> None:
+def test_their_layer_multiplies_by_our_weight(name, fake, expected, monkeypatch) -> None:
     calls: list[str] = []
     fake(monkeypatch, calls)
     weight = torch.randn(32, 16, requires_grad=True)
@@ -104,4 +104,4 @@ def test_their_layer_multiplies_by_our_weight(name, fake, told, monkeypatch) -> 
     assert torch.allclose(out, x @ weight.T + bias, atol=1e-6)
     out.sum().backward()
     assert torch.allclose(weight.grad, x.detach().sum((0, 1)).expand(32, 16), atol=1e-5)
-    assert calls == told
+    assert calls == expected

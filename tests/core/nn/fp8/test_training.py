@@ -53,14 +53,14 @@ def run(config, directory=None) -> list[float]:
     """Losses of the steps."""
     losses: list[float] = []
 
-    class Told:
+    class Recorder:
         def __getattr__(self, name):
             return lambda *args: None
 
         def on_step_end(self, run, metrics):
             losses.append(metrics["loss"])
 
-    Trainer(config, run_dir=directory, callbacks=[Told()]).train()
+    Trainer(config, run_dir=directory, callbacks=[Recorder()]).train()
     return losses
 
 

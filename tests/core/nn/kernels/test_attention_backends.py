@@ -91,7 +91,7 @@ def test_window_sides() -> None:
 
 
 class Recorder:
-    """Stands in for the package: computes by documents with the eager reference, remembers what it was told."""
+    """Stands in for the package: computes by documents with the eager reference, records what it was called with."""
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}

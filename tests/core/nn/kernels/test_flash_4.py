@@ -1,4 +1,4 @@
-"""FlashAttention 4 by a fake that has the signature of its functions: what it is told, and what it is not asked."""
+"""FlashAttention 4 by a fake that has the signature of its functions: what it receives, and when it is not called."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from mt_core.train.cuda_graphs.runs import BlockGraphs, LayerRun, unchanged_buff
 from mt_core.train.cuda_graphs.structure import form_of, replaced
 
 
-class Told(Callback):
+class StepRecorder(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.of_layers: list[dict[str, float]] = []
@@ -37,14 +37,14 @@ class Told(Callback):
         self.messages.append(text)
 
 
-def trained(config, recorder: TapeRecorder | None, warmup: int = 2) -> tuple[Trainer, Told]:
-    told = Told()
-    trainer = Trainer(config, callbacks=[told])
+def trained(config, recorder: TapeRecorder | None, warmup: int = 2) -> tuple[Trainer, StepRecorder]:
+    steps = StepRecorder()
+    trainer = Trainer(config, callbacks=[steps])
     if recorder is not None:
         rows = rows_of_layers(trainer.model, None)
         trainer.engine.graphs = BlockGraphs([LayerRun(row, recorder, warmup) for row in rows])
     trainer.train()
-    return trainer, told
+    return trainer, steps
 
 
 SETTINGS = {

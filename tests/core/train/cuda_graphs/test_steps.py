@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.core.train.cuda_graphs.replayed import TapeRecorder
-from tests.core.train.cuda_graphs.test_runs import SETTINGS, Told
+from tests.core.train.cuda_graphs.test_runs import SETTINGS, StepRecorder
 
 from mt_core.errors import ConfigError
 from mt_core.train import Engine, Trainer
@@ -22,15 +22,15 @@ RAMP_UP = [
 DEFERRED = ("train.deferred_metrics=always", "optimizer.exp_avg_dtype=bf16")
 
 
-def trained(config, recorder: TapeRecorder | None) -> tuple[Trainer, Told]:
-    told = Told()
-    trainer = Trainer(config, callbacks=[told])
+def trained(config, recorder: TapeRecorder | None) -> tuple[Trainer, StepRecorder]:
+    steps = StepRecorder()
+    trainer = Trainer(config, callbacks=[steps])
     if recorder is not None:
         engine = trainer.engine
         graphs = StepGraphs(engine.model, engine.weights, recorder, warmup_steps=2)
         engine.graphs = engine.step.capture = graphs
     trainer.train()
-    return trainer, told
+    return trainer, steps
 
 
 SAME_AS_BLOCKS = (

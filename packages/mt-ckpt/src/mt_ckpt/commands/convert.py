@@ -132,7 +132,7 @@ def convert(
             host=load_plugins(),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    for line in describe(report, save_dir, saver, dry_run=dry_run):
+    for line in describe(report, save_dir, dry_run=dry_run):
         typer.echo(line)
 
 
@@ -151,7 +151,7 @@ def _progress_bar() -> Any:
     )
 
 
-def describe(report: Report, save_dir: str, saver: str, *, dry_run: bool) -> list[str]:
+def describe(report: Report, save_dir: str, *, dry_run: bool) -> list[str]:
     """What was done, in sentences."""
     amount = (
         f"{report.num_tensors} tensors, {report.num_parameters:,} parameters of a {report.family} model, "
@@ -161,11 +161,13 @@ def describe(report: Report, save_dir: str, saver: str, *, dry_run: bool) -> lis
     unread = [f"without the optimizer of Megatron's run: {reason}"] if reason else []
     unread += _source_lines(report.read_from)
     if dry_run:
-        return [f"nothing written; {saver} can hold it: {amount}", *unread]
-    lines = [f"{save_dir}: written as {saver}: {amount}", *unread]
+        return [f"nothing written; {report.saver} can hold it: {amount}", *unread]
+    lines = [f"{save_dir}: written as {report.saver}: {amount}", *unread]
     if report.left_out:
         groups = sorted({_group(name) for name in report.left_out})
-        lines.append(f"left out, since they are not asked for or {saver} has no place for them: {', '.join(groups)}")
+        lines.append(
+            f"left out, since they are not asked for or {report.saver} has no place for them: {', '.join(groups)}"
+        )
     checked = report.verification
     if checked is not None:
         lines.append(f"verified: {checked.num_tensors} tensors are equal bit for bit, {_outputs(checked.num_outputs)}")

@@ -29,7 +29,8 @@ from mt_core.train.checkpoint.state import require_fit
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did. num_parameters counts elements of canonical tensors.
+    """What a conversion did. saver: the format, by its registered name. num_parameters counts elements of canonical
+    tensors.
 
     left_out: tensors of the source that the target does not have, such as optimizer state.
     has_tokenizer: whether tokenizer files were converted too, or the model has no vocabulary.
@@ -39,6 +40,7 @@ class Report:
     verification: None unless it was requested.
     """
 
+    saver: str
     family: str
     num_tensors: int
     num_parameters: int
@@ -101,18 +103,22 @@ def convert(
     source = prepared.source
     if dry_run:
         _rehearse(write, source, options, host)
-        return _report(prepared)
+        return _report(spec.name, prepared)
     # Savers read it to decide which processes write.
     source.workers = Workers(nproc, request, spec.name) if nproc > 1 else None
     _write(write, target, source, options, host)
     written = _written_names(target, spec.name, prepared, host)
     left_out = [*histories_of(prepared.opened), *(name for name in source.unconverted() if name not in written)]
-    return _report(prepared, left_out, verify_conversion(source, target, spec, options, host) if verify else None)
+    verification = verify_conversion(source, target, spec, options, host) if verify else None
+    return _report(spec.name, prepared, left_out, verification)
 
 
-def _report(prepared: Prepared, left_out: Iterable[str] = (), verification: Verification | None = None) -> Report:
+def _report(
+    saver: str, prepared: Prepared, left_out: Iterable[str] = (), verification: Verification | None = None
+) -> Report:
     source = prepared.source
     return Report(
+        saver=saver,
         family=prepared.config.model.family,
         num_tensors=len(prepared.parameters),
         num_parameters=prepared.num_parameters,

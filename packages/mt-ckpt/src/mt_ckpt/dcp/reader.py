@@ -160,7 +160,7 @@ class _Prefixed:
     def read_first(self, name: str, first: int) -> Tensor:
         """Element `first` of the leading dimension; only chunks that have some of it are read."""
         _, *rest = self._tensors[name].shape
-        return self._tensors[name].read_box((first, *(0 for _ in rest)), (first + 1, *rest))[0]
+        return self._tensors[name].read_slice((first, *(0 for _ in rest)), (first + 1, *rest))[0]
 
 
 OF_THE_TRAINER = {"optimizer", "optim", "lr_scheduler", "dataloader", "train_state"}

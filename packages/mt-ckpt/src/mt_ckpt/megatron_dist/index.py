@@ -23,6 +23,7 @@ from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
 from mt_ckpt.pickles.unpickler import SafeUnpickler
 from mt_ckpt.tiling import tiles
 from mt_core.errors import CheckpointError
+from mt_core.tensor_slice import TensorSlice
 
 METADATA_FILE = ".metadata"
 
@@ -68,9 +69,9 @@ class ChunkedTensor:
     chunks: Sequence[Chunk]
 
     def read(self) -> Tensor:
-        return self.read_box((0,) * len(self.shape), self.shape)
+        return self.read_slice((0,) * len(self.shape), self.shape)
 
-    def read_box(self, begin: Sequence[int], end: Sequence[int]) -> Tensor:
+    def read_slice(self, begin: Sequence[int], end: Sequence[int]) -> Tensor:
         """Elements [begin, end) in every dimension. Only overlapping chunks are read."""
         # Left uninitialized: `_tensor` has checked that chunks tile the whole, so that every element is written.
         target = torch.empty([high - low for low, high in zip(begin, end, strict=True)], dtype=self.dtype)
@@ -163,7 +164,7 @@ def _tensor(
             f"{folder / METADATA_FILE}: the chunks of {key} have {covered} elements, the tensor {math.prod(shape)}: a "
             "part was not saved"
         )
-    if not tiles(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]):
+    if not tiles(shape, [TensorSlice(chunk.offsets, chunk.sizes) for chunk in chunks]):
         raise CheckpointError(
             f"{folder / METADATA_FILE}: the chunks of {key} do not tile {list(shape)}: some elements are in "
             "none of them, or in several"

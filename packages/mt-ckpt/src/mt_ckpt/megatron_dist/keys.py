@@ -45,7 +45,7 @@ class Layer:
     def read(self) -> Tensor:
         begin, end = [self.number, *(0 for _ in self.shape)], [self.number + 1, *self.shape]
         # [0]: the dimension of layers is dropped, [1, ...] -> [...].
-        return self.tensor.read_box(begin, end)[0]
+        return self.tensor.read_slice(begin, end)[0]
 
 
 @dataclass(frozen=True)

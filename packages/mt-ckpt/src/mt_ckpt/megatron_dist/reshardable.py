@@ -62,7 +62,7 @@ class BucketPart:
 
     def read(self) -> Tensor:
         last = self.first + math.prod(self.shape)
-        return self.bucket.read_box((self.first,), (last,)).view(self.shape)
+        return self.bucket.read_slice((self.first,), (last,)).view(self.shape)
 
 
 def has_flat_optimizer(index: Index) -> bool:

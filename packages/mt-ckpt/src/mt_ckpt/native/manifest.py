@@ -255,7 +255,7 @@ def _piece_contradictions(tensor: StoredTensor, shards: Collection[str]) -> Iter
         if len(piece.start) != len(piece.shape) or not piece.tensor_slice.is_inside(tensor.shape):
             yield f"a piece from {list(piece.start)} of shape {list(piece.shape)} is not inside {list(tensor.shape)}"
     # Readers do not fill what no piece has: an element without one would be uninitialized memory.
-    if not tiles(tensor.shape, [(piece.start, piece.shape) for piece in tensor.pieces]):
+    if not tiles(tensor.shape, [piece.tensor_slice for piece in tensor.pieces]):
         yield "its pieces do not cover it, each element once"
 
 

@@ -81,7 +81,7 @@ class ShardedSave:
     ) -> Report:
         try:
             report = self._write_shards(path, place, rank, num_ranks, fragments)
-        except CheckpointError as error:
+        except Exception as error:
             # Without this report the first rank would poll for ever while this rank fails.
             self._tell(path, place, rank, Report(error=str(error)))
             raise

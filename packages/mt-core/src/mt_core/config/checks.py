@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -129,8 +129,15 @@ def listed(values: list[int]) -> str:
 
 def must_divide(key: str, value: int, whole_key: str, whole: int) -> None:
     """`value` (of `key`) has to divide `whole`; the message lists what it can be."""
-    if whole % value:
-        raise ConfigError(f"{key}={value} does not divide {whole_key}={whole}; it can be {listed(divisors(whole))}")
+    must_divide_all(key, value, {whole_key: whole})
+
+
+def must_divide_all(key: str, value: int, wholes: Mapping[str, int]) -> None:
+    """`value` (of `key`) has to divide each of these numbers; the message lists what divides all of them."""
+    for whole_key, whole in wholes.items():
+        if whole % value:
+            legal = divisors(math.gcd(*wholes.values()))
+            raise ConfigError(f"{key}={value} does not divide {whole_key}={whole}; it can be {listed(legal)}")
 
 
 def world_size() -> int:

@@ -84,15 +84,16 @@ def unknown_key(
     type_: type[Section] | None = None,
     other_types: Mapping[str, type[Section]] | None = None,
 ) -> str:
-    """A key or section that does not exist: where it belongs, or what it resembles."""
+    """A key or section that does not exist: where it belongs, or what it resembles. type_: of the section; None where
+    nothing is selected, so that it resembles a key of any of the other types."""
     if key is None:
         # --set seq_length.x=1: the name of a key stands where a section belongs.
         homes = [name for name, base in SECTIONS.items() if section in base.model_fields]
         belongs = f"; {section} is a key of [{homes[0]}]: write {homes[0]}.{section}" if homes else ""
         hint = belongs or did_you_mean(section, [*SECTIONS, "preset"])
         return f"unknown section {section} (from {origin}){hint}; sections are {', '.join(SECTIONS)}"
-    fields = list((type_ or SECTIONS[section]).model_fields)
-    hint = did_you_mean(key, fields)
+    types = [type_] if type_ else [SECTIONS[section], *(other_types or {}).values()]
+    hint = did_you_mean(key, dict.fromkeys(field for one in types for field in one.model_fields))
     # The most helpful hint wins: a similar key, then another selection, another section, Megatron's word.
     if able := [name for name, other in (other_types or {}).items() if key in other.model_fields]:
         selector = f"{section}.{SECTIONS[section].selector}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from mt_core.config.layers import DEFAULT, Merged
-from mt_core.config.messages import validation_message
+from mt_core.config.messages import unknown_key, validation_message
 from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Section
 from mt_core.errors import ConfigError, Problems
 
@@ -52,7 +52,11 @@ def _build_section(name: str, values: Mapping[str, tuple[Any, str]], host: Plugi
     selected, chosen_by = values.get(selector or "", (None, DEFAULT))
     if selected is not None and not isinstance(selected, str):
         raise ConfigError(f"{name}.{selector}: got {selected!r}, expected a name in quotes")
-    type_ = section_type(name, selected, host)
+    try:
+        type_ = section_type(name, selected, host)
+    # Nothing is selected. With a name that is not registered (PluginError) the keys may be those of a missing plugin.
+    except ConfigError as error:
+        raise ConfigError("\n".join([str(error), *_keys_of_no_type(name, values, host)])) from None
     # Options of the selection that was replaced would be unknown keys of the new type.
     values = _without_replaced_preset(values, type_, chosen_by)
     try:
@@ -61,6 +65,15 @@ def _build_section(name: str, values: Mapping[str, tuple[Any, str]], host: Plugi
         origins = {key: origin for key, (_, origin) in values.items()}
         # from None: the sentence says all that pydantic's error does.
         raise ConfigError(validation_message(name, type_, error, origins, _types(name, host))) from None
+
+
+def _keys_of_no_type(name: str, values: Mapping[str, tuple[Any, str]], host: PluginHost) -> list[str]:
+    """A line for each key that is wrong whatever is selected."""
+    types = _types(name, host)
+    known = {key for type_ in types.values() for key in type_.model_fields}
+    # Without a plugin that registers a type, nothing is known of the keys.
+    wrong = {key: origin for key, (_, origin) in values.items() if known and key not in known}
+    return [unknown_key(name, key, origin, None, types) for key, origin in wrong.items()]
 
 
 def _types(name: str, host: PluginHost) -> dict[str, type[Section]]:

@@ -25,6 +25,9 @@ class Model(nn.Module):
     """Fields of a micro-batch that `forward` takes by name, where the batch has them."""
     continues_text: ClassVar[bool] = False
     """Whether it is a causal language model: it generates text that continues a prompt."""
+    predicts_tokens: ClassVar[bool] = True
+    """Whether its logits are over the vocabulary, which tensor-parallel ranks shard. False: over classes or choices,
+    whole on every rank."""
     is_divisible: ClassVar[bool] = True
     """False: never cut into stages, although a base class has the methods for it."""
 

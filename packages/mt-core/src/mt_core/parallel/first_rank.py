@@ -1,4 +1,4 @@
-"""What the first rank of an axis does for all of them."""
+"""What the first rank of an axis does for all of them, and errors that any rank raises for all of them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,26 @@ def on_first_rank(make: Callable[[], T], axis: Axis) -> T:
     if axis.size == 1:
         return make()
     value, error = _outcome(make) if axis.rank == 0 else (None, None)
-    message: list[Any] = [(value, _sendable(error))]
+    message: list[Any] = [(value, _sendable(error, axis))]
     dist.broadcast_object_list(message, src=axis.ranks[0], group=axis.group)
     if axis.rank != 0:
         value, error = message[0]
     if error is not None:
         raise error
     return value  # type: ignore[return-value]
+
+
+def raise_on_all_ranks(error: Exception | None, axis: Axis) -> None:
+    """Raise the error of the first rank of the axis that has one. Collective."""
+    of_ranks = [error]
+    if axis.size > 1:
+        of_ranks = [None] * axis.size
+        dist.all_gather_object(of_ranks, _sendable(error, axis), group=axis.group)
+        # As it was raised here, with its cause.
+        of_ranks[axis.rank] = error
+    for of_rank in of_ranks:
+        if of_rank is not None:
+            raise of_rank
 
 
 def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -37,8 +50,8 @@ def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _sendable(error: Exception | None) -> Exception | None:
-    """Of other classes than mt's not all can be pickled."""
+def _sendable(error: Exception | None, axis: Axis) -> Exception | None:
+    """An error of this rank. Of other classes than mt's not all can be pickled."""
     if error is None or isinstance(error, MtError):
         return error
-    return RuntimeError(f"the first rank failed: {type(error).__name__}: {error}")
+    return RuntimeError(f"rank {axis.ranks[axis.rank]} failed: {type(error).__name__}: {error}")

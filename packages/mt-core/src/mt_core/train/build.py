@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from mt_core._torch_compat import symmetric_memory_objection
-from mt_core.config.checks import global_batch_size
+from mt_core.config.checks import check_warmup, global_batch_size
+from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config, ParallelConfig
+from mt_core.data import building
 from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.launch.environment import read_environment
@@ -63,6 +65,20 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device=cuda, but torch finds no CUDA device; use cpu or auto (mt doctor shows more)")
     return local_device(read_environment(), name) if name == "cuda" else torch.device(name)
+
+
+def resolve_config(loaded: LoadedConfig, host: PluginHost) -> tuple[Config, Tokenizer, torch.device]:
+    """The configuration with what the tokenizer and the data set determine. Sets the number of threads."""
+    config = loaded.config
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    device = resolve_device(config.train.device)
+    tokenizer = building.build_tokenizer(config, host)
+    # The number of steps follows from the length of the data set, and the length of the warm-up is checked against it.
+    config = building.with_resolved_epochs(with_vocab_size(config, tokenizer), tokenizer, host)
+    if config.train.train_epochs is not None:
+        check_warmup(config, loaded.origin)
+    return config, tokenizer, device
 
 
 def axis_sizes(config: Config) -> AxisSizes:

@@ -14,8 +14,9 @@ for rank_batch in engine.train_batches(dataset):
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,16 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
-from mt_core.config.checks import check_warmup
 from mt_core.config.loading import LoadedConfig, load_config
-from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config
-from mt_core.data import building
 from mt_core.data.batch_size import BatchSizeSchedule, build_batch_size, total_train_samples
 from mt_core.data.loader import BatchReader, RankBatch, cut_rank_batch
 from mt_core.errors import ConfigError
 from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.kernels.use import configured_kernels, use_kernels
+from mt_core.nn.kernels.use import configured_kernels
 from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
 from mt_core.nn.loss import Loss, ReportsEvaluation
-from mt_core.nn.model import model_options
 from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.finalize_grads import GradFinalizer
 from mt_core.optim.functional import Optimizer
@@ -47,13 +44,12 @@ from mt_core.optim.schedules import LRSchedule
 from mt_core.parallel.collectives import all_gather
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.first_rank import on_first_rank
-from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
 from mt_core.parallel.tied_weights import TiedWeights, find_tied_weights
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import CheckpointReader, Dataset, Tokenizer
 from mt_core.train import build
 from mt_core.train.batches.broadcast import broadcast_batches
-from mt_core.train.batches.device import DeviceBatches, begin_micro_batch
+from mt_core.train.batches.device import DeviceBatches
 from mt_core.train.checkpoint.partial_load import load_weights
 from mt_core.train.checkpoint.random_streams import dropout_stream
 from mt_core.train.checkpoint.run_directory import RunDirectory
@@ -72,19 +68,12 @@ from mt_core.train.hugging_face_source import (
     with_sections,
 )
 from mt_core.train.kept_logits import KeptLogits
-from mt_core.train.loss_choice import require_options, with_logits_loss, with_resolved_loss
+from mt_core.train.losses import WrapLoss, build_losses
 from mt_core.train.main_weights_choice import updates_in_one_kernel, with_resolved_main_weights
 from mt_core.train.malloc import keep_freed_memory
-from mt_core.train.pipelining import Pipelining, Stages, build_stages, require_pipelined
+from mt_core.train.pipelining import Stages, build_forward_backward, build_stages
 from mt_core.train.state import TrainState
-from mt_core.train.step.forward_backward import (
-    Batch,
-    ForwardBackward,
-    ForwardStep,
-    NoPipelining,
-    default_forward_step,
-    invariant_step,
-)
+from mt_core.train.step.forward_backward import Batch, ForwardBackward, ForwardStep
 from mt_core.train.step.optimizer_step import (
     OptimizerStep,
     PendingOutcome,
@@ -92,12 +81,8 @@ from mt_core.train.step.optimizer_step import (
     counted_tokens,
     defers_metrics,
 )
+from mt_core.train.step.schedule_trace import ScheduleTrace
 from mt_core.train.step.split_step import SplitStep
-
-WrapLoss = Callable[[Loss, Config, ParallelContext], Loss]
-"""(configured loss, configuration, context) -> the loss to train with"""
-TRACED_STEP = 2
-"""Counted from the first step of this process, which includes warm-up."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +126,7 @@ class Engine:
     batch_size: BatchSizeSchedule
     scaler: LossScaler
     graphs: BlockGraphs | StepGraphs | None
-    recorder: ScheduleRecorder | None
+    trace: ScheduleTrace | None
     loss: Loss
     forward_backward: ForwardBackward
     step: OptimizerStep
@@ -151,7 +136,6 @@ class Engine:
     """Of training, by the count of the model family; None if it has none."""
     kept_logits: KeptLogits | None = None
     state: TrainState = field(default_factory=TrainState)
-    _steps_taken: int = 0
 
     @classmethod
     def build(
@@ -174,7 +158,7 @@ class Engine:
         in place of initial ones, as checkpoint.load has them. return_logits: outcomes of steps have the model's logits.
         """
         host = host or load_plugins()
-        config, tokenizer, device = _resolved(loaded, host)
+        config, tokenizer, device = build.resolve_config(loaded, host)
         ctx = build.build_context(config, device)
         # First of all work on the device: hooks on gradients belong to the stream on which they are registered.
         if config.train.cuda_graphs != "none" and device.type == "cuda":
@@ -197,10 +181,11 @@ class Engine:
         optimizer = build.build_optimizer(config, environment, host)
         use_streams(model, DropoutStreams(config.train.seed))
         graphs = build_graphs(model, main_weights, optimizer, config, ctx, own_stages)
-        losses = _build_losses(config, environment, host, loss, wrap_loss, return_logits=return_logits)
+        losses = build_losses(config, environment, host, loss, wrap_loss, return_logits=return_logits)
         config = losses.config
-        recorder = _build_recorder(config, stages, device)
-        forward_backward = _build_forward_backward(
+        trace = _build_trace(config, ctx, stages)
+        recorder = trace.recorder if trace is not None else None
+        forward_backward = build_forward_backward(
             config, ctx, model, main_weights, stages, losses.trained, forward_step, recorder
         )
         # Over all stages: a kernel may serve a layer that only another stage has.
@@ -238,7 +223,7 @@ class Engine:
             batch_size=build_batch_size(config),
             scaler=scaler,
             graphs=graphs,
-            recorder=recorder,
+            trace=trace,
             loss=losses.trained,
             forward_backward=forward_backward,
             step=step,
@@ -353,7 +338,7 @@ class Engine:
         captured = self.graphs.begin_step() if self.graphs is not None else None
         # On the host, from the arrays: counting on the device would make the host wait for it.
         counted = counted_tokens(rank_batch.micro_batches)
-        pending, traced = self._traced(batches, learning_rate, counted)
+        pending, traced = self._step(batches, learning_rate, counted)
         num_samples = sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
         self.count_step(num_samples)
         return StepRecord(
@@ -382,19 +367,10 @@ class Engine:
         self.state.iteration += 1
         self.state.consumed_samples += num_samples
 
-    def _traced(self, batches: list[Batch], learning_rate: float, counted: float) -> tuple[PendingOutcome, str | None]:
-        """The step. If it is the one to trace, its timeline is written to logging.trace_schedule."""
-        self._steps_taken += 1
-        recorder, path = self.recorder, self.config.logging.trace_schedule
-        if recorder is None or path is None or self._steps_taken != TRACED_STEP:
-            return self.step(batches, learning_rate, counted), None
-        # trace_schedule excludes deferred metrics (needs_numbers_at_once), so the step has ended when step() returns.
-        recorder.begin(self.ctx.pp)
-        pending = self.step(batches, learning_rate, counted)
-        timeline = recorder.gather(self.ctx.pp)
-        if self.ctx.is_writer:
-            write_trace(timeline, Path(path))
-        return pending, f"schedule of step {self.state.iteration + 1} written to {path}"
+    def _step(self, batches: list[Batch], learning_rate: float, counted: float) -> tuple[PendingOutcome, str | None]:
+        """The outcome, and a note if the timeline of this step is written."""
+        step = partial(self.step, batches, learning_rate, counted)
+        return self.trace.run(step, self.state.iteration + 1) if self.trace is not None else (step(), None)
 
     def eval_step(self, rank_batch: RankBatch) -> float:
         """The mean loss over the counted tokens of the batches of all ranks; changes no weight and no counter. Its
@@ -498,89 +474,6 @@ class Engine:
             state.restore_without_optimizer(reader)
 
 
-def _resolved(loaded: LoadedConfig, host: PluginHost) -> tuple[Config, Tokenizer, torch.device]:
-    """The configuration with what the tokenizer and the data set determine. Sets the number of threads."""
-    config = loaded.config
-    if config.train.num_threads is not None:
-        torch.set_num_threads(config.train.num_threads)
-    device = build.resolve_device(config.train.device)
-    tokenizer = building.build_tokenizer(config, host)
-    # The number of steps follows from the length of the data set, and the length of the warm-up is checked against it.
-    config = building.with_resolved_epochs(build.with_vocab_size(config, tokenizer), tokenizer, host)
-    if config.train.train_epochs is not None:
-        check_warmup(config, loaded.origin)
-    return config, tokenizer, device
-
-
-@dataclass(frozen=True)
-class _Losses:
-    """config: with train.loss resolved. trained: the loss of the steps. kept_logits: the same, if it keeps logits."""
-
-    config: Config
-    trained: Loss
-    kept_logits: KeptLogits | None
-
-
-def _build_losses(
-    config: Config,
-    environment: OptimizerEnvironment,
-    host: PluginHost,
-    given: Loss | None,
-    wrap: WrapLoss | None,
-    *,
-    return_logits: bool,
-) -> _Losses:
-    """given, wrap, return_logits: as the arguments of `Engine.build`."""
-    model, ctx = environment.model, environment.ctx
-    needs_logits = wrap is not None or return_logits
-    # Without logits in the model's output there is nothing to wrap or to keep, so the fused loss is not chosen.
-    config = with_logits_loss(config, host) if needs_logits else with_resolved_loss(config, model, host)
-    loss = given or _configured_loss(config, ctx, host, environment.kernels)
-    if wrap is not None:
-        loss = wrap(_require_outputs(loss, config), config, ctx)
-    kept = KeptLogits(_require_outputs(loss, config), config, ctx, model) if return_logits else None
-    require_options(model, kept or loss, config)
-    return _Losses(config, kept or loss, kept)
-
-
-def _configured_loss(config: Config, ctx: ParallelContext, host: PluginHost, kernels: Kernels) -> Loss:
-    loss = configured_loss(config, host).build.load()(config, ctx)
-    use_kernels([loss], kernels)
-    return loss
-
-
-def _require_outputs(loss: Loss, config: Config) -> Loss:
-    """Raises ConfigError for a loss that needs something else from the model than its outputs."""
-    if options := model_options(loss):
-        raise ConfigError(
-            f"train.loss={config.train.loss} needs {', '.join(options)} from the model in place of its logits, which "
-            "are required here; set it to auto or cross_entropy"
-        )
-    return loss
-
-
-def _build_recorder(config: Config, stages: Stages | None, device: torch.device) -> ScheduleRecorder | None:
-    return ScheduleRecorder(device) if stages is not None and config.logging.trace_schedule is not None else None
-
-
-def _build_forward_backward(
-    config: Config,
-    ctx: ParallelContext,
-    model: nn.Module,
-    weights: MasterWeights,
-    stages: Stages | None,
-    loss: Loss,
-    forward_step: ForwardStep | None,
-    recorder: ScheduleRecorder | None,
-) -> ForwardBackward:
-    invariant = config.inference.batch_invariant
-    if stages is None:
-        forward_step = forward_step or default_forward_step(loss)
-        return NoPipelining(model, invariant_step(forward_step, invariant), weights, begin_micro_batch)
-    require_pipelined(model, config)
-    if forward_step is not None:
-        raise ConfigError(
-            f"parallel.pipeline_model_parallel_size={ctx.pp.size}: a custom forward_step runs the whole model at once, "
-            "which no process has; give a loss instead"
-        )
-    return Pipelining(model, stages, loss, ctx, recorder, begin_micro_batch, is_batch_invariant=invariant)
+def _build_trace(config: Config, ctx: ParallelContext, stages: Stages | None) -> ScheduleTrace | None:
+    path = config.logging.trace_schedule
+    return ScheduleTrace(Path(path), ctx) if path is not None and stages is not None else None

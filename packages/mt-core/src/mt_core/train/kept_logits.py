@@ -12,6 +12,7 @@ from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.embedding import gather_logits
 from mt_core.nn.loss import Loss
+from mt_core.nn.model import contract
 from mt_core.parallel.context import ParallelContext
 
 
@@ -34,8 +35,7 @@ class KeptLogits:
                 "or none, or build the engine without return_logits"
             )
         self.loss, self.config, self.ctx = loss, config, ctx
-        # Class logits are not sharded over tensor-parallel ranks.
-        self._over_vocabulary = not hasattr(model, "classification_head")
+        self._over_vocabulary = contract(model).predicts_tokens
         self._logits: list[Tensor] | None = None
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -48,7 +48,7 @@ class KeptLogits:
         self._logits = []
 
     def take(self) -> Tensor | None:
-        """[rows, S, vocabulary] (a classifier's: [rows, classes]); None on ranks without the last pipeline stage.
+        """[rows, S, vocabulary] (of classes or choices: [rows, C]); None on ranks without the last pipeline stage.
         Collective over tensor-parallel ranks."""
         kept, self._logits = self._logits, None
         if not kept:

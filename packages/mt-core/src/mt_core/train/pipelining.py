@@ -13,6 +13,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.nn.loss import Loss
 from mt_core.nn.model import contract, is_pipelined, model_options
+from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.layout_string import stages_from_layout
 from mt_core.parallel.pipeline.partition import balanced_stages, stages_by_keys
@@ -22,7 +23,16 @@ from mt_core.parallel.pipeline.schedules import PipelineSchedule, configured_sch
 from mt_core.parallel.pipeline.stage import Pipelined, Stage
 from mt_core.parallel.pipeline.trace import ScheduleRecorder
 from mt_core.plugins import PluginHost
-from mt_core.train.step.forward_backward import Batch, LossShare
+from mt_core.train.batches.device import begin_micro_batch
+from mt_core.train.step.forward_backward import (
+    Batch,
+    ForwardBackward,
+    ForwardStep,
+    LossShare,
+    NoPipelining,
+    default_forward_step,
+    invariant_step,
+)
 
 MATRICES_OF_A_LAYER = 12
 """A transformer layer has about 12 hidden_size^2 weights."""
@@ -133,3 +143,26 @@ def require_pipelined(model: nn.Module, config: Config) -> None:
             f"parallel.pipeline_model_parallel_size={size}: model.family={config.model.family} cannot be cut into "
             "stages; it can be 1"
         )
+
+
+def build_forward_backward(
+    config: Config,
+    ctx: ParallelContext,
+    model: nn.Module,
+    weights: MasterWeights,
+    stages: Stages | None,
+    loss: Loss,
+    forward_step: ForwardStep | None,
+    recorder: ScheduleRecorder | None,
+) -> ForwardBackward:
+    invariant = config.inference.batch_invariant
+    if stages is None:
+        forward_step = forward_step or default_forward_step(loss)
+        return NoPipelining(model, invariant_step(forward_step, invariant), weights, begin_micro_batch)
+    require_pipelined(model, config)
+    if forward_step is not None:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={ctx.pp.size}: a custom forward_step runs the whole model at once, "
+            "which no process has; give a loss instead"
+        )
+    return Pipelining(model, stages, loss, ctx, recorder, begin_micro_batch, is_batch_invariant=invariant)

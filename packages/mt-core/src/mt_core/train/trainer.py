@@ -193,6 +193,9 @@ class Trainer:
                 self.take_step(rank_batch)
                 if signals.received is not None:
                     self.stop(f"signal {signals.received.name}")
+                # Saving then raises the error, on all ranks.
+                if self.checkpoint_writer.has_failed:
+                    self.stop("a checkpoint could not be written")
                 # Without an all-reduce: every rank is at the same iteration.
                 if self.state.iteration == self.config.train.exit_iteration:
                     self.stop(f"train.exit_iteration={self.state.iteration}")

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 
+from mt_core.errors import DataError
 from mt_data.preprocess.joining import join_run, refuse_existing
 from mt_data.preprocess.options import Counts, PreprocessOptions, PreprocessReport
 from mt_data.preprocess.partial import PartialFolder, lock_partial_folder
@@ -66,19 +67,29 @@ def preprocess(options: PreprocessOptions, progress: Progress | None = None) -> 
 def _take_up(plan: RunPlan, folder: PartialFolder, progress: Progress) -> tuple[Counts, int] | None:
     """Go on with the run in the folder, or begin one. What it joined, when all that is left is to clear up."""
     identity = plan.identity()
-    if folder.has_run:
-        different = folder.differences(identity)
-        if not different:
-            return folder.joined()
-        progress.note(
-            f"{folder.path} holds shards of an earlier run with other {', '.join(different)}; they are thrown away"
-        )
+    different = folder.differences(identity) if folder.has_run else []
+    if folder.has_run and not different:
+        return folder.joined()
     # After the reuse above: a run that was killed between the outputs of two keys finds one of them under its final
     # name, and must be able to go on without --overwrite.
     if not plan.options.overwrite:
-        refuse_existing(plan.outputs.values())
+        _refuse_existing(plan, folder)
+    if different:
+        progress.note(
+            f"{folder.path} holds shards of an earlier run with other {', '.join(different)}; they are thrown away"
+        )
     folder.begin(identity)
     return None
+
+
+def _refuse_existing(plan: RunPlan, folder: PartialFolder) -> None:
+    try:
+        refuse_existing(plan.outputs.values())
+    except DataError:
+        # The folder may be there for this run's lock alone.
+        if not folder.has_run:
+            folder.remove()
+        raise
 
 
 @dataclass

@@ -8,7 +8,7 @@ from mt_core.config.schema import InferenceConfig
 from mt_core.nn.attention_backends.batch_invariant import KEYS
 from mt_core.parallel.context import ParallelContext
 from mt_infer.cache.agreement import agree
-from mt_infer.cache.layout import CacheLimits, cache_layout, divided
+from mt_infer.cache.layout import CacheLimits, cache_layout, split_memory
 from mt_infer.cache.manager import CacheManager
 from mt_infer.memory import cache_bytes
 
@@ -33,7 +33,7 @@ def build_caches(
         return CacheManager(layout, limits, ctx.device, share_prefixes=options.prefix_caching), None
     of_drafts, limits = agree(cache_layout(draft_model), limits, axis)
     # Both within cache_memory_gb.
-    own, drafts = divided(limits, (layout, of_drafts))
+    own, drafts = split_memory(limits, (layout, of_drafts))
     return (
         CacheManager(layout, own, ctx.device, share_prefixes=options.prefix_caching),
         CacheManager(of_drafts, drafts, ctx.device, share_prefixes=False),

@@ -95,7 +95,7 @@ class CacheSizes:
     snapshots: int
 
 
-def divided(limits: CacheLimits, layouts: Sequence[CacheLayout]) -> list[CacheLimits]:
+def split_memory(limits: CacheLimits, layouts: Sequence[CacheLayout]) -> list[CacheLimits]:
     """The limits of caches that share the memory, each with as much of it as of what all need at least.
 
     Raises ConfigError when the memory does not hold one sequence of the longest length in each.

@@ -44,6 +44,7 @@ class TextVector(Model):
     """A base model that gives one feature vector per text: [B, S] -> [B, H], dropout included."""
 
     inputs: tuple[str, ...] = ("tokens", "tokentype_ids", "padding_mask")
+    predicts_tokens = False
     config: Any
     ctx: ParallelContext
 

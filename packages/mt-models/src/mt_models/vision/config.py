@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mt_core.config.checks import divisors, listed, must_divide
+from mt_core.config.checks import divisors, listed, must_divide_all
 from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
 from mt_core.errors import ConfigError
 from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
@@ -134,8 +134,8 @@ def check_tensor_parallel(model: EncoderConfig, config: Config, section: str) ->
     """Raise ConfigError when ranks do not divide the tower. section: as of `check_encoder`."""
     size = config.parallel.tensor_model_parallel_size
     key = "parallel.tensor_model_parallel_size"
-    must_divide(key, size, f"{section}.num_attention_heads", model.num_attention_heads)
-    must_divide(key, size, f"{section}.ffn_hidden_size", model.ffn_size)
+    heads, ffn_size = model.num_attention_heads, model.ffn_size
+    must_divide_all(key, size, {f"{section}.num_attention_heads": heads, f"{section}.ffn_hidden_size": ffn_size})
 
 
 def check_images(model: VisionEncoderConfig, config: Config, section: str) -> None:

@@ -190,6 +190,7 @@ class VisionClassifier(Model):
     """images [B, C, img_h, img_w] -> logits [B, num_classes], from the mean over the patches."""
 
     inputs: tuple[str, ...] = ("images",)
+    predicts_tokens = False
 
     def __init__(self, config: VisionConfig, environment: ModelEnvironment) -> None:
         super().__init__()

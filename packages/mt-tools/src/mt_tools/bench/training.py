@@ -65,8 +65,8 @@ class TimedRun:
         vocabulary = loaded.config.model.vocab_size
         assert vocabulary is not None  # each preset names it
         data = RandomTokens(vocabulary, loaded.config.data.seq_length)
-        self.told = LastLoss()
-        self.trainer = Trainer(loaded, host=host, train_data=data, valid_data={}, callbacks=[self.told])
+        self.last_loss = LastLoss()
+        self.trainer = Trainer(loaded, host=host, train_data=data, valid_data={}, callbacks=[self.last_loss])
         self.trainer.model.train()
         steps = self.trainer.engine.remaining_steps()
         self._reader = BatchReader(data, steps, micro_size=loaded.config.train.micro_batch_size, workers=1)
@@ -119,7 +119,7 @@ def measure_training(
         "steps": steps,
         **_speed(tokens / seconds, flops_per_token(config, host), machine, preset.goals.get(precision)),
         "step_ms": seconds * 1e3,
-        "loss": run.told.loss,
+        "loss": run.last_loss.loss,
         **_memory(peak, plan),
         **shares,
     }

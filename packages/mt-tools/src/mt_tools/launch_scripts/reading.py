@@ -26,7 +26,7 @@ from mt_tools.launch_scripts.syntax import (
     Text,
     Word,
 )
-from mt_tools.launch_scripts.variables import Unknowns, Value, Variables, is_known
+from mt_tools.launch_scripts.variables import Unknowns, Value, Variable, Variables, is_known
 
 MAX_BYTES = 1 << 20
 _MAX_CALLS = 20
@@ -107,7 +107,7 @@ class _Reader:
         self.undecided: str | None = None
         self.calls = 0
         # For each function that runs: what its local variables were before.
-        self.locals: list[dict[str, Value | None]] = []
+        self.locals: list[dict[str, Variable]] = []
 
     def run(self, statements: Sequence[Statement]) -> None:
         for statement in statements:
@@ -283,7 +283,7 @@ class _Reader:
         for name in names:
             # Back to what it was when the function ends; local without a value hides the variable of the caller.
             if self.locals and name not in self.locals[-1] and not name.startswith("-"):
-                self.locals[-1][name] = self.variables.values.pop(name, None)
+                self.locals[-1][name] = self.variables.take(name)
         given = [name for name in names if not name.startswith("-")]
         options = "".join(word for word in words if word.startswith("-"))
         for letter in _CHANGING & set(options):
@@ -372,14 +372,8 @@ class _Reader:
             self.enter(self.functions[name], name)
         finally:
             self.variables.positional = before
-            self.forget_locals(self.locals.pop())
-
-    def forget_locals(self, outer: Mapping[str, Value | None]) -> None:
-        for name, value in outer.items():
-            if value is None:
-                self.variables.unset(name)
-            else:
-                self.variables.values[name] = value
+            for local, outer in self.locals.pop().items():
+                self.variables.put(local, outer)
 
     def nested(self, text: str, origin: str) -> None:
         self.enter(parse_script(text, origin), origin)

@@ -42,6 +42,14 @@ def is_known(text: str) -> bool:
     return MARK.search(text) is None
 
 
+@dataclass(frozen=True)
+class Variable:
+    """value: None where it is not set. attribute: as of `Variables.attributes`."""
+
+    value: Value | None
+    attribute: str | None
+
+
 @dataclass
 class Variables:
     """defined: given by the user; nothing in the script changes them. positional: $1, $2, ...; a mark: not known."""
@@ -97,6 +105,18 @@ class Variables:
 
     def unset(self, name: str) -> None:
         self.values.pop(name, None)
+
+    def take(self, name: str) -> Variable:
+        """Remove it, for a local variable of this name."""
+        return Variable(self.values.pop(name, None), self.attributes.pop(name, None))
+
+    def put(self, name: str, variable: Variable) -> None:
+        """Set it to what `take` gave."""
+        self.take(name)
+        if variable.value is not None:
+            self.values[name] = variable.value
+        if variable.attribute is not None:
+            self.attributes[name] = variable.attribute
 
     def missing(self, name: str) -> str:
         """The mark of a variable that is not set."""

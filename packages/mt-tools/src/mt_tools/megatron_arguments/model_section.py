@@ -15,7 +15,7 @@ from mt_core.plugins import PluginHost
 from mt_tools.megatron_arguments.entry_scripts import EntryScript
 
 MOE_TRAINING = ("moe_shared_expert_overlap", "moe_router_force_load_balancing")
-"""Options of a mixture that concern training alone."""
+"""Options of MoE models that concern training alone."""
 DISPATCHERS: Mapping[str, str] = {"alltoall_seq": "alltoall"}
 """Megatron's name for a dispatcher -> ours, where it is another."""
 SAME_MODEL: Mapping[str, Any] = {"apply_layernorm_1p": False}

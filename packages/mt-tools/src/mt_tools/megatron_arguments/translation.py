@@ -101,7 +101,7 @@ def _is_fixed(argument: Argument, entry: EntryScript) -> bool:
 
 
 def dotted(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Sections as dotted keys, options of mixtures one by one."""
+    """Sections as dotted keys, those of model.moe one by one."""
     found = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
     moe = found.pop("model.moe", None) or {}
     return found | {f"model.moe.{key}": value for key, value in moe.items()}

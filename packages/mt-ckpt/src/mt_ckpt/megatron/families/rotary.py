@@ -90,7 +90,7 @@ def rotary_section(args: Arguments) -> dict[str, Any]:
     if experts and (biased or normalized or args.get("moe_shared_expert_intermediate_size", 0)):
         if any(windows):
             raise ConfigError(
-                f"{args.origin}: window_size={args.values['window_size']!r} is not read of a mixture with shared "
+                f"{args.origin}: window_size={args.values['window_size']!r} is not read of an MoE model with shared "
                 "experts, biases on queries or normalized heads; it can be None"
             )
         return {"family": "qwen_moe", **section, "add_qkv_bias": biased, "qk_layernorm": normalized}

@@ -33,7 +33,7 @@ class LocalShard:
         """The same as slices of the canonical tensor; those of padding are left out."""
         regions = self.layout.regions(ctx)
         # A rank's part of an optimizer buffer is a range of elements, which is up to three rectangles of a matrix. A
-        # region is a box of the local tensor and the same box of the canonical one. Intersections are fragments.
+        # region is a slice of the local tensor and the same slice of the canonical one. Intersections are fragments.
         for number, own in enumerate(self.slices):
             for region in regions:
                 common = own.meet(TensorSlice(region.local, region.canonical.shape))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,18 @@ from mt_core import retention
 from mt_core.checkpoint_lookup import best_name
 from mt_core.config.schema import CheckpointConfig
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.parallel.context import SINGLE, Axis, ParallelContext
-from mt_core.parallel.first_rank import on_first_rank
+from mt_core.parallel.context import Axis, ParallelContext
+from mt_core.parallel.data import any_over
+from mt_core.parallel.first_rank import on_first_rank, raise_on_all_ranks
 from mt_core.plugins import PluginHost
 from mt_core.specs import Fragment, SaveCheckpoint, ShardedSave
 from mt_core.tensor_slice import TensorSlice
 from mt_core.train.checkpoint.local_shards import given, whole_fragment
 from mt_core.train.checkpoint.run_directory import RunDirectory, hf_folder
 from mt_core.train.checkpoint.write_plan import WritePlan, collect
+
+ROUND_SECONDS = 1.0
+"""How often ranks that wait for their threads look whether another one has failed."""
 
 
 @dataclass(frozen=True)
@@ -171,15 +175,22 @@ class CheckpointWriter(Protocol):
     """Writes checkpoints in the order in which they are submitted. Every rank has one."""
 
     def write(self, path: Path, contents: Contents) -> None:
-        """Submit a checkpoint. The tensors may change when this returns. Collective."""
+        """Submit a checkpoint. The tensors may change when this returns. Raises the error of this one or of one before
+        it that any rank could not write. Collective."""
         ...
 
     def committed(self) -> list[Committed]:
-        """The checkpoints completed since the last call. Raises the error of a checkpoint that could not be written."""
+        """The checkpoints completed since the last call."""
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank could not write a checkpoint; `write` and `finish` raise its error on all ranks."""
         ...
 
     def finish(self) -> list[Committed]:
-        """As `committed`, after all submitted checkpoints have been written."""
+        """As `committed`, after all submitted checkpoints have been written. Raises the error of one that any rank
+        could not write. Collective."""
         ...
 
     def close(self) -> list[str]:
@@ -213,6 +224,10 @@ class WritesNow:
         done, self._done = self._done, []
         return done
 
+    @property
+    def has_failed(self) -> bool:
+        return False
+
     def finish(self) -> list[Committed]:
         return self.committed()
 
@@ -226,49 +241,64 @@ class WritesInBackground:
     in_flight: maximum number of copied checkpoints not yet written. A further one waits for the oldest.
     """
 
-    def __init__(self, method: Method, in_flight: int) -> None:
-        self._method = method
+    def __init__(self, method: Method, in_flight: int, ctx: ParallelContext) -> None:
+        self._method, self._ctx = method, ctx
         # The bound on host memory: a checkpoint in flight holds one set of copies.
         self._free = [HostCopies() for _ in range(in_flight)]
         self._in_flight: deque[tuple[Path, HostCopies, Future[Committed | None]]] = deque()
         self._done: list[Committed] = []
+        # Not yet raised.
+        self._failed: deque[tuple[Path, Exception]] = deque()
         # One thread: checkpoints are committed in the order of their steps.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mt-checkpoint")
 
     def write(self, path: Path, contents: Contents) -> None:
-        if not self._free:
-            self._settle_oldest()
+        self._wait_until(lambda: bool(self._free))
         copies = self._free.pop()
         fragments, write = self._method.begin(path, contents)
         # fill() runs here: the next step changes the tensors.
         self._in_flight.append((path, copies, self._thread.submit(write, copies.fill(fragments))))
 
     def committed(self) -> list[Committed]:
-        while self._in_flight and self._in_flight[0][2].done():
-            self._settle_oldest()
+        self._settle()
         done, self._done = self._done, []
         return done
 
+    @property
+    def has_failed(self) -> bool:
+        self._settle()
+        return bool(self._failed)
+
     def finish(self) -> list[Committed]:
-        while self._in_flight:
-            self._settle_oldest()
+        self._wait_until(lambda: not self._in_flight)
         return self.committed()
 
     def close(self) -> list[str]:
         self._thread.shutdown(wait=True)
-        return [
-            f"{path.name} was not written: {error}" if (error := future.exception()) else f"committed {path.name}"
-            for path, _, future in self._in_flight
-            if future.exception() or future.result()
-        ]
+        done = [f"committed {committed.path.name}" for committed in self.committed()]
+        return done + [f"{path.name} was not written: {error}" for path, error in self._failed]
 
-    def _settle_oldest(self) -> None:
-        _, copies, future = self._in_flight.popleft()
-        # Raises the error of the write, in the training thread.
-        committed = future.result()
-        self._free.append(copies)
-        if committed is not None:
-            self._done.append(committed)
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        """Return when `ready` is true on all ranks. Raises an error of any of them. Collective."""
+        # In rounds: the thread of the first rank waits for the others, and would wait for ever for one that failed.
+        while True:
+            self._settle()
+            raise_on_all_ranks(self._failed.popleft()[1] if self._failed else None, self._ctx.world)
+            if not any_over(not ready(), self._ctx.world, self._ctx.device):
+                return
+            wait([future for _, _, future in self._in_flight], ROUND_SECONDS, FIRST_COMPLETED)
+
+    def _settle(self) -> None:
+        """Take what the thread has done."""
+        while self._in_flight and self._in_flight[0][2].done():
+            path, copies, future = self._in_flight.popleft()
+            self._free.append(copies)
+            try:
+                committed = future.result()
+            except Exception as error:
+                self._failed.append((path, error))
+            else:
+                self._done += [committed] if committed is not None else []
 
 
 class WritesNothing:
@@ -278,6 +308,10 @@ class WritesNothing:
 
     def committed(self) -> list[Committed]:
         return []
+
+    @property
+    def has_failed(self) -> bool:
+        return False
 
     def finish(self) -> list[Committed]:
         return []
@@ -327,10 +361,7 @@ def build_checkpoint_writer(
     method = _method(config, host, Commit(directory, config, host), ctx)
     if not config.async_save:
         return WritesNow(method, ctx.world)
-    # A rank that only sends to the writing rank has finished when `write` returns: it needs no background thread.
-    if isinstance(method, WholeMethod) and not ctx.is_writer:
-        return WritesNow(method, SINGLE)
-    return WritesInBackground(method, config.async_in_flight)
+    return WritesInBackground(method, config.async_in_flight, ctx)
 
 
 def _method(config: CheckpointConfig, host: PluginHost, commit: Commit, ctx: ParallelContext) -> Method:
