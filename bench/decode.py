@@ -150,6 +150,7 @@ def timed_steps(engine: InferenceEngine, batch: int, context: int, steps: int) -
     return seconds[WARM_UP:]
 
 
+@torch.inference_mode()  # as the engine's steps, whose inputs a replay fills
 def replay_seconds(engine: InferenceEngine, steps: int) -> float | None:
     """Of the last captured graph alone, without the host between two replays."""
     graph = None if engine.graphs is None else engine.graphs.last
