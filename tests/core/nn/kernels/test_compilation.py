@@ -259,7 +259,39 @@ class Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
-def test_torch_compile_traces_a_layers_kernels_into_one_graph_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda *given, **named: True)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+
+
+@pytest.mark.usefixtures("hopper")
+def test_torch_compile_traces_norms_of_several_widths() -> None:
+    """Of models that one process trains: their layers share code, and torch.compile makes symbols of sizes that
+    differ."""
+    import torch
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    class Norms(torch.nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.weight, self.bias = (torch.nn.Parameter(torch.ones(width, device="meta")) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x, normed = rms_norm.add_rms_norm(x, None, self.weight, 1e-5)
+            return x + layer_norm.layer_norm(normed, self.weight, self.bias, 1e-5)
+
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward))
+    for width, rows in ((32, 4), (64, 6), (48, 8)):
+        out = torch.compile(Norms(width), backend=backend, fullgraph=True)(torch.ones(rows, width, device="meta"))
+        out.sum().backward()
+        assert out.shape == (rows, width)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_torch_compile_traces_a_layers_kernels_into_one_graph_each_way() -> None:
     """On the meta device, without generating code."""
     import torch
     from functorch.compile import make_boxed_func
@@ -268,8 +300,6 @@ def test_torch_compile_traces_a_layers_kernels_into_one_graph_each_way(monkeypat
     from mt_core.nn.kernels.triton_kernels.activation import activation
     from mt_core.nn.kernels.triton_kernels.rotary import rotary
 
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda *given, **named: True)
-    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
     kernels: list[int] = []
 
     def record(graph: Any, inputs: object) -> Any:

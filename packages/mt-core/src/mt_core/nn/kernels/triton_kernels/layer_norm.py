@@ -183,7 +183,7 @@ def _normalize(
                     rows, weight, bias, y, mean, rstd, width, eps, zero_centered, WIDE_BLOCK, num_warps=WIDE_WARPS
                 )
             else:
-                tiles = RowTiles.of(rows)
+                tiles = RowTiles.of(rows, len(weight))
                 _layer_norm_forward[(tiles.count,)](
                     rows, rows if branch is None else branch, weight, bias, total, y, mean, rstd, height, width, eps,
                     branch is not None, zero_centered, tiles.rows, tiles.block, num_warps=tiles.warps,
@@ -216,7 +216,7 @@ def _narrow_gradients(
     zero_centered: bool,
 ) -> Tensor:
     """Writes dx. -> [2, width] fp32, dweight and dbias"""
-    tiles = RowTiles.of(rows)
+    tiles = RowTiles.of(rows, len(weight))
     # [2, programs, width]: dweight and dbias of each program
     parts = torch.empty(2, tiles.programs, rows.shape[1], dtype=torch.float32, device=rows.device)
     if rows.numel():

@@ -131,7 +131,7 @@ def _normalize(
     # The sum needs registers for a second row. torch adds, and the kernel without ADD reads the result.
     if branch is not None and rows.shape[1] > WIDEST_SUM:
         rows, branch = (rows + branch).to(rows.dtype), None
-    tiles = RowTiles.of(rows)
+    tiles = RowTiles.of(rows, len(weight))
     # Without a branch `total` is `rows` itself and stays unwritten, as does the pointer that stands for `branch`.
     y = torch.empty_like(rows)
     total = rows if branch is None else torch.empty_like(rows)
@@ -151,7 +151,7 @@ def _gradients(
     """saved: rows, weight, rstd. -> dx, with dtotal added, and dweight"""
     rows, weight, rstd = saved
     is_wide = rows.shape[1] > WIDEST_BACKWARD
-    tiles = RowTiles.by_columns(rows) if is_wide else RowTiles.of(rows)
+    tiles = RowTiles.by_columns(rows) if is_wide else RowTiles.of(rows, len(weight))
     kernel = _rms_norm_backward_by_columns if is_wide else _rms_norm_backward
     dx = torch.empty_like(rows)
     parts = torch.empty(tiles.programs, rows.shape[1], dtype=torch.float32, device=rows.device)  # [programs, width]

@@ -31,14 +31,15 @@ class RowTiles:
     warps: int
 
     @classmethod
-    def of(cls, matrix: Tensor) -> RowTiles:
-        height, width = matrix.shape
+    def of(cls, matrix: Tensor, width: int) -> RowTiles:
+        """width: of the matrix, from a parameter. torch.compile takes sizes of parameters as constants, as a kernel's
+        block and warps must be; those of activations become symbols once a process has compiled two widths."""
         # tl.arange requires a power of two; the columns behind `width` are masked.
         block = triton.next_power_of_2(max(width, 1))
         # Narrow rows share a program: of 128 columns it takes 16, as one row would be less work than a launch of the
         # program costs.
         rows = max(_TILE // block, 1)
-        count = triton.cdiv(height, rows)
+        count = triton.cdiv(len(matrix), rows)
         # As many programs as run at once, each with a run of neighbouring tiles, so that the partial sums [programs,
         # width] do not grow with the number of rows. 4 programs of block 8192 (16 warps each), the widest of such a
         # pass, are the 64 warps that a multiprocessor of an A100 or H100 holds.
