@@ -141,15 +141,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int | None =
     padding is 0. With `columns` or a main gradient the result can be differentiated once.
     """
     main = main_gradient_of(weight)
-    # Without gradients there is nothing to add to a main gradient: torch's own function serves. With them it would
-    # write a gradient of all columns, most of it a copy, to let the product have that of the first.
+    # Without gradients there is nothing to add to a main gradient: torch's own function serves. With them, autograd
+    # would copy the gradient of the first columns into one of all columns.
     if (main is None and columns is None) or not torch.is_grad_enabled():
         return _first_columns(F.linear(x, weight, bias), columns)
     return _Linear.apply(x, weight, bias, main, columns)
 
 
 def _first_columns(out: Tensor, columns: int | None) -> Tensor:
-    return out if columns is None else out[..., :columns]
+    # data: autograd forbids to change a view that a Function returns in place, as losses of the user may.
+    return out if columns is None else out[..., :columns].data
 
 
 class _Linear(torch.autograd.Function):
@@ -266,13 +267,11 @@ def _wanted(ctx: Any) -> _Wanted:
     return _Wanted(flags[0], flags[1], ctx.has_bias and flags[2])
 
 
-# A gradient of the first columns alone is multiplied as it is, and not with the padding. Its rows may have gaps in memory
-# of that width, but what they hold belongs to whoever made the gradient, and may be anything, NaN too. The distance of
-# rows is aligned all the same, which is what TMA requires (16 bytes); it takes any number of columns.
-
-
 def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     """grad [..., out or its first columns], weight [out, in] -> [..., in]"""
+    # Both products of the backward pass leave padding out. The gaps between rows of the gradient may be as wide, but
+    # belong to what made it: they may hold anything, NaN or another tensor, so that they are neither read nor cleared.
+    # Rows begin aligned all the same, which is what TMA requires (distances of 16 bytes); sizes may be any.
     return grad @ weight[: grad.shape[-1]]
 
 
