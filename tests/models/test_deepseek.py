@@ -308,7 +308,7 @@ def test_total_and_active_parameters_are_the_published_ones(host, preset, total,
 
 @pytest.mark.parametrize("q_lora_rank", [None, 24])
 def test_flops_by_part_are_those_that_torch_counts(build, q_lora_rank) -> None:
-    sizes = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96, "vocab_size": 301}
+    sizes = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96, "vocab_size": 384}
     latent = {"kv_lora_rank": 24, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12}
     moe = {
         "num_experts": 8,
@@ -330,7 +330,7 @@ def test_flops_by_part_are_those_that_torch_counts(build, q_lora_rank) -> None:
 def test_flops_of_prediction_are_those_that_torch_counts(build) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = build(family="deepseek", **OURS, mtp_num_layers=2, attention_backend="eager").train()
+    model = build(family="deepseek", **OURS | {"vocab_size": 128}, mtp_num_layers=2, attention_backend="eager").train()
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens, labels=tokens, loss_mask=torch.ones(2, 16))

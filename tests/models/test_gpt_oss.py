@@ -309,7 +309,7 @@ def test_total_and_active_parameters_are_the_published_ones(host, preset, total,
 
 
 def test_flops_are_those_of_the_chosen_experts_and_of_windows(build_small) -> None:
-    sizes = {"num_layers": 4, "hidden_size": 64, "num_query_groups": 2, "ffn_hidden_size": 48}
+    sizes = {"num_layers": 4, "hidden_size": 64, "num_query_groups": 2, "ffn_hidden_size": 48, "vocab_size": 128}
     model = build_small(**sizes, moe={"num_experts": 8, "moe_router_topk": 3})
     flops = flops_per_token(model.config, 16, convention="full", feed_forward=moe_flops(model.config))
     ref.assert_active_flops(model, flops, {"feed_forward": (".mlp",)})

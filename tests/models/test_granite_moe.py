@@ -81,7 +81,7 @@ def test_presets_have_the_sizes_of_the_published_models(host) -> None:
 
 
 def test_flops_are_those_of_the_chosen_experts(build) -> None:
-    config = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 301, "ffn_hidden_size": 24}
+    config = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 384, "ffn_hidden_size": 24}
     moe = ref.settings({"moe": {"num_experts": 8, "moe_router_topk": 3}})
     model = build(*moe, family="granite_moe", **config, attention_backend="eager")
     flops = flops_per_token(model.config, 16, convention="full", feed_forward=moe_flops(model.config))

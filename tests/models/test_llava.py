@@ -358,7 +358,7 @@ def test_each_part_has_the_flops_that_torch_counts(host, keys) -> None:
     decoder = {"family": "llama", "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     tower["attention_backend"] = decoder["attention_backend"] = "eager"
     section = {
-        "family": "llava", "vision_model": tower, "language_model": decoder, "image_token_index": 60, "vocab_size": 61
+        "family": "llava", "vision_model": tower, "language_model": decoder, "image_token_index": 60, "vocab_size": 128
     }  # fmt: skip
     model = built(host, config_from(host, section | keys, data={"seq_length": 16}))
     tokens = torch.zeros(2, 16, dtype=torch.long)

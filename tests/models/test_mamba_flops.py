@@ -14,6 +14,7 @@ from mt_models.mamba import flops as mamba_flops
 MAMBA = {
     "hidden_size": 64,
     "vocab_size": 301,
+    "make_vocab_size_divisible_by": 1,
     "mamba_head_dim": 16,
     "mamba_state_dim": 12,
     "mamba_num_groups": 2,

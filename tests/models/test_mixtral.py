@@ -96,7 +96,7 @@ def test_active_parameters_are_those_that_the_paper_gives(host) -> None:
 
 
 def test_flops_are_those_of_the_chosen_experts(build) -> None:
-    config = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 301}
+    config = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 384}
     moe = ref.settings({"moe": {"num_experts": 8, "moe_router_topk": 2, "moe_layer_freq": "([0]*1+[1]*2)"}})
     model = build(*moe, family="mixtral", **config, attention_backend="eager")
     flops = flops_per_token(model.config, 16, convention="full", feed_forward=moe_flops(model.config))

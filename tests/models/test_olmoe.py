@@ -58,7 +58,7 @@ def test_the_preset_has_the_size_of_the_published_model(host) -> None:
 
 
 def test_flops_are_those_of_the_chosen_experts(build) -> None:
-    config = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 301}
+    config = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 384}
     moe = {"num_experts": 16, "moe_router_topk": 4, "moe_ffn_hidden_size": 24, "moe_router_pre_softmax": True}
     model = build(*ref.settings({"moe": moe}), family="olmoe", **config, attention_backend="eager")
     flops = flops_per_token(model.config, 16, convention="full", feed_forward=moe_flops(model.config))

@@ -96,7 +96,7 @@ def test_total_and_active_parameters_are_the_published_ones(host, preset, total,
 
 
 def test_flops_are_those_of_the_chosen_and_the_shared_experts(build) -> None:
-    config = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 301}
+    config = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 384}
     moe = {
         "num_experts": 8,
         "moe_router_topk": 3,

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.config.schema import PrecisionConfig
-from mt_core.nn.embedding import VocabRange, project_to_vocab, without_padding
+from mt_core.nn.embedding import VocabRange, project_to_vocab
 from mt_core.nn.fp8.multiply import Fp8Multiply
 from mt_core.nn.fp8.options import Fp8Options
 from mt_core.nn.fp8.products import emulated_product
@@ -23,7 +23,7 @@ from mt_core.nn.kernels.chunked_loss import chunked_losses, chunked_weighted_sum
 from mt_core.nn.kernels.reference.cross_entropy import ROWS
 from mt_core.nn.kernels.vocab_parallel import RowKernels
 from mt_core.nn.layout import LayoutModule, ParameterLayout, initialize, normal
-from mt_core.nn.linear import column_parallel_linear, linear
+from mt_core.nn.linear import linear
 from mt_core.nn.main_grad import call_after_gradient, main_gradient_of, with_main_gradient
 from mt_core.parallel.context import SINGLE
 from mt_core.parallel.pipeline.split_backward import backward_of_inputs
@@ -70,11 +70,6 @@ CASES = {
     "kernel of a convolution": Case((OUT, 2, 4, 4), patches, lambda x, w: F.linear(x, w.flatten(1))),
     "padded rows": Case(
         (PADDED, IN), lambda x, w: project_to_vocab(x, w, IDS, BF16), lambda x, w: F.linear(x, w[: len(IDS)])
-    ),
-    "padded rows on a GPU": Case(
-        (PADDED, IN),
-        lambda x, w: column_parallel_linear(x, without_padding(w, IDS), None, BF16, pitch=PADDED),
-        lambda x, w: F.linear(x, w[: len(IDS)]),
     ),
     "fp8": Case((OUT, IN), in_fp8, F.linear),
     "loop": of_experts(loop_product, UNEVEN),
@@ -138,8 +133,7 @@ def test_no_16_bit_gradient_of_a_weights_size_is_made(case, fused) -> None:
     out = model(numbers(0, ROWS_OF_X, IN).requires_grad_())
     with New16Bits() as spy:
         out.backward(numbers(100, *out.shape))
-    own = len(IDS) * IN if case.shape[0] == PADDED else model.weight.numel()
-    assert (own in spy.sizes) is not fused
+    assert (model.weight.numel() in spy.sizes) is not fused
 
 
 @EVERY

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.nn import linear
-from mt_core.nn.embedding import VocabRange, aligned_pitch
+from mt_core.nn.embedding import VocabParallelOutput
 from mt_core.nn.layout import initialize, normal
-from mt_core.parallel.context import Axis, AxisSizes, ParallelContext, build_parallel_context
+from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train.build import build_context, require_peer_access
@@ -49,6 +49,7 @@ def differences(rank: int, world: int) -> tuple[dict[str, int], list[float]]:
             linear.ColumnParallelLinear(6, 8, ctx, bias=True, init=normal(0.5)),
             nn.GELU(),
             linear.RowParallelLinear(8, 6, ctx, bias=True, init=normal(0.5)),
+            VocabParallelOutput(13, 6, ctx, init=normal(0.5), divisible_by=4),
         )
         initialize(block, 3, ctx)
         x = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
@@ -59,21 +60,12 @@ def differences(rank: int, world: int) -> tuple[dict[str, int], list[float]]:
 
 @pytest.mark.dist
 def test_overlapped_products_are_the_plain_ones() -> None:
-    """Gathers: of the first layer's input and of the second one's gradient."""
+    """Gathers: of the inputs of the first layer and the LM head, and of the second layer's gradient. The second rank
+    has 5 ids and 3 rows of padding, and multiplies all as the first does."""
     for counts, found in run_ranks(2, differences):
-        assert counts == {"gathers": 2, "scatters": 1}
-        assert len(found) == 6
+        assert counts == {"gathers": 3, "scatters": 1}
+        assert len(found) == 7
         assert max(found) < 1e-12
-
-
-def test_ranks_without_padding_multiply_as_those_with_it() -> None:
-    """One of two ranks has the padding of a vocabulary of 45. A distance of rows of its own may not change which
-    collectives it calls."""
-    with_padding, without = VocabRange(24, 45), VocabRange(0, 24)
-    for overlap in (False, True):
-        ctx = ParallelContext(axes={"tp": Axis(size=2)}, sequence_parallel=True, tp_comm_overlap=overlap)
-        assert aligned_pitch(24, without, ctx) is None
-        assert aligned_pitch(24, with_padding, ctx) == (None if overlap else 24)
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,10 @@ def test_a_step_takes_longer_with_more_to_compute_and_less_is_kept_with_recomput
     assert full.ranks[0].activation_bytes < plain.ranks[0].activation_bytes
     assert full.ranks[0].recomputed > 0
     assert full.flops_per_token == plain.flops_per_token
-    # By hand, for a token: 4 layers of 12 h^2 weights and the causal half of 32 keys, and the logits. Nothing keeps
-    # the result of the last matrix of a layer (4 h^2), so that computing again stops before it.
-    scores, logits = 2 * 32 * 32, 2 * 32 * 261
+    # By hand, for a token: 4 layers of 12 h^2 weights and the causal half of 32 keys, and the logits of 261 ids
+    # and their padding. Nothing keeps the result of the last matrix of a layer (4 h^2), so that computing again stops
+    # before it.
+    scores, logits = 2 * 32 * 32, 2 * 32 * 384
     forward = 4 * (2 * 12 * 32**2 + scores) + logits
     again = 4 * (2 * 8 * 32**2 + scores)
     tokens = 8 * 32

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from mt_core._torch_compat import uncompiled_references
 from mt_core.nn.kernels.chunked_loss import rows_of_chunk
+from mt_core.nn.linear import linear
 from mt_core.nn.main_grad import attach_main_grad, clear_all
 from mt_core.parallel.collectives import copy_to
 from mt_core.parallel.context import Axis, AxisSizes, build_parallel_context
@@ -130,12 +131,15 @@ def check_parallel(rank: int, world: int) -> dict[str, float]:
             function = implementation(kernel, name)
             shared, columns = copy_to(given, axis), target - ids.start
             # Rows of padding, of which nothing but the gradient 0 may be seen.
-            padded = torch.cat([own, torch.full((16 - len(own), 6), 3.0)])
+            filler = torch.nan if kernel == "cross_entropy" else 3.0
+            padded = torch.cat([own, torch.full((16 - len(own), 6), filler)])
             if kernel == "linear_cross_entropy_sum":
                 total, losses = function(shared, padded, columns, factor, axis, 4, ids=len(own))
             else:
                 operands, named = (
-                    ((shared @ own.T,), {}) if kernel == "cross_entropy" else ((shared, padded), {"ids": len(own)})
+                    ((linear(shared, padded, None, len(own)),), {})
+                    if kernel == "cross_entropy"
+                    else ((shared, padded), {"ids": len(own)})
                 )
                 losses = function(*operands, columns, axis, **named)
                 total = (losses * factor).sum()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -89,23 +88,13 @@ class VocabParallelOutput(LinearModule):
 
 
 def project_to_vocab(x: Tensor, weight: Tensor, own: VocabRange, ctx: ParallelContext) -> Tensor:
-    """[B, S, H] -> [B, S, ids of this rank]. Rows of padding are left out of the product, not masked after it.
+    """[B, S, H] -> [B, S, ids of this rank], the first columns of a product with all rows of the weight.
 
-    Trained on a GPU the result has room for them between its rows in memory: rows of 50,257 numbers would not be
-    aligned.
+    Rows of padding are multiplied too, since products are slow for numbers of columns that are not aligned (50,257
+    ids). What they give lies between the rows of the result in memory, and is in none of them.
     """
-    pitch = aligned_pitch(len(weight), own, ctx) if weight.is_cuda and torch.is_grad_enabled() else None
-    return column_parallel_linear(x, without_padding(weight, own), None, ctx, pitch)
-
-
-def aligned_pitch(rows: int, own: VocabRange, ctx: ParallelContext) -> int | None:
-    """Of the logits of this rank's ids, from a weight of so many rows with padding; None: one row follows the other.
-
-    Ranks without padding have none, so that this may not decide which collectives a rank calls.
-    """
-    overlaps = ctx.tp.size > 1 and ctx.sequence_parallel and ctx.tp_comm_overlap
-    # Rows of a rank without padding are as aligned as its share of the vocabulary is.
-    return None if overlaps or not 0 < len(own) < rows else rows
+    columns = len(own) if len(own) < len(weight) else None
+    return column_parallel_linear(x, weight, None, ctx, columns)
 
 
 def without_padding(weight: Tensor, own: VocabRange) -> Tensor:

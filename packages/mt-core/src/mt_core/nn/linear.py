@@ -121,60 +121,56 @@ def leave_tensor_parallel(partial: Tensor, ctx: ParallelContext) -> Tensor:
 
 
 def column_parallel_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext, pitch: int | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelContext, columns: int | None = None
 ) -> Tensor:
     """x W^T + b for this rank's rows of W; the gradient of x is summed over tp while that of W is computed.
 
-    pitch: numbers from one row of the result to the next in memory, as of `linear`; not with a bias, nor where
-    products overlap with gathers.
+    columns: as of `linear`.
     """
     if ctx.tp.size == 1:
-        return linear(x, weight, bias, pitch)
+        return linear(x, weight, bias, columns)
     main, overlap = main_gradient_of(weight), ctx.sequence_parallel and ctx.tp_comm_overlap
-    return _ColumnParallelLinear.apply(x, weight, bias, main, ctx.tp, ctx.sequence_parallel, overlap, pitch)
+    return _ColumnParallelLinear.apply(x, weight, bias, main, ctx.tp, ctx.sequence_parallel, overlap, columns)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, pitch: int | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, columns: int | None = None) -> Tensor:
     """x W^T + b on one rank: x [..., in], W [out, in]. The gradient of W goes to its main gradient if it has one.
 
-    pitch: numbers from one row of the result to the next in memory, `out` or more; not with a bias. Products write
-    rows that are not aligned slowly. With a pitch or a main gradient the result can be differentiated once.
+    columns: of the result, the first ones, where the other rows of W are padding; not with a bias. The product is of
+    all rows, and the result a view, [..., columns], whose rows are `out` numbers apart in memory. The gradient of
+    padding is 0. With `columns` or a main gradient the result can be differentiated once.
     """
     main = main_gradient_of(weight)
-    # Without gradients there is nothing to add to a main gradient: torch's own function serves.
-    if pitch is None and (main is None or not torch.is_grad_enabled()):
-        return F.linear(x, weight, bias)
-    return _MainGradientLinear.apply(x, weight, bias, main, pitch)
+    # Without gradients there is nothing to add to a main gradient: torch's own function serves. With them, autograd
+    # would copy the gradient of the first columns into one of all columns.
+    if (main is None and columns is None) or not torch.is_grad_enabled():
+        return _first_columns(F.linear(x, weight, bias), columns)
+    return _Linear.apply(x, weight, bias, main, columns)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, pitch: int | None) -> Tensor:
-    """x [..., in], weight [out, in] -> [..., out], with rows `pitch` apart in memory."""
-    if pitch is None:
-        return F.linear(x, weight, bias)
-    assert bias is None
-    rows = x.flatten(0, -2)
-    out = x.new_empty(len(rows), pitch)[:, : len(weight)]  # a view: rows `pitch` apart
-    return torch.mm(rows, weight.t(), out=out).unflatten(0, x.shape[:-1])
+def _first_columns(out: Tensor, columns: int | None) -> Tensor:
+    # data: autograd forbids to change a view that a Function returns in place, as losses of the user may.
+    return out if columns is None else out[..., :columns].data
 
 
-class _MainGradientLinear(torch.autograd.Function):
-    """x W^T + b on one rank, whose backward pass adds dW to the main gradient."""
+class _Linear(torch.autograd.Function):
+    """x W^T + b on one rank, or its first columns. The backward pass adds dW to the main gradient, if there is one."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main: MainGrad | None, pitch: int | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main: MainGrad | None, columns: int | None
     ) -> Tensor:
         ctx.main, ctx.has_bias = main, bias is not None
         ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias, pitch)
+        return _first_columns(F.linear(x, weight, bias), columns)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         wanted = _wanted(ctx)
-        dx = grad @ weight if wanted.x else None  # [..., in]
-        dweight = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2), ctx.main) if wanted.weight else None
+        dx = _input_gradient(grad, weight) if wanted.x else None
+        dweight = _padded_weight_gradient(grad, x, weight, ctx.main) if wanted.weight else None
         dbias = _bias_gradient(grad) if wanted.bias else None
         return dx, dweight, dbias, None, None
 
@@ -193,18 +189,17 @@ class _ColumnParallelLinear(torch.autograd.Function):
         axis: Axis,
         sequence_parallel: bool,
         overlap: bool,
-        pitch: int | None,
+        columns: int | None,
     ) -> Tensor:
         ctx.main, ctx.axis, ctx.sequence_parallel, ctx.has_bias = main, axis, sequence_parallel, bias is not None
         ctx.save_for_backward(x, weight)  # with sequence parallelism this rank's shard only; backward gathers again
         if overlap:
             assert axis.group is not None
-            assert pitch is None
             # Shards are multiplied as they arrive. The gathered input is dropped: the backward pass gathers again.
             _, out = gather_matmul(x.contiguous(), weight.T, SEQUENCE_DIM, axis.group)
-            return out if bias is None else out + bias
+            return _first_columns(out if bias is None else out + bias, columns)
         whole = all_gather(x, SEQUENCE_DIM, axis) if sequence_parallel else x  # [B, S, in]
-        return _product(whole, weight, bias, pitch)
+        return _first_columns(F.linear(whole, weight, bias), columns)
 
     @staticmethod
     @once_differentiable
@@ -219,12 +214,12 @@ class _ColumnParallelLinear(torch.autograd.Function):
         if ctx.sequence_parallel and wanted.weight:
             gathered, gathering = _start_gather(x, axis)
         if wanted.x:
-            dx, reducing = _start_sum(grad @ weight, axis, ctx.sequence_parallel)
+            dx, reducing = _start_sum(_input_gradient(grad, weight), axis, ctx.sequence_parallel)
         if gathering is not None and gathered is not None:
             gathering.wait()
             x = concat_shards(gathered, SEQUENCE_DIM)  # [B, S, in]
         if wanted.weight:
-            dweight = weight_gradient(grad.flatten(0, -2), x.flatten(0, -2), ctx.main)
+            dweight = _padded_weight_gradient(grad, x, weight, ctx.main)
         dbias = _bias_gradient(grad) if wanted.bias else None
         if reducing is not None:
             reducing.wait()
@@ -270,6 +265,27 @@ class _Wanted:
 def _wanted(ctx: Any) -> _Wanted:
     flags = gradients_wanted(ctx, 3 if ctx.has_bias else 2)
     return _Wanted(flags[0], flags[1], ctx.has_bias and flags[2])
+
+
+def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """grad [..., out or its first columns], weight [out, in] -> [..., in]"""
+    # Both products of the backward pass leave padding out. The gaps between rows of the gradient may be as wide, but
+    # belong to what made it: they may hold anything, NaN or another tensor, so that they are neither read nor cleared.
+    # Rows begin aligned all the same, which is what TMA requires (distances of 16 bytes); sizes may be any.
+    return grad @ weight[: grad.shape[-1]]
+
+
+def _padded_weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, main: MainGrad | None) -> Tensor | None:
+    """As weight_gradient, for grad [..., out or its first columns] and x [..., in]; 0 for the other rows of weight."""
+    rows, inputs, columns = grad.flatten(0, -2), x.flatten(0, -2), grad.shape[-1]
+    if columns == len(weight):
+        return weight_gradient(rows, inputs, main)
+    if main is not None:
+        return weight_gradient(rows, inputs, main.view(lambda total: total[:columns]))
+    dweight = torch.empty_like(weight)
+    torch.mm(rows.T, inputs, out=dweight[:columns])
+    dweight[columns:] = 0.0
+    return dweight
 
 
 def weight_gradient(rows: Tensor, inputs: Tensor, main: MainGrad | None) -> Tensor | None:

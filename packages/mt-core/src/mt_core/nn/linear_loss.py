@@ -41,7 +41,7 @@ class Unprojected:
 
     def matrix(self) -> Tensor:
         """What hidden is multiplied by. Kernels of a GPU are slow for numbers of columns that are not aligned, so that
-        padding is multiplied too; a CPU leaves it out."""
+        padding is multiplied too; a CPU leaves it out, since here the backward pass would multiply it twice more."""
         return self.weight if self.weight.is_cuda else without_padding(self.weight, self.own)
 
     def columns(self, batch: Mapping[str, Tensor]) -> Tensor:

@@ -48,21 +48,14 @@ class QuantizedTensor(Tensor):
     def dequantized(self) -> Tensor:
         return triton_dequantize(self.stored, self.group, self.shape[-1], self.dtype)
 
-    def first_lines(self, rows: slice) -> QuantizedTensor:
-        stored = tuple(part[rows] for part in self.stored)
-        return QuantizedTensor(stored, self.group, self.shape[-1], self.dtype)
-
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Every linear layer multiplies by F.linear. Slices of rows stay quantized, since rows are quantized each by
-        # itself; any other index gives a dense tensor, below.
+        # Every linear layer multiplies by F.linear.
         if func is F.linear:
             return quantized_linear(*args, **kwargs)
-        if func is Tensor.__getitem__ and isinstance(args[1], slice):
-            return args[0].first_lines(args[1])
         return call_without_overrides(func, args, kwargs)
 
     @classmethod

@@ -188,7 +188,7 @@ class CausalDecoder(Model):
             matrix: VocabParallelEmbedding | VocabParallelOutput = self.output_layer
         else:
             assert self.embedding is not None
-            # range: the ids of this rank without padding rows, so that no logits are computed for padding.
+            # range: the ids of this rank without padding rows, so that no logits are those of padding.
             matrix = self.embedding.word_embeddings
         return Unprojected(x, matrix.weight, matrix.range, matrix.ctx)
 
