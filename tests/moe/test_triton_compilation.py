@@ -19,17 +19,19 @@ from mt_moe.kernels import grouped_product  # noqa: E402
 from mt_moe.kernels.tiles import OUTER, ROWS, Tile, first_that_fits  # noqa: E402
 
 HALF, SINGLE, PLACES = "*bf16", "*fp32", "*i64"
+HOPPER = 90
 COUNTS = ("mean_rows", "groups")
 """Numbers that need not be multiples of 16, as sizes of a model are."""
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], tile: Tile) -> dict[str, Any]:
-    """types: of arguments that are no int; an argument without a type is None if it is an operand's."""
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], tile: Tile, capability: int) -> Any:
+    """types: of arguments that are no int; an argument without a type is None if it is an operand's. Triton's
+    CompiledKernel, with `asm` and `metadata`."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     constants = {**constants, **tile.sizes(), "DTYPE": triton.language.float32}
-    names = kernel.fn.arg_names
+    names = kernel.arg_names
     absent = [name for name in names if name.endswith(("_tma", "gather", "scatter")) and name not in types]
     constants |= dict.fromkeys(absent)
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -38,31 +40,35 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], tile
         for i, name in enumerate(names)
         if not signature[name].startswith(("constexpr", "tensordesc")) and name not in COUNTS
     }
-    source = ASTSource(kernel.fn, signature, constexprs=constants, attrs=aligned)
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def block(*sizes: int) -> str:
     return f"tensordesc<bf16{list(sizes)}>"
 
 
-def rows_times(tile: Tile, *, gather: bool, transposed: bool, tma: bool) -> dict[str, Any]:
-    """Of 128 experts; gathered while they are loaded, or scattered while they are stored."""
-    types = {"x": HALF, "matrices": HALF, "out": HALF, "ends": "*i32"} | {"gather" if gather else "scatter": PLACES}
+def rows_times(
+    tile: Tile, *, gather: bool, scatter: bool, transposed: bool, tma: bool, capability: int = HOPPER
+) -> Any:
+    """Of 128 experts; gathered while they are loaded, scattered while they are stored."""
+    types = {"x": HALF, "matrices": HALF, "out": HALF, "ends": "*i32"}
+    types |= {name: PLACES for name, used in (("gather", gather), ("scatter", scatter)) if used}
     if tma and not gather:
         types["x_tma"] = block(tile.rows, tile.depth)
     if tma:
         types["matrices_tma"] = block(1, *((tile.columns, tile.depth) if transposed else (tile.depth, tile.columns)))
     constants = {
-        "GROUPS": 128, "GATHER": gather, "SCATTER": not gather, "TRANSPOSED": transposed, "WHOLE": True,
+        "GROUPS": 128, "GATHER": gather, "SCATTER": scatter, "TRANSPOSED": transposed, "WHOLE": True,
         "X_TMA": "x_tma" in types, "M_TMA": "matrices_tma" in types,
     }  # fmt: skip
-    return compiled(grouped_product._grouped_gemm, types, constants, tile)
+    return compiled(grouped_product._grouped_gemm.fn, types, constants, tile, capability)
 
 
-def outer_products(tile: Tile, *, gather: bool, add: bool, tma: bool) -> dict[str, Any]:
+def outer_products(tile: Tile, *, gather: bool, add: bool, tma: bool, capability: int = HOPPER) -> Any:
     """gather: the rows of the right operand."""
+    tile = tile.gathering() if gather else tile
     types = {"left": HALF, "right": HALF, "out": SINGLE, "ends": "*i32"} | ({"right_gather": PLACES} if gather else {})
     if tma:
         types["left_tma"] = block(tile.depth, tile.rows)
@@ -71,7 +77,7 @@ def outer_products(tile: Tile, *, gather: bool, add: bool, tma: bool) -> dict[st
     constants = {
         "LEFT": False, "RIGHT": gather, "LEFT_TMA": "left_tma" in types, "RIGHT_TMA": "right_tma" in types, "ADD": add,
     }  # fmt: skip
-    return compiled(grouped_product._grouped_gemm_outer, types, constants, tile)
+    return compiled(grouped_product._grouped_gemm_outer, types, constants, tile, capability)
 
 
 def assert_fit_for_hopper(assembly: dict[str, Any], operands_by_tma: int, tmp_path: Path) -> None:
@@ -111,8 +117,8 @@ def test_a_tile_that_is_not_timed_fits_into_shared_memory() -> None:
 )
 def test_rows_times_matrices(tile, gather, transposed, tma, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assembly = rows_times(tile, gather=gather, transposed=transposed, tma=tma)
-    assert_fit_for_hopper(assembly, tma * (2 - gather), tmp_path)
+    kernel = rows_times(tile, gather=gather, scatter=not gather, transposed=transposed, tma=tma)
+    assert_fit_for_hopper(kernel.asm, tma * (2 - gather), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -129,5 +135,5 @@ def test_rows_times_matrices(tile, gather, transposed, tma, tmp_path, monkeypatc
 def test_weight_gradients_that_are_accumulated(tile, gather, add, tma, tmp_path, monkeypatch) -> None:
     """add: to what is there; the first of a step is written over it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assembly = outer_products(tile, gather=gather, add=add, tma=tma)
-    assert_fit_for_hopper(assembly, tma * (2 - gather), tmp_path)
+    kernel = outer_products(tile, gather=gather, add=add, tma=tma)
+    assert_fit_for_hopper(kernel.asm, tma * (2 - gather), tmp_path)

@@ -232,12 +232,16 @@ def test_copies_and_remainders_are_updated_by_the_same_instructions(
 
 def bytes_of_stack(cubin: bytes, folder: Path) -> int:
     """Of a thread: where values are put for which there are no registers."""
+    return resources(cubin, folder)["STACK"]
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """What cuobjdump says of a thread of the kernel: REG, STACK and others. folder: for a file."""
     file = folder / "kernel.cubin"
     file.write_bytes(cubin)
     command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
-    found = re.search(r"STACK:(\d+)", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert found is not None
-    return int(found[1])
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall(r"\b([A-Z]+):(\d+)", printed)}
 
 
 def test_no_two_kernels_have_one_name() -> None:
