@@ -16,10 +16,12 @@ triton = pytest.importorskip("triton")
 from tests.core.nn.kernels.test_compilation import bytes_of_stack  # noqa: E402
 
 from mt_moe.kernels import grouped_product  # noqa: E402
-from mt_moe.kernels.tiles import OUTER, ROWS, Tile, first_that_fits  # noqa: E402
+from mt_moe.kernels.tiles import OUTER, ROWS, Tile, first_that_fits, mean_rows, not_mostly_empty  # noqa: E402
 
 HALF, SINGLE, PLACES = "*bf16", "*fp32", "*i64"
 HOPPER = 90
+H100 = 232_448
+"""Bytes of shared memory that a program can have."""
 COUNTS = ("mean_rows", "groups")
 """Numbers that need not be multiples of 16, as sizes of a model are."""
 
@@ -82,7 +84,8 @@ def outer_products(tile: Tile, *, gather: bool, add: bool, tma: bool, capability
 
 def assert_fit_for_hopper(assembly: dict[str, Any], operands_by_tma: int, tmp_path: Path) -> None:
     """operands_by_tma: how many have copies by TMA, of which the pipeline starts at least one before its loop."""
-    assert "wgmma.mma_async" in assembly["ptx"]
+    # Sums of 16 products each: those of an element are the same, in the same order, in every tile.
+    assert set(re.findall(r"wgmma\.mma_async\S*?k(\d+)\.", assembly["ptx"])) == {"16"}
     assert "warp_group_dot" in assembly["ttgir"]
     by_tma = assembly["ttgir"].count("async_tma_copy_global_to_local")
     assert by_tma >= 2 * operands_by_tma
@@ -98,10 +101,50 @@ def exhaustive_but_first(cases: list[Any]) -> list[Any]:
     return [cases[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases[1:])]
 
 
-def test_a_tile_that_is_not_timed_fits_into_shared_memory() -> None:
-    """Of H100, A100 and RTX 4090."""
-    assert [OUTER.index(first_that_fits(OUTER, size)) for size in (232_448, 166_912, 101_376)] == [0, 1, 3]
-    assert [ROWS.index(first_that_fits(ROWS, size)) for size in (232_448, 166_912, 101_376)] == [0, 0, 4]
+GPUS = {
+    "H100": (9, H100, 0, 0),
+    "A100": (8, 166_912, 2, 2),
+    "RTX 4090": (8, 101_376, 4, 3),
+    "B200": (10, 232_448, 0, 0),
+    "RTX 5090": (12, 101_376, 4, 3),
+}
+"""Major compute capability, bytes of shared memory of a program; numbers of the tiles of rows and of outer products."""
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_tile_that_is_not_timed_fits_into_shared_memory_and_registers(gpu) -> None:
+    major, memory, rows, outer = GPUS[gpu]
+    assert ROWS.index(first_that_fits(ROWS, major, memory)) == rows
+    assert OUTER.index(first_that_fits(OUTER, major, memory)) == outer
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "outer"),
+    [(80, 2, 2), *(pytest.param(c, 4, 3, marks=pytest.mark.exhaustive) for c in (89, 120))],
+)
+def test_such_tiles_spill_no_register_where_operands_take_some(capability, rows, outer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tma = capability >= 90
+    form = {"gather": True, "scatter": False, "transposed": True}
+    for kernel in (
+        rows_times(ROWS[rows], **form, tma=tma, capability=capability),
+        outer_products(OUTER[outer], gather=True, add=True, tma=tma, capability=capability),
+    ):
+        assert bytes_of_stack(kernel.asm["cubin"], tmp_path) == 0
+        assert kernel.metadata.shared <= 101_376
+
+
+def test_tiles_of_groups_with_few_rows() -> None:
+    """0 to 100,000 rows a group."""
+    assert [mean_rows(8 * rows, 8) for rows in (0, 8, 65, 100, 100_000)] == [64, 64, 128, 128, 1024]
+    assert not_mostly_empty(ROWS, 128) == ROWS
+    assert {tile.rows for tile in not_mostly_empty(ROWS, 64)} == {64}
+
+
+def test_programs_of_a_multiprocessor_fit_into_its_shared_memory() -> None:
+    """228 KiB on Hopper: one of 120 KiB and more, two of 96 KiB; on an A100 with 164 KiB one."""
+    assert [tile.resident(228 << 10) for tile in ROWS] == [1, 1, 1, 1, 2]
+    assert ROWS[-1].resident(164 << 10) == 1
 
 
 @pytest.mark.parametrize(
@@ -119,6 +162,7 @@ def test_rows_times_matrices(tile, gather, transposed, tma, tmp_path, monkeypatc
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = rows_times(tile, gather=gather, scatter=not gather, transposed=transposed, tma=tma)
     assert_fit_for_hopper(kernel.asm, tma * (2 - gather), tmp_path)
+    assert 0 <= kernel.metadata.shared - tile.shared_memory < 1024  # barriers
 
 
 @pytest.mark.parametrize(
@@ -137,3 +181,5 @@ def test_weight_gradients_that_are_accumulated(tile, gather, add, tma, tmp_path,
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = outer_products(tile, gather=gather, add=add, tma=tma)
     assert_fit_for_hopper(kernel.asm, tma * (2 - gather), tmp_path)
+    assert f"memdesc<{tile.stages}x{tile.depth}x{tile.columns}xbf16" in kernel.asm["ttgir"]
+    assert kernel.metadata.shared <= H100

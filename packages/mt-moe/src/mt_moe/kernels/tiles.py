@@ -71,9 +71,12 @@ OUTER = (
     Tile(rows=128, columns=256, depth=64, warps=8, stages=4),
     Tile(rows=128, columns=256, depth=32, warps=8, stages=6),
     Tile(rows=128, columns=128, depth=64, warps=8, stages=5),
-    Tile(rows=128, columns=128, depth=32, warps=4, stages=4),
+    Tile(rows=128, columns=128, depth=32, warps=8, stages=4),
 )
 """Of an expert's weight gradient, [rows, columns] of its matrix, from rows in 16 bits. See `gathering`."""
+READ_SHARED_MEMORY = (9, 10)
+"""Major compute capabilities of GPUs whose tensor cores take operands from there. Elsewhere these are in registers, and
+an accumulator with 256 columns leaves too few."""
 WHOLE_DEPTH = max(tile.depth for tile in ROWS)
 """Multiples of this are multiples of every tile's depth."""
 
@@ -109,9 +112,13 @@ def untimed_tile(tiles: tuple[Tile, ...], x: Tensor) -> Tile:
         return ANY_FORMAT
     if is_interpreted():
         return tiles[0]
-    return first_that_fits(tiles, torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin)
+    gpu = torch.cuda.get_device_properties(x.device)
+    return first_that_fits(tiles, gpu.major, gpu.shared_memory_per_block_optin)
 
 
-def first_that_fits(tiles: tuple[Tile, ...], shared_memory: int) -> Tile:
-    """shared_memory: bytes that a program can have on its GPU. The last tile is the smallest."""
-    return next((tile for tile in tiles if tile.shared_memory <= shared_memory), tiles[-1])
+def first_that_fits(tiles: tuple[Tile, ...], major: int, shared_memory: int) -> Tile:
+    """major: of the GPU's compute capability. shared_memory: bytes that a program can have on it. The last tile is the
+    smallest."""
+    columns = 256 if major in READ_SHARED_MEMORY else 128
+    fitting = (tile for tile in tiles if tile.columns <= columns and tile.shared_memory <= shared_memory)
+    return next(fitting, tiles[-1])
