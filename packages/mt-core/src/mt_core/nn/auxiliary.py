@@ -129,5 +129,10 @@ class SynchronizesHost(Protocol):
         ...
 
 
+class RunsUncompiled:
+    """A mixin of modules whose forward pass torch.compile leaves as it is: its kernels are already fused, and the
+    compiler can neither trace nor join them."""
+
+
 def auxiliary_losses(model: nn.Module) -> Iterator[AuxiliaryLoss]:
     return (module for module in model.modules() if isinstance(module, AuxiliaryLoss))

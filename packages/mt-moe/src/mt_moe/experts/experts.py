@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.nn.activations import Activation, is_gated
+from mt_core.nn.auxiliary import RunsUncompiled
 from mt_core.nn.fp8.options import Fp8Options
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, zeros
@@ -100,7 +101,7 @@ class ExpertLinear(LayoutModule):
         return torch.where(groups.present(rows)[:, None], biases, 0)  # the gradients of rows of none are undefined
 
 
-class Experts(nn.Module):
+class Experts(RunsUncompiled, nn.Module):
     """[R, H] -> [R, H], a partial sum if etp shards the matrices.
 
     permute_fusion: products that can do it permute rows themselves.
