@@ -2,7 +2,7 @@
 
     uv run python bench/moe_kernel_resources.py [--capability 90]
 
-bf16, 128 experts, every tile that is timed. Rows in order and matrices are loaded by TMA from compute capability 9.0 on.
+bf16, 128 experts, every tile. Rows in order and matrices are loaded by TMA from compute capability 9.0 on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def lines(capability: int, folder: Path) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, default=90, help="Ten times the compute capability, 80 or more.")
+    parser.add_argument("--capability", type=int, default=90, help="Ten times the compute capability, from 80 on.")
     capability = parser.parse_args().capability
     with TemporaryDirectory() as folder:
         # What is in the cache of an earlier run would be of other sources.
