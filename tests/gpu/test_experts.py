@@ -59,7 +59,7 @@ def test_what_is_taken_by_default() -> None:
     from mt_moe.experts.groups import PermutingProduct
 
     hopper = torch.cuda.get_device_capability()[0] in (9, 10)
-    assert layer().experts.product == ("grouped" if hopper else "triton")
+    assert layer().experts.product == "triton"
     assert layer().experts.host_wait() is None
     assert (layer(moe_grouped_gemm="grouped").experts.host_wait() is None) == hopper
     odd = layer(moe_ffn_hidden_size=FFN + 4)
