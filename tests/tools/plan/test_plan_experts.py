@@ -23,6 +23,7 @@ from mt_tools.plan.machines import get_machine
 from mt_tools.plan.report import search_values
 from mt_tools.plan.routing import RoutedTokens, assign_round_robin, assign_to_few
 
+FP8 = {"fp8_format": "hybrid", "fp8_min_features": 16}
 BF16 = ("precision.dtype=bf16", "parallel.use_distributed_optimizer=true", "train.train_iters=100")
 
 
@@ -125,9 +126,9 @@ def test_tokens_that_a_product_gathers_are_not_kept_as_rows() -> None:
     """On a GPU, by default: 64 tokens of 32 numbers in fp32, with 2 rows of each in each of 4 layers. The tokens are
     kept by the router too."""
 
-    def kept(product: str, fusion: bool | None, dtype: str = "fp32", machine: str = "h100") -> float:
+    def kept(product: str, fusion: bool | None, dtype: str = "fp32", machine: str = "h100", **fp8: object) -> float:
         experts = {**EXPERTS, "moe_grouped_gemm": product, "moe_permute_fusion": fusion}
-        values = tree({**MOE, "moe": experts}, precision={"dtype": dtype})
+        values = tree({**MOE, "moe": experts}, precision={"dtype": dtype, **fp8})
         values["train"]["device"] = "cuda"
         return planned(values, 1, machine).ranks[0].activation_bytes
 
@@ -137,6 +138,8 @@ def test_tokens_that_a_product_gathers_are_not_kept_as_rows() -> None:
     # In bf16 the router keeps a copy in fp32, so that the product keeps the tokens: one row less of each.
     for machine in ("h100", "a100"):
         assert kept("grouped", None, "bf16", machine) - kept("auto", None, "bf16", machine) == 4 * 64 * 32 * 2
+    # The products in FP8 do not permute.
+    assert kept("auto", None, "bf16", **FP8) == kept("grouped", None, "bf16", **FP8)
 
 
 @pytest.mark.slow
