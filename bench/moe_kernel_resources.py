@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import triton
 from tests.core.nn.kernels.test_compilation import resources
-from tests.moe.test_triton_compilation import outer_products, rows_times
+from tests.moe.compiled_products import outer_products, rows_times
 
 from mt_moe.kernels.tiles import OUTER, ROWS, Tile
 
