@@ -23,8 +23,10 @@ from mt_moe.kernels.tiles import (
     ROWS,
     WHOLE_DEPTH,
     Tile,
+    ceil_div,
     is_timed,
     mean_rows,
+    next_power_of_2,
     not_mostly_empty,
     resident_programs,
     untimed_tile,
@@ -258,14 +260,14 @@ def rows_times(
         "x": x, "x_tma": x_tma, "gather": gather, "matrices": lines, "matrices_tma": matrices_tma, "out": out,
         "scatter": scatter, "ends": ends, "mean_rows": mean, "groups": groups, "width": width, "depth": depth,
         "x_stride": x.stride(0), "m_stride": lines.stride(0), "m_line_stride": lines.stride(1),
-        "GROUPS": triton.next_power_of_2(groups), "GATHER": gather is not None, "SCATTER": scatter is not None,
+        "GROUPS": next_power_of_2(groups), "GATHER": gather is not None, "SCATTER": scatter is not None,
         "TRANSPOSED": is_transposed, "WHOLE": depth % WHOLE_DEPTH == 0, "X_TMA": x_tma is not None,
         "M_TMA": matrices_tma is not None, "DTYPE": _accumulator(x),
     }  # fmt: skip
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
         # An upper bound, as the host does not read `ends`: each group has at most one partly filled tile.
-        most = (triton.cdiv(rows, meta["ROWS"]) + groups) * triton.cdiv(width, meta["COLUMNS"])
+        most = (ceil_div(rows, meta["ROWS"]) + groups) * ceil_div(width, meta["COLUMNS"])
         return (min(most, resident_programs(x, meta)),)
 
     if is_timed(x):
@@ -326,7 +328,7 @@ def _outer(
     }  # fmt: skip
 
     def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
-        return triton.cdiv(width, meta["COLUMNS"]), triton.cdiv(height, meta["ROWS"]), groups
+        return ceil_div(width, meta["COLUMNS"]), ceil_div(height, meta["ROWS"]), groups
 
     gathers = left_gather is not None or right_gather is not None
     if timed:

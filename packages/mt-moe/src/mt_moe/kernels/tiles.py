@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from mt_moe.kernels.availability import is_interpreted
+from mt_moe.kernels.device import gpu_properties
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,20 @@ def is_timed(x: Tensor) -> bool:
     return x.element_size() == 2 and not is_interpreted() and not torch.are_deterministic_algorithms_enabled()
 
 
+# Triton's own, which kernels can call too, take several microseconds.
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(x: int) -> int:
+    """That is at least x; 1 for 0."""
+    return 1 << max(x - 1, 0).bit_length()
+
+
 def mean_rows(rows: int, groups: int) -> int:
     """Of a group, roughly, so that few shapes are timed: a power of two in 64 to 1024. Fewer rows are one tile of the
     smallest; of more, the last tile of a group hardly counts."""
-    return min(max(triton.next_power_of_2(triton.cdiv(rows, groups)), 64), 1024)
+    return min(max(next_power_of_2(ceil_div(rows, groups)), 64), 1024)
 
 
 def not_mostly_empty(tiles: Sequence[Tile], mean: int) -> tuple[Tile, ...]:
@@ -101,7 +112,7 @@ def resident_programs(x: Tensor, sizes: Mapping[str, int]) -> int:
     """How many programs with the tile of these sizes run at a time on the GPU of x."""
     if is_interpreted():
         return 3
-    gpu = torch.cuda.get_device_properties(x.device)
+    gpu = gpu_properties(x.device)
     tile = next(tile for tile in (*ROWS, ANY_FORMAT) if tile.sizes().items() <= sizes.items())
     return gpu.multi_processor_count * tile.resident(gpu.shared_memory_per_multiprocessor)
 
@@ -112,7 +123,7 @@ def untimed_tile(tiles: tuple[Tile, ...], x: Tensor) -> Tile:
         return ANY_FORMAT
     if is_interpreted():
         return tiles[0]
-    gpu = torch.cuda.get_device_properties(x.device)
+    gpu = gpu_properties(x.device)
     return first_that_fits(tiles, gpu.major, gpu.shared_memory_per_block_optin)
 
 
