@@ -130,8 +130,8 @@ class SynchronizesHost(Protocol):
 
 
 class RunsUncompiled:
-    """A mixin of modules whose forward pass torch.compile leaves as it is: its kernels are already fused, and the
-    compiler can neither trace nor join them."""
+    """A mixin of modules whose forward pass torch.compile leaves as it is: it consists of kernels that the compiler
+    cannot join with others, and breaks off at their launches."""
 
 
 def auxiliary_losses(model: nn.Module) -> Iterator[AuxiliaryLoss]:
