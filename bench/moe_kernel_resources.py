@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import triton
-from tests.core.nn.kernels.test_compilation import resources
+from tests.core.nn.kernels.cubin import resources
 from tests.moe.compiled_products import outer_products, rows_times
 
 from mt_moe.kernels.tiles import OUTER, ROWS, Tile

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 triton = pytest.importorskip("triton")
 
-from tests.core.nn.kernels.test_compilation import bytes_of_stack  # noqa: E402
+from tests.core.nn.kernels.cubin import bytes_of_stack  # noqa: E402
 from tests.moe.compiled_products import outer_products, rows_times  # noqa: E402
 
 from mt_moe.kernels.tiles import OUTER, ROWS, first_that_fits, mean_rows, not_mostly_empty  # noqa: E402
