@@ -83,12 +83,11 @@ gpu_tests() {
 compiled=(--set train.compile=blocks)
 graphs=(--set train.cuda_graphs=blocks)
 step_graph=(--set train.cuda_graphs=step)
-triton_experts=(--set model.moe.moe_grouped_gemm=triton)
 if [ ! "$dry_run" ]; then
     prepare
-    # A rehearsal on a CPU, which has neither graphs nor Triton and generates code for minutes.
+    # A rehearsal on a CPU, which has no graphs and generates code for minutes.
     python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
-        { compiled=() graphs=() step_graph=() triton_experts=(); }
+        { compiled=() graphs=() step_graph=(); }
 fi
 
 case "$part" in
@@ -115,8 +114,8 @@ case "$part" in
 4)
     bench moe 120 moe
     bench train-7b-a1b 120 train --preset 7b-a1b
-    bench train-7b-a1b-triton 120 train --preset 7b-a1b "${triton_experts[@]}" "${graphs[@]}"
-    bench train-3b 90 train --preset 3b
+    bench train-7b-a1b-grouped 120 train --preset 7b-a1b --set model.moe.moe_grouped_gemm=grouped
+    bench train-7b-a1b-graphs 120 train --preset 7b-a1b "${graphs[@]}"
     bench train-1.2b-again 70 train --preset 1.2b
     ;;
 5)
@@ -130,6 +129,7 @@ case "$part" in
     bench train-124m-graphs 60 train --preset 124m "${graphs[@]}"
     bench train-124m-step-graph 60 train --preset 124m "${step_graph[@]}"
     bench train-124m-compile 110 train --preset 124m "${compiled[@]}" "${step_graph[@]}"
+    bench train-3b 90 train --preset 3b
     bench train-8b-fp8-rowwise 170 train --preset 8b --precision fp8 --set precision.fp8_recipe=rowwise \
         "${compiled[@]}"
     ;;

@@ -59,7 +59,7 @@ def test_what_is_taken_by_default() -> None:
     from mt_moe.experts.groups import PermutingProduct
 
     hopper = torch.cuda.get_device_capability()[0] in (9, 10)
-    assert layer().experts.product == ("grouped" if hopper else "triton")
+    assert layer().experts.product == "triton"
     assert layer().experts.host_wait() is None
     assert (layer(moe_grouped_gemm="grouped").experts.host_wait() is None) == hopper
     odd = layer(moe_ffn_hidden_size=FFN + 4)
@@ -86,6 +86,33 @@ def test_rows_that_belong_to_no_expert_change_nothing() -> None:
             found.append((out[:200], dx[:200], dweight))
         for mine, wanted in zip(*found, strict=True):
             assert torch.equal(mine, wanted), name
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_every_tile_gives_the_same_bits(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the tile that a rank finds to be the fastest changes no result."""
+    from mt_moe.kernels import grouped_product as kernels
+    from mt_moe.kernels.tiles import OUTER, ROWS
+
+    generator = torch.Generator("cuda").manual_seed(4)
+    ends = torch.tensor([700, 700, 829, 830], device="cuda", dtype=torch.int32)
+    places = torch.randint(0, 830, (830,), device="cuda", generator=generator) if gathered else None
+    x, grad = (
+        torch.randn(830, width, device="cuda", dtype=torch.bfloat16, generator=generator) for width in (HIDDEN, FFN)
+    )
+    weight = torch.randn(4, FFN, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator)
+    memory = torch.cuda.get_device_properties().shared_memory_per_block_optin
+    monkeypatch.setattr(kernels, "is_timed", lambda x: False)
+    for tiles, product in (
+        (ROWS, lambda: kernels.rows_times(x, weight.mT, ends, gather=places)),
+        (OUTER, lambda: kernels.outer_products(grad, x, ends, right_gather=places)),
+    ):
+        found = []
+        for tile in tiles:
+            if tile.shared_memory + 2048 <= memory:
+                monkeypatch.setattr(kernels, "untimed_tile", lambda tiles, x, tile=tile: tile)
+                found.append(product())
+        assert all(torch.equal(other, found[0]) for other in found)
 
 
 @pytest.mark.parametrize("hidden", [HIDDEN, HIDDEN + 4], ids=["by TMA", "by pointers"])

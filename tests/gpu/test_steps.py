@@ -33,6 +33,7 @@ SMALL = [
     "optimizer.exp_avg_dtype=bf16",
 ]
 EXPERTS = ["model.moe={num_experts=8, moe_ffn_hidden_size=128, moe_shared_expert_intermediate_size=128}"]
+GROUPED = "model.moe.moe_grouped_gemm=grouped"
 GRAPHS = ["train.cuda_graphs=blocks", "train.cuda_graph_warmup_steps=2"]
 STEP_GRAPH = ["train.cuda_graphs=step", "train.cuda_graph_warmup_steps=2"]
 
@@ -65,18 +66,18 @@ def losses(*more: str) -> list[float]:
         ["parallel.use_distributed_optimizer=true"],
         ["model.position_embedding_type=alibi"],
         EXPERTS,
-        [*EXPERTS, "model.moe.moe_grouped_gemm=triton"],
+        [*EXPERTS, GROUPED],
         ["precision.fp8_format=hybrid", "precision.fp8_min_features=1"],
         ["precision.fp8_format=hybrid", "precision.fp8_recipe=delayed", "precision.fp8_min_features=1"],
     ],
     ids=[
-        *("bf16", "compiled", "copies", "gradients in bf16", "buckets", "alibi", "experts", "triton experts"),
+        *("bf16", "compiled", "copies", "gradients in bf16", "buckets", "alibi", "experts", "grouped experts"),
         *("fp8", "fp8 delayed"),
     ],
 )
 @pytest.mark.parametrize("graphs", [GRAPHS, STEP_GRAPH], ids=["blocks", "step"])
 def test_graphs_train_as_layers_do(more: list[str], graphs: list[str]) -> None:
-    if "precision.fp8_format=hybrid" in more and torch.cuda.get_device_capability() < (9, 0):
+    if {"precision.fp8_format=hybrid", GROUPED} & {*more} and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs a Hopper GPU")
     assert losses(*more, *graphs) == pytest.approx(losses(*more), rel=2e-3)
 

@@ -148,7 +148,8 @@ COMPILED = [
 
 def test_kernels_compile_for_hopper_without_spills(tmp_path, monkeypatch) -> None:
     pytest.importorskip("triton")
-    from tests.core.nn.kernels.test_compilation import bytes_of_stack, compile_for_hopper
+    from tests.core.nn.kernels.cubin import bytes_of_stack
+    from tests.core.nn.kernels.test_compilation import compile_for_hopper
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for module, *case in COMPILED:

@@ -34,7 +34,8 @@ from mt_infer.quantization.weights import quantize_weights
 from mt_infer.sampling.parameters import SamplingParameters
 
 pytest.importorskip("triton")
-from tests.core.nn.kernels.test_compilation import bytes_of_stack, compile_for_hopper
+from tests.core.nn.kernels.cubin import bytes_of_stack
+from tests.core.nn.kernels.test_compilation import compile_for_hopper
 
 from mt_infer.quantization import tensor as quantized_tensor
 from mt_infer.quantization.triton_product import COLUMNS, STAGES, Sizes, tiling

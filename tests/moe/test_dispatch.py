@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mt_core.parallel.context import ParallelContext
-from mt_moe.experts.choose import resolve_product
 from mt_moe.experts.grouped import grouped_product
 from mt_moe.experts.groups import Groups
 from mt_moe.experts.loop import loop_product
@@ -152,10 +151,6 @@ def test_grouped_products_serve_the_layer_too() -> None:
         assert f"product={name}" in repr(layer)
         found[name] = output_and_gradients(layer, x, reference=False)
     torch.testing.assert_close(found["grouped"], found["loop"], rtol=1e-5, atol=1e-6)
-
-
-def test_auto_is_the_loop_where_grouped_mm_does_not_serve() -> None:
-    assert resolve_product("auto", ParallelContext(), (HIDDEN, FFN, 2 * FFN)) == "loop"
 
 
 class Largest(TorchDispatchMode):

@@ -13,70 +13,19 @@ pytestmark = pytest.mark.slow
 
 triton = pytest.importorskip("triton")
 
-from tests.core.nn.kernels.test_compilation import bytes_of_stack  # noqa: E402
+from tests.core.nn.kernels.cubin import bytes_of_stack  # noqa: E402
+from tests.moe.compiled_products import outer_products, rows_times  # noqa: E402
 
-from mt_moe.kernels import grouped_product  # noqa: E402
-from mt_moe.kernels.tiles import OUTER, ROWS, Tile, first_that_fits  # noqa: E402
+from mt_moe.kernels.tiles import OUTER, ROWS, first_that_fits, mean_rows, not_mostly_empty  # noqa: E402
 
-HALF, SINGLE, PLACES = "*bf16", "*fp32", "*i64"
-COUNTS = ("mean_rows", "groups")
-"""Numbers that need not be multiples of 16, as sizes of a model are."""
-
-
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], tile: Tile) -> dict[str, Any]:
-    """types: of arguments that are no int; an argument without a type is None if it is an operand's."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    constants = {**constants, **tile.sizes(), "DTYPE": triton.language.float32}
-    names = kernel.fn.arg_names
-    absent = [name for name in names if name.endswith(("_tma", "gather", "scatter")) and name not in types]
-    constants |= dict.fromkeys(absent)
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if not signature[name].startswith(("constexpr", "tensordesc")) and name not in COUNTS
-    }
-    source = ASTSource(kernel.fn, signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
-
-
-def block(*sizes: int) -> str:
-    return f"tensordesc<bf16{list(sizes)}>"
-
-
-def rows_times(tile: Tile, *, gather: bool, transposed: bool, tma: bool) -> dict[str, Any]:
-    """Of 128 experts; gathered while they are loaded, or scattered while they are stored."""
-    types = {"x": HALF, "matrices": HALF, "out": HALF, "ends": "*i32"} | {"gather" if gather else "scatter": PLACES}
-    if tma and not gather:
-        types["x_tma"] = block(tile.rows, tile.depth)
-    if tma:
-        types["matrices_tma"] = block(1, *((tile.columns, tile.depth) if transposed else (tile.depth, tile.columns)))
-    constants = {
-        "GROUPS": 128, "GATHER": gather, "SCATTER": not gather, "TRANSPOSED": transposed, "WHOLE": True,
-        "X_TMA": "x_tma" in types, "M_TMA": "matrices_tma" in types,
-    }  # fmt: skip
-    return compiled(grouped_product._grouped_gemm, types, constants, tile)
-
-
-def outer_products(tile: Tile, *, gather: bool, add: bool, tma: bool) -> dict[str, Any]:
-    """gather: the rows of the right operand."""
-    types = {"left": HALF, "right": HALF, "out": SINGLE, "ends": "*i32"} | ({"right_gather": PLACES} if gather else {})
-    if tma:
-        types["left_tma"] = block(tile.depth, tile.rows)
-    if tma and not gather:
-        types["right_tma"] = block(tile.depth, tile.columns)
-    constants = {
-        "LEFT": False, "RIGHT": gather, "LEFT_TMA": "left_tma" in types, "RIGHT_TMA": "right_tma" in types, "ADD": add,
-    }  # fmt: skip
-    return compiled(grouped_product._grouped_gemm_outer, types, constants, tile)
+H100 = 232_448
+"""Bytes of shared memory that a program can have."""
 
 
 def assert_fit_for_hopper(assembly: dict[str, Any], operands_by_tma: int, tmp_path: Path) -> None:
     """operands_by_tma: how many have copies by TMA, of which the pipeline starts at least one before its loop."""
-    assert "wgmma.mma_async" in assembly["ptx"]
+    # Sums of 16 products each: those of an element are the same, in the same order, in every tile.
+    assert set(re.findall(r"wgmma\.mma_async\S*?k(\d+)\.", assembly["ptx"])) == {"16"}
     assert "warp_group_dot" in assembly["ttgir"]
     by_tma = assembly["ttgir"].count("async_tma_copy_global_to_local")
     assert by_tma >= 2 * operands_by_tma
@@ -92,10 +41,47 @@ def exhaustive_but_first(cases: list[Any]) -> list[Any]:
     return [cases[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases[1:])]
 
 
-def test_a_tile_that_is_not_timed_fits_into_shared_memory() -> None:
-    """Of H100, A100 and RTX 4090."""
-    assert [OUTER.index(first_that_fits(OUTER, size)) for size in (232_448, 166_912, 101_376)] == [0, 1, 3]
-    assert [ROWS.index(first_that_fits(ROWS, size)) for size in (232_448, 166_912, 101_376)] == [0, 0, 4]
+GPUS = {
+    "H100": (9, H100, 0, 0),
+    "A100": (8, 166_912, 2, 2),
+    "RTX 4090": (8, 101_376, 4, 3),
+    "B200": (10, 232_448, 0, 0),
+    "RTX 5090": (12, 101_376, 4, 3),
+}
+"""Major compute capability, bytes of shared memory of a program; numbers of the tiles of rows and of outer products."""
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_tile_that_is_not_timed_fits_into_shared_memory_and_registers(gpu) -> None:
+    major, memory, rows, outer = GPUS[gpu]
+    assert ROWS.index(first_that_fits(ROWS, major, memory)) == rows
+    assert OUTER.index(first_that_fits(OUTER, major, memory)) == outer
+
+
+@pytest.mark.parametrize(
+    ("capability", "number"), [(80, 2), *(pytest.param(c, 3, marks=pytest.mark.exhaustive) for c in (89, 120))]
+)
+def test_a_weight_gradient_spills_no_register_where_operands_take_some(
+    capability, number, tmp_path, monkeypatch
+) -> None:
+    """Of tiles with 256 columns it does there."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = outer_products(OUTER[number], gather=True, add=True, tma=capability >= 90, capability=capability)
+    assert bytes_of_stack(kernel.asm["cubin"], tmp_path) == 0
+    assert kernel.metadata.shared <= 101_376
+
+
+def test_tiles_of_groups_with_few_rows() -> None:
+    """0 to 100,000 rows a group."""
+    assert [mean_rows(8 * rows, 8) for rows in (0, 8, 65, 100, 100_000)] == [64, 64, 128, 128, 1024]
+    assert not_mostly_empty(ROWS, 128) == ROWS
+    assert {tile.rows for tile in not_mostly_empty(ROWS, 64)} == {64}
+
+
+def test_programs_of_a_multiprocessor_fit_into_its_shared_memory() -> None:
+    """228 KiB on Hopper: one of 120 KiB and more, two of 96 KiB; on an A100 with 164 KiB one."""
+    assert [tile.resident(228 << 10) for tile in ROWS] == [1, 1, 1, 1, 2]
+    assert ROWS[-1].resident(164 << 10) == 1
 
 
 @pytest.mark.parametrize(
@@ -111,8 +97,9 @@ def test_a_tile_that_is_not_timed_fits_into_shared_memory() -> None:
 )
 def test_rows_times_matrices(tile, gather, transposed, tma, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assembly = rows_times(tile, gather=gather, transposed=transposed, tma=tma)
-    assert_fit_for_hopper(assembly, tma * (2 - gather), tmp_path)
+    kernel = rows_times(tile, gather=gather, scatter=not gather, transposed=transposed, tma=tma)
+    assert_fit_for_hopper(kernel.asm, tma * (2 - gather), tmp_path)
+    assert 0 <= kernel.metadata.shared - tile.shared_memory < 1024  # barriers
 
 
 @pytest.mark.parametrize(
@@ -129,5 +116,7 @@ def test_rows_times_matrices(tile, gather, transposed, tma, tmp_path, monkeypatc
 def test_weight_gradients_that_are_accumulated(tile, gather, add, tma, tmp_path, monkeypatch) -> None:
     """add: to what is there; the first of a step is written over it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assembly = outer_products(tile, gather=gather, add=add, tma=tma)
-    assert_fit_for_hopper(assembly, tma * (2 - gather), tmp_path)
+    kernel = outer_products(tile, gather=gather, add=add, tma=tma)
+    assert_fit_for_hopper(kernel.asm, tma * (2 - gather), tmp_path)
+    assert f"memdesc<{tile.stages}x{tile.depth}x{tile.columns}xbf16" in kernel.asm["ttgir"]
+    assert kernel.metadata.shared <= H100

@@ -368,6 +368,15 @@ def test_compiled_layers_are_one_graph_each_and_train_alike(more, tiny, monkeypa
     assert [s["loss"] for s in compiled] == pytest.approx([s["loss"] for s in plain], rel=1e-6)
 
 
+def test_experts_are_left_out_of_compiled_layers(tiny, monkeypatch) -> None:
+    """Each layer is compiled, and in it the module of experts runs as it is."""
+    kept_out = []
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch.compiler, "disable", lambda function: kept_out.append(function) or function)
+    model = Trainer(tiny("train.compile=blocks", *BALANCED)).model
+    assert kept_out == [layer.mlp.experts.forward for layer in model.decoder.layers]
+
+
 def test_a_model_without_layers_is_not_compiled(tiny) -> None:
     with pytest.raises(ConfigError, match=r"train.compile=blocks compiles the layers of a stack"):
         Trainer(tiny("train.compile=blocks"), model=nn.Linear(2, 2))

@@ -23,6 +23,7 @@ from mt_tools.plan.machines import get_machine
 from mt_tools.plan.report import search_values
 from mt_tools.plan.routing import RoutedTokens, assign_round_robin, assign_to_few
 
+FP8 = {"fp8_format": "hybrid", "fp8_min_features": 16}
 BF16 = ("precision.dtype=bf16", "parallel.use_distributed_optimizer=true", "train.train_iters=100")
 
 
@@ -122,12 +123,12 @@ def test_kernels_that_need_a_device_are_planned_without_one(option: dict[str, ob
 
 @pytest.mark.slow
 def test_tokens_that_a_product_gathers_are_not_kept_as_rows() -> None:
-    """On a GPU: 64 tokens of 32 numbers in fp32, with 2 rows of each in each of 4 layers. The tokens are kept by the
-    router too. `auto` is `grouped` in bf16 on Hopper, else `triton`."""
+    """On a GPU, by default: 64 tokens of 32 numbers in fp32, with 2 rows of each in each of 4 layers. The tokens are
+    kept by the router too."""
 
-    def kept(product: str, fusion: bool | None, dtype: str = "fp32", machine: str = "h100") -> float:
+    def kept(product: str, fusion: bool | None, dtype: str = "fp32", machine: str = "h100", **fp8: object) -> float:
         experts = {**EXPERTS, "moe_grouped_gemm": product, "moe_permute_fusion": fusion}
-        values = tree({**MOE, "moe": experts}, precision={"dtype": dtype})
+        values = tree({**MOE, "moe": experts}, precision={"dtype": dtype, **fp8})
         values["train"]["device"] = "cuda"
         return planned(values, 1, machine).ranks[0].activation_bytes
 
@@ -135,7 +136,10 @@ def test_tokens_that_a_product_gathers_are_not_kept_as_rows() -> None:
     assert kept("grouped", None) == rows
     assert rows - kept("triton", None) == rows - kept("auto", None) == 4 * 64 * 2 * 32 * 4
     # In bf16 the router keeps a copy in fp32, so that the product keeps the tokens: one row less of each.
-    assert kept("auto", None, "bf16") - kept("auto", None, "bf16", "a100") == 4 * 64 * 32 * 2
+    for machine in ("h100", "a100"):
+        assert kept("grouped", None, "bf16", machine) - kept("auto", None, "bf16", machine) == 4 * 64 * 32 * 2
+    # The products in FP8 do not permute.
+    assert kept("auto", None, "bf16", **FP8) == kept("grouped", None, "bf16", **FP8)
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ class MoeConfig(Section):
     """Inner width of an expert. Default: that of the dense feed-forward."""
     moe_grouped_gemm: Literal["auto", "loop", "grouped", "triton"] = "auto"
     """How the experts' matrices are multiplied: one product after another (loop), torch's grouped_mm (grouped) or a
-    Triton kernel (triton). `auto` takes grouped in bf16 on Hopper and Blackwell for the sizes that it serves, else
-    triton on a GPU, and loop on a CPU."""
+    Triton kernel (triton), which alone permutes rows itself. `auto` takes triton on GPUs of compute capability 8.0 and
+    later, and loop on a CPU; without Triton grouped where it is one kernel (bf16 on Hopper and Blackwell)."""
     moe_latent_size: PositiveInt | None = None
     """Experts work on tokens projected to this width, and their sum is projected back."""
 
@@ -80,8 +80,8 @@ class MoeConfig(Section):
     moe_dispatcher_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that dispatcher."""
     moe_permute_fusion: bool | None = None
-    """Triton kernels permute tokens in one pass; with moe_grouped_gemm=triton the products themselves, while they load
-    and store rows. Default: on a GPU with Triton."""
+    """Triton's products permute rows while they load and store them (moe_grouped_gemm=triton, the default on a GPU);
+    with other products kernels permute tokens in one pass. Default: on a GPU with Triton."""
     moe_expert_capacity_factor: PositiveFloat | None = None
     """An expert takes at most this many times the mean number of a rank's tokens; the rest are dropped.
     Default: nothing is dropped."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
@@ -17,6 +16,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 triton = pytest.importorskip("triton")
+
+from tests.core.nn.kernels.cubin import bytes_of_stack  # noqa: E402
 
 from mt_core.nn.kernels.support import WIDEST_ROW  # noqa: E402
 from mt_core.nn.kernels.triton_kernels import fp8_activations, fp8_casts, layer_norm, rms_norm, softmax  # noqa: E402
@@ -228,16 +229,6 @@ def test_copies_and_remainders_are_updated_by_the_same_instructions(
     )
     assert copies
     assert copies == halves
-
-
-def bytes_of_stack(cubin: bytes, folder: Path) -> int:
-    """Of a thread: where values are put for which there are no registers."""
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
-    found = re.search(r"STACK:(\d+)", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert found is not None
-    return int(found[1])
 
 
 def test_no_two_kernels_have_one_name() -> None:

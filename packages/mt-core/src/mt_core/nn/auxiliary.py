@@ -129,5 +129,10 @@ class SynchronizesHost(Protocol):
         ...
 
 
+class RunsUncompiled:
+    """A mixin of modules whose forward pass torch.compile leaves as it is: it consists of kernels that the compiler
+    cannot join with others, and breaks off at their launches."""
+
+
 def auxiliary_losses(model: nn.Module) -> Iterator[AuxiliaryLoss]:
     return (module for module in model.modules() if isinstance(module, AuxiliaryLoss))

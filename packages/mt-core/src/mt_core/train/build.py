@@ -20,6 +20,7 @@ from mt_core.data.batch_size import total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.launch.environment import read_environment
 from mt_core.launch.process_group import local_device
+from mt_core.nn.auxiliary import RunsUncompiled
 from mt_core.nn.batch_invariance import require_batch_invariance
 from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
 from mt_core.nn.environment import ModelEnvironment
@@ -202,7 +203,8 @@ def count_flops(config: Config, host: PluginHost) -> float | None:
 
 
 def compile_blocks(model: nn.Module, config: Config) -> None:
-    """Compile each layer with torch.compile, as train.compile requests. Layers of the same kind share compiled code.
+    """Compile each layer with torch.compile, as train.compile requests, except modules that run uncompiled. Layers of
+    the same kind share compiled code.
 
     Raises ConfigError for a model without a stack of layers.
     """
@@ -214,6 +216,9 @@ def compile_blocks(model: nn.Module, config: Config) -> None:
             f"train.compile={config.train.compile} compiles the layers of a stack, and model.family="
             f"{config.model.family} has none; set train.compile=none"
         )
+    for module in model.modules():
+        if isinstance(module, RunsUncompiled):
+            module.forward = torch.compiler.disable(module.forward)
     for layer in (layer for stack in stacks for layer in stack):
         # Compile forward and not __call__: hooks then run outside the compiled region, and a CUDA graph can wrap it.
         layer.forward = torch.compile(layer.forward)

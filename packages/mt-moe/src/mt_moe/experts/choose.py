@@ -41,10 +41,11 @@ def _automatic(ctx: ParallelContext, sizes: tuple[int, ...], planned: tuple[int,
     capability = torch.cuda.get_device_capability(ctx.device) if ctx.device.type == "cuda" else planned
     if capability is None:
         return "loop"
-    if is_one_kernel(capability, ctx.params_dtype) and grouped_mm_objection(ctx.params_dtype, sizes) is None:
-        return "grouped"
     # Ampere and later, which have bf16 products.
-    return "triton" if capability >= (8, 0) and triton_objection(ctx.device.type) is None else "loop"
+    if capability >= (8, 0) and triton_objection(ctx.device.type) is None:
+        return "triton"
+    takes_sizes = grouped_mm_objection(ctx.params_dtype, sizes) is None
+    return "grouped" if takes_sizes and is_one_kernel(capability, ctx.params_dtype) else "loop"
 
 
 def load_product(name: Name, device_type: str = "cuda") -> GroupedProduct:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.nn.activations import Activation, is_gated
+from mt_core.nn.auxiliary import RunsUncompiled
 from mt_core.nn.fp8.options import Fp8Options
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, zeros
@@ -61,19 +62,18 @@ class ExpertLinear(LayoutModule):
         layout = ParameterLayout((experts, out_features), zeros, splits, partial_gradient=partial, replicas="edp")
         self.declare("bias", layout if bias else None)
 
-    def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        """[R, in] -> [R, out], without the bias"""
-        return self.product(x, self.weight, groups)
-
-    def of_tokens(self, x: Tensor, groups: Groups, order: RowOrder) -> Tensor:
-        """[n, in] -> [R, out]: the products of each token's rows"""
+    def forward(
+        self, x: Tensor, groups: Groups, read: RowOrder | None = None, written: RowOrder | None = None
+    ) -> Tensor:
+        """[R, in] -> [R, out], without the bias. The product permutes rows itself in the given order: read, x is of
+        tokens [n, in]; or written, the result is of tokens [n, out], for each the sum of its rows."""
+        if read is None and written is None:
+            return self.product(x, self.weight, groups)
         assert isinstance(self.product, PermutingProduct)
-        return self.product.of_tokens(x, self.weight, groups, order)
-
-    def to_tokens(self, x: Tensor, groups: Groups, order: RowOrder) -> Tensor:
-        """[R, in] -> [n, out]: for each token the sum of its rows' products"""
-        assert isinstance(self.product, PermutingProduct)
-        return self.product.to_tokens(x, self.weight, groups, order)
+        if written is None:
+            assert read is not None
+            return self.product.of_tokens(x, self.weight, groups, read)
+        return self.product.to_tokens(x, self.weight, groups, written)
 
     def use_fp8(self, options: Fp8Options) -> str | None:
         """See mt_core.nn.fp8.use.UsesFp8."""
@@ -100,7 +100,7 @@ class ExpertLinear(LayoutModule):
         return torch.where(groups.present(rows)[:, None], biases, 0)  # the gradients of rows of none are undefined
 
 
-class Experts(nn.Module):
+class Experts(RunsUncompiled, nn.Module):
     """[R, H] -> [R, H], a partial sum if etp shards the matrices.
 
     permute_fusion: products that can do it permute rows themselves.
@@ -173,7 +173,7 @@ class Experts(nn.Module):
     def _compute(self, x: Tensor, weights: Tensor, groups: Groups, order: RowOrder | None) -> Tensor:
         has_bias, rows = self.linear_fc1.bias is not None, len(weights)
         # [R, F], for gated activations [R, 2F]
-        inner = self.linear_fc1(x, groups) if order is None else self.linear_fc1.of_tokens(x, groups, order)
+        inner = self.linear_fc1(x, groups, read=order)
         if has_bias:
             inner = inner + self.linear_fc1.bias_rows(groups, rows)
         out = self._activated_product(inner, weights, groups, order)
@@ -187,16 +187,13 @@ class Experts(nn.Module):
     def _activated_product(self, inner: Tensor, weights: Tensor, groups: Groups, order: RowOrder | None) -> Tensor:
         """fc2(activation(inner) * weights). With recomputation, nothing of the activation is saved, nor its output."""
         if not (self.recompute_activation and self.training):
-            return self._fc2(self.activate(inner, weights), groups, order)
+            return self.linear_fc2(self.activate(inner, weights), groups, written=order)
         # Two steps: checkpoint saves nothing inside of the activation, and recompute_saved nothing of its output, which
         # fc2 would save as its input.
         activated = checkpoint(self.activate, inner, weights, use_reentrant=False)
         # Detached: the recomputation in fc2's backward pass needs values and no graph.
         with recompute_saved(activated, partial(self.activate, inner.detach(), weights.detach())):
-            return self._fc2(activated, groups, order)
-
-    def _fc2(self, x: Tensor, groups: Groups, order: RowOrder | None) -> Tensor:
-        return self.linear_fc2(x, groups) if order is None else self.linear_fc2.to_tokens(x, groups, order)
+            return self.linear_fc2(activated, groups, written=order)
 
     def host_wait(self) -> str | None:
         """See mt_core.nn.auxiliary.SynchronizesHost."""

@@ -18,7 +18,19 @@ import triton.language as tl
 from torch import Tensor
 
 from mt_core.nn.main_grad import MainGrad
-from mt_moe.kernels.tiles import OUTER, ROWS, WHOLE_DEPTH, Tile, is_timed, resident_programs, untimed_tile
+from mt_moe.kernels.tiles import (
+    OUTER,
+    ROWS,
+    WHOLE_DEPTH,
+    Tile,
+    ceil_div,
+    is_timed,
+    mean_rows,
+    next_power_of_2,
+    not_mostly_empty,
+    resident_programs,
+    untimed_tile,
+)
 from mt_moe.kernels.tma import describe
 
 BAND = tl.constexpr(8)
@@ -42,9 +54,17 @@ def set_blocks_of_outer(arguments: dict[str, Any]) -> None:
         arguments["right_tma"].block_shape = [arguments["DEPTH"], arguments["COLUMNS"]]
 
 
+def not_mostly_empty_configs(
+    configs: list[triton.Config], positional: dict[str, Any], **arguments: Any
+) -> list[triton.Config]:
+    """See not_mostly_empty."""
+    return [config for config in configs if config.kwargs["ROWS"] <= arguments["mean_rows"]]
+
+
 @triton.autotune(
     configs=[tile.config(set_blocks_of_rows) for tile in ROWS],
     key=["mean_rows", "groups", "width", "depth", "TRANSPOSED", "GATHER", "SCATTER", "X_TMA", "M_TMA"],
+    prune_configs_by={"early_config_prune": not_mostly_empty_configs},
 )
 @triton.jit
 def _grouped_gemm(  # type: ignore[no-untyped-def]
@@ -58,8 +78,8 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
     if TRANSPOSED, with m_line_stride elements from one line of a matrix to the next.
 
     x_tma, matrices_tma: tensor descriptors of the same memory with blocks of a tile, read if X_TMA, M_TMA. mean_rows:
-    of a group, rounded up to a power of two; timings are kept by it. GROUPS: a power of two that is at least `groups`.
-    WHOLE: every step along `depth` is a whole one.
+    see tiles.mean_rows; timings are kept by it. GROUPS: a power of two that is at least `groups`. WHOLE: every step
+    along `depth` is a whole one.
     """
     # [GROUPS] vectors, one lane a group. ends 3 3 300 with ROWS = 128: starts 0 3 3, tiles 1 0 3, tiles_until 1 1 4.
     # Tile 2 is then the second of group 2, rows 131 to 258.
@@ -135,10 +155,6 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
         )
 
 
-@triton.autotune(
-    configs=[tile.config(set_blocks_of_outer) for tile in OUTER],
-    key=["mean_rows", "groups", "height", "width", "LEFT_TMA", "RIGHT_TMA"],
-)
 @triton.jit
 def _grouped_gemm_outer(  # type: ignore[no-untyped-def]
     left, left_tma, left_gather, right, right_tma, right_gather, out, ends, mean_rows, groups, height, width,
@@ -191,6 +207,13 @@ def _grouped_gemm_outer(  # type: ignore[no-untyped-def]
         tl.store(places, total.to(out.dtype.element_ty), mask=there)
 
 
+_OUTER_KEY = ["mean_rows", "groups", "height", "width", "LEFT", "RIGHT", "LEFT_TMA", "RIGHT_TMA"]
+_timed_outer = triton.autotune([tile.config(set_blocks_of_outer) for tile in OUTER], _OUTER_KEY)(_grouped_gemm_outer)
+_timed_gathering_outer = triton.autotune([tile.gathering().config(set_blocks_of_outer) for tile in OUTER], _OUTER_KEY)(
+    _grouped_gemm_outer
+)
+
+
 @triton.jit
 def _rows_of(  # type: ignore[no-untyped-def]
     x, gather, first, end, columns, width, GATHER: tl.constexpr, COUNT: tl.constexpr
@@ -232,22 +255,26 @@ def rows_times(
     if lines.stride(2) != 1:
         lines = lines.contiguous()
     x_tma, matrices_tma = None if gather is not None else describe(x), describe(lines)
-    tile = None if is_timed(x) else untimed_tile(ROWS, x)
+    mean = mean_rows(rows, groups)
     arguments = {
         "x": x, "x_tma": x_tma, "gather": gather, "matrices": lines, "matrices_tma": matrices_tma, "out": out,
-        "scatter": scatter, "ends": ends, "mean_rows": _mean(rows, groups), "groups": groups, "width": width,
-        "depth": depth, "x_stride": x.stride(0), "m_stride": lines.stride(0), "m_line_stride": lines.stride(1),
-        "GROUPS": triton.next_power_of_2(groups), "GATHER": gather is not None, "SCATTER": scatter is not None,
+        "scatter": scatter, "ends": ends, "mean_rows": mean, "groups": groups, "width": width, "depth": depth,
+        "x_stride": x.stride(0), "m_stride": lines.stride(0), "m_line_stride": lines.stride(1),
+        "GROUPS": next_power_of_2(groups), "GATHER": gather is not None, "SCATTER": scatter is not None,
         "TRANSPOSED": is_transposed, "WHOLE": depth % WHOLE_DEPTH == 0, "X_TMA": x_tma is not None,
         "M_TMA": matrices_tma is not None, "DTYPE": _accumulator(x),
     }  # fmt: skip
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
         # An upper bound, as the host does not read `ends`: each group has at most one partly filled tile.
-        most = (triton.cdiv(rows, meta["ROWS"]) + groups) * triton.cdiv(width, meta["COLUMNS"])
-        return (min(most, resident_programs(x, meta["ROWS"] * meta["COLUMNS"])),)
+        most = (ceil_div(rows, meta["ROWS"]) + groups) * ceil_div(width, meta["COLUMNS"])
+        return (min(most, resident_programs(x, meta)),)
 
-    _launch(_grouped_gemm, grid, tile, arguments, set_blocks_of_rows)
+    if is_timed(x):
+        _grouped_gemm[grid](**arguments)
+    else:
+        tile = untimed_tile(not_mostly_empty(ROWS, mean), x)
+        _launch_untimed(_grouped_gemm.fn, grid, tile, arguments, set_blocks_of_rows)
     return out
 
 
@@ -261,8 +288,7 @@ def outer_products(
 ) -> Tensor:
     """left [R, a], right [R, b], ends [E] int32 -> [E, a, b]. Rows of either may be gathered: [R] int64."""
     out = left.new_empty(len(ends), left.shape[1], right.shape[1])
-    tile = None if is_timed(left) else untimed_tile(OUTER, left)
-    _outer(left, left_gather, right, right_gather, out, ends, tile, add=False)
+    _outer(left, left_gather, right, right_gather, out, ends, timed=is_timed(left), add=False)
     return out
 
 
@@ -282,12 +308,12 @@ def add_outer_products(
     """
     # The kernel writes zeros for groups without rows, so a cleared total needs no zeroing before.
     total, is_cleared = main.take()
-    _outer(left, left_gather, right, right_gather, total, ends, untimed_tile(OUTER, left), add=not is_cleared)
+    _outer(left, left_gather, right, right_gather, total, ends, timed=False, add=not is_cleared)
 
 
 def _outer(
     left: Tensor, left_gather: Tensor | None, right: Tensor, right_gather: Tensor | None, out: Tensor, ends: Tensor,
-    tile: Tile | None, *, add: bool,
+    *, timed: bool, add: bool,
 ) -> None:  # fmt: skip
     groups, height, width = out.shape
     rows = len(left) if left_gather is None else len(left_gather)
@@ -296,32 +322,29 @@ def _outer(
     right_tma = None if right_gather is not None else describe(right)
     arguments = {
         "left": left, "left_tma": left_tma, "left_gather": left_gather, "right": right, "right_tma": right_tma,
-        "right_gather": right_gather, "out": out, "ends": ends, "mean_rows": _mean(rows, groups), "groups": groups,
+        "right_gather": right_gather, "out": out, "ends": ends, "mean_rows": mean_rows(rows, groups), "groups": groups,
         "height": height, "width": width, "LEFT": left_gather is not None, "RIGHT": right_gather is not None,
         "LEFT_TMA": left_tma is not None, "RIGHT_TMA": right_tma is not None, "ADD": add, "DTYPE": _accumulator(left),
     }  # fmt: skip
 
     def grid(meta: dict[str, Any]) -> tuple[int, int, int]:
-        return triton.cdiv(width, meta["COLUMNS"]), triton.cdiv(height, meta["ROWS"]), groups
+        return ceil_div(width, meta["COLUMNS"]), ceil_div(height, meta["ROWS"]), groups
 
-    _launch(_grouped_gemm_outer, grid, tile, arguments, set_blocks_of_outer)
-
-
-def _launch(
-    kernel: Any, grid: Any, tile: Tile | None, arguments: dict[str, Any], prepare: Callable[[dict[str, Any]], None]
-) -> None:
-    """tile: None takes the one that was fastest when the shape was first seen."""
-    if tile is None:
-        kernel[grid](**arguments)
+    gathers = left_gather is not None or right_gather is not None
+    if timed:
+        (_timed_gathering_outer if gathers else _timed_outer)[grid](**arguments)
     else:
-        # What autotune does through pre_hook.
-        prepare({**arguments, **tile.sizes()})
-        kernel.fn[grid](**arguments, **tile.constants())
+        tile = untimed_tile(OUTER, left)
+        tile = tile.gathering() if gathers else tile
+        _launch_untimed(_grouped_gemm_outer, grid, tile, arguments, set_blocks_of_outer)
 
 
-def _mean(rows: int, groups: int) -> int:
-    """Rows of a group, so roughly that few shapes are timed."""
-    return int(triton.next_power_of_2(triton.cdiv(rows, groups)))
+def _launch_untimed(
+    kernel: Any, grid: Any, tile: Tile, arguments: dict[str, Any], prepare: Callable[[dict[str, Any]], None]
+) -> None:
+    # What autotune does through pre_hook.
+    prepare({**arguments, **tile.sizes()})
+    kernel[grid](**arguments, **tile.constants())
 
 
 def _accumulator(x: Tensor) -> tl.dtype:

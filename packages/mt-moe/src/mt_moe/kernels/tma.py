@@ -6,11 +6,11 @@ needs lines that begin at multiples of 16 bytes. It cannot gather rows: those ar
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mt_moe.kernels.availability import is_interpreted
+from mt_moe.kernels.device import gpu_properties
 
 ALIGNMENT = 16
 """Bytes."""
@@ -28,7 +28,7 @@ def describe(x: Tensor) -> TensorDescriptor | None:
 def has_tma(x: Tensor) -> bool:
     if is_interpreted():
         return True
-    return x.element_size() == 2 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.element_size() == 2 and gpu_properties(x.device).major >= 9
 
 
 def _is_aligned(x: Tensor) -> bool:

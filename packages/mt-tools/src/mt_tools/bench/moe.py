@@ -29,7 +29,8 @@ PRODUCTS: dict[str, dict[str, object]] = {
     "triton": {"moe_grouped_gemm": "triton"},
     "triton of permuted rows": {"moe_grouped_gemm": "triton", "moe_permute_fusion": "false"},
 }
-"""Options of each grouped GEMM. `triton` gathers rows by pointers; of permuted ones it reads both operands by TMA."""
+"""Options of each grouped GEMM. `triton` is the default on a GPU, and gathers rows by pointers; of rows that torch
+permutes it reads both operands by TMA."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ PARTS: Mapping[str, str] = {
 }
 """Substring of a module's name -> the part of the model that it belongs to."""
 PERMUTED = ".experts.linear_fc1", "permuted_tokens"
-"""The first matrix of the experts saves its input: tokens in the order of experts, received from other ranks."""
+"""The first matrix of the experts saves its input: rows in the order of experts, or as other ranks sent them where the
+product permutes them."""
 REST_OF_LAYERS = "residual"
 OUTPUT = "logits_and_loss"
 
