@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.optim.buckets import Bucket
 from mt_core.optim.configs import MuonConfig
 from mt_core.optim.finalize_grads import GradFinalizer
-from mt_core.optim.master_weights import MasterWeights, trained_parameters
+from mt_core.optim.master_weights import Fp32RemainderWeights, Fp32Weights, MasterWeights, trained_parameters
 from mt_core.optim.muon import is_matrix
 from mt_core.optim.param_and_grad_buffer import SHARDS, ParamAndGradBuffer
 from mt_core.optim.state_bytes import StateBytes
@@ -28,6 +29,8 @@ from mt_core.train.build import DTYPES, build_weights, shards_state
 from mt_tools.plan.ledger import Flow, Ledger
 
 FP32 = 4
+GradientMemory = Literal["anew", "in_place", "main"]
+"""Gradients that autograd allocates in each backward pass, that it adds to, or that matrix products add to (in fp32)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class WeightCost:
     gradients: float = 0.0
     main_weights: float = 0.0
     optimizer_state: float = 0.0
+    gradient_memory: GradientMemory = "in_place"
     buffers: float = 0.0
     updated: float = 0.0
     """Elements that this rank's optimizer updates."""
@@ -106,12 +110,31 @@ def weight_cost(
         optimizer_state=sum(
             state.of(len(layouts[name].shape) > 1, parameter.numel()) for name, parameter in named.items()
         ),
+        gradient_memory=gradient_memory(weights, passes),
         buffers=buffers,
         updated=sum(parameter.numel() for parameter in named.values()),
         update=update_bytes(config, model),
         step=ledger.take(),
         collected_first=_share_waited_for(weights),
     )
+
+
+def gradient_memory(weights: MasterWeights, passes: int) -> GradientMemory:
+    """passes: micro-batches."""
+    if isinstance(weights, Fp32Weights):
+        # The first micro-batch leaves its gradients to the others.
+        return "anew" if passes == 1 else "in_place"
+    in_products = any(hasattr(parameter, "main_grad") for parameter in weights.model.parameters())
+    return "main" if in_products else "in_place"
+
+
+def hold_gradients(model: nn.Module, memory: GradientMemory) -> None:
+    """Give parameters what gradients are added to."""
+    if memory == "main":
+        Fp32RemainderWeights(model)  # its hooks and main gradients stay with the parameters
+    elif memory == "in_place":
+        for _, parameter in trained_parameters(model):
+            parameter.grad = torch.empty_like(parameter)
 
 
 def _share_waited_for(weights: MasterWeights) -> float:
