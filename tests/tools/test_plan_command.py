@@ -83,7 +83,7 @@ def test_every_number_of_a_rank_is_there_in_80_columns(mt, monkeypatch) -> None:
         (number,) = map(str, rank["pp_ranks"])
         stored = rank["bytes"]
         parts = [stored[key] for key in ("weights", "gradients", "main_weights", "optimizer_state")]
-        kept = sum(stored["activations"].values()) + stored["recomputed_layer"]
+        kept = sum(stored["activations"].values()) + stored["temporary"]
         assert held[number] == [gib(size) for size in (*parts, kept, stored["communication_buffers"], stored["total"])]
         assert standing[number] == ["64", f"{rank['parameters']:,}", str(rank["micro_batches_in_flight"])]
     sent = rows_of(text, "GiB sent")

@@ -243,12 +243,15 @@ def measure(
             output: Activations = run()
         forward, form = ledger.take(), form_of(output)
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-        sent, rest = bytes_of(outputs), _Rest.apply(*outputs) if outputs else None
+        is_loss = isinstance(output, Tensor) and output.dim() == 0
+        sent = 0.0 if is_loss else bytes_of(outputs)
+        rest = _Rest.apply(*outputs) if outputs else None
         # From here on the autograd graph holds what it needs, and nothing else does.
         del output, outputs
         held, peak = live.bytes, live.peak
-        # Of a loss that makes its gradients in the forward pass, these.
-        kept.bytes[OUTPUT] += live.bytes_without(kept.seen)
+        if is_loss:
+            # Gradients that it has made in the forward pass, which autograd did not save.
+            kept.bytes[OUTPUT] += live.bytes_without(kept.seen)
         live.reset_peak()
         backward = _backward(rest, forward, ledger) if with_backward and rest is not None else Flow()
     gradients = bytes_of([parameter.grad for parameter in without_gradient if parameter.grad is not None])

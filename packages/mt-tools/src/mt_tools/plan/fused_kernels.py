@@ -7,7 +7,7 @@
 | rotary with norms of heads | the same, and qkv |
 | activation | the input; with a weight of each row, the weights |
 | bias_dropout_add | a seed |
-| cross_entropy | the logits, which become their gradient in place; one number per position |
+| cross_entropy | the logits; one number per position |
 | linear_cross_entropy | hidden states; one number per position. A chunk of logits at a time |
 | linear_cross_entropy_sum | the gradients of hidden states and of the weight. A chunk of logits at a time |
 
@@ -32,6 +32,7 @@ from mt_core.nn.kernels.support import WIDEST_ROW
 from mt_core.nn.kernels.use import configured_kernels
 from mt_core.nn.kernels.vocab_parallel import RowKernels, reduce_statistics
 from mt_core.parallel.context import Axis, ParallelContext
+from mt_tools.plan.fp8 import PlannedCasts
 
 TORCH = "torch"
 
@@ -57,8 +58,7 @@ class ConfiguredKernels(Kernels):
         self, kernel: KernelName, *features: Feature, width: int = 0, joined: KernelName | None = None
     ) -> Callable[..., Any] | None:
         """Of rotary, which frees its input unless it normalizes heads, of weighted activations, and of FP8 casts that
-        compute an activation, in place of which those of plain torch run. The sum of a norm is planned apart: the same
-        tensors are saved."""
+        compute an activation. The sum of a norm is planned apart: the same tensors are saved."""
         found = FUSED.get(kernel)
         if (kernel, joined) == ("fp8_cast", "activation"):
             found = self.pick(kernel)
@@ -237,6 +237,7 @@ FAKES: Mapping[KernelName, Callable[..., Any]] = {
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
     "linear_cross_entropy_sum": linear_cross_entropy_sum,
+    "fp8_cast": PlannedCasts,
 }
 """With the same signature as the real kernel."""
 

@@ -60,7 +60,7 @@ class QuickPlanner(Planner):
         # Activations, messages and FLOPs of a micro-batch grow with its samples; one measurement serves all sizes.
         return costs.of_samples(config.train.micro_batch_size)
 
-    def imbalanced_costs(self, config: Config, world: int) -> StageCosts | None:
+    def imbalanced_costs(self, config: Config, world: int, gradients: GradientMemory) -> StageCosts | None:
         """Layouts are ranked with a balanced load."""
         return None
 

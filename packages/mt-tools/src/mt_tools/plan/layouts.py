@@ -230,12 +230,13 @@ class Planner:
         # Micro-batches of a step.
         passes = build_batch_size(config).full // (config.train.micro_batch_size * data_parallel_size(config))
         weights = self.weights(config, world, stages, own, passes)
-        costs = self.stage_costs(config, world, gradients=weights[0].gradient_memory)
+        gradients = weights[0].gradient_memory
+        costs = self.stage_costs(config, world, gradients=gradients)
         by_stage = [costs.of(stage) for stage in stages]
         clock = Clock(self.machine, sizes)
         order, bubble, seconds = self.start_times(config, pp, by_stage, passes, clock)
         ranks = [self._rank(stages, own, order, by_stage, weights, rank, passes) for rank in range(pp)]
-        imbalanced = self.imbalanced_costs(config, world)
+        imbalanced = self.imbalanced_costs(config, world, gradients)
         if imbalanced is not None:
             ranks = [
                 with_expert_imbalance(rank, order[rank.pp_ranks[0]], stages, by_stage, imbalanced) for rank in ranks
@@ -297,9 +298,9 @@ class Planner:
             )
         return self._costs[dense, experts]
 
-    def imbalanced_costs(self, config: Config, world: int) -> StageCosts | None:
+    def imbalanced_costs(self, config: Config, world: int, gradients: GradientMemory) -> StageCosts | None:
         """Costs if all tokens chose the same experts; None for a model without experts."""
-        return self.stage_costs(config, world, assign_to_few) if self.parameters.experts else None
+        return self.stage_costs(config, world, assign_to_few, gradients) if self.parameters.experts else None
 
     def _require_pipelined(self, config: Config, pp: int) -> None:
         if pp > 1 and not self.kinds:

@@ -15,7 +15,9 @@ from mt_tools.plan.result_cache import tensors_in
 
 
 class LiveMemory(UncompiledDispatchMode):
-    """Counts the storages that are made while it is active, each until it is freed.
+    """Counts the storages that are made on the meta device while it is active, each until it is freed.
+
+    Numbers of experts, which have values in a plan, are on the CPU and left out: 8 bytes beside a row of a token.
 
     bytes: of those alive. peak: the most that were alive at once.
     """
@@ -32,13 +34,14 @@ class LiveMemory(UncompiledDispatchMode):
             self._makes_new[func] = all(one.alias_info is None for one in func._schema.returns)
         if self._makes_new[func]:
             for tensor in tensors_in((out,)):
-                self._add(tensor.untyped_storage())
+                if tensor.is_meta:
+                    self._add(tensor.untyped_storage())
         return out
 
     def bytes_without(self, others: Collection[StorageWeakRef]) -> int:
         """Of the living storages that are not among others."""
         alive = (reference() for reference in self._alive.values())
-        return sum(storage.nbytes() for storage in alive if storage is not None and _key(storage) not in others)
+        return sum(each.nbytes() for each in alive if each is not None and StorageWeakRef(each) not in others)
 
     def reset_peak(self) -> None:
         self.peak = self.bytes
@@ -57,10 +60,6 @@ class LiveMemory(UncompiledDispatchMode):
         self._alive[address] = weakref.ref(storage, free)
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
-
-
-def _key(storage: torch.UntypedStorage) -> StorageWeakRef:
-    return StorageWeakRef(storage)
 
 
 def bytes_of(tensors: Collection[Tensor]) -> float:

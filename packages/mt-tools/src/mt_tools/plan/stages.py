@@ -30,6 +30,7 @@ from mt_core.train.loss_choice import with_resolved_loss
 from mt_core.train.step.forward_backward import masked_sum
 from mt_tools.plan.activations import StageCost, empty_hidden, measure, sum_of
 from mt_tools.plan.fakes import ON_GPUS, PlannedEnvironment, PlannedKernels, UndrawnStreams
+from mt_tools.plan.fp8 import use_planned_products
 from mt_tools.plan.fused_kernels import ConfiguredKernels
 from mt_tools.plan.ledger import Ledger
 from mt_tools.plan.result_cache import ResultCache
@@ -211,6 +212,7 @@ def build_on_meta(
     model = build(config.model, environment)
     use_kernels(model.modules(), chosen)
     use_fp8(model, with_planned_fp8(config), ctx, chosen)
+    use_planned_products(model)
     return model
 
 
