@@ -77,9 +77,8 @@ class RankPlan:
     @property
     def total(self) -> float:
         """Bytes at the peak: of the passes or of the optimizer's update."""
-        before = self.weights.total
-        if self.weights.gradient_memory == "anew":
-            before -= self.weights.gradients  # `temporary` has those that are there at the peak
+        # Of the late gradients `temporary` has those that are there at the peak.
+        before = self.weights.total - self.weights.late_gradients
         passes = before + self.activation_bytes + self.temporary + self.buffers
         return max(passes, self.weights.total + self.weights.update)
 

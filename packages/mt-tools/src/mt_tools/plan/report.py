@@ -47,6 +47,7 @@ def rank_values(rank: RankPlan, clock: Clock) -> dict[str, Any]:
         "bytes": {
             "weights": round(weights.weights),
             "gradients": round(weights.gradients),
+            "late_gradients": round(weights.late_gradients),
             "main_weights": round(weights.main_weights),
             "optimizer_state": round(weights.optimizer_state),
             "activations": {part: round(size) for part, size in rank.activations.items()},

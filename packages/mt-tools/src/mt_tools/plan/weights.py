@@ -43,6 +43,8 @@ class WeightCost:
     main_weights: float = 0.0
     optimizer_state: float = 0.0
     gradient_memory: GradientMemory = "in_place"
+    late_gradients: float = 0.0
+    """Of the gradients, those that are made in the backward pass, or as fp32 copies for the update."""
     buffers: float = 0.0
     updated: float = 0.0
     """Elements that this rank's optimizer updates."""
@@ -102,15 +104,17 @@ def weight_cost(
     ledger.take()
     _exchange(config, weights, layouts, ctx, copies)
     resident, gradients, main, buffers = resident_bytes(weights, model)
+    memory = gradient_memory(weights, passes)
     return WeightCost(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights=resident,
         gradients=gradients,
         main_weights=main,
         optimizer_state=sum(
-            state.of(len(layouts[name].shape) > 1, parameter.numel()) for name, parameter in named.items()
+            state.of(is_matrix(name, layouts[name]), parameter.numel()) for name, parameter in named.items()
         ),
-        gradient_memory=gradient_memory(weights, passes),
+        gradient_memory=memory,
+        late_gradients=gradients if memory == "anew" else _copied_gradients(weights),
         buffers=buffers,
         updated=sum(parameter.numel() for parameter in named.values()),
         update=update_bytes(config, model),
@@ -186,6 +190,15 @@ def resident_bytes(weights: MasterWeights, model: nn.Module) -> tuple[float, flo
     return float(sum(own.values())), float(sum(gradients.values())), float(sum(main.values())), float(sent)
 
 
+def _copied_gradients(weights: MasterWeights) -> float:
+    """Bytes of the fp32 gradients of an update that are not in buckets."""
+    if not isinstance(weights, ParamAndGradBuffer):
+        return 0.0
+    in_buckets = storage_bytes(bucket.gradients for bucket in weights.buckets)
+    of_update = storage_bytes(one.grad for _, one in weights.named_parameters() if one.grad is not None)
+    return float(sum(size for key, size in of_update.items() if key not in in_buckets))
+
+
 def _is_copied(bucket: Bucket) -> bool:
     """Whether gradients are reduced in another dtype than they are accumulated in."""
     return bucket.reduce_dtype != bucket.gradients.dtype
@@ -220,7 +233,7 @@ def _fully_sharded_cost(
             size = ctx.axis(SHARDS[layouts[name].replicas][0]).size
             share = -(-shape[0] // size) * math.prod(shape[1:])  # rows of the largest shard
             own, whole, gathered = own + share, whole + math.prod(shape), gathered + share * size
-            optimizer_state += state.of(len(layouts[name].shape) > 1, share)
+            optimizer_state += state.of(is_matrix(name, layouts[name]), share)
         shard, replicate = (ctx.axis(axis) for axis in SHARDS[layouts[names[0]].replicas])
         waiting = max(waiting, gathered)
         if shard.size > 1:
