@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.built_once import built_once
 
 STUB = Path(__file__).parents[1] / "bench" / "cuda_stub"

@@ -48,7 +48,8 @@ class PlannedCasts:
 
 
 def _by_lines(x: Matrix, dtype: torch.dtype, granularity: Granularity, scales: tuple[int, int]) -> Scaled:
-    data = _empty(x, *x.shape, granularity, dtype)
+    lines, length = x.shape
+    data = _empty(x, lines, length, granularity, dtype)
     return Scaled(data, data.new_empty(scales, dtype=torch.float32), granularity)
 
 
@@ -73,7 +74,8 @@ def use_planned_products(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LinearModule) and isinstance(module.multiply, Fp8Multiply):
             module.multiply = replace(module.multiply, product=planned_product)
-    for module in model.modules():
         if isinstance(module, DenseFeedForward) and isinstance(module.joined, Fp8FeedForward):
-            first, second = module.linear_fc1.multiply, module.linear_fc2.multiply
+            first, second = (
+                replace(each, product=planned_product) for each in (module.joined.first, module.joined.second)
+            )
             module.joined = replace(module.joined, first=first, second=second)

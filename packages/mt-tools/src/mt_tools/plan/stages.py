@@ -134,6 +134,7 @@ class StageCosts:
         end = stage.layers.stop
         if stage.last:
             yield self._measured(Stage(range(end, end), first=False, last=True))[0]
+
     def _layers(self, start: int, stop: int) -> StageCost:
         return self._measured(Stage(range(start, stop), first=False, last=False))[0]
 

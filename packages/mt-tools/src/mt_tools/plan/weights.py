@@ -30,7 +30,7 @@ from mt_tools.plan.ledger import Flow, Ledger
 
 FP32 = 4
 GradientMemory = Literal["anew", "in_place", "main"]
-"""Gradients that autograd allocates in each backward pass, that it adds to, or that matrix products add to (in fp32)."""
+"""Gradients that autograd allocates in each backward pass, that it adds to, or that products add to (in fp32)."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def weight_cost(
     ledger.take()
     _exchange(config, weights, layouts, ctx, copies)
     resident, gradients, main, buffers = resident_bytes(weights, model)
-    memory = gradient_memory(weights, passes)
+    memory = gradient_memory(weights, model, passes)
     return WeightCost(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights=resident,
@@ -123,12 +123,12 @@ def weight_cost(
     )
 
 
-def gradient_memory(weights: MasterWeights, passes: int) -> GradientMemory:
+def gradient_memory(weights: MasterWeights, model: nn.Module, passes: int) -> GradientMemory:
     """passes: micro-batches."""
     if isinstance(weights, Fp32Weights):
         # The first micro-batch leaves its gradients to the others.
         return "anew" if passes == 1 else "in_place"
-    in_products = any(hasattr(parameter, "main_grad") for parameter in weights.model.parameters())
+    in_products = any(hasattr(parameter, "main_grad") for parameter in model.parameters())
     return "main" if in_products else "in_place"
 
 
