@@ -1,5 +1,5 @@
-"""Programs on GPUs that are not there (bench/cuda_stub): kernels do nothing; torch, its allocator, Triton's compiler and
-our code are the real ones."""
+"""Programs on GPUs that are not there (bench/cuda_stub): kernels do nothing; torch, its allocator, Triton's compiler
+and our code are the real ones."""
 
 from __future__ import annotations
 

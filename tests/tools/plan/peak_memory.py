@@ -1,5 +1,5 @@
-"""Peaks of training steps as torch's allocator counts them, and as planned: [[allocated, planned], ...] for the cases in
-the JSON of the argument, [[preset, precision, settings], ...]. Runs on the stub of CUDA."""
+"""Peaks of training steps as torch's allocator counts them, and as planned: [[allocated, planned], ...] for the cases
+in the JSON of the argument, [[preset, precision, settings], ...]. Runs on the stub of CUDA."""
 
 from __future__ import annotations
 

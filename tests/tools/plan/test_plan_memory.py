@@ -1,4 +1,4 @@
-"""Planned memory against the peak that torch's own allocator counts on the stub of CUDA, for models of the benchmark."""
+"""Planned memory against the peak that torch's own allocator counts on the stub of CUDA."""
 
 from __future__ import annotations
 
