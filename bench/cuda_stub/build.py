@@ -25,11 +25,8 @@ OF_DRIVER = (
     *("cuLinkCreate_v2", "cuLinkAddData_v2", "cuLinkComplete", "cuLinkDestroy"),
     *("cuLogsRegisterCallback", "cuLogsUnregisterCallback"),
     *("cuMemMap", "cuMemUnmap", "cuMemSetAccess", "nvmlInit_v2", "nvmlDeviceGetNvLinkRemoteDeviceType"),
-    *(
-        "nvmlDeviceGetNvLinkRemotePciInfo_v2",
-        "nvmlDeviceGetComputeRunningProcesses",
-        "nvmlSystemGetCudaDriverVersion_v2",
-    ),
+    *("nvmlDeviceGetNvLinkRemotePciInfo_v2", "nvmlDeviceGetComputeRunningProcesses"),
+    *("nvmlSystemGetCudaDriverVersion_v2",),
 )
 
 # Of the compiler's package, which torch does not bring along: the qualifiers that the runtime's headers use.
