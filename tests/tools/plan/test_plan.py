@@ -349,6 +349,17 @@ def test_a_quick_plan_is_the_whole_one_for_long_steps() -> None:
     assert [row.total for row in quick.ranks] == [row.total for row in whole.ranks]
 
 
+def test_a_quick_plan_does_not_multiply_what_the_loss_holds_whatever_the_samples() -> None:
+    """The gradient of the LM head, and logits, of which 128 tokens are a chunk at least."""
+    values = tree({**LLAMA, "vocab_size": 50000}, precision={"dtype": "bf16"})
+    values["train"] |= {"micro_batch_size": 4, "device": "cuda", "loss": "linear_cross_entropy_sum"}
+    config = built(values, 1)
+    whole, quick = (
+        kind(config, load_plugins(), get_machine("h100")).plan(config, 1).largest for kind in (Planner, QuickPlanner)
+    )
+    assert quick.total == pytest.approx(whole.total, rel=0.01)
+
+
 def test_an_unknown_field_of_a_shape_is_refused() -> None:
     spec = replace(
         load_plugins().datasets.get("mock"), sample=(SampleField("image", "float32", "[rows, columns]", ""),)

@@ -94,10 +94,7 @@ class StageCosts:
 
     def of(self, stage: Stage) -> StageCost:
         """The cost. Layers whose activations are offloaded to host memory keep nothing."""
-        return self._of(stage).of_samples(self.samples)
-
-    def _of(self, stage: Stage) -> StageCost:
-        key = (self._kinds_of(stage), stage.first, stage.last)
+        key = (self._kinds_of(stage), stage.first, stage.last, self.samples)
         if key not in self._known:
             # Where some layers of a stage are recomputed and others not, a layer's cost depends on its place: the stage
             # is run whole.
@@ -108,10 +105,10 @@ class StageCosts:
     def _whole(self, stage: Stage) -> StageCost:
         cost = self._measured(stage)[0]
         offloaded = stage.layers[: self.config.recompute.cpu_offloading_num_layers]
-        if not offloaded:
-            return cost
-        away = self._measured(Stage(offloaded, first=False, last=False))[0]
-        return replace(cost, kept={part: count - away.kept.get(part, 0) for part, count in cost.kept.items()})
+        if offloaded:
+            away = self._measured(Stage(offloaded, first=False, last=False))[0]
+            cost = replace(cost, kept={part: count - away.kept.get(part, 0) for part, count in cost.kept.items()})
+        return cost.of_samples(self.samples)
 
     @property
     def _counts_layers(self) -> bool:
@@ -120,6 +117,11 @@ class StageCosts:
 
     def _pieces(self, stage: Stage) -> Iterator[StageCost]:
         """What precedes the layers, each layer, what follows them."""
+        yield from (piece.of_samples(self.samples) for piece in self._inputs_and_layers(stage))
+        if stage.last:
+            yield self._outputs(stage.layers.stop)
+
+    def _inputs_and_layers(self, stage: Stage) -> Iterator[StageCost]:
         if stage.first:
             yield self._measured(Stage(range(0), first=True, last=False))[0]
         offloaded = self.config.recompute.cpu_offloading_num_layers
@@ -131,15 +133,27 @@ class StageCosts:
             yield self._layers(number, number + 1)
         for number in here[1:]:
             yield self._layers(number - 1, number + 1).behind(self._layers(number - 1, number))
-        end = stage.layers.stop
-        if stage.last:
-            yield self._measured(Stage(range(end, end), first=False, last=True))[0]
+
+    def _outputs(self, end: int) -> StageCost:
+        """What follows the layers, with all samples: a chunk of logits and the gradient of the LM head have one size."""
+        stage = Stage(range(end, end), first=False, last=True)
+        if self.samples == 1:
+            return self._measured(stage)[0]
+        form = self.form_before(end)
+        size = self.config.train.micro_batch_size * self.samples
+        config = self.config.model_copy(
+            update={"train": self.config.train.model_copy(update={"micro_batch_size": size})}
+        )
+        wider = tuple(replace(one, shape=(size, *one.shape[1:])) for one in form.tensors)
+        return replace(self, config=config, samples=1)._measured(stage, replace(form, tensors=wider))[0]
 
     def _layers(self, start: int, stop: int) -> StageCost:
         return self._measured(Stage(range(start, stop), first=False, last=False))[0]
 
-    def _measured(self, stage: Stage) -> tuple[StageCost, ActivationsForm]:
-        form = None if stage.first else self.form_before(stage.layers.start)
+    def _measured(self, stage: Stage, form: ActivationsForm | None = None) -> tuple[StageCost, ActivationsForm]:
+        """form: of the input, by default that of one measured micro-batch."""
+        if form is None and not stage.first:
+            form = self.form_before(stage.layers.start)
         key = (self._kinds_of(stage), stage.first, stage.last, form, self.gradients, self.on_host)
         known = self._runs.get(key) or self.shared.without_experts.get(key)
         if known is not None:
