@@ -135,15 +135,14 @@ class StageCosts:
             yield self._layers(number - 1, number + 1).behind(self._layers(number - 1, number))
 
     def _outputs(self, end: int) -> StageCost:
-        """What follows the layers, with all samples: a chunk of logits and the gradient of the LM head have one size."""
+        """What follows the layers, with all samples: chunks of logits and the LM head's gradient have one size."""
         stage = Stage(range(end, end), first=False, last=True)
         if self.samples == 1:
             return self._measured(stage)[0]
         form = self.form_before(end)
         size = self.config.train.micro_batch_size * self.samples
-        config = self.config.model_copy(
-            update={"train": self.config.train.model_copy(update={"micro_batch_size": size})}
-        )
+        train = self.config.train.model_copy(update={"micro_batch_size": size})
+        config = self.config.model_copy(update={"train": train})
         wider = tuple(replace(one, shape=(size, *one.shape[1:])) for one in form.tensors)
         return replace(self, config=config, samples=1)._measured(stage, replace(form, tensors=wider))[0]
 
