@@ -24,6 +24,9 @@ OF_DRIVER = (
     *("cuDeviceGetUuid", "cuDeviceGetUuid_v2", "cuMemsetD32Async", "cuStreamWriteValue32", "cuTensorMapEncodeIm2col"),
     *("cuLinkCreate_v2", "cuLinkAddData_v2", "cuLinkComplete", "cuLinkDestroy"),
     *("cuLogsRegisterCallback", "cuLogsUnregisterCallback"),
+    *("cuMemMap", "cuMemUnmap", "cuMemSetAccess", "nvmlInit_v2", "nvmlDeviceGetNvLinkRemoteDeviceType"),
+    *("nvmlDeviceGetNvLinkRemotePciInfo_v2", "nvmlDeviceGetComputeRunningProcesses"),
+    *("nvmlSystemGetCudaDriverVersion_v2",),
 )
 
 # Of the compiler's package, which torch does not bring along: the qualifiers that the runtime's headers use.
@@ -82,6 +85,9 @@ def build(folder: Path) -> Path:
         subprocess.run(
             ["gcc", *options, SOURCE, "-o", library, "-ldl", "-lpthread", "-Wl,-soname,libcuda.so.1"], check=True
         )
+    management = folder / "libnvidia-ml.so.1"  # torch opens it by name for expandable segments
+    management.unlink(missing_ok=True)
+    management.symlink_to(library.name)
     return library
 
 

@@ -62,24 +62,26 @@ static int wait_for_device(const char *what) {
 typedef struct Block {
   char *start;
   size_t size;
-  int device; /* -1: pinned memory of the host */
+  int device;           /* -1: pinned memory of the host */
+  size_t device_memory; /* 0 of a range of addresses, whose handles have it */
   struct Block *next;
 } Block;
 static Block *blocks;
 static long long used[DEVICES];
 static pthread_mutex_t blocks_lock = PTHREAD_MUTEX_INITIALIZER;
 
-static void *reserve(size_t size, int device) {
+static void *reserve(size_t size, int device, int has_memory) {
   size = (size + 2 * MEGABYTE - 1) / (2 * MEGABYTE) * (2 * MEGABYTE);
+  size_t device_memory = device >= 0 && has_memory ? size : 0;
   pthread_mutex_lock(&blocks_lock);
   char *start = NULL;
-  if (device < 0 || used[device] + (long long)size <= DEVICE_MEMORY)
+  if (!device_memory || used[device] + (long long)size <= DEVICE_MEMORY)
     start = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (start && start != MAP_FAILED) {
     Block *block = malloc(sizeof *block);
-    *block = (Block){start, size, device, blocks};
+    *block = (Block){start, size, device, device_memory, blocks};
     blocks = block;
-    if (device >= 0) used[device] += size;
+    if (device_memory) used[device] += device_memory;
   }
   pthread_mutex_unlock(&blocks_lock);
   return start == MAP_FAILED ? NULL : start;
@@ -90,7 +92,7 @@ static void release(void *start) {
     if ((*at)->start == start) {
       Block *block = *at;
       *at = block->next;
-      if (block->device >= 0) used[block->device] -= block->size;
+      if (block->device_memory) used[block->device] -= block->device_memory;
       munmap(block->start, block->size);
       free(block);
       break;
@@ -109,7 +111,7 @@ static int on_device(const void *address) {
   return block && block->device >= 0;
 }
 static int allocate(void **result, size_t size, int device) {
-  *result = size ? reserve(size, device) : NULL;
+  *result = size ? reserve(size, device, 1) : NULL;
   return size && !*result ? fail(OUT_OF_MEMORY) : SUCCESS;
 }
 EXPORT int cudaMalloc(void **result, size_t size) {
@@ -166,6 +168,45 @@ EXPORT int cuMemGetAddressRange_v2(void **start, size_t *size, void *address) {
   *size = block->size;
   return SUCCESS;
 }
+
+/* ---- Ranges of addresses, to which memory is mapped: expandable segments of torch's allocator ---- */
+
+typedef struct {
+  size_t size;
+  int device;
+} Handle;
+EXPORT int cuMemGetAllocationGranularity(size_t *result, const void *properties, int option) {
+  *result = 2 * MEGABYTE;
+  return SUCCESS;
+}
+EXPORT int cuMemAddressReserve(void **result, size_t size, size_t alignment, void *address, unsigned long long flags) {
+  *result = reserve(size, current_device, 0);
+  return *result ? SUCCESS : fail(OUT_OF_MEMORY);
+}
+EXPORT int cuMemAddressFree(void *address, size_t size) { return release(address), SUCCESS; }
+EXPORT int cuMemCreate(Handle **result, size_t size, const int *properties, unsigned long long flags) {
+  int device = properties[3]; /* CUmemAllocationProp: type, kind of handle, kind of location, number of the device */
+  pthread_mutex_lock(&blocks_lock);
+  int fits = used[device] + (long long)size <= DEVICE_MEMORY;
+  if (fits) used[device] += size;
+  pthread_mutex_unlock(&blocks_lock);
+  if (!fits) return fail(OUT_OF_MEMORY);
+  counts.allocations++;
+  write_log("allocation", "");
+  *result = malloc(sizeof **result);
+  **result = (Handle){size, device};
+  return SUCCESS;
+}
+EXPORT int cuMemRelease(Handle *handle) {
+  pthread_mutex_lock(&blocks_lock);
+  used[handle->device] -= handle->size;
+  pthread_mutex_unlock(&blocks_lock);
+  return free(handle), SUCCESS;
+}
+
+/* Whether memory can be shared between nodes, which torch looks up in NVML for such segments: it cannot. */
+EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **result) { return *result = new_handle(), SUCCESS; }
+EXPORT int nvmlDeviceGetGpuFabricInfoV(void *device, void *result) { return 3; } /* NVML_ERROR_NOT_SUPPORTED */
 
 static void copy(void *to, const void *from, size_t size) {
   int to_host = on_device(from) && !on_device(to), to_device = on_device(to) && !on_device(from);

@@ -4,47 +4,18 @@ its allocator, Triton's compiler and our code are the real ones. 20 CPU seconds 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
-import pytest
-import torch
-from tests.built_once import built_once
+from tests.cuda_stub import STUB, environ, on_stub, printed_on_stub
 
-ROOT = Path(__file__).parents[2]
-STUB = ROOT / "bench" / "cuda_stub"
-NEEDED = ("gcc", "nm", "bash")
+__all__ = ["environ"]  # a fixture
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
-    pytest.mark.skipif(not all(map(shutil.which, NEEDED)), reason=f"needs {', '.join(NEEDED)}"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of this machine would be replaced"),
-]
-
-
-@pytest.fixture(scope="module")
-def environ(request: pytest.FixtureRequest) -> dict[str, str]:
-    folder = built_once(
-        request, "cuda_stub", lambda folder: run_python([str(STUB / "build.py"), str(folder)], os.environ)
-    )
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "MT_CUDA_STUB": str(folder), "PYTHONWARNINGS": "ignore"}
-
-
-def run_python(arguments: list[str], environ) -> str:
-    return subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, check=True).stdout
+pytestmark = on_stub
 
 
 def step_counts(environ: dict[str, str], *arguments: str) -> dict[str, dict[str, float]]:
     """Preset -> its counts."""
-    command = [str(STUB / "run.sh"), sys.executable, str(STUB / "step_counts.py"), *arguments]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    printed = printed_on_stub(environ, STUB / "step_counts.py", *arguments)
+    found = [json.loads(line) for line in printed.splitlines()]
     return {counts.pop("preset"): counts for counts in found}
 
 

@@ -118,7 +118,10 @@ def test_a_long_stage_costs_what_its_layers_cost_together() -> None:
 
 
 def assert_alike(multiplied: StageCost, run: StageCost) -> None:
-    assert multiplied.kept == run.kept
+    # The output holds a few numbers in each run that nothing saves.
+    assert multiplied.kept == pytest.approx(run.kept, rel=0, abs=64)
+    for part in ("forward", "backward", "gradients"):
+        assert getattr(multiplied.excess, part) == pytest.approx(getattr(run.excess, part), rel=1e-3)
     assert multiplied.forward == run.forward
     assert multiplied.backward == run.backward
 
@@ -127,7 +130,7 @@ def test_a_step_takes_longer_with_more_to_compute_and_less_is_kept_with_recomput
     plain, full = planned(tree(), 1), planned(tree(recompute={"recompute_granularity": "full"}), 1)
     assert full.seconds > plain.seconds
     assert full.ranks[0].activation_bytes < plain.ranks[0].activation_bytes
-    assert full.ranks[0].recomputed > 0
+    assert full.ranks[0].total < plain.ranks[0].total
     assert full.flops_per_token == plain.flops_per_token
     # By hand, for a token: 4 layers of 12 h^2 weights and the causal half of 32 keys, and the logits of 261 ids
     # and their padding. Nothing keeps the result of the last matrix of a layer (4 h^2), so that computing again stops
@@ -344,6 +347,17 @@ def test_a_quick_plan_is_the_whole_one_for_long_steps() -> None:
     assert quick.seconds == pytest.approx(whole.seconds, rel=1e-6)
     assert quick.bubble == pytest.approx(whole.bubble, rel=1e-3)
     assert [row.total for row in quick.ranks] == [row.total for row in whole.ranks]
+
+
+def test_a_quick_plan_does_not_multiply_what_the_loss_holds_whatever_the_samples() -> None:
+    """The gradient of the LM head, and logits, of which 128 tokens are a chunk at least."""
+    values = tree({**LLAMA, "vocab_size": 50000}, precision={"dtype": "bf16"})
+    values["train"] |= {"micro_batch_size": 4, "device": "cuda", "loss": "linear_cross_entropy_sum"}
+    config = built(values, 1)
+    whole, quick = (
+        kind(config, load_plugins(), get_machine("h100")).plan(config, 1).largest for kind in (Planner, QuickPlanner)
+    )
+    assert quick.total == pytest.approx(whole.total, rel=0.01)
 
 
 def test_an_unknown_field_of_a_shape_is_refused() -> None:

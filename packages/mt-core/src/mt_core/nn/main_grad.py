@@ -88,7 +88,7 @@ class MainGrad:
         # instead.
         if self._is_cleared:
             self.set_product(rows, inputs)
-        elif self._total.is_cuda:
+        elif self._total.device.type != "cpu":
             # out is the summand: one kernel, no second tensor of the weight's size.
             torch.addmm(self._total, rows.t(), inputs, out_dtype=torch.float32, out=self._total)
         else:
@@ -98,7 +98,7 @@ class MainGrad:
     def set_product(self, rows: Tensor, inputs: Tensor) -> None:
         """total = rows^T inputs, as add_product to zeros, which are neither written nor read."""
         total, _ = self.take()
-        if total.is_cuda:
+        if total.device.type != "cpu":
             torch.mm(rows.t(), inputs, out_dtype=torch.float32, out=total)
         else:
             torch.mm(rows.t().float(), inputs.float(), out=total)

@@ -100,6 +100,9 @@ class ParamAndGradBuffer(UnshardedWeights):
     # -- a step ---------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
+        for shard in self._shard_of.values():
+            # A copy in fp32 of gradients in 16 bits, made for the last update, is freed before the passes.
+            shard.main.grad = None
         for bucket in self.buckets:
             if mains := self._mains_of(bucket):  # all of its parameters have one dtype
                 clear_all(mains)

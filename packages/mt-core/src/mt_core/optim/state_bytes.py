@@ -17,8 +17,8 @@ from mt_core.plugins import PluginHost
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of optimizer state per element and per parameter, separately for matrices (2 and more dimensions) and
-    for vectors."""
+    """Bytes of optimizer state per element and per parameter, separately for matrices that Muon updates
+    (`mt_core.optim.muon.is_matrix`) and for all other weights."""
 
     of_element: Mapping[bool, float]
     of_parameter: Mapping[bool, float]

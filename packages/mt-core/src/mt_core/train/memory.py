@@ -19,6 +19,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.layout import parameter_layouts
 from mt_core.optim.finalize_grads import SHARDS
 from mt_core.optim.master_weights import trained_parameters
+from mt_core.optim.muon import is_matrix
 from mt_core.optim.state_bytes import probe_state
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
@@ -112,7 +113,7 @@ def needed_bytes(model: nn.Module, config: Config, ctx: ParallelContext, host: P
         weights += elements * itemsize
         gradients += elements * (FP32 if in_fp32 else itemsize)
         # Optimizer state of the rank's own elements, and what completes its 16-bit weights to fp32.
-        state += each.of(parameter.dim() > 1, int(own)) + own * completed_bytes(config, itemsize)
+        state += each.of(is_matrix(name, layouts[name]), int(own)) + own * completed_bytes(config, itemsize)
     return Needed(sum(p.numel() for p in model.parameters()), weights, gradients, state)
 
 

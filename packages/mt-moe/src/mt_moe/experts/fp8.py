@@ -173,7 +173,9 @@ def fp8_grouped_product(options: Fp8Options, weight: Tensor) -> Fp8GroupedProduc
     objection = options.objection(weight.shape[1:], ALIGNMENT) or _objection(options, weight.device)
     if objection is not None:
         return objection
-    groups: ScaledGroups = EmulatedGroups() if options.implementation == "emulated" else TorchGroups()
+    # On the meta device, where nothing is computed, plans take the memory of a GPU's kernels.
+    is_emulated = options.implementation == "emulated" and not weight.is_meta
+    groups: ScaledGroups = EmulatedGroups() if is_emulated else TorchGroups()
     return Fp8GroupedProduct(groups, options.margin, options.config.fp8_wgrad)
 
 

@@ -119,7 +119,7 @@ def _rank_table(rows: Sequence[DtypeEstimate]) -> Table:
         assert row.rank is not None
         rank, weights = row.rank.largest, row.rank.largest.weights
         parts = (weights.weights, weights.gradients, weights.main_weights, weights.optimizer_state)
-        kept = (rank.activation_bytes + rank.recomputed + rank.buffers, rank.total)
+        kept = (rank.activation_bytes + rank.temporary + rank.buffers, rank.total)
         table.add_row(row.dtype, *(gib(part) for part in (*parts, *kept)), f"{row.rank.seconds:.3g}")
     return table
 

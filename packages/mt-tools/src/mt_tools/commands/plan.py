@@ -249,7 +249,7 @@ def _stage_cells(rank: dict[str, Any]) -> Cells:
 
 def _memory_cells(rank: dict[str, Any]) -> Cells:
     sizes = rank["bytes"]
-    kept = sum(sizes["activations"].values()) + sizes["recomputed_layer"]
+    kept = sum(sizes["activations"].values()) + sizes["temporary"]
     parts = (*(sizes[key] for key in WEIGHTS), kept, sizes["communication_buffers"], sizes["total"])
     return tuple(gib(part) for part in parts)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mt_core.parallel.pipeline.activations import Activations, ActivationsForm, form_of, tensors_of
 from mt_tools.plan.fakes import PlannedKernels
 from mt_tools.plan.ledger import Flow, Ledger
+from mt_tools.plan.live_memory import LiveMemory, bytes_of
 from mt_tools.plan.routing import RoutedTokens
 
 PARTS: Mapping[str, str] = {
@@ -37,10 +38,38 @@ OUTPUT = "logits_and_loss"
 
 
 @dataclass(frozen=True)
+class Excess:
+    """Bytes that a stage holds at most while it runs, above what it keeps between forward and backward. gradients: of
+    the weights, as far as autograd allocates them; they are there from the backward pass on."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    gradients: float = 0.0
+
+    def times(self, factor: float) -> Excess:
+        """For as many times the samples; gradients have the size of the weights."""
+        return Excess(self.forward * factor, self.backward * factor, self.gradients)
+
+
+def excess_of_sequence(pieces: Sequence[tuple[float, Excess]]) -> Excess:
+    """Of pieces that run one after another, forward and then backward. pieces: (bytes that it keeps, excess)."""
+    kept, all_kept = 0.0, sum(size for size, _ in pieces)
+    behind = total = sum(excess.gradients for _, excess in pieces)
+    forward = backward = 0.0
+    for size, excess in pieces:
+        # Behind this piece nothing is kept yet in the forward pass, and nothing but gradients is left in the backward.
+        kept, behind = kept + size, behind - excess.gradients
+        forward = max(forward, kept + excess.forward - all_kept)
+        backward = max(backward, kept + excess.backward + behind - all_kept)
+    return Excess(forward, backward, total)
+
+
+@dataclass(frozen=True)
 class StageCost:
     """The cost of one micro-batch in one stage, on one rank. kept: bytes by part between forward and backward."""
 
     kept: Mapping[str, float] = field(default_factory=dict)
+    excess: Excess = field(default_factory=Excess)
     forward: Flow = field(default_factory=Flow)
     backward: Flow = field(default_factory=Flow)
     sent: float = 0.0
@@ -51,23 +80,43 @@ class StageCost:
         return sum(self.kept.values())
 
     def plus(self, other: StageCost, factor: float) -> StageCost:
-        """self + factor x other, except what is sent to the next stage, which is unchanged."""
+        """self + factor x other, except the excess and what is sent to the next stage, which are unchanged."""
         parts = dict.fromkeys([*self.kept, *other.kept])
         return StageCost(
             {part: self.kept.get(part, 0) + factor * other.kept.get(part, 0) for part in parts},
+            self.excess,
             self.forward.plus(other.forward, factor),
             self.backward.plus(other.backward, factor),
             self.sent,
         )
 
+    def behind(self, other: StageCost) -> StageCost:
+        """What this one adds to `other`, the cost of its first pieces."""
+        gradients = self.excess.gradients - other.excess.gradients
+        return replace(self.plus(other, -1), excess=replace(self.excess, gradients=gradients))
+
     def of_samples(self, factor: float) -> StageCost:
         """The cost of a micro-batch of `samples` times the samples."""
         return StageCost(
             {part: count * factor for part, count in self.kept.items()},
+            self.excess.times(factor),
             self.forward.with_bytes_times(factor),
             self.backward.with_bytes_times(factor),
             self.sent * factor,
         )
+
+
+def sum_of(pieces: Iterable[StageCost]) -> StageCost:
+    """Of pieces of a stage that run one after another."""
+    found = list(pieces)
+    total = StageCost()
+    for piece in found:
+        total = total.plus(piece, 1)
+    return replace(
+        total,
+        excess=excess_of_sequence([(piece.kept_bytes, piece.excess) for piece in found]),
+        sent=found[-1].sent,
+    )
 
 
 def part_of(path: str) -> str:
@@ -94,7 +143,7 @@ class KeptStorages:
         self.model, self.kernels = model, kernels
         self.bytes: Counter[str] = Counter()
         # By storage: views of a parameter are not counted either.
-        self._seen = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
+        self.seen = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
         self._paths = [""]
         self._computing = ExitStack()
 
@@ -114,15 +163,16 @@ class KeptStorages:
             for handle in handles:
                 handle.remove()
 
-    def saving(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self._keep, lambda tensor: tensor)
+    def saving(self, *, on_host: bool = False) -> saved_tensors_hooks:
+        """on_host: tensors are copied to host memory, and back for each use (recompute.cpu_offloading_num_layers)."""
+        return saved_tensors_hooks(_to_host, _from_host) if on_host else saved_tensors_hooks(self._keep, _itself)
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
         # Several operations save the same tensor; its memory is held once.
-        if reference not in self._seen:
-            self._seen.add(reference)
+        if reference not in self.seen:
+            self.seen.add(reference)
             self.bytes[part_of(self._paths[-1])] += storage.nbytes()
         # If the result is saved by the function that made it, a reference to the result would be a reference cycle.
         return tensor.detach()
@@ -142,6 +192,32 @@ class KeptStorages:
             self._computing.close()
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _to_host(tensor: Tensor) -> tuple[torch.Size, torch.dtype] | Tensor:
+    # Numbers of experts have values, which are needed.
+    return (tensor.shape, tensor.dtype) if tensor.is_meta else tensor
+
+
+def _from_host(packed: tuple[torch.Size, torch.dtype] | Tensor) -> Tensor:
+    return packed if isinstance(packed, Tensor) else torch.empty(packed[0], dtype=packed[1], device="meta")
+
+
+class _Rest(torch.autograd.Function):
+    """What follows a stage. It holds nothing of the stage's outputs, and makes their gradients in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.forms = [(output.shape, output.dtype) for output in outputs]
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.forms)
+
+
 def measure(
     model: nn.Module,
     run: Callable[[], Activations],
@@ -149,46 +225,63 @@ def measure(
     routed: RoutedTokens,
     *,
     with_backward: bool = True,
+    on_host: bool = False,
 ) -> tuple[StageCost, ActivationsForm]:
     """run() returns the output of a stage, or its loss. routed: the assignment of tokens to experts, for MoE models.
-    with_backward: run the backward pass too, which takes about as long; its cost is otherwise 0.
+    with_backward: run the backward pass too, which takes about as long; its cost is otherwise 0. on_host: what is saved
+    for it is offloaded.
 
     Returns the cost, and the form of the output.
     """
-    ledger = kernels.ledger
+    ledger, live = kernels.ledger, LiveMemory()
     ledger.take()  # what building the model recorded
     kept = KeptStorages(model, kernels)
-    with kept.following_modules(), routed:
-        # The hooks end before the backward pass: tensors that a recomputed layer saves again are held for that layer
-        # alone (`Planner.recomputed`).
-        with kept.saving(), kernels.entered():
+    without_gradient = [parameter for parameter in model.parameters() if parameter.grad is None]
+    with kept.following_modules(), routed, live:
+        # The hooks end before the backward pass: tensors that a recomputed layer saves again are not kept.
+        with kept.saving(on_host=on_host), kernels.entered():
             output: Activations = run()
-        forward = ledger.take()
+        forward, form = ledger.take(), form_of(output)
         outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-        backward = _backward(outputs, forward, ledger) if with_backward else Flow()
-    return StageCost(dict(kept.bytes), forward, backward, _bytes_of(outputs)), form_of(output)
+        is_loss = isinstance(output, Tensor) and output.dim() == 0
+        sent = 0.0 if is_loss else bytes_of(outputs)
+        rest = _Rest.apply(*outputs) if outputs else None
+        # From here on the autograd graph holds what it needs, and nothing else does.
+        del output, outputs
+        held, peak = live.bytes, live.peak
+        if is_loss:
+            # Gradients that it has made in the forward pass, which autograd did not save.
+            kept.bytes[OUTPUT] += live.bytes_without(kept.seen)
+        live.reset_peak()
+        backward = _backward(rest, forward, ledger) if with_backward and rest is not None else Flow()
+    gradients = bytes_of([parameter.grad for parameter in without_gradient if parameter.grad is not None])
+    excess = Excess(max(peak - held, 0), max(live.peak - held, 0), gradients)
+    return StageCost(dict(kept.bytes), excess, forward, backward, sent), form
 
 
-def _backward(outputs: Sequence[Tensor], forward: Flow, ledger: Ledger) -> Flow:
-    # Run for its messages and for recomputation. Products of the backward pass itself are outside of the mode.
-    torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
+def _backward(rest: Tensor, forward: Flow, ledger: Ledger) -> Flow:
+    # Run for its messages, its memory and recomputation. Products of the backward pass itself are outside of the mode.
+    rest.backward()
     again = ledger.take()
     # Two products, dx and dW, for each of the forward pass; `again` has the products of recomputed layers.
     return Flow(2 * forward.flops + again.flops, again.bytes, again.calls)
 
 
+class _Before(torch.autograd.Function):
+    """What precedes a stage. It makes hidden states, which nothing but their users hold, and drops their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, differentiable: Tensor, form: ActivationsForm) -> tuple[Tensor, ...]:
+        tensors = [torch.empty(own.shape, dtype=own.dtype, device="meta") for own in form.tensors]
+        pairs = zip(tensors, form.tensors, strict=True)
+        ctx.mark_non_differentiable(*(tensor for tensor, own in pairs if not own.has_gradient))
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 def empty_hidden(form: ActivationsForm) -> Activations:
     """Hidden states of the given form, on the meta device, as a stage receives them."""
-    tensors = [torch.empty(own.shape, dtype=own.dtype, device="meta") for own in form.tensors]
-    for tensor, own in zip(tensors, form.tensors, strict=True):
-        tensor.requires_grad_(own.has_gradient)
-    return form.pack(tensors)
-
-
-def bytes_of_form(form: ActivationsForm) -> float:
-    """Of the hidden states that have gradients."""
-    return float(sum(math.prod(own.shape) * own.dtype.itemsize for own in form.tensors if own.has_gradient))
-
-
-def _bytes_of(tensors: Sequence[Tensor]) -> float:
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    return form.pack(list(_Before.apply(torch.empty((), device="meta", requires_grad=True), form)))

@@ -284,4 +284,5 @@ PRODUCTS: dict[Any, Callable[[Any, Tensor], float]] = {
     torch.einsum: _einsum,
     F.conv1d: _convolution,
     F.conv2d: _convolution,
+    torch.ops.aten._scaled_grouped_mm_v2: _linear,  # of experts in FP8
 }

@@ -7,7 +7,9 @@
 | rotary with norms of heads | the same, and qkv |
 | activation | the input; with a weight of each row, the weights |
 | bias_dropout_add | a seed |
-| cross_entropy | the logits; one number per position (as the reference does) |
+| cross_entropy | the logits; one number per position |
+| linear_cross_entropy | hidden states; one number per position. A chunk of logits at a time |
+| linear_cross_entropy_sum | the gradients of hidden states and of the weight. A chunk of logits at a time |
 
 In plain torch the same operations save fp32 copies, masks, and intermediate results.
 """
@@ -23,12 +25,14 @@ from torch import Tensor
 from mt_core.config.schema import Config
 from mt_core.nn.activations import is_gated
 from mt_core.nn.kernels.choice import AUTO, Kernels
-from mt_core.nn.kernels.reference.cross_entropy import cross_entropy
+from mt_core.nn.kernels.chunked_loss import chunked_losses, chunked_weighted_sum
 from mt_core.nn.kernels.reference.rotary import HeadNorms
 from mt_core.nn.kernels.request import Feature, KernelName
 from mt_core.nn.kernels.support import WIDEST_ROW
 from mt_core.nn.kernels.use import configured_kernels
-from mt_core.parallel.context import ParallelContext
+from mt_core.nn.kernels.vocab_parallel import RowKernels, reduce_statistics
+from mt_core.parallel.context import Axis, ParallelContext
+from mt_tools.plan.fp8 import PlannedCasts
 
 TORCH = "torch"
 
@@ -54,8 +58,7 @@ class ConfiguredKernels(Kernels):
         self, kernel: KernelName, *features: Feature, width: int = 0, joined: KernelName | None = None
     ) -> Callable[..., Any] | None:
         """Of rotary, which frees its input unless it normalizes heads, of weighted activations, and of FP8 casts that
-        compute an activation, in place of which those of plain torch run. The sum of a norm is planned apart: the same
-        tensors are saved."""
+        compute an activation. The sum of a norm is planned apart: the same tensors are saved."""
         found = FUSED.get(kernel)
         if (kernel, joined) == ("fp8_cast", "activation"):
             found = self.pick(kernel)
@@ -153,6 +156,45 @@ class _BiasDropoutAdd(torch.autograd.Function):
         return torch.empty_like(grads[0], dtype=dtype), dbias, grads[0], None
 
 
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool) -> Tensor:
+        losses, lse = reduce_statistics(statistics(logits, columns, logits.shape[1]), axis)
+        ctx.save_for_backward(logits, columns, lse)
+        ctx.overwrite = overwrite
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits = ctx.saved_tensors[0]
+        return logits if ctx.overwrite else torch.empty_like(logits), None, None, None
+
+
+def statistics(logits: Tensor, columns: Tensor, ids: int) -> Tensor:
+    return torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+
+
+def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor, ids: int) -> None: ...
+
+
+ROWS = RowKernels(statistics, subtract_target_)
+
+
+def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:
+    losses: Tensor = _CrossEntropy.apply(logits, columns, axis, overwrite)
+    return losses
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, columns: Tensor, axis: Axis, ids: int | None = None) -> Tensor:
+    return chunked_losses(hidden, weight, columns, axis, ROWS, ids=ids)
+
+
+def linear_cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, columns: Tensor, loss_weights: Tensor, axis: Axis, ids: int | None = None
+) -> tuple[Tensor, Tensor]:
+    return chunked_weighted_sum(hidden, weight, columns, loss_weights, axis, ROWS, ids=ids)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     return _Norm.apply(x, weight, None)
 
@@ -193,6 +235,9 @@ FAKES: Mapping[KernelName, Callable[..., Any]] = {
     "activation": activation,
     "bias_dropout_add": bias_dropout_add,
     "cross_entropy": cross_entropy,
+    "linear_cross_entropy": linear_cross_entropy,
+    "linear_cross_entropy_sum": linear_cross_entropy_sum,
+    "fp8_cast": PlannedCasts,
 }
 """With the same signature as the real kernel."""
 

@@ -19,7 +19,7 @@ from mt_tools.plan.machines import GIB
 from mt_tools.plan.routing import Assignment, assign_round_robin
 from mt_tools.plan.stages import StageCosts
 from mt_tools.plan.timing import Clock
-from mt_tools.plan.weights import FP32
+from mt_tools.plan.weights import FP32, GradientMemory
 
 MICRO_BATCHES = (1, 2, 4)
 SIMULATED_ROUNDS = 4
@@ -48,13 +48,19 @@ class QuickPlanner(Planner):
     """A planner for many layouts. It measures one sample and scales it to every micro-batch size; of a step with very
     many micro-batches it simulates some, since each further one adds the same time."""
 
-    def stage_costs(self, config: Config, world: int, assign: Assignment = assign_round_robin) -> StageCosts:
+    def stage_costs(
+        self,
+        config: Config,
+        world: int,
+        assign: Assignment = assign_round_robin,
+        gradients: GradientMemory = "anew",
+    ) -> StageCosts:
         one = config.train.model_copy(update={"micro_batch_size": 1})
-        costs = super().stage_costs(config.model_copy(update={"train": one}), world, assign)
+        costs = super().stage_costs(config.model_copy(update={"train": one}), world, assign, gradients)
         # Activations, messages and FLOPs of a micro-batch grow with its samples; one measurement serves all sizes.
         return costs.of_samples(config.train.micro_batch_size)
 
-    def imbalanced_costs(self, config: Config, world: int) -> StageCosts | None:
+    def imbalanced_costs(self, config: Config, world: int, gradients: GradientMemory) -> StageCosts | None:
         """Layouts are ranked with a balanced load."""
         return None
 

@@ -42,7 +42,7 @@ from mt_tools.plan.routing import Assignment, assign_round_robin, assign_to_few
 from mt_tools.plan.stages import Kind as LayerKind
 from mt_tools.plan.stages import Runs, SharedRuns, StageCosts, build_on_meta, has_experts, layer_kinds, only_stage
 from mt_tools.plan.timing import Clock
-from mt_tools.plan.weights import WeightCost, weight_cost
+from mt_tools.plan.weights import GradientMemory, WeightCost, weight_cost
 
 WITHOUT_RECOMPUTING = RecomputeConfig(recompute_granularity="none", cpu_offloading_num_layers=0)
 
@@ -61,7 +61,8 @@ class RankPlan:
     weights: WeightCost
     activations: Mapping[str, float]
     in_flight: int
-    recomputed: float
+    temporary: float
+    """Bytes that a layer or the loss holds at most while it runs, above what is kept."""
     buffers: float
     flow: Flow
     """Messages of a step."""
@@ -75,7 +76,11 @@ class RankPlan:
 
     @property
     def total(self) -> float:
-        return self.weights.total + self.activation_bytes + self.recomputed + self.buffers
+        """Bytes at the peak: of the passes or of the optimizer's update."""
+        # Of the late gradients `temporary` has those that are there at the peak.
+        before = self.weights.total - self.weights.late_gradients
+        passes = before + self.activation_bytes + self.temporary + self.buffers
+        return max(passes, self.weights.total + self.weights.update)
 
 
 @dataclass(frozen=True)
@@ -223,14 +228,14 @@ class Planner:
         own = [stages_of_rank(rank, len(stages), pp, placement) for rank in range(pp)]
         # Micro-batches of a step.
         passes = build_batch_size(config).full // (config.train.micro_batch_size * data_parallel_size(config))
-        costs = self.stage_costs(config, world)
+        weights = self.weights(config, world, stages, own, passes)
+        gradients = weights[0].gradient_memory
+        costs = self.stage_costs(config, world, gradients=gradients)
         by_stage = [costs.of(stage) for stage in stages]
         clock = Clock(self.machine, sizes)
         order, bubble, seconds = self.start_times(config, pp, by_stage, passes, clock)
-        weights = self.weights(config, world, stages, own, passes)
-        again = [self.recomputed(config, world, stage) for stage in stages]
-        ranks = [self._rank(stages, own, order, by_stage, weights, again, rank, passes) for rank in range(pp)]
-        imbalanced = self.imbalanced_costs(config, world)
+        ranks = [self._rank(stages, own, order, by_stage, weights, rank, passes) for rank in range(pp)]
+        imbalanced = self.imbalanced_costs(config, world, gradients)
         if imbalanced is not None:
             ranks = [
                 with_expert_imbalance(rank, order[rank.pp_ranks[0]], stages, by_stage, imbalanced) for rank in ranks
@@ -250,7 +255,13 @@ class Planner:
             self.parameters,
         )
 
-    def stage_costs(self, config: Config, world: int, assign: Assignment = assign_round_robin) -> StageCosts:
+    def stage_costs(
+        self,
+        config: Config,
+        world: int,
+        assign: Assignment = assign_round_robin,
+        gradients: GradientMemory = "anew",
+    ) -> StageCosts:
         """Shared by all layouts that shard a layer in the same way, for any number of stages and ranks."""
         parallel = config.parallel
         # All that changes the tensors of a stage without experts. Data-parallel and pipeline sizes do not.
@@ -262,6 +273,7 @@ class Planner:
             str(parallel.hierarchical_context_parallel_sizes),
             config.train.micro_batch_size,
             repr(config.recompute),
+            gradients,
         )
         experts = (parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size, assign)
         if (dense, experts) not in self._costs:
@@ -278,15 +290,16 @@ class Planner:
                 self.kinds,
                 assign=assign,
                 shared=shared,
+                gradients=gradients,
                 capability=self.machine.capability,
                 # Of an imbalanced load the plan has the activations alone.
                 with_backward=assign is not assign_to_few,
             )
         return self._costs[dense, experts]
 
-    def imbalanced_costs(self, config: Config, world: int) -> StageCosts | None:
+    def imbalanced_costs(self, config: Config, world: int, gradients: GradientMemory) -> StageCosts | None:
         """Costs if all tokens chose the same experts; None for a model without experts."""
-        return self.stage_costs(config, world, assign_to_few) if self.parameters.experts else None
+        return self.stage_costs(config, world, assign_to_few, gradients) if self.parameters.experts else None
 
     def _require_pipelined(self, config: Config, pp: int) -> None:
         if pp > 1 and not self.kinds:
@@ -351,16 +364,6 @@ class Planner:
             (stage.first, stage.last, tuple(self.kinds.get(number) for number in stage.layers)) for stage in stages
         )
 
-    def recomputed(self, config: Config, world: int, stage: Stage) -> float:
-        """Bytes that a recomputed group of layers holds during its backward pass."""
-        options = config.recompute
-        if options.recompute_granularity != "full" or not len(stage.layers):
-            return 0.0
-        size = (options.recompute_num_layers or 1) if options.recompute_method == "uniform" else 1
-        # While a group is recomputed, it holds all that it would keep without recomputation.
-        plain = self.stage_costs(config.model_copy(update={"recompute": WITHOUT_RECOMPUTING}), world)
-        return plain.of(Stage(stage.layers[:size], first=False, last=False)).kept_bytes
-
     def _rank(
         self,
         stages: Sequence[Stage],
@@ -368,7 +371,6 @@ class Planner:
         order: ScheduleTable,
         by_stage: Sequence[StageCost],
         weights: Sequence[WeightCost],
-        again: Sequence[float],
         rank: int,
         passes: int,
     ) -> RankPlan:
@@ -384,9 +386,7 @@ class Planner:
         cost = weights[rank]
         # Every micro-batch passes all stages of the rank; the rest is once per step.
         flow = (passing + sends + cost.micro_batch) * passes + cost.step
-        # The result of the largest collective exists beside its input: the average bytes of a call.
-        largest = max((size / by_stage_calls for size, by_stage_calls in _sizes(passing)), default=0.0)
-        recomputed = max((again[number] for number in own[rank]), default=0.0)
+        excess = [by_stage[number].excess for number in own[rank]]
         boundary = max((by_stage[number].sent for number in own[rank]), default=0.0) if len(stages) > 1 else 0.0
         return RankPlan(
             (rank,),
@@ -395,10 +395,9 @@ class Planner:
             cost,
             dict(kept),
             sum(in_flight.values()),
-            recomputed,
-            # The update's memory is needed after the last backward pass, in place of activations.
+            max((max(each.forward, each.backward) for each in excess), default=0.0),
             # boundary twice: hidden states that are received while others are sent.
-            max(cost.buffers + largest + 2 * boundary, cost.update - kept.total() - recomputed),
+            cost.buffers + 2 * boundary,
             flow,
         )
 
@@ -430,10 +429,6 @@ def with_expert_imbalance(
     in_flight = peak_in_flight(actions, by_stage)
     kept = sum(count * costs.of(stages[number]).kept_bytes for number, count in in_flight.items())
     return replace(rank, imbalanced_activations=kept)
-
-
-def _sizes(flow: Flow) -> list[tuple[float, float]]:
-    return [(size, flow.calls[call]) for call, size in flow.bytes.items()]
 
 
 def _is_numbered(name: str) -> bool:
@@ -485,7 +480,7 @@ def merged(ranks: Sequence[RankPlan], ranks_of_stage: int) -> list[RankPlan]:
     """One row for the pipeline ranks that have the same numbers."""
     rows: dict[object, list[RankPlan]] = {}
     for rank in ranks:
-        alike = (rank.weights, tuple(rank.activations.items()), rank.in_flight, rank.recomputed)
+        alike = (rank.weights, tuple(rank.activations.items()), rank.in_flight, rank.temporary)
         rows.setdefault(repr(alike), []).append(rank)
     return [
         replace(row[0], pp_ranks=tuple(rank.pp_ranks[0] for rank in row), count=len(row) * ranks_of_stage)

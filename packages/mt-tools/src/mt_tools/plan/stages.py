@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,18 +22,20 @@ from mt_core.nn.linear_loss import Unprojected
 from mt_core.nn.loss import Loss
 from mt_core.nn.model import as_pipelined, contract, model_options
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.pipeline.activations import Activations, ActivationsForm
+from mt_core.parallel.pipeline.activations import ActivationsForm
 from mt_core.parallel.pipeline.stage import Pipelined, Stage, whole
 from mt_core.plugins import PluginHost
 from mt_core.specs import SampleField
 from mt_core.train.loss_choice import with_resolved_loss
 from mt_core.train.step.forward_backward import masked_sum
-from mt_tools.plan.activations import StageCost, bytes_of_form, empty_hidden, measure
+from mt_tools.plan.activations import StageCost, empty_hidden, measure, sum_of
 from mt_tools.plan.fakes import ON_GPUS, PlannedEnvironment, PlannedKernels, UndrawnStreams
+from mt_tools.plan.fp8 import use_planned_products
 from mt_tools.plan.fused_kernels import ConfiguredKernels
 from mt_tools.plan.ledger import Ledger
 from mt_tools.plan.result_cache import ResultCache
 from mt_tools.plan.routing import Assignment, RoutedTokens, assign_round_robin
+from mt_tools.plan.weights import GradientMemory, hold_gradients
 
 Kind = int
 """Layers of one kind have parameters of the same names and shapes, and the same attention window."""
@@ -61,7 +62,7 @@ class StageCosts:
 
     A stage costs what precedes the layers, plus its first layer, plus what each further layer adds to the one before it
     (layers share some saved tensors, such as rotary angles), plus what follows them. Each pair of consecutive layer
-    kinds is run once.
+    kinds is run once. What a stage holds beside what it keeps is the most that one of these does.
     """
 
     config: Config
@@ -79,6 +80,9 @@ class StageCosts:
     """Compute capability of the planned GPUs, by which experts choose their product."""
     with_backward: bool = True
     """Otherwise the backward pass is not run, and its cost is 0."""
+    gradients: GradientMemory = "anew"
+    on_host: bool = False
+    """Whether activations are offloaded to host memory."""
     _known: dict[object, StageCost] = field(default_factory=dict)
     _runs: Runs = field(default_factory=dict)
     _forms: list[ActivationsForm] = field(default_factory=list)
@@ -89,61 +93,73 @@ class StageCosts:
         return replace(self, samples=samples)
 
     def of(self, stage: Stage) -> StageCost:
-        """The cost, without the layers whose activations are offloaded to host memory."""
-        offloaded = stage.layers[: self.config.recompute.cpu_offloading_num_layers]
-        cost = self._of(stage).of_samples(self.samples)
-        if not offloaded:
-            return cost
-        away = self._of(Stage(offloaded, first=False, last=False)).of_samples(self.samples)
-        kept = {part: count - away.kept.get(part, 0) for part, count in cost.kept.items()}
-        return StageCost(kept, cost.forward, cost.backward, cost.sent)
-
-    def _of(self, stage: Stage) -> StageCost:
-        key = (self._kinds_of(stage), stage.first, stage.last)
+        """The cost. Layers whose activations are offloaded to host memory keep nothing."""
+        key = (self._kinds_of(stage), stage.first, stage.last, self.samples)
         if key not in self._known:
             # Where some layers of a stage are recomputed and others not, a layer's cost depends on its place: the stage
             # is run whole.
             taken_apart = bool(self.kinds) and len(stage.layers) > 0 and not self._counts_layers
-            self._known[key] = self._sum_of_layers(stage) if taken_apart else self._measured(stage)[0]
+            self._known[key] = sum_of(self._pieces(stage)) if taken_apart else self._whole(stage)
         return self._known[key]
+
+    def _whole(self, stage: Stage) -> StageCost:
+        cost = self._measured(stage)[0]
+        offloaded = stage.layers[: self.config.recompute.cpu_offloading_num_layers]
+        if offloaded:
+            away = self._measured(Stage(offloaded, first=False, last=False))[0]
+            cost = replace(cost, kept={part: count - away.kept.get(part, 0) for part, count in cost.kept.items()})
+        return cost.of_samples(self.samples)
 
     @property
     def _counts_layers(self) -> bool:
         """Whether only some layers of a stage are recomputed, or layers are recomputed in groups."""
         return self.config.recompute.recompute_num_layers is not None
 
-    def _sum_of_layers(self, stage: Stage) -> StageCost:
-        start, end = stage.layers.start, stage.layers.stop
-        # kinds A A B: embedding + A + (AA - A) + (AB - A) + what follows. Saved tensors that layers share are in A, and
-        # cancel in the differences.
-        total = self._measured(Stage(range(0), first=True, last=False))[0] if stage.first else StageCost()
-        total = total.plus(self._layers(start, start + 1), 1)
-        for number, count in self._first_of_pairs(stage.layers).items():
-            total = total.plus(self._layers(number - 1, number + 1), count)
-            total = total.plus(self._layers(number - 1, number), -count)
+    def _pieces(self, stage: Stage) -> Iterator[StageCost]:
+        """What precedes the layers, each layer, what follows them."""
+        yield from (piece.of_samples(self.samples) for piece in self._inputs_and_layers(stage))
         if stage.last:
-            return total.plus(self._measured(Stage(range(end, end), first=False, last=True))[0], 1)
-        return replace(total, sent=bytes_of_form(self.form_before(end)))
+            yield self._outputs(stage.layers.stop)
 
-    def _first_of_pairs(self, layers: range) -> dict[int, int]:
-        """A representative layer for each pair (kind of the layer before, kind) -> the number of such layers."""
-        pairs = [(self.kinds[number - 1], self.kinds[number]) for number in layers[1:]]
-        # Reversed: of equal pairs the first one stays, so that all stages run the same layers.
-        firsts = dict(reversed(list(zip(pairs, layers[1:], strict=True))))
-        return {firsts[pair]: count for pair, count in Counter(pairs).items()}
+    def _inputs_and_layers(self, stage: Stage) -> Iterator[StageCost]:
+        if stage.first:
+            yield self._measured(Stage(range(0), first=True, last=False))[0]
+        offloaded = self.config.recompute.cpu_offloading_num_layers
+        on_host, here = stage.layers[:offloaded], stage.layers[offloaded:]
+        for number in on_host:
+            yield replace(self, on_host=True)._layers(number, number + 1)
+        # kinds A A B: A + (AA - A) + (AB - A). Saved tensors that layers share are in A, and cancel in the differences.
+        for number in here[:1]:
+            yield self._layers(number, number + 1)
+        for number in here[1:]:
+            yield self._layers(number - 1, number + 1).behind(self._layers(number - 1, number))
+
+    def _outputs(self, end: int) -> StageCost:
+        """What follows the layers, with all samples: chunks of logits and the LM head's gradient have one size."""
+        stage = Stage(range(end, end), first=False, last=True)
+        if self.samples == 1:
+            return self._measured(stage)[0]
+        form = self.form_before(end)
+        size = self.config.train.micro_batch_size * self.samples
+        train = self.config.train.model_copy(update={"micro_batch_size": size})
+        config = self.config.model_copy(update={"train": train})
+        wider = tuple(replace(one, shape=(size, *one.shape[1:])) for one in form.tensors)
+        return replace(self, config=config, samples=1)._measured(stage, replace(form, tensors=wider))[0]
 
     def _layers(self, start: int, stop: int) -> StageCost:
         return self._measured(Stage(range(start, stop), first=False, last=False))[0]
 
-    def _measured(self, stage: Stage) -> tuple[StageCost, ActivationsForm]:
-        form = None if stage.first else self.form_before(stage.layers.start)
-        key = (self._kinds_of(stage), stage.first, stage.last, form)
+    def _measured(self, stage: Stage, form: ActivationsForm | None = None) -> tuple[StageCost, ActivationsForm]:
+        """form: of the input, by default that of one measured micro-batch."""
+        if form is None and not stage.first:
+            form = self.form_before(stage.layers.start)
+        key = (self._kinds_of(stage), stage.first, stage.last, form, self.gradients, self.on_host)
         known = self._runs.get(key) or self.shared.without_experts.get(key)
         if known is not None:
             return known
         is_own = not self.with_backward or self.shared.has_experts(stage)
         runs = self._runs if is_own else self.shared.without_experts
-        runs[key] = self._run(stage, None if form is None else empty_hidden(form))
+        runs[key] = self._run(stage, form)
         return runs[key]
 
     def form_before(self, number: int) -> ActivationsForm:
@@ -158,7 +174,7 @@ class StageCosts:
     def _kinds_of(self, stage: Stage) -> object:
         return tuple(self.kinds.get(number) for number in stage.layers)
 
-    def _run(self, stage: Stage, hidden: Activations | None) -> tuple[StageCost, ActivationsForm]:
+    def _run(self, stage: Stage, before: ActivationsForm | None) -> tuple[StageCost, ActivationsForm]:
         # Offloading copies tensors, which have no values here; `of` subtracts the layers' memory.
         kept_here = self.config.recompute.model_copy(update={"cpu_offloading_num_layers": 0})
         config = self.config.model_copy(update={"recompute": kept_here})
@@ -169,8 +185,10 @@ class StageCosts:
         config = with_resolved_loss(config, model, self.host)
         loss = configured_loss(config, self.host).build.load()(config, self.ctx)
         use_kernels([loss], ConfiguredKernels(config, self.ctx))
+        hold_gradients(model, self.gradients)
 
         def run(model: nn.Module) -> Any:
+            hidden = None if before is None else empty_hidden(before)
             inputs = {name: batch[name] for name in contract(model).inputs if name in batch}
             inputs.update(model_options(loss))  # such as project=False
             staged = as_pipelined(model)
@@ -179,7 +197,8 @@ class StageCosts:
 
         use_streams(model, UndrawnStreams())
         routed = RoutedTokens(self.assign, self.shared.results)
-        return measure(model, lambda: run(model), kernels, routed, with_backward=self.with_backward)
+        options = {"with_backward": self.with_backward, "on_host": self.on_host}
+        return measure(model, lambda: run(model), kernels, routed, **options)
 
     def _losses(self, loss: Loss, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Losses that take hidden states compute gradients in the forward pass; only the logits' product counts there,
@@ -207,6 +226,7 @@ def build_on_meta(
     model = build(config.model, environment)
     use_kernels(model.modules(), chosen)
     use_fp8(model, with_planned_fp8(config), ctx, chosen)
+    use_planned_products(model)
     return model
 
 

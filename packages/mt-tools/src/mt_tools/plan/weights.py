@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.optim.buckets import Bucket
 from mt_core.optim.configs import MuonConfig
 from mt_core.optim.finalize_grads import GradFinalizer
-from mt_core.optim.master_weights import MasterWeights, trained_parameters
+from mt_core.optim.master_weights import Fp32RemainderWeights, Fp32Weights, MasterWeights, trained_parameters
 from mt_core.optim.muon import is_matrix
 from mt_core.optim.param_and_grad_buffer import SHARDS, ParamAndGradBuffer
 from mt_core.optim.state_bytes import StateBytes
@@ -28,6 +29,8 @@ from mt_core.train.build import DTYPES, build_weights, shards_state
 from mt_tools.plan.ledger import Flow, Ledger
 
 FP32 = 4
+GradientMemory = Literal["anew", "in_place", "main"]
+"""Gradients that autograd allocates in each backward pass, that it adds to, or that products add to (in fp32)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class WeightCost:
     gradients: float = 0.0
     main_weights: float = 0.0
     optimizer_state: float = 0.0
+    gradient_memory: GradientMemory = "in_place"
+    late_gradients: float = 0.0
+    """Of the gradients, those that are made in the backward pass, or as fp32 copies for the update."""
     buffers: float = 0.0
     updated: float = 0.0
     """Elements that this rank's optimizer updates."""
@@ -98,20 +104,41 @@ def weight_cost(
     ledger.take()
     _exchange(config, weights, layouts, ctx, copies)
     resident, gradients, main, buffers = resident_bytes(weights, model)
+    memory = gradient_memory(weights, model, passes)
     return WeightCost(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights=resident,
         gradients=gradients,
         main_weights=main,
         optimizer_state=sum(
-            state.of(len(layouts[name].shape) > 1, parameter.numel()) for name, parameter in named.items()
+            state.of(is_matrix(name, layouts[name]), parameter.numel()) for name, parameter in named.items()
         ),
+        gradient_memory=memory,
+        late_gradients=gradients if memory == "anew" else _copied_gradients(weights),
         buffers=buffers,
         updated=sum(parameter.numel() for parameter in named.values()),
         update=update_bytes(config, model),
         step=ledger.take(),
         collected_first=_share_waited_for(weights),
     )
+
+
+def gradient_memory(weights: MasterWeights, model: nn.Module, passes: int) -> GradientMemory:
+    """passes: micro-batches."""
+    if isinstance(weights, Fp32Weights):
+        # The first micro-batch leaves its gradients to the others.
+        return "anew" if passes == 1 else "in_place"
+    in_products = any(hasattr(parameter, "main_grad") for parameter in model.parameters())
+    return "main" if in_products else "in_place"
+
+
+def hold_gradients(model: nn.Module, memory: GradientMemory) -> None:
+    """Give parameters what gradients are added to."""
+    if memory == "main":
+        Fp32RemainderWeights(model)  # its hooks and main gradients stay with the parameters
+    elif memory == "in_place":
+        for _, parameter in trained_parameters(model):
+            parameter.grad = torch.empty_like(parameter)
 
 
 def _share_waited_for(weights: MasterWeights) -> float:
@@ -163,6 +190,15 @@ def resident_bytes(weights: MasterWeights, model: nn.Module) -> tuple[float, flo
     return float(sum(own.values())), float(sum(gradients.values())), float(sum(main.values())), float(sent)
 
 
+def _copied_gradients(weights: MasterWeights) -> float:
+    """Bytes of the fp32 gradients of an update that are not in buckets."""
+    if not isinstance(weights, ParamAndGradBuffer):
+        return 0.0
+    in_buckets = storage_bytes(bucket.gradients for bucket in weights.buckets)
+    of_update = storage_bytes(one.grad for _, one in weights.named_parameters() if one.grad is not None)
+    return float(sum(size for key, size in of_update.items() if key not in in_buckets))
+
+
 def _is_copied(bucket: Bucket) -> bool:
     """Whether gradients are reduced in another dtype than they are accumulated in."""
     return bucket.reduce_dtype != bucket.gradients.dtype
@@ -197,7 +233,7 @@ def _fully_sharded_cost(
             size = ctx.axis(SHARDS[layouts[name].replicas][0]).size
             share = -(-shape[0] // size) * math.prod(shape[1:])  # rows of the largest shard
             own, whole, gathered = own + share, whole + math.prod(shape), gathered + share * size
-            optimizer_state += state.of(len(layouts[name].shape) > 1, share)
+            optimizer_state += state.of(is_matrix(name, layouts[name]), share)
         shard, replicate = (ctx.axis(axis) for axis in SHARDS[layouts[names[0]].replicas])
         waiting = max(waiting, gathered)
         if shard.size > 1:
