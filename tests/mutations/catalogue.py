@@ -45,8 +45,9 @@ LAYOUTS = (
     Mutation(
         "gradients of a column-parallel layer's input are not summed",
         f"{CORE}/nn/linear.py",
-        "dx, reducing = _start_sum(grad @ weight, axis, ctx.sequence_parallel)",
-        "dx, reducing = (grad @ weight, None) if not ctx.sequence_parallel else _start_sum(grad @ weight, axis, True)",
+        "dx, reducing = _start_sum(_input_gradient(grad, weight), axis, ctx.sequence_parallel)",
+        "dx, reducing = (_input_gradient(grad, weight), None) if not ctx.sequence_parallel "
+        "else _start_sum(_input_gradient(grad, weight), axis, True)",
         (TP2,),
     ),
     Mutation(
