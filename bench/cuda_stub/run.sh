@@ -6,6 +6,6 @@ set -euo pipefail
 here="$(dirname "$(realpath "$0")")"
 version="$(python -c 'from importlib.metadata import version; print(version("torch"))')"
 folder="${MT_CUDA_STUB:-${XDG_CACHE_HOME:-$HOME/.cache}/mt-cuda-stub/$version}"
-[ "$folder/libcuda.so.1" -nt "$here/cuda_stub.c" ] || python "$here/build.py" "$folder" >&2
+[ "$folder/libcuda.so.1" -nt "$here/cuda_stub.c" ] && [ "$folder/libcuda.so.1" -nt "$here/build.py" ] || python "$here/build.py" "$folder" >&2
 exec env LD_PRELOAD="$folder/libcuda.so.1" LD_LIBRARY_PATH="$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
     TRITON_LIBCUDA_PATH="$folder" "$@"

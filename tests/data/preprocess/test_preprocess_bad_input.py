@@ -145,7 +145,13 @@ def test_outputs_that_exist_are_kept(prep: Any, corpus: Path, options: Options) 
     with pytest.raises(DataError, match=r"set_text_document\.bin exists; .*--overwrite"):
         preprocess(options(corpus, append_eod=False))
     assert prep.files_of(report) == prep.expected_files(prep.TEXTS)
-    assert not list(Path(options(corpus).output_prefix).parent.glob("*.partial"))
+    partial = Path(f"{options(corpus).output_prefix}.partial")
+    assert not partial.exists()
+    partial.mkdir()
+    (partial / "notes.txt").write_text("of the user")
+    with pytest.raises(DataError, match="exists"):
+        preprocess(options(corpus, append_eod=False))
+    assert [path.name for path in partial.iterdir()] == ["notes.txt"]
     preprocess(options(corpus, append_eod=False, overwrite=True))
     assert prep.files_of(report) == prep.expected_files(prep.TEXTS, append_eod=False)
 

@@ -110,9 +110,15 @@ class PartialFolder:
         self._clear(all_but=(RUN_FILE, LOCK_FILE, WORKERS_LOCK_FILE))
         # Killed after run.json: an empty folder with lock files, in which the next run begins anew, and refuses to
         # replace the finished outputs unless --overwrite is given.
-        for name in (RUN_FILE, WORKERS_LOCK_FILE, LOCK_FILE):
+        (self.path / RUN_FILE).unlink(missing_ok=True)
+        self.remove_locks()
+
+    def remove_locks(self) -> None:
+        """Remove the lock files, and the folder if nothing else is in it."""
+        for name in (WORKERS_LOCK_FILE, LOCK_FILE):
             (self.path / name).unlink(missing_ok=True)
-        self.path.rmdir()
+        if not any(os.scandir(self.path)):
+            self.path.rmdir()
 
     def _clear(self, all_but: tuple[str, ...]) -> None:
         for entry in os.scandir(self.path):

@@ -88,7 +88,7 @@ def _refuse_existing(plan: RunPlan, folder: PartialFolder) -> None:
     except DataError:
         # The folder may be there for this run's lock alone.
         if not folder.has_run:
-            folder.remove()
+            folder.remove_locks()
         raise
 
 

@@ -28,7 +28,8 @@ class WideRMSNorm(LayoutModule):
         self.declare("weight", ParameterLayout((heads * size,), ones, (Split(dim=0, axis="tp"),)))
 
     def use_kernels(self, kernels: Kernels) -> None:
-        self.kernel = kernels.pick("rms_norm", width=self.width, plain=plain_rms_norm)
+        if self.ctx.tp.size == 1:
+            self.kernel = kernels.pick("rms_norm", width=self.width, plain=plain_rms_norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, heads of this rank, size] -> the same"""

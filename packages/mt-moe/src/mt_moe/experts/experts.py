@@ -70,9 +70,10 @@ class ExpertLinear(LayoutModule):
         if read is None and written is None:
             return self.product(x, self.weight, groups)
         assert isinstance(self.product, PermutingProduct)
-        if written is None:
-            assert read is not None
+        if read is not None:
+            assert written is None
             return self.product.of_tokens(x, self.weight, groups, read)
+        assert written is not None
         return self.product.to_tokens(x, self.weight, groups, written)
 
     def use_fp8(self, options: Fp8Options) -> str | None:

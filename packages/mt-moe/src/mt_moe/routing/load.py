@@ -67,7 +67,8 @@ class Load:
         tokens, _ = self._on_host
         if len(tokens) == 1:
             return 1.0
-        shares = [count / sum(tokens) for count in tokens if count]
+        total = sum(tokens)
+        shares = [count / total for count in tokens if count]
         return -sum(share * math.log(share) for share in shares) / math.log(len(tokens))
 
     @property

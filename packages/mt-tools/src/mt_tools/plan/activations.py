@@ -48,7 +48,8 @@ class Excess:
 
     def times(self, factor: float) -> Excess:
         """For as many times the samples; gradients have the size of the weights."""
-        return Excess(self.forward * factor, self.backward * factor, self.gradients)
+        without_gradients = self.backward - self.gradients
+        return Excess(self.forward * factor, self.gradients + without_gradients * factor, self.gradients)
 
 
 def excess_of_sequence(pieces: Sequence[tuple[float, Excess]]) -> Excess:

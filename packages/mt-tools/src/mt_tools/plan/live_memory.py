@@ -29,7 +29,10 @@ class LiveMemory(UncompiledDispatchMode):
         self._makes_new: dict[Any, bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        given = kwargs.get("out")
+        # Products into given memory make nothing; torch 2.11 has some of them on no meta device.
+        out = given if isinstance(given, Tensor) and given.is_meta else func(*args, **kwargs)
         if func not in self._makes_new:
             self._makes_new[func] = all(one.alias_info is None for one in func._schema.returns)
         if self._makes_new[func]:

@@ -130,10 +130,18 @@ def _bincount(assign: Assignment, func: Any, args: Any, options: Mapping[str, An
     return torch.empty(options.get("minlength", length), dtype=torch.int64, device="meta")
 
 
+def _scaled_grouped_mm(assign: Assignment, func: Any, args: Any, options: Mapping[str, Any]) -> Tensor:
+    """torch 2.11 has no shapes for it. Rows [R, K] x matrices [E, K, N] -> [R, N]; [M, R] x [R, N] -> [E, M, N]"""
+    left, right, ends, dtype = args[0], args[1], args[8], args[10]
+    shape = (len(left), right.shape[-1]) if right.dim() == 3 else (len(ends), len(left), right.shape[-1])
+    return left.new_empty(shape, dtype=dtype)
+
+
 WITHOUT_VALUES: Mapping[Any, Callable[..., Any]] = {
     aten.topk.default: _topk,
     aten.sort.stable: _sort,
     aten.sort.default: _sort,
     aten.bincount.default: _bincount,
+    aten._scaled_grouped_mm_v2.default: _scaled_grouped_mm,
 }
-"""Operations on tensors without values whose results are indices or sizes."""
+"""Operations on tensors without values whose results are indices or sizes, or whose shapes torch does not have."""

@@ -175,7 +175,7 @@ class StageCosts:
         return tuple(self.kinds.get(number) for number in stage.layers)
 
     def _run(self, stage: Stage, before: ActivationsForm | None) -> tuple[StageCost, ActivationsForm]:
-        # Offloading copies tensors, which have no values here; `of` subtracts the layers' memory.
+        # Offloading copies tensors, which have no values here; the layers' memory is subtracted afterwards.
         kept_here = self.config.recompute.model_copy(update={"cpu_offloading_num_layers": 0})
         config = self.config.model_copy(update={"recompute": kept_here})
         batch = empty_batch(self.config, self.host, self.ctx)

@@ -7,14 +7,17 @@ when: in the training thread, or in a background thread during the next steps.
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +36,7 @@ from mt_core.train.checkpoint.local_shards import given, whole_fragment
 from mt_core.train.checkpoint.run_directory import RunDirectory, hf_folder
 from mt_core.train.checkpoint.write_plan import WritePlan, collect
 
+T = TypeVar("T")
 ROUND_SECONDS = 1.0
 """How often ranks that wait for their threads look whether another one has failed."""
 
@@ -235,6 +239,44 @@ class WritesNow:
         return []
 
 
+class _WritingThread:
+    """One thread, so that checkpoints are committed in the order of their steps. The end of the process waits for it,
+    unless it was abandoned."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # daemon: no other thread can be abandoned.
+        self._thread = Thread(target=self._run, name="mt-checkpoint", daemon=True)
+        self._thread.start()
+        atexit.register(self.finish)
+
+    def submit(self, write: Callable[..., T], *arguments: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def task() -> None:
+            try:
+                future.set_result(write(*arguments))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._tasks.put(task)
+        return future
+
+    def finish(self) -> None:
+        """Wait until everything submitted is done."""
+        self.abandon()
+        self._tasks.put(None)
+        self._thread.join()
+
+    def abandon(self) -> None:
+        """Let the process end without it."""
+        atexit.unregister(self.finish)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+
 class WritesInBackground:
     """Asynchronous: training waits for the copies to host memory only; a thread writes one checkpoint at a time.
 
@@ -249,8 +291,8 @@ class WritesInBackground:
         self._done: list[Committed] = []
         # Not yet raised.
         self._failed: deque[tuple[Path, Exception]] = deque()
-        # One thread: checkpoints are committed in the order of their steps.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mt-checkpoint")
+        self._thread = _WritingThread()
+        self._has_raised = False
 
     def write(self, path: Path, contents: Contents) -> None:
         self._wait_until(lambda: bool(self._free))
@@ -274,7 +316,11 @@ class WritesInBackground:
         return self.committed()
 
     def close(self) -> list[str]:
-        self._thread.shutdown(wait=True)
+        # After the error of another rank the first rank's thread may wait for ever for that rank's report.
+        if self._has_raised:
+            self._thread.abandon()
+        else:
+            self._thread.finish()
         done = [f"committed {committed.path.name}" for committed in self.committed()]
         return done + [f"{path.name} was not written: {error}" for path, error in self._failed]
 
@@ -283,10 +329,21 @@ class WritesInBackground:
         # In rounds: the thread of the first rank waits for the others, and would wait for ever for one that failed.
         while True:
             self._settle()
-            raise_on_all_ranks(self._failed.popleft()[1] if self._failed else None, self._ctx.world)
+            self._raise_first()
             if not any_over(not ready(), self._ctx.world, self._ctx.device):
                 return
             wait([future for _, _, future in self._in_flight], ROUND_SECONDS, FIRST_COMPLETED)
+
+    def _raise_first(self) -> None:
+        """Raise the error of the first rank that has one. Collective."""
+        own = self._failed[0][1] if self._failed else None
+        try:
+            raise_on_all_ranks(own, self._ctx.world)
+        except Exception as error:
+            self._has_raised = True
+            if error is own:
+                self._failed.popleft()
+            raise
 
     def _settle(self) -> None:
         """Take what the thread has done."""
