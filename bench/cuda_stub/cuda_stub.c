@@ -181,7 +181,7 @@ EXPORT int cuMemGetAllocationGranularity(size_t *result, const void *properties,
 }
 EXPORT int cuMemAddressReserve(void **result, size_t size, size_t alignment, void *address, unsigned long long flags) {
   *result = reserve(size, current_device, 0);
-  return *result ? SUCCESS : fail(OUT_OF_MEMORY);
+  return *result ? SUCCESS : OUT_OF_MEMORY;
 }
 EXPORT int cuMemAddressFree(void *address, size_t size) { return release(address), SUCCESS; }
 EXPORT int cuMemCreate(Handle **result, size_t size, const int *properties, unsigned long long flags) {
@@ -190,7 +190,7 @@ EXPORT int cuMemCreate(Handle **result, size_t size, const int *properties, unsi
   int fits = used[device] + (long long)size <= DEVICE_MEMORY;
   if (fits) used[device] += size;
   pthread_mutex_unlock(&blocks_lock);
-  if (!fits) return fail(OUT_OF_MEMORY);
+  if (!fits) return OUT_OF_MEMORY; /* An error of the driver is none of the runtime. */
   counts.allocations++;
   write_log("allocation", "");
   *result = malloc(sizeof **result);

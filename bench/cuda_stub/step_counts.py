@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from mt_core.plugins import PluginHost, load_plugins
-from mt_tools.bench.training import TimedRun
+from mt_tools.bench.training import TimedRun, peak_bytes
 from mt_tools.bench.training_presets import PRECISIONS, PRESETS
 from mt_tools.plan.layouts import Planner
 from mt_tools.plan.machines import get_machine
@@ -66,7 +66,7 @@ def count_step(run: TimedRun, stub: Stub) -> tuple[dict[str, float], Counter[str
         launched = Counter(line.split("\t", 1)[1] for line in log.read_text().splitlines())
     found: dict[str, float] = {kind: after[kind] - before[kind] for kind in KINDS}
     found["host_ms"] = min(_host_seconds(run) for _ in range(5)) * 1e3
-    found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    found["peak_gb"] = peak_bytes(run.trainer.config) / 1e9
     return found, launched
 
 

@@ -105,7 +105,7 @@ def measure_training(
             # After the warm-up, which compiles and tunes kernels with memory of its own.
             torch.cuda.reset_peak_memory_stats()
         seconds = statistics.median(run.timed_steps(steps))
-        peak = torch.cuda.max_memory_allocated() if machine.is_gpu else None
+        peak = peak_bytes(run.trainer.config) if machine.is_gpu else None
         shares = time_shares(run.step, PROFILED, machine.device)
     finally:
         run.close()
@@ -123,6 +123,13 @@ def measure_training(
         **_memory(peak, plan),
         **shares,
     }
+
+
+def peak_bytes(config: Config) -> int:
+    """Of the steps since the statistics were reset. A replayed graph allocates nothing: its memory is what torch holds
+    for it."""
+    in_graphs = config.train.cuda_graphs != "none"
+    return torch.cuda.max_memory_reserved() if in_graphs else torch.cuda.max_memory_allocated()
 
 
 def flops_per_token(config: Config, host: PluginHost) -> float:
