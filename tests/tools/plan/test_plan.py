@@ -121,7 +121,7 @@ def assert_alike(multiplied: StageCost, run: StageCost) -> None:
     # The output holds a few numbers in each run that nothing saves.
     assert multiplied.kept == pytest.approx(run.kept, rel=0, abs=64)
     for part in ("forward", "backward", "gradients"):
-        assert getattr(multiplied.excess, part) == pytest.approx(getattr(run.excess, part), rel=1e-3)
+        assert getattr(multiplied.temporary, part) == pytest.approx(getattr(run.temporary, part), rel=1e-3)
     assert multiplied.forward == run.forward
     assert multiplied.backward == run.backward
 

@@ -220,6 +220,8 @@ HOPPER, AMPERE = (9, 0), (8, 0)
         ("eager", AMPERE, ("flash_attn",), {"logit_softcap": 50.0, "dropout": 0.1}),
         ("eager", HOPPER, ("flash_attn",), {"logit_softcap": 50.0, "device_type": "cpu"}),
         ("flex", HOPPER, ("flash_attn_interface", "flash_attn"), {"sinks": True}),
+        ("cudnn", HOPPER, (flash_4.DISTRIBUTION, "flash_attn_interface"), {}),
+        ("flash_attn_4", (10, 0), (flash_4.DISTRIBUTION, "flash_attn"), {"deterministic": True}),
         ("eager", HOPPER, (), {"deterministic": True}),
         ("sdpa", HOPPER, ("flash_attn",), {"device_type": "cpu"}),
         ("eager", HOPPER, (), {"device_type": "cpu", "sinks": True}),
@@ -228,7 +230,7 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 def test_auto_takes_the_fastest_that_serves(expected, capability, installed, asked, monkeypatch) -> None:
     spec = ModuleSpec("package", None, origin="somewhere")
     monkeypatch.setattr(flash, "find_spec", lambda name: spec if name in installed else None)
-    monkeypatch.setattr(flash_4, "is_installed", lambda: False)
+    monkeypatch.setattr(flash_4, "is_installed", lambda: flash_4.DISTRIBUTION in installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     name, refused = automatic_backend(request(**asked), load_plugins())
     assert name == expected
@@ -236,7 +238,7 @@ def test_auto_takes_the_fastest_that_serves(expected, capability, installed, ask
 
 
 def test_groups_are_not_repeated_where_kernels_take_them(monkeypatch) -> None:
-    """On a CPU that stands in for a GPU: what is kept for the backward pass has 2 heads of keys and not 4."""
+    """On a CPU, as on a GPU: what is kept for the backward pass has 2 heads of keys and not 4."""
     monkeypatch.setattr(attention, "serves_groups", lambda q, mask: mask is None)
     q, k, v = (x.requires_grad_() for x in qkv())
     kept: list[int] = []

@@ -13,7 +13,7 @@ def is_interpreted() -> bool:
 
 def triton_objection(device_type: str) -> str | None:
     """The reason why not; None if they can. TRITON_INTERPRET=1 runs them on a CPU, slowly, for tests. On the meta
-    device nothing runs: what is planned there stands in for them."""
+    device nothing runs: what is planned there replaces them."""
     if device_type == "meta":
         return None
     if find_spec("triton") is None:

@@ -38,7 +38,7 @@ OUTPUT = "logits_and_loss"
 
 
 @dataclass(frozen=True)
-class Excess:
+class TemporaryMemory:
     """Bytes that a stage holds at most while it runs, above what it keeps between forward and backward. gradients: of
     the weights, as far as autograd allocates them; they are there from the backward pass on."""
 
@@ -46,23 +46,23 @@ class Excess:
     backward: float = 0.0
     gradients: float = 0.0
 
-    def times(self, factor: float) -> Excess:
+    def times(self, factor: float) -> TemporaryMemory:
         """For as many times the samples; gradients have the size of the weights."""
         without_gradients = self.backward - self.gradients
-        return Excess(self.forward * factor, self.gradients + without_gradients * factor, self.gradients)
+        return TemporaryMemory(self.forward * factor, self.gradients + without_gradients * factor, self.gradients)
 
 
-def excess_of_sequence(pieces: Sequence[tuple[float, Excess]]) -> Excess:
-    """Of pieces that run one after another, forward and then backward. pieces: (bytes that it keeps, excess)."""
+def temporary_of_sequence(pieces: Sequence[tuple[float, TemporaryMemory]]) -> TemporaryMemory:
+    """Of pieces that run one after another, forward and then backward. pieces: (bytes that it keeps, its own)."""
     kept, all_kept = 0.0, sum(size for size, _ in pieces)
-    behind = total = sum(excess.gradients for _, excess in pieces)
+    behind = total = sum(temporary.gradients for _, temporary in pieces)
     forward = backward = 0.0
-    for size, excess in pieces:
+    for size, temporary in pieces:
         # Behind this piece nothing is kept yet in the forward pass, and nothing but gradients is left in the backward.
-        kept, behind = kept + size, behind - excess.gradients
-        forward = max(forward, kept + excess.forward - all_kept)
-        backward = max(backward, kept + excess.backward + behind - all_kept)
-    return Excess(forward, backward, total)
+        kept, behind = kept + size, behind - temporary.gradients
+        forward = max(forward, kept + temporary.forward - all_kept)
+        backward = max(backward, kept + temporary.backward + behind - all_kept)
+    return TemporaryMemory(forward, backward, total)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StageCost:
     """The cost of one micro-batch in one stage, on one rank. kept: bytes by part between forward and backward."""
 
     kept: Mapping[str, float] = field(default_factory=dict)
-    excess: Excess = field(default_factory=Excess)
+    temporary: TemporaryMemory = field(default_factory=TemporaryMemory)
     forward: Flow = field(default_factory=Flow)
     backward: Flow = field(default_factory=Flow)
     sent: float = 0.0
@@ -81,26 +81,26 @@ class StageCost:
         return sum(self.kept.values())
 
     def plus(self, other: StageCost, factor: float) -> StageCost:
-        """self + factor x other, except the excess and what is sent to the next stage, which are unchanged."""
+        """self + factor x other; temporary memory and what is sent to the next stage are unchanged."""
         parts = dict.fromkeys([*self.kept, *other.kept])
         return StageCost(
             {part: self.kept.get(part, 0) + factor * other.kept.get(part, 0) for part in parts},
-            self.excess,
+            self.temporary,
             self.forward.plus(other.forward, factor),
             self.backward.plus(other.backward, factor),
             self.sent,
         )
 
-    def behind(self, other: StageCost) -> StageCost:
+    def added_to(self, other: StageCost) -> StageCost:
         """What this one adds to `other`, the cost of its first pieces."""
-        gradients = self.excess.gradients - other.excess.gradients
-        return replace(self.plus(other, -1), excess=replace(self.excess, gradients=gradients))
+        gradients = self.temporary.gradients - other.temporary.gradients
+        return replace(self.plus(other, -1), temporary=replace(self.temporary, gradients=gradients))
 
     def of_samples(self, factor: float) -> StageCost:
         """The cost of a micro-batch of `samples` times the samples."""
         return StageCost(
             {part: count * factor for part, count in self.kept.items()},
-            self.excess.times(factor),
+            self.temporary.times(factor),
             self.forward.with_bytes_times(factor),
             self.backward.with_bytes_times(factor),
             self.sent * factor,
@@ -115,7 +115,7 @@ def sum_of(pieces: Iterable[StageCost]) -> StageCost:
         total = total.plus(piece, 1)
     return replace(
         total,
-        excess=excess_of_sequence([(piece.kept_bytes, piece.excess) for piece in found]),
+        temporary=temporary_of_sequence([(piece.kept_bytes, piece.temporary) for piece in found]),
         sent=found[-1].sent,
     )
 
@@ -256,8 +256,8 @@ def measure(
         live.reset_peak()
         backward = _backward(rest, forward, ledger) if with_backward and rest is not None else Flow()
     gradients = bytes_of([parameter.grad for parameter in without_gradient if parameter.grad is not None])
-    excess = Excess(max(peak - held, 0), max(live.peak - held, 0), gradients)
-    return StageCost(dict(kept.bytes), excess, forward, backward, sent), form
+    temporary = TemporaryMemory(max(peak - held, 0), max(live.peak - held, 0), gradients)
+    return StageCost(dict(kept.bytes), temporary, forward, backward, sent), form
 
 
 def _backward(rest: Tensor, forward: Flow, ledger: Ledger) -> Flow:

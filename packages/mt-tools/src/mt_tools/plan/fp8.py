@@ -64,7 +64,7 @@ def _tensor_of(x: Matrix) -> Tensor:
 
 
 def planned_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """A product of stand-ins without memory, so that its FLOPs are counted."""
+    """A product of fake tensors without memory, so that its FLOPs are counted."""
     left, right = (one.scale.new_empty((), dtype=dtype).expand(one.data.shape) for one in (a, b))
     return left @ right.t()
 

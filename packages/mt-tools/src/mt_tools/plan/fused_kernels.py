@@ -30,7 +30,7 @@ from mt_core.nn.kernels.reference.rotary import HeadNorms
 from mt_core.nn.kernels.request import Feature, KernelName
 from mt_core.nn.kernels.support import WIDEST_ROW
 from mt_core.nn.kernels.use import configured_kernels
-from mt_core.nn.kernels.vocab_parallel import RowKernels, reduce_statistics
+from mt_core.nn.kernels.vocab_parallel import RowKernels, cross_entropy_by
 from mt_core.parallel.context import Axis, ParallelContext
 from mt_tools.plan.fp8 import PlannedCasts
 
@@ -156,20 +156,6 @@ class _BiasDropoutAdd(torch.autograd.Function):
         return torch.empty_like(grads[0], dtype=dtype), dbias, grads[0], None
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool) -> Tensor:
-        losses, lse = reduce_statistics(statistics(logits, columns, logits.shape[1]), axis)
-        ctx.save_for_backward(logits, columns, lse)
-        ctx.overwrite = overwrite
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits = ctx.saved_tensors[0]
-        return logits if ctx.overwrite else torch.empty_like(logits), None, None, None
-
-
 def statistics(logits: Tensor, columns: Tensor, ids: int) -> Tensor:
     return torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
 
@@ -181,8 +167,7 @@ ROWS = RowKernels(statistics, subtract_target_)
 
 
 def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:
-    losses: Tensor = _CrossEntropy.apply(logits, columns, axis, overwrite)
-    return losses
+    return cross_entropy_by(ROWS, logits, columns, axis, overwrite)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, columns: Tensor, axis: Axis, ids: int | None = None) -> Tensor:

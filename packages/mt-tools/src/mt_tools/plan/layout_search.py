@@ -53,7 +53,7 @@ class QuickPlanner(Planner):
         config: Config,
         world: int,
         assign: Assignment = assign_round_robin,
-        gradients: GradientMemory = "anew",
+        gradients: GradientMemory = "allocated",
     ) -> StageCosts:
         one = config.train.model_copy(update={"micro_batch_size": 1})
         costs = super().stage_costs(config.model_copy(update={"train": one}), world, assign, gradients)

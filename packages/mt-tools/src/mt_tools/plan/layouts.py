@@ -260,7 +260,7 @@ class Planner:
         config: Config,
         world: int,
         assign: Assignment = assign_round_robin,
-        gradients: GradientMemory = "anew",
+        gradients: GradientMemory = "allocated",
     ) -> StageCosts:
         """Shared by all layouts that shard a layer in the same way, for any number of stages and ranks."""
         parallel = config.parallel
@@ -386,7 +386,7 @@ class Planner:
         cost = weights[rank]
         # Every micro-batch passes all stages of the rank; the rest is once per step.
         flow = (passing + sends + cost.micro_batch) * passes + cost.step
-        excess = [by_stage[number].excess for number in own[rank]]
+        temporary = [by_stage[number].temporary for number in own[rank]]
         boundary = max((by_stage[number].sent for number in own[rank]), default=0.0) if len(stages) > 1 else 0.0
         return RankPlan(
             (rank,),
@@ -395,7 +395,7 @@ class Planner:
             cost,
             dict(kept),
             sum(in_flight.values()),
-            max((max(each.forward, each.backward) for each in excess), default=0.0),
+            max((max(each.forward, each.backward) for each in temporary), default=0.0),
             # boundary twice: hidden states that are received while others are sent.
             cost.buffers + 2 * boundary,
             flow,

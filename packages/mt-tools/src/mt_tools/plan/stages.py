@@ -80,7 +80,7 @@ class StageCosts:
     """Compute capability of the planned GPUs, by which experts choose their product."""
     with_backward: bool = True
     """Otherwise the backward pass is not run, and its cost is 0."""
-    gradients: GradientMemory = "anew"
+    gradients: GradientMemory = "allocated"
     on_host: bool = False
     """Whether activations are offloaded to host memory."""
     _known: dict[object, StageCost] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class StageCosts:
         for number in here[:1]:
             yield self._layers(number, number + 1)
         for number in here[1:]:
-            yield self._layers(number - 1, number + 1).behind(self._layers(number - 1, number))
+            yield self._layers(number - 1, number + 1).added_to(self._layers(number - 1, number))
 
     def _outputs(self, end: int) -> StageCost:
         """What follows the layers, with all samples: chunks of logits and the LM head's gradient have one size."""

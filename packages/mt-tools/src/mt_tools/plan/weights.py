@@ -29,7 +29,7 @@ from mt_core.train.build import DTYPES, build_weights, shards_state
 from mt_tools.plan.ledger import Flow, Ledger
 
 FP32 = 4
-GradientMemory = Literal["anew", "in_place", "main"]
+GradientMemory = Literal["allocated", "accumulated", "main"]
 """Gradients that autograd allocates in each backward pass, that it adds to, or that products add to (in fp32)."""
 
 
@@ -42,7 +42,7 @@ class WeightCost:
     gradients: float = 0.0
     main_weights: float = 0.0
     optimizer_state: float = 0.0
-    gradient_memory: GradientMemory = "in_place"
+    gradient_memory: GradientMemory = "accumulated"
     late_gradients: float = 0.0
     """Of the gradients, those that are made in the backward pass, or as fp32 copies for the update."""
     buffers: float = 0.0
@@ -114,7 +114,7 @@ def weight_cost(
             state.of(is_matrix(name, layouts[name]), parameter.numel()) for name, parameter in named.items()
         ),
         gradient_memory=memory,
-        late_gradients=gradients if memory == "anew" else _copied_gradients(weights),
+        late_gradients=gradients if memory == "allocated" else _copied_gradients(weights),
         buffers=buffers,
         updated=sum(parameter.numel() for parameter in named.values()),
         update=update_bytes(config, model),
@@ -127,16 +127,16 @@ def gradient_memory(weights: MasterWeights, model: nn.Module, passes: int) -> Gr
     """passes: micro-batches."""
     if isinstance(weights, Fp32Weights):
         # The first micro-batch leaves its gradients to the others.
-        return "anew" if passes == 1 else "in_place"
+        return "allocated" if passes == 1 else "accumulated"
     in_products = any(hasattr(parameter, "main_grad") for parameter in model.parameters())
-    return "main" if in_products else "in_place"
+    return "main" if in_products else "accumulated"
 
 
 def hold_gradients(model: nn.Module, memory: GradientMemory) -> None:
     """Give parameters what gradients are added to."""
     if memory == "main":
         Fp32RemainderWeights(model)  # its hooks and main gradients stay with the parameters
-    elif memory == "in_place":
+    elif memory == "accumulated":
         for _, parameter in trained_parameters(model):
             parameter.grad = torch.empty_like(parameter)
 

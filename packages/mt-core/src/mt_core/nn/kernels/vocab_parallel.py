@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,29 @@ class RowKernels:
         losses, lse = reduce_statistics(self.statistics(logits, columns, ids), axis)
         self.subtract_target_(logits, columns, lse, factor, ids)
         return losses
+
+
+def cross_entropy_by(rows: RowKernels, logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool) -> Tensor:
+    """As mt_core.nn.kernels.reference.cross_entropy, with these kernels."""
+    losses: Tensor = _CrossEntropy.apply(rows, logits, columns, axis, overwrite)
+    return losses
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: RowKernels, logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool) -> Tensor:
+        losses, lse = reduce_statistics(rows.statistics(logits, columns, logits.shape[1]), axis)
+        ctx.save_for_backward(logits, columns, lse)
+        ctx.rows, ctx.overwrite = rows, overwrite
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
+        logits, columns, lse = ctx.saved_tensors
+        # Without `overwrite` the logits may be saved by an operation before, such as a soft cap.
+        gradient = logits if ctx.overwrite else logits.clone()
+        ctx.rows.subtract_target_(gradient, columns, lse, grads[0], logits.shape[1])
+        return None, gradient, None, None, None
 
 
 def reduce_statistics(own: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:

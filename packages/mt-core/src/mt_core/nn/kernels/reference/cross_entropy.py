@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from mt_core.nn.kernels.reference.accumulation import widened
-from mt_core.nn.kernels.vocab_parallel import RowKernels, reduce_statistics
+from mt_core.nn.kernels.vocab_parallel import RowKernels, cross_entropy_by, reduce_statistics
 from mt_core.parallel.context import Axis
 
 CPU_BLOCK_ELEMENTS = 2**18
@@ -22,24 +20,7 @@ def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool =
     the axis. The gradient is in logits' dtype. overwrite: the backward pass may put it where the logits stand, which
     the caller does not look at again; then there is one backward pass only.
     """
-    return _CrossEntropy.apply(logits, columns, axis, overwrite)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool) -> Tensor:
-        losses, lse = reduce_statistics(statistics(logits, columns, logits.shape[1]), axis)
-        ctx.save_for_backward(logits, columns, lse)
-        ctx.overwrite = overwrite
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, columns, lse = ctx.saved_tensors
-        # Without `overwrite` the logits may be saved by an operation before, such as a soft cap.
-        gradient = logits if ctx.overwrite else logits.clone()
-        subtract_target_(gradient, columns, lse, grads[0], logits.shape[1])
-        return gradient, None, None, None
+    return cross_entropy_by(ROWS, logits, columns, axis, overwrite)
 
 
 def statistics(logits: Tensor, columns: Tensor, ids: int) -> Tensor:
