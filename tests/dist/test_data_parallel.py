@@ -83,7 +83,7 @@ def do_not_sum_gradients(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_tokens_of_one_rank(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(OptimizerStep, "global_tokens", lambda step, counted: counted)
+    patch.setattr(OptimizerStep, "global_counts", lambda step, counts: (counts.divisor, counts.tokens))
 
 
 def read_the_same_samples(patch: pytest.MonkeyPatch) -> None:

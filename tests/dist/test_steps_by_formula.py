@@ -105,6 +105,95 @@ def test_every_counted_token_weighs_the_same(world: int, deferred_metrics: str) 
             assert reported == pytest.approx(expected, rel=1e-5), name
 
 
+# -- weights of positions -----------------------------------------------------------------------------------
+
+
+class WeightedSamples(UnequalSamples):
+    """Two documents of unequal lengths in each sample, and weights from 0 to 3, some of them 0."""
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        drawn = np.random.default_rng([7, index])
+        weights = drawn.uniform(0, 3, LENGTH) * (drawn.random(LENGTH) < 0.7)
+        first = int(drawn.integers(2, LENGTH - 2))
+        # The second document of every third sample has no weight at all.
+        weights[first:] *= index % 3 > 0
+        segments = (np.arange(LENGTH) >= first).astype(np.int64)
+        return {**super().__getitem__(index), "loss_mask": weights.astype(np.float32), "segment_ids": segments}
+
+
+def weighted_loss(model: torch.nn.Module, samples: range, normalization: str, divisor: float) -> torch.Tensor:
+    """The sum document by document, as each normalization defines it."""
+    total, weights, tokens, documents = torch.zeros(()), 0.0, 0, 0
+    for index in samples:
+        row = {name: torch.from_numpy(array)[None] for name, array in WeightedSamples()[index].items()}
+        logits = model(**{name: row[name] for name in ("tokens", "position_ids", "segment_ids")})
+        losses = F.cross_entropy(logits[0].float(), row["labels"][0], reduction="none")
+        for document in (0, 1):
+            own = row["loss_mask"][0] * (row["segment_ids"][0] == document)
+            weights, tokens = weights + own.sum().item(), tokens + int((own > 0).sum())
+            if own.sum() > 0:
+                documents += 1
+                total = total + (losses * own).sum() / (own.sum() if normalization == "sequences" else 1)
+    return total / {"weights": weights, "tokens": tokens, "sequences": documents, "constant": divisor}[normalization]
+
+
+DIVISOR = 50.0
+CONSTANT_SETTINGS = ("train.loss_normalization=constant", f"train.loss_divisor={DIVISOR}")
+FUSED = "train.loss=linear_cross_entropy_sum"
+PP2 = ("parallel.pipeline_model_parallel_size=2", "train.micro_batch_size=2")
+WEIGHTED_LAYOUTS = [
+    *((normalization, 2, ()) for normalization in ("weights", "tokens", "sequences", "constant")),
+    ("sequences", 2, ("parallel.context_parallel_size=2",)),
+    ("weights", 2, ("parallel.context_parallel_size=2", FUSED)),
+    ("sequences", 2, PP2),
+    ("tokens", 2, ("parallel.tensor_model_parallel_size=2", FUSED)),
+    ("sequences", 2, (FUSED, "train.micro_batch_size=1")),
+    ("weights", 1, ("train.loss=linear_cross_entropy",)),
+]
+
+
+def settings_of(normalization: str) -> tuple[str, ...]:
+    return CONSTANT_SETTINGS if normalization == "constant" else (f"train.loss_normalization={normalization}",)
+
+
+def weighted_run(more: tuple[str, ...]) -> tuple[Trainer, dict[str, float]]:
+    seen, data = Metrics(), WeightedSamples()
+    keys = (
+        *("train.exit_iteration=1", "train.eval_iters=2", "optimizer.lr=0", "optimizer.min_lr=0"),
+        *("train.micro_batch_size=2", "data.reset_attention_mask=true"),
+    )
+    trainer = Trainer(config(*keys, *more), callbacks=[seen], train_data=data, valid_data={"valid": data})
+    trainer.train()
+    step = seen.steps[0]
+    return trainer, {"loss": step["loss"], "norm": step["grad_norm"], "evaluation": trainer.evaluate()["valid_loss"]}
+
+
+def weighted_by_formula(rank: int, world: int) -> dict[str, dict[str, float]]:
+    """Normalization -> what a step and an evaluation have to report."""
+    model = weighted_run(())[0].model
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected = {}
+    for normalization in ("weights", "tokens", "sequences", "constant"):
+        loss = weighted_loss(model, range(BATCH), normalization, DIVISOR)
+        norm = torch.stack([gradient.norm() for gradient in torch.autograd.grad(loss, parameters)]).norm()
+        with torch.no_grad():
+            valid = weighted_loss(model, range(2 * BATCH), normalization, 2 * DIVISOR)
+        expected[normalization] = {"loss": loss.item(), "norm": norm.item(), "evaluation": valid.item()}
+    return expected
+
+
+def reported_of_weights(rank: int, world: int, more: tuple[str, ...]) -> dict[str, float]:
+    return weighted_run(more)[1]
+
+
+@pytest.mark.slow
+def test_weights_of_positions_multiply_losses_in_every_normalization_loss_and_layout() -> None:
+    (expected,) = run_ranks(1, weighted_by_formula)
+    for normalization, world, layout in WEIGHTED_LAYOUTS:
+        for found in run_ranks(world, reported_of_weights, (*settings_of(normalization), *layout)):
+            assert found == pytest.approx(expected[normalization], rel=2e-5), (normalization, layout)
+
+
 # -- dropout ----------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from tests.models.bert_reference import (
     make_reference,
 )
 
-from mt_core.train.step.forward_backward import masked_sum
+from mt_core.nn.loss import weighted_sum
 from mt_models.bert.hugging_face import HUGGING_FACE
 from mt_models.bert.loss import build_bert_loss
 from mt_models.hugging_face import load_reference
@@ -44,7 +44,7 @@ def test_states_logits_losses_and_gradients_equal_the_reference(host, name, back
     assert_same(ours.binary_logits, theirs.seq_relationship_logits)
 
     losses = build_bert_loss(None)(ours, batch)
-    loss = masked_sum(losses, batch["loss_mask"]) / batch["loss_mask"].sum()
+    loss = weighted_sum(losses, batch["loss_mask"]) / batch["loss_mask"].sum()
     words = F.cross_entropy(theirs.prediction_logits.transpose(1, 2), batch["labels"], ignore_index=-1)
     order = F.cross_entropy(theirs.seq_relationship_logits, batch["is_random"], reduction="none")
     share = batch["loss_mask"].sum(1) / batch["loss_mask"].sum()
@@ -65,7 +65,7 @@ def test_with_equally_many_masked_words_the_loss_is_the_references_own(host) -> 
     ours_in, theirs_in = inputs_of(batch)
     expected = reference(**theirs_in, labels=batch["labels"], next_sentence_label=batch["is_random"]).loss
     losses = build_bert_loss(None)(model(**ours_in), batch)
-    loss = masked_sum(losses, batch["loss_mask"]) / batch["loss_mask"].sum()
+    loss = weighted_sum(losses, batch["loss_mask"]) / batch["loss_mask"].sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 

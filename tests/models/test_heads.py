@@ -17,8 +17,8 @@ from tests.models.bert_reference import (
 
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
+from mt_core.nn.loss import weighted_sum
 from mt_core.nn.model import as_generator
-from mt_core.train.step.forward_backward import masked_sum
 from mt_models.heads import hugging_face as maps
 from mt_models.heads.loss import classification_loss
 
@@ -66,7 +66,7 @@ def test_classes_losses_and_gradients_equal_the_reference(host, name) -> None:
     theirs = reference(batch["tokens"], attention_mask=batch["padding_mask"], **types).logits
     ours = model(**{key: batch[key] for key in model.inputs})
     assert_same(ours, theirs)
-    loss = masked_sum(classification_loss(ours, batch), batch["loss_mask"]) / batch["loss_mask"].sum()
+    loss = weighted_sum(classification_loss(ours, batch), batch["loss_mask"]) / batch["loss_mask"].sum()
     expected = F.cross_entropy(theirs, batch["labels"], ignore_index=-1)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()

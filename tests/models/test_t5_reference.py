@@ -22,9 +22,8 @@ from torch import nn
 from mt_core.config.loading import load_config
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.nn.loss import cross_entropy
+from mt_core.nn.loss import cross_entropy, weighted_sum
 from mt_core.parallel.context import ParallelContext
-from mt_core.train.step.forward_backward import masked_sum
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.blocks.relative_bias import buckets_of
@@ -124,7 +123,7 @@ def test_states_logits_loss_and_gradients_equal_the_reference(host, kind, backen
     logits = model(**{name: batch[name] for name in model.inputs})
     assert_same(logits, theirs.logits)
 
-    loss = masked_sum(cross_entropy(logits, batch), batch["loss_mask"]) / batch["loss_mask"].sum()
+    loss = weighted_sum(cross_entropy(logits, batch), batch["loss_mask"]) / batch["loss_mask"].sum()
     expected = F.cross_entropy(theirs.logits.transpose(1, 2), batch["labels"], ignore_index=-1)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mt_core.data.loader import RankBatch
+from mt_core.data.loss_weights import LossNormalization
 from mt_core.parallel.context import Axis
 from mt_core.train.batches.device import FIRST_SAMPLE, DeviceBatches, micro_batches
 
@@ -38,7 +39,7 @@ def test_on_a_cpu_nothing_is_read_ahead() -> None:
 
 def test_micro_batches_know_their_first_sample_and_have_their_ranks_tokens() -> None:
     batch = RankBatch([{"tokens": np.arange(8)[None]}], [range(6, 7)])
-    (own,) = micro_batches(batch, Axis(2, 1, None, (0, 1)))
+    (own,) = micro_batches(batch, Axis(2, 1, None, (0, 1)), LossNormalization())
     assert own["tokens"].tolist() == [[2, 3, 4, 5]]  # chunks 1 and 2 of 4
     assert int(own[FIRST_SAMPLE]) == 6
 
@@ -110,11 +111,12 @@ def test_the_computing_stream_waits_for_the_copies_and_keeps_their_memory(log) -
     device.take(rank_batch(1))
     assert log == [
         "copy of 10 on copying",
+        "copy of 1 on copying",  # the weights of the losses
         "copy of 11 on copying",
+        "copy of 1 on copying",
         "copying records",
         "computing waits for what arrived on copying",
-        "used on computing",
-        "used on computing",
+        *("used on computing",) * 4,
     ]
 
 

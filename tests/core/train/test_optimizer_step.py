@@ -11,19 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mt_core.nn.loss import cross_entropy
+from mt_core.data.loss_weights import LossCounts
+from mt_core.nn.loss import cross_entropy, weighted_sum
 from mt_core.optim.finalize_grads import GradFinalizer
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.master_weights import Fp32MasterWeights, build_master_weights
 from mt_core.optim.param_groups import param_groups
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.tied_weights import TiedWeights
-from mt_core.train.step.forward_backward import NoPipelining, default_forward_step, masked_sum
+from mt_core.train.step.forward_backward import NoPipelining, default_forward_step
 from mt_core.train.step.optimizer_step import (
     OptimizerStep,
     StepOutcome,
     clip_factor,
-    counted_tokens,
     device_clip_factor,
 )
 
@@ -50,6 +50,11 @@ def batches(count: int = 3, masked: float = 0.3) -> list[dict[str, torch.Tensor]
     return [{"tokens": x[:, :-1], "labels": x[:, 1:], "loss_mask": m} for x, m in zip(ids, mask, strict=True)]
 
 
+def counts_of(data) -> LossCounts:
+    counted = float(sum(batch["loss_mask"].sum() for batch in data))
+    return LossCounts(counted, counted)
+
+
 @dataclass
 class Step:
     """An optimizer step whose metrics are read at once."""
@@ -57,7 +62,7 @@ class Step:
     step: OptimizerStep
 
     def __call__(self, data, learning_rate: float) -> StepOutcome:
-        return self.step(data, learning_rate, counted_tokens(data)).result()
+        return self.step(data, learning_rate, counts_of(data)).result()
 
     @property
     def scaler(self) -> LossScaler:
@@ -139,7 +144,7 @@ def test_the_learning_rate_of_the_step_is_used(model) -> None:
 
 def test_a_masked_position_adds_nothing_even_when_its_loss_is_infinite() -> None:
     losses = torch.tensor([1.0, math.inf, math.nan], requires_grad=True)
-    total = masked_sum(losses, torch.tensor([1.0, 0.0, 0.0]))
+    total = weighted_sum(losses, torch.tensor([1.0, 0.0, 0.0]))
     total.backward()
     assert total == 1.0
     assert losses.grad.tolist() == [1.0, 0.0, 0.0]

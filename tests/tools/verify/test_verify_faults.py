@@ -67,7 +67,10 @@ def a_stream_for_each_rank() -> None:
 
 def mean_of_the_ranks_means() -> None:
     """Each rank divides by its own number of tokens, and by the number of ranks."""
-    OptimizerStep.global_tokens = lambda self, counted: counted * self.ctx.dp.size  # type: ignore[method-assign]
+    OptimizerStep.global_counts = lambda self, counts: (  # type: ignore[method-assign]
+        counts.divisor * self.ctx.dp.size,
+        counts.tokens,
+    )
 
 
 def samples_of_this_rank_alone() -> None:
@@ -95,7 +98,7 @@ FAULTS: dict[str, tuple[Callable[[], None], tuple[str, ...], tuple[str, ...], st
     ),
     "gradients are not zeroed": (gradients_are_zeroed_three_times, (), (), "gradient norm of step 4"),
     "one dropout stream for all samples": (one_stream_for_all_samples, (), DROPOUT, "loss of step 1"),
-    "dropout by rank": (a_stream_for_each_rank, (), DROPOUT, "loss of step 1"),
+    "dropout by rank": (a_stream_for_each_rank, (), DROPOUT, "(loss|gradient norm) of step 1"),
     "mean of means": (mean_of_the_ranks_means, (), (), "loss of step 1"),
     "consumed samples are counted locally": (samples_of_this_rank_alone, (), (), "consumed samples of step 1"),
     "evaluation is not summed": (evaluation_of_this_rank_alone, (), (), "evaluation number 1"),

@@ -26,7 +26,7 @@ from mt_accelerate.batches import (
 )
 from mt_accelerate.data_parallel import avg_losses_across_data_parallel_group
 from mt_core.errors import ConfigError, DataError
-from mt_core.train.step.forward_backward import masked_sum
+from mt_core.nn.loss import weighted_mean
 from mt_models.heads.loss import classification_loss, regression_loss
 
 GetBatch = Callable[[Iterator[Mapping[str, Tensor]]], tuple[Any, ...]]
@@ -181,7 +181,7 @@ def masked_mean(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[
     """losses [rows, S] -> their mean over counted positions, and its average over data-parallel ranks."""
     # The mean over one micro-batch of one rank, as Megatron has it without calculate_per_token_loss:
     # micro-batches with few counted tokens weigh as much as full ones.
-    loss = masked_sum(output_tensor.float(), loss_mask) / loss_mask.sum().clamp(min=1.0)
+    loss = weighted_mean(output_tensor.float(), loss_mask)
     return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
 
 

@@ -46,7 +46,15 @@ def collect_broken_rules(config: Config, problems: Problems) -> None:
         for check in (check_layout, check_batch_size):
             with problems.collect():
                 check(config)
-    for check in (check_duration, check_schedule, check_recompute, check_fp8, check_exports, check_retention):
+    for check in (
+        check_duration,
+        check_loss,
+        check_schedule,
+        check_recompute,
+        check_fp8,
+        check_exports,
+        check_retention,
+    ):
         with problems.collect():
             check(config)
 
@@ -323,6 +331,16 @@ def check_duration(config: Config) -> None:
         raise ConfigError(
             "train.rampup_batch_size makes steps of different sizes: set train.train_samples, not "
             f"{' and '.join(given)}"
+        )
+
+
+def check_loss(config: Config) -> None:
+    train = config.train
+    # loss_divisor without this normalization is an unused value, which is refused elsewhere.
+    if train.loss_normalization == "constant" and train.loss_divisor is None:
+        raise ConfigError(
+            "train.loss_normalization=constant divides the sum of the losses of a global batch by train.loss_divisor; "
+            "set it to a number above 0, such as the tokens of a full batch"
         )
 
 

@@ -256,6 +256,12 @@ class TrainConfig(Section):
     loss: str = AUTO_LOSS
     """Name of the loss, or `auto`: the model family's own loss, where possible in the implementation that does not
     store logits. Does not change values beyond rounding."""
+    loss_normalization: Literal["weights", "tokens", "sequences", "constant"] = "weights"
+    """What the sum of a step's losses, each times its weight in `loss_mask`, is divided by: the sum of the weights
+    over the global batch; the number of positions with a weight above 0; the number of sequences, each of which
+    counts by the weighted mean of its positions; or loss_divisor. The first two are the same for weights of 0 and 1."""
+    loss_divisor: PositiveFloat | None = used_when(None, loss_normalization="constant")
+    """What the sum of the losses of a global batch is divided by."""
     deferred_metrics: Literal["auto", "never", "always"] = "auto"
     """The metrics of a step are read, and passed to callbacks, while the next step runs, so that the host does not wait
     for the GPU. auto: on a GPU, where nothing needs them at once."""

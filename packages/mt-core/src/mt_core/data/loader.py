@@ -49,7 +49,7 @@ def uncounted(sample: Mapping[str, np.ndarray]) -> Arrays:
     """A micro-batch of one sample that does not count, for a rank that has none while the others meet in
     collectives."""
     arrays = collate([sample])
-    return {**arrays, "loss_mask": np.zeros_like(arrays["loss_mask"])} if "loss_mask" in arrays else arrays
+    return {**arrays, "loss_mask": np.zeros_like(arrays.get("loss_mask", np.ones(1, dtype=np.float32)))}
 
 
 def cut_rank_batch(

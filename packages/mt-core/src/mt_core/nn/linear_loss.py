@@ -69,10 +69,10 @@ class LinearCrossEntropy:
 
 
 class LinearCrossEntropySum:
-    """The same losses, with gradients made in the forward pass, for the sum over the positions of loss_mask.
+    """The same losses, with gradients made in the forward pass, for their sum weighted by loss_mask.
 
-    Only a multiple of that sum can be differentiated, which is what the trainer does: the gradient of each unmasked
-    loss has to be the same number. Without gradients (evaluation) the losses alone are computed, in one product.
+    Only a multiple of that sum can be differentiated, which is what the trainer does: the gradient of each loss has to
+    be its weight times the same number. Without gradients (evaluation) the losses alone are computed, in one product.
     """
 
     model_options: Mapping[str, Any] = {"project": False}
@@ -90,27 +90,28 @@ class LinearCrossEntropySum:
         if not torch.is_grad_enabled():
             return self.losses_alone(output, batch)
         # The weights of the sum. What the trainer divides by is part of the gradient that arrives.
-        mask = batch["loss_mask"].flatten().float()
+        weights = batch["loss_mask"].flatten().float()
         ids = len(output.own)
-        total, losses = self.kernel(output.rows(), output.matrix(), output.columns(batch), mask, self.tp, ids=ids)
-        return _LossesOfSum.apply(total, losses, mask).view(batch["labels"].shape)
+        total, losses = self.kernel(output.rows(), output.matrix(), output.columns(batch), weights, self.tp, ids=ids)
+        return _LossesOfSum.apply(total, losses, weights).view(batch["labels"].shape)
 
 
 class _LossesOfSum(torch.autograd.Function):
-    """(sum over unmasked positions, losses) -> losses; their common gradient is that of the sum."""
+    """(weighted sum of losses, losses) -> losses, whose gradients are their weights times that of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, losses: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(mask)
+    def forward(ctx: Any, total: Tensor, losses: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
         # clone: an input that a Function returns unchanged becomes a view of that input.
         return losses.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (mask,) = ctx.saved_tensors
-        # The gradient is one number at all unmasked positions: its mean there. At least 1: a micro-batch may be masked
-        # entirely.
-        return (grads[0] * mask).sum() / mask.sum().clamp(min=1.0), None, None
+        (weights,) = ctx.saved_tensors
+        # The gradient of the sum is that of any loss over its weight; the largest weight is farthest from 0. All may be
+        # 0: then every gradient is.
+        largest = weights.argmax()
+        return grads[0][largest] / weights[largest].clamp(min=torch.finfo(weights.dtype).tiny), None, None
 
 
 def _features(ranks: int) -> tuple[Feature, ...]:

@@ -1,4 +1,5 @@
-"""Losses: one number for each position, which the trainer masks, sums and divides by the global count."""
+"""Losses: one number for each position, which the trainer multiplies by its weight, sums and divides (see
+mt_core.data.loss_weights)."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
 from mt_core.nn.embedding import padded_vocab_size
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.request import Feature
@@ -32,7 +34,7 @@ class ReportsEvaluation(Protocol):
 def cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """-log softmax(logits)[label] at each position, in fp32. logits: [batch, sequence, vocab].
 
-    Where loss_mask is 0 the label may be anything, also negative; the loss there is 0.
+    Where loss_mask is 0 the label may be anything, also negative.
     """
     labels = batch["labels"]
     # No division: the trainer divides by the number of unmasked tokens over all ranks and micro-batches.
@@ -55,6 +57,29 @@ def vocab_parallel_cross_entropy(first_id: int, axis: Axis) -> Loss:
 def seen_labels(batch: Mapping[str, Tensor]) -> Tensor:
     """Labels with 0 where there is none (data sets put -1 or -100 there)."""
     return batch["labels"].clamp(min=0)
+
+
+def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
+    """Sum of weight * loss. losses: of the shape of weights, or [], the weighted mean over the micro-batch.
+
+    A position with weight 0 contributes exactly 0, even if its loss is not finite. Raises ConfigError for other shapes.
+    """
+    if losses.ndim == 0:
+        # The mean over no position may be 0/0.
+        return losses.masked_fill(~weights.any(), 0.0) * weights.sum()
+    if losses.shape != weights.shape:
+        raise ConfigError(
+            f"the loss returned {list(losses.shape)} numbers for weights {list(weights.shape)} (loss_mask, or 1 for "
+            "each row of a batch without it); it has to return one for each weight, or one scalar, the weighted mean"
+        )
+    # losses * weights alone would give NaN for an infinite loss at a position that is left out (inf * 0).
+    return (losses.masked_fill(weights == 0, 0.0) * weights).sum()
+
+
+def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
+    """Sum of weight * loss over the sum of the weights of a micro-batch; 0 where there is none."""
+    total = weights.sum()
+    return weighted_sum(losses, weights) / total.where(total > 0, 1.0)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

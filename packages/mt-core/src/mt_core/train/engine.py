@@ -28,6 +28,7 @@ from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.config.schema import Config
 from mt_core.data.batch_size import BatchSizeSchedule, build_batch_size, total_train_samples
 from mt_core.data.loader import BatchReader, RankBatch, cut_rank_batch
+from mt_core.data.loss_weights import LossCounts, LossNormalization
 from mt_core.errors import ConfigError
 from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.kernels.choice import Kernels
@@ -78,7 +79,6 @@ from mt_core.train.step.optimizer_step import (
     OptimizerStep,
     PendingOutcome,
     StepOutcome,
-    counted_tokens,
     defers_metrics,
 )
 from mt_core.train.step.schedule_trace import ScheduleTrace
@@ -227,7 +227,7 @@ class Engine:
             loss=losses.trained,
             forward_backward=forward_backward,
             step=step,
-            device_batches=DeviceBatches(device, ctx.cp),
+            device_batches=DeviceBatches(device, ctx.cp, LossNormalization.configured(config.train, ctx.dp.size)),
             flops_per_sample=flops_per_sample,
             malloc=malloc,
             kept_logits=losses.kept_logits,
@@ -309,7 +309,8 @@ class Engine:
         """This rank's samples of the next step, [rows, ...] by the fields of the model and the loss, for `train_step`.
 
         Every data-parallel rank has as many rows, of samples of its own; ranks that share a model have the same ones.
-        `loss_mask` is among the fields: 1 where a position counts. Raises DataError for tensors of different lengths.
+        `loss_mask` may be among the fields: the weight of each position's loss. Raises DataError for tensors of
+        different lengths.
         """
         arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
         dp, size = self.ctx.dp, self.config.train.micro_batch_size
@@ -337,8 +338,8 @@ class Engine:
         batches = self.device_batches.take(rank_batch)
         captured = self.graphs.begin_step() if self.graphs is not None else None
         # On the host, from the arrays: counting on the device would make the host wait for it.
-        counted = counted_tokens(rank_batch.micro_batches)
-        pending, traced = self._step(batches, learning_rate, counted)
+        counts = self.normalization.counts(rank_batch.micro_batches)
+        pending, traced = self._step(batches, learning_rate, counts)
         num_samples = sum(len(samples) for samples in rank_batch.samples) * self.ctx.dp.size
         self.count_step(num_samples)
         return StepRecord(
@@ -367,20 +368,22 @@ class Engine:
         self.state.iteration += 1
         self.state.consumed_samples += num_samples
 
-    def _step(self, batches: list[Batch], learning_rate: float, counted: float) -> tuple[PendingOutcome, str | None]:
+    def _step(
+        self, batches: list[Batch], learning_rate: float, counts: LossCounts
+    ) -> tuple[PendingOutcome, str | None]:
         """The outcome, and a note if the timeline of this step is written."""
-        step = partial(self.step, batches, learning_rate, counted)
+        step = partial(self.step, batches, learning_rate, counts)
         return self.trace.run(step, self.state.iteration + 1) if self.trace is not None else (step(), None)
 
     def eval_step(self, rank_batch: RankBatch) -> float:
-        """The mean loss over the counted tokens of the batches of all ranks; changes no weight and no counter. Its
-        logits are those that `take_logits` gives."""
+        """The loss of the batches of all ranks, normalized as in training; changes no weight and no counter. Its logits
+        are those that `take_logits` gives."""
         # With overlapped gathers the layers' hooks wait for their own weights, but only expect() waits for those that
         # are used before any layer, and evaluation does not call it.
         self.weights.finish_gather()
         if self.kept_logits is not None:
             self.kept_logits.begin()
-        return evaluate(self.model, [self.device_batches.take(rank_batch)], self.forward_backward, self.ctx)
+        return evaluate(self.model, [self._evaluated(rank_batch)], self.forward_backward, self.ctx)
 
     def take_logits(self) -> Tensor | None:
         """This rank's logits of the last step or evaluated batch, once; None without return_logits, and on ranks
@@ -393,8 +396,8 @@ class Engine:
         self.weights.finish_gather()
         # A kept batch of logits [rows, S, vocabulary] would add to the peak of memory.
         self.take_logits()  # no longer kept
-        batches = (batches for _, batches in self._evaluation_batches(dataset))
-        return evaluate(self.model, batches, self.forward_backward, self.ctx)
+        steps = (self._evaluated(rank_batch) for rank_batch in self._evaluation_batches(dataset))
+        return evaluate(self.model, steps, self.forward_backward, self.ctx)
 
     def predict(self, dataset: Dataset) -> Predictions:
         """The outputs and losses of the samples that `evaluate` takes, each computed once; on every rank. Collective.
@@ -403,7 +406,10 @@ class Engine:
         """
         self.require_predictions()
         self.weights.finish_gather()
-        steps = ((rank_batch.samples, batches) for rank_batch, batches in self._evaluation_batches(dataset))
+        steps = (
+            (rank_batch.samples, self.device_batches.take(rank_batch))
+            for rank_batch in self._evaluation_batches(dataset)
+        )
         return predict(self.model, steps, self.loss, self.evaluated_samples(dataset), self.ctx)
 
     def require_predictions(self) -> None:
@@ -416,13 +422,20 @@ class Engine:
                     "train.eval_metrics=[]"
                 )
 
-    def _evaluation_batches(self, dataset: Dataset) -> Iterator[tuple[RankBatch, list[Batch]]]:
+    @property
+    def normalization(self) -> LossNormalization:
+        return self.device_batches.normalization
+
+    def _evaluated(self, rank_batch: RankBatch) -> tuple[list[Batch], float]:
+        """The batch on the device, and this data-parallel rank's part of the divisor of its loss."""
+        return self.device_batches.take(rank_batch), self.normalization.counts(rank_batch.micro_batches).divisor
+
+    def _evaluation_batches(self, dataset: Dataset) -> Iterator[RankBatch]:
         # Batches of the full size also during a ramp-up, so that the value does not depend on when it is computed.
         size, count = self.batch_size.full, self.evaluated_samples(dataset)
         # The last batch may be short; a rank without a sample in it computes a micro-batch that does not count.
         steps = [(first, min(size, count - first)) for first in range(0, count, size)]
-        for rank_batch in self.device_batches.ahead(self.read_batches(dataset, steps)):
-            yield rank_batch, self.device_batches.take(rank_batch)
+        yield from self.device_batches.ahead(self.read_batches(dataset, steps))
 
     def evaluation_metrics(self) -> Mapping[str, float]:
         """What the loss reports of the batches of `evaluate` beside its mean. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,13 @@ class DelayedAllReduceFlag:
 def device_scalar(number: float | Tensor, ctx: ParallelContext) -> Tensor:
     """[] fp64 in new memory. A host number is passed as a kernel argument, which needs no synchronous copy."""
     return torch.zeros((), dtype=torch.float64, device=ctx.device) + number
+
+
+def sum_of_host_numbers(numbers: Sequence[float], axis: Axis, ctx: ParallelContext) -> Sequence[float | Tensor]:
+    """Sums over an axis, [] fp64 on the device; the numbers themselves, on the host, if the axis has one rank."""
+    if axis.size == 1:
+        return numbers
+    return all_reduce(torch.stack([device_scalar(number, ctx) for number in numbers]), axis).unbind()
 
 
 def sum_on_device(x: Tensor, axis: Axis) -> Tensor:

@@ -21,7 +21,7 @@ from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.auxiliary import AuxiliaryLoss
 from mt_core.nn.cache import Cache
 from mt_core.nn.layout import normal
-from mt_core.nn.loss import Loss
+from mt_core.nn.loss import Loss, weighted_mean
 from mt_core.nn.norm import Normalization, build_norm
 from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.nn.recompute import Recompute
@@ -135,14 +135,13 @@ class MultiTokenPrediction(nn.Module):
         return self.recompute.run([(depth, self.layers[depth])], state, call)
 
     def _mean_loss(self, logits: Tensor, batch: Mapping[str, Tensor], by: int) -> Tensor:
-        mask = shifted(batch["loss_mask"], by)
+        weights = shifted(batch["loss_mask"], by)
         if (segments := batch.get("segment_ids")) is not None:
             # A target in the next document cannot be predicted from this one. Zeros shifted in may
             # equal a segment's number, but the loss mask is 0 there.
-            mask = mask * (shifted(segments, by) == segments)
-        losses = self.loss(logits, {"labels": shifted(batch["labels"], by), "loss_mask": mask})
-        # Filled and not multiplied: a loss that is not finite at a position without a target would turn into NaN.
-        return losses.masked_fill(mask == 0, 0.0).sum() / mask.sum().clamp(min=1.0)
+            weights = weights * (shifted(segments, by) == segments)
+        losses = self.loss(logits, {"labels": shifted(batch["labels"], by), "loss_mask": weights})
+        return weighted_mean(losses, weights)
 
 
 def shifted(x: Tensor, by: int) -> Tensor:

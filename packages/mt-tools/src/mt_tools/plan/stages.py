@@ -19,7 +19,7 @@ from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.layout import parameter_layouts
 from mt_core.nn.linear_loss import Unprojected
-from mt_core.nn.loss import Loss
+from mt_core.nn.loss import Loss, weighted_sum
 from mt_core.nn.model import as_pipelined, contract, model_options
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.activations import ActivationsForm
@@ -27,7 +27,6 @@ from mt_core.parallel.pipeline.stage import Pipelined, Stage, whole
 from mt_core.plugins import PluginHost
 from mt_core.specs import SampleField
 from mt_core.train.loss_choice import with_resolved_loss
-from mt_core.train.step.forward_backward import masked_sum
 from mt_tools.plan.activations import StageCost, empty_hidden, measure, sum_of
 from mt_tools.plan.fakes import ON_GPUS, PlannedEnvironment, PlannedKernels, UndrawnStreams
 from mt_tools.plan.fp8 import use_planned_products
@@ -193,7 +192,7 @@ class StageCosts:
             inputs.update(model_options(loss))  # such as project=False
             staged = as_pipelined(model)
             output = staged.run_stage(stage, hidden, **inputs) if staged is not None else model(**inputs)
-            return masked_sum(self._losses(loss, output, batch), batch["loss_mask"]) if stage.last else output
+            return weighted_sum(self._losses(loss, output, batch), batch["loss_mask"]) if stage.last else output
 
         use_streams(model, UndrawnStreams())
         routed = RoutedTokens(self.assign, self.shared.results)

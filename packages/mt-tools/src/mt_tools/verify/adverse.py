@@ -1,5 +1,5 @@
-"""Runs under adverse conditions that expose mistakes: samples with unequal numbers of counted tokens, and all-gathered
-weights that arrive as late as allowed."""
+"""Runs under adverse conditions that expose mistakes: samples with unequal numbers of counted tokens, whose losses have
+unequal weights, and all-gathered weights that arrive as late as allowed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def make_adverse(run: Trainer) -> None:
 
 
 class UnequalCounts:
-    """Samples in which fewer tokens count, a different number in each: a mean over ranks or micro-batches then differs
-    from the mean over tokens."""
+    """Samples in which fewer tokens count, a different number in each and with unequal weights: a mean over ranks or
+    micro-batches then differs from the weighted mean over tokens."""
 
     def __init__(self, data: Dataset) -> None:
         self.data = data
@@ -45,9 +45,11 @@ class UnequalCounts:
             return sample
         places = np.flatnonzero(mask)
         # At least a quarter of them is kept.
-        kept = np.array(mask)
+        kept = np.array(mask, dtype=np.float32)
         # By the sample's number, so that every layout masks the same tokens: none, 3/16, 6/16 or 9/16 of them.
         kept[places[: 3 * len(places) * (index % 4) // 16]] = 0
+        # From 1/2 to 11/8 along a sample: eighths are exact, so that sums of weights are too.
+        kept *= 0.5 + np.arange(len(kept)) % 8 / 8
         return {**sample, MASK: kept}
 
     def describe(self, index: int) -> str:

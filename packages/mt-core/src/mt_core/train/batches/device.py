@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mt_core.data.loader import RankBatch
+from mt_core.data.loss_weights import LossNormalization
 from mt_core.nn.context_parallel.zigzag import shard_sequence
 from mt_core.nn.dropout import SAMPLE
 from mt_core.nn.linear import SEQUENCE_DIM
@@ -34,10 +35,12 @@ class Copied:
 
 
 class DeviceBatches:
-    """cp: the context-parallel axis; each rank gets its own tokens of every sequence."""
+    """cp: the context-parallel axis; each rank gets its own tokens of every sequence. normalization: of the loss, which
+    gives each position its weight."""
 
-    def __init__(self, device: torch.device, cp: Axis) -> None:
+    def __init__(self, device: torch.device, cp: Axis, normalization: LossNormalization | None = None) -> None:
         self.device, self.cp = device, cp
+        self.normalization = normalization or LossNormalization()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # At most two batches: the one that is computed next and the one after it.
         self._on_the_way: list[Copied] = []
@@ -60,7 +63,7 @@ class DeviceBatches:
     def take(self, rank_batch: RankBatch) -> list[Batch]:
         """The batch for use on the current stream. A batch that was not prefetched is copied now."""
         if self._stream is None:
-            return micro_batches(rank_batch, self.cp)
+            return micro_batches(rank_batch, self.cp, self.normalization)
         # Identity and not equality: batches hold arrays, whose == is no bool.
         if not any(copied.rank_batch is rank_batch for copied in self._on_the_way):
             self._start(rank_batch, self._stream)
@@ -76,7 +79,7 @@ class DeviceBatches:
 
     def _start(self, rank_batch: RankBatch, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
-            batches = [self._to_device(batch) for batch in micro_batches(rank_batch, self.cp)]
+            batches = [self._to_device(batch) for batch in micro_batches(rank_batch, self.cp, self.normalization)]
             self._on_the_way.append(Copied(rank_batch, batches, stream.record_event()))
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -88,10 +91,12 @@ class DeviceBatches:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
-def micro_batches(rank_batch: RankBatch, cp: Axis) -> list[Batch]:
+def micro_batches(rank_batch: RankBatch, cp: Axis, normalization: LossNormalization) -> list[Batch]:
     """Tensors on the CPU; with context parallelism only this rank's tokens."""
     batches: list[Batch] = []
-    for arrays, samples in zip(rank_batch.micro_batches, rank_batch.samples, strict=True):
+    # Weights before the sequence is cut: that of a position may depend on its whole sequence.
+    weighed = [normalization.weigh(arrays) for arrays in rank_batch.micro_batches]
+    for arrays, samples in zip(weighed, rank_batch.samples, strict=True):
         # Positions are added before the sequence is cut.
         whole = arrays if cp.size == 1 else with_positions(arrays)
         tensors = {name: torch.from_numpy(array) for name, array in whole.items()}

@@ -6,34 +6,39 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from mt_core.data.loss_weights import WEIGHTS
+from mt_core.nn.loss import weighted_sum
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.data import sum_over
-from mt_core.train.step.forward_backward import Batch, ForwardBackward, masked_sum
+from mt_core.train.step.forward_backward import Batch, ForwardBackward
 
 
 def evaluate(
     model: nn.Module,
-    steps: Iterable[Sequence[Batch]],
+    steps: Iterable[tuple[Sequence[Batch], float]],
     forward_backward: ForwardBackward,
     ctx: ParallelContext | None = None,
 ) -> float:
-    """Sum of token losses divided by the number of unmasked tokens. The training mode of the model is restored.
+    """Sum of weighted losses over the sum of divisors. The training mode of the model is restored.
 
-    steps: for each global batch the micro-batches of this rank; the last may be empty.
+    steps: for each global batch the micro-batches of this rank, the last may be empty, and this data-parallel rank's
+    part of the divisor.
     """
     training = model.training
     ctx = ctx or ParallelContext()
     model.eval()
     try:
-        total, tokens = 0.0, 0.0
-        for batches in steps:
+        total, divisor = 0.0, 0.0
+        for batches, part in steps:
+            divisor += part
             if batches:
                 total += float(
-                    forward_backward.forward(batches, lambda losses, batch: masked_sum(losses, batch["loss_mask"]))
+                    forward_backward.forward(batches, lambda losses, batch: weighted_sum(losses, batch[WEIGHTS]))
                 )
-                tokens += float(sum(batch["loss_mask"].sum() for batch in batches))
-        whole, counted = sum_over([total, tokens], ctx.dp_cp, ctx.device)
+        # Context-parallel ranks have parts of the positions, and each the divisor of whole sequences.
+        (whole,) = sum_over([total], ctx.dp_cp, ctx.device)
         (whole,) = sum_over([whole], ctx.pp, ctx.device)
-        return whole / max(counted, 1.0)
+        (counted,) = sum_over([divisor], ctx.dp, ctx.device)
+        return whole / (counted or 1.0)
     finally:
         model.train(training)

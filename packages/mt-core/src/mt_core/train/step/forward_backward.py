@@ -91,9 +91,3 @@ class NoPipelining:
         for batch in batches:
             total = total + share(self.forward_step(self.model, batch), batch).double()
         return total
-
-
-def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
-    """Sum of losses where mask is 1. A masked position contributes exactly 0, even if its loss is not finite."""
-    # losses * mask would give NaN for an infinite loss at a masked position (inf * 0).
-    return losses.masked_fill(mask == 0, 0.0).sum()

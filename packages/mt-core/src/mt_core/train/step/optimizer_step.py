@@ -8,28 +8,28 @@ device within a step, and a step with a non-finite loss or norm is skipped on th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mt_core._torch_compat import scale_all_
 from mt_core.config.schema import Config
+from mt_core.data.loss_weights import WEIGHTS, LossCounts
 from mt_core.errors import ConfigError
 from mt_core.nn.auxiliary import PostStepHook, auxiliary_losses
+from mt_core.nn.loss import weighted_sum
 from mt_core.optim.finalize_grads import GradFinalizer
 from mt_core.optim.functional import Optimizer
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.master_weights import MasterWeights
-from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.tied_weights import TiedWeights
-from mt_core.train.host_transfer import HostTransfer, device_scalar, sum_on_device
+from mt_core.train.host_transfer import HostTransfer, device_scalar, sum_of_host_numbers, sum_on_device
 from mt_core.train.step.auxiliary_means import AuxiliaryMeans
-from mt_core.train.step.forward_backward import Batch, ForwardBackward, masked_sum
+from mt_core.train.step.forward_backward import Batch, ForwardBackward
 
 
 @runtime_checkable
@@ -48,7 +48,8 @@ class SupportsFoundInf(Protocol):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """loss: mean over the counted tokens of the global batch. grad_norm: before clipping, unscaled.
+    """loss: of the global batch (train.loss_normalization). grad_norm: before clipping, unscaled. tokens: positions of
+    the global batch whose loss has a weight above 0.
 
     auxiliary: the losses that layers added, by name, each the mean over micro-batches. logits: of an engine that is
     built with return_logits, [rows, S, vocabulary]; None on ranks without the last pipeline stage.
@@ -90,8 +91,8 @@ class PendingOutcome:
 
 
 ComputeGradients = Callable[[Sequence[Batch], float | Tensor], tuple[Tensor, Tensor]]
-"""(micro-batches, global token count) -> (loss, gradient norm), [] fp64 on the device; leaves the gradients of the step
-with the weights. Launches only, where the token count is on the device."""
+"""(micro-batches, divisor of the loss) -> (loss, gradient norm), [] fp64 on the device; leaves the gradients of the
+step with the weights. Launches only, where the divisor is on the device."""
 CaptureGradients = Callable[[ComputeGradients, Sequence[Batch], Tensor], tuple[Tensor, Tensor]]
 """Runs such a function, or a graph captured from it (`train.cuda_graphs=step`)."""
 
@@ -129,33 +130,33 @@ class OptimizerStep:
         # Such as routers with expert bias, which is updated from the counts of the step.
         self.updated_after = [module for module in model.modules() if isinstance(module, PostStepHook)]
 
-    def __call__(self, micro_batches: Sequence[Batch], learning_rate: float, counted: float) -> PendingOutcome:
+    def __call__(self, micro_batches: Sequence[Batch], learning_rate: float, counts: LossCounts) -> PendingOutcome:
         """Update the weights from one global batch.
 
-        counted: unmasked tokens in the whole sequences of this data-parallel rank's micro-batches. Losses are summed
-        and divided by their count over all ranks.
+        counts: of the whole sequences of this data-parallel rank's micro-batches. Weighted losses are summed and
+        divided by the divisor of all ranks.
         """
         # begin (zero_grad, expect) -> passes, with overlapped reductions -> reduce -> finalize_model_grads -> norm ->
         # clip -> optimizer -> copy_to_model (all-gather) -> after_step. Everything up to the norm may be one captured
         # graph.
-        tokens = self.global_tokens(counted)
+        divisor, tokens = self.global_counts(counts)
         # A replay runs no Python, so the callback would not be called.
         if self.capture is None or self.on_gradients is not None:
-            loss, norm = self._compute_gradients(micro_batches, tokens)
+            loss, norm = self._compute_gradients(micro_batches, divisor)
         else:
             self._passes = len(micro_batches)  # a replay runs no `begin`
-            loss, norm = self.capture(self._compute_gradients, micro_batches, device_scalar(tokens, self.ctx))
+            loss, norm = self.capture(self._compute_gradients, micro_batches, device_scalar(divisor, self.ctx))
         return self._clip_and_update(loss, norm, learning_rate, tokens)
 
-    def _compute_gradients(self, micro_batches: Sequence[Batch], tokens: float | Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_gradients(self, micro_batches: Sequence[Batch], divisor: float | Tensor) -> tuple[Tensor, Tensor]:
         """ComputeGradients."""
         scale = self.scaler.scale
         self.begin(len(micro_batches))
 
         def share(losses: Tensor, batch: Batch) -> Tensor:
-            # Divided by the global count before backward, so that gradients are summed over micro-batches and ranks. A
-            # mean of each micro-batch would give the tokens of short ones more weight.
-            part = _divided(masked_sum(losses, batch["loss_mask"]), tokens)
+            # Divided by the divisor of all ranks before backward, so that gradients are summed over micro-batches and
+            # ranks. A mean of each micro-batch would give the tokens of short ones more weight.
+            part = divided(weighted_sum(losses, batch[WEIGHTS]), divisor)
             return part * scale if scale != 1.0 else part
 
         return self._reduce(self.forward_backward.forward_backward(micro_batches, share))
@@ -205,9 +206,10 @@ class OptimizerStep:
             module.after_step()
         return pending
 
-    def global_tokens(self, counted: float) -> float | Tensor:
-        """Token count over all data-parallel ranks; on the host if the axis has one rank."""
-        return counted if self.ctx.dp.size == 1 else all_reduce(device_scalar(counted, self.ctx), self.ctx.dp)
+    def global_counts(self, counts: LossCounts) -> tuple[float | Tensor, float | Tensor]:
+        """(divisor of the loss, tokens) over all data-parallel ranks; on the host if the axis has one rank."""
+        divisor, tokens = sum_of_host_numbers((counts.divisor, counts.tokens), self.ctx.dp, self.ctx)
+        return divisor, tokens
 
     def _over_ranks(self, loss: Tensor) -> Tensor:
         """Sum over the data-, context- and pipeline-parallel ranks; the same value on every rank."""
@@ -252,9 +254,11 @@ class OptimizerStep:
         self.weights.copy_to_model()
 
 
-def _divided(total: Tensor, tokens: float | Tensor) -> Tensor:
-    """A batch without a counted token has loss 0 and gradient 0, not 0/0."""
-    return total / (max(tokens, 1.0) if isinstance(tokens, float) else tokens.clamp(min=1.0).to(total.dtype))
+def divided(total: Tensor, divisor: float | Tensor) -> Tensor:
+    """A batch without a weight above 0 has loss 0 and gradient 0, not 0/0."""
+    if isinstance(divisor, Tensor):
+        return total / torch.where(divisor > 0, divisor, 1.0).to(total.dtype)
+    return total / (divisor or 1.0)
 
 
 def _unscaled(value: Tensor, scale: float) -> Tensor:
@@ -280,11 +284,6 @@ def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
         # decoupled_lr is set by GroupSchedules.prepare; lr_mult may come from a plugin's parameter groups.
         group["lr"] = group.get("decoupled_lr", learning_rate) * group.get("lr_mult", 1.0)
-
-
-def counted_tokens(micro_batches: Iterable[Mapping[str, Tensor | np.ndarray]]) -> float:
-    """Positions whose loss counts, from micro-batches of whole sequences on the host."""
-    return float(sum(batch["loss_mask"].sum() for batch in micro_batches))
 
 
 def defers_metrics(config: Config, ctx: ParallelContext, optimizer: Optimizer) -> bool:

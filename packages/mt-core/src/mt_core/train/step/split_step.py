@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.config.schema import Config
+from mt_core.data.loss_weights import WEIGHTS, LossCounts
 from mt_core.errors import ConfigError, TrainingError
 from mt_core.nn.model import contract
 from mt_core.optim.loss_scale import LossScaler
@@ -23,7 +24,7 @@ from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import ParallelContext
 from mt_core.train.batches.device import FIRST_SAMPLE, begin_micro_batch
 from mt_core.train.state import TrainState
-from mt_core.train.step.optimizer_step import OptimizerStep, StepOutcome, counted_tokens
+from mt_core.train.step.optimizer_step import OptimizerStep, StepOutcome
 
 
 class StepParts(Protocol):
@@ -71,7 +72,8 @@ class SplitStep:
         begin_micro_batch({FIRST_SAMPLE: torch.tensor(first)})
         self._passes, self._rows = self._passes + 1, self._rows + rows
         # Reported only: the caller's loss is not divided by it.
-        self._tokens += counted_tokens([tensors]) if "loss_mask" in tensors else 0.0
+        if WEIGHTS in tensors:
+            self._tokens += float(tensors[WEIGHTS].count_nonzero())
         names = [name for name in contract(engine.model).inputs if name in tensors]
         return engine.model(**{name: tensors[name].to(engine.device) for name in names})
 
@@ -92,7 +94,8 @@ class SplitStep:
             )
         engine = self.engine
         rate = engine.next_learning_rate() if learning_rate is None else learning_rate
-        pending = engine.step.finish(self._loss, rate, engine.step.global_tokens(self._tokens))
+        _, tokens = engine.step.global_counts(LossCounts(tokens=self._tokens))
+        pending = engine.step.finish(self._loss, rate, tokens)
         engine.count_step(self._rows * engine.ctx.dp.size)
         return pending.result()
 
