@@ -194,7 +194,7 @@ def test_a_condition_that_holds_lets_the_value_pass(host: PluginHost) -> None:
         ("model = 3\n", "model (from file run.toml): got 3, expected a table of keys"),
         ("num_layers = 3\n", "unknown section num_layers (from file run.toml)"),
         ("seq_length = 3\n", "seq_length is a key of [data]: write data.seq_length"),
-        ("[train]\ntrain_iters = 5\n", "model.family is not set; choose a preset (mt models lists them) or one of "),
+        ("[model]\nvocab_size = 5\n", "model.family is not set; choose a preset (mt models lists them) or one of "),
         ('[model]\nfamily = "gpt"\n[train]\ntrain_iters = 5\n', "model.num_layers is missing; set it in the file or"),
     ],
 )

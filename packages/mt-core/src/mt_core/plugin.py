@@ -13,6 +13,7 @@ from mt_core.specs import (
     Lazy,
     LossSpec,
     LRScheduleSpec,
+    ModelSpec,
     OptimizerSpec,
     PipelineScheduleSpec,
 )
@@ -73,6 +74,19 @@ def mt_register_attention_backends() -> list[AttentionBackendSpec]:
             supports=Lazy("mt_core.nn.attention_backends.batch_invariant:supports_batch_invariant"),
             build=Lazy("mt_core.nn.attention_backends.batch_invariant:build_batch_invariant"),
         ),
+    ]
+
+
+@hookimpl
+def mt_register_models() -> list[ModelSpec]:
+    return [
+        ModelSpec(
+            name="module",
+            doc="A torch.nn.Module of your own, given to Engine or Trainer",
+            config_type=Lazy("mt_core.config.schema:PlainModuleConfig"),
+            build=Lazy("mt_core.nn.plain_module:build_plain_module"),
+            presets=Lazy("mt_core.config.presets:NO_PRESETS"),
+        )
     ]
 
 

@@ -11,6 +11,9 @@ from mt_core.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from mt_core.plugins import Plugin, PluginHost
 
+NO_PRESETS: Mapping[str, Any] = {}
+"""Of a family whose models are given by programs."""
+
 
 @dataclass(frozen=True)
 class Preset:

@@ -24,6 +24,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 """Type of a key: a number from 0 to 1."""
 AUTO_LOSS = "auto"
+PLAIN_MODULE = "module"
+"""The family of a torch.nn.Module that a program gives."""
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 
 
@@ -80,6 +82,12 @@ class ModelConfig(Section):
     def pipeline_layout(self) -> str | None:
         """The stages that the model's own keys prescribe, as parallel.pipeline_model_parallel_layout has them."""
         return None
+
+
+class PlainModuleConfig(ModelConfig):
+    """A torch.nn.Module that a program gives to Engine or Trainer: the family where [model] is empty."""
+
+    family: str = PLAIN_MODULE
 
 
 class TokenizerConfig(Section):

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from mt_core.config.layers import DEFAULT, Merged
 from mt_core.config.messages import unknown_key, validation_message
-from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Section
+from mt_core.config.schema import PLAIN_MODULE, REGISTRY_OF_SECTION, SECTIONS, PlainModuleConfig, Section
 from mt_core.errors import ConfigError, Problems
 
 if TYPE_CHECKING:
@@ -34,14 +34,15 @@ def section_type(name: str, selected: str | None, host: PluginHost) -> type[Sect
     if selected is None:
         field = base.model_fields[base.selector]
         if field.is_required():
-            raise ConfigError(_nothing_selected(name, base.selector, host))
+            raise ConfigError(nothing_selected(name, base.selector, host))
         selected = field.default
     registry = host.registry(REGISTRY_OF_SECTION[name])
     return registry.get(selected, key=f"{name}.{base.selector}").config_type.load()
 
 
-def _nothing_selected(section: str, selector: str, host: PluginHost) -> str:
-    names = host.registry(REGISTRY_OF_SECTION[section]).names()
+def nothing_selected(section: str, selector: str, host: PluginHost) -> str:
+    """The message where a section needs a selection and has none."""
+    names = [name for name in host.registry(REGISTRY_OF_SECTION[section]).names() if name != PLAIN_MODULE]
     if not names:
         return f"{section}.{selector} is not set, and no installed plugin registers one (pip install mt-models)"
     return f"{section}.{selector} is not set; choose a preset (mt models lists them) or one of {', '.join(names)}"
@@ -52,6 +53,9 @@ def _build_section(name: str, values: Mapping[str, tuple[Any, str]], host: Plugi
     selected, chosen_by = values.get(selector or "", (None, DEFAULT))
     if selected is not None and not isinstance(selected, str):
         raise ConfigError(f"{name}.{selector}: got {selected!r}, expected a name in quotes")
+    if name == "model" and not values and PLAIN_MODULE in host.registry(REGISTRY_OF_SECTION[name]).names():
+        # A program may give the model itself; without one, building this family fails with nothing_selected().
+        return PlainModuleConfig()
     try:
         type_ = section_type(name, selected, host)
     # Nothing is selected. With a name that is not registered (PluginError) the keys may be those of a missing plugin.

@@ -206,7 +206,7 @@ def parameter_layouts(model: nn.Module) -> dict[str, ParameterLayout]:
 
     Raises ValueError for a parameter that was made without `declare`: it would have no known layout.
     """
-    found = {f"{prefix}{name}": layout for prefix, name, layout in _declared(model)}
+    found = declared_layouts(model)
     # A parameter that two modules share counts once, under the name that PyTorch lists.
     names = [name for name, _ in model.named_parameters()]
     for name in names:
@@ -215,10 +215,13 @@ def parameter_layouts(model: nn.Module) -> dict[str, ParameterLayout]:
     return {name: found[name] for name in names}
 
 
-def _declared(model: nn.Module) -> Iterator[tuple[str, str, ParameterLayout]]:
-    for path, module in model.named_modules():
-        for name, layout in getattr(module, "layouts", {}).items():
-            yield (f"{path}." if path else ""), name, layout
+def declared_layouts(model: nn.Module) -> dict[str, ParameterLayout]:
+    """Canonical name -> layout, for the parameters that were made with `LayoutModule.declare`."""
+    return {
+        f"{path}.{name}" if path else name: layout
+        for path, module in model.named_modules()
+        for name, layout in getattr(module, "layouts", {}).items()
+    }
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from inspect import signature
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -57,8 +58,13 @@ class Model(nn.Module):
 
 
 def contract(model: nn.Module) -> Model:
-    """`model` by its declarations. A module that is no `Model` stands under the defaults."""
-    return model if isinstance(model, Model) else Model()
+    """`model` by its declarations. A module that is no `Model` stands under the defaults, and takes the fields of a
+    batch that its `forward` names."""
+    if isinstance(model, Model):
+        return model
+    declared = Model()
+    declared.inputs = tuple(signature(model.forward).parameters)
+    return declared
 
 
 @runtime_checkable

@@ -160,16 +160,23 @@ def fully_shard_model(
     # ranks than the rest of their layer, so they need a unit with a mesh of its own.
     for path, module in model.named_modules():
         own = [name for name, _ in module.named_parameters(prefix=path, recurse=False)]
-        if own and all(layouts[name].replicas == "edp" for name in own):
+        # layouts has a parameter that two modules share once.
+        if own and all(name in layouts and layouts[name].replicas == "edp" for name in own):
             shard(module, "edp")
-    for stack in [module for module in model.modules() if isinstance(module, NumberedLayers)]:
-        for layer in stack:
-            shard(layer, "dp_cp")
+    for layer in _layers(model):
+        shard(layer, "dp_cp")
     shard(model, "dp_cp")
     # Stages are run by run_stage() and not by __call__, whose hooks gather the weights; this puts the hooks around
     # run_stage().
     if is_pipelined(model) and ctx.pp.size > 1:
         register_fsdp_forward_method(model, "run_stage")
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The numbered layers; of a module without them, such as a plain one, the members of its lists."""
+    stacks = [module for module in model.modules() if isinstance(module, NumberedLayers)]
+    for stack in stacks or [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        yield from (layer for layer in stack if any(True for _ in layer.parameters()))
 
 
 def shard_mesh(ctx: ParallelContext, replicas: AxisName) -> Any:

@@ -35,6 +35,7 @@ from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.use import configured_kernels
 from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
 from mt_core.nn.loss import Loss, ReportsEvaluation
+from mt_core.nn.plain_module import adopt_plain_module, is_plain, require_whole
 from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.finalize_grads import GradFinalizer
 from mt_core.optim.functional import Optimizer
@@ -159,6 +160,10 @@ class Engine:
         """
         host = host or load_plugins()
         config, tokenizer, device = build.resolve_config(loaded, host)
+        # Before any group is made, so that no rank waits for one that raises.
+        plain = model is not None and is_plain(model)
+        if model is not None and plain:
+            require_whole(model, config.parallel)
         ctx = build.build_context(config, device)
         # First of all work on the device: hooks on gradients belong to the stream on which they are registered.
         if config.train.cuda_graphs != "none" and device.type == "cuda":
@@ -168,6 +173,8 @@ class Engine:
         kernels = configured_kernels(config, ctx)
         config = with_resolved_main_weights(config, in_one_kernel=updates_in_one_kernel(kernels))
         flops_per_sample = build.count_flops(config, host) if model is None else None
+        if model is not None and plain:
+            adopt_plain_module(model, ctx)
         if model is None:
             model = build.build_initialized_model(config, ctx, host, own_stages, kernels, model_provider)
         # Before graphs are built, which wrap the forward of the layers as they find it.

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from mt_core.config.schema import Config
+from mt_core.config.schema import PLAIN_MODULE, Config
 from mt_core.errors import ConfigError
 from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.nn.loss import Loss
@@ -66,6 +66,12 @@ def model_stages(config: Config, host: PluginHost) -> list[Stage]:
     # Only for its ConfigError.
     schedule.stages_per_rank(parallel.pipeline_model_parallel_size, count)
     num_layers = config.model.stacked_layers
+    if config.model.family == PLAIN_MODULE:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: a plain nn.Module has to "
+            "declare its stages (the methods of mt_core.parallel.pipeline.stage.Pipelined) in a family of its own "
+            "(docs/plugins.md), or set the key to 1"
+        )
     if num_layers is None:
         raise ConfigError(
             f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: "

@@ -59,9 +59,10 @@ class Trainer:
     """A run: an `Engine`, its data sets, logging, callbacks, evaluation and checkpoints.
 
     Every component can be passed in instead of being built from the configuration.
-    model: a module whose parameters were made with `LayoutModule.declare`. train_data, valid_data: data
-    sets (valid by name). loss: (output, batch) -> losses [batch, sequence]. forward_step: (model, batch) ->
-    losses, in place of both the call of the model and the loss. callbacks: added to the configured ones.
+    model: any module; one whose parameters were not made with `LayoutModule.declare` is whole on each rank.
+    train_data, valid_data: data sets (valid by name). loss: (output, batch) -> losses [batch, sequence]. forward_step:
+    (model, batch) -> losses, in place of both the call of the model and the loss. callbacks: added to the configured
+    ones.
     run_dir: None writes nothing to disk. phases: notified of each phase of the run, for time limits over ranks.
     """
 

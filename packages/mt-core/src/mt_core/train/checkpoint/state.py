@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
+from mt_core.nn.plain_module import persistent_buffers
 from mt_core.optim.functional import Optimizer
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.master_weights import MasterWeights
@@ -28,6 +29,8 @@ from mt_core.train.checkpoint.local_shards import LocalShard, fill, given, whole
 from mt_core.train.state import TrainState
 
 MODEL, OPTIMIZER = "model.", "optimizer."
+BUFFERS = "buffers."
+"""Persistent buffers, such as the statistics of BatchNorm, as the first rank has them."""
 MAIN = "main"
 REMAINDER = "remainder"
 """Optimizer state with the low 16 bits of fp32 weights. A checkpoint stores the fp32 weight, not the two halves."""
@@ -66,6 +69,8 @@ class Checkpointed:
         layouts = parameter_layouts(self.model)
         for name, parameter in self.model.named_parameters():
             yield from self._weight(name, layouts[name], parameter.dtype).fragments(self.ctx)
+        for name, buffer in persistent_buffers(self.model):
+            yield whole_fragment(BUFFERS + name, buffer)
         parameters = dict(self.weights.named_parameters())
         if self._has_copies:
             for name, parameter in parameters.items():
@@ -168,6 +173,10 @@ class Checkpointed:
             if layout.padded:
                 weight.part().zero_()
             fill(weight, reader, self.ctx)
+        for name, buffer in persistent_buffers(self.model):
+            # Absent where the weights come from another format.
+            if BUFFERS + name in reader.shapes():
+                buffer.copy_(reader.read(BUFFERS + name))
 
     def _read_state(
         self, reader: CheckpointReader, key: str, name: str, layout: ParameterLayout, parameter: Tensor
