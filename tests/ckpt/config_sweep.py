@@ -1,0 +1,247 @@
+"""One changed field of a config.json: what mt makes of it beside what `transformers` does."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tests.ckpt import config_values
+from tests.ckpt.family_cases import CASES, Case, inputs_of, make_model
+from torch import Tensor, nn
+
+from mt_ckpt.convert.model import build_model, model_config
+from mt_ckpt.convert.source import MODEL
+from mt_ckpt.hugging_face.reader import open_checkpoint
+from mt_core.errors import MtError
+from mt_core.nn.layout import parameter_layouts
+from mt_core.parallel.context import ParallelContext
+from mt_core.plugins import PluginHost
+from mt_core.train.checkpoint.state import load_parameters
+
+TOLERANCE = 2e-4
+"""Of the largest logit, for another order of summation."""
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+class Outcome(StrEnum):
+    SAME = "the same, which is another than before the change"
+    HARMLESS = "the same as before the change"
+    REFUSED = "refused by name"
+    REFUSED_HARMLESS = "refused by name, although it changes nothing"
+    REFUSED_BOTH = "refused by name, and no model to transformers"
+    UNJUDGED = "no model to transformers, which is one to mt"
+    NAMELESS = "refused without the name of the field"
+    SILENT = "read as a model that computes something else"
+    TRACEBACK = "no MtError"
+
+
+FAILURES = {Outcome.SILENT, Outcome.TRACEBACK, Outcome.NAMELESS}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """path: of the field within config.json."""
+
+    case: str
+    path: config_values.Path
+    value: Any
+    outcome: Outcome
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.case}: {'.'.join(self.path)}={self.value!r}: {self.outcome} {self.why}"
+
+
+class Sweep:
+    """The folder of a small model, in which one field of config.json after the other is changed.
+
+    Weights depend on their names and shapes alone, so that a change that leaves the shapes leaves the weights.
+    """
+
+    def __init__(self, name: str, folder: Path, host: PluginHost) -> None:
+        self.name, self.case, self.folder, self.host = name, CASES[name], folder, host
+        self.kind = getattr(transformers, self.case.model)
+        model = make_model(self.case)
+        self.config, self.base = model.config, folder / "base"
+        self.shapes = shapes_of(model)
+        save(model, self.base)
+        self.external = json.loads((self.base / CONFIG).read_text())
+        self.output = self._theirs(self.base)
+        self.known = next(
+            maps[model.config.model_type]
+            for spec in host.models
+            if spec.name == self.case.family
+            for maps in [spec.name_maps["hf"].load().model_types]
+        )
+
+    def changes(self) -> list[tuple[config_values.Path, Any]]:
+        return list(config_values.changes(self.config, self.known))
+
+    def judge(self, path: config_values.Path, value: Any) -> Judged:
+        folder = self.folder / "changed"
+        shutil.rmtree(folder, ignore_errors=True)
+        outcome, why = self._judged(folder, path, value)
+        return Judged(self.name, path, value, outcome, why)
+
+    def _judged(self, folder: Path, path: config_values.Path, value: Any) -> tuple[Outcome, str]:
+        external = with_field(self.external, path, value)
+        try:
+            theirs = self._reference(folder, external)
+        except Exception as error:  # whatever transformers raises for what is no model
+            theirs, reason = None, f"{type(error).__name__}: {error}"
+        try:
+            ours = self._ours(folder)
+        except MtError as error:
+            return self._refusal(theirs, path, str(error))
+        except Exception as error:
+            # Ids or positions beyond a table, which both look up.
+            beyond = theirs is None and isinstance(error, IndexError) and reason.startswith("IndexError")
+            return (Outcome.UNJUDGED if beyond else Outcome.TRACEBACK), f"{type(error).__name__}: {error}"
+        if theirs is None:
+            return Outcome.UNJUDGED, reason
+        if not alike(ours, theirs):
+            return Outcome.SILENT, f"by {(ours - theirs).abs().max():.3g}" if ours.shape == theirs.shape else "shape"
+        return (Outcome.HARMLESS if alike(theirs, self.output) else Outcome.SAME), ""
+
+    def _refusal(self, theirs: Tensor | None, path: config_values.Path, why: str) -> tuple[Outcome, str]:
+        if path[-1] not in why and not self._other_name(path[-1], why):
+            return Outcome.NAMELESS, why
+        if theirs is None:
+            return Outcome.REFUSED_BOTH, why
+        return (Outcome.REFUSED_HARMLESS if alike(theirs, self.output) else Outcome.REFUSED), why
+
+    def _other_name(self, name: str, why: str) -> bool:
+        """Whether a refusal has another spelling of the field, or the key of [model] that it becomes."""
+        names = {ours for ours, theirs in self.config.attribute_map.items() if theirs == name}
+        names |= {self.config.attribute_map.get(name, name)}
+        keys = {f.ours for f in self.known.fields if f.theirs in names | {name}}
+        return any(other in why for other in names | keys)
+
+    def _reference(self, folder: Path, external: dict[str, Any]) -> Tensor:
+        """What transformers computes, from a folder that it has written but for the changed field."""
+        folder.mkdir()
+        (folder / CONFIG).write_text(json.dumps(external))
+        shutil.copy(self.base / WEIGHTS, folder)
+        with torch.device("meta"):
+            model = self.kind(type(self.config).from_dict(copy.deepcopy(external)))
+        if shapes_of(model) != self.shapes:
+            save(self.kind(type(self.config).from_dict(copy.deepcopy(external))), folder)
+            (folder / CONFIG).write_text(json.dumps(external))
+        return self._theirs(folder)
+
+    def _theirs(self, folder: Path) -> Tensor:
+        model = self.kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        with torch.no_grad():
+            first = model(**self._inputs(folder), return_dict=True)[0]
+        assert isinstance(first, Tensor)
+        return first
+
+    def _ours(self, folder: Path) -> Tensor:
+        """What mt computes from the same folder."""
+        reader = open_checkpoint(folder, self.host)
+        model = build_model(model_config(reader, self.host), self.host).eval()
+        load_parameters(model.named_parameters(), reader, parameter_layouts(model), MODEL, ParallelContext())
+        with torch.no_grad():
+            output = model(**as_ours(self.case, self._inputs(folder)))
+        if isinstance(output, Tensor):
+            return output
+        logits = getattr(output, "logits", None)
+        return output.hidden_states if logits is None else logits
+
+    def _inputs(self, folder: Path) -> dict[str, Tensor]:
+        external = json.loads((folder / CONFIG).read_text())
+        vocabulary = external.get("vocab_size", external.get("text_config", {}).get("vocab_size"))
+        inputs = sweep_inputs(self.case)
+        if not isinstance(vocabulary, int) or vocabulary < 1:
+            return inputs
+        return {name: ids % vocabulary if name.endswith("input_ids") else ids for name, ids in inputs.items()}
+
+
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def save(model: nn.Module, folder: Path) -> None:
+    """With weights by name."""
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            if tensor.is_floating_point():
+                tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
+    model.float().save_pretrained(folder)
+
+
+def with_field(external: dict[str, Any], path: config_values.Path, value: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(external)
+    table = changed
+    for key in path[:-1]:
+        table = table[key]
+    table[path[-1]] = value
+    return changed
+
+
+def alike(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    largest = second.abs().nan_to_num(0.0).max().item()
+    return torch.allclose(first, second, rtol=0.0, atol=TOLERANCE * max(largest, 1e-3), equal_nan=True)
+
+
+# -- inputs -------------------------------------------------------------------------------------------
+
+
+def sweep_inputs(case: Case) -> dict[str, Tensor]:
+    inputs = inputs_of(case)
+    if case.inputs == "text_with_patches":
+        inputs["pixel_values"] = patches_of(_cells())
+    return inputs
+
+
+def _cells() -> Tensor:
+    """[12, 3, 4, 4]: squares of two by two patches of two images of 2 x 3."""
+    return torch.randn(12, 3, 4, 4, generator=torch.Generator().manual_seed(2))
+
+
+def patches_of(cells: Tensor) -> Tensor:
+    """As the processor of transformers writes them: each frame twice."""
+    # [V, C, m, p, m, p] -> [V, m, m, C, p, p]
+    patches = cells.reshape(-1, 3, 2, 2, 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return patches[:, :, :, :, None].expand(-1, -1, -1, -1, 2, -1, -1).reshape(len(cells) * 4, -1)
+
+
+def as_ours(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    if case.inputs == "two_texts":
+        return {"encoder_tokens": inputs["input_ids"], "decoder_tokens": inputs["decoder_input_ids"]}
+    if case.inputs == "images":
+        return {"images": inputs["pixel_values"]}
+    found = {"tokens": inputs["input_ids"]}
+    if case.inputs == "text_with_patches":
+        return {**found, "images": _cells().view(2, 6, 3, 4, 4), "image_grids": torch.tensor([[[2, 3]]] * 2)}
+    if "pixel_values" in inputs:
+        images = inputs["pixel_values"]
+        # [B, M, C, H, W]: M images of a text
+        found["images"] = images[:, None] if images.ndim == 4 and case.inputs == "text_with_small_images" else images
+    return found
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of transformers about values that are varied on purpose."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(level)
