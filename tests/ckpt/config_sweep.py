@@ -21,14 +21,14 @@ from tests.ckpt import config_values
 from tests.ckpt.family_cases import CASES, Case, inputs_of, make_model
 from torch import Tensor, nn
 
-from mt_ckpt.convert.model import build_model, model_config
+from mt_ckpt.convert.model import build_model, expected_parameters, model_config
 from mt_ckpt.convert.source import MODEL
 from mt_ckpt.hugging_face.reader import open_checkpoint
 from mt_core.errors import MtError
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.train.checkpoint.state import load_parameters
+from mt_core.train.checkpoint.state import load_parameters, require_fit
 
 TOLERANCE = 2e-4
 """Of the largest logit, for another order of summation."""
@@ -106,9 +106,9 @@ class Sweep:
         except MtError as error:
             return self._refusal(theirs, path, str(error))
         except Exception as error:
-            # Ids or positions beyond a table, which both look up.
-            beyond = theirs is None and isinstance(error, IndexError) and reason.startswith("IndexError")
-            return (Outcome.UNJUDGED if beyond else Outcome.TRACEBACK), f"{type(error).__name__}: {error}"
+            # Inputs that do not fit: ids or positions beyond a table, images of another size.
+            unfit = theirs is None and (isinstance(error, IndexError) or "pixel_values" in sweep_inputs(self.case))
+            return (Outcome.UNJUDGED if unfit else Outcome.TRACEBACK), f"{type(error).__name__}: {error}"
         if theirs is None:
             return Outcome.UNJUDGED, reason
         if not alike(ours, theirs):
@@ -116,42 +116,52 @@ class Sweep:
         return (Outcome.HARMLESS if alike(theirs, self.output) else Outcome.SAME), ""
 
     def _refusal(self, theirs: Tensor | None, path: config_values.Path, why: str) -> tuple[Outcome, str]:
-        if path[-1] not in why and not self._other_name(path[-1], why):
-            return Outcome.NAMELESS, why
         if theirs is None:
             return Outcome.REFUSED_BOTH, why
-        return (Outcome.REFUSED_HARMLESS if alike(theirs, self.output) else Outcome.REFUSED), why
-
-    def _other_name(self, name: str, why: str) -> bool:
-        """Whether a refusal has another spelling of the field, or the key of [model] that it becomes."""
-        names = {ours for ours, theirs in self.config.attribute_map.items() if theirs == name}
-        names |= {self.config.attribute_map.get(name, name)}
-        keys = {f.ours for f in self.known.fields if f.theirs in names | {name}}
-        return any(other in why for other in names | keys)
+        # By its name in config.json under any spelling, or by the key of [model] that it becomes.
+        names = {path[-1], self.config.attribute_map.get(path[-1], path[-1]), "model."}
+        if not any(name in why for name in names):
+            return Outcome.NAMELESS, why
+        harmless = alike(theirs, self.output) and self._trains_alike(self.folder / "changed")
+        return (Outcome.REFUSED_HARMLESS if harmless else Outcome.REFUSED), why
 
     def _reference(self, folder: Path, external: dict[str, Any]) -> Tensor:
         """What transformers computes, from a folder that it has written but for the changed field."""
         folder.mkdir()
         (folder / CONFIG).write_text(json.dumps(external))
         shutil.copy(self.base / WEIGHTS, folder)
+        config = type(self.config).from_pretrained(folder)
         with torch.device("meta"):
-            model = self.kind(type(self.config).from_dict(copy.deepcopy(external)))
-        if shapes_of(model) != self.shapes:
-            save(self.kind(type(self.config).from_dict(copy.deepcopy(external))), folder)
+            model = self.kind(copy.deepcopy(config))
+        # Of a model that is tied or not the names in memory are the same, and those in the file are not.
+        if shapes_of(model) != self.shapes or config.tie_word_embeddings != self.config.tie_word_embeddings:
+            save(self.kind(config), folder)
             (folder / CONFIG).write_text(json.dumps(external))
         return self._theirs(folder)
 
-    def _theirs(self, folder: Path) -> Tensor:
-        model = self.kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    def _theirs(self, folder: Path, *, training: bool = False) -> Tensor:
+        model = self.kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train(training)
+        # The same dropout for the same probabilities.
+        torch.manual_seed(0)
         with torch.no_grad():
-            first = model(**self._inputs(folder), return_dict=True)[0]
-        assert isinstance(first, Tensor)
-        return first
+            output = model(**self._inputs(folder), return_dict=True)
+        named = [getattr(output, key, None) for key in ("logits", "prediction_logits", "last_hidden_state")]
+        return next(tensor for tensor in named if tensor is not None)
+
+    def _trains_alike(self, folder: Path) -> bool:
+        """Whether the changed value changes nothing in training either, where dropout is on."""
+        try:
+            return alike(self._theirs(folder, training=True), self._theirs(self.base, training=True))
+        except Exception:  # such as a probability above 1
+            return False
 
     def _ours(self, folder: Path) -> Tensor:
         """What mt computes from the same folder."""
         reader = open_checkpoint(folder, self.host)
-        model = build_model(model_config(reader, self.host), self.host).eval()
+        config = model_config(reader, self.host)
+        shapes = {name: layout.shape for name, layout in expected_parameters(config, self.host).items()}
+        require_fit(reader, shapes, MODEL)
+        model = build_model(config, self.host).eval()
         load_parameters(model.named_parameters(), reader, parameter_layouts(model), MODEL, ParallelContext())
         with torch.no_grad():
             output = model(**as_ours(self.case, self._inputs(folder)))
@@ -163,10 +173,18 @@ class Sweep:
     def _inputs(self, folder: Path) -> dict[str, Tensor]:
         external = json.loads((folder / CONFIG).read_text())
         vocabulary = external.get("vocab_size", external.get("text_config", {}).get("vocab_size"))
+        side = external.get("image_size", external.get("vision_config", {}).get("image_size"))
         inputs = sweep_inputs(self.case)
-        if not isinstance(vocabulary, int) or vocabulary < 1:
+        if isinstance(side, int) and 0 < side != inputs["pixel_values"].shape[-1]:
+            images = torch.randn(*inputs["pixel_values"].shape[:-2], side, side, generator=torch.manual_seed(3))
+            inputs["pixel_values"] = images
+        # Without id 0, which pads in some cases. A vocabulary of it alone has no other.
+        if not isinstance(vocabulary, int) or vocabulary < 2:
             return inputs
-        return {name: ids % vocabulary if name.endswith("input_ids") else ids for name, ids in inputs.items()}
+        return {
+            name: 1 + (ids - 1) % (vocabulary - 1) if name.endswith("input_ids") else ids
+            for name, ids in inputs.items()
+        }
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:

@@ -43,7 +43,7 @@ def changes(config: Any, known: ConfigMap | None) -> Iterator[tuple[Path, Any]]:
         if name in IDENTITY or is_dataclass(value):
             continue
         if name in ROPE:
-            yield from (((name,), rope) for rope in rope_values(config) if rope != present.get(name))
+            yield from (((name,), rope) for rope in rope_values(config, name) if rope != present.get(name))
             continue
         annotation = types.get(config.attribute_map.get(name, name), _type_in(known, name, value))
         others = [*of_annotation(annotation), *_near(value), *words_near(config, name, value)]
@@ -118,7 +118,7 @@ def _type_in(known: ConfigMap | None, name: str, value: Any) -> Any:
     if known is not None:
         stated += [f.default for f in known.fields if f.theirs == name]
         stated += [value for f in known.fixed if f.theirs == name for value in f.values]
-    return next((type(value) for value in stated if value is not None), int | bool)
+    return next((type(value) for value in stated if value is not None), bool)
 
 
 def _distinct(values: list[Any]) -> list[Any]:
@@ -136,19 +136,21 @@ def _same(first: Any, second: Any) -> bool:
 # -- rotary positions ---------------------------------------------------------------------------------
 
 
-def rope_values(config: Any) -> Iterator[dict[str, Any] | None]:
+def rope_values(config: Any, name: str) -> Iterator[dict[str, Any] | None]:
     """Tables of rotary positions: every type with what it requires, and each of its further parameters by itself."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    table = getattr(config, "rope_parameters", None) or {}
+    # The older name never had a table for each kind of layer.
+    table = (getattr(config, "rope_parameters", None) or {}) if name == "rope_parameters" else {}
     kinds = [key for key, value in table.items() if isinstance(value, dict)]
     yield from (None, {})
     for kind in ("default", *ROPE_INIT_FUNCTIONS):
         for flat in _of_kind(kind, config):
-            yield flat
-            # One table for each kind of layer, where the class has several.
-            yield from ({**table, key: {**table[key], **flat}} for key in kinds)
-    yield from ({**table, key: value} for key, values in _parameters(config).items() for value in values)
+            yield from ({**table, key: {**table[key], **flat}} for key in kinds) if kinds else (flat,)
+    for key, values in _parameters(config).items():
+        for value in values:
+            # One parameter of the table that is there.
+            yield from ({**table, k: {**table[k], key: value}} for k in kinds) if kinds else ({**table, key: value},)
 
 
 def _of_kind(kind: str, config: Any) -> Iterator[dict[str, Any]]:
@@ -159,8 +161,7 @@ def _of_kind(kind: str, config: Any) -> Iterator[dict[str, Any]]:
     least = {"rope_type": kind, **{key: parameters[key][0] for key in required}}
     yield least
     yield {"type" if key == "rope_type" else key: value for key, value in least.items()}
-    for key in dict.fromkeys([*required, *optional]):
-        yield from ({**least, key: value} for value in parameters[key])
+    yield from ({**least, key: parameters[key][-1]} for key in dict.fromkeys([*required, *optional]))
 
 
 def _checked_keys(config: Any, kind: str) -> tuple[list[str], list[str]]:
@@ -180,7 +181,7 @@ def _parameters(config: Any) -> dict[str, list[Any]]:
 
     heads = getattr(config, "num_attention_heads", 4)
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 32) // heads
-    values = {float: [2.0, 0.5, 1.0], int: [8, 64], bool: [False, True], list: [[1.0 + i / 4 for i in range(size // 2)]]}
+    values = {float: [2.0, 0.4], int: [8, 64], bool: [False, True], list: [[1.0 + i / 4 for i in range(size // 2)]]}
     hints = get_type_hints(RopeParameters)
     # Optional[X]: the first argument is X.
     found = {key: get_args(hint)[0] for key, hint in hints.items() if key != "rope_type"}

@@ -122,7 +122,12 @@ def _families(host: PluginHost) -> tuple[list[Family], list[str]]:
 
 
 def read_config(family: Family, external: Mapping[str, Any], host: PluginHost) -> Config:
-    return config_from_dict({"model": family.read_config(external)}, host)
+    """Raises ConfigError for what the family cannot express, and for a model that breaks the family's own rules."""
+    config = config_from_dict({"model": family.read_config(external)}, host)
+    # The rules of a training, such as the number of experts that a router chooses: a model that breaks one would fail
+    # where it is built or computes. Samples of one token, since how long they are is not the model's.
+    host.check_config(config.model_copy(update={"data": config.data.model_copy(update={"seq_length": 1})}))
+    return config
 
 
 def _fitting(

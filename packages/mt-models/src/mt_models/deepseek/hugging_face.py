@@ -121,6 +121,7 @@ MOE_KEYS = (
     "topk_method", "routed_scaling_factor", "first_k_dense_replace", "aux_loss_alpha", "seq_aux",
     "router_aux_loss_coef", "num_nextn_predict_layers", "num_mtp_layers",
 )  # fmt: skip
+ROTATED = "qk_rope_head_dim"
 ATTENTION_KEYS = ("num_key_value_heads", "head_dim", "qk_head_dim")
 
 
@@ -160,9 +161,21 @@ def import_shared(external: Mapping[str, Any]) -> dict[str, Any]:
     # This model has one epsilon for all norms. There the norms of latents are built without the configuration's.
     if (epsilon := float(external.get("rms_norm_eps", NORM_EPSILON))) != NORM_EPSILON:
         raise ConfigError(f"rms_norm_eps={epsilon} is not supported: norms of latents have {NORM_EPSILON} there")
+    _require_head_sizes(external)
     if external.get("topk_method") not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
         raise ConfigError(f"topk_method={external['topk_method']!r} is not supported")
     return import_rope(external)
+
+
+def _require_head_sizes(external: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless the sizes that follow from others are what follows: the class reads them."""
+    plain, rotated = (external.get(key, default) for key, default in (("qk_nope_head_dim", 128), (ROTATED, 64)))
+    for key, value in (("head_dim", rotated), ("qk_head_dim", plain + rotated)):
+        if external.get(key) not in (None, value):
+            raise ConfigError(
+                f"{key}={external[key]!r} is not supported; by qk_nope_head_dim={plain} and {ROTATED}={rotated} it is "
+                f"{value}"
+            )
 
 
 def _all_dense(external: Mapping[str, Any], default: int, layers: int) -> bool:
@@ -291,7 +304,6 @@ FIELDS = (
 )
 FIXED = (SILU, Fixed("attention_bias", (False,)), Fixed("moe_layer_freq", (1,)), *NOT_A_CHOICE)
 DERIVED = {
-    **dict.fromkeys(("head_dim", "qk_head_dim"), "the sum of other fields, or one of them"),
     "ep_size": "how experts were sharded over ranks; parallel.expert_model_parallel_size says so",
     "router_aux_loss_coef": "not read by the Python class; aux_loss_alpha is the coefficient",
 }

@@ -20,7 +20,6 @@ from mt_models.blocks.hugging_face_decoder import (
     export_shape,
     feed_forward_rules,
     import_rope,
-    import_scaling,
     norm_rules,
 )
 from mt_models.gemma.config import GemmaConfig
@@ -78,7 +77,8 @@ def gemma2_rope(external: Mapping[str, Any]) -> dict[str, Any]:
     values = import_rope(external)
     if "rope_scaling_type" in values:
         raise ConfigError(
-            f"rope_scaling={values['rope_scaling_type']} of a gemma2 is not supported; it can be null or default"
+            f"rope_parameters or rope_scaling of type {values['rope_scaling_type']} is not supported in a gemma2; it "
+            "can be null or default"
         )
     # Gemma 2 rotates local and global layers alike.
     return {**values, "rotary_base_local": values["rotary_base"]}
@@ -89,16 +89,16 @@ def gemma3_rope(external: Mapping[str, Any]) -> dict[str, Any]:
     # One table for each kind of layer; older files have rope_theta and rope_scaling for
     # global layers and rope_local_base_freq for local ones.
     kinds = external.get("rope_parameters") or {}
-    whole = {**(external.get("rope_scaling") or {}), **(kinds.get(FULL) or {})}
-    local = dict(kinds.get(SLIDING) or {})
-    base = whole.pop("rope_theta", external.get("rope_theta", 1000000.0))
-    local_base = local.pop("rope_theta", external.get("rope_local_base_freq", 10000.0))
-    if import_scaling(local) or set(kinds) - {FULL, SLIDING}:
+    whole = import_rope({**external, "rope_parameters": kinds.get(FULL)}, default_base=1000000.0)
+    local = import_rope(
+        {"rope_parameters": kinds.get(SLIDING), "rope_theta": external.get("rope_local_base_freq", 10000.0)}
+    )
+    if "rope_scaling_type" in local or set(kinds) - {FULL, SLIDING}:
         raise ConfigError(
             f"rope_parameters={dict(kinds)} is not supported: it has the keys {FULL} and {SLIDING}, and the rope_type "
             f"of {SLIDING} can only be default"
         )
-    return {"rotary_base": float(base), "rotary_base_local": float(local_base), **import_scaling(whole)}
+    return {**whole, "rotary_base_local": local["rotary_base"]}
 
 
 # -- configuration -----------------------------------------------------------------------------------
@@ -121,7 +121,8 @@ def _own_fields(attention_cap: float | None, final_cap: float | None) -> tuple[F
 
 
 FIXED = (
-    Fixed("hidden_activation", ("gelu_pytorch_tanh", None)),
+    # One function under several names, whose rounding alone differs.
+    Fixed("hidden_activation", ("gelu_pytorch_tanh", None, "gelu_new", "gelu_fast", "gelu_accurate")),
     Fixed("attention_bias", (False,)),
     Fixed("use_bidirectional_attention", (False, None)),
     *NOT_A_CHOICE,

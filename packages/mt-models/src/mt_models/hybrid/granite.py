@@ -103,7 +103,10 @@ def import_positions(external: Mapping[str, Any]) -> dict[str, Any]:
         return {"position_embedding_type": "none"}
     values = import_rope(external)
     if "rope_scaling_type" in values:
-        raise ConfigError(f"rope_scaling={values['rope_scaling_type']} of a {KIND} is not supported; it can be null")
+        raise ConfigError(
+            f"rope_parameters or rope_scaling of type {values['rope_scaling_type']} is not supported in a {KIND}; it "
+            "can be null or default"
+        )
     return {"position_embedding_type": "rope", "rotary_base": values["rotary_base"], "rotary_percent": 1.0}
 
 
