@@ -24,12 +24,18 @@ GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positio
 ENCODER = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
 T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 T5 |= {"num_decoder_layers": 3}
+BLENDERBOT = {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": 16}
+BLENDERBOT |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 MAMBA = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 8}
 MAMBA |= {"state_size": 6, "n_groups": 2, "chunk_size": 8}
 NEMOTRON_H = {**DECODER, "hybrid_override_pattern": "M-*", "head_dim": 8, "ssm_state_size": 6, "n_groups": 2}
 NEMOTRON_H |= {"mamba_num_heads": 8, "mamba_head_dim": 8, "chunk_size": 8}
 BAMBA = {**DECODER, "attn_layer_indices": [1], "mamba_d_state": 6, "mamba_n_heads": 8, "mamba_d_head": 8}
 BAMBA |= {"mamba_n_groups": 2, "mamba_chunk_size": 8}
+GRANITE_HYBRID = {**DECODER, "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 48}
+GRANITE_HYBRID |= {"mamba_d_state": 6, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+GRANITE_HYBRID |= {"num_local_experts": 0, "num_experts_per_tok": 0, "attention_multiplier": 0.2}
+GRANITE_HYBRID |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 LATENT = {**DECODER, "num_key_value_heads": 4, "moe_intermediate_size": 12, "n_routed_experts": 8}
 LATENT |= {"num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 10}
 LATENT |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 8, "experts_implementation": "eager"}
@@ -72,6 +78,7 @@ AUTO = {
     "LMHeadModel": "AutoModelForCausalLM",
     "ForPreTraining": "AutoModelForPreTraining",
     "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "BlenderbotForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "LlavaForConditionalGeneration": "AutoModelForImageTextToText",
     "Idefics3ForConditionalGeneration": "AutoModelForImageTextToText",
     "InternVLForConditionalGeneration": "AutoModelForImageTextToText",
@@ -190,6 +197,17 @@ CASES: dict[str, Case] = {
     "qwen3_moe": moe_case(
         "qwen_moe", "Qwen3Moe", num_experts=6, moe_intermediate_size=12, head_dim=16, mlp_only_layers=[0]
     ),
+    "glm4_moe": moe_case(
+        "qwen_moe",
+        "Glm4Moe",
+        n_routed_experts=4,
+        moe_intermediate_size=12,
+        head_dim=8,
+        use_qk_norm=True,
+        n_group=1,
+        topk_group=1,
+    ),
+    "olmoe clipped": moe_case("olmoe", "Olmoe", num_experts=8, pad_token_id=None, eos_token_id=None, clip_qkv=0.5),
     "olmoe": moe_case("olmoe", "Olmoe", num_experts=8, pad_token_id=None, eos_token_id=None),
     "gpt_oss": moe_case("gpt_oss", "GptOss", num_local_experts=6, head_dim=12, sliding_window=4),
     "gpt_oss tied": moe_case("gpt_oss", "GptOss", num_local_experts=3, head_dim=12, tie_word_embeddings=True),
@@ -209,12 +227,16 @@ CASES: dict[str, Case] = {
     ),
     "nemotron_h": Case("hybrid", "NemotronHForCausalLM", "NemotronHConfig", NEMOTRON_H),
     "bamba": Case("hybrid", "BambaForCausalLM", "BambaConfig", BAMBA),
+    "granitemoehybrid": Case("hybrid", "GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", GRANITE_HYBRID),
     "bert": Case("bert", "BertForPreTraining", "BertConfig", ENCODER),
     "megatron-bert": Case("bert", "MegatronBertForPreTraining", "MegatronBertConfig", ENCODER),
     "bert classes": Case(
         "bert_classification", "BertForSequenceClassification", "BertConfig", {**ENCODER, "num_labels": 3}
     ),
     "bert choice": Case("bert_multiple_choice", "BertForMultipleChoice", "BertConfig", ENCODER, "choices"),
+    "blenderbot": Case(
+        "t5", "BlenderbotForConditionalGeneration", "BlenderbotConfig", BLENDERBOT, "two_texts"
+    ),
     "t5": Case("t5", "T5ForConditionalGeneration", "T5Config", T5, "two_texts"),
     "t5 1.1": Case(
         "t5",

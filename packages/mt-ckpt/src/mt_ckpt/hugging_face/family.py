@@ -125,8 +125,9 @@ def read_config(family: Family, external: Mapping[str, Any], host: PluginHost) -
     """Raises ConfigError for what the family cannot express, and for a model that breaks the family's own rules."""
     config = config_from_dict({"model": family.read_config(external)}, host)
     # The rules of a training, such as the number of experts that a router chooses: a model that breaks one would fail
-    # where it is built or computes. Samples of one token, since how long they are is not the model's.
-    host.check_config(config.model_copy(update={"data": config.data.model_copy(update={"seq_length": 1})}))
+    # where it is built or computes. How long samples are is not the model's: as long as its positions.
+    length = getattr(config.model, "max_position_embeddings", None) or config.data.seq_length
+    host.check_config(config.model_copy(update={"data": config.data.model_copy(update={"seq_length": length})}))
     return config
 
 

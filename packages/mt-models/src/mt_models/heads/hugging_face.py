@@ -129,7 +129,8 @@ def on_decoder(family: str, base: HuggingFaceFamily) -> HuggingFaceFamily:
 
     maps = {kind: with_classes(without_head(mapped)) for kind, mapped in base.model_types.items()}
     # Without the base's copies: no LM head repeats the embedding here.
-    classes = {kind: f"{re.sub("(LMHeadModel|ForCausalLM)$", "", name)}ForSequenceClassification" for kind, name in base.architectures.items()}
+    stems = {kind: re.sub("(LMHeadModel|ForCausalLM)$", "", name) for kind, name in base.architectures.items()}
+    classes = {kind: f"{stem}ForSequenceClassification" for kind, stem in stems.items()}
     return HuggingFaceFamily(family, maps, names, base.model_type_of, architectures=classes)
 
 

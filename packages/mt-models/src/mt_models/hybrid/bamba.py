@@ -24,7 +24,7 @@ from mt_models.blocks.hugging_face_mamba import (
     mixer_rules,
 )
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_GENERATION, require_value
-from mt_models.hybrid.config import HybridConfig
+from mt_models.hybrid.config import NEUTRAL_FACTORS, HybridConfig
 from mt_models.hybrid.pattern import ATTENTION, FEED_FORWARD, MAMBA
 from mt_models.hybrid.rules import attention_rules, gated_feed_forward_rules
 
@@ -147,6 +147,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         ("add_bias_linear", False),
         ("fp32_residual_connection", False),
         ("use_scaled_init_method", True),
+        *NEUTRAL_FACTORS.items(),
     ):
         require_value(config, key, (value,), "bamba")
     require_even_heads(config, "bamba")
