@@ -155,9 +155,7 @@ def rope_values(config: Any, name: str) -> Iterator[dict[str, Any] | None]:
 
 def _of_kind(kind: str, config: Any) -> Iterator[dict[str, Any]]:
     parameters = _parameters(config)
-    required, optional = (
-        [key for key in keys if key in parameters] for keys in _checked_keys(config, kind)
-    )
+    required, optional = ([key for key in keys if key in parameters] for keys in _checked_keys(config, kind))
     least = {"rope_type": kind, **{key: parameters[key][0] for key in required}}
     yield least
     yield {"type" if key == "rope_type" else key: value for key, value in least.items()}

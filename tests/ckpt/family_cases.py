@@ -24,7 +24,13 @@ GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positio
 ENCODER = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
 T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 T5 |= {"num_decoder_layers": 3}
-BLENDERBOT = {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": 16}
+BLENDERBOT = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "max_position_embeddings": 16,
+}
 BLENDERBOT |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 MAMBA = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 8}
 MAMBA |= {"state_size": 6, "n_groups": 2, "chunk_size": 8}
@@ -33,7 +39,13 @@ NEMOTRON_H |= {"mamba_num_heads": 8, "mamba_head_dim": 8, "chunk_size": 8}
 BAMBA = {**DECODER, "attn_layer_indices": [1], "mamba_d_state": 6, "mamba_n_heads": 8, "mamba_d_head": 8}
 BAMBA |= {"mamba_n_groups": 2, "mamba_chunk_size": 8}
 GRANITE_HYBRID = {**DECODER, "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 48}
-GRANITE_HYBRID |= {"mamba_d_state": 6, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+GRANITE_HYBRID |= {
+    "mamba_d_state": 6,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
 GRANITE_HYBRID |= {"num_local_experts": 0, "num_experts_per_tok": 0, "attention_multiplier": 0.2}
 GRANITE_HYBRID |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 LATENT = {**DECODER, "num_key_value_heads": 4, "moe_intermediate_size": 12, "n_routed_experts": 8}
@@ -234,9 +246,7 @@ CASES: dict[str, Case] = {
         "bert_classification", "BertForSequenceClassification", "BertConfig", {**ENCODER, "num_labels": 3}
     ),
     "bert choice": Case("bert_multiple_choice", "BertForMultipleChoice", "BertConfig", ENCODER, "choices"),
-    "blenderbot": Case(
-        "t5", "BlenderbotForConditionalGeneration", "BlenderbotConfig", BLENDERBOT, "two_texts"
-    ),
+    "blenderbot": Case("t5", "BlenderbotForConditionalGeneration", "BlenderbotConfig", BLENDERBOT, "two_texts"),
     "t5": Case("t5", "T5ForConditionalGeneration", "T5Config", T5, "two_texts"),
     "t5 1.1": Case(
         "t5",

@@ -206,6 +206,7 @@ IGNORED: Mapping[str, str] = {
     "chunk_size_feed_forward": "computes the same feed-forward in pieces",
     "tie_encoder_decoder": "of a class that joins two models; no family here is one",
     "cross_attention_hidden_size": "of a class that joins two models; no family here is one",
+    "add_cross_attention": "layers beside the model's own, whose tensors are refused by name",
     "use_bfloat16": "of models in TensorFlow, which no version reads any more",
     "tf_legacy_loss": "of models in TensorFlow, which no version reads any more",
     "pretraining_tp": "splits the same products into chunks, which changes rounding only",
@@ -238,7 +239,6 @@ IGNORED: Mapping[str, str] = {
 NOT_A_CHOICE: tuple[Fixed, ...] = (
     Fixed("is_encoder_decoder", (False, None), written=False),
     Fixed("is_decoder", (True, False), written=False),
-    Fixed("add_cross_attention", (False,), written=False),
     Fixed("pruned_heads", ({}, None), written=False),
 )
 """Fields of every Hugging Face configuration that models leave at these values."""

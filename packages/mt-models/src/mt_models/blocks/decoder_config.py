@@ -195,6 +195,11 @@ def _check_rope_scaling(model: DecoderConfig) -> None:
         raise ConfigError(
             f"model.rope_beta_slow={model.rope_beta_slow} has to be below model.rope_beta_fast={model.rope_beta_fast}"
         )
+    if model.rope_scaling_type == "yarn" and model.rotary_base <= 1.0:
+        raise ConfigError(
+            f"model.rotary_base={model.rotary_base} has to be above 1 with model.rope_scaling_type=yarn, which divides "
+            "by its logarithm"
+        )
     # The base is raised to D / (D - 2).
     if model.rope_scaling_type == "dynamic" and model.head_dim < 4:
         raise ConfigError(f"model.rope_scaling_type=dynamic needs heads of at least 4 channels, not {model.head_dim}")

@@ -169,8 +169,8 @@ def require_even_heads(config: Heads, name: str) -> None:
         )
 
 
-_FURTHER_PARAMETERS = frozenset({"short_factor", "long_factor", "mrope_section"})
-"""Of types that no family here has."""
+_SCALING_PARAMETERS = {key for table in _SCALING_FIELDS.values() for key in table} | {"short_factor", "long_factor"}
+"""Of all types of transformers, also of those that no family here has."""
 
 
 def rope_table(external: Mapping[str, Any], default_base: float = 10000.0) -> dict[str, Any]:
@@ -190,8 +190,12 @@ _TABLES = ("rope_parameters", "rope_scaling")
 
 
 def _current_table(table: Mapping[str, Any]) -> dict[str, Any]:
-    named = {"rope_type": table["type"], **table} if "type" in table else table
-    return {key: value for key, value in named.items() if value is not None and key != "type"}
+    """Under current names, without parameters that are null or those of other types alone."""
+    kind = str(table.get("rope_type", table.get("type", "default")))
+    others = _SCALING_PARAMETERS - set(_SCALING_FIELDS.get(kind, _SCALING_PARAMETERS))
+    kept = {key: value for key, value in table.items() if value is not None and key not in others}
+    kept.pop("type", None)
+    return {**kept, "rope_type": kind}
 
 
 def import_rope(external: Mapping[str, Any], default_base: float = 10000.0) -> dict[str, Any]:
@@ -207,13 +211,11 @@ def import_scaling(given: Mapping[str, Any], name: str = "rope_scaling") -> dict
     parameters = _current_table(given)
     kind = str(parameters.pop("rope_type", "default"))
     fields = _SCALING_FIELDS[require_known(f"{name}.rope_type", kind, _SCALING_FIELDS)]
-    # Of a class without it, all channels of a head are rotated.
-    if (share := parameters.pop("partial_rotary_factor", 1.0)) != 1.0:
+    # Of a class that rotates all channels the frequencies without scaling do not depend on it, and the others do.
+    if (share := parameters.pop("partial_rotary_factor", 1.0)) != 1.0 and kind != "default":
         raise ConfigError(f"{name}.partial_rotary_factor={share!r} is not supported; it can be 1.0")
-    # A parameter that is not known may change frequencies: reading on would give a model that is subtly wrong. That of
-    # another type changes nothing.
-    others = {key for table in _SCALING_FIELDS.values() for key in table} | _FURTHER_PARAMETERS
-    if unknown := sorted(set(parameters) - others):
+    # A parameter that is not known may change frequencies: reading on would give a model that is subtly wrong.
+    if unknown := sorted(set(parameters) - set(fields) - {"mrope_section"}):
         raise ConfigError(
             f"{name} of type {kind} has parameters that are not known: "
             f"{', '.join(f'{key}={parameters[key]!r}' for key in unknown)}; known are {', '.join(fields) or 'none'}"

@@ -45,6 +45,7 @@ def name_map(config: GemmaConfig) -> NameMap:
 
 def model_type_of(config: GemmaConfig) -> str:
     if config.qk_layernorm:
+        require_value(config, "attn_logit_softcapping", (None,), "gemma3_text")
         return "gemma3_text"
     require_value(config, "rope_scaling_type", ("none",), "gemma2")
     require_value(config, "rotary_base_local", (config.rotary_base,), "gemma2")
@@ -108,14 +109,16 @@ def real(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _own_fields(attention_cap: float | None, final_cap: float | None) -> tuple[Field, ...]:
+ATTENTION_CAP = "attn_logit_softcapping"
+
+
+def _own_fields(*, positions: int, final_cap: float | None) -> tuple[Field, ...]:
     return (
-        *decoder_fields(tied=True, positions=8192 if attention_cap else 131072),
+        *decoder_fields(tied=True, positions=positions),
         Field("num_key_value_heads", "num_query_groups", default=4),
         Field("head_dim", "kv_channels", default=256),
         Field("sliding_window", "sliding_window", default=4096),
         Field("query_pre_attn_scalar", "query_pre_attn_scalar", import_value=real, default=256),
-        Field("attn_logit_softcapping", "attn_logit_softcapping", import_value=real, default=attention_cap),
         Field("final_logit_softcapping", "final_logit_softcapping", import_value=real, default=final_cap),
     )
 
@@ -176,7 +179,10 @@ def gemma3_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
 
 GEMMA2 = ConfigMap(
     architecture="gemma2",
-    fields=_own_fields(50.0, 30.0),
+    fields=(
+        *_own_fields(positions=8192, final_cap=30.0),
+        Field(ATTENTION_CAP, ATTENTION_CAP, import_value=real, default=50.0),
+    ),
     fixed=FIXED,
     ignored=IGNORED_HERE,
     import_extra=gemma2_import_extra,
@@ -185,8 +191,9 @@ GEMMA2 = ConfigMap(
 )
 GEMMA3 = ConfigMap(
     architecture="gemma3_text",
-    fields=_own_fields(None, None),
-    fixed=FIXED,
+    fields=_own_fields(positions=131072, final_cap=None),
+    # The class does not read it.
+    fixed=(*FIXED, Fixed(ATTENTION_CAP, (None,))),
     ignored=IGNORED_HERE,
     import_extra=gemma3_import_extra,
     import_extra_keys=(

@@ -27,6 +27,7 @@ from mt_models.llama.hugging_face import HUGGING_FACE as LLAMA
 HEAD_KEYS = ("num_classes", "classifier_dropout")
 """Keys of [model] that the base does not have."""
 
+
 def class_names(model: Mapping[str, Any]) -> dict[str, Any]:
     names = [f"LABEL_{i}" for i in range(model["num_classes"])]
     return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}

@@ -16,7 +16,6 @@ from mt_models.blocks.checks import check_tensor_parallel
 from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
 from mt_models.hybrid.pattern import EXPERTS, STAGE, check_pattern, layers_of, stages_of
 
-
 Factor = Annotated[float, Field(gt=0)]
 
 

@@ -15,7 +15,7 @@ from mt_models.olmoe.config import OlmoeConfig
 
 
 class OlmoeAttention(SelfAttention):
-    """q_layernorm and k_layernorm normalize over all heads of a position together, and clip_qkv bounds what comes out."""
+    """q_layernorm and k_layernorm normalize all heads of a position together; clip_qkv bounds the result."""
 
     def __init__(self, config: OlmoeConfig, core: AttentionCore, ctx: ParallelContext) -> None:
         super().__init__(config, core, ctx)
