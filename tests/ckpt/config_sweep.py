@@ -10,7 +10,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class Sweep:
     """
 
     def __init__(self, name: str, folder: Path, host: PluginHost) -> None:
-        self.name, self.case, self.folder, self.host = name, CASES[name], folder, host
+        self.name, self.case, self.folder, self.host = name, with_few_positions(CASES[name]), folder, host
         self.kind = getattr(transformers, self.case.model)
         model = make_model(self.case)
         self.config, self.base = model.config, folder / "base"
@@ -107,7 +107,8 @@ class Sweep:
             return self._refusal(theirs, path, str(error))
         except Exception as error:
             # Inputs that do not fit: ids or positions beyond a table, images of another size.
-            unfit = theirs is None and (isinstance(error, IndexError) or "pixel_values" in sweep_inputs(self.case))
+            beyond = isinstance(error, IndexError) and "out of range in self" in str(error)
+            unfit = beyond or (theirs is None and "pixel_values" in sweep_inputs(self.case))
             return (Outcome.UNJUDGED if unfit else Outcome.TRACEBACK), f"{type(error).__name__}: {error}"
         if theirs is None:
             return Outcome.UNJUDGED, reason
@@ -134,7 +135,8 @@ class Sweep:
         with torch.device("meta"):
             model = self.kind(copy.deepcopy(config))
         # Of a model that is tied or not the names in memory are the same, and those in the file are not.
-        if shapes_of(model) != self.shapes or config.tie_word_embeddings != self.config.tie_word_embeddings:
+        tied, was_tied = (getattr(found, "tie_word_embeddings", None) for found in (config, self.config))
+        if shapes_of(model) != self.shapes or tied != was_tied:
             save(self.kind(config), folder)
             (folder / CONFIG).write_text(json.dumps(external))
         return self._theirs(folder)
@@ -185,6 +187,12 @@ class Sweep:
             name: 1 + (ids - 1) % (vocabulary - 1) if name.endswith("input_ids") else ids
             for name, ids in inputs.items()
         }
+
+
+def with_few_positions(case: Case) -> Case:
+    """With fewer positions than the inputs have, where there is no table of them: what changes beyond is seen too."""
+    rotary = hasattr(getattr(transformers, case.config)(), "rope_parameters")
+    return replace(case, keys={**case.keys, "max_position_embeddings": 8}) if rotary and not case.parts else case
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:

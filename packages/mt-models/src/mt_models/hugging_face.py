@@ -46,6 +46,8 @@ class HuggingFaceFamily:
     spelling: the name that the name map uses for a tensor, from its name in any version.
     architectures: model_type -> the Python class that other programs look for in config.json.
     preprocessor: how images are made for a model of this configuration; None where the family takes none.
+    held: the configuration of what a file holds, from that of config.json and the names of its tensors: where the class
+    leaves layers out that config.json counts.
     """
 
     family: str
@@ -56,6 +58,7 @@ class HuggingFaceFamily:
     spelling: Callable[[Any, str], str] = lambda config, name: name
     architectures: Mapping[str, str] = field(default_factory=dict)
     preprocessor: Preprocessor | None = None
+    held: Callable[[Mapping[str, Any], Iterable[str]], Mapping[str, Any]] = lambda external, names: external
 
     def read_config(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model], `family` included, from the contents of config.json.
@@ -207,6 +210,7 @@ IGNORED: Mapping[str, str] = {
     "tie_encoder_decoder": "of a class that joins two models; no family here is one",
     "cross_attention_hidden_size": "of a class that joins two models; no family here is one",
     "add_cross_attention": "layers beside the model's own, whose tensors are refused by name",
+    "is_encoder_decoder": "of the class, which the type decides",
     "use_bfloat16": "of models in TensorFlow, which no version reads any more",
     "tf_legacy_loss": "of models in TensorFlow, which no version reads any more",
     "pretraining_tp": "splits the same products into chunks, which changes rounding only",
@@ -237,7 +241,6 @@ IGNORED: Mapping[str, str] = {
 """Fields of every Hugging Face configuration that change nothing that a model computes."""
 
 NOT_A_CHOICE: tuple[Fixed, ...] = (
-    Fixed("is_encoder_decoder", (False, None), written=False),
     Fixed("is_decoder", (True, False), written=False),
     Fixed("pruned_heads", ({}, None), written=False),
 )

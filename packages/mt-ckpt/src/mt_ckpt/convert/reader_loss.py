@@ -100,7 +100,8 @@ def _require_alike(found: ReaderLoss, allowed: float, *, fewer: bool = False) ->
     if higher > allowed + TOLERANCE or (higher < -TOLERANCE and not fewer):
         raise CheckpointError(
             f"written, but {found.reader} computes another loss from it: {found.target:.5f}, and the source has "
-            f"{found.source:.5f} as {found.source_reader} computes it; {found.num_padding_rows} rows of padding are in its softmax, see --vocab-padding"
+            f"{found.source:.5f} as {found.source_reader} computes it; {found.num_padding_rows} rows of padding are in "
+            "its softmax, see --vocab-padding"
         )
 
 

@@ -173,15 +173,15 @@ _SCALING_PARAMETERS = {key for table in _SCALING_FIELDS.values() for key in tabl
 """Of all types of transformers, also of those that no family here has."""
 
 
-def rope_table(external: Mapping[str, Any], default_base: float = 10000.0) -> dict[str, Any]:
+def rope_table(external: Mapping[str, Any], default_base: float = 10000.0, *, partial: bool = False) -> dict[str, Any]:
     """`rope_parameters` (transformers 5) or `rope_scaling` (before) in the form of the former: with rope_type and
-    rope_theta, and without parameters that are null.
+    rope_theta, and without parameters that are null or do not count. partial: the class rotates a part of each head.
 
     Raises ConfigError where a file has both and they differ: which one counts depends on the version that reads it.
     """
     # Where a table does not say the base, it stands beside it.
     beside = {"rope_type": "default", "rope_theta": external.get("rope_theta", default_base)}
-    tables = {key: _current_table(external[key]) for key in _TABLES if external.get(key)}
+    tables = {key: _current_table(external[key], partial=partial) for key in _TABLES if external.get(key)}
     found = one_of({key: {**beside, **table} for key, table in tables.items()}, _TABLES, beside)
     return dict(found)
 
@@ -189,10 +189,13 @@ def rope_table(external: Mapping[str, Any], default_base: float = 10000.0) -> di
 _TABLES = ("rope_parameters", "rope_scaling")
 
 
-def _current_table(table: Mapping[str, Any]) -> dict[str, Any]:
+def _current_table(table: Mapping[str, Any], *, partial: bool) -> dict[str, Any]:
     """Under current names, without parameters that are null or those of other types alone."""
     kind = str(table.get("rope_type", table.get("type", "default")))
     others = _SCALING_PARAMETERS - set(_SCALING_FIELDS.get(kind, _SCALING_PARAMETERS))
+    if kind == "default" and not partial:
+        # A class that rotates whole heads reads it for scaled frequencies alone.
+        others.add("partial_rotary_factor")
     kept = {key: value for key, value in table.items() if value is not None and key not in others}
     kept.pop("type", None)
     return {**kept, "rope_type": kind}
@@ -208,11 +211,10 @@ def import_rope(external: Mapping[str, Any], default_base: float = 10000.0) -> d
 def import_scaling(given: Mapping[str, Any], name: str = "rope_scaling") -> dict[str, Any]:
     """Keys of [model] from the parameters of one scaling, which stands under `name`. Raises ConfigError for an unknown
     type or parameter."""
-    parameters = _current_table(given)
+    parameters = _current_table(given, partial=False)
     kind = str(parameters.pop("rope_type", "default"))
     fields = _SCALING_FIELDS[require_known(f"{name}.rope_type", kind, _SCALING_FIELDS)]
-    # Of a class that rotates all channels the frequencies without scaling do not depend on it, and the others do.
-    if (share := parameters.pop("partial_rotary_factor", 1.0)) != 1.0 and kind != "default":
+    if (share := parameters.pop("partial_rotary_factor", 1.0)) != 1.0:
         raise ConfigError(f"{name}.partial_rotary_factor={share!r} is not supported; it can be 1.0")
     # A parameter that is not known may change frequencies: reading on would give a model that is subtly wrong.
     if unknown := sorted(set(parameters) - set(fields) - {"mrope_section"}):

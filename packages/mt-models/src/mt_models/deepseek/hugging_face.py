@@ -5,7 +5,7 @@ The MTP layers come after the others, with further copies of the embedding and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -119,10 +119,9 @@ def copies(config: DeepseekConfig) -> dict[str, str]:
 MOE_KEYS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
     "topk_method", "routed_scaling_factor", "first_k_dense_replace", "aux_loss_alpha", "seq_aux",
-    "router_aux_loss_coef", "num_nextn_predict_layers", "num_mtp_layers",
+    "router_aux_loss_coef", "num_nextn_predict_layers",
 )  # fmt: skip
-ROTATED = "qk_rope_head_dim"
-ATTENTION_KEYS = ("num_key_value_heads", "head_dim", "qk_head_dim")
+ATTENTION_KEYS = ("num_key_value_heads", "head_dim")
 
 
 def model_type_of(config: DeepseekConfig) -> str:
@@ -161,21 +160,25 @@ def import_shared(external: Mapping[str, Any]) -> dict[str, Any]:
     # This model has one epsilon for all norms. There the norms of latents are built without the configuration's.
     if (epsilon := float(external.get("rms_norm_eps", NORM_EPSILON))) != NORM_EPSILON:
         raise ConfigError(f"rms_norm_eps={epsilon} is not supported: norms of latents have {NORM_EPSILON} there")
-    _require_head_sizes(external)
     if external.get("topk_method") not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
         raise ConfigError(f"topk_method={external['topk_method']!r} is not supported")
     return import_rope(external)
 
 
-def _require_head_sizes(external: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless the sizes that follow from others are what follows: the class reads them."""
-    plain, rotated = (external.get(key, default) for key, default in (("qk_nope_head_dim", 128), (ROTATED, 64)))
-    for key, value in (("head_dim", rotated), ("qk_head_dim", plain + rotated)):
-        if external.get(key) not in (None, value):
-            raise ConfigError(
-                f"{key}={external[key]!r} is not supported; by qk_nope_head_dim={plain} and {ROTATED}={rotated} it is "
-                f"{value}"
-            )
+def _require_rotated(external: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless head_dim, from which the class of V3 computes frequencies, is what is rotated."""
+    rotated = external.get("qk_rope_head_dim", 64)
+    if external.get("head_dim") not in (None, rotated):
+        raise ConfigError(f"head_dim={external['head_dim']!r} is not supported; it can be qk_rope_head_dim={rotated}")
+
+
+def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Without layers of multi-token prediction where a file has none: its class leaves them out and keeps the count."""
+    layers = f"model.layers.{external.get('num_hidden_layers', 61)}."
+    counts = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if external.get(key)]
+    if not counts or any(name.startswith(layers) for name in names):
+        return external
+    return {**external, **dict.fromkeys(counts, 0)}
 
 
 def _all_dense(external: Mapping[str, Any], default: int, layers: int) -> bool:
@@ -195,8 +198,8 @@ def v2_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def v3_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-    predicted = external.get("num_nextn_predict_layers", external.get("num_mtp_layers", 0))
-    values = {**import_shared(external), "mtp_num_layers": predicted}
+    _require_rotated(external)
+    values = {**import_shared(external), "mtp_num_layers": external.get("num_nextn_predict_layers", 0)}
     if _all_dense(external, default=3, layers=61):
         return values
     require_normalized(external)
@@ -303,7 +306,9 @@ FIELDS = (
     Field("v_head_dim", "v_head_dim", default=128),
 )
 FIXED = (SILU, Fixed("attention_bias", (False,)), Fixed("moe_layer_freq", (1,)), *NOT_A_CHOICE)
+SPELLINGS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 DERIVED = {
+    "qk_head_dim": "the sum of other fields",
     "ep_size": "how experts were sharded over ranks; parallel.expert_model_parallel_size says so",
     "router_aux_loss_coef": "not read by the Python class; aux_loss_alpha is the coefficient",
 }
@@ -320,6 +325,7 @@ V2 = ConfigMap(
     import_extra=v2_import_extra,
     import_extra_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS),
     export_extra=v2_export_extra,
+    spellings=SPELLINGS,
 )
 V3 = ConfigMap(
     architecture="deepseek_v3",
@@ -333,6 +339,7 @@ V3 = ConfigMap(
     import_extra=v3_import_extra,
     import_extra_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS, "norm_topk_prob", BIAS_KEY),
     export_extra=v3_export_extra,
+    spellings=SPELLINGS,
 )
 
 HUGGING_FACE = HuggingFaceFamily(
@@ -342,4 +349,5 @@ HUGGING_FACE = HuggingFaceFamily(
     model_type_of=model_type_of,
     copies=copies,
     architectures={"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"},
+    held=held,
 )
