@@ -24,14 +24,6 @@ GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positio
 ENCODER = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
 T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 T5 |= {"num_decoder_layers": 3}
-BLENDERBOT = {
-    "vocab_size": VOCAB,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "max_position_embeddings": 16,
-}
-BLENDERBOT |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 MAMBA = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 8}
 MAMBA |= {"state_size": 6, "n_groups": 2, "chunk_size": 8}
 NEMOTRON_H = {**DECODER, "hybrid_override_pattern": "M-*", "head_dim": 8, "ssm_state_size": 6, "n_groups": 2}
@@ -90,7 +82,6 @@ AUTO = {
     "LMHeadModel": "AutoModelForCausalLM",
     "ForPreTraining": "AutoModelForPreTraining",
     "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
-    "BlenderbotForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "LlavaForConditionalGeneration": "AutoModelForImageTextToText",
     "Idefics3ForConditionalGeneration": "AutoModelForImageTextToText",
     "InternVLForConditionalGeneration": "AutoModelForImageTextToText",
@@ -246,7 +237,6 @@ CASES: dict[str, Case] = {
         "bert_classification", "BertForSequenceClassification", "BertConfig", {**ENCODER, "num_labels": 3}
     ),
     "bert choice": Case("bert_multiple_choice", "BertForMultipleChoice", "BertConfig", ENCODER, "choices"),
-    "blenderbot": Case("t5", "BlenderbotForConditionalGeneration", "BlenderbotConfig", BLENDERBOT, "two_texts"),
     "t5": Case("t5", "T5ForConditionalGeneration", "T5Config", T5, "two_texts"),
     "t5 1.1": Case(
         "t5",
@@ -273,6 +263,13 @@ CASES: dict[str, Case] = {
     "internvl": internvl(**DECODER, pad_token_id=0),
     "qwen2_5_vl": qwen_vl(**DECODER),
 }
+
+
+def model_type_of(case: Case) -> str:
+    import transformers
+
+    kind: str = getattr(transformers, case.config).model_type
+    return kind
 
 
 def make_model(case: Case) -> nn.Module:

@@ -130,6 +130,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         # A configuration that names no scaling has YaRN there.
         "rope_scaling": export_scaling(config) or {"rope_type": "default"},
         **export_balance(moe),
+        "hidden_act": "silu",
         "intermediate_size": moe.ffn_size,
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.topk,

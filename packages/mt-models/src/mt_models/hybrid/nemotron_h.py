@@ -195,7 +195,8 @@ NEMOTRON_H = ConfigMap(
         "mtp_layers_block_type": "of layers of multi-token prediction, of which there are none",
         **dict.fromkeys(
             (
-                "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size",
+                "num_local_experts",
+                "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size",
                 "moe_latent_size", "moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor",
                 "n_group", "topk_group", "norm_topk_prob", "output_router_logits",
             ),
