@@ -164,6 +164,15 @@ def _context_of(model: nn.Module) -> ParallelContext:
 
 # -- configuration fields that mean the same in every family ---------------------------------------
 
+FURTHER_ACTIVATIONS: Mapping[str, str] = {
+    "gelu_python": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "swish": "silu",
+}
+"""Further names of transformers for activations -> ours. Each computes the same, and none is written."""
+
 CLASS_KEYS = ("id2label", "label2id", "num_labels")
 DEFAULT_CLASSES = 2
 """The number of classes of a configuration that does not say it."""

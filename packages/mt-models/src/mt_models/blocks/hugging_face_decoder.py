@@ -173,15 +173,20 @@ _SCALING_PARAMETERS = {key for table in _SCALING_FIELDS.values() for key in tabl
 """Of all types of transformers, also of those that no family here has."""
 
 
-def rope_table(external: Mapping[str, Any], default_base: float = 10000.0, *, partial: bool = False) -> dict[str, Any]:
+def rope_table(
+    external: Mapping[str, Any], default_base: float = 10000.0, *, partial: float | None = None
+) -> dict[str, Any]:
     """`rope_parameters` (transformers 5) or `rope_scaling` (before) in the form of the former: with rope_type and
-    rope_theta, and without parameters that are null or do not count. partial: the class rotates a part of each head.
+    rope_theta, and without parameters that are null or do not count. partial: the share of a head that is rotated where no table says
+    it; None: of a class that rotates whole heads.
 
     Raises ConfigError where a file has both and they differ: which one counts depends on the version that reads it.
     """
     # Where a table does not say the base, it stands beside it.
     beside = {"rope_type": "default", "rope_theta": external.get("rope_theta", default_base)}
-    tables = {key: _current_table(external[key], partial=partial) for key in _TABLES if external.get(key)}
+    if partial is not None:
+        beside["partial_rotary_factor"] = partial
+    tables = {key: _current_table(external[key], partial=partial is not None) for key in _TABLES if external.get(key)}
     found = one_of({key: {**beside, **table} for key, table in tables.items()}, _TABLES, beside)
     return dict(found)
 

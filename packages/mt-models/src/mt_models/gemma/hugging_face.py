@@ -125,7 +125,9 @@ def _own_fields(*, positions: int, final_cap: float | None) -> tuple[Field, ...]
 
 FIXED = (
     # One function under several names, whose rounding alone differs.
-    Fixed("hidden_activation", ("gelu_pytorch_tanh", None, "gelu_new", "gelu_fast", "gelu_accurate")),
+    Fixed(
+        "hidden_activation", ("gelu_pytorch_tanh", None, "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
+    ),
     Fixed("attention_bias", (False,)),
     Fixed("use_bidirectional_attention", (False, None)),
     *NOT_A_CHOICE,

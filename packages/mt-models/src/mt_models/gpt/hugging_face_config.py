@@ -9,7 +9,7 @@ from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
 from mt_models.blocks.hugging_face_decoder import POSITIONS, import_rope, longest_sequence, negated, one_of, rope_table
 from mt_models.gpt.config import GPTConfig
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_HEADS, require_value
+from mt_models.hugging_face import FURTHER_ACTIVATIONS, IGNORED, NOT_A_CHOICE, OF_HEADS, require_value
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -18,7 +18,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "relu": "relu",
     "silu": "silu",
-    "swish": "silu",
+    **FURTHER_ACTIVATIONS,
 }
 BACK = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
 BIGCODE_BACK = {**BACK, "gelu_tanh": "gelu_pytorch_tanh"}  # the same function, rounded otherwise
@@ -196,7 +196,8 @@ def _neox_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     # Three generations of keys: rotary_pct and rotary_emb_base; partial_rotary_factor and rope_theta beside the others;
     # both within rope_parameters. one_of refuses a file in which they differ.
     outside = one_of(external, ("rope_theta", "rotary_emb_base"), 10000.0)
-    table = rope_table({**external, "rope_theta": outside}, partial=True)
+    part = one_of(external, ("partial_rotary_factor", "rotary_pct"), 0.25)
+    table = rope_table({**external, "rope_theta": outside}, partial=float(part))
     stated = {**external, **{f"rope_parameters.{key}": value for key, value in table.items()}}
     share = one_of(stated, ("rope_parameters.partial_rotary_factor", "partial_rotary_factor", "rotary_pct"), 0.25)
     base = one_of(stated, ("rope_parameters.rope_theta", "rope_theta", "rotary_emb_base"), 10000.0)

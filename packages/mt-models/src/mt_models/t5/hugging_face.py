@@ -9,7 +9,14 @@ from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import Concatenate, GroupedQKV, NameMap, Rule, Same
 from mt_core.nn.activations import is_gated
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_HEADS, HuggingFaceFamily, require_value
+from mt_models.hugging_face import (
+    FURTHER_ACTIVATIONS,
+    IGNORED,
+    NOT_A_CHOICE,
+    OF_HEADS,
+    HuggingFaceFamily,
+    require_value,
+)
 from mt_models.t5 import blenderbot
 from mt_models.t5.config import T5Config
 from mt_models.t5.cross_attention_rule import HeadwiseKV
@@ -21,11 +28,10 @@ PLAIN = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
     "silu": "silu",
-    "swish": "silu",
     "relu2": "squared_relu",
     "quick_gelu": "quick_gelu",
+    **FURTHER_ACTIVATIONS,
 }
 """dense_act_fn -> model.activation."""
 GATED = {"gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh", "silu": "swiglu"}

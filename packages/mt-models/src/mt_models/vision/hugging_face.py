@@ -14,7 +14,14 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import GroupedQKV, NameMap, Rule, Same
-from mt_models.hugging_face import CLASS_KEYS, IGNORED, NOT_A_CHOICE, HuggingFaceFamily, num_classes
+from mt_models.hugging_face import (
+    CLASS_KEYS,
+    FURTHER_ACTIVATIONS,
+    IGNORED,
+    NOT_A_CHOICE,
+    HuggingFaceFamily,
+    num_classes,
+)
 from mt_models.vision.config import VisionConfig, VisionEncoderConfig
 
 ACTIVATIONS = {
@@ -24,6 +31,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
     "silu": "silu",
+    **FURTHER_ACTIVATIONS,
 }
 """Hugging Face's value -> ours; if several map to one, the first is exported."""
 
