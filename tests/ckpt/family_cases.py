@@ -179,7 +179,13 @@ CASES: dict[str, Case] = {
     "qwen3": causal("qwen", "Qwen3", head_dim=12),
     "gemma2": causal("gemma", "Gemma2", head_dim=16, sliding_window=5),
     "gemma2 untied": causal("gemma", "Gemma2", head_dim=16, sliding_window=5, tie_word_embeddings=False),
-    "gemma3": Case("gemma", "Gemma3ForCausalLM", "Gemma3TextConfig", {**DECODER, "head_dim": 16, "sliding_window": 5}),
+    "gemma3": Case(
+        "gemma",
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**DECODER, "head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4},
+    ),
     "mixtral": moe_case("mixtral", "Mixtral", num_local_experts=4),
     "mixtral tied, wide heads": moe_case(
         "mixtral", "Mixtral", num_local_experts=3, head_dim=12, tie_word_embeddings=True

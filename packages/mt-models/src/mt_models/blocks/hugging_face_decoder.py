@@ -177,8 +177,8 @@ def rope_table(
     external: Mapping[str, Any], default_base: float = 10000.0, *, partial: float | None = None
 ) -> dict[str, Any]:
     """`rope_parameters` (transformers 5) or `rope_scaling` (before) in the form of the former: with rope_type and
-    rope_theta, and without parameters that are null or do not count. partial: the share of a head that is rotated where no table says
-    it; None: of a class that rotates whole heads.
+    rope_theta, and without parameters that are null or do not count. partial: the share of a head that is rotated where
+    no table says it; None: of a class that rotates whole heads.
 
     Raises ConfigError where a file has both and they differ: which one counts depends on the version that reads it.
     """

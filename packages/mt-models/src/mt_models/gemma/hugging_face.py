@@ -23,7 +23,14 @@ from mt_models.blocks.hugging_face_decoder import (
     norm_rules,
 )
 from mt_models.gemma.config import GemmaConfig
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
+from mt_models.hugging_face import (
+    FURTHER_ACTIVATIONS,
+    IGNORED,
+    NOT_A_CHOICE,
+    HuggingFaceFamily,
+    require_value,
+    tied_output,
+)
 
 NORMS = {
     "input_layernorm": "input_layernorm",
@@ -123,11 +130,13 @@ def _own_fields(*, positions: int, final_cap: float | None) -> tuple[Field, ...]
     )
 
 
+GELU_TANH = (
+    "gelu_pytorch_tanh",
+    "gelu_new",
+    *(key for key, ours in FURTHER_ACTIVATIONS.items() if ours == "gelu_tanh"),
+)
 FIXED = (
-    # One function under several names, whose rounding alone differs.
-    Fixed(
-        "hidden_activation", ("gelu_pytorch_tanh", None, "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
-    ),
+    Fixed("hidden_activation", (*GELU_TANH, None)),
     Fixed("attention_bias", (False,)),
     Fixed("use_bidirectional_attention", (False, None)),
     *NOT_A_CHOICE,

@@ -222,8 +222,9 @@ def _require_rotated_pairs(external: Mapping[str, Any], share: float) -> None:
     head = external["hidden_size"] // external["num_attention_heads"]
     if int(head * share) % 2:
         raise ConfigError(
-            f"rotary_pct or partial_rotary_factor={share} of the {head} channels of a head are {int(head * share)}; "
-            "positions turn pairs of channels, so it has to be an even number"
+            f"rotary_pct={share} (rope_parameters.partial_rotary_factor, in files of transformers 5) of a head of "
+            f"hidden_size / num_attention_heads={head} channels are {int(head * share)}; positions turn pairs of "
+            "channels, so it has to be an even number"
         )
 
 

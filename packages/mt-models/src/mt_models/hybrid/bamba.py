@@ -84,7 +84,9 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     attention = external.get("attn_layer_indices") or []
     layers = range(external.get("num_hidden_layers", 32))
     if set(attention) - set(layers):
-        raise ConfigError(f"attn_layer_indices={attention} names layers that are not among the {len(layers)}")
+        raise ConfigError(
+            f"attn_layer_indices={attention} names layers that are not among num_hidden_layers={len(layers)}"
+        )
     pattern = "".join((ATTENTION if layer in attention else MAMBA) + FEED_FORWARD for layer in layers)
     hidden, heads = external.get("hidden_size", 4096), external.get("mamba_n_heads", 128)
     head_dim = _mamba_head_dim(external, hidden, heads)

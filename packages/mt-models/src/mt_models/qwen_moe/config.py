@@ -28,14 +28,20 @@ class QwenMoeConfig(DecoderConfig):
     def rotary_dim(self) -> int:
         return int(self.head_dim * self.rotary_percent)
 
+    @property
+    def rotary_dim_key(self) -> str:
+        if self.rotary_percent == 1.0:
+            return super().rotary_dim_key
+        return f"model.rotary_percent={self.rotary_percent} of {self.head_dim} channels"
+
 
 def check_qwen_moe(config: Config) -> None:
     check_decoder(config)
     model = config.model
     assert isinstance(model, QwenMoeConfig)
     MoEOptions(model)
-    if model.rotary_dim < 2 or model.rotary_dim % 2:
+    if model.rotary_dim == 0:
         raise ConfigError(
-            f"model.rotary_percent={model.rotary_percent} of a head of {model.head_dim} channels rotates "
-            f"{model.rotary_dim}; positions turn pairs of channels, so it has to be an even number, at least 2"
+            f"model.rotary_percent={model.rotary_percent} of a head of {model.head_dim} channels leaves none to rotate; "
+            f"at least {2 / model.head_dim:.3g} is needed"
         )
