@@ -118,7 +118,7 @@ def _type_in(known: ConfigMap | None, name: str, value: Any) -> Any:
     if known is not None:
         stated += [f.default for f in known.fields if f.theirs == name]
         stated += [value for f in known.fixed if f.theirs == name for value in f.values]
-    return next((type(value) for value in stated if value is not None), bool)
+    return next((type(value) for value in stated if value is not None), Literal[True])
 
 
 def _distinct(values: list[Any]) -> list[Any]:

@@ -178,8 +178,8 @@ def _check_heads(model: DecoderConfig) -> None:
     must_divide("model.num_query_groups", model.query_groups, "model.num_attention_heads", model.num_attention_heads)
     if model.rotary_dim % 2:
         raise ConfigError(
-            f"{model.rotary_dim_key}={model.rotary_dim} is odd; rotary positions turn pairs of channels, so it has to be "
-            "even"
+            f"{model.rotary_dim_key}={model.rotary_dim} is odd; rotary positions turn pairs of channels, so it has to "
+            "be even"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from mt_core.config_map import Field, require_known
@@ -173,20 +173,16 @@ _SCALING_PARAMETERS = {key for table in _SCALING_FIELDS.values() for key in tabl
 """Of all types of transformers, also of those that no family here has."""
 
 
-def rope_table(
-    external: Mapping[str, Any], default_base: float = 10000.0, *, partial: float | None = None
-) -> dict[str, Any]:
+def rope_table(external: Mapping[str, Any], default_base: float = 10000.0, **own: Any) -> dict[str, Any]:
     """`rope_parameters` (transformers 5) or `rope_scaling` (before) in the form of the former: with rope_type and
-    rope_theta, and without parameters that are null or do not count. partial: the share of a head that is rotated where
-    no table says it; None: of a class that rotates whole heads.
+    rope_theta, and without parameters that are null or do not count. own: parameters of the class beside those of the
+    scalings, with what they are where no table says it.
 
     Raises ConfigError where a file has both and they differ: which one counts depends on the version that reads it.
     """
     # Where a table does not say the base, it stands beside it.
-    beside = {"rope_type": "default", "rope_theta": external.get("rope_theta", default_base)}
-    if partial is not None:
-        beside["partial_rotary_factor"] = partial
-    tables = {key: _current_table(external[key], partial=partial is not None) for key in _TABLES if external.get(key)}
+    beside = {"rope_type": "default", "rope_theta": external.get("rope_theta", default_base), **own}
+    tables = {key: _current_table(external[key], own) for key in _TABLES if external.get(key)}
     found = one_of({key: {**beside, **table} for key, table in tables.items()}, _TABLES, beside)
     return dict(found)
 
@@ -194,16 +190,18 @@ def rope_table(
 _TABLES = ("rope_parameters", "rope_scaling")
 
 
-def _current_table(table: Mapping[str, Any], *, partial: bool) -> dict[str, Any]:
-    """Under current names, without parameters that are null or those of other types alone."""
+def _current_table(table: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+    """Under current names, without parameters that are null or those of other types or classes."""
     kind = str(table.get("rope_type", table.get("type", "default")))
-    others = _SCALING_PARAMETERS - set(_SCALING_FIELDS.get(kind, _SCALING_PARAMETERS))
-    if kind == "default" and not partial:
+    others = _SCALING_PARAMETERS - set(_SCALING_FIELDS.get(kind, _SCALING_PARAMETERS)) | {"mrope_section"}
+    if kind == "default":
         # A class that rotates whole heads reads it for scaled frequencies alone.
         others.add("partial_rotary_factor")
-    kept = {key: value for key, value in table.items() if value is not None and key not in others}
-    kept.pop("type", None)
-    return {**kept, "rope_type": kind}
+    left_out = others - set(own) | {"type"}
+    return {
+        **{key: value for key, value in table.items() if value is not None and key not in left_out},
+        "rope_type": kind,
+    }
 
 
 def import_rope(external: Mapping[str, Any], default_base: float = 10000.0) -> dict[str, Any]:
@@ -216,13 +214,13 @@ def import_rope(external: Mapping[str, Any], default_base: float = 10000.0) -> d
 def import_scaling(given: Mapping[str, Any], name: str = "rope_scaling") -> dict[str, Any]:
     """Keys of [model] from the parameters of one scaling, which stands under `name`. Raises ConfigError for an unknown
     type or parameter."""
-    parameters = _current_table(given, partial=False)
+    parameters = _current_table(given, ())
     kind = str(parameters.pop("rope_type", "default"))
     fields = _SCALING_FIELDS[require_known(f"{name}.rope_type", kind, _SCALING_FIELDS)]
     if (share := parameters.pop("partial_rotary_factor", 1.0)) != 1.0:
         raise ConfigError(f"{name}.partial_rotary_factor={share!r} is not supported; it can be 1.0")
     # A parameter that is not known may change frequencies: reading on would give a model that is subtly wrong.
-    if unknown := sorted(set(parameters) - set(fields) - {"mrope_section"}):
+    if unknown := sorted(set(parameters) - set(fields)):
         raise ConfigError(
             f"{name} of type {kind} has parameters that are not known: "
             f"{', '.join(f'{key}={parameters[key]!r}' for key in unknown)}; known are {', '.join(fields) or 'none'}"

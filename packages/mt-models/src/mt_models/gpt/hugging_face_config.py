@@ -197,7 +197,7 @@ def _neox_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     # both within rope_parameters. one_of refuses a file in which they differ.
     outside = one_of(external, ("rope_theta", "rotary_emb_base"), 10000.0)
     part = one_of(external, ("partial_rotary_factor", "rotary_pct"), 0.25)
-    table = rope_table({**external, "rope_theta": outside}, partial=float(part))
+    table = rope_table({**external, "rope_theta": outside}, partial_rotary_factor=float(part))
     stated = {**external, **{f"rope_parameters.{key}": value for key, value in table.items()}}
     share = one_of(stated, ("rope_parameters.partial_rotary_factor", "partial_rotary_factor", "rotary_pct"), 0.25)
     base = one_of(stated, ("rope_parameters.rope_theta", "rope_theta", "rotary_emb_base"), 10000.0)

@@ -128,7 +128,7 @@ def _mamba_head_dim(external: Mapping[str, Any], hidden: int, heads: int) -> int
 
 def _rotary_base(external: Mapping[str, Any]) -> float:
     """Raises ConfigError for scaled positions, or another fraction than the class fixes."""
-    table = rope_table(external, partial=external.get("partial_rotary_factor", ROTATED))
+    table = rope_table(external, partial_rotary_factor=external.get("partial_rotary_factor", ROTATED))
     fraction = table.pop("partial_rotary_factor")
     values = import_rope({"rope_parameters": table})
     if "rope_scaling_type" in values or fraction != ROTATED:

@@ -57,7 +57,7 @@ def is_glm4_moe(moe: Mapping[str, Any] | None) -> bool:
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     require_normalized(external)
     # Beside the table in older files; the class's default is 0.5.
-    table = rope_table(external, partial=external.get("partial_rotary_factor", 0.5))
+    table = rope_table(external, partial_rotary_factor=external.get("partial_rotary_factor", 0.5))
     rotated = table.pop("partial_rotary_factor")
     return {**import_rope({"rope_parameters": table}), "rotary_percent": float(rotated), "moe": import_moe(external)}
 

@@ -67,8 +67,8 @@ def text_of(external: Mapping[str, Any]) -> dict[str, Any]:
 def import_decoder(external: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of [model.language_model]."""
     text = {**TEXT_DEFAULTS, **text_of(external)}
-    rope = rope_table(text, ROTARY_DEFAULTS["rope_theta"])
-    sections = rope.pop("mrope_section", ROTARY_DEFAULTS["mrope_section"])
+    rope = rope_table(text, ROTARY_DEFAULTS["rope_theta"], mrope_section=ROTARY_DEFAULTS["mrope_section"])
+    sections = rope.pop("mrope_section")
     # mrope names the kind of positions, not a scaling; mrope_section says it, and the scaling is none.
     if rope["rope_type"] == "mrope":
         rope["rope_type"] = "default"
