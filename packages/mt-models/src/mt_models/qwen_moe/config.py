@@ -42,6 +42,6 @@ def check_qwen_moe(config: Config) -> None:
     MoEOptions(model)
     if model.rotary_dim == 0:
         raise ConfigError(
-            f"model.rotary_percent={model.rotary_percent} of {model.head_dim} channels of a head leaves none to rotate; "
+            f"model.rotary_percent={model.rotary_percent} of {model.head_dim} channels leaves none to rotate; "
             f"at least {2 / model.head_dim:.3g} is needed"
         )
