@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,12 +14,12 @@ pytest.importorskip("transformers")
 
 from tests.ckpt.config_sweep import FAILURES, Judged, Outcome, Sweep, quiet
 from tests.ckpt.config_values import Path as FieldPath
-from tests.ckpt.family_cases import CASES, model_type_of
+from tests.ckpt.family_cases import CASES, Case, model_type_of
 
 from mt_core.plugins import load_plugins
 
 MAX_HARMLESS_REFUSALS = 300
-"""Of all values of one case for each class."""
+"""Of all values of one case for each configuration."""
 NOT_SWEPT = {
     "smolvlm": "idefics3, under another name",
     "blenderbot": "its two tables of positions have to be equal, which those of a new model are not",
@@ -26,14 +27,15 @@ NOT_SWEPT = {
 """Types of a family that no case has: why."""
 
 
-def one_case_for_each_class() -> list[str]:
-    found: dict[tuple[str, str, str], str] = {}
+def one_case_for_each(key: Callable[[Case], Hashable]) -> list[str]:
+    found: dict[Hashable, str] = {}
     for name, case in CASES.items():
-        found.setdefault((case.family, case.config, case.model), name)
+        found.setdefault(key(case), name)
     return list(found.values())
 
 
-SWEPT = one_case_for_each_class()
+SWEPT = one_case_for_each(lambda case: (case.family, case.config, case.model))
+CONFIGURATIONS = one_case_for_each(lambda case: case.config)
 
 
 @cache
@@ -57,7 +59,9 @@ def test_every_field_changed_by_itself(name: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_few_harmless_values_are_refused() -> None:
-    refused = {name: [one for one in all_judged(name) if one.outcome == Outcome.REFUSED_HARMLESS] for name in SWEPT}
+    refused = {
+        name: [one for one in all_judged(name) if one.outcome == Outcome.REFUSED_HARMLESS] for name in CONFIGURATIONS
+    }
     counts = Counter({name: len(ones) for name, ones in refused.items()})
     assert counts.total() < MAX_HARMLESS_REFUSALS, counts
 
