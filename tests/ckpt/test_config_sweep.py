@@ -79,7 +79,7 @@ TELLING = {
     "bert classes": ("num_labels",),
 }
 """Fields of which some values were once read as something else, or ended in a traceback."""
-OF_EACH = 3
+OF_EACH = 2
 """Of the values of each of them, spread over all, so many are tried, and of all fields of a case together."""
 
 
