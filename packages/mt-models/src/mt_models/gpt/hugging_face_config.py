@@ -103,6 +103,7 @@ GPT2 = ConfigMap(
     ),
     fixed=(
         Fixed("scale_attn_weights", (True,)),
+        Fixed("add_cross_attention", (False,), written=False),
         Fixed("scale_attn_by_inverse_layer_idx", (False,)),
         *NOT_A_CHOICE,
     ),
@@ -121,6 +122,7 @@ GPT_BIGCODE = ConfigMap(
     ),
     fixed=(
         Fixed("scale_attn_weights", (True,)),
+        Fixed("add_cross_attention", (False,), written=False),
         Fixed("multi_query", (True,)),
         Fixed("num_key_value_heads", (1,)),
         *NOT_A_CHOICE,
