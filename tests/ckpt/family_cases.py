@@ -30,6 +30,16 @@ NEMOTRON_H = {**DECODER, "hybrid_override_pattern": "M-*", "head_dim": 8, "ssm_s
 NEMOTRON_H |= {"mamba_num_heads": 8, "mamba_head_dim": 8, "chunk_size": 8}
 BAMBA = {**DECODER, "attn_layer_indices": [1], "mamba_d_state": 6, "mamba_n_heads": 8, "mamba_d_head": 8}
 BAMBA |= {"mamba_n_groups": 2, "mamba_chunk_size": 8}
+GRANITE_HYBRID = {**DECODER, "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 48}
+GRANITE_HYBRID |= {
+    "mamba_d_state": 6,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
+GRANITE_HYBRID |= {"num_local_experts": 0, "num_experts_per_tok": 0, "attention_multiplier": 0.2}
+GRANITE_HYBRID |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 LATENT = {**DECODER, "num_key_value_heads": 4, "moe_intermediate_size": 12, "n_routed_experts": 8}
 LATENT |= {"num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 10}
 LATENT |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 8, "experts_implementation": "eager"}
@@ -169,7 +179,13 @@ CASES: dict[str, Case] = {
     "qwen3": causal("qwen", "Qwen3", head_dim=12),
     "gemma2": causal("gemma", "Gemma2", head_dim=16, sliding_window=5),
     "gemma2 untied": causal("gemma", "Gemma2", head_dim=16, sliding_window=5, tie_word_embeddings=False),
-    "gemma3": Case("gemma", "Gemma3ForCausalLM", "Gemma3TextConfig", {**DECODER, "head_dim": 16, "sliding_window": 5}),
+    "gemma3": Case(
+        "gemma",
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**DECODER, "head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4},
+    ),
     "mixtral": moe_case("mixtral", "Mixtral", num_local_experts=4),
     "mixtral tied, wide heads": moe_case(
         "mixtral", "Mixtral", num_local_experts=3, head_dim=12, tie_word_embeddings=True
@@ -190,6 +206,17 @@ CASES: dict[str, Case] = {
     "qwen3_moe": moe_case(
         "qwen_moe", "Qwen3Moe", num_experts=6, moe_intermediate_size=12, head_dim=16, mlp_only_layers=[0]
     ),
+    "glm4_moe": moe_case(
+        "qwen_moe",
+        "Glm4Moe",
+        n_routed_experts=4,
+        moe_intermediate_size=12,
+        head_dim=8,
+        use_qk_norm=True,
+        n_group=1,
+        topk_group=1,
+    ),
+    "olmoe clipped": moe_case("olmoe", "Olmoe", num_experts=8, pad_token_id=None, eos_token_id=None, clip_qkv=0.5),
     "olmoe": moe_case("olmoe", "Olmoe", num_experts=8, pad_token_id=None, eos_token_id=None),
     "gpt_oss": moe_case("gpt_oss", "GptOss", num_local_experts=6, head_dim=12, sliding_window=4),
     "gpt_oss tied": moe_case("gpt_oss", "GptOss", num_local_experts=3, head_dim=12, tie_word_embeddings=True),
@@ -209,6 +236,7 @@ CASES: dict[str, Case] = {
     ),
     "nemotron_h": Case("hybrid", "NemotronHForCausalLM", "NemotronHConfig", NEMOTRON_H),
     "bamba": Case("hybrid", "BambaForCausalLM", "BambaConfig", BAMBA),
+    "granitemoehybrid": Case("hybrid", "GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", GRANITE_HYBRID),
     "bert": Case("bert", "BertForPreTraining", "BertConfig", ENCODER),
     "megatron-bert": Case("bert", "MegatronBertForPreTraining", "MegatronBertConfig", ENCODER),
     "bert classes": Case(
@@ -241,6 +269,13 @@ CASES: dict[str, Case] = {
     "internvl": internvl(**DECODER, pad_token_id=0),
     "qwen2_5_vl": qwen_vl(**DECODER),
 }
+
+
+def model_type_of(case: Case) -> str:
+    import transformers
+
+    kind: str = getattr(transformers, case.config).model_type
+    return kind
 
 
 def make_model(case: Case) -> nn.Module:

@@ -26,6 +26,9 @@ def test_from_transformers_through_ours_and_back(host, tmp_path: Path, name: str
     reference.save_pretrained(tmp_path / "first")
     report = convert(tmp_path / "first", tmp_path / "mt", saver="mt", verify=True, host=host)
     assert report.family == case.family
+    assert report.verification is not None
+    loss = report.verification.loss
+    assert loss is None or loss.source_reader == "transformers"
     convert(tmp_path / "mt", tmp_path / "second", saver="hf", options=ConvertOptions(max_shard_size=30_000), host=host)
     loader = getattr(transformers, case.auto_class)
     loaded, info = loader.from_pretrained(tmp_path / "second", output_loading_info=True, attn_implementation="eager")

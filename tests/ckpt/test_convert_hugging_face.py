@@ -15,10 +15,12 @@ import torch
 from tests.ckpt.conftest import assert_same_state, tensors_of
 from tests.ckpt.convert_cases import GPT2, LLAMA
 
-from mt_ckpt.convert import convert
+from mt_ckpt.convert import convert, reader_loss
+from mt_ckpt.hugging_face import family
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.safetensors_files import SafetensorsFile, TensorInfo, align, write_safetensors
+from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.specs import ConvertOptions, Lazy
@@ -404,3 +406,28 @@ def test_absurd_values_are_named(case: str) -> None:
     change, message = ABSURD[case]
     with pytest.raises(ConfigError, match=message):
         identify({**LLAMA_CONFIG, **change}, ["model.embed_tokens.weight"], load_plugins())
+
+
+# -- the loss of the source ----------------------------------------------------------------------------
+
+
+def test_a_setting_that_is_read_otherwise_than_by_transformers_is_found(make_hf, host, monkeypatch) -> None:
+    folder, read = make_hf(**LLAMA), family.read_config
+
+    def misread(*arguments: object) -> Config:
+        config = read(*arguments)
+        return config.model_copy(update={"model": config.model.model_copy(update={"norm_epsilon": 0.5})})
+
+    monkeypatch.setattr(family, "read_config", misread)
+    with pytest.raises(CheckpointError, match="mt computes another loss from it: .* as transformers computes it"):
+        convert(folder, folder.with_name("x"), saver="mt", verify=True, host=host)
+
+
+def test_a_source_that_transformers_cannot_read_is_computed_by_mt_and_says_why(make_hf, host, monkeypatch) -> None:
+    def failing(path: Path) -> None:
+        raise ImportError("kernels are missing")
+
+    folder = make_hf(**LLAMA)
+    monkeypatch.setattr(reader_loss, "_transformers_model", failing)
+    report = convert(folder, folder.with_name("x"), saver="mt", verify=True, host=host)
+    assert report.verification.loss.source_reader.startswith("mt (transformers does not read it: ImportError: kernels")

@@ -128,7 +128,11 @@ def test_a_backend_without_soft_caps_is_refused(build) -> None:
     ("kind", "fields", "words"),
     [
         ("gemma2", {"layer_types": ["full_attention"] + ["sliding_attention"] * 3}, "layer_types=.* every n-th layer"),
-        ("gemma2", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling=linear of a gemma2"),
+        (
+            "gemma2",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "rope_scaling of type linear is not supported in a gemma2",
+        ),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation='silu' .* it can be 'gelu_pytorch_tanh'"),
         (

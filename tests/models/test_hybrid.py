@@ -284,7 +284,7 @@ def test_a_nemotron_h_that_is_not_understood_is_refused(change, words) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"attn_layer_indices": [3]}, r"attn_layer_indices=\[3\] names layers that are not among the 3"),
+        ({"attn_layer_indices": [3]}, r"attn_layer_indices=\[3\] names layers that are not among num_hidden_layers=3"),
         ({"mamba_d_head": 4}, "mamba_n_heads=8 times mamba_d_head=4 is not mamba_expand x hidden_size = 64"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'default' and partial_rotary_factor 0.5"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported; it can be False"),

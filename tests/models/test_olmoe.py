@@ -68,12 +68,6 @@ def test_flops_are_those_of_the_chosen_experts(build) -> None:
 # -- bad input -------------------------------------------------------------------------------------
 
 
-def test_clipped_queries_are_refused(host) -> None:
-    external = {"model_type": "olmoe", "hidden_size": 32, "vocab_size": 50, "num_hidden_layers": 2, "clip_qkv": 8.0}
-    with pytest.raises(ConfigError, match="clip_qkv=8.0 is not supported; it can be None"):
-        ref.family_of(host, "olmoe").read_config(external)
-
-
 def test_ranks_that_would_share_a_key_head_are_refused(monkeypatch, build) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 50}

@@ -197,7 +197,6 @@ def test_both_layouts_of_a_configuration_mean_the_same() -> None:
         ({"vision_config": {**VISION, "out_hidden_size": 8}}, r"out_hidden_size=8 and hidden_size=32 differ"),
         ({"vision_config": {**VISION, "rope_parameters": {"rope_theta": 5}}}, r"axial with the base 10000"),
         ({"text_config": {"hidden_size": 64}}, r"hidden_size=32 and text_config.hidden_size=64 differ"),
-        ({"rope_scaling": {"type": "mrope", "factor": 2}}, r"parameters that are not known: factor=2"),
     ],
 )
 def test_a_hugging_face_configuration_that_cannot_be_read(fields, words) -> None:

@@ -207,7 +207,11 @@ def test_well_known_sizes(host, preset, millions) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"feed_forward_proj": "gated-mish"}, "feed_forward_proj='gated-mish' is not supported; it can be relu, gated"),
+        (
+            {"feed_forward_proj": "mish", "dense_act_fn": "mish"},
+            "feed_forward_proj='mish', dense_act_fn='mish' .* relu",
+        ),
+        ({"dense_act_fn": "sigmoid"}, "dense_act_fn='sigmoid' and is_gated_act=False are not supported together"),
         ({"is_decoder": True}, "is_decoder=True is not supported"),
         ({"prefix_layers": 1}, "not known: prefix_layers=1"),
         ({"tie_word_embeddings": False, "scale_decoder_outputs": True}, "scale_decoder_outputs=True is not supported"),

@@ -305,6 +305,27 @@ EXPERTS = (
 
 CONVERSION = (
     Mutation(
+        "the older of two tables of rotary positions is dropped",
+        f"{MODELS}/blocks/hugging_face_decoder.py",
+        "for key in _TABLES if external.get(key)}\n",
+        "for key in _TABLES[:1] if external.get(key)}\n",
+        ("tests/ckpt/test_config_sweep.py", "-k", "telling and llama"),
+    ),
+    Mutation(
+        "T5's activation is read from the older field alone",
+        f"{MODELS}/t5/hugging_face.py",
+        'external.get("dense_act_fn", implied)',
+        "implied",
+        ("tests/ckpt/test_config_sweep.py", "-k", "telling and t5"),
+    ),
+    Mutation(
+        "an empty table of rotary positions is taken for none",
+        f"{MODELS}/gpt_oss/hugging_face.py",
+        'external.get("rope_parameters") is not None or',
+        'external.get("rope_parameters") or',
+        ("tests/ckpt/test_config_sweep.py", "-k", "telling and gpt_oss"),
+    ),
+    Mutation(
         "gate and up change places",
         f"{MODELS}/blocks/hugging_face_decoder.py",
         'halves = (f"{THEIRS}mlp.gate_proj.{kind}", f"{THEIRS}mlp.up_proj.{kind}")',

@@ -209,5 +209,5 @@ def test_the_command_prints_both_losses(low_logits: Path, tmp_path: Path) -> Non
     where = ("--load-dir", low_logits, "--save-dir", tmp_path / "run", "--saver", "megatron")
     result = run_convert(*where, "--verify", "--vocab-padding", "mean", "--true-vocab-size", "100")
     assert result.exit_code == 0, result.exception
-    assert "of the source, " in result.output
+    assert "of the source as mt computes it, " in result.output
     assert "28 rows of padding in its softmax" in result.output

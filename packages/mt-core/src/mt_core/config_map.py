@@ -59,9 +59,12 @@ class ConfigMap:
     """External keys that `import_extra` reads."""
     export_extra: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     """The way back: external keys from the whole of [model]."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """Another name of a key -> the key, which is written."""
 
     def import_value(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model]. Raises ConfigError for a field that is unknown or has a value that is not supported."""
+        external = self._with_one_spelling(external)
         # What `import_extra` reads has to be listed, since it receives the whole configuration.
         known = (
             {f.theirs for f in self.fields} | {f.theirs for f in self.fixed} | {*self.ignored, *self.import_extra_keys}
@@ -84,6 +87,17 @@ class ConfigMap:
         # A key that is absent takes the default of [model].
         return {key: value for key, value in values.items() if value is not None}
 
+    def _with_one_spelling(self, external: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises ConfigError for two names of one key with different values: which one counts depends on the reader."""
+        found = dict(external)
+        for other, key in self.spellings.items():
+            if other in found and found.setdefault(key, found[other]) != found.pop(other):
+                raise ConfigError(
+                    f"{key}={external[key]!r} and {other}={external[other]!r} contradict each other; they mean the "
+                    "same, so remove what is wrong"
+                )
+        return found
+
     def export_value(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """The external configuration of a [model] section with every key present."""
         values = {f.theirs: f.export_value(model.get(f.ours)) for f in self.fields}
@@ -98,13 +112,18 @@ def _translated(translate: Callable[[Any], Any], value: Any, keys: Sequence[str]
     one that it was not written for."""
     try:
         return translate(value)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        if any(key in str(error) for key in keys):
+            raise
+        raise ConfigError(f"{_shown(value, keys)} cannot be used: {error}") from None
     # What a conversion of an unexpected value may raise; other exceptions are defects of the map.
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        table = value if isinstance(value, Mapping) else {keys[0]: value}
-        given = ", ".join(f"{key}={table[key]!r:.80}" for key in keys if key in table)
-        raise ConfigError(f"{given or 'the configuration'} cannot be used: {error}") from error
+        raise ConfigError(f"{_shown(value, keys)} cannot be used: {error}") from error
+
+
+def _shown(value: Any, keys: Sequence[str]) -> str:
+    table = value if isinstance(value, Mapping) else {keys[0]: value}
+    return ", ".join(f"{key}={table[key]!r:.80}" for key in keys if key in table) or "the configuration"
 
 
 def require_known(kind: str, value: str, allowed: Iterable[str]) -> str:

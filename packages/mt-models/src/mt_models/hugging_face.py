@@ -46,6 +46,8 @@ class HuggingFaceFamily:
     spelling: the name that the name map uses for a tensor, from its name in any version.
     architectures: model_type -> the Python class that other programs look for in config.json.
     preprocessor: how images are made for a model of this configuration; None where the family takes none.
+    held: the configuration of what a file holds, from that of config.json and the names of its tensors: where the class
+    leaves layers out that config.json counts.
     """
 
     family: str
@@ -56,6 +58,7 @@ class HuggingFaceFamily:
     spelling: Callable[[Any, str], str] = lambda config, name: name
     architectures: Mapping[str, str] = field(default_factory=dict)
     preprocessor: Preprocessor | None = None
+    held: Callable[[Mapping[str, Any], Iterable[str]], Mapping[str, Any]] = lambda external, names: external
 
     def read_config(self, external: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of [model], `family` included, from the contents of config.json.
@@ -161,6 +164,33 @@ def _context_of(model: nn.Module) -> ParallelContext:
 
 # -- configuration fields that mean the same in every family ---------------------------------------
 
+FURTHER_ACTIVATIONS: Mapping[str, str] = {
+    "gelu_python": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "swish": "silu",
+}
+"""Further names of transformers for activations -> ours. Each computes the same, and none is written."""
+
+CLASS_KEYS = ("id2label", "label2id", "num_labels")
+DEFAULT_CLASSES = 2
+"""The number of classes of a configuration that does not say it."""
+
+
+def num_classes(external: Mapping[str, Any]) -> int:
+    """From the list of labels, or the bare number that older files have. Raises ConfigError where the two differ, and
+    for no classes."""
+    labels, number = external.get("id2label"), external.get("num_labels")
+    classes = int(number if number is not None else DEFAULT_CLASSES) if labels is None else len(labels)
+    if classes < 1 or number not in (None, classes):
+        raise ConfigError(
+            f"id2label has {'no list' if labels is None else len(labels)} and num_labels={number}: a classifier has at "
+            "least one class, and where both are given they are as many"
+        )
+    return classes
+
+
 SPECIAL_IDS = "ids of special tokens belong to the tokenizer; which positions count is the loss mask's"
 OF_GENERATION = "a default of text generation; the weights do not depend on it"
 OF_PYTHON = "how the Python class answers, not what it computes"
@@ -185,6 +215,13 @@ IGNORED: Mapping[str, str] = {
     "use_cache": "decoding has a cache whenever it is asked for one",
     "output_past": "decoding has a cache whenever it is asked for one",
     "cache_implementation": OF_GENERATION,
+    "chunk_size_feed_forward": "computes the same feed-forward in pieces",
+    "tie_encoder_decoder": "of a class that joins two models; no family here is one",
+    "cross_attention_hidden_size": "of a class that joins two models; no family here is one",
+    "add_cross_attention": "layers beside the model's own, whose tensors are refused by name",
+    "is_encoder_decoder": "of the class, which the type decides",
+    "use_bfloat16": "of models in TensorFlow, which no version reads any more",
+    "tf_legacy_loss": "of models in TensorFlow, which no version reads any more",
     "pretraining_tp": "splits the same products into chunks, which changes rounding only",
     "gradient_checkpointing": "saves memory in training; recompute.recompute_granularity does here",
     "transformers.js_config": "of a runtime for browsers",
@@ -213,14 +250,7 @@ IGNORED: Mapping[str, str] = {
 """Fields of every Hugging Face configuration that change nothing that a model computes."""
 
 NOT_A_CHOICE: tuple[Fixed, ...] = (
-    Fixed("is_encoder_decoder", (False, None), written=False),
-    Fixed("chunk_size_feed_forward", (0,), written=False),
     Fixed("is_decoder", (True, False), written=False),
-    Fixed("add_cross_attention", (False,), written=False),
-    Fixed("tie_encoder_decoder", (False,), written=False),
-    Fixed("cross_attention_hidden_size", (None,), written=False),
-    Fixed("use_bfloat16", (False,), written=False),
     Fixed("pruned_heads", ({}, None), written=False),
-    Fixed("tf_legacy_loss", (False,), written=False),
 )
 """Fields of every Hugging Face configuration that models leave at these values."""

@@ -195,8 +195,9 @@ def _loss(checked: Verification) -> list[str]:
         return []
     padding = f", {loss.num_padding_rows} rows of padding in its softmax" if loss.num_padding_rows else ""
     return [
-        f"loss of a few tokens: {loss.source:.5f} of the source, {loss.target:.5f} as {loss.reader} computes it from "
-        f"the target ({loss.num_parameters:,} parameters{padding})"
+        f"loss of a few tokens: {loss.source:.5f} of the source as {loss.source_reader} computes it, "
+        f"{loss.target:.5f} as {loss.reader} computes it from the target ("
+        f"{loss.num_parameters:,} parameters{padding})"
     ]
 
 

@@ -17,6 +17,8 @@ from mt_ckpt.convert.targets import require_free, target_path
 from mt_ckpt.convert.verify import Verification, verify_conversion
 from mt_ckpt.convert.workers import Workers
 from mt_ckpt.dcp.reader import READ_FROM
+from mt_ckpt.hugging_face.family import FORMAT as HUGGING_FACE
+from mt_ckpt.hugging_face.reader import detect
 from mt_ckpt.hugging_face.tokenizer import GENERATION
 from mt_ckpt.locate import resolve_run
 from mt_ckpt.megatron.metadata import optimizer_left_out
@@ -109,8 +111,17 @@ def convert(
     _write(write, target, source, options, host)
     written = _written_names(target, spec.name, prepared, host)
     left_out = [*histories_of(prepared.opened), *(name for name in source.unconverted() if name not in written)]
-    verification = verify_conversion(source, target, spec, options, host) if verify else None
+    verification = verify_conversion(source, target, spec, options, host, _judged_folder(request)) if verify else None
     return _report(spec.name, prepared, left_out, verification)
+
+
+def _judged_folder(request: Request) -> Path | None:
+    """The folder of a source in Hugging Face's format, if transformers would compute the same from it as the result."""
+    options = request.options
+    changed = options.dtype is not None or options.upcycle_experts is not None
+    changed = changed or request.trim_vocabulary or request.true_vocab_size is not None
+    known = request.loader in (AUTO, HUGGING_FACE) and not is_remote(request.path) and detect(request.path)
+    return request.path if known and not changed else None
 
 
 def _report(

@@ -35,6 +35,7 @@ TOLERANCE = 1e-3
 HUGGING_FACE = "hf"
 COUNT_PADDING = ("megatron", "megatron-dist", "megatron-legacy")
 """Formats whose readers' softmax runs over the padding."""
+MT, TRANSFORMERS = "mt", "transformers"
 TRANSFORMERS_NAMES = {
     "tokens": "input_ids",
     "encoder_tokens": "input_ids",
@@ -45,27 +46,37 @@ TRANSFORMERS_NAMES = {
 
 @dataclass(frozen=True)
 class ReaderLoss:
-    """Mean cross entropy in nats of the same few tokens. source: of the model that was read. target: as the reader of
-    what was written computes it. num_padding_rows: rows beside the vocabulary in its softmax. num_parameters: of the
-    model that it builds."""
+    """Mean cross entropy in nats of the same few tokens. source: of the model that was read, as source_reader computes
+    it. target: as the reader of what was written computes it. num_padding_rows: rows beside the vocabulary in its
+    softmax. num_parameters: of the model that it builds."""
 
     reader: str
     source: float
     target: float
     num_padding_rows: int
     num_parameters: int
+    source_reader: str = MT
 
 
 def reader_loss(
-    source: CheckpointReader, written: CheckpointReader, path: Path, saver: str, host: PluginHost
+    source: CheckpointReader,
+    written: CheckpointReader,
+    path: Path,
+    saver: str,
+    host: PluginHost,
+    folder: Path | None = None,
 ) -> ReaderLoss | None:
     """None for a model whose output is no distribution over the vocabulary, and where the reader is not installed.
+
+    folder: that of the source, if it is Hugging Face's and has the same tensors: where transformers is installed, it
+    computes the loss of the source, so that both what is read and what is written are judged by other code.
 
     Raises CheckpointError for losses that differ by more than rows of padding with a mean logit would make them, and
     for names that the reader does not know.
     """
+    judge = _judged_source(source, folder, host)
     if saver == HUGGING_FACE:
-        return _by_transformers(source, path, host)
+        return _by_transformers(source, path, host, judge)
     counts = saver in COUNT_PADDING
     first, rows = _padded(source, host) if counts else (source, 0)
     second, more_rows = _padded(written, host) if counts else (written, 0)
@@ -74,7 +85,9 @@ def reader_loss(
     if before is None or after is None:
         return None
     numel = sum(math.prod(shape) for name, shape in second.shapes().items() if name.startswith(MODEL))
-    found = ReaderLoss("Megatron" if counts else "mt", before, after, more_rows, numel)
+    # A source that transformers reads has no rows of padding: its format does not tell them from others.
+    before = before if judge.loss is None else judge.loss
+    found = ReaderLoss("Megatron" if counts else MT, before, after, more_rows, numel, judge.reader)
     # Rows whose logit is the mean of the others add at most their share to the sum of exp: log((ids + rows) / ids).
     _require_alike(found, math.log1p(max(more_rows - rows, 0) / num_ids), fewer=more_rows < rows)
     return found
@@ -87,7 +100,8 @@ def _require_alike(found: ReaderLoss, allowed: float, *, fewer: bool = False) ->
     if higher > allowed + TOLERANCE or (higher < -TOLERANCE and not fewer):
         raise CheckpointError(
             f"written, but {found.reader} computes another loss from it: {found.target:.5f}, and the source has "
-            f"{found.source:.5f}; {found.num_padding_rows} rows of padding are in its softmax, see --vocab-padding"
+            f"{found.source:.5f} as {found.source_reader} computes it; {found.num_padding_rows} rows of padding are in "
+            "its softmax, see --vocab-padding"
         )
 
 
@@ -129,23 +143,47 @@ def _vocab_size(reader: CheckpointReader, host: PluginHost) -> int:
 # -- Transformers ---------------------------------------------------------------------------------------
 
 
-def _by_transformers(source: CheckpointReader, path: Path, host: PluginHost) -> ReaderLoss | None:
+@dataclass(frozen=True)
+class _Judge:
+    """Who computes the loss of the source. loss: by transformers; None: mt computes it."""
+
+    reader: str = MT
+    loss: float | None = None
+
+
+def _judged_source(source: CheckpointReader, folder: Path | None, host: PluginHost) -> _Judge:
+    if folder is None:
+        return _Judge()
+    try:
+        found = _loss_by_transformers(source, folder, host)
+    except Exception as error:  # of another program: the loss is ours then, and the report says why
+        reason = str(error).partition("\n")[0]
+        return _Judge(f"{MT} (transformers does not read it: {type(error).__name__}: {reason:.200})")
+    return _Judge() if found is None else _Judge(TRANSFORMERS, found[0])
+
+
+def _by_transformers(source: CheckpointReader, path: Path, host: PluginHost, judge: _Judge) -> ReaderLoss | None:
+    before = model_loss(source, _vocab_size(source, host), host) if judge.loss is None else judge.loss
+    after = None if before is None else _loss_by_transformers(source, path, host)
+    if before is None or after is None:
+        return None
+    found = ReaderLoss(TRANSFORMERS, before, after[0], 0, after[1], judge.reader)
+    _require_alike(found, 0.0)
+    return found
+
+
+def _loss_by_transformers(source: CheckpointReader, path: Path, host: PluginHost) -> tuple[float, int] | None:
+    """The loss and the number of parameters of the model that transformers builds from a folder. None where it is not
+    installed, and for a model whose output is no distribution over the vocabulary."""
     num_ids = _vocab_size(source, host)
     inputs = token_inputs(build_model(model_config(source, host), host, "meta"), num_ids)
     if inputs is None or is_remote(path) or find_spec("transformers") is None:
         return None
-    before = model_loss(source, num_ids, host)
-    if before is None:
-        return None
     model = _transformers_model(path)
     with torch.no_grad():
         output = model(**{TRANSFORMERS_NAMES[name]: ids for name, ids in inputs.items()})
-    after = loss_of(output, inputs, num_ids)
-    if after is None:
-        return None
-    found = ReaderLoss("transformers", before, after, 0, sum(parameter.numel() for parameter in model.parameters()))
-    _require_alike(found, 0.0)
-    return found
+    loss = loss_of(output, inputs, num_ids)
+    return None if loss is None else (loss, sum(parameter.numel() for parameter in model.parameters()))
 
 
 def _transformers_model(path: Path) -> nn.Module:

@@ -46,9 +46,14 @@ class Verification:
 
 
 def verify_conversion(
-    source: CheckpointReader, path: Path, spec: CheckpointSaverSpec, options: ConvertOptions, host: PluginHost
+    source: CheckpointReader,
+    path: Path,
+    spec: CheckpointSaverSpec,
+    options: ConvertOptions,
+    host: PluginHost,
+    folder: Path | None = None,
 ) -> Verification:
-    """path: what the saver `spec` has written from `source`, with `options`.
+    """path: what the saver `spec` has written from `source`, with `options`. folder: see `reader_loss`.
 
     Raises CheckpointError that names the first tensors that differ, or the first module whose output does; for a
     loss that the program computes otherwise that reads the format; and for names that its strict load does not want.
@@ -59,7 +64,7 @@ def verify_conversion(
     settings = changed_settings(first.model, second.model)
     # Both models are held one after the other: the first is dropped with the call that computed its outputs.
     num_outputs = _require_same_outputs(_outputs(first, source, host), _outputs(second, written, host), settings)
-    loss = reader_loss(source, written, path, spec.name, host)
+    loss = reader_loss(source, written, path, spec.name, host, folder)
     require_names = spec.require_strict_names and spec.require_strict_names.load()
     names = require_names(path, source, options, host) if require_names else None
     return Verification(num_tensors, num_outputs, settings, loss, names)

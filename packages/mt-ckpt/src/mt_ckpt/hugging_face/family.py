@@ -93,7 +93,7 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
         )
     # The names are checked where the reader is made; only a choice between families needs them here.
     if len(able) == 1:
-        return able[0], read_config(able[0], external, host)
+        return able[0], _config_of_file(able[0], external, names, host)
     return _fitting(able, external, names, host)
 
 
@@ -121,8 +121,21 @@ def _families(host: PluginHost) -> tuple[list[Family], list[str]]:
     return families, broken
 
 
+def _config_of_file(family: Family, external: Mapping[str, Any], names: list[str], host: PluginHost) -> Config:
+    # Optional in a family of a plugin, see HuggingFaceFamily.held.
+    held = getattr(family, "held", None)
+    return read_config(family, external if held is None else held(external, names), host)
+
+
 def read_config(family: Family, external: Mapping[str, Any], host: PluginHost) -> Config:
-    return config_from_dict({"model": family.read_config(external)}, host)
+    """Raises ConfigError for what the family cannot express, and for a model that breaks the family's own rules."""
+    config = config_from_dict({"model": family.read_config(external)}, host)
+    # The rules of a training, such as the number of experts that a router chooses: a model that breaks one would fail
+    # where it is built or computes. How long samples are is not the model's: as long as its positions.
+    text = getattr(config.model, "decoder", config.model)  # of a model that reads images too
+    length = getattr(text, "max_position_embeddings", None) or config.data.seq_length
+    host.check_config(config.model_copy(update={"data": config.data.model_copy(update={"seq_length": length})}))
+    return config
 
 
 def _fitting(
@@ -134,7 +147,7 @@ def _fitting(
     fitting: list[tuple[Family, Config]] = []
     for family in able:
         try:
-            config = read_config(family, external, host)
+            config = _config_of_file(family, external, names, host)
             require_names(family, config.model, names)
         except (ConfigError, CheckpointError) as error:
             reasons[family.family] = error
@@ -142,11 +155,14 @@ def _fitting(
             fitting.append((family, config))
     listed = external.get("architectures")
     meant = listed[:1] if isinstance(listed, list) else []
+    named = next((f.family for f in able if meant and meant[0] in f.architectures.values()), None)
+    # What config.json says is wrong with the family that it names: that another one has such tensors is chance.
+    if isinstance(reasons.get(named or ""), ConfigError):
+        raise reasons[named or ""]
     if fitting:
         return next((found for found in fitting if _architectures(*found) == meant), fitting[0])
     # The reason that is shown is that of the family which config.json means.
-    best = next((f.family for f in able if meant and meant[0] in f.architectures.values()), able[0].family)
-    raise reasons[best]
+    raise reasons[named or able[0].family]
 
 
 def _architectures(family: Family, config: Config) -> Any:

@@ -10,7 +10,7 @@ from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import GroupedQKV, NameMap, Rule, Same
 from mt_models.bert.config import BertConfig
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_HEADS, HuggingFaceFamily
+from mt_models.hugging_face import FURTHER_ACTIVATIONS, IGNORED, NOT_A_CHOICE, OF_HEADS, HuggingFaceFamily
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -18,6 +18,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "silu": "silu",
+    **FURTHER_ACTIVATIONS,
 }
 """Hugging Face's value -> ours; if several map to one, the first is exported."""
 PLACEMENTS = {"bert": "post", "megatron-bert": "pre"}

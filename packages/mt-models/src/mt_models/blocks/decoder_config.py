@@ -90,6 +90,11 @@ class DecoderConfig(ModelConfig):
         return self.head_dim
 
     @property
+    def rotary_dim_key(self) -> str:
+        """What says rotary_dim, for messages."""
+        return "model.kv_channels" if self.kv_channels else "model.hidden_size / model.num_attention_heads"
+
+    @property
     def ffn_size(self) -> int:
         # 8/3: three matrices of this width have as many weights as the two of a plain feed-forward of 4 hidden_size.
         return self.ffn_hidden_size or max(self.hidden_size * 8 // 3 // 64 * 64, 64)
@@ -171,10 +176,10 @@ def _check_heads(model: DecoderConfig) -> None:
             f"{listed(divisors(model.hidden_size))}, or set model.kv_channels"
         )
     must_divide("model.num_query_groups", model.query_groups, "model.num_attention_heads", model.num_attention_heads)
-    if model.head_dim % 2:
-        key = "model.kv_channels" if model.kv_channels else "model.hidden_size / model.num_attention_heads"
+    if model.rotary_dim % 2:
         raise ConfigError(
-            f"{key}={model.head_dim} is odd; rotary positions turn pairs of channels, so it has to be even"
+            f"{model.rotary_dim_key}={model.rotary_dim} is odd; rotary positions turn pairs of channels, so it has to "
+            "be even"
         )
 
 
@@ -194,6 +199,11 @@ def _check_rope_scaling(model: DecoderConfig) -> None:
     if model.rope_scaling_type == "yarn" and model.rope_beta_slow >= model.rope_beta_fast:
         raise ConfigError(
             f"model.rope_beta_slow={model.rope_beta_slow} has to be below model.rope_beta_fast={model.rope_beta_fast}"
+        )
+    if model.rope_scaling_type == "yarn" and model.rotary_base <= 1.0:
+        raise ConfigError(
+            f"model.rotary_base={model.rotary_base} has to be above 1 with model.rope_scaling_type=yarn, which divides "
+            "by its logarithm"
         )
     # The base is raised to D / (D - 2).
     if model.rope_scaling_type == "dynamic" and model.head_dim < 4:

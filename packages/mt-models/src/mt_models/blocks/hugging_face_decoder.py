@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from mt_core.config_map import Field, require_known
@@ -169,31 +169,65 @@ def require_even_heads(config: Heads, name: str) -> None:
         )
 
 
+_SCALING_PARAMETERS = {key for table in _SCALING_FIELDS.values() for key in table} | {"short_factor", "long_factor"}
+"""Of all types of transformers, also of those that no family here has."""
+
+
+def rope_table(external: Mapping[str, Any], default_base: float = 10000.0, **own: Any) -> dict[str, Any]:
+    """`rope_parameters` (transformers 5) or `rope_scaling` (before) in the form of the former: with rope_type and
+    rope_theta, and without parameters that are null or do not count. own: parameters of the class beside those of the
+    scalings, with what they are where no table says it.
+
+    Raises ConfigError where a file has both and they differ: which one counts depends on the version that reads it.
+    """
+    # Where a table does not say the base, it stands beside it.
+    beside = {"rope_type": "default", "rope_theta": external.get("rope_theta", default_base), **own}
+    tables = {key: _current_table(external[key], own) for key in _TABLES if external.get(key)}
+    found = one_of({key: {**beside, **table} for key, table in tables.items()}, _TABLES, beside)
+    return dict(found)
+
+
+_TABLES = ("rope_parameters", "rope_scaling")
+
+
+def _current_table(table: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+    """Under current names, without parameters that are null or those of other types or classes."""
+    kind = str(table.get("rope_type", table.get("type", "default")))
+    others = _SCALING_PARAMETERS - set(_SCALING_FIELDS.get(kind, _SCALING_PARAMETERS)) | {"mrope_section"}
+    if kind == "default":
+        # A class that rotates whole heads reads it for scaled frequencies alone.
+        others.add("partial_rotary_factor")
+    left_out = others - set(own) | {"type"}
+    return {
+        **{key: value for key, value in table.items() if value is not None and key not in left_out},
+        "rope_type": kind,
+    }
+
+
 def import_rope(external: Mapping[str, Any], default_base: float = 10000.0) -> dict[str, Any]:
     """Keys of [model] from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
-    # In transformers 5 the base stands within rope_parameters, before it beside rope_scaling.
-    given = dict(external.get("rope_parameters") or external.get("rope_scaling") or {})
-    base = float(given.pop("rope_theta", external.get("rope_theta", default_base)))
-    return {"rotary_base": base, **import_scaling(given)}
+    table = rope_table(external, default_base)
+    name = next((key for key in _TABLES if external.get(key)), "rope_theta")
+    return {"rotary_base": float(table.pop("rope_theta")), **import_scaling(table, name)}
 
 
-def import_scaling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of [model] from the parameters of one scaling. Raises ConfigError for an unknown type or parameter."""
-    parameters = dict(given)
-    # Popped whether it is used or not: files from the time of the change have both keys.
-    legacy = parameters.pop("type", "default")
-    kind = parameters.pop("rope_type", legacy)
-    fields = _SCALING_FIELDS[require_known("rope_scaling.rope_type", str(kind), _SCALING_FIELDS)]
-    # A parameter that is not known changes frequencies: reading on would give a model that is subtly wrong.
-    unknown = sorted(set(parameters) - set(fields))
-    if unknown:
+def import_scaling(given: Mapping[str, Any], name: str = "rope_scaling") -> dict[str, Any]:
+    """Keys of [model] from the parameters of one scaling, which stands under `name`. Raises ConfigError for an unknown
+    type or parameter."""
+    parameters = _current_table(given, ())
+    kind = str(parameters.pop("rope_type", "default"))
+    fields = _SCALING_FIELDS[require_known(f"{name}.rope_type", kind, _SCALING_FIELDS)]
+    if (share := parameters.pop("partial_rotary_factor", 1.0)) != 1.0:
+        raise ConfigError(f"{name}.partial_rotary_factor={share!r} is not supported; it can be 1.0")
+    # A parameter that is not known may change frequencies: reading on would give a model that is subtly wrong.
+    if unknown := sorted(set(parameters) - set(fields)):
         raise ConfigError(
-            f"rope_scaling of type {kind} has parameters that are not known: "
+            f"{name} of type {kind} has parameters that are not known: "
             f"{', '.join(f'{key}={parameters[key]!r}' for key in unknown)}; known are {', '.join(fields) or 'none'}"
         )
     if kind == "default":
         return {}
-    values = {fields[key]: _number(key, value) for key, value in parameters.items() if value is not None}
+    values = {ours: _number(key, parameters[key]) for key, ours in fields.items() if key in parameters}
     return {"rope_scaling_type": kind, **values}
 
 

@@ -149,6 +149,8 @@ def require_normalized(external: Mapping[str, Any]) -> None:
 
 def import_groups(external: Mapping[str, Any], score_topk: int) -> dict[str, int]:
     if external.get("n_group") in (None, 1):
+        if external.get("topk_group") not in (None, 1):
+            raise ConfigError(f"topk_group={external['topk_group']} is not supported with n_group=1; it can be 1")
         return {}
     return {
         "moe_router_num_groups": external["n_group"],

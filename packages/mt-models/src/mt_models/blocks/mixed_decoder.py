@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -40,8 +40,11 @@ class MixedShape(Protocol):
 class MixedDecoder(CausalDecoder):
     """tokens [B, S] -> logits [B, S, vocab]; a family says how to make layer number i (see residual_layer)."""
 
+    embedding_type: ClassVar[type[TokenEmbedding]] = TokenEmbedding
+    """Of a residual stream in the dtype of the weights."""
+
     def __init__(self, config: MixedShape, environment: ModelEnvironment, layer: Callable[[int], nn.Module]) -> None:
-        embedding = Fp32Embedding if config.fp32_residual_connection else TokenEmbedding
+        embedding = Fp32Embedding if config.fp32_residual_connection else self.embedding_type
         check_sequence_length(environment.config.data.seq_length, environment.parallel.cp.size)
         # DecoderConfigLike also requires the shape of attention, which only attention reads.
         super().__init__(config, environment, embedding, layer)  # type: ignore[arg-type]

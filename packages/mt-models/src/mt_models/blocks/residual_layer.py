@@ -1,7 +1,7 @@
 """Layers with one block each: x + block(norm(x)). Models with several kinds of layers are stacks of these.
 
 All take (x, pattern, angles, cache) and use what they need. x is [batch, sequence, hidden] in the dtype of the
-residual stream; blocks compute in that of the weights.
+residual stream; blocks compute in that of the weights. multiplier: of what the block adds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from mt_models.blocks.rotary import RotaryAngles
 class MambaLayer(nn.Module):
     """x + mixer(norm(x))"""
 
-    def __init__(self, mixer: MambaMixer, hidden_size: int, epsilon: float, ctx: ParallelContext) -> None:
+    def __init__(
+        self, mixer: MambaMixer, hidden_size: int, epsilon: float, ctx: ParallelContext, multiplier: float = 1.0
+    ) -> None:
         super().__init__()
-        self.dtype = ctx.params_dtype
+        self.dtype, self.multiplier = ctx.params_dtype, multiplier
         self.norm = build_norm("RMSNorm", hidden_size, epsilon, ctx)
         self.mixer = mixer
 
@@ -36,15 +38,17 @@ class MambaLayer(nn.Module):
         x, normed = self.norm.add(x)
         # With fp32_residual_connection x is fp32 and the block's output is added
         # to it in fp32. Otherwise `to` does nothing.
-        return x + self.mixer(normed.to(self.dtype), pattern.segment_ids, cache)
+        return x + scaled(self.mixer(normed.to(self.dtype), pattern.segment_ids, cache), self.multiplier)
 
 
 class AttentionLayer(nn.Module):
     """x + self_attention(input_layernorm(x))"""
 
-    def __init__(self, attention: SelfAttention, hidden_size: int, epsilon: float, ctx: ParallelContext) -> None:
+    def __init__(
+        self, attention: SelfAttention, hidden_size: int, epsilon: float, ctx: ParallelContext, multiplier: float = 1.0
+    ) -> None:
         super().__init__()
-        self.dtype = ctx.params_dtype
+        self.dtype, self.multiplier = ctx.params_dtype, multiplier
         self.input_layernorm = build_norm("RMSNorm", hidden_size, epsilon, ctx)
         self.self_attention = attention
 
@@ -56,15 +60,17 @@ class AttentionLayer(nn.Module):
         cache: Cache | None = None,
     ) -> Tensor:
         x, normed = self.input_layernorm.add(x)
-        return x + self.self_attention(normed.to(self.dtype), pattern, angles, cache)
+        return x + scaled(self.self_attention(normed.to(self.dtype), pattern, angles, cache), self.multiplier)
 
 
 class FeedForwardLayer(nn.Module):
     """x + mlp(pre_mlp_layernorm(x))"""
 
-    def __init__(self, feed_forward: nn.Module, hidden_size: int, epsilon: float, ctx: ParallelContext) -> None:
+    def __init__(
+        self, feed_forward: nn.Module, hidden_size: int, epsilon: float, ctx: ParallelContext, multiplier: float = 1.0
+    ) -> None:
         super().__init__()
-        self.dtype = ctx.params_dtype
+        self.dtype, self.multiplier = ctx.params_dtype, multiplier
         self.pre_mlp_layernorm = build_norm("RMSNorm", hidden_size, epsilon, ctx)
         self.mlp = feed_forward
 
@@ -72,4 +78,9 @@ class FeedForwardLayer(nn.Module):
         self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None = None, cache: Cache | None = None
     ) -> Tensor:
         x, normed = self.pre_mlp_layernorm.add(x)
-        return x + self.mlp(normed.to(self.dtype))
+        return x + scaled(self.mlp(normed.to(self.dtype)), self.multiplier)
+
+
+def scaled(x: Tensor, multiplier: float) -> Tensor:
+    # Without a product by 1, whose result would be a copy.
+    return x if multiplier == 1.0 else x * multiplier

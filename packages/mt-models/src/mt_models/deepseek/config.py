@@ -43,6 +43,10 @@ class DeepseekConfig(DecoderConfig):
         return self.qk_pos_emb_head_dim
 
     @property
+    def rotary_dim_key(self) -> str:
+        return "model.qk_pos_emb_head_dim"
+
+    @property
     def rotary_interleaved(self) -> bool:
         return True
 

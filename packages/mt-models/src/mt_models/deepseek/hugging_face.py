@@ -5,7 +5,7 @@ The MTP layers come after the others, with further copies of the embedding and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -119,9 +119,9 @@ def copies(config: DeepseekConfig) -> dict[str, str]:
 MOE_KEYS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
     "topk_method", "routed_scaling_factor", "first_k_dense_replace", "aux_loss_alpha", "seq_aux",
-    "router_aux_loss_coef", "num_nextn_predict_layers", "num_mtp_layers",
+    "router_aux_loss_coef", "num_nextn_predict_layers",
 )  # fmt: skip
-ATTENTION_KEYS = ("num_key_value_heads", "head_dim", "qk_head_dim")
+ATTENTION_KEYS = ("num_key_value_heads", "head_dim")
 
 
 def model_type_of(config: DeepseekConfig) -> str:
@@ -165,6 +165,22 @@ def import_shared(external: Mapping[str, Any]) -> dict[str, Any]:
     return import_rope(external)
 
 
+def _require_rotated(external: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless head_dim, from which the class of V3 computes frequencies, is what is rotated."""
+    rotated = external.get("qk_rope_head_dim", 64)
+    if external.get("head_dim") not in (None, rotated):
+        raise ConfigError(f"head_dim={external['head_dim']!r} is not supported; it can be qk_rope_head_dim={rotated}")
+
+
+def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Without layers of multi-token prediction where a file has none: its class leaves them out and keeps the count."""
+    layers = f"model.layers.{external.get('num_hidden_layers', 61)}."
+    counts = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if external.get(key)]
+    if not counts or any(name.startswith(layers) for name in names):
+        return external
+    return {**external, **dict.fromkeys(counts, 0)}
+
+
 def _all_dense(external: Mapping[str, Any], default: int, layers: int) -> bool:
     return bool(external.get("first_k_dense_replace", default) >= external.get("num_hidden_layers", layers))
 
@@ -182,8 +198,8 @@ def v2_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def v3_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-    predicted = external.get("num_nextn_predict_layers", external.get("num_mtp_layers", 0))
-    values = {**import_shared(external), "mtp_num_layers": predicted}
+    _require_rotated(external)
+    values = {**import_shared(external), "mtp_num_layers": external.get("num_nextn_predict_layers", 0)}
     if _all_dense(external, default=3, layers=61):
         return values
     require_normalized(external)
@@ -290,8 +306,9 @@ FIELDS = (
     Field("v_head_dim", "v_head_dim", default=128),
 )
 FIXED = (SILU, Fixed("attention_bias", (False,)), Fixed("moe_layer_freq", (1,)), *NOT_A_CHOICE)
+SPELLINGS = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 DERIVED = {
-    **dict.fromkeys(("head_dim", "qk_head_dim"), "the sum of other fields, or one of them"),
+    "qk_head_dim": "the sum of other fields",
     "ep_size": "how experts were sharded over ranks; parallel.expert_model_parallel_size says so",
     "router_aux_loss_coef": "not read by the Python class; aux_loss_alpha is the coefficient",
 }
@@ -308,6 +325,7 @@ V2 = ConfigMap(
     import_extra=v2_import_extra,
     import_extra_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS),
     export_extra=v2_export_extra,
+    spellings=SPELLINGS,
 )
 V3 = ConfigMap(
     architecture="deepseek_v3",
@@ -321,6 +339,7 @@ V3 = ConfigMap(
     import_extra=v3_import_extra,
     import_extra_keys=(*ROPE_KEYS, *MOE_KEYS, *ATTENTION_KEYS, "norm_topk_prob", BIAS_KEY),
     export_extra=v3_export_extra,
+    spellings=SPELLINGS,
 )
 
 HUGGING_FACE = HuggingFaceFamily(
@@ -330,4 +349,5 @@ HUGGING_FACE = HuggingFaceFamily(
     model_type_of=model_type_of,
     copies=copies,
     architectures={"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"},
+    held=held,
 )

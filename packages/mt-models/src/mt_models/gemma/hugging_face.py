@@ -20,11 +20,17 @@ from mt_models.blocks.hugging_face_decoder import (
     export_shape,
     feed_forward_rules,
     import_rope,
-    import_scaling,
     norm_rules,
 )
 from mt_models.gemma.config import GemmaConfig
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
+from mt_models.hugging_face import (
+    FURTHER_ACTIVATIONS,
+    IGNORED,
+    NOT_A_CHOICE,
+    HuggingFaceFamily,
+    require_value,
+    tied_output,
+)
 
 NORMS = {
     "input_layernorm": "input_layernorm",
@@ -46,6 +52,7 @@ def name_map(config: GemmaConfig) -> NameMap:
 
 def model_type_of(config: GemmaConfig) -> str:
     if config.qk_layernorm:
+        require_value(config, "attn_logit_softcapping", (None,), "gemma3_text")
         return "gemma3_text"
     require_value(config, "rope_scaling_type", ("none",), "gemma2")
     require_value(config, "rotary_base_local", (config.rotary_base,), "gemma2")
@@ -78,7 +85,8 @@ def gemma2_rope(external: Mapping[str, Any]) -> dict[str, Any]:
     values = import_rope(external)
     if "rope_scaling_type" in values:
         raise ConfigError(
-            f"rope_scaling={values['rope_scaling_type']} of a gemma2 is not supported; it can be null or default"
+            f"rope_parameters or rope_scaling of type {values['rope_scaling_type']} is not supported in a gemma2; it "
+            "can be null or default"
         )
     # Gemma 2 rotates local and global layers alike.
     return {**values, "rotary_base_local": values["rotary_base"]}
@@ -89,16 +97,16 @@ def gemma3_rope(external: Mapping[str, Any]) -> dict[str, Any]:
     # One table for each kind of layer; older files have rope_theta and rope_scaling for
     # global layers and rope_local_base_freq for local ones.
     kinds = external.get("rope_parameters") or {}
-    whole = {**(external.get("rope_scaling") or {}), **(kinds.get(FULL) or {})}
-    local = dict(kinds.get(SLIDING) or {})
-    base = whole.pop("rope_theta", external.get("rope_theta", 1000000.0))
-    local_base = local.pop("rope_theta", external.get("rope_local_base_freq", 10000.0))
-    if import_scaling(local) or set(kinds) - {FULL, SLIDING}:
+    whole = import_rope({**external, "rope_parameters": kinds.get(FULL)}, default_base=1000000.0)
+    local = import_rope(
+        {"rope_parameters": kinds.get(SLIDING), "rope_theta": external.get("rope_local_base_freq", 10000.0)}
+    )
+    if "rope_scaling_type" in local or set(kinds) - {FULL, SLIDING}:
         raise ConfigError(
             f"rope_parameters={dict(kinds)} is not supported: it has the keys {FULL} and {SLIDING}, and the rope_type "
             f"of {SLIDING} can only be default"
         )
-    return {"rotary_base": float(base), "rotary_base_local": float(local_base), **import_scaling(whole)}
+    return {**whole, "rotary_base_local": local["rotary_base"]}
 
 
 # -- configuration -----------------------------------------------------------------------------------
@@ -108,20 +116,27 @@ def real(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _own_fields(attention_cap: float | None, final_cap: float | None) -> tuple[Field, ...]:
+ATTENTION_CAP = "attn_logit_softcapping"
+
+
+def _own_fields(*, positions: int, final_cap: float | None) -> tuple[Field, ...]:
     return (
-        *decoder_fields(tied=True, positions=8192 if attention_cap else 131072),
+        *decoder_fields(tied=True, positions=positions),
         Field("num_key_value_heads", "num_query_groups", default=4),
         Field("head_dim", "kv_channels", default=256),
         Field("sliding_window", "sliding_window", default=4096),
         Field("query_pre_attn_scalar", "query_pre_attn_scalar", import_value=real, default=256),
-        Field("attn_logit_softcapping", "attn_logit_softcapping", import_value=real, default=attention_cap),
         Field("final_logit_softcapping", "final_logit_softcapping", import_value=real, default=final_cap),
     )
 
 
+GELU_TANH = (
+    "gelu_pytorch_tanh",
+    "gelu_new",
+    *(key for key, ours in FURTHER_ACTIVATIONS.items() if ours == "gelu_tanh"),
+)
 FIXED = (
-    Fixed("hidden_activation", ("gelu_pytorch_tanh", None)),
+    Fixed("hidden_activation", (*GELU_TANH, None)),
     Fixed("attention_bias", (False,)),
     Fixed("use_bidirectional_attention", (False, None)),
     *NOT_A_CHOICE,
@@ -175,7 +190,10 @@ def gemma3_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
 
 GEMMA2 = ConfigMap(
     architecture="gemma2",
-    fields=_own_fields(50.0, 30.0),
+    fields=(
+        *_own_fields(positions=8192, final_cap=30.0),
+        Field(ATTENTION_CAP, ATTENTION_CAP, import_value=real, default=50.0),
+    ),
     fixed=FIXED,
     ignored=IGNORED_HERE,
     import_extra=gemma2_import_extra,
@@ -184,8 +202,9 @@ GEMMA2 = ConfigMap(
 )
 GEMMA3 = ConfigMap(
     architecture="gemma3_text",
-    fields=_own_fields(None, None),
-    fixed=FIXED,
+    fields=_own_fields(positions=131072, final_cap=None),
+    # The class does not read it.
+    fixed=(*FIXED, Fixed(ATTENTION_CAP, (None,))),
     ignored=IGNORED_HERE,
     import_extra=gemma3_import_extra,
     import_extra_keys=(

@@ -7,9 +7,9 @@ from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
-from mt_models.blocks.hugging_face_decoder import POSITIONS, import_rope, longest_sequence, negated, one_of
+from mt_models.blocks.hugging_face_decoder import POSITIONS, import_rope, longest_sequence, negated, one_of, rope_table
 from mt_models.gpt.config import GPTConfig
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_HEADS, require_value
+from mt_models.hugging_face import FURTHER_ACTIVATIONS, IGNORED, NOT_A_CHOICE, OF_HEADS, require_value
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -18,7 +18,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "relu": "relu",
     "silu": "silu",
-    "swish": "silu",
+    **FURTHER_ACTIVATIONS,
 }
 BACK = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
 BIGCODE_BACK = {**BACK, "gelu_tanh": "gelu_pytorch_tanh"}  # the same function, rounded otherwise
@@ -26,7 +26,7 @@ BIGCODE_BACK = {**BACK, "gelu_tanh": "gelu_pytorch_tanh"}  # the same function, 
 
 def import_activation(name: str) -> str:
     if name not in ACTIVATIONS:
-        raise ConfigError(f"the activation {name!r} is not supported; it can be {', '.join(ACTIVATIONS)}")
+        raise ConfigError(f"{name!r} is not supported; it can be {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -69,6 +69,13 @@ GPT2_FIELDS = (
     Field("n_positions", "max_position_embeddings", default=1024),
     Field("n_inner", "ffn_hidden_size"),
 )
+GPT2_SPELLINGS = {
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+}
+"""Names that the classes take beside those of the files."""
 DROPOUTS = ("embd_pdrop", "resid_pdrop", "attn_pdrop")
 IGNORED_GPT2 = {
     **IGNORED,
@@ -96,6 +103,7 @@ GPT2 = ConfigMap(
     ),
     fixed=(
         Fixed("scale_attn_weights", (True,)),
+        Fixed("add_cross_attention", (False,), written=False),
         Fixed("scale_attn_by_inverse_layer_idx", (False,)),
         *NOT_A_CHOICE,
     ),
@@ -103,6 +111,7 @@ GPT2 = ConfigMap(
     import_extra=import_dropout,
     import_extra_keys=DROPOUTS,
     export_extra=_gpt2_export_extra,
+    spellings=GPT2_SPELLINGS,
 )
 
 GPT_BIGCODE = ConfigMap(
@@ -113,6 +122,7 @@ GPT_BIGCODE = ConfigMap(
     ),
     fixed=(
         Fixed("scale_attn_weights", (True,)),
+        Fixed("add_cross_attention", (False,), written=False),
         Fixed("multi_query", (True,)),
         Fixed("num_key_value_heads", (1,)),
         *NOT_A_CHOICE,
@@ -130,6 +140,7 @@ GPT_BIGCODE = ConfigMap(
     import_extra=lambda external: {"num_query_groups": 1, **import_dropout(external)},
     import_extra_keys=DROPOUTS,
     export_extra=_gpt2_export_extra,
+    spellings=GPT2_SPELLINGS,
 )  # fmt: skip
 
 
@@ -186,15 +197,19 @@ BLOOM = ConfigMap(
 def _neox_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     # Three generations of keys: rotary_pct and rotary_emb_base; partial_rotary_factor and rope_theta beside the others;
     # both within rope_parameters. one_of refuses a file in which they differ.
-    given = dict(external.get("rope_parameters") or external.get("rope_scaling") or {})
-    nested = {f"rope_parameters.{key}": given.pop(key, None) for key in ("partial_rotary_factor", "rope_theta")}
-    stated = {**external, **nested}
+    outside = one_of(external, ("rope_theta", "rotary_emb_base"), 10000.0)
+    part = one_of(external, ("partial_rotary_factor", "rotary_pct"), 0.25)
+    table = rope_table({**external, "rope_theta": outside}, partial_rotary_factor=float(part))
+    stated = {**external, **{f"rope_parameters.{key}": value for key, value in table.items()}}
     share = one_of(stated, ("rope_parameters.partial_rotary_factor", "partial_rotary_factor", "rotary_pct"), 0.25)
     base = one_of(stated, ("rope_parameters.rope_theta", "rope_theta", "rotary_emb_base"), 10000.0)
-    values = import_rope({"rope_parameters": {"rope_theta": base, **given}})
+    _require_rotated_pairs(external, float(share))
+    table.pop("partial_rotary_factor", None)
+    values = import_rope({"rope_parameters": {**table, "rope_theta": base}})
     if "rope_scaling_type" in values:
         raise ConfigError(
-            f"rope_scaling={values['rope_scaling_type']} of a gpt_neox is not supported; it can be null or default"
+            f"rope_parameters or rope_scaling of type {values['rope_scaling_type']} is not supported in a gpt_neox; it "
+            "can be null or default"
         )
     return {
         **values,
@@ -202,6 +217,17 @@ def _neox_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         "rotary_percent": float(share),
         "position_embedding_type": "rope",
     }
+
+
+def _require_rotated_pairs(external: Mapping[str, Any], share: float) -> None:
+    """Raises ConfigError for an odd number of rotated channels, of which the class makes other frequencies."""
+    head = external["hidden_size"] // external["num_attention_heads"]
+    if int(head * share) % 2:
+        raise ConfigError(
+            f"rotary_pct={share} (rope_parameters.partial_rotary_factor, in files of transformers 5) of a head of "
+            f"hidden_size / num_attention_heads={head} channels are {int(head * share)}; positions turn pairs of "
+            "channels, so it has to be an even number"
+        )
 
 
 def _neox_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:

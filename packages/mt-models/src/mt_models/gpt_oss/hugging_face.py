@@ -25,7 +25,7 @@ from mt_models.blocks.hugging_face_decoder import (
     import_rope,
     norm_rules,
 )
-from mt_models.blocks.hugging_face_moe import MOE_IGNORED, SILU, export_balance, import_balance
+from mt_models.blocks.hugging_face_moe import MOE_IGNORED, export_balance, import_balance
 from mt_models.blocks.moe import ANY, MoEOptions
 from mt_models.gpt_oss.config import GptOssConfig
 from mt_models.gpt_oss.expert_tensors import (
@@ -106,11 +106,11 @@ def check_quantization(external: Mapping[str, Any]) -> None:
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     check_quantization(external)
-    scaled = external.get("rope_parameters") or external.get("rope_scaling") or YARN
-    # import_rope takes the base from within the parameters if it is there, else from beside them.
-    positions = {"rope_parameters": scaled, "rope_theta": external.get("rope_theta", 150000.0)}
+    # Without a table the class has YaRN, and with an empty one no scaling.
+    named = external.get("rope_parameters") is not None or external.get("rope_scaling")
+    positions = external if named else {**external, "rope_parameters": YARN}
     return {
-        **import_rope(positions),
+        **import_rope(positions, default_base=150000.0),
         "window_attn_skip_freq": import_windows(external.get("layer_types")),
         "moe": {
             "num_experts": external.get("num_local_experts", 128),
@@ -130,6 +130,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         # A configuration that names no scaling has YaRN there.
         "rope_scaling": export_scaling(config) or {"rope_type": "default"},
         **export_balance(moe),
+        "hidden_act": "silu",
         "intermediate_size": moe.ffn_size,
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.topk,
@@ -146,7 +147,6 @@ GPT_OSS = ConfigMap(
         Field("sliding_window", "sliding_window", default=128),
     ),
     fixed=(
-        SILU,
         Fixed("attention_bias", (True,)),
         Fixed("swiglu_alpha", (1.702,)),
         Fixed("swiglu_limit", (7.0,)),
@@ -155,6 +155,7 @@ GPT_OSS = ConfigMap(
     ignored={
         **IGNORED,
         **MOE_IGNORED,
+        "hidden_act": "the class has an activation of its own, whatever the file says",
         "initial_context_length": "rope_scaling.original_max_position_embeddings says the same",
     },
     import_extra=import_extra,

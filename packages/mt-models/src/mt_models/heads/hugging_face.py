@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,20 +21,11 @@ from mt_models.bert.hugging_face import (
 from mt_models.bert.hugging_face import model_type_of as bert_type_of
 from mt_models.gpt.hugging_face import HUGGING_FACE as GPT
 from mt_models.heads.config import BertBase
-from mt_models.hugging_face import HuggingFaceFamily
+from mt_models.hugging_face import CLASS_KEYS, HuggingFaceFamily, num_classes
 from mt_models.llama.hugging_face import HUGGING_FACE as LLAMA
 
-CLASS_KEYS = ("id2label", "label2id", "num_labels")
 HEAD_KEYS = ("num_classes", "classifier_dropout")
 """Keys of [model] that the base does not have."""
-DEFAULT_CLASSES = 2
-"""The default number of classes of a configuration without a list of labels."""
-
-
-def num_classes(external: Mapping[str, Any]) -> int:
-    """From the list of labels, or the bare number that older files have."""
-    labels = external.get("id2label")
-    return len(labels) if labels else int(external.get("num_labels") or DEFAULT_CLASSES)
 
 
 def class_names(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +56,11 @@ def with_classes(base: ConfigMap) -> ConfigMap:
 # -- BERT ---------------------------------------------------------------------------------------------
 
 
-def bert_base(model_type: str, task: str) -> ConfigMap:
+def classes_of(task: str) -> dict[str, str]:
+    return {kind: f"{stem}For{task}" for kind, stem in STEMS.items()}
+
+
+def bert_base(model_type: str) -> ConfigMap:
     return ConfigMap(
         architecture=model_type,
         fields=ENCODER_FIELDS,
@@ -77,7 +73,6 @@ def bert_base(model_type: str, task: str) -> ConfigMap:
         },
         import_extra_keys=("classifier_dropout",),
         export_extra=lambda model: {
-            "architectures": [f"{STEMS[model_type]}For{task}"],
             "classifier_dropout": model.get("classifier_dropout"),
             "intermediate_size": model.get("ffn_hidden_size") or 4 * model["hidden_size"],
         },
@@ -95,15 +90,17 @@ def bert_names(config: BertBase, head: str) -> NameMap:
 
 BERT_CLASSIFICATION = HuggingFaceFamily(
     "bert_classification",
-    {kind: with_classes(bert_base(kind, "SequenceClassification")) for kind in PLACEMENTS},
+    {kind: with_classes(bert_base(kind)) for kind in PLACEMENTS},
     lambda config: bert_names(config, "classification_head"),
     bert_type_of,
+    architectures=classes_of("SequenceClassification"),
 )
 BERT_MULTIPLE_CHOICE = HuggingFaceFamily(
     "bert_multiple_choice",
-    {kind: bert_base(kind, "MultipleChoice") for kind in PLACEMENTS},
+    {kind: bert_base(kind) for kind in PLACEMENTS},
     lambda config: bert_names(config, "multichoice_head"),
     bert_type_of,
+    architectures=classes_of("MultipleChoice"),
 )
 
 
@@ -133,7 +130,9 @@ def on_decoder(family: str, base: HuggingFaceFamily) -> HuggingFaceFamily:
 
     maps = {kind: with_classes(without_head(mapped)) for kind, mapped in base.model_types.items()}
     # Without the base's copies: no LM head repeats the embedding here.
-    return HuggingFaceFamily(family, maps, names, base.model_type_of)
+    stems = {kind: re.sub("(LMHeadModel|ForCausalLM)$", "", name) for kind, name in base.architectures.items()}
+    classes = {kind: f"{stem}ForSequenceClassification" for kind, stem in stems.items()}
+    return HuggingFaceFamily(family, maps, names, base.model_type_of, architectures=classes)
 
 
 GPT_CLASSIFICATION = on_decoder("gpt_classification", GPT)

@@ -8,7 +8,13 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
-from mt_models.blocks.hugging_face_decoder import POSITIONS, longest_sequence, require_even_heads
+from mt_models.blocks.hugging_face_decoder import (
+    POSITIONS,
+    import_rope,
+    longest_sequence,
+    require_even_heads,
+    rope_table,
+)
 from mt_models.blocks.hugging_face_mamba import (
     KERNELS,
     expansion,
@@ -18,7 +24,7 @@ from mt_models.blocks.hugging_face_mamba import (
     mixer_rules,
 )
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_GENERATION, require_value
-from mt_models.hybrid.config import HybridConfig
+from mt_models.hybrid.config import NEUTRAL_FACTORS, HybridConfig
 from mt_models.hybrid.pattern import ATTENTION, FEED_FORWARD, MAMBA
 from mt_models.hybrid.rules import attention_rules, gated_feed_forward_rules
 
@@ -78,7 +84,9 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     attention = external.get("attn_layer_indices") or []
     layers = range(external.get("num_hidden_layers", 32))
     if set(attention) - set(layers):
-        raise ConfigError(f"attn_layer_indices={attention} names layers that are not among the {len(layers)}")
+        raise ConfigError(
+            f"attn_layer_indices={attention} names layers that are not among num_hidden_layers={len(layers)}"
+        )
     pattern = "".join((ATTENTION if layer in attention else MAMBA) + FEED_FORWARD for layer in layers)
     hidden, heads = external.get("hidden_size", 4096), external.get("mamba_n_heads", 128)
     head_dim = _mamba_head_dim(external, hidden, heads)
@@ -120,17 +128,16 @@ def _mamba_head_dim(external: Mapping[str, Any], hidden: int, heads: int) -> int
 
 def _rotary_base(external: Mapping[str, Any]) -> float:
     """Raises ConfigError for scaled positions, or another fraction than the class fixes."""
-    # Each `pop` takes what is understood; what is left over is refused.
-    given = dict(external.get("rope_parameters") or {})
-    base = given.pop("rope_theta", external.get("rope_theta", 10000.0))
-    kind = given.pop("rope_type", "default")
-    fraction = given.pop("partial_rotary_factor", external.get("partial_rotary_factor", ROTATED))
-    if kind != "default" or fraction != ROTATED or given or external.get("rope_scaling") is not None:
+    table = rope_table(external, partial_rotary_factor=external.get("partial_rotary_factor", ROTATED))
+    fraction = table.pop("partial_rotary_factor")
+    values = import_rope({"rope_parameters": table})
+    if "rope_scaling_type" in values or fraction != ROTATED:
         raise ConfigError(
-            f"rope_parameters={external.get('rope_parameters')!r}, rope_scaling={external.get('rope_scaling')!r}: a "
-            f"bamba can be read with rope_type 'default' and partial_rotary_factor {ROTATED}"
+            f"rope_parameters={external.get('rope_parameters')!r}, rope_scaling={external.get('rope_scaling')!r}, "
+            f"partial_rotary_factor={fraction}: a bamba can be read with rope_type 'default' and partial_rotary_factor "
+            f"{ROTATED}"
         )
-    return float(base)
+    return float(values["rotary_base"])
 
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,6 +149,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         ("add_bias_linear", False),
         ("fp32_residual_connection", False),
         ("use_scaled_init_method", True),
+        *NEUTRAL_FACTORS.items(),
     ):
         require_value(config, key, (value,), "bamba")
     require_even_heads(config, "bamba")

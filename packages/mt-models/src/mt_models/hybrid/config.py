@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,6 +15,8 @@ from mt_core.nn.activations import Activation
 from mt_models.blocks.checks import check_tensor_parallel
 from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
 from mt_models.hybrid.pattern import EXPERTS, STAGE, check_pattern, layers_of, stages_of
+
+Factor = Annotated[float, Field(gt=0)]
 
 
 class HybridConfig(MambaLayerConfig):
@@ -50,6 +53,14 @@ class HybridConfig(MambaLayerConfig):
     """Of the feed-forward."""
     add_bias_linear: bool = False
     """Biases in the matrices of attention and feed-forward."""
+    embedding_multiplier: Factor = 1.0
+    """Of token embeddings, in Granite 4.0 as the next three."""
+    attention_multiplier: Factor | None = None
+    """Of the products of queries and keys. Default: 1 / sqrt(head size)."""
+    residual_multiplier: Factor = 1.0
+    """Of what a layer adds to the residual stream."""
+    logits_scaling: Factor = 1.0
+    """Logits are divided by this."""
     moe: dict[str, Any] | None = None
     """Options of the MoE layers of experts, the E layers; needs the feed-forward "moe"."""
 
@@ -114,6 +125,15 @@ class HybridConfig(MambaLayerConfig):
     @property
     def hidden_dropout(self) -> float:
         return 0.0
+
+
+NEUTRAL_FACTORS: Mapping[str, float | None] = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": None,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+"""Granite's factors where they change nothing, which other formats than its own need."""
 
 
 def check_hybrid(config: Config) -> None:

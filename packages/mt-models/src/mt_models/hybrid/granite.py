@@ -71,10 +71,9 @@ def _layer_rules(config: HybridConfig, number: int, kind: str) -> list[Rule]:
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = external["hidden_size"], external["num_attention_heads"]
-    scale = external.get("attention_multiplier", 1.0)
-    # Hybrids here scale scores by 1 / sqrt(head size) only. A file has the number in decimal, thus the tolerance.
-    if not math.isclose(scale, (hidden // heads) ** -0.5, rel_tol=1e-6):
-        raise ConfigError(f"attention_multiplier={scale} is not supported; it can be {(hidden // heads) ** -0.5}")
+    scale = float(external.get("attention_multiplier", 1.0))
+    # A file has the number in decimal, thus the tolerance.
+    usual = math.isclose(scale, (hidden // heads) ** -0.5, rel_tol=1e-6)
     kinds = [LAYER_TYPES[require_known("layer_types", kind, LAYER_TYPES)] for kind in _layer_types(external)]
     inner, mamba_heads = external.get("mamba_expand", 2) * hidden, external.get("mamba_n_heads", 128)
     return {
@@ -83,6 +82,7 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         "mamba_head_dim": inner // mamba_heads,
         "ffn_hidden_size": external.get("shared_intermediate_size", 1024),
         "activation": "swiglu",
+        "attention_multiplier": None if usual else scale,
         **import_positions(external),
         **import_limits(external.get("time_step_limit") or (0.0, float("inf"))),
     }
@@ -103,7 +103,10 @@ def import_positions(external: Mapping[str, Any]) -> dict[str, Any]:
         return {"position_embedding_type": "none"}
     values = import_rope(external)
     if "rope_scaling_type" in values:
-        raise ConfigError(f"rope_scaling={values['rope_scaling_type']} of a {KIND} is not supported; it can be null")
+        raise ConfigError(
+            f"rope_parameters or rope_scaling of type {values['rope_scaling_type']} is not supported in a {KIND}; it "
+            "can be null or default"
+        )
     return {"position_embedding_type": "rope", "rotary_base": values["rotary_base"], "rotary_percent": 1.0}
 
 
@@ -122,7 +125,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": len(kinds),
         "layer_types": ["mamba" if kind == MAMBA else "attention" for kind in kinds],
         "num_key_value_heads": config.query_groups,
-        "attention_multiplier": config.head_dim**-0.5,
+        "attention_multiplier": config.attention_multiplier or config.head_dim**-0.5,
         "shared_intermediate_size": config.ffn_size,
         "intermediate_size": config.ffn_size,
         "mamba_n_heads": config.mamba_heads,
@@ -141,6 +144,9 @@ GRANITE = ConfigMap(
         Field("hidden_size", "hidden_size", default=4096),
         Field("num_attention_heads", "num_attention_heads", default=32),
         Field("num_key_value_heads", "num_query_groups"),
+        Field("embedding_multiplier", "embedding_multiplier", import_value=float, default=1.0),
+        Field("residual_multiplier", "residual_multiplier", import_value=float, default=1.0),
+        Field("logits_scaling", "logits_scaling", import_value=float, default=1.0),
         *mamba_decoder_fields(epsilon=1e-6),
     ),
     fixed=(
@@ -148,9 +154,6 @@ GRANITE = ConfigMap(
         Fixed("attention_bias", (False,)),
         Fixed("num_local_experts", (0,)),
         Fixed("num_experts_per_tok", (0,)),
-        Fixed("embedding_multiplier", (1.0,)),
-        Fixed("residual_multiplier", (1.0,)),
-        Fixed("logits_scaling", (1.0,)),
         *NOT_A_CHOICE,
     ),
     ignored={

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 
 from mt_core.nn.environment import ModelEnvironment
+from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
+from mt_models.blocks.decoder import TokenEmbedding
 from mt_models.blocks.mamba_mixer import MambaMixer
 from mt_models.blocks.mixed_decoder import MixedDecoder
-from mt_models.blocks.residual_layer import AttentionLayer, FeedForwardLayer, MambaLayer
+from mt_models.blocks.residual_layer import AttentionLayer, FeedForwardLayer, MambaLayer, scaled
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
 from mt_models.blocks.rotary_scaling import FixedRotary
 from mt_models.hybrid import pattern
 from mt_models.hybrid.config import HybridConfig
 
 
+class HybridEmbedding(TokenEmbedding):
+    """Token embeddings times embedding_multiplier."""
+
+    def __init__(self, config: HybridConfig, ctx: ParallelContext) -> None:
+        super().__init__(config, ctx)
+        self.multiplier = config.embedding_multiplier
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        return scaled(super().forward(tokens, position_ids), self.multiplier)
+
+
 class HybridModel(MixedDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
     config: HybridConfig
+    embedding_type = HybridEmbedding
 
     def __init__(self, config: HybridConfig, environment: ModelEnvironment) -> None:
         super().__init__(config, environment, lambda number: hybrid_layer(config, environment, number))
@@ -29,21 +45,33 @@ class HybridModel(MixedDecoder):
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles | None:
         return None if self.rotary is None else self.rotary.angles(position_ids)
 
+    @property
+    def needs_logits(self) -> str | None:
+        """Why a loss needs the logits."""
+        scale = self.config.logits_scaling
+        return None if scale == 1.0 else f"model.logits_scaling={scale} divides the logits"
+
+    def logits(self, x: Tensor) -> Tensor:
+        # After the product, as in transformers: dividing x before it would round differently in bf16.
+        rows = super().logits(x)
+        return rows if self.config.logits_scaling == 1.0 else rows / self.config.logits_scaling
+
 
 def hybrid_layer(config: HybridConfig, environment: ModelEnvironment, number: int) -> nn.Module:
     """The layer that the pattern has at this place."""
     ctx = environment.parallel
+    common = config.hidden_size, config.norm_epsilon, ctx, config.residual_multiplier
     match config.layers[number]:
         case pattern.MAMBA:
             mixer = MambaMixer(config, ctx, config.output_init_std)
-            return MambaLayer(mixer, config.hidden_size, config.norm_epsilon, ctx)
+            return MambaLayer(mixer, *common)
         case pattern.ATTENTION:
-            return AttentionLayer(self_attention(config, environment), config.hidden_size, config.norm_epsilon, ctx)
+            return AttentionLayer(self_attention(config, environment), *common)
         # - or E; check_pattern has refused other symbols.
         case symbol:
             kind = "moe" if symbol == pattern.EXPERTS else "dense"
             feed_forward = environment.feed_forward(kind, config, number)
-            return FeedForwardLayer(feed_forward, config.hidden_size, config.norm_epsilon, ctx)
+            return FeedForwardLayer(feed_forward, *common)
 
 
 def self_attention(config: HybridConfig, environment: ModelEnvironment) -> SelfAttention:
@@ -54,7 +82,11 @@ def self_attention(config: HybridConfig, environment: ModelEnvironment) -> SelfA
         head_dim=config.head_dim,
         dropout=config.attention_dropout,
     )
-    return SelfAttention(config, core, environment.parallel)
+    attention = SelfAttention(config, core, environment.parallel)
+    if config.attention_multiplier is not None:
+        # The core divides by sqrt(head size).
+        attention.query_scale = config.attention_multiplier * math.sqrt(config.head_dim)
+    return attention
 
 
 def build_hybrid(config: HybridConfig, environment: ModelEnvironment) -> HybridModel:

@@ -11,7 +11,7 @@ from mt_core.name_map import NameMap, Rule, Same
 from mt_models.blocks.hugging_face_decoder import POSITIONS, longest_sequence, one_of
 from mt_models.blocks.hugging_face_mamba import KERNELS, OF_MAMBA1, mixer_rules
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_GENERATION, require_value
-from mt_models.hybrid.config import HybridConfig
+from mt_models.hybrid.config import NEUTRAL_FACTORS, HybridConfig
 from mt_models.hybrid.pattern import ATTENTION, EXPERTS, FEED_FORWARD, MAMBA
 from mt_models.hybrid.rules import attention_rules, plain_feed_forward_rules
 
@@ -107,6 +107,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         ("fp32_residual_connection", False),
         ("mamba_dt_upper_limit", None),
         ("untie_embeddings_and_output_weights", True),
+        *NEUTRAL_FACTORS.items(),
     ):
         require_value(config, key, (value,), "nemotron_h")
     return {
@@ -176,8 +177,6 @@ NEMOTRON_H = ConfigMap(
         Fixed("mamba_proj_bias", (False,)),
         Fixed("mamba_hidden_act", ("silu", "swish")),
         Fixed("residual_in_fp32", (False,)),
-        Fixed("hidden_dropout", (0.0,)),
-        Fixed("sliding_window", (None,)),
         Fixed("num_nextn_predict_layers", (0,)),
         *NOT_A_CHOICE,
     ),
@@ -185,6 +184,7 @@ NEMOTRON_H = ConfigMap(
         **IGNORED,
         "partial_rotary_factor": NO_POSITIONS,
         "rope_theta": NO_POSITIONS,
+        **dict.fromkeys(("hidden_dropout", "sliding_window"), "not read by the Python class"),
         "expand": "mamba_num_heads and mamba_head_dim say it",
         "time_step_limit": "the class takes time_step_min and no upper limit instead",
         "time_step_rank": OF_MAMBA1,
@@ -194,6 +194,7 @@ NEMOTRON_H = ConfigMap(
         "mtp_layers_block_type": "of layers of multi-token prediction, of which there are none",
         **dict.fromkeys(
             (
+                "num_local_experts",
                 "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size",
                 "moe_latent_size", "moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor",
                 "n_group", "topk_group", "norm_topk_prob", "output_router_logits",

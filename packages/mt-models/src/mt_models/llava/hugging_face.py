@@ -22,7 +22,7 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, Preprocessor
+from mt_models.hugging_face import FURTHER_ACTIVATIONS, IGNORED, NOT_A_CHOICE, HuggingFaceFamily, Preprocessor
 from mt_models.llava.config import LlavaConfig, VisionLanguageConfig
 from mt_models.llava.decoders import decoder_maps, read_decoder
 from mt_models.llava.image_processor import read_processor, require_size, trained_keys, written_processor
@@ -40,6 +40,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
     "silu": "silu",
+    **FURTHER_ACTIVATIONS,
 }
 """Theirs to ours; of several the first is written."""
 

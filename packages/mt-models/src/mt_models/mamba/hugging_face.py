@@ -55,7 +55,8 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     inner = external.get("intermediate_size", heads * head_dim)
     if inner != heads * head_dim:
         raise ConfigError(f"intermediate_size={inner} is not num_heads={heads} times head_dim={head_dim}; remove it")
-    return import_limits(external.get("time_step_limit", (0.0, float("inf"))))
+    limits = import_limits(external.get("time_step_limit", (0.0, float("inf"))))
+    return {**limits, "use_scaled_init_method": False}
 
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,14 +85,14 @@ MAMBA2 = ConfigMap(
         Field("layer_norm_epsilon", "norm_epsilon", import_value=float, default=1e-5),
         Field("initializer_range", "init_method_std", import_value=float, default=0.1),
         Field("residual_in_fp32", "fp32_residual_connection", default=True),
-        # Where it is true, transformers divides the weights that it loads, too: it is never written so.
-        Field("rescale_prenorm_residual", "use_scaled_init_method", export_value=lambda _: False, default=False),
         Field("tie_word_embeddings", "untie_embeddings_and_output_weights", negated, negated, default=False),
         *time_step_fields(),
     ),
     fixed=(
         Fixed("hidden_act", ("silu", "swish")),
         Fixed("rms_norm", (True,)),
+        # Where it is true, transformers divides the weights that it loads, and not new ones alone.
+        Fixed("rescale_prenorm_residual", (False,)),
         *NOT_A_CHOICE,
     ),
     ignored={

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from mt_core.config.checks import must_divide
 from mt_core.config.schema import Config
@@ -15,6 +17,9 @@ class OlmoeConfig(DecoderConfig):
 
     moe: dict[str, Any]
     """Options of the MoE layers; num_experts has to be set."""
+
+    clip_qkv: Annotated[float, Field(gt=0)] | None = None
+    """Queries, keys (both behind their norms) and values are clamped to this magnitude. Default: they are not."""
 
     @property
     def add_qkv_bias(self) -> bool:

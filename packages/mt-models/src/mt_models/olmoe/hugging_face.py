@@ -75,8 +75,9 @@ OLMOE = ConfigMap(
     fields=(
         *decoder_fields(tied=False, epsilon=1e-5, positions=4096),
         Field("num_key_value_heads", "num_query_groups"),
+        Field("clip_qkv", "clip_qkv", lambda bound: None if bound is None else float(bound)),
     ),
-    fixed=(SILU, Fixed("attention_bias", (False,)), Fixed("clip_qkv", (None,)), *NOT_A_CHOICE),
+    fixed=(SILU, Fixed("attention_bias", (False,)), *NOT_A_CHOICE),
     ignored={**IGNORED, **MOE_IGNORED},
     import_extra=import_extra,
     import_extra_keys=(*ROPE_KEYS, *MOE_KEYS),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from mt_core.nn.attention import AttentionCore
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.parallel.context import ParallelContext
@@ -13,7 +15,7 @@ from mt_models.olmoe.config import OlmoeConfig
 
 
 class OlmoeAttention(SelfAttention):
-    """q_layernorm and k_layernorm normalize over all heads of a position together."""
+    """q_layernorm and k_layernorm normalize all heads of a position together; clip_qkv bounds the result."""
 
     def __init__(self, config: OlmoeConfig, core: AttentionCore, ctx: ParallelContext) -> None:
         super().__init__(config, core, ctx)
@@ -21,6 +23,18 @@ class OlmoeAttention(SelfAttention):
         size, epsilon = config.head_dim, config.norm_epsilon
         self.q_layernorm = WideRMSNorm(config.num_attention_heads, size, epsilon, ctx)
         self.k_layernorm = WideRMSNorm(config.query_groups, size, epsilon, ctx)
+        self.clip = config.clip_qkv
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(x)
+        return q, k, self._clipped(v)
+
+    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = super().normalize(q, k)
+        return self._clipped(q), self._clipped(k)
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        return x if self.clip is None else x.clamp(-self.clip, self.clip)
 
 
 class OlmoeModel(RotaryDecoder):

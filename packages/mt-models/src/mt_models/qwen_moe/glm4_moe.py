@@ -1,7 +1,6 @@
 """GLM-4.5's format, which has MoE with sigmoid scores and shared experts, and grouped-query attention.
 
-The model is a Qwen-MoE except for the router: heads may be normalized and queries, keys and values biased. GLM's
-own checkpoints rotate half of each head, which this family does not; they are refused.
+The model is a Qwen-MoE except for the router: heads may be normalized and queries, keys and values biased.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, Fixed
-from mt_core.errors import ConfigError
 from mt_models.blocks.hugging_face_decoder import (
     ROPE_KEYS,
     decoder_fields,
     export_rope,
     export_shape,
     import_rope,
+    rope_table,
 )
 from mt_models.blocks.hugging_face_moe import (
     BIAS_KEY,
@@ -37,8 +36,7 @@ from mt_models.qwen_moe.config import QwenMoeConfig
 KIND = "glm4_moe"
 KEYS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
-    "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers",
-    "partial_rotary_factor", BIAS_KEY,
+    "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace", "partial_rotary_factor", BIAS_KEY,
 )  # fmt: skip
 EXPRESSED = dict.fromkeys(
     (
@@ -57,18 +55,11 @@ def is_glm4_moe(moe: Mapping[str, Any] | None) -> bool:
 
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-    given = external.get("rope_parameters") or {}
-    # The class's default is 0.5: a file without the field is refused too.
-    rotated = given.get("partial_rotary_factor", external.get("partial_rotary_factor", 0.5))
-    if rotated != 1.0:
-        raise ConfigError(f"partial_rotary_factor={rotated} of a {KIND} is not supported; it can be 1.0")
-    if predicted := external.get("num_nextn_predict_layers", external.get("num_mtp_layers", 1)):
-        raise ConfigError(f"num_nextn_predict_layers={predicted} of a {KIND} is not supported; it can be 0")
     require_normalized(external)
-    rope = {key: external[key] for key in ROPE_KEYS if key in external}
-    if given:
-        rope["rope_parameters"] = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
-    return {**import_rope(rope), "moe": import_moe(external)}
+    # Beside the table in older files; the class's default is 0.5.
+    table = rope_table(external, partial_rotary_factor=external.get("partial_rotary_factor", 0.5))
+    rotated = table.pop("partial_rotary_factor")
+    return {**import_rope({"rope_parameters": table}), "rotary_percent": float(rotated), "moe": import_moe(external)}
 
 
 def import_moe(external: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +88,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         **export_shape(config),
         **export_rope(config),
         **export_bias(moe),
-        "partial_rotary_factor": 1.0,
+        "partial_rotary_factor": config.rotary_percent,
         "first_k_dense_replace": first_dense(moe, KIND),
         "n_routed_experts": moe.num_experts,
         "n_shared_experts": shared_experts(moe, KIND),
@@ -121,7 +112,15 @@ GLM4_MOE = ConfigMap(
         Field("use_qk_norm", "qk_layernorm", default=False),
     ),
     fixed=(SILU, Fixed("moe_layer_freq", (1,)), *NOT_A_CHOICE),
-    ignored={**IGNORED, **MOE_IGNORED},
+    ignored={
+        **IGNORED,
+        **MOE_IGNORED,
+        **dict.fromkeys(
+            ("num_nextn_predict_layers", "num_mtp_layers"),
+            "how many layers predict further tokens, which the class has not; their tensors are refused by name",
+        ),
+    },
+    spellings={"num_local_experts": "n_routed_experts"},
     import_extra=import_extra,
     import_extra_keys=(*ROPE_KEYS, *KEYS),
     export_extra=export_extra,

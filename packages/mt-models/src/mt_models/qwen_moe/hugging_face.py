@@ -32,7 +32,7 @@ from mt_models.blocks.hugging_face_moe import (
     mixed_feed_forward_rules,
 )
 from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
 from mt_models.qwen_moe.config import QwenMoeConfig
 from mt_models.qwen_moe.glm4_moe import GLM4_MOE, KIND, is_glm4_moe
 
@@ -149,6 +149,7 @@ BOTH = dict.fromkeys(("moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk"
 def qwen2_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenMoeConfig.model_validate(model)
     moe = MoEOptions(config)
+    require_value(config, "rotary_percent", (1.0,), "qwen2_moe")
     allowed = {**BOTH, "moe_shared_expert_intermediate_size": ANY, "moe_shared_expert_gate": (True,)}
     if moe.shared_size is None:
         raise ConfigError(
@@ -165,6 +166,7 @@ def qwen2_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def qwen3_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = QwenMoeConfig.model_validate(model)
+    require_value(config, "rotary_percent", (1.0,), "qwen3_moe")
     MoEOptions(config).require("qwen3_moe", **BOTH)
     if config.add_qkv_bias:
         raise ConfigError("model.add_qkv_bias=true cannot be written as a Hugging Face qwen3_moe; it can be false")

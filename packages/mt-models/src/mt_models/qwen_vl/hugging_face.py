@@ -15,7 +15,7 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
 from mt_core.name_map import Concatenate, GroupedQKV, NameMap, Rule, Same
-from mt_models.blocks.hugging_face_decoder import one_of, require_even_heads
+from mt_models.blocks.hugging_face_decoder import one_of, require_even_heads, rope_table
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, Preprocessor, require_value, tied_output
 from mt_models.llava.image_processor import read_processor, trained_keys, written_processor
 from mt_models.qwen import hugging_face as qwen
@@ -67,16 +67,12 @@ def text_of(external: Mapping[str, Any]) -> dict[str, Any]:
 def import_decoder(external: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of [model.language_model]."""
     text = {**TEXT_DEFAULTS, **text_of(external)}
-    rope = dict(text.pop("rope_parameters", None) or text.pop("rope_scaling", None) or {})
-    # Left where rope_parameters was taken: a file of a version between may have both.
-    text.pop("rope_scaling", None)
-    sections = rope.pop("mrope_section", ROTARY_DEFAULTS["mrope_section"])
-    for key in ("type", "rope_type"):
-        # mrope names the kind of positions, not a scaling; mrope_section says it, and the scaling is none.
-        if rope.get(key) == "mrope":
-            rope[key] = "default"
-    theta = rope.pop("rope_theta", text.pop("rope_theta", ROTARY_DEFAULTS["rope_theta"]))
-    keys = qwen.QWEN2.import_value({**text, "rope_parameters": {**rope, "rope_theta": theta}})
+    rope = rope_table(text, ROTARY_DEFAULTS["rope_theta"], mrope_section=ROTARY_DEFAULTS["mrope_section"])
+    sections = rope.pop("mrope_section")
+    # mrope names the kind of positions, not a scaling; mrope_section says it, and the scaling is none.
+    if rope["rope_type"] == "mrope":
+        rope["rope_type"] = "default"
+    keys = qwen.QWEN2.import_value({**text, "rope_scaling": None, "rope_parameters": rope})
     # Whether embeddings are tied: the outer field decides if it is given.
     if external.get("tie_word_embeddings"):
         keys["untie_embeddings_and_output_weights"] = False

@@ -15,7 +15,7 @@ from torch import Tensor
 from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import GroupedQKV, NameMap, Rule, Same
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_GENERATION, OF_HEADS, require_value
+from mt_models.hugging_face import FURTHER_ACTIVATIONS, IGNORED, NOT_A_CHOICE, OF_GENERATION, OF_HEADS, require_value
 from mt_models.t5.config import T5Config
 from mt_models.t5.cross_attention_rule import HeadwiseKV
 
@@ -23,7 +23,7 @@ KIND = "blenderbot"
 KINDS = ("weight", "bias")
 NORM_EPSILON = 1e-5
 """Of torch's LayerNorm, which the class does not change."""
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu"}
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu", **FURTHER_ACTIVATIONS}
 OF_CHATTING = {"decoder_start_token_id": 0, "forced_eos_token_id": None, "encoder_no_repeat_ngram_size": 0}
 """What the class would do in generation by default. The tokenizer may say with which id the decoder begins."""
 BOTH_STACKS = (("layers", "num_layers"), ("attention_heads", "num_attention_heads"), ("ffn_dim", "ffn_hidden_size"))
@@ -176,7 +176,7 @@ BLENDERBOT = ConfigMap(
             "activation_function",
             "activation",
             import_activation,
-            {ours: theirs for theirs, ours in ACTIVATIONS.items()}.get,
+            {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}.get,
             default="gelu",
         ),
     ),

@@ -9,24 +9,60 @@ from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import Concatenate, GroupedQKV, NameMap, Rule, Same
 from mt_core.nn.activations import is_gated
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_HEADS, HuggingFaceFamily, require_value
+from mt_models.hugging_face import (
+    FURTHER_ACTIVATIONS,
+    IGNORED,
+    NOT_A_CHOICE,
+    OF_HEADS,
+    HuggingFaceFamily,
+    require_value,
+)
 from mt_models.t5 import blenderbot
 from mt_models.t5.config import T5Config
 from mt_models.t5.cross_attention_rule import HeadwiseKV
 
 PADDING = 0
 """The id with which T5's decoder begins, unless the tokenizer says otherwise."""
-ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gelu": "gelu", "gated-silu": "swiglu"}
-"""feed_forward_proj -> model.activation. Their gated-gelu means the tanh approximation."""
+PLAIN = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "relu2": "squared_relu",
+    "quick_gelu": "quick_gelu",
+    **FURTHER_ACTIVATIONS,
+}
+"""dense_act_fn -> model.activation."""
+GATED = {"gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh", "silu": "swiglu"}
+"""The same with is_gated_act."""
 
 
-def import_activation(name: str) -> str:
-    return ACTIVATIONS[require_known("feed_forward_proj", name, ACTIVATIONS)]
+def import_activation(external: Mapping[str, Any]) -> str:
+    """`dense_act_fn` and `is_gated_act`, which newer files have, count; without them `feed_forward_proj` says both."""
+    projection = str(external.get("feed_forward_proj", "relu"))
+    # The class takes gated-gelu for the tanh approximation.
+    implied = "gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-")
+    name, gated = external.get("dense_act_fn", implied), external.get("is_gated_act", projection.startswith("gated-"))
+    known = GATED if gated else PLAIN
+    if name not in known:
+        raise ConfigError(
+            f"feed_forward_proj={projection!r}, dense_act_fn={name!r} and is_gated_act={gated} are not supported "
+            f"together; dense_act_fn can be {', '.join(known)}"
+        )
+    return known[name]
 
 
-def export_activation(name: str) -> str:
-    names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
-    return names[require_known("model.activation", name, names)]
+def export_activation(name: str) -> dict[str, Any]:
+    for gated, known in ((False, PLAIN), (True, GATED)):
+        for theirs, ours in known.items():
+            if ours == name:
+                whole = "gelu" if gated and theirs == "gelu_new" else theirs
+                # The class makes gelu_new of gated-gelu, so that the exact one has to be said.
+                exact = {"dense_act_fn": "gelu", "is_gated_act": True} if name == "geglu" else {}
+                return {"feed_forward_proj": f"gated-{whole}" if gated else whole, **exact}
+    require_known("model.activation", name, [*PLAIN.values(), *GATED.values()])
+    raise AssertionError
 
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,6 +74,7 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     if scaled and not tied:
         raise ConfigError("scale_decoder_outputs=True is not supported with tie_word_embeddings=False; it can be False")
     return {
+        "activation": import_activation(external),
         "hidden_dropout": dropout,
         "attention_dropout": dropout,
         "untie_embeddings_and_output_weights": not tied,
@@ -53,6 +90,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         "decoder_start_token_id": PADDING,
         "tie_word_embeddings": tied,
         "scale_decoder_outputs": tied and bool(model.get("scale_output", True)),
+        **export_activation(model["activation"]),
         "dropout_rate": model.get("hidden_dropout"),
         "d_kv": head,
         "d_ff": model.get("ffn_hidden_size") or 4 * model["hidden_size"],
@@ -74,7 +112,6 @@ CONFIG_MAPS = {
             Field("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
             Field("relative_attention_max_distance", "relative_attention_max_distance", default=128),
             Field("layer_norm_epsilon", "norm_epsilon", default=1e-6),
-            Field("feed_forward_proj", "activation", import_activation, export_activation, default="relu"),
         ),
         fixed=(
             Fixed("is_encoder_decoder", (True,)),
@@ -85,13 +122,20 @@ CONFIG_MAPS = {
             **IGNORED,
             "n_positions": "relative positions have no table",
             "initializer_factor": "scales initial weights only",
-            "dense_act_fn": "follows from feed_forward_proj",
-            "is_gated_act": "follows from feed_forward_proj",
             "classifier_dropout": OF_HEADS,
         },
         import_extra=import_extra,
-        import_extra_keys=("tie_word_embeddings", "scale_decoder_outputs", "dropout_rate"),
+        import_extra_keys=(
+            *("tie_word_embeddings", "scale_decoder_outputs", "dropout_rate"),
+            *("feed_forward_proj", "dense_act_fn", "is_gated_act"),
+        ),
         export_extra=export_extra,
+        spellings={
+            "hidden_size": "d_model",
+            "num_attention_heads": "num_heads",
+            "num_hidden_layers": "num_layers",
+            "head_dim": "d_kv",
+        },
     )
 }
 

@@ -14,7 +14,14 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field, Fixed, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import GroupedQKV, NameMap, Rule, Same
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily
+from mt_models.hugging_face import (
+    CLASS_KEYS,
+    FURTHER_ACTIVATIONS,
+    IGNORED,
+    NOT_A_CHOICE,
+    HuggingFaceFamily,
+    num_classes,
+)
 from mt_models.vision.config import VisionConfig, VisionEncoderConfig
 
 ACTIVATIONS = {
@@ -24,6 +31,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "relu": "relu",
     "silu": "silu",
+    **FURTHER_ACTIVATIONS,
 }
 """Hugging Face's value -> ours; if several map to one, the first is exported."""
 
@@ -161,12 +169,7 @@ def joint_map(kind: str, tower: ConfigMap, class_name: str, joint_name: str) -> 
         # A whole CLIP or SigLIP: its image tower is read, and OF_TEXTS names what is left.
         if architecture == joint_name:
             return tower.import_value(vision)
-        labels = external.get("id2label")
-        # Hugging Face's default is two classes.
-        return {
-            **tower.import_value(vision),
-            "num_classes": len(labels) if labels else int(external.get("num_labels") or 2),
-        }
+        return {**tower.import_value(vision), "num_classes": num_classes(external)}
 
     def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         names = [f"LABEL_{i}" for i in range(model["num_classes"])]
@@ -177,7 +180,7 @@ def joint_map(kind: str, tower: ConfigMap, class_name: str, joint_name: str) -> 
             "label2id": {name: i for i, name in enumerate(names)},
         }
 
-    own = ("architectures", "id2label", "label2id", "num_labels")
+    own = ("architectures", *CLASS_KEYS)
     return ConfigMap(
         architecture=kind,
         fields=(),

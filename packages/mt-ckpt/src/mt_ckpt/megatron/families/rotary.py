@@ -153,7 +153,7 @@ def rotary_arguments(model: Any, parameters: Collection[str], kept: Mapping[str,
         **decoder_arguments(model, parameters),
         "max_position_embeddings": model.max_position_embeddings,
         "rotary_base": model.rotary_base,
-        "rotary_percent": 1.0,
+        "rotary_percent": getattr(model, "rotary_percent", 1.0),
         "rotary_interleaved": False,
         **_position_arguments(model),
     }

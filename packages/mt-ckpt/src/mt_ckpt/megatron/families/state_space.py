@@ -151,7 +151,18 @@ def mamba_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, 
     }
 
 
+FACTORS: Mapping[str, Any] = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": None,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+"""Granite's factors, which have no arguments, when they change nothing."""
+
+
 def hybrid_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
+    for key, neutral in FACTORS.items():
+        require(model, key, (neutral,))
     return {
         **shared_arguments(model),
         **_mixer_arguments(model, model.layers),

@@ -1,0 +1,273 @@
+"""One changed field of a config.json: what mt makes of it beside what `transformers` does."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tests.ckpt import config_values
+from tests.ckpt.family_cases import CASES, Case, inputs_of, make_model
+from torch import Tensor, nn
+
+from mt_ckpt.convert.model import build_model, expected_parameters, model_config
+from mt_ckpt.convert.source import MODEL
+from mt_ckpt.hugging_face.reader import open_checkpoint
+from mt_core.errors import MtError
+from mt_core.nn.layout import parameter_layouts
+from mt_core.parallel.context import ParallelContext
+from mt_core.plugins import PluginHost
+from mt_core.train.checkpoint.state import load_parameters, require_fit
+
+TOLERANCE = 2e-4
+"""Of the largest logit, for another order of summation."""
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+class Outcome(StrEnum):
+    SAME = "the same, which is another than before the change"
+    HARMLESS = "the same as before the change"
+    REFUSED = "refused by name"
+    REFUSED_HARMLESS = "refused by name, although it changes nothing"
+    REFUSED_BOTH = "refused by name, and no model to transformers"
+    UNJUDGED = "no model to transformers, which is one to mt"
+    NAMELESS = "refused without the name of the field"
+    SILENT = "read as a model that computes something else"
+    TRACEBACK = "no MtError"
+
+
+FAILURES = {Outcome.SILENT, Outcome.TRACEBACK, Outcome.NAMELESS}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """path: of the field within config.json."""
+
+    case: str
+    path: config_values.Path
+    value: Any
+    outcome: Outcome
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.case}: {'.'.join(self.path)}={self.value!r}: {self.outcome} {self.why}"
+
+
+class Sweep:
+    """The folder of a small model, in which one field of config.json after the other is changed.
+
+    Weights depend on their names and shapes alone, so that a change that leaves the shapes leaves the weights.
+    """
+
+    def __init__(self, name: str, folder: Path, host: PluginHost) -> None:
+        self.name, self.case, self.folder, self.host = name, with_few_positions(CASES[name]), folder, host
+        self.kind = getattr(transformers, self.case.model)
+        model = make_model(self.case)
+        self.config, self.base = model.config, folder / "base"
+        self.shapes = shapes_of(model)
+        save(model, self.base)
+        self.external = json.loads((self.base / CONFIG).read_text())
+        self.output = self._theirs(self.base)
+        self.known = next(
+            maps[model.config.model_type]
+            for spec in host.models
+            if spec.name == self.case.family
+            for maps in [spec.name_maps["hf"].load().model_types]
+        )
+
+    def changes(self) -> list[tuple[config_values.Path, Any]]:
+        return list(config_values.changes(self.config, self.known))
+
+    def judge(self, path: config_values.Path, value: Any) -> Judged:
+        folder = self.folder / "changed"
+        shutil.rmtree(folder, ignore_errors=True)
+        outcome, why = self._judged(folder, path, value)
+        return Judged(self.name, path, value, outcome, why)
+
+    def _judged(self, folder: Path, path: config_values.Path, value: Any) -> tuple[Outcome, str]:
+        external = with_field(self.external, path, value)
+        try:
+            theirs = self._reference(folder, external)
+        except Exception as error:  # whatever transformers raises for what is no model
+            theirs, reason = None, f"{type(error).__name__}: {error}"
+        try:
+            ours = self._ours(folder)
+        except MtError as error:
+            return self._refusal(theirs, path, str(error))
+        except Exception as error:
+            # Inputs that do not fit: ids or positions beyond a table, images of another size.
+            beyond = isinstance(error, IndexError) and "out of range in self" in str(error)
+            unfit = beyond or (theirs is None and "pixel_values" in sweep_inputs(self.case))
+            return (Outcome.UNJUDGED if unfit else Outcome.TRACEBACK), f"{type(error).__name__}: {error}"
+        if theirs is None:
+            return Outcome.UNJUDGED, reason
+        if not alike(ours, theirs):
+            return Outcome.SILENT, f"by {(ours - theirs).abs().max():.3g}" if ours.shape == theirs.shape else "shape"
+        return (Outcome.HARMLESS if alike(theirs, self.output) else Outcome.SAME), ""
+
+    def _refusal(self, theirs: Tensor | None, path: config_values.Path, why: str) -> tuple[Outcome, str]:
+        if theirs is None:
+            return Outcome.REFUSED_BOTH, why
+        # By its name in config.json under any spelling, or by the key of [model] that it becomes.
+        names = {path[-1], self.config.attribute_map.get(path[-1], path[-1]), "model."}
+        if not any(name in why for name in names):
+            return Outcome.NAMELESS, why
+        harmless = alike(theirs, self.output) and self._trains_alike(self.folder / "changed")
+        return (Outcome.REFUSED_HARMLESS if harmless else Outcome.REFUSED), why
+
+    def _reference(self, folder: Path, external: dict[str, Any]) -> Tensor:
+        """What transformers computes, from a folder that it has written but for the changed field."""
+        folder.mkdir()
+        (folder / CONFIG).write_text(json.dumps(external))
+        shutil.copy(self.base / WEIGHTS, folder)
+        config = type(self.config).from_pretrained(folder)
+        with torch.device("meta"):
+            model = self.kind(copy.deepcopy(config))
+        # Of a model that is tied or not the names in memory are the same, and those in the file are not.
+        tied, was_tied = (getattr(found, "tie_word_embeddings", None) for found in (config, self.config))
+        if shapes_of(model) != self.shapes or tied != was_tied:
+            save(self.kind(config), folder)
+            (folder / CONFIG).write_text(json.dumps(external))
+        return self._theirs(folder)
+
+    def _theirs(self, folder: Path, *, training: bool = False) -> Tensor:
+        model = self.kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train(training)
+        # The same dropout for the same probabilities.
+        torch.manual_seed(0)
+        with torch.no_grad():
+            output = model(**self._inputs(folder), return_dict=True)
+        named = [getattr(output, key, None) for key in ("logits", "prediction_logits", "last_hidden_state")]
+        return next(tensor for tensor in named if tensor is not None)
+
+    def _trains_alike(self, folder: Path) -> bool:
+        """Whether the changed value changes nothing in training either, where dropout is on."""
+        try:
+            return alike(self._theirs(folder, training=True), self._theirs(self.base, training=True))
+        except Exception:  # such as a probability above 1
+            return False
+
+    def _ours(self, folder: Path) -> Tensor:
+        """What mt computes from the same folder."""
+        reader = open_checkpoint(folder, self.host)
+        config = model_config(reader, self.host)
+        shapes = {name: layout.shape for name, layout in expected_parameters(config, self.host).items()}
+        require_fit(reader, shapes, MODEL)
+        model = build_model(config, self.host).eval()
+        load_parameters(model.named_parameters(), reader, parameter_layouts(model), MODEL, ParallelContext())
+        with torch.no_grad():
+            output = model(**as_ours(self.case, self._inputs(folder)))
+        if isinstance(output, Tensor):
+            return output
+        logits = getattr(output, "logits", None)
+        return output.hidden_states if logits is None else logits
+
+    def _inputs(self, folder: Path) -> dict[str, Tensor]:
+        external = json.loads((folder / CONFIG).read_text())
+        vocabulary = external.get("vocab_size", external.get("text_config", {}).get("vocab_size"))
+        side = external.get("image_size", external.get("vision_config", {}).get("image_size"))
+        inputs = sweep_inputs(self.case)
+        if isinstance(side, int) and 0 < side != inputs["pixel_values"].shape[-1]:
+            images = torch.randn(*inputs["pixel_values"].shape[:-2], side, side, generator=torch.manual_seed(3))
+            inputs["pixel_values"] = images
+        # Without id 0, which pads in some cases. A vocabulary of it alone has no other.
+        if not isinstance(vocabulary, int) or vocabulary < 2:
+            return inputs
+        return {
+            name: 1 + (ids - 1) % (vocabulary - 1) if name.endswith("input_ids") else ids
+            for name, ids in inputs.items()
+        }
+
+
+def with_few_positions(case: Case) -> Case:
+    """With fewer positions than the inputs have, where there is no table of them: what changes beyond is seen too."""
+    rotary = hasattr(getattr(transformers, case.config)(), "rope_parameters")
+    return replace(case, keys={**case.keys, "max_position_embeddings": 8}) if rotary and not case.parts else case
+
+
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def save(model: nn.Module, folder: Path) -> None:
+    """With weights by name."""
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            if tensor.is_floating_point():
+                tensor.copy_(0.2 * torch.randn(tensor.shape, generator=generator))
+    model.float().save_pretrained(folder)
+
+
+def with_field(external: dict[str, Any], path: config_values.Path, value: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(external)
+    table = changed
+    for key in path[:-1]:
+        table = table[key]
+    table[path[-1]] = value
+    return changed
+
+
+def alike(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    largest = second.abs().nan_to_num(0.0).max().item()
+    return torch.allclose(first, second, rtol=0.0, atol=TOLERANCE * max(largest, 1e-3), equal_nan=True)
+
+
+# -- inputs -------------------------------------------------------------------------------------------
+
+
+def sweep_inputs(case: Case) -> dict[str, Tensor]:
+    inputs = inputs_of(case)
+    if case.inputs == "text_with_patches":
+        inputs["pixel_values"] = patches_of(_cells())
+    return inputs
+
+
+def _cells() -> Tensor:
+    """[12, 3, 4, 4]: squares of two by two patches of two images of 2 x 3."""
+    return torch.randn(12, 3, 4, 4, generator=torch.Generator().manual_seed(2))
+
+
+def patches_of(cells: Tensor) -> Tensor:
+    """As the processor of transformers writes them: each frame twice."""
+    # [V, C, m, p, m, p] -> [V, m, m, C, p, p]
+    patches = cells.reshape(-1, 3, 2, 2, 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return patches[:, :, :, :, None].expand(-1, -1, -1, -1, 2, -1, -1).reshape(len(cells) * 4, -1)
+
+
+def as_ours(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    if case.inputs == "two_texts":
+        return {"encoder_tokens": inputs["input_ids"], "decoder_tokens": inputs["decoder_input_ids"]}
+    if case.inputs == "images":
+        return {"images": inputs["pixel_values"]}
+    found = {"tokens": inputs["input_ids"]}
+    if case.inputs == "text_with_patches":
+        return {**found, "images": _cells().view(2, 6, 3, 4, 4), "image_grids": torch.tensor([[[2, 3]]] * 2)}
+    if "pixel_values" in inputs:
+        images = inputs["pixel_values"]
+        # [B, M, C, H, W]: M images of a text
+        found["images"] = images[:, None] if images.ndim == 4 and case.inputs == "text_with_small_images" else images
+    return found
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of transformers about values that are varied on purpose."""
+    level = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(level)

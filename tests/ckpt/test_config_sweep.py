@@ -1,0 +1,112 @@
+"""Every field of every configuration of `transformers`, changed by itself: the same function, or refused by name."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.ckpt.config_sweep import FAILURES, Judged, Outcome, Sweep, quiet
+from tests.ckpt.config_values import Path as FieldPath
+from tests.ckpt.family_cases import CASES, Case, model_type_of
+
+from mt_core.plugins import load_plugins
+
+MAX_HARMLESS_REFUSALS = 300
+"""Of all values of one case for each configuration."""
+NOT_SWEPT = {
+    "smolvlm": "idefics3, under another name",
+    "blenderbot": "its two tables of positions have to be equal, which those of a new model are not",
+}
+"""Types of a family that no case has: why."""
+
+
+def one_case_for_each(key: Callable[[Case], Hashable]) -> list[str]:
+    found: dict[Hashable, str] = {}
+    for name, case in CASES.items():
+        found.setdefault(key(case), name)
+    return list(found.values())
+
+
+SWEPT = one_case_for_each(lambda case: (case.family, case.config, case.model))
+CONFIGURATIONS = one_case_for_each(lambda case: case.config)
+
+
+@cache
+def all_judged(name: str) -> list[Judged]:
+    with TemporaryDirectory() as folder, quiet():
+        sweep = Sweep(name, Path(folder), load_plugins())
+        return [sweep.judge(path, value) for path, value in sweep.changes()]
+
+
+def failures(judged: list[Judged]) -> list[str]:
+    return [str(one) for one in judged if one.outcome in FAILURES]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SWEPT)
+def test_every_field_changed_by_itself(name: str) -> None:
+    assert failures(all_judged(name)) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_few_harmless_values_are_refused() -> None:
+    refused = {
+        name: [one for one in all_judged(name) if one.outcome == Outcome.REFUSED_HARMLESS] for name in CONFIGURATIONS
+    }
+    counts = Counter({name: len(ones) for name, ones in refused.items()})
+    assert counts.total() < MAX_HARMLESS_REFUSALS, counts
+
+
+# -- a part of it by default ---------------------------------------------------------------------------
+
+TELLING = {
+    "llama": ("rope_parameters", "rope_scaling", "max_position_embeddings", "head_dim"),
+    "gpt_oss": ("rope_parameters",),
+    "gemma3": ("attn_logit_softcapping", "rope_scaling"),
+    "gpt_neox": ("rope_parameters", "rotary_pct"),
+    "t5": ("dense_act_fn", "feed_forward_proj", "is_gated_act", "relative_attention_max_distance"),
+    "mamba2": ("rescale_prenorm_residual",),
+    "deepseek_v3": ("n_group", "topk_group", "head_dim", "num_nextn_predict_layers"),
+    "bert classes": ("num_labels",),
+}
+"""Fields of which some values were once read as something else, or ended in a traceback."""
+OF_EACH = 2
+"""Of the values of each of them, spread over all, so many are tried, and of all fields of a case together."""
+
+
+def spread(changes: list[tuple[FieldPath, object]], number: int) -> list[tuple[FieldPath, object]]:
+    return changes[:: max(1, -(-len(changes) // number))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TELLING)
+def test_telling_fields_changed_by_themselves(host, tmp_path: Path, name: str) -> None:
+    with quiet():
+        sweep = Sweep(name, tmp_path, host)
+        by_field = defaultdict(list)
+        for path, value in sweep.changes():
+            by_field[path[-1]].append((path, value))
+        chosen = spread([change for changes in by_field.values() for change in changes], OF_EACH)
+        chosen += [change for field in TELLING[name] for change in spread(by_field[field], OF_EACH)]
+        assert set(TELLING[name]) <= set(by_field)
+        assert failures([sweep.judge(path, value) for path, value in chosen]) == []
+
+
+def test_every_type_of_every_family_has_a_case(host) -> None:
+    """A new family is swept as soon as it has a case, which it needs for its conversion too."""
+    maps = {spec.name: spec.name_maps["hf"].load() for spec in host.models if "hf" in spec.name_maps}
+    wanted = {(family, kind) for family, found in maps.items() for kind in found.model_types if kind not in NOT_SWEPT}
+    classifying = {(family, kind) for family, kind in wanted if family.endswith(("_classification", "_choice"))}
+    have = {(case.family, model_type_of(case)) for case in CASES.values()}
+    # A head is the same on every base.
+    assert wanted - classifying - have == set()
+    assert {family for family, _ in classifying} <= {family for family, _ in have}
