@@ -157,7 +157,7 @@ class Trainer:
                     self.message(text)
                 self.callbacks.on_train_start(self)
                 self._run_steps(signals)
-            result = self._finish()
+            result = self._finish(interrupted=self._agree_on_stop(signals))
             self.callbacks.on_train_end(self, result)
             return result
         finally:
@@ -202,10 +202,19 @@ class Trainer:
                     return
                 # A signal or a callback may reach one rank only: the all-reduce stops all ranks after the same step.
                 if any_rank(self._stop_reason is not None):
-                    self._stop_reason = self._stop_reason or "another rank"
                     return
         finally:
             batches.close()
+
+    def _agree_on_stop(self, signals: StopSignals) -> bool:
+        """Whether a signal to any rank ended training. All ranks then have a reason to stop, or none has one."""
+        # Behind the last step a rank may have a reason that the delayed flag has not brought to the others, which would
+        # evaluate without it.
+        agree = partial(any_over, axis=self.ctx.world, device=self.engine.device)
+        if not agree(self._stop_reason is not None):
+            return False
+        self._stop_reason = self._stop_reason or "another rank"
+        return agree(signals.received is not None)
 
     def _build_stop_flag(self) -> Callable[[bool], bool]:
         """Whether a flag is set on any rank; delayed by one step if metrics are deferred."""
@@ -274,7 +283,7 @@ class Trainer:
         self.best.update(self.state.iteration, values[self.best.metric])
         self.message(f"best {self.best.metric} so far: {values[self.best.metric]:.4f} (step {self.state.iteration})")
 
-    def _finish(self) -> TrainResult:
+    def _finish(self, *, interrupted: bool) -> TrainResult:
         self._report_pending(ended=time.perf_counter())
         if self._last_saved != self.state.iteration:
             self.save()
@@ -288,7 +297,7 @@ class Trainer:
         wait_for_all()
         losses = {name: value for name, value in self.last_evaluation.items() if name.endswith("_loss")}
         metrics = {name: value for name, value in self.last_evaluation.items() if name not in losses}
-        return TrainResult(self.state, losses, self._reference_losses(), self._stop_reason, metrics)
+        return TrainResult(self.state, losses, self._reference_losses(), self._stop_reason, metrics, interrupted)
 
     # -- evaluation -------------------------------------------------------------------------------
 
