@@ -248,7 +248,7 @@ class Trainer:
             self.message(warning)
         metrics = self.metrics.of_step(record, outcome, ended)
         self.callbacks.on_step_end(self, metrics)
-        line = self.metrics.line_of_log(metrics)
+        line = self.metrics.line_of_log(metrics, self.last_iteration)
         if line is not None:
             self.callbacks.on_log(self, line)
 
