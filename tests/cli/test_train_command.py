@@ -74,7 +74,7 @@ def test_it_shows_progress_losses_a_sample_and_what_to_type_next(tmp_path, capsy
     line = (
         r"^[\d-]+ [\d:]+ step 2/4 \| loss \d\.\d+ \| grad norm [\d.]+ \| lr [\d.e+-]+ \| [\d.]+ ms \| [\d,]+ tokens/s"
     )
-    assert re.search(rf"{line} \| [\d.e-]+ TFLOP/s$", shown, re.MULTILINE)
+    assert re.search(rf"{line} \| [\d.e-]+ TFLOP/s \| \d:\d\d:\d\d left$", shown, re.MULTILINE)
     assert re.search(r"step 2 \| valid loss \d\.\d+", shown)
     assert re.search(r"valid loss \d\.\d+ \([\d.]+ bits per token\)", shown)
     assert re.search(r"a bigram model of the same text has \d\.\d+", shown)

@@ -260,8 +260,11 @@ def _next_commands(trainer: Trainer, directory: Path) -> list[tuple[str, str]]:
     prompt = trainer.config.train.sample_prompt or "Once"
     run = trainer.config.checkpoint.save or directory
     generate = (f'generate {run} --prompt "{prompt}"', "text from this model")
+    chat = (f"chat {run}", "a conversation with this model")
+    serve = (f"serve {run}", "the same in a browser")
+    talks = [chat, serve] if trainer.config.data.dataset_type == "sft" else [generate, serve]
     commands = [
-        *([generate] if continues(trainer, prompt) else []),
+        *(talks if continues(trainer, prompt) else []),
         (f"ckpt inspect {run}", "what its checkpoint holds"),
         ("models", "other models to train: mt models NAME says how"),
         ("config show --preset gpt-tiny --origin", "every setting, and where it came from"),
