@@ -115,7 +115,7 @@ def gpt_over_file(
     )
 
 
-def _part_of_split(tokens: OpenedTokens, config: IndexedDataConfig, request: SplitRequest) -> TokenSource:
+def _part_of_split(tokens: OpenedTokens, config: GPTDataConfig, request: SplitRequest) -> TokenSource:
     """The token file, whose documents are divided as Megatron divides them; or the split's part of its tokens, where
     that would leave training or validation without a sample: of one long document, or a few short ones."""
     reader, fractions = tokens.reader, tokens.fractions

@@ -67,6 +67,6 @@ def divides_documents(file: TokenFile, fractions: SplitFractions, shortest: int)
     lengths = file.sequence_lengths
     if int(lengths.sum(dtype=np.int64)) <= shortest:
         return True
-    wanted = [split for split in ("train", "valid") if not fractions.is_zero(split)]  # type: ignore[arg-type]
+    wanted = [split for split in ("train", "valid") if not fractions.is_zero(split)]
     parts = [fractions.range_of(split, len(lengths)) for split in wanted]  # type: ignore[arg-type]
     return all(int(lengths[part.start : part.stop].sum(dtype=np.int64)) >= shortest for part in parts)
