@@ -17,8 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from mt_cli.commands import train as train_command
 from mt_cli.commands.train import _announce, _own_command
 from mt_cli.main import run
+from mt_core import hookimpl
+from mt_core.plugins import Plugin, load_plugins
+from mt_core.specs import Lazy, LossSpec
 
 SMALL = {
     "model.num_layers": "1",
@@ -70,7 +74,7 @@ def test_it_shows_progress_losses_a_sample_and_what_to_type_next(tmp_path, capsy
     line = (
         r"^[\d-]+ [\d:]+ step 2/4 \| loss \d\.\d+ \| grad norm [\d.]+ \| lr [\d.e+-]+ \| [\d.]+ ms \| [\d,]+ tokens/s"
     )
-    assert re.search(rf"{line} \| [\d.e-]+ TFLOP/s$", shown, re.MULTILINE)
+    assert re.search(rf"{line} \| [\d.e-]+ TFLOP/s \| \d:\d\d:\d\d left$", shown, re.MULTILINE)
     assert re.search(r"step 2 \| valid loss \d\.\d+", shown)
     assert re.search(r"valid loss \d\.\d+ \([\d.]+ bits per token\)", shown)
     assert re.search(r"a bigram model of the same text has \d\.\d+", shown)
@@ -225,7 +229,24 @@ def test_time_limits_of_phases_come_from_the_configuration(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_exits_with_zero(tmp_path) -> None:
+def test_bits_and_perplexity_are_printed_of_cross_entropies_alone(tmp_path, capsys, monkeypatch) -> None:
+    """A plugin's loss of a model of text has a value a token too, which need not be a cross entropy."""
+    loss = LossSpec(name="mine", doc="of a plugin", build=Lazy("mt_core.nn.loss:build_cross_entropy"))
+    host = load_plugins()
+    hook = staticmethod(hookimpl(lambda: [loss]))
+    host.add(type("Module", (), {"mt_register_losses": hook}), Plugin("theirs", "m", "theirs", "1.0"))
+    monkeypatch.setattr(train_command, "load_plugins", lambda: host)
+    assert run(arguments(tmp_path / "run", train__loss="mine", logging__trackers='["tensorboard"]')) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"valid loss \d\.\d+\n", shown), shown
+    assert "bits per token" not in shown
+    written = b"".join(path.read_bytes() for path in (tmp_path / "run" / "tensorboard").glob("events*"))
+    assert b"lm loss validation" in written
+    assert b"ppl" not in written
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_has_a_status_of_its_own(tmp_path) -> None:
     command = [sys.executable, "-m", "mt_cli", *arguments(tmp_path / "run", train__train_iters="1000000")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -234,7 +255,7 @@ def test_sigterm_saves_and_exits_with_zero(tmp_path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     shown, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, shown
+    assert process.returncode == 75, shown
     assert "stopped by signal SIGTERM" in shown
     latest = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
     assert f"after step {int(latest.removeprefix('iter_'))}" in shown

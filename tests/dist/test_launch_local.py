@@ -71,7 +71,11 @@ while not received:
 (folder / f"heard-{rank}").write_text("once")
 if sys.argv[1] == "deaf":
     time.sleep(1000)
+if sys.argv[1] == "interrupted":
+    time.sleep(0.2 * rank)
 (folder / f"saved-{rank}").write_text("")
+if sys.argv[1] == "interrupted":
+    sys.exit(75)
 """
 
 
@@ -187,14 +191,17 @@ def test_a_rank_that_leaves_no_record_is_shown_with_the_end_of_its_log(program, 
     assert_gone(tmp_path, range(2))
 
 
-def test_the_first_signal_lets_ranks_save(program, tmp_path, capfd) -> None:
+@pytest.mark.parametrize(("how", "status"), [("save", 0), ("interrupted", 75)])
+def test_the_first_signal_lets_ranks_save(program, tmp_path, capfd, how: str, status: int) -> None:
+    """The status of an interrupted rank is no failure, which would end the others before they have saved."""
+
     def stop() -> None:
         wait_for(*(tmp_path / f"pid-{rank}" for rank in range(3)))
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.getsignal(signal.SIGTERM)
     in_background(stop)
-    assert launch(3, [], entry=program(PLAIN, "save"), run_dir=tmp_path) == 0
+    assert launch(3, [], entry=program(PLAIN, how), run_dir=tmp_path) == status
     assert all((tmp_path / f"saved-{rank}").exists() for rank in range(3))
     assert signal.getsignal(signal.SIGTERM) is before
     captured = capfd.readouterr()

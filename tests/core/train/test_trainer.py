@@ -183,7 +183,7 @@ def test_a_callback_can_stop_training(tiny, tmp_path) -> None:
                 run.stop("enough")
 
     result = Trainer(tiny(), run_dir=tmp_path, callbacks=[Enough()]).train()
-    assert result.stopped == "enough"
+    assert (result.stopped, result.interrupted) == ("enough", False)
     assert result.state.iteration == 2
     assert (tmp_path / "checkpoints" / "iter_0000002").is_dir()
 
@@ -197,7 +197,7 @@ def test_a_signal_finishes_the_step_and_saves(tiny, tmp_path, number) -> None:
 
     before = signal.getsignal(number)
     result = Trainer(tiny(), run_dir=tmp_path, callbacks=[Interrupted()]).train()
-    assert result.stopped == f"signal {number.name}"
+    assert (result.stopped, result.interrupted) == (f"signal {number.name}", True)
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"iter_{result.state.iteration:07d}"
     assert signal.getsignal(number) is before
 

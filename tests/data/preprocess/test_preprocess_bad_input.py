@@ -130,7 +130,7 @@ def test_damaged_and_empty_compressed_files(prep: Any, tmp_path: Path, options: 
 def test_inputs_that_are_not_there(tmp_path: Path, options: Options) -> None:
     with pytest.raises(DataError, match="matches no file"):
         preprocess(options(tmp_path / "*.jsonl"))
-    with pytest.raises(DataError, match="is a folder"):
+    with pytest.raises(DataError, match="has no text: no file is in it"):
         preprocess(options(tmp_path))
     (tmp_path / "a.csv").write_text("x")
     with pytest.raises(DataError, match=r"the ending says no format .*--input-format"):

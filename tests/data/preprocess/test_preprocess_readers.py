@@ -22,9 +22,16 @@ def test_globs_are_sorted_and_files_taken_once(tmp_path: Path) -> None:
     assert [path.name for path in found] == ["c.txt", "a.jsonl", "b.jsonl"]
     assert [path.name for path in expand_globs([tmp_path / "**" / "d.jsonl"])] == ["d.jsonl"]
     assert [path.name for path in expand_globs([tmp_path / "odd[1].jsonl"])] == ["odd[1].jsonl"]
-    for patterns, words in (([tmp_path / "*.zip"], "matches no file"), ([tmp_path], "is a folder"), ([], "no input")):
+    for patterns, words in (([tmp_path / "*.zip"], "matches no file"), ([], "no input")):
         with pytest.raises(DataError, match=words):
             expand_globs(patterns)
+    assert [path.name for path in expand_globs([tmp_path])] == [
+        "a.jsonl",
+        "b.jsonl",
+        "c.txt",
+        "d.jsonl",
+        "odd[1].jsonl",
+    ]
 
 
 def test_records_know_their_place(tmp_path: Path) -> None:

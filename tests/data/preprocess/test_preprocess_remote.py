@@ -68,7 +68,7 @@ def test_an_object_that_is_replaced_while_it_is_read(bucket: Any, options: Optio
 def test_what_matches_nothing_is_named() -> None:
     with pytest.raises(DataError, match=r"memory://bucket/\*\.txt' matches no file"):
         expand_globs(["memory://bucket/*.txt"])
-    with pytest.raises(DataError, match="memory://bucket' is a folder"):
+    with pytest.raises(DataError, match="memory://bucket' matches folders alone"):
         expand_globs(["memory://bucket"])
     with pytest.raises(ConfigError, match="nosuch:// cannot be used"):
         expand_globs(["nosuch://bucket/a.jsonl"])

@@ -32,7 +32,9 @@ class TrainingRecord:
     def add_evaluation(self, loss: float) -> None:
         state = self._engine.state
         if self._writer is not None:
-            self._writer.write(evaluation_values({"valid_loss": loss}), state.iteration, state.consumed_samples)
+            self._writer.write(
+                evaluation_values({"valid_loss": loss}, in_nats_per_token=True), state.iteration, state.consumed_samples
+            )
 
     def close(self) -> None:
         writer, self._writer = self._writer, None

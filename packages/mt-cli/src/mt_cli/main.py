@@ -1,7 +1,7 @@
 """The entry point `mt`: reads the arguments, runs the command, turns errors into messages and exit codes.
 
-Exit codes: 0 done; 1 a defect (with a traceback); 2 a wrong option or configuration; 130 interrupted;
-others are those of the errors in `mt_core.errors`.
+Exit codes: 0 done; 1 a defect (with a traceback); 2 a wrong option or configuration; 75 training that a signal ended
+with a checkpoint; 130 interrupted; others are those of the errors in `mt_core.errors`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -159,7 +160,10 @@ def _is_number(part: str) -> bool:
 
 def _is_data(part: str) -> bool:
     prefix = part.removesuffix(".bin").removesuffix(".idx")
-    return Path(part).is_file() or (Path(f"{prefix}.bin").is_file() and Path(f"{prefix}.idx").is_file())
+    # A file, a folder or a pattern of text.
+    if Path(part).exists() or glob.glob(part, recursive=True):
+        return True
+    return Path(f"{prefix}.bin").is_file() and Path(f"{prefix}.idx").is_file()
 
 
 def _type_of_files(draft: Draft) -> str:
@@ -325,7 +329,10 @@ def _says(text: str) -> Callable[[Draft], str]:
 QUESTIONS: tuple[Question, ...] = (
     Question("model", _model_text, _says("gpt-tiny"), _take_model),
     Question(
-        "data", _says("Data: text files, .bin/.idx without its ending, builtin or mock"), _says("builtin"), _take_data
+        "data",
+        _says("Data: text files or folders, .bin/.idx without its ending, builtin or mock"),
+        _says("builtin"),
+        _take_data,
     ),
     Question(
         "tokenizer",

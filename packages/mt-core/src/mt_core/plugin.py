@@ -205,18 +205,21 @@ def mt_register_losses() -> list[LossSpec]:
             name="cross_entropy",
             doc="Cross entropy of the next token, softmax in fp32",
             build=Lazy("mt_core.nn.loss:build_cross_entropy"),
+            in_nats_per_token=True,
         ),
         LossSpec(
             name="linear_cross_entropy",
             doc="The same from hidden states, without the logits in memory",
             equivalent_to="cross_entropy",
             build=Lazy("mt_core.nn.linear_loss:build_linear_cross_entropy"),
+            in_nats_per_token=True,
         ),
         LossSpec(
             name="linear_cross_entropy_sum",
             doc="The same in fewer products: gradients are made in the forward pass",
             equivalent_to="cross_entropy",
             build=Lazy("mt_core.nn.linear_loss:build_linear_cross_entropy_sum"),
+            in_nats_per_token=True,
         ),
     ]
 

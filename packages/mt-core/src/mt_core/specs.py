@@ -626,6 +626,8 @@ class LossSpec(Spec):
     """(config: Config, parallel: ParallelContext) -> (model_output, batch) -> losses [batch, sequence]"""
     equivalent_to: str | None = None
     """The loss of the same values that this is another implementation of. A run may be resumed with either."""
+    in_nats_per_token: bool = False
+    """Whether it is the cross entropy of each predicted token, in nats, so that divided by ln 2 it is bits a token."""
     compares_samples: bool = False
     """Whether a sample's loss depends on the others of the micro-batch, on all data-parallel ranks."""
     metrics: Mapping[str, Lazy[Metric]] = field(default_factory=dict)

@@ -199,6 +199,7 @@ def train_as_rank(loaded: LoadedConfig, directory: Path, host: PluginHost) -> No
     from mt_cli.sample import prompt_of_sample
     from mt_core.launch.phases import PhaseTimeouts
     from mt_core.launch.session import rank_session
+    from mt_core.launch.signals import INTERRUPTED_STATUS
     from mt_core.parallel.context import is_writer
     from mt_core.train import build
     from mt_core.train.trainer import Trainer
@@ -214,13 +215,16 @@ def train_as_rank(loaded: LoadedConfig, directory: Path, host: PluginHost) -> No
         result = trainer.train()
         if is_writer():
             _report(trainer, result, directory, already, prompt)
+    # Behind the session, for which an exit with a status is a failure of the rank.
+    if result.interrupted:
+        raise typer.Exit(INTERRUPTED_STATUS)
 
 
 def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int, prompt: str | None) -> None:
     from rich.console import Console
 
     from mt_cli.sample import print_sample
-    from mt_core.nn.model import contract
+    from mt_core.config.loss import configured_loss
     from mt_core.train.reporting.log_lines import worded
 
     console = Console(highlight=False)
@@ -229,10 +233,9 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
         return
     if already == result.state.iteration:
         console.print(f"This run is complete ({already} steps). For a new one give another --run-dir.")
-    continues_text = contract(trainer.model).continues_text
+    in_nats = configured_loss(trainer.config, trainer.host).in_nats_per_token
     for name, loss in result.losses.items():
-        # From nats; only a loss per predicted token has this unit.
-        bits = f" ({loss / _LN2:.3f} bits per token)" if continues_text else ""
+        bits = f" ({loss / _LN2:.3f} bits per token)" if in_nats else ""
         console.print(f"{worded(name)} {loss:.4f}{bits}", style="bold")
     for name, value in result.metrics.items():
         console.print(f"{worded(name)} {value:.4f}", style="bold")
@@ -257,8 +260,11 @@ def _next_commands(trainer: Trainer, directory: Path) -> list[tuple[str, str]]:
     prompt = trainer.config.train.sample_prompt or "Once"
     run = trainer.config.checkpoint.save or directory
     generate = (f'generate {run} --prompt "{prompt}"', "text from this model")
+    chat = (f"chat {run}", "a conversation with this model")
+    serve = (f"serve {run}", "the same in a browser")
+    talks = [chat, serve] if trainer.config.data.dataset_type == "sft" else [generate, serve]
     commands = [
-        *([generate] if continues(trainer, prompt) else []),
+        *(talks if continues(trainer, prompt) else []),
         (f"ckpt inspect {run}", "what its checkpoint holds"),
         ("models", "other models to train: mt models NAME says how"),
         ("config show --preset gpt-tiny --origin", "every setting, and where it came from"),

@@ -25,7 +25,7 @@ _EXPECTED = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "text in quotes",
-    "list_type": "a list",
+    "list_type": 'a list, in brackets: ["..."]',
     "tuple_type": "a list",
     "dict_type": "a table",
 }

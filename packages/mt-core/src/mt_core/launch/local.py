@@ -71,8 +71,9 @@ def launch(
 ) -> int:
     """Run `entry` with `arguments` as nproc ranks here, and return the exit code of the run.
 
-    0 when every rank exited with 0; else that of the first rank to fail (128 + n for signal n). Its error is shown
-    first on standard error, and the remaining ranks are ended within seconds.
+    0 when every rank exited with 0, 75 when a signal ended them with a checkpoint (`signals.INTERRUPTED_STATUS`); else
+    that of the first rank to fail (128 + n for signal n). Its error is shown first on standard error, and the remaining
+    ranks are ended within seconds.
     Output of rank 0 is shown; that of the others is written to `logs/rank-N.log` in `run_dir`, records of failures
     to `errors/rank-N.json` (without a run_dir: in a temporary folder, which is kept after a failure).
     With several nodes, the same call is made on each of them with its node_rank; master_addr is the first node.

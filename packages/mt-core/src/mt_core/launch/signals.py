@@ -13,6 +13,9 @@ PASSED_AS = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGHUP: signal.SIGTERM,  # a closed terminal also ends the run with a checkpoint
 }
+INTERRUPTED_STATUS = 75
+"""Exit status of a run that a signal ended with a checkpoint; sysexits.h: EX_TEMPFAIL, try again later. Statuses of 128
+and more are of processes that the signal itself ended."""
 REPLACED = (*PASSED_AS, signal.SIGQUIT)
 """Signals whose handlers torch elastic sets when it starts processes."""
 

@@ -21,7 +21,7 @@ from mt_core.launch.process_group import wait_until_left
 from mt_core.launch.processes import RankProcesses
 from mt_core.launch.recorder import LINGER_SECONDS, announce
 from mt_core.launch.report import in_order, report
-from mt_core.launch.signals import PASSED_AS, ForwardedSignals, signal_name
+from mt_core.launch.signals import INTERRUPTED_STATUS, PASSED_AS, ForwardedSignals, signal_name
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 4.0
@@ -61,6 +61,8 @@ class Supervisor:
         self.signals = signals
         self.view = view
         self.deaths: dict[int, Death] = {}
+        self.interrupted = False
+        """Whether a rank has ended with INTERRUPTED_STATUS, which is no failure."""
         self._connect = connect
 
     def run(self, *, spans_nodes: bool) -> int:
@@ -85,7 +87,8 @@ class Supervisor:
         while True:
             codes = self.processes.poll()
             for rank, code in codes.items():
-                if code and rank not in self.deaths:
+                self.interrupted |= code == INTERRUPTED_STATUS
+                if code and code != INTERRUPTED_STATUS and rank not in self.deaths:
                     self.deaths[rank] = Death(rank, code, time.time())
             running = [rank for rank, code in codes.items() if code is None]
             if not running or until():
@@ -102,7 +105,7 @@ class Supervisor:
         store = self._connect() if spans_nodes and self.view is not None else None
         if store is not None:  # ranks of other nodes may still need the store that this process serves
             wait_until_left(store, self.world_size)
-        return 0
+        return INTERRUPTED_STATUS if self.interrupted else 0
 
     def _was_stopped(self) -> bool:
         """Whether the ranks ended because of a forwarded signal, and none failed for another reason."""

@@ -174,8 +174,10 @@ def fully_shard_model(
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
     """The numbered layers; of a module without them, such as a plain one, the members of its lists."""
-    stacks = [module for module in model.modules() if isinstance(module, NumberedLayers)]
-    for stack in stacks or [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+    modules = list(model.modules())
+    numbered = [module for module in modules if isinstance(module, NumberedLayers)]
+    lists = [module for module in modules if isinstance(module, nn.ModuleList)]
+    for stack in numbered or lists:
         yield from (layer for layer in stack if any(True for _ in layer.parameters()))
 
 

@@ -21,10 +21,11 @@ class TrainState:
 @dataclass(frozen=True)
 class TrainResult:
     """How a run ended. losses, metrics: the last evaluation's `<set>_loss` and `<set>_<metric>`. stopped: reason of an
-    early stop, else None."""
+    early stop, else None. interrupted: the stop was a signal to any of the ranks."""
 
     state: TrainState
     losses: Mapping[str, float]
     reference_losses: Mapping[str, float]
     stopped: str | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    interrupted: bool = False

@@ -158,7 +158,7 @@ class Trainer:
                     self.message(text)
                 self.callbacks.on_train_start(self)
                 self._run_steps(signals)
-            result = self._finish()
+            result = self._finish(interrupted=self._agree_on_stop(signals))
             self.callbacks.on_train_end(self, result)
             return result
         finally:
@@ -203,10 +203,19 @@ class Trainer:
                     return
                 # A signal or a callback may reach one rank only: the all-reduce stops all ranks after the same step.
                 if any_rank(self._stop_reason is not None):
-                    self._stop_reason = self._stop_reason or "another rank"
                     return
         finally:
             batches.close()
+
+    def _agree_on_stop(self, signals: StopSignals) -> bool:
+        """Whether a signal to any rank ended training. All ranks then have a reason to stop, or none has one."""
+        # Behind the last step a rank may have a reason that the delayed flag has not brought to the others, which would
+        # evaluate without it.
+        agree = partial(any_over, axis=self.ctx.world, device=self.engine.device)
+        if not agree(self._stop_reason is not None):
+            return False
+        self._stop_reason = self._stop_reason or "another rank"
+        return agree(signals.received is not None)
 
     def _build_stop_flag(self) -> Callable[[bool], bool]:
         """Whether a flag is set on any rank; delayed by one step if metrics are deferred."""
@@ -240,7 +249,7 @@ class Trainer:
             self.message(warning)
         metrics = self.metrics.of_step(record, outcome, ended)
         self.callbacks.on_step_end(self, metrics)
-        line = self.metrics.line_of_log(metrics)
+        line = self.metrics.line_of_log(metrics, self.last_iteration)
         if line is not None:
             self.callbacks.on_log(self, line)
 
@@ -275,7 +284,7 @@ class Trainer:
         self.best.update(self.state.iteration, values[self.best.metric])
         self.message(f"best {self.best.metric} so far: {values[self.best.metric]:.4f} (step {self.state.iteration})")
 
-    def _finish(self) -> TrainResult:
+    def _finish(self, *, interrupted: bool) -> TrainResult:
         self._report_pending(ended=time.perf_counter())
         if self._last_saved != self.state.iteration:
             self.save()
@@ -289,7 +298,7 @@ class Trainer:
         wait_for_all()
         losses = {name: value for name, value in self.last_evaluation.items() if name.endswith("_loss")}
         metrics = {name: value for name, value in self.last_evaluation.items() if name not in losses}
-        return TrainResult(self.state, losses, self._reference_losses(), self._stop_reason, metrics)
+        return TrainResult(self.state, losses, self._reference_losses(), self._stop_reason, metrics, interrupted)
 
     # -- evaluation -------------------------------------------------------------------------------
 

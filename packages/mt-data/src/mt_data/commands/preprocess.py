@@ -15,15 +15,16 @@ import typer
 from typer.core import TyperCommand
 
 from mt_core.errors import ConfigError
+from mt_data.preprocess.encodings import UTF8
 from mt_data.preprocess.options import PreprocessOptions, PreprocessReport
 
-SPREAD_OPTIONS = ("--input", "--json-keys")
+SPREAD_OPTIONS = ("--input", "--json-keys", "--encoding")
 Vocabulary = "Tokenizer"
 Parts = "Many machines"
 
 
 class PreprocessCommand(TyperCommand):
-    """Lets `--input` and `--json-keys` take several values behind one option, as Megatron's script does."""
+    """Lets `--input`, `--json-keys` and `--encoding` take several values, as Megatron's script does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, spread(in_todays_words(args), SPREAD_OPTIONS))
@@ -53,7 +54,8 @@ def spread(arguments: Sequence[str], options: Iterable[str]) -> list[str]:
 
 def preprocess(
     input: Annotated[
-        list[str], typer.Option(help="Files or quoted patterns: .jsonl, .parquet, .txt, also .gz and .zst.")
+        list[str],
+        typer.Option(help="Files, folders, quoted patterns: .jsonl, .parquet, .txt, .md, also .gz, .zst."),
     ],
     output_prefix: Annotated[str, typer.Option(help="Outputs are PREFIX_KEY_document (or _sentence) .bin, .idx.")],
     tokenizer_type: Annotated[
@@ -109,6 +111,9 @@ def preprocess(
     input_format: Annotated[
         str, typer.Option(help="jsonl, text, text-lines or parquet, for names without a known ending.")
     ] = "auto",
+    encoding: Annotated[
+        list[str] | None, typer.Option(help="Encodings of the text, tried in turn. Default: utf-8.")
+    ] = None,
     shard_mb: Annotated[
         float | None, typer.Option(help="MiB of input in a piece of work. Default: by the input's size, 1 to 32.")
     ] = None,
@@ -145,6 +150,7 @@ def preprocess(
         shard=shard,
         on_error=on_error,
         input_format=input_format,
+        encodings=tuple(encoding or UTF8),
         shard_mb=shard_mb,
         overwrite=overwrite,
         executor=executor,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from mt_core.errors import DataError
 from mt_core.specs import Split, SplitRequest, Tokenizer
@@ -18,13 +19,19 @@ from mt_data.datasets.opening import BuiltSplit, OpenedTokens, build_from_files
 from mt_data.datasets.progress import index_progress
 from mt_data.datasets.raw_text import RawTextOptions
 from mt_data.datasets.samples import SampleRules, causal_sample
+from mt_data.datasets.splits import WHOLE
+from mt_data.datasets.token_range import TokenRange, divides_documents, range_of_split
+from mt_data.preprocess.encodings import check_encodings
+
+log = logging.getLogger(__name__)
 
 
 class GPTDataConfig(IndexedDataConfig):
     """Windows of seq_length tokens over the shuffled documents, in Megatron's order for the same seed.
 
-    A name in data_path that ends in .jsonl, .json, .ndjson, .txt or .parquet (or one of these with .gz or
-    .zst) is raw text: it is tokenized first, once, into the cache folder.
+    A name in data_path that ends in .jsonl, .json, .ndjson, .txt, .md, .rst or .parquet (or one of these with .gz or
+    .zst), a folder, or a pattern such as "notes/**/*.md" is raw text: it is tokenized first, once, into the cache
+    folder.
     """
 
     dataset_type: str = "gpt"
@@ -37,6 +44,12 @@ class GPTDataConfig(IndexedDataConfig):
     """Mask labels equal to the padding id although it is another special id too."""
     json_key: str = "text"
     """Field (or Parquet column) of raw text that holds the document."""
+    input_format: Literal["auto", "jsonl", "text", "text-lines", "parquet"] = "auto"
+    """Format of raw text. `auto`: by the ending of each file; any other is that of all files, whatever they are
+    called."""
+    encodings: list[str] = Field(["utf-8"])
+    """Encodings of raw text, tried in turn on each file (on each line of JSON). A byte order mark goes before them.
+    Name those of one byte a character, such as `cp1252`, last: nearly any file can be read in them."""
     tokenize_workers: PositiveInt | None = None
     """Processes that tokenize raw text. Default: the cores of this process, fewer for a small text. Does not change
     the tokens."""
@@ -44,8 +57,13 @@ class GPTDataConfig(IndexedDataConfig):
     """What builds the index: `numpy`, `numba` (a third of the time, `pip install "mt-data[fast]"`), or `auto`: numba
     where it is installed and there are millions of documents. The arrays are the same."""
 
+    @model_validator(mode="after")
+    def _check_encodings(self) -> GPTDataConfig:
+        check_encodings(self.encodings, "data.encodings")
+        return self
+
     def raw_text_options(self) -> RawTextOptions:
-        return RawTextOptions(self.json_key, self.tokenize_workers)
+        return RawTextOptions(self.json_key, self.tokenize_workers, tuple(self.encodings), self.input_format)
 
 
 def build_gpt(config: GPTDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> BuiltSplit:
@@ -66,9 +84,9 @@ def gpt_over_file(
     tokens: OpenedTokens, num_samples: int | None, config: GPTDataConfig, rules: SampleRules, request: SplitRequest
 ) -> GPTDataset:
     """The samples of one token file; its sequences are what Megatron's GPT data set calls documents."""
-    reader = tokens.reader
-    lengths = reader.sequence_lengths
-    elements = tokens.elements(len(lengths), "sequences")
+    reader, source = tokens.reader, _part_of_split(tokens, config, request)
+    lengths = source.sequence_lengths
+    elements = source.elements if isinstance(source, TokenRange) else tokens.elements(len(lengths), "sequences")
     # Only the lengths of the split's own sequences: tokens_per_epoch, and with it the number of epochs, is the split's.
     plan = plan_index(
         lengths[elements.start : elements.stop],
@@ -89,11 +107,33 @@ def gpt_over_file(
             return build_index(config.index_engine, elements, lengths, plan, progress).arrays()
 
     # The engine is not part of the key: both give the same arrays.
-    key = tokens.cache_key("gpt", elements, **plan.key())
+    part = {"tokens": [source.begin, source.end]} if isinstance(source, TokenRange) else {}
+    key = tokens.cache_key("gpt", elements, **plan.key(), **part)
     index = GPTIndex(**tokens.cache.get(key, build))
     return GPTDataset(
-        reader, index, plan, rules, tokens.name, lambda number: _document(reader.document_indices, number)
+        source, index, plan, rules, tokens.name, lambda number: _document(reader.document_indices, number)
     )
+
+
+def _part_of_split(tokens: OpenedTokens, config: GPTDataConfig, request: SplitRequest) -> TokenSource:
+    """The token file, whose documents are divided as Megatron divides them; or the split's part of its tokens, where
+    that would leave training or validation without a sample: of one long document, or a few short ones."""
+    reader, fractions = tokens.reader, tokens.fractions
+    extra = int(config.add_extra_token_to_sequence)
+    shortest = request.sequence_length + extra if config.drop_last_partial_validation_sequence else 1 + extra
+    if fractions is WHOLE or divides_documents(reader, fractions, shortest):
+        return reader
+    part = range_of_split(reader, fractions, tokens.split)
+    log.warning(
+        '%s: %d documents are too few or too short for data.split="%s"; tokens are divided, %s has tokens %d to %d',
+        tokens.name,
+        reader.num_documents,
+        fractions.text,
+        tokens.split,
+        part.begin,
+        part.end,
+    )
+    return part
 
 
 def _document(document_indices: NDArray[np.int64], sequence: int) -> str:
@@ -252,6 +292,6 @@ def plan_index(
         raise DataError(
             f"the {split} split of {name} has {tokens} tokens in {len(lengths)} documents, too few for one "
             f"sample of data.seq_length={sequence_length} (which needs {sequence_length + extra}); "
-            "give the split a larger share, add documents, or make data.seq_length smaller"
+            f'give {split} a larger share (data.split="80,20,0"), add text, or make data.seq_length smaller'
         )
     return plan

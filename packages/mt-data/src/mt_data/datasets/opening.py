@@ -105,7 +105,7 @@ def _token_file(
     name: str, config: IndexedDataConfig, tokenizer: Tokenizer, raw_text: RawTextOptions | None, folder: Path
 ) -> str:
     """The prefix itself, or that of the tokens of a file of raw text."""
-    if not is_raw_text(name):
+    if not is_raw_text(name, "auto" if raw_text is None else raw_text.input_format):
         return name
     if raw_text is None:
         raise DataError(

@@ -6,11 +6,12 @@ long that command is the better way: it goes on after a kill, and shares the wor
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import multiprocessing
 import pickle
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,59 +26,75 @@ from mt_data.indexed.dataset import IndexedDataset
 from mt_data.indexed.layout import dtype_for_vocab
 from mt_data.indexed.writer import IndexedDatasetWriter
 from mt_data.preprocess.encoder import GivenTokenizer
+from mt_data.preprocess.encodings import UTF8
 from mt_data.preprocess.executors import Executor, InlineExecutor, ProcessExecutor
 from mt_data.preprocess.formats import detect_format
 from mt_data.preprocess.parts import ReadOptions, Shard
 from mt_data.preprocess.plan import Job, default_shard_bytes, examine, plan_jobs
-from mt_data.preprocess.readers import MAX_LINE_BYTES
+from mt_data.preprocess.readers import MAX_LINE_BYTES, expand_globs
 from mt_data.preprocess.run_plan import BYTES_WORTH_A_WORKER, cores
 from mt_data.preprocess.shards import Task, build_encoder, shard_prefix
 from mt_data.preprocess.streams import cut_stream
 
 STEM = "text_document"
 LEVEL = "document"
-VERSION = 2
+VERSION = 3
 """Grows when the same text would give other tokens."""
 _CHUNK = 1 << 24
-
-
-def is_raw_text(name: str) -> bool:
-    """Whether a name in data_path is a file of text, by its ending; a prefix that ends like one has an `.idx`."""
-    try:
-        detect_format(Path(name))
-    except DataError:
-        return False
-    return not as_path(f"{name}.idx").exists()
 
 
 @dataclass(frozen=True)
 class RawTextOptions:
     """json_key: where the text is. workers: processes that tokenize it, which change no byte; None for as many as
-    this process has cores, fewer for a small text.
+    this process has cores, fewer for a small text. encodings: tried in turn on each file, or line. input_format: as of
+    `detect_format`.
     """
 
     json_key: str = "text"
     workers: int | None = None
+    encodings: tuple[str, ...] = UTF8
+    input_format: str = "auto"
+
+
+def is_raw_text(name: str, input_format: str = "auto") -> bool:
+    """Whether a name in data_path is a file of text by its ending, a folder, or a pattern that matches something; a
+    prefix that is called like one has an `.idx`. With a named format every file is text."""
+    if as_path(f"{name}.idx").exists():
+        return False
+    path = as_path(name)
+    if path.is_dir() or (input_format != "auto" and path.is_file()):
+        return True
+    if glob.has_magic(name) and "://" not in name and glob.glob(name, recursive=True):
+        return True
+    try:
+        detect_format(Path(name))
+    except DataError:
+        return False
+    return True
 
 
 def tokenized(name: str, options: RawTextOptions, tokenizer: Tokenizer, cache: Path) -> Path:
-    """Prefix of the token file made from the text file `name`, each document followed by the eod id.
+    """Prefix of the token file made from the text that `name` stands for, each document followed by the eod id.
 
-    The file is found again by the text's content, the tokenizer's fingerprint and json_key. Raises DataError,
+    name: a file, a folder or a pattern. The token file is found again by the text's content, the tokenizer's
+    fingerprint and the options. Raises DataError,
     with file and line, for text that cannot be read, and when the cache cannot be written.
     """
     if "/" in options.json_key:
         raise ConfigError(f'data.json_key="{options.json_key}" cannot be part of a file name; rename the field')
+    paths = expand_globs([name], options.input_format)
     key = {
         "kind": "tokens",
-        "text": _content_hash(as_path(name)),
+        "text": [_content_hash(path) for path in paths],
+        "formats": [format_name(path, options.input_format) for path in paths],
         "json_key": options.json_key,
+        "encodings": list(options.encodings),
         "tokenizer": tokenizer.fingerprint(),
         "version": VERSION,
     }
 
     def write(folder: Path) -> None:
-        _write_tokens(as_path(name), options, tokenizer, folder / STEM)
+        _write_tokens(name, paths, options, tokenizer, folder / STEM)
 
     try:
         return ContentCache(cache).get(key, write, _checked_prefix)
@@ -106,21 +123,30 @@ def _content_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _write_tokens(path: Path, options: RawTextOptions, tokenizer: Tokenizer, prefix: Path) -> None:
-    files = examine([path])
+def format_name(path: Path, input_format: str) -> str:
+    """What decides, beside a file's content, the documents that are read from it."""
+    found = detect_format(path, input_format)
+    return f"{found.kind} {found.compression}"
+
+
+def _write_tokens(
+    name: str, paths: Sequence[Path], options: RawTextOptions, tokenizer: Tokenizer, prefix: Path
+) -> None:
+    files = examine(paths)
+    size = sum(file.size for file in files)
     # As `mt data preprocess` cuts, so that large files are tokenized in parallel; the tokens do not depend on the cuts.
-    jobs = plan_jobs(files, default_shard_bytes(files))
+    jobs = plan_jobs(files, default_shard_bytes(files), options.input_format, encodings=options.encodings)
     # Inside of the cache entry under construction: a kill leaves nothing that would be taken for an entry.
     folder = prefix.with_name("shards")
     folder.mkdir()
-    task = _task(folder, options.json_key, tokenizer)
-    executor = _executor(task, tokenizer, options.workers, files[0].size)
-    with index_progress(f"tokenizing {path.name}", files[0].size) as progress, closing(_shards(jobs, task)) as shards:
+    task = _task(folder, options, tokenizer)
+    executor = _executor(task, tokenizer, options.workers, size)
+    with index_progress(f"tokenizing {name}", size) as progress, closing(_shards(jobs, task)) as shards:
         results, done = [], 0
         for result in executor.run(task, shards):
             results.append(result)
             done += result.counts.input_bytes
-            progress(done, files[0].size)
+            progress(done, size)
     with IndexedDatasetWriter(prefix, task.dtype) as writer:
         for result in sorted(results, key=lambda result: result.order):
             writer.append(shard_prefix(folder, result.name, options.json_key, LEVEL))
@@ -130,19 +156,19 @@ def _write_tokens(path: Path, options: RawTextOptions, tokenizer: Tokenizer, pre
     shutil.rmtree(folder)
 
 
-def _task(folder: Path, json_key: str, tokenizer: Tokenizer) -> Task:
+def _task(folder: Path, options: RawTextOptions, tokenizer: Tokenizer) -> Task:
     return Task(
         folder=str(folder),
         # The run's own tokenizer is pickled: its name and options are not known here.
         tokenizer=GivenTokenizer(tokenizer),
         fingerprint=tokenizer.fingerprint(),
-        json_keys=(json_key,),
+        json_keys=(options.json_key,),
         level=LEVEL,
         dtype=dtype_for_vocab(tokenizer.vocab_size).name,
         append_eod=tokenizer.special.eod is not None,
         splitter=None,
         on_error="raise",
-        read=ReadOptions("auto", (json_key,), MAX_LINE_BYTES),
+        read=ReadOptions(options.input_format, (options.json_key,), MAX_LINE_BYTES, options.encodings),
     )
 
 

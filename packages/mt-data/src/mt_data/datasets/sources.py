@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,4 +110,11 @@ def cache_folder(config: IndexedDataConfig, entries: Sequence[BlendEntry]) -> Pa
         return Path(config.data_cache_path)
     first = entries[0].prefix
     # An index is written and mapped as files, which a store does not offer.
-    return Path.home() / ".cache" / "mt" / "data" if is_remote(first) else Path(first).parent / "cache" / "mt"
+    return Path.home() / ".cache" / "mt" / "data" if is_remote(first) else _folder_of(first) / "cache" / "mt"
+
+
+def _folder_of(name: str) -> Path:
+    """The folder that a file, a folder or a prefix lies in; of a pattern the one in which it is looked for."""
+    parents = Path(name).parents
+    # A name may hold characters of patterns and exist all the same.
+    return next((parent for parent in parents if parent.is_dir() or not glob.has_magic(str(parent))), parents[-1])

@@ -6,13 +6,14 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader, RawIOBase, TextIOWrapper
 from pathlib import Path
 from typing import BinaryIO, Literal, TextIO, cast
 
 from mt_core.errors import DataError
 from mt_core.paths import is_remote
+from mt_data.preprocess.encodings import MARK_BYTES, UTF8, Utf8Reader, keeps_lines, marked_encoding
 
 Kind = Literal["jsonl", "text-lines", "text", "parquet"]
 Compression = Literal["gz", "zst"]
@@ -22,41 +23,76 @@ ENDINGS: dict[str, Kind] = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".markdown": "text",
+    ".rst": "text",
 }
 COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
+MAGIC: dict[bytes, Compression] = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst"}
+"""What compressed data begins with, whatever the file is called."""
 BUFFER_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class InputFormat:
-    """kind: "jsonl" has an object a line, "text-lines" a document a line, "text" is one document."""
+    """kind: "jsonl" has an object a line, "text-lines" a document a line, "text" is one document.
+
+    encodings: of what `open_stream` gives, tried in turn. recoded_from: the encoding of the file, which `open_stream`
+    turns into UTF-8; None where it gives the bytes as they are.
+    """
 
     kind: Kind
     compression: Compression | None = None
+    encodings: tuple[str, ...] = UTF8
+    recoded_from: str | None = None
 
     @property
     def divisible(self) -> bool:
         """Whether reading can begin anywhere in the file: it is lines, and not compressed."""
-        return self.compression is None and self.kind in ("jsonl", "text-lines")
+        return self.compression is None and self.recoded_from is None and self.kind in ("jsonl", "text-lines")
+
+
+def examine_format(path: Path, input_format: str = "auto", encodings: tuple[str, ...] = UTF8) -> InputFormat:
+    """As `detect_format`, with what the file's first bytes say: compression that its name does not, and the encoding.
+
+    Raises DataError also for a file that cannot be read.
+    """
+    found = replace(detect_format(path, input_format), encodings=encodings)
+    if found.kind == "parquet":
+        return found
+    if found.compression is None:
+        begin = _first_bytes(path, found)
+        found = replace(found, compression=next((MAGIC[mark] for mark in MAGIC if begin.startswith(mark)), None))
+    # A whole text is decoded at once; lines are found by the byte of a newline, which UTF-16 does not have.
+    if found.kind == "text":
+        return found
+    name = marked_encoding(_first_bytes(path, found)) or encodings[0]
+    return found if keeps_lines(name) else replace(found, encodings=UTF8, recoded_from=name)
+
+
+def _first_bytes(path: Path, found: InputFormat) -> bytes:
+    with open_stream(path, found) as stream:
+        return stream.read(MARK_BYTES)
 
 
 def detect_format(path: Path, input_format: str = "auto") -> InputFormat:
     """The format by the name's ending (`.jsonl.gz`, `.parquet`, ...), or the one named, for any ending.
 
-    Compression always goes by the ending `.gz` or `.zst`. Raises DataError for an unknown ending.
+    Compression goes by the ending `.gz` or `.zst`. Raises DataError for an unknown ending.
     """
-    compression = COMPRESSIONS.get(path.suffix)
+    compression = COMPRESSIONS.get(path.suffix.lower())
     inner = path.with_suffix("") if compression else path
     if input_format != "auto":
         if input_format not in ENDINGS.values() and input_format != "text-lines":
             raise DataError(f"input format {input_format!r} is not known; give {format_names()}")
         kind = cast(Kind, input_format)
-    elif inner.suffix in ENDINGS:
-        kind = ENDINGS[inner.suffix]
+    elif inner.suffix.lower() in ENDINGS:
+        kind = ENDINGS[inner.suffix.lower()]
     else:
         raise DataError(
             f"{path}: the ending says no format that is known ({', '.join(ENDINGS)}, also with .gz or .zst); "
-            f"name it with --input-format {format_names()}"
+            f"name it with --input-format {format_names()} (data.input_format)"
         )
     if kind == "parquet" and compression:
         raise DataError(f"{path}: Parquet is compressed inside; decompress the {path.suffix} first")
@@ -100,7 +136,7 @@ def open_with_raw(path: Path, found: InputFormat) -> Iterator[tuple[BinaryIO, Bi
             if found.compression and path.stat().st_size == 0:
                 raise DataError(f"{path} was cut short: it is empty, which compressed data never is")
             with _decompressed(raw, path, found) as stream:
-                yield stream, raw
+                yield _recoded(stream, path, found), raw
     # These clauses also see what the body of the caller's `with` raises while it reads, since a stream fails only then.
     except EOFError as error:
         raise DataError(f"{path} was cut short: its compressed data ends too early") from error
@@ -114,6 +150,12 @@ def open_bytes(path: Path) -> BinaryIO:
     """A file, or an object of a store, for reading from any place on. Raises OSError."""
     # Files of fsspec have a read-ahead of their own.
     return path.open("rb") if is_remote(path) else path.open("rb", buffering=BUFFER_BYTES)
+
+
+def _recoded(stream: BinaryIO, path: Path, found: InputFormat) -> BinaryIO:
+    if found.recoded_from is None:
+        return stream
+    return BufferedReader(Utf8Reader(stream, found.recoded_from, path), BUFFER_BYTES)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mt_core.errors import ConfigError
+from mt_data.preprocess.encodings import UTF8, check_encodings
 from mt_data.preprocess.files import refuse_remote_output
 from mt_data.preprocess.machine import MachineShare
 from mt_data.preprocess.readers import MAX_LINE_BYTES
@@ -22,7 +23,7 @@ class PreprocessOptions:
     """The command's options under the same names. Raises ConfigError for values that cannot be."""
 
     input: tuple[str, ...]
-    """Files or patterns."""
+    """Files, folders or patterns."""
     output_prefix: str
     """Outputs are `{output_prefix}_{key}_{document or sentence}.bin` and `.idx`."""
     tokenizer_type: str
@@ -43,6 +44,8 @@ class PreprocessOptions:
     """The part of the corpus that this machine does: "i/n", or "i" with partitions=n; i counts from 0."""
     on_error: OnError = "raise"
     input_format: str = "auto"
+    encodings: tuple[str, ...] = UTF8
+    """Tried in turn on each text, or line. A byte order mark goes before them."""
     shard_mb: float | None = None
     """Input (MiB) of a piece of work. Default: a 256th of the corpus, within 1 to 32."""
     max_line_bytes: int = MAX_LINE_BYTES
@@ -52,6 +55,7 @@ class PreprocessOptions:
 
     def __post_init__(self) -> None:
         _require(bool(self.input), "--input is missing; name files or patterns")
+        check_encodings(self.encodings, "--encoding")
         refuse_remote_output("--output-prefix", self.output_prefix)
         _require(bool(Path(self.output_prefix).name), f"--output-prefix {self.output_prefix!r} names a folder")
         _require(bool(self.json_keys), "--json-keys needs at least one key")

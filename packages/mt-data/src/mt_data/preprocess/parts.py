@@ -7,12 +7,13 @@ decided by the input and the options alone, never by the number of workers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
 from mt_core.paths import as_path
+from mt_data.preprocess.encodings import UTF8
 from mt_data.preprocess.formats import BUFFER_BYTES, InputFormat, detect_format, open_bytes, open_stream
 from mt_data.preprocess.readers import (
     MalformedRecord,
@@ -51,11 +52,12 @@ class RowGroups:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines already read (and decompressed) from a file; the first has the number `first_line`."""
+    """Lines already read (and decompressed) from a file; the first has the number `first_line`. encodings: of data."""
 
     path: str
     first_line: int
     data: bytes = field(repr=False)
+    encodings: tuple[str, ...] = UTF8
 
 
 Part = ByteRange | WholeFile | RowGroups | Lines
@@ -85,6 +87,7 @@ class ReadOptions:
     input_format: str
     columns: tuple[str, ...]
     max_line_bytes: int
+    encodings: tuple[str, ...] = UTF8
 
 
 class PartReader:
@@ -111,8 +114,11 @@ class PartReader:
                 input_format=self.options.input_format,
                 columns=self.options.columns,
                 max_line_bytes=self.options.max_line_bytes,
+                encodings=self.options.encodings,
             )
-        found = detect_format(path, self.options.input_format)
+        # A range of bytes is of a file whose lines can be found without decoding it.
+        encodings = part.encodings if isinstance(part, Lines) else self.options.encodings
+        found = replace(detect_format(path, self.options.input_format), encodings=encodings)
         lines = self._byte_range(part, found) if isinstance(part, ByteRange) else self._lines(part)
         return parse_lines(lines, part.path, found, self._renumbered)
 

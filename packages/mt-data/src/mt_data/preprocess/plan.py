@@ -12,7 +12,8 @@ from pathlib import Path
 
 from mt_core.errors import DataError
 from mt_core.paths import is_remote
-from mt_data.preprocess.formats import detect_format
+from mt_data.preprocess.encodings import UTF8
+from mt_data.preprocess.formats import examine_format
 from mt_data.preprocess.parts import ByteRange, Part, RowGroups, Shard, WholeFile
 
 # The size of a shard bounds what an interruption costs (the shards under way), the memory of a worker's index and the
@@ -86,7 +87,11 @@ def default_shard_bytes(files: Iterable[InputFile], machines: int = 1) -> int:
 #   job 5  Shard      d[0:2]
 # Results sorted by (job, chunk) are in the order of the input, whatever the order in which they finished.
 def plan_jobs(
-    files: Iterable[InputFile], shard_bytes: int, input_format: str = "auto", cut_streams: bool = True
+    files: Iterable[InputFile],
+    shard_bytes: int,
+    input_format: str = "auto",
+    cut_streams: bool = True,
+    encodings: tuple[str, ...] = UTF8,
 ) -> list[Job]:
     """Jobs in the order of the output. Small parts are put together, big files cut.
 
@@ -106,7 +111,7 @@ def plan_jobs(
         weights.clear()
         held = 0
 
-    for piece, weight, text_bytes in _pieces(files, shard_bytes, input_format, cut_streams):
+    for piece, weight, text_bytes in _pieces(files, shard_bytes, input_format, cut_streams, encodings):
         if held and held + text_bytes > shard_bytes:
             close()
         # A stream is a job of its own: what was collected before it must come before it in the output.
@@ -136,11 +141,11 @@ def share_of_machine(jobs: list[Job], index: int, count: int) -> list[Job]:
 
 
 def _pieces(
-    files: Iterable[InputFile], shard_bytes: int, input_format: str, cut_streams: bool
+    files: Iterable[InputFile], shard_bytes: int, input_format: str, cut_streams: bool, encodings: tuple[str, ...]
 ) -> Iterator[tuple[Part | InputFile, int, int]]:
     """(part, or file to cut while it is read; its bytes on the disk; its bytes of text, roughly)."""
     for file in files:
-        found = detect_format(file.path, input_format)
+        found = examine_format(file.path, input_format, encodings)
         path = str(file.path)
         if found.kind == "parquet":
             yield from _row_groups(file, shard_bytes)
@@ -149,7 +154,7 @@ def _pieces(
             for begin in range(0, file.size, shard_bytes):
                 end = min(begin + shard_bytes, file.size)
                 yield ByteRange(path, begin, end), end - begin, end - begin
-        # Plain text is one document, compressed or not, and cannot be cut.
+        # Plain text is one document, compressed or not, and cannot be cut; nor can lines of UTF-16.
         elif found.compression is None or found.kind == "text":
             yield WholeFile(path), file.size, file.size
         elif cut_streams and file.size * COMPRESSION > shard_bytes:

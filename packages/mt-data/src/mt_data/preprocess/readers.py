@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -17,7 +17,9 @@ import orjson
 
 from mt_core.errors import DataError
 from mt_core.paths import as_path
-from mt_data.preprocess.formats import InputFormat, detect_format, open_stream
+from mt_data.preprocess.encodings import UTF8, UndecodableError, decode, is_utf8
+from mt_data.preprocess.folders import text_files_below
+from mt_data.preprocess.formats import InputFormat, examine_format, open_stream
 
 MAX_LINE_BYTES = 256 * 2**20
 """A longer line (or text file) is malformed, unless the caller allows more: it bounds memory."""
@@ -28,6 +30,12 @@ MAX_LINE_BYTES = 256 * 2**20
 _EXACT_TYPES = {str, int, bool, type(None)}
 # orjson is exact from -2^63 to 2^64 - 1, and 2^63 has 19 digits: a shorter run of digits is never out of range.
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
+
+
+NULS = (
+    "has a NUL character: it is no text, or UTF-16 without a mark; leave the file out, or name its encoding with "
+    "--encoding utf-16-le (data.encodings)"
+)
 
 
 class Record(NamedTuple):
@@ -60,21 +68,25 @@ def raise_malformed(error: MalformedRecord) -> None:
     raise error
 
 
-def expand_globs(patterns: Iterable[str | Path]) -> list[Path]:
+def expand_globs(patterns: Iterable[str | Path], input_format: str = "auto") -> list[Path]:
     """The files that the patterns (`*`, `?`, `[...]`, `**`) match, sorted within each pattern.
+
+    A folder stands for all text below it (`folders.text_files_below`).
 
     A pattern with `://`, such as "s3://bucket/*.jsonl", is looked for through fsspec. Patterns keep their order, and a
     file that several match is taken once, at the first of them.
-    Raises DataError when a pattern matches nothing, or a folder.
+    Raises DataError when a pattern matches nothing, or folders alone.
     """
     # A dict for its order; a set would lose which pattern came first.
     found: dict[Path, None] = {}
     for pattern in patterns:
         text = str(pattern)
         matches = _remote_matches(text) if "://" in text else _local_matches(text)
+        if matches == [Path(text)] and Path(text).is_dir():
+            matches = text_files_below(Path(text), input_format)
         files = [match for match in matches if not match.is_dir()]
         if not files:
-            what = f"is a folder; give {text.rstrip('/')}/*.jsonl" if matches else "matches no file"
+            what = f"matches folders alone; give {text.rstrip('/')}/*" if matches else "matches no file"
             raise DataError(f"input {text!r} {what}")
         found.update(dict.fromkeys(files))
     if not found:
@@ -116,17 +128,19 @@ def iter_records(
     input_format: str = "auto",
     columns: Iterable[str] | None = None,
     max_line_bytes: int = MAX_LINE_BYTES,
+    encodings: tuple[str, ...] = UTF8,
 ) -> Iterator[Record]:
     """Stream the records of one file.
 
     input_format: "auto" goes by the name's ending; see `formats.detect_format`. columns: the only Parquet
     columns to read (JSON lines always give all keys). A plain text file is one record {"text": content}.
+    encodings: tried in turn on a text, or on each line; a byte order mark goes before them.
 
     Raises MalformedRecord (unless `on_malformed` takes it) for a line that is no JSON object or too long, and
     DataError for what cannot be skipped: a missing file, a compressed file cut short, a missing column.
     """
     path = as_path(path)
-    found = detect_format(path, input_format)
+    found = examine_format(path, input_format, encodings)
     if found.kind == "parquet":
         yield from _parquet_records(path, columns)
     elif found.kind == "text":
@@ -144,7 +158,7 @@ def parse_lines(
     parse = parse_json_line if found.kind == "jsonl" else parse_text_line
     for number, line in lines:
         try:
-            value = parse(line)
+            value = parse(line, found.encodings)
         except ValueError as error:
             on_malformed(MalformedRecord(file, number, str(error)))
             continue
@@ -193,19 +207,29 @@ def too_long(max_line_bytes: int) -> str:
     return f"is longer than {max_line_bytes} bytes; allow more with --max-line-bytes, or leave it out"
 
 
-def parse_json_line(line: bytes) -> dict[str, Any] | None:
+def parse_json_line(line: bytes, encodings: Sequence[str] = UTF8) -> dict[str, Any] | None:
     """The object on a line of JSON. orjson first; what it refuses and Python's reader takes (NaN, lone
     surrogates, integers past 64 bits) is taken too, since Megatron reads with Python's."""
+    # orjson reads UTF-8 alone, which text in another encoding can be by chance.
+    if not is_utf8(encodings[0]):
+        line = decode(line, encodings).encode("utf-8", "surrogatepass")
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError:
         # Looked at only after orjson failed: blank lines are rare, and strip copies every line.
         if not line.strip():
             return None
-        value = _parse_as_python_does(line)
+        value = _parse_as_python_does(line, encodings)
     if type(value) is not dict:
-        raise ValueError(f'is {json_kind(value)}; each line must be a JSON object such as {{"text": "..."}}')
-    return _parse_as_python_does(line) if _may_hold_long_integers(value, line) else value
+        raise ValueError(
+            f'is {json_kind(value)}; each line must be a JSON object such as {{"text": "..."}}{_array_remedy(value)}'
+        )
+    return _parse_as_python_does(line, encodings) if _may_hold_long_integers(value, line) else value
+
+
+def _array_remedy(value: object) -> str:
+    """For a file that is one array, which many programs write under the ending .json."""
+    return "; jq -c '.[]' makes lines of an array" if isinstance(value, list) else ""
 
 
 def _may_hold_long_integers(value: dict[str, Any], line: bytes) -> bool:
@@ -220,30 +244,27 @@ def json_kind(value: object) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _parse_as_python_does(line: bytes) -> Any:
+def _parse_as_python_does(line: bytes, encodings: Sequence[str]) -> Any:
+    text = decode(line, encodings)  # without the mark that is part of a file's first line
     try:
-        # utf-8-sig: a byte order mark at the start of a file is part of its first line.
-        return json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(not_utf8(error)) from error
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"is no JSON ({error.msg} at column {error.colno})") from error
+        raise ValueError(
+            f"is no JSON ({error.msg} at column {error.colno}); each line must be a JSON object{_array_begin(text)}"
+        ) from error
     except RecursionError as error:
         raise ValueError("is JSON nested too deeply") from error
 
 
-def parse_text_line(line: bytes) -> dict[str, Any] | None:
+def _array_begin(text: str) -> str:
+    """For the first line of an object, or an array of objects, that is written over several lines."""
+    return "; jq -c . (or .[] of an array) makes lines of it" if text.strip() in ("{", "[", "[{") else ""
+
+
+def parse_text_line(line: bytes, encodings: Sequence[str] = UTF8) -> dict[str, Any] | None:
     """A line of text as a document of its own, without its line end."""
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(not_utf8(error)) from error
     # Other white space stays: it belongs to the document.
-    return {"text": text.rstrip("\r\n")}
-
-
-def not_utf8(error: UnicodeDecodeError) -> str:
-    return f"is no UTF-8 (0x{error.object[error.start]:02x} at byte {error.start})"
+    return {"text": decode(line, encodings).rstrip("\r\n")}
 
 
 def _text_file_record(path: Path, found: InputFormat, on_malformed: OnMalformed, max_bytes: int) -> Iterator[Record]:
@@ -253,10 +274,15 @@ def _text_file_record(path: Path, found: InputFormat, on_malformed: OnMalformed,
         on_malformed(MalformedRecord(str(path), 1, too_long(max_bytes)))
         return
     try:
-        yield Record({"text": data.decode("utf-8-sig")}, str(path), 1)
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        on_malformed(MalformedRecord(str(path), line, not_utf8(error)))
+        text = decode(data, found.encodings)
+    except UndecodableError as error:
+        on_malformed(MalformedRecord(str(path), data.count(b"\n", 0, error.start) + 1, str(error)))
+        return
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        on_malformed(MalformedRecord(str(path), line, NULS))
+        return
+    yield Record({"text": text}, str(path), 1)
 
 
 def _parquet_records(path: Path, columns: Iterable[str] | None) -> Iterator[Record]:

@@ -79,6 +79,7 @@ class RunPlan:
             # All inputs and not this share's alone: where the shares begin depends on all of them.
             "inputs": [[str(absolute(file.path)), file.size, file.changed] for file in self.files],
             "input_format": options.input_format,
+            "encodings": list(options.encodings),
             "share": [self.share.index, self.share.count],
             "shard_bytes": self.shard_bytes,
             # With Dask a compressed file is one shard; locally it is cut into chunks.
@@ -108,13 +109,13 @@ def plan_run(options: PreprocessOptions) -> RunPlan:
     share = machine_share(options.shard, options.partitions)
     choice = TokenizerChoice.of(options.tokenizer_type, options.tokenizer)
     tokenizer = choice.build()
-    paths = expand_globs(options.input)
+    paths = expand_globs(options.input, options.input_format)
     # Workers on other machines have another working folder; local messages keep the paths as the user wrote them.
     files = examine(map(absolute, paths)) if options.executor == "dask" else examine(paths)
     shard_bytes = int(options.shard_mb * 2**20) if options.shard_mb else default_shard_bytes(files, share.count)
     feeds_streams = options.executor == "local"
     # All machines plan the whole corpus alike and then take their share, so they need not communicate.
-    all_jobs = plan_jobs(files, max(shard_bytes, 1), options.input_format, feeds_streams)
+    all_jobs = plan_jobs(files, max(shard_bytes, 1), options.input_format, feeds_streams, options.encodings)
     jobs = share_of_machine(all_jobs, share.index, share.count)
     prefix = f"{options.output_prefix}{share.suffix}"
     task = _task(options, f"{prefix}.partial", choice, tokenizer)
@@ -151,7 +152,7 @@ def _task(options: PreprocessOptions, folder: str, choice: TokenizerChoice, toke
         append_eod=options.append_eod,
         splitter=splitter if options.split_sentences else None,
         on_error=options.on_error,
-        read=ReadOptions(options.input_format, options.json_keys, options.max_line_bytes),
+        read=ReadOptions(options.input_format, options.json_keys, options.max_line_bytes, options.encodings),
     )
 
 

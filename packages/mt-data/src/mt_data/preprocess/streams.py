@@ -9,7 +9,7 @@ from queue import Full, Queue
 from threading import Event, Thread
 from typing import Generic, TypeVar
 
-from mt_data.preprocess.formats import detect_format, open_with_raw
+from mt_data.preprocess.formats import examine_format, open_with_raw
 from mt_data.preprocess.parts import Lines, ReadOptions, Shard
 from mt_data.preprocess.plan import CutStream
 from mt_data.preprocess.readers import skip_line
@@ -26,7 +26,8 @@ def cut_stream(job: CutStream, chunk_bytes: int, options: ReadOptions) -> Iterat
     """
     path = job.path
     chunk, first_line, read_before = 0, 1, 0
-    with open_with_raw(path, detect_format(path, options.input_format)) as (stream, raw):
+    found = examine_format(path, options.input_format, options.encodings)
+    with open_with_raw(path, found) as (stream, raw):
         while data := stream.read(chunk_bytes):
             # The chunk ended within a line: the rest of it is added, at most one byte more than a line may have.
             if not data.endswith(b"\n"):
@@ -38,7 +39,7 @@ def cut_stream(job: CutStream, chunk_bytes: int, options: ReadOptions) -> Iterat
                 data += b"\n"
             # Compressed bytes, for the progress; the decompressor reads ahead of the lines by a buffer.
             read = raw.tell()
-            lines = Lines(str(path), first_line, data)
+            lines = Lines(str(path), first_line, data, found.encodings)
             yield Shard((job.number, chunk), (lines,), read - read_before)
             chunk, first_line, read_before = chunk + 1, first_line + data.count(b"\n"), read
 

@@ -73,10 +73,12 @@ class StepMetrics:
             metrics["zeros_in_grad"] = outcome.zeros_in_grad
         return metrics
 
-    def line_of_log(self, metrics: MetricValues) -> MetricValues | None:
-        """Every logging.log_interval steps, and after the first one: the metrics of the step, with loss and speed
+    def line_of_log(self, metrics: MetricValues, last_iteration: int) -> MetricValues | None:
+        """Every logging.log_interval steps, and after the first and the last one: metrics of the step, loss and speed
         averaged since the last line, and the metrics of layers. Collective over pipeline stages."""
-        if metrics["iteration"] % self.engine.config.logging.log_interval and metrics["iteration"] != 1:
+        exit_iteration = self.engine.config.train.exit_iteration
+        ends = metrics["iteration"] in (1, last_iteration, exit_iteration)
+        if metrics["iteration"] % self.engine.config.logging.log_interval and not ends:
             return None
         means, self._window = self._means(self._window), LogWindow()
         return {**metrics, **means, **_memory(self.engine.device), **self._reported_by_layers()}

@@ -43,14 +43,16 @@ def log_values(metrics: Metrics) -> dict[str, float]:
     return {OF_LOG.get(key, key): float(value) for key, value in metrics.items() if key not in left_out}
 
 
-def evaluation_values(metrics: Metrics) -> dict[str, float]:
-    """Of on_evaluation: loss, perplexity and metrics of each validation set, and what evaluators measure."""
+def evaluation_values(metrics: Metrics, *, in_nats_per_token: bool) -> dict[str, float]:
+    """Of on_evaluation: loss and metrics of each validation set, and what evaluators measure; of a loss in nats per
+    token also its perplexity."""
     values = {}
     for key, value in metrics.items():
         if key.endswith("_loss"):
             name = loss_name(key)
             values[f"{name} validation"] = float(value)
-            values[f"{name} validation ppl"] = perplexity(float(value))
+            if in_nats_per_token:
+                values[f"{name} validation ppl"] = perplexity(float(value))
         elif key not in AXES:
             values[key.replace("_", " ")] = float(value)
     return values

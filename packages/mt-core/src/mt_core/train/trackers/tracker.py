@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from mt_core.config.loss import configured_loss
 from mt_core.config.schema import Config, LoggingConfig
 from mt_core.errors import PluginError
 from mt_core.paths import write_whole
@@ -91,7 +92,9 @@ class Tracker(Callback):
         self._write(log_values(metrics), metrics["iteration"], metrics["consumed_samples"])
 
     def on_evaluation(self, run: Run, metrics: Metrics) -> None:
-        self._write(evaluation_values(metrics), metrics["iteration"], run.state.consumed_samples)
+        in_nats = configured_loss(run.config, run.host).in_nats_per_token
+        values = evaluation_values(metrics, in_nats_per_token=in_nats)
+        self._write(values, metrics["iteration"], run.state.consumed_samples)
 
     def on_train_end(self, run: Run, result: TrainResult) -> None:
         self._finished = True

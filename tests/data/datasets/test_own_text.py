@@ -1,0 +1,127 @@
+"""Text as people have it, named in data.data_path: folders, patterns, encodings, one long document."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from mt_core.errors import DataError
+from mt_core.specs import SplitRequest
+from mt_data.datasets.gpt import GPTDataConfig, build_gpt
+from mt_data.datasets.splits import parse_split
+from mt_data.datasets.token_range import range_of_split
+from mt_data.indexed.memory import MemoryIndexedDataset
+from mt_data.preprocess import PreprocessOptions, preprocess
+from mt_data.preprocess.encodings import MARKS
+from mt_data.tokenizers.byte_level import ByteLevelTokenizer
+
+TEXT = "Größe, café: 100 €. "
+LENGTH = 16
+
+
+def tokens_of(paths: list[Path | str], split: str = "1", part: str = "train", **keys: Any) -> np.ndarray:
+    """All tokens of the sequences that a split of these paths has, in the order of the files."""
+    config = GPTDataConfig(data_path=[str(path) for path in paths], split=split, seq_length=LENGTH, **keys)
+    found: Any = build_gpt(config, tokenizer(), SplitRequest(part, None, LENGTH, 1))  # type: ignore[arg-type]
+    return np.concatenate([found.source.read(place) for place in sorted(set(found.index.document_index.tolist()))])
+
+
+def tokenizer() -> ByteLevelTokenizer:
+    return ByteLevelTokenizer()
+
+
+def ids(*texts: str) -> list[int]:
+    return [token for text in texts for token in [*text.encode(), tokenizer().special.eod]]
+
+
+ENCODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "gb18030", "utf-7", "cp1140"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".MD.gz"])
+def test_text_in_any_encoding_is_the_text(tmp_path: Path, encoding: str, ending: str) -> None:
+    texts = [(TEXT if encoding != "latin-1" else "Größe, café. ") * (3 + number) for number in range(3)]
+    content = (
+        "\n".join(texts)
+        if "jsonl" not in ending
+        else "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    )
+    data = content.encode(encoding)
+    path = tmp_path / f"a{ending}"
+    path.write_bytes(gzip.compress(data) if ending.endswith("gz") else data)
+    wanted = ids(*texts) if "jsonl" in ending else ids(content)
+    assert tokens_of([path], encodings=[encoding]).tolist() == wanted
+    if data.startswith(tuple(MARKS)):
+        assert tokens_of([path]).tolist() == wanted, "a mark is enough"
+
+
+def test_a_folder_of_mixed_encodings(tmp_path: Path) -> None:
+    (tmp_path / "b" / "cache" / "mt").mkdir(parents=True)
+    (tmp_path / "b" / ".hidden.txt").write_text("hidden")
+    (tmp_path / "b" / "picture.png").write_bytes(b"\x89PNG")
+    (tmp_path / "a.txt").write_bytes(TEXT.encode("cp1252"))
+    (tmp_path / "b" / "c.md").write_bytes(TEXT.encode())
+    (tmp_path / "b" / "d.TXT").write_bytes(TEXT.encode("utf-16"))
+    with pytest.raises(DataError, match=r"a.txt, line 1: is no UTF-8 .*data.encodings"):
+        tokens_of([tmp_path])
+    for name in (tmp_path, f"{tmp_path}/", f"{tmp_path}/**/*.*[tTdD]"):
+        assert tokens_of([name], encodings=["utf-8", "cp1252"]).tolist() == ids(TEXT, TEXT, TEXT)
+    assert not list(tmp_path.glob("[*]*")), "no cache in a folder that is called as the pattern"
+
+
+def test_what_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.pdf").write_bytes(b"%PDF")
+    with pytest.raises(DataError, match=r"has no text: its files end in .pdf \(1\)"):
+        tokens_of([tmp_path])
+    (tmp_path / "n.txt").write_bytes("abc".encode("utf-16-le"))
+    with pytest.raises(DataError, match="NUL character.*utf-16-le"):
+        tokens_of([tmp_path / "n.txt"])
+    with pytest.raises(ValidationError, match="'klingon', which is no text encoding"):
+        tokens_of([tmp_path / "n.txt"], encodings=["klingon"])
+    (tmp_path / "array.json").write_text('[{"text": "a"}]\n')
+    with pytest.raises(DataError, match=r"is a list; .*jq -c"):
+        tokens_of([tmp_path / "array.json"])
+
+
+def test_gzip_is_known_by_its_content(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "0123456789abcdefghi"}\n'))
+    assert tokens_of([tmp_path / "a.jsonl"]).tolist() == ids("0123456789abcdefghi")
+
+
+@pytest.mark.parametrize("lengths", [[1000], [400, 300, 300], [997, 1, 2], [0, 1000, 0]])
+@pytest.mark.parametrize("split", ["969,30,1", "80,20,0", "1,1,1"])
+def test_ranges_of_splits_are_a_partition_of_all_tokens(lengths: list[int], split: str) -> None:
+    stream = np.arange(sum(lengths))
+    parts = np.split(stream, np.cumsum(lengths)[:-1])
+    file = MemoryIndexedDataset.from_sequences(parts, prefix="memory")
+    fractions, found = parse_split(split), []
+    for name in ("train", "valid", "test"):
+        part = range_of_split(file, fractions, name)
+        read = [part.read(place) for place in part.elements]
+        inside = part.sequence_lengths[part.elements.start : part.elements.stop].tolist()
+        assert [len(piece) for piece in read] == inside
+        for place, piece in zip(part.elements, read, strict=True):
+            assert len(piece) < 3 or np.array_equal(part.read(place, 1, 2), piece[1:3])
+        found += read
+    assert np.array_equal(np.concatenate(found), stream)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_one_long_document_has_training_and_validation(tmp_path: Path, prepared: bool) -> None:
+    novel = tmp_path / "novel.txt"
+    novel.write_text("".join(chr(97 + number % 26) for number in range(3000)))
+    path = str(novel)
+    if prepared:
+        options = PreprocessOptions(
+            input=(path,), output_prefix=str(tmp_path / "n"), tokenizer_type="ByteLevelTokenizer", append_eod=True
+        )
+        path = str(preprocess(options).outputs["text"])
+    train, valid = (tokens_of([path], "90,10,0", part) for part in ("train", "valid"))
+    assert (len(train), len(valid)) == (2701, 300)
+    assert [*train.tolist(), *valid.tolist()] == ids(novel.read_text())
