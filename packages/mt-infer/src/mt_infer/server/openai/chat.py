@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
@@ -58,6 +58,14 @@ class NamedTool(Body):
 class ChatBody(SamplingFields):
     """The body of /v1/chat/completions."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        "audio": "this server answers with text only; leave it out",
+        "functions": "it has been replaced by tools",
+        "function_call": "it has been replaced by tool_choice",
+        "moderation": "this server moderates nothing; leave it out",
+        "web_search_options": "this server searches nothing; leave it out",
+    }
+
     messages: Messages
     max_tokens: Count | None = None
     """Default: all that the context has left."""
@@ -70,6 +78,12 @@ class ChatBody(SamplingFields):
     """false: an answer has one call at most."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further names for the chat template, such as enable_thinking."""
+    reasoning_effort: Annotated[str, Field(max_length=20)] | None = None
+    """For the chat template, as a name of chat_template_kwargs; other templates ignore it."""
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = None
+    """This and the next one change nothing in an answer, and have no effect."""
+    verbosity: Literal["low", "medium", "high"] | None = None
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatBody:
@@ -80,6 +94,12 @@ class ChatBody(SamplingFields):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens is the former name of max_completion_tokens; give one of them")
         return self
+
+    @property
+    def template_names(self) -> dict[str, Any]:
+        """What the chat template gets beside messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
@@ -144,7 +164,7 @@ async def create_chat_completion(service: Service, body: ChatBody, http: HttpReq
 def _prompt(model: ServedModel, body: ChatBody, grids: Sequence[Grid]) -> list[int]:
     """grids: that the images were cut by."""
     chat = model.require_chat()
-    text = chat.text(for_template(body.messages), body.offered_tools, body.chat_template_kwargs)
+    text = chat.text(for_template(body.messages), body.offered_tools, body.template_names)
     if not grids:
         return chat.encode(text)
     return model.require_generator().prompts.with_images(text, grids, chat.encode)
