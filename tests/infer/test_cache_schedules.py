@@ -82,9 +82,7 @@ class Schedule:
     def add(self, request: tuple[int, list[int], int, int, int]) -> None:
         common, rest, count, n, priority = request
         prompt = ROOT[:common] + rest
-        number = self.engine.add(
-            prompt, SamplingParameters(temperature=0.0, max_tokens=count, n=n, priority=priority)
-        )
+        number = self.engine.add(prompt, SamplingParameters(temperature=0.0, max_tokens=count, n=n, priority=priority))
         self.prompts[number], self.asked[number] = prompt, count
         self.tokens |= {(number, index): [] for index in range(n)}
 

@@ -2,8 +2,8 @@
 
 Every step computes the next position of all running sequences, and fills the rest of its budget with prompts, which may
 take several steps (chunked prefill). When memory runs out, the sequence that came last gives up its memory and waits to
-be computed again. Requests with a lower number of `priority` come before those with a higher one. The beams of a request
-run together, or wait together.
+be computed again. Requests with a lower number of `priority` come before others. The beams of a request run together, or
+wait together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from mt_infer.cache.batch import Chunk
 from mt_infer.cache.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
 from mt_infer.requests import RunningSequence
-
 
 PRIORITY = attrgetter("priority")
 
@@ -187,8 +186,8 @@ class Scheduler:
                 self.manager.reserve(sequence, end)
                 return end - sequence.computed
             except OutOfBlocksError:
-                # The sequence that is last in order, which may be this one. Each turn removes one at least from `running`, so
-                # that the loop ends, and the one that came first is the last to be preempted.
+                # The last one in order, which may be this one. Each turn removes one at least from `running`, so that the
+                # loop ends, and the first one in order is the last to be preempted.
                 self.preempt(self.running[-1])
                 if sequence in self._preempted:
                     return 0
@@ -198,7 +197,7 @@ class Scheduler:
         if sequence.beams is not None:
             # Candidates of members that this step has computed would be mixed with those of a later step.
             sequence.beams.candidates.clear()
-        # Reversed, each before all others of its priority: they wait in their order, before those that have not started.
+        # Reversed, each before others of its priority: they wait in their order, before those that have not started.
         for one in reversed(together(sequence)):
             self.preemptions += 1
             self._preempted.add(one)

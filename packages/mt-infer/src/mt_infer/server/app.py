@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,10 +14,13 @@ from starlette.responses import JSONResponse, Response
 
 from mt_infer.server import megatron
 from mt_infer.server.errors import MEGATRON_PATH, add_error_handlers
+from mt_infer.server.openai import tokens
 from mt_infer.server.openai.chat import ChatBody, create_chat_completion
 from mt_infer.server.openai.completions import CompletionBody, create_completion
 from mt_infer.server.openai.embeddings import EmbeddingBody, create_embeddings
 from mt_infer.server.openai.models import describe, list_models
+from mt_infer.server.openai.scores import RerankBody, ScoreBody, create_ranking, create_scores
+from mt_infer.server.openai.tokens import DetokenizeBody, TokenizeBody
 from mt_infer.server.page import page
 from mt_infer.server.security import RequestChecks
 from mt_infer.server.service import Service
@@ -31,6 +35,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_middleware(RequestChecks, options=service.options)
     add_error_handlers(app)
     _add_openai(app, service)
+    _add_vllm(app, service)
     _add_megatron(app, service)
     _add_operations(app, service)
     return app
@@ -74,6 +79,28 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     app.get("/v1/models/{name:path}", response_model=None)(model)
 
 
+def _add_vllm(app: FastAPI, service: Service) -> None:
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        return await tokens.tokenize(service, body)
+
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        return await tokens.detokenize(service, body)
+
+    async def score(body: ScoreBody, http: Request) -> Response:
+        return await create_scores(service, body, http)
+
+    async def rerank(body: RerankBody, http: Request) -> Response:
+        return await create_ranking(service, body, http)
+
+    app.post("/tokenize", response_model=None)(tokenize)
+    app.post("/detokenize", response_model=None)(detokenize)
+    for prefix in VERSIONLESS:
+        app.post(f"{prefix}/score", response_model=None)(score)
+    # Jina has it with /v1, Cohere with /v2.
+    for prefix in (*VERSIONLESS, "/v2"):
+        app.post(f"{prefix}/rerank", response_model=None)(rerank)
+
+
 def _add_megatron(app: FastAPI, service: Service) -> None:
     async def api(body: megatron.MegatronBody, http: Request) -> Response:
         return await megatron.generate(service, body, http)
@@ -91,10 +118,15 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         ready = service.engine.failure is None
         return JSONResponse({"status": "ok" if ready else "failed", "ready": ready}, 200 if ready else 503)
 
+    async def number() -> dict[str, str]:
+        return {"version": version("mt-infer")}
+
     async def metrics() -> Response:
         return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     app.get("/", include_in_schema=False)(index)
     app.get("/health", response_model=None)(health)
     app.get("/v1/health", include_in_schema=False)(health)
+    app.api_route("/ping", methods=["GET", "POST"], response_model=None)(health)
+    app.get("/version", response_model=None)(number)
     app.get("/metrics", response_model=None)(metrics)

@@ -24,7 +24,7 @@ from mt_infer.server.event_stream import EventStream
 from mt_infer.server.openai.answers import Piece, chat_logprob, envelope, prompt_rows, usage
 from mt_infer.server.openai.fields import Body, Count, SamplingFields
 from mt_infer.server.openai.images import read_image_urls
-from mt_infer.server.openai.messages import Messages, for_template, image_urls
+from mt_infer.server.openai.messages import Message, Messages, for_template, image_urls
 from mt_infer.server.openai.sampling import constraint, sampling_of, tokens_to_generate
 from mt_infer.server.openai.token_texts import TokenTexts
 from mt_infer.server.served_model import ServedModel
@@ -44,6 +44,9 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
 class NamedFunction(Body):
@@ -106,7 +109,7 @@ class ChatBody(SamplingFields):
         """As templates write them."""
         if self.tools is None or self.tool_choice == "none":
             return None
-        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
+        return [tool.for_template() for tool in self.tools]
 
     @property
     def offered_functions(self) -> list[dict[str, Any]]:
@@ -163,8 +166,19 @@ async def create_chat_completion(service: Service, body: ChatBody, http: HttpReq
 
 def _prompt(model: ServedModel, body: ChatBody, grids: Sequence[Grid]) -> list[int]:
     """grids: that the images were cut by."""
+    return chat_prompt(model, body.messages, body.offered_tools, body.template_names, grids)
+
+
+def chat_prompt(
+    model: ServedModel,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    names: Mapping[str, Any],
+    grids: Sequence[Grid] = (),
+) -> list[int]:
+    """The ids of a conversation. names: further ones of the template. grids: that images were cut by."""
     chat = model.require_chat()
-    text = chat.text(for_template(body.messages), body.offered_tools, body.template_names)
+    text = chat.text(for_template(messages), tools, names)
     if not grids:
         return chat.encode(text)
     return model.require_generator().prompts.with_images(text, grids, chat.encode)

@@ -34,7 +34,9 @@ class RequestBody(Body):
             if isinstance(value, dict) and value.get(name) is not None:
                 raise ValueError(f"{name}: {reason}")
         # null is the default of every field, of those that are refused too.
-        return {name: one for name, one in value.items() if name not in cls.refused} if isinstance(value, dict) else value
+        return (
+            {name: one for name, one in value.items() if name not in cls.refused} if isinstance(value, dict) else value
+        )
 
     @model_validator(mode="before")
     @classmethod
