@@ -2,8 +2,8 @@
 
 Every step computes the next position of all running sequences, and fills the rest of its budget with prompts, which may
 take several steps (chunked prefill). When memory runs out, the sequence that came last gives up its memory and waits to
-be computed again. Requests with a lower number of `priority` come before others. The beams of a request run together, or
-wait together.
+be computed again. Requests with a lower number of `priority` come before others. The beams of a request run together,
+or wait together.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class Scheduler:
                 self.manager.reserve(sequence, end)
                 return end - sequence.computed
             except OutOfBlocksError:
-                # The last one in order, which may be this one. Each turn removes one at least from `running`, so that the
-                # loop ends, and the first one in order is the last to be preempted.
+                # The last one in order, which may be this one. Each turn removes one at least from `running`, so that
+                # the loop ends, and the first one in order is the last to be preempted.
                 self.preempt(self.running[-1])
                 if sequence in self._preempted:
                     return 0

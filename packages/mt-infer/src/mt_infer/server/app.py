@@ -19,6 +19,8 @@ from mt_infer.server.openai.chat import ChatBody, create_chat_completion
 from mt_infer.server.openai.completions import CompletionBody, create_completion
 from mt_infer.server.openai.embeddings import EmbeddingBody, create_embeddings
 from mt_infer.server.openai.models import describe, list_models
+from mt_infer.server.openai.response_fields import ResponseBody
+from mt_infer.server.openai.responses import create_response
 from mt_infer.server.openai.scores import RerankBody, ScoreBody, create_ranking, create_scores
 from mt_infer.server.openai.tokens import DetokenizeBody, TokenizeBody
 from mt_infer.server.page import page
@@ -65,6 +67,15 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     async def embeddings(body: EmbeddingBody, http: Request) -> Response:
         return await create_embeddings(service, body, http)
 
+    async def responses(body: ResponseBody, http: Request) -> Response:
+        return await create_response(service, body, http)
+
+    async def response(number: str) -> dict[str, Any]:
+        return service.responses.find(number).response
+
+    async def delete_response(number: str) -> dict[str, Any]:
+        return service.responses.remove(number)
+
     async def models() -> dict[str, Any]:
         return list_models(service)
 
@@ -75,6 +86,9 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         app.post(f"{prefix}/completions", response_model=None)(completions)
         app.post(f"{prefix}/chat/completions", response_model=None)(chat_completions)
     app.post("/v1/embeddings", response_model=None)(embeddings)
+    app.post("/v1/responses", response_model=None)(responses)
+    app.get("/v1/responses/{number}", response_model=None)(response)
+    app.delete("/v1/responses/{number}", response_model=None)(delete_response)
     app.get("/v1/models", response_model=None)(models)
     app.get("/v1/models/{name:path}", response_model=None)(model)
 

@@ -149,6 +149,14 @@ class Job:
 
 
 async def create_chat_completion(service: Service, body: ChatBody, http: HttpRequest) -> Response:
+    job = await new_job(service, body)
+    if body.stream:
+        return EventStream(_pieces(service, job))
+    return await until_disconnect(http, _whole(service, job))
+
+
+async def new_job(service: Service, body: ChatBody) -> Job:
+    """Raises ApiError for what the model cannot answer."""
     model = service.models.find(body.model)
     # Order: cheap refusals first, then images (memory), the template (another process), and the tokens.
     urls = image_urls(body.messages)
@@ -158,10 +166,7 @@ async def create_chat_completion(service: Service, body: ChatBody, http: HttpReq
     prompt = await asyncio.to_thread(_prompt, model, body, [image.grid for image in images])
     sampling = _sampling(service, model, body, prompt)
     inputs = model.require_generator().prompts.image_inputs(images) if images else {}
-    job = Job(model, body, prompt, inputs, sampling, "chat.completion.chunk" if body.stream else "chat.completion")
-    if body.stream:
-        return EventStream(_pieces(service, job))
-    return await until_disconnect(http, _whole(service, job))
+    return Job(model, body, prompt, inputs, sampling, "chat.completion.chunk" if body.stream else "chat.completion")
 
 
 def _prompt(model: ServedModel, body: ChatBody, grids: Sequence[Grid]) -> list[int]:
