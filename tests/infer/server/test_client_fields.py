@@ -1,4 +1,4 @@
-"""The fields of the installed `openai` client beside those that the server takes: a new one of the client fails here."""
+"""The fields of the installed `openai` client beside those that the server takes: a new one fails here."""
 
 from __future__ import annotations
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import to_jsonable_python
 
+from mt_infer.server.errors import from_validation
 from mt_infer.server.openai.chat import ChatBody, Function, NamedFunction, NamedTool, Tool
 from mt_infer.server.openai.fields import Body, Count, IgnoredFields, JsonSchema, Name, ResponseFormat, StreamOptions
 from mt_infer.server.openai.messages import Message
@@ -114,26 +116,34 @@ class ResponseBody(IgnoredFields):
         return LOGPROBS in (self.include or ()) or self.top_logprobs is not None
 
     def as_chat(self, messages: Sequence[Message]) -> ChatBody:
-        tools = [tool.as_tool() for tool in self.tools or ()] or None
-        choice: Any = self.tool_choice
-        if isinstance(choice, NamedFunctionTool):
-            choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
+        """Raises ApiError for what no chat can be."""
         text = self.text or TextOptions()
-        return ChatBody(
-            model=self.model,
-            messages=list(messages),
-            max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            priority=self.priority,
-            logprobs=self.reports_logprobs or None,
-            top_logprobs=self.top_logprobs,
-            response_format=None if text.format is None else text.format.as_response_format(),
-            tools=tools,
-            tool_choice=None if tools is None else choice,
-            parallel_tool_calls=self.parallel_tool_calls,
-            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
-            chat_template_kwargs=self.chat_template_kwargs,
-            stream=self.stream,
-        )
+        values = {
+            "model": self.model,
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "priority": self.priority,
+            "logprobs": self.reports_logprobs or None,
+            "top_logprobs": self.top_logprobs,
+            "response_format": None if text.format is None else text.format.as_response_format(),
+            "tools": [tool.as_tool() for tool in self.tools or ()] or None,
+            "tool_choice": self._chats_choice(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "stream": self.stream,
+        }
+        try:
+            # As JSON: a chat is checked as if it had come so.
+            return ChatBody.model_validate(to_jsonable_python(values, by_alias=True, exclude_none=True))
+        except ValidationError as error:
+            raise from_validation(error.errors()) from error
+
+    def _chats_choice(self) -> Any:
+        if isinstance(self.tool_choice, NamedFunctionTool):
+            return NamedTool(type="function", function=NamedFunction(name=self.tool_choice.name))
+        # Clients send "auto" without tools too.
+        return self.tool_choice if self.tools or self.tool_choice == "required" else None

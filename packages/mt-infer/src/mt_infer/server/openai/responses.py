@@ -182,10 +182,10 @@ def _ended(service: Service, conversation: Conversation, output: Output, generat
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + generated,
     }
-    cut = (
-        {"incomplete_details": {"reason": "max_output_tokens"}} if output.is_cut else {"completed_at": int(time.time())}
-    )
-    response = described(conversation, "incomplete" if output.is_cut else "completed", output.items, usage=used, **cut)
+    reason = {"incomplete_details": {"reason": "max_output_tokens"}}
+    end = reason if output.is_cut else {"completed_at": int(time.time())}
+    status = "incomplete" if output.is_cut else "completed"
+    response = described(conversation, status, output.items, usage=used, **end)
     if conversation.body.store is not False:
         service.responses.add(Stored(response, (*conversation.messages, output.as_message())))
     return response
