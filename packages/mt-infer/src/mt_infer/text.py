@@ -186,7 +186,8 @@ class TextGenerator:
         """What one forward pass brings; of a request for the best of several sequences, all with its end. Before it,
         what came of open requests while `generate` and `stream` served others."""
         kept, self._kept = self._kept, []
-        return kept if self.engine.is_idle else [*kept, *self._stepped()]
+        # Also without work: other ranks wait in each step of a server.
+        return [*kept, *self._stepped()]
 
     def _stepped(self) -> list[TextEvent]:
         events = [text for event in self.engine.step() if (text := self._text(event)) is not None]
