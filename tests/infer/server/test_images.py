@@ -148,7 +148,7 @@ def test_images_that_cannot_be_are_errors(served: Live, folder: Path) -> None:
         ([image_part(good), {"type": "text", "text": "<image>"}], "<image> 2 times, and the number of images is 1"),
         ([image_part(good)] * 200, "context is 512"),
         ([image_part(data_url(b"no image"))] * 129, "129 images take 516 and more"),  # none of them is decoded
-        ([{"type": "image_url", "image_url": {"url": good, "detail": "high"}}], "auto"),
+        ([{"type": "image_url", "image_url": {"url": good, "detail": "fine"}}], "auto"),
     ]
     for content, words in cases:
         status, answer = served.call(

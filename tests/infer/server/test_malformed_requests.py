@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 from tests.infer.server.served import Live, encoder, language_model, live
 
 from mt_infer.server.megatron import MegatronBody
+from mt_infer.server.openai.batches import BatchBody
 from mt_infer.server.openai.chat import ChatBody
 from mt_infer.server.openai.completions import CompletionBody
 from mt_infer.server.openai.embeddings import EmbeddingBody
+from mt_infer.server.openai.response_fields import ResponseBody
+from mt_infer.server.openai.scores import RerankBody, ScoreBody
+from mt_infer.server.openai.tokens import DetokenizeBody, TokenizeBody
 from mt_infer.server.options import ServerOptions
 
 MESSAGE = {"role": "user", "content": "hi"}
@@ -23,6 +27,12 @@ ENDPOINTS: dict[str, tuple[str, type, dict[str, Any]]] = {
     "/v1/completions": ("POST", CompletionBody, {"model": "tiny", "prompt": "x"}),
     "/v1/chat/completions": ("POST", ChatBody, {"model": "tiny", "messages": [MESSAGE]}),
     "/v1/embeddings": ("POST", EmbeddingBody, {"model": "bert", "input": "x"}),
+    "/v1/responses": ("POST", ResponseBody, {"model": "tiny", "input": "x"}),
+    "/v1/batches": ("POST", BatchBody, {"input_file_id": "x", "endpoint": "/v1/responses", "completion_window": "24h"}),
+    "/tokenize": ("POST", TokenizeBody, {"model": "tiny", "prompt": "x"}),
+    "/detokenize": ("POST", DetokenizeBody, {"model": "tiny", "tokens": [97]}),
+    "/score": ("POST", ScoreBody, {"model": "bert", "text_1": "x", "text_2": ["y"]}),
+    "/rerank": ("POST", RerankBody, {"model": "tiny", "query": "x", "documents": ["y"]}),
     "/api": ("PUT", MegatronBody, {"prompts": ["x"], "tokens_to_generate": 2}),
 }
 numbers = st.one_of(st.integers(), st.sampled_from([0, 1, -1, 2**31, 2**63, 10**30]), st.floats(allow_nan=False))
@@ -111,7 +121,8 @@ def test_bodies_that_are_no_requests_are_errors(small: Live, path: str) -> None:
     connection = http.client.HTTPConnection(small.url.removeprefix("http://"), timeout=30)
     for body in BODIES:
         require_error(*answer(connection, ENDPOINTS[path][0], path, body))
-    for method in ("GET", "DELETE", "PATCH"):
+    # GET /v1/batches lists them.
+    for method in ("DELETE", "PATCH") if path == "/v1/batches" else ("GET", "DELETE", "PATCH"):
         require_error(*answer(connection, method, path, b""))
     require_error(*answer(connection, "POST", "/nothing", b"{}"))
     small_body = {"Content-Type": "text/plain"}

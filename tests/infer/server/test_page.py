@@ -113,6 +113,61 @@ def test_stopping(page: Page) -> None:
         assert until(lambda: model.generator.cancelled == [1, 2])
 
 
+MARKDOWN = """# A head
+
+Some **bold**, *slanted* and `code <b>`.
+
+1. one
+2. two
+   - inner
+
+```python
+print("<script>")
+```
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+[good](https://example.org) [bad](javascript:alert(1)) [data](data:text/html,x) [file](file:///etc/passwd)
+
+![picture](https://example.org/x.png) <img src=x onerror="document.title='broken'">
+<script>document.title='broken'</script>
+<a href="javascript:document.title='broken'">click</a> <svg onload="document.title='broken'">
+"""
+
+
+def test_answers_are_markdown_without_any_harm(page: Page) -> None:
+    with live([scripted_model(MARKDOWN, chat=chat_format())]) as served:
+        page.goto(served.url)
+        page.wait_for_selector("#panes .pane")
+        page.fill("#max_tokens", "1000")
+        page.fill("#input", "Write")
+        page.press("#input", "Enter")
+        answer = page.locator(".turn.assistant .markdown")
+        answer.get_by_text("click").wait_for()
+        wait_for_the_end(page)
+        assert answer.locator("h1").inner_text() == "A head"
+        assert answer.locator("strong").inner_text() == "bold"
+        assert answer.locator("p > code").first.inner_text() == "code <b>"
+        assert answer.locator("ol > li").count() == 2
+        assert answer.locator("ol ul > li").inner_text() == "inner"
+        assert answer.locator("pre code").inner_text() == 'print("<script>")\n'
+        assert answer.locator("td.right").inner_text() == "2"
+        links = answer.locator("a").all()
+        assert [link.get_attribute("href") for link in links] == ["https://example.org", "https://example.org/x.png"]
+        assert {link.get_attribute("rel") for link in links} == {"noopener noreferrer"}
+        assert answer.locator("img, script, svg, [style], [onerror], [onload]").count() == 0
+        assert "<script>document.title" in answer.inner_text()
+        assert page.title() == "mt"
+        # The conversation goes on with the text and not with what is shown.
+        with page.expect_request("**/v1/chat/completions") as asked:
+            page.fill("#input", "Again")
+            page.press("#input", "Enter")
+        assert asked.value.post_data_json["messages"][1]["content"] == MARKDOWN
+        wait_for_the_end(page)
+
+
 def test_an_error_is_shown(page: Page) -> None:
     page.fill("#max_tokens", "9999")
     page.select_option("#second", "")
@@ -196,4 +251,4 @@ def test_the_policy_lets_only_its_own_script_and_style_run(served: Live) -> None
         policy = response.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'")
     assert "unsafe" not in policy
-    assert policy.count("'sha256-") == 2
+    assert policy.count("'sha256-") == 3

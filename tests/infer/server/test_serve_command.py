@@ -129,7 +129,7 @@ def test_paths_that_cannot_be_served(run_dir: Path, capsys: pytest.CaptureFixtur
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("package", ["fastapi", "uvicorn", "prometheus_client"])
+@pytest.mark.parametrize("package", ["fastapi", "uvicorn", "prometheus_client", "python_multipart"])
 def test_without_the_extra_it_says_what_to_install(package: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     assert run(["serve", "anything"]) == 3

@@ -1,8 +1,8 @@
-"""Vectors of texts, from encoders."""
+"""Vectors of texts, from encoders and from causal language models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -13,17 +13,32 @@ from mt_core.nn.model import Embeds, as_embedder
 from mt_core.specs import Tokenizer
 from mt_core.train.trained_model import TrainedModel
 from mt_data.datasets.text_files import bare_encoder
+from mt_infer.engine import evaluating
+from mt_infer.text import TextGenerator
 
 InputType = Literal["query", "document"]
 
 
 class TextEmbedder:
-    """Embeds texts as the model was trained on them: CLS, text, SEP."""
+    """Embeds texts as the model was trained on them: an encoder's as CLS, text, SEP; a language model's as a prompt.
 
-    def __init__(self, model: Embeds, tokenizer: Tokenizer, device: torch.device, vocab_size: int) -> None:
+    encode: a text -> its ids; None: as an encoder reads it. longest: tokens of a text; None: the model's.
+    """
+
+    def __init__(
+        self,
+        model: Embeds,
+        tokenizer: Tokenizer,
+        device: torch.device,
+        vocab_size: int,
+        *,
+        encode: Callable[[str], list[int]] | None = None,
+        longest: int | None = None,
+    ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self._device, self._vocab_size = device, vocab_size
-        self._encode = bare_encoder(tokenizer)
+        self._bare, self._encode = bare_encoder(tokenizer), encode or self._framed
+        self._longest = longest or model.max_sequence_length
 
     @classmethod
     def of_trained(cls, trained: TrainedModel) -> TextEmbedder:
@@ -31,22 +46,38 @@ class TextEmbedder:
         size = trained.config.model.vocab_size or trained.tokenizer.vocab_size
         return cls(as_embedder(trained.model), trained.tokenizer, trained.ctx.device, size)
 
+    @classmethod
+    def of_generator(cls, generator: TextGenerator) -> TextEmbedder:
+        """With the weights of a language model that generates, between its steps. Raises ConfigError for a model that
+        embeds no text, and for several ranks."""
+        engine = generator.engine.engine
+        model = as_embedder(engine.model)
+        if engine.ctx.world.size > 1:
+            raise ConfigError("a language model embeds texts on one process; leave out --nproc and parallel.*")
+        return cls(
+            model,
+            generator.tokenizer,
+            engine.ctx.device,
+            generator.vocab_size,
+            encode=generator.prompt_tokens,
+            longest=generator.longest,
+        )
+
     @property
     def longest(self) -> int:
-        """Tokens of a text, CLS and SEP included."""
-        longest = self.model.max_sequence_length
-        assert longest is not None
-        return longest
+        """Tokens of a text, with those that are put around it."""
+        assert self._longest is not None
+        return self._longest
 
     def tokens(self, text: str | Sequence[int]) -> list[int]:
         """Ids are taken as they are. Raises ConfigError for more than the model takes, or for ids that it lacks."""
-        ids = self._framed(self._encode(text)) if isinstance(text, str) else list(text)
+        ids = self._encode(text) if isinstance(text, str) else list(text)
         wrong = [token for token in ids if not 0 <= token < self._vocab_size]
         if wrong:
             raise ConfigError(f"the input has the token {wrong[0]}; ids go from 0 to {self._vocab_size - 1}")
         if not 0 < len(ids) <= self.longest:
             raise ConfigError(
-                f"the input has {len(ids)} tokens (with CLS and SEP); the model takes 1 to {self.longest}; shorten it"
+                f"the input has {len(ids)} tokens with those around it; the model takes 1 to {self.longest}; shorten it"
             )
         return ids
 
@@ -54,15 +85,17 @@ class TextEmbedder:
     def vectors(self, texts: Sequence[Sequence[int]], input_type: InputType) -> Tensor:
         """[texts, P] fp32 on the device, of each text's tokens. input_type: for models with an encoder for each."""
         tokens, seen = self.padded(texts)
-        return self.model.embed(tokens, seen, input_type).float()
+        # The model may be one that is being trained.
+        with evaluating(self.model):  # type: ignore[arg-type]
+            return self.model.embed(tokens, seen, input_type).float()
 
     def embed(self, texts: Sequence[Sequence[int]], input_type: InputType) -> list[list[float]]:
         """`vectors` as numbers."""
         vectors: list[list[float]] = self.vectors(texts, input_type).tolist()
         return vectors
 
-    def _framed(self, ids: list[int]) -> list[int]:
-        special = self.tokenizer.special
+    def _framed(self, text: str) -> list[int]:
+        ids, special = self._bare(text), self.tokenizer.special
         before = [] if special.cls is None else [special.cls]
         after = [] if special.sep is None else [special.sep]
         return [*before, *ids, *after]

@@ -106,6 +106,10 @@ class RunningSequence:
     """Guesses of the next tokens, which the next forward pass verifies."""
 
     @property
+    def priority(self) -> int:
+        return self.request.sampling.priority
+
+    @property
     def prompt_length(self) -> int:
         return len(self.request.tokens)
 

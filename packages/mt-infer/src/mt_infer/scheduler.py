@@ -2,13 +2,16 @@
 
 Every step computes the next position of all running sequences, and fills the rest of its budget with prompts, which may
 take several steps (chunked prefill). When memory runs out, the sequence that came last gives up its memory and waits to
-be computed again. The beams of a request run together, or wait together.
+be computed again. Requests with a lower number of `priority` come before others. The beams of a request run together,
+or wait together.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from operator import attrgetter
 
 from mt_core.errors import ConfigError
 from mt_infer.cache.batch import Chunk
@@ -16,12 +19,14 @@ from mt_infer.cache.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
 from mt_infer.requests import RunningSequence
 
+PRIORITY = attrgetter("priority")
+
 
 # Why decisions may not depend on time, on memory of the device or on sampled values that differ between ranks: ranks of
 # a model run the same chunks in one forward pass, with collectives in it. All inputs (requests, tokens, sizes of pools)
 # are the same on each of them, see mt_infer.cache.agreement.
 class Scheduler:
-    """Sequences in order of arrival: running ones, and those that wait.
+    """Sequences by priority, then in order of arrival: running ones, and those that wait.
 
     The same calls give the same schedule: each rank of a layout has a scheduler of its own, and they agree.
     """
@@ -41,7 +46,8 @@ class Scheduler:
         return not self.running and not self.waiting
 
     def add(self, sequences: Iterable[RunningSequence]) -> None:
-        self.waiting.extend(sequences)
+        for sequence in sequences:
+            insert_by_priority(self.waiting, sequence)
 
     def remove(self, sequence: RunningSequence) -> None:
         """The sequence has ended, or is cancelled."""
@@ -61,7 +67,7 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next forward pass; empty when there is nothing to do."""
-        # 1. Running sequences, in order of arrival: one position each where they decode, the next part of the prompt
+        # 1. Running sequences, in their order: one position each where they decode, the next part of the prompt
         # else.
         budget = self.manager.limits.step
         self._preempted.clear()
@@ -84,7 +90,7 @@ class Scheduler:
             for sequence in admitted:
                 # They are the first of `waiting`, in this order: preempt() and NewSequences keep groups together.
                 self.waiting.popleft()
-                self.running.append(sequence)
+                insert_by_priority(self.running, sequence)
                 # May be 0 for later members of a group of beams; they then get their chunk in a next step, as running
                 # sequences.
                 count = self._within(sequence, budget)
@@ -180,8 +186,8 @@ class Scheduler:
                 self.manager.reserve(sequence, end)
                 return end - sequence.computed
             except OutOfBlocksError:
-                # The sequence that came last, which may be this one. Each turn removes one at least from `running`, so
-                # that the loop ends, and the one that came first is the last to be preempted.
+                # The last one in order, which may be this one. Each turn removes one at least from `running`, so that
+                # the loop ends, and the first one in order is the last to be preempted.
                 self.preempt(self.running[-1])
                 if sequence in self._preempted:
                     return 0
@@ -191,7 +197,7 @@ class Scheduler:
         if sequence.beams is not None:
             # Candidates of members that this step has computed would be mixed with those of a later step.
             sequence.beams.candidates.clear()
-        # Reversed, with appendleft: they wait in their order, before all that have not started.
+        # Reversed, each before others of its priority: they wait in their order, before those that have not started.
         for one in reversed(together(sequence)):
             self.preemptions += 1
             self._preempted.add(one)
@@ -199,11 +205,20 @@ class Scheduler:
             self.manager.release(one)
             # Frees the tensors (an encoder's output); _condition makes them again after admission.
             one.conditioning = None
-            self.waiting.appendleft(one)
+            self.waiting.insert(bisect_left(self.waiting, one.priority, key=PRIORITY), one)
 
     def sequences(self) -> Iterator[RunningSequence]:
         yield from self.running
         yield from self.waiting
+
+
+def insert_by_priority(sequences: MutableSequence[RunningSequence], sequence: RunningSequence) -> None:
+    """Behind all others of the same priority."""
+    # Usually all have the same: no search.
+    if not sequences or sequences[-1].priority <= sequence.priority:
+        sequences.append(sequence)
+    else:
+        sequences.insert(bisect_right(sequences, sequence.priority, key=PRIORITY), sequence)
 
 
 def together(sequence: RunningSequence) -> Sequence[RunningSequence]:

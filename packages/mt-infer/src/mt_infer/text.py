@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +48,8 @@ class TextGenerator:
         self._open: dict[tuple[int, int], Detokenizer] = {}
         self._refit: Refit | None = None
         self._best: dict[int, BestOf] = {}
+        self._kept: list[TextEvent] = []
+        """Of requests that were open while `generate` or `stream` stepped the engine for another."""
         self.checkpoint: Path | None = None
         """That the weights are from; None without one."""
 
@@ -181,7 +183,13 @@ class TextGenerator:
         self.engine.engine.new_sequences.constraints.matcher(sampling)
 
     def step(self) -> list[TextEvent]:
-        """What one forward pass brings; of a request for the best of several sequences, all with its end."""
+        """What one forward pass brings; of a request for the best of several sequences, all with its end. Before it,
+        what came of open requests while `generate` and `stream` served others."""
+        kept, self._kept = self._kept, []
+        # Also without work: other ranks wait in each step of a server.
+        return [*kept, *self._stepped()]
+
+    def _stepped(self) -> list[TextEvent]:
         events = [text for event in self.engine.step() if (text := self._text(event)) is not None]
         return [chosen for event in events for chosen in self._chosen(event)]
 
@@ -197,12 +205,13 @@ class TextGenerator:
     def cancel(self, request: int) -> None:
         self.engine.cancel(request)
         self._best.pop(request, None)
+        self._kept = [event for event in self._kept if event.request != request]
         for key in [key for key in self._open if key[0] == request]:
             del self._open[key]
 
     @property
     def is_idle(self) -> bool:
-        return self.engine.is_idle
+        return self.engine.is_idle and not self._kept
 
     @property
     def longest(self) -> int:
@@ -218,15 +227,17 @@ class TextGenerator:
         inputs: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[list[Completion]]:
         """For each prompt its n sequences. sampling: the same for all, or one for each. inputs: what the model takes
-        beside text, of each prompt."""
+        beside text, of each prompt.
+
+        Requests that are open already go on meanwhile; their events are those of the next `step`.
+        """
         each = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParameters()] * len(prompts)
         beside = inputs or [{}] * len(prompts)
         # All at once: the engine batches them.
         numbers = [self.submit(*request) for request in zip(prompts, each, beside, strict=True)]
         found = {number: [Completion() for _ in range(own.n)] for number, own in zip(numbers, each, strict=True)}
-        while not self.is_idle:
-            for event in self.step():
-                found[event.request][event.index].add(event)
+        for event in self._events_of(found):
+            found[event.request][event.index].add(event)
         return [found[number] for number in numbers]
 
     def stream(
@@ -243,14 +254,27 @@ class TextGenerator:
         refuse_to_stream(sampling or SamplingParameters())
         request = self.submit(prompt, sampling, inputs)
         try:
-            while not self.is_idle:
-                for event in self.step():
-                    if event.text:
-                        yield event.text
-                    if event.error is not None:
-                        raise ConfigError(event.error)
+            for event in self._events_of([request]):
+                if event.text:
+                    yield event.text
+                if event.error is not None:
+                    raise ConfigError(event.error)
         finally:
             self.cancel(request)
+
+    def _events_of(self, requests: Iterable[int]) -> Iterator[TextEvent]:
+        """Steps until these requests have ended. Events of others are kept for their callers."""
+        own = set(requests)
+        while not self.engine.is_idle and any(request in own for request, _ in self._open):
+            yield from self._taken(own)
+            self._kept += self._stepped()
+        yield from self._taken(own)
+
+    def _taken(self, requests: Set[int]) -> list[TextEvent]:
+        """The kept events of these requests, which are kept no longer."""
+        mine = [event for event in self._kept if event.request in requests]
+        self._kept = [event for event in self._kept if event.request not in requests]
+        return mine
 
     def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
         """The log-probability of each token of each text but its first, given those before it."""

@@ -159,7 +159,9 @@ class Embeds(Protocol):
 def as_embedder(model: nn.Module) -> Embeds:
     """The model, if texts can be embedded with it. Raises ConfigError if its family cannot."""
     if not isinstance(model, Embeds):
-        raise ConfigError(f"{type(model).__name__} embeds no text: encoders (bert, biencoder) do")
+        raise ConfigError(
+            f"{type(model).__name__} embeds no text: encoders (bert, biencoder) and causal language models do"
+        )
     return model
 
 

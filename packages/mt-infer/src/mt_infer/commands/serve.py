@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mt_infer.server.served_model import ServedModel
 
 LOOPBACK = "127.0.0.1"
-EXTRA = ("fastapi", "prometheus_client", "uvicorn")
+EXTRA = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
 
 
 def serve(

@@ -40,6 +40,9 @@ class SamplingParameters:
 
     json_schema, regex, grammar (Lark), choices: the text matches; one of them at most.
 
+    priority: requests with a lower number are computed before others, and give up their memory after them; those with
+    the same number in order of arrival. It changes no token.
+
     Lists may be given for tuples, one text for `stop`, and texts of digits for the ids of logit_bias. A temperature
     below LOWEST_TEMPERATURE is taken as 0. Raises ConfigError for values that cannot be.
     """
@@ -76,6 +79,7 @@ class SamplingParameters:
     regex: str | None = None
     grammar: str | None = None
     choices: tuple[str, ...] = ()
+    priority: int = 0
 
     def __post_init__(self) -> None:
         # object.__setattr__: the dataclass is frozen. Lists first: what they may hold is checked by their readers.
@@ -135,6 +139,7 @@ class SamplingParameters:
         for name in ("temperature", "repetition_penalty", "frequency_penalty", "presence_penalty"):
             is_finite = abs(getattr(self, name)) <= LARGEST_NUMBER
             yield name, is_finite, f"a number of at most {LARGEST_NUMBER:g}"
+        yield "priority", abs(self.priority) <= LARGEST_INTEGER, f"from -{LARGEST_INTEGER} to {LARGEST_INTEGER}"
         for name in ("n", "best_of"):
             yield name, (getattr(self, name) or 0) <= MOST_SEQUENCES, f"at most {MOST_SEQUENCES}"
         for name in ("top_k", "max_tokens", "logprobs", "prompt_logprobs", "prompt_logprobs_start", "num_beams"):

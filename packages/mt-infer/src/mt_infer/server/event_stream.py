@@ -23,20 +23,26 @@ HEADERS = [
 ]
 
 
+def event_lines(value: Any) -> bytes:
+    """With its type as the name of the event, as streams of /v1/responses have it."""
+    return f"event: {value.get('type', 'error')}\n".encode() + data_line(value)
+
+
 def data_line(value: Any) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends each object of `pieces` as an event, then [DONE].
+    """Sends each object of `pieces` as an event, then [DONE]. named: events have names, and the last one is the end.
 
     An error before the first piece is an answer with its status; later ones are events. A client that goes away ends
     the pieces.
     """
 
-    def __init__(self, pieces: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(self, pieces: AsyncGenerator[dict[str, Any], None], *, named: bool = False) -> None:
         super().__init__()
         self.pieces = pieces
+        self._lines, self._end = (event_lines, b"") if named else (data_line, DONE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A stream has nothing to read, so that a client that goes away is seen only by waiting for its disconnect.
@@ -58,7 +64,7 @@ class EventStream(Response):
                 if not started:
                     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                     started = True
-                await _send_part(send, data_line(piece))
+                await _send_part(send, self._lines(piece))
         except Exception as error:
             answer = as_api_error(error)
             # Unexpected exceptions only: an ApiError is an answer that was meant, for instance that the queue is full.
@@ -68,8 +74,8 @@ class EventStream(Response):
             if not started:
                 await answer.response()(scope, receive, send)
                 return
-            await _send_part(send, data_line(answer.body()))
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            await _send_part(send, self._lines(answer.body()))
+        await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
 
 async def _send_part(send: Send, body: bytes) -> None:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mt_infer.server.errors import ApiError
 from mt_infer.server.options import ServerOptions
 
-OPEN_PATHS = ("/", "/health")
+OPEN_PATHS = ("/", "/health", "/ping")
 """Without an API key: the page, which has a field for it, and what a load balancer reads."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 """The usual names of this machine."""
@@ -24,6 +24,13 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def bearer_token(header: str) -> str:
+    """The token of an Authorization header; empty for a header of another scheme, and for a key without one."""
+    scheme, _, token = header.strip().partition(" ")
+    # RFC 9110, 11.1: the name of a scheme has no case.
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 class RequestChecks:
@@ -67,7 +74,7 @@ class RequestChecks:
         key = self.options.api_key
         if key is None or path in OPEN_PATHS:
             return
-        given = headers.get("authorization", "").removeprefix("Bearer ").strip()
+        given = bearer_token(headers.get("authorization", ""))
         # In constant time: the time of a plain comparison depends on how many leading characters match.
         if not hmac.compare_digest(given.encode("latin-1", "replace"), key.encode()):
             raise ApiError(

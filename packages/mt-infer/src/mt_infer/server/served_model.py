@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from mt_core.errors import ConfigError
 from mt_core.specs import HasTokenBytes, Tokenizer
 from mt_infer.chat.chat_format import ChatFormat
 from mt_infer.chat.tool_calls import Form
@@ -52,13 +53,16 @@ class ServedModel:
             )
         return self.generator
 
+    @cached_property
+    def text_embedder(self) -> TextEmbedder:
+        """An encoder's, or one with the weights of a language model. Raises ConfigError for what embeds no text."""
+        return self.embedder or TextEmbedder.of_generator(self.require_generator())
+
     def require_embedder(self) -> TextEmbedder:
-        if self.embedder is None:
-            raise ApiError(
-                f'the model "{self.name}" generates text, and gives no embeddings; encoders (bert, biencoder) do',
-                param="model",
-            )
-        return self.embedder
+        try:
+            return self.text_embedder
+        except ConfigError as error:
+            raise ApiError(f'the model "{self.name}" gives no embeddings: {error}', param="model") from error
 
     def require_chat(self) -> ChatFormat:
         self.require_generator()

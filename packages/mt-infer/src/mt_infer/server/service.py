@@ -16,6 +16,7 @@ from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.engine_thread import EngineThread, Event, Request
 from mt_infer.server.errors import ApiError
 from mt_infer.server.metrics import RequestClock, ServerMetrics
+from mt_infer.server.openai.stored_responses import StoredResponses
 from mt_infer.server.options import ServerOptions
 from mt_infer.server.served_model import ServedModel, ServedModels
 from mt_infer.text import TextEvent, TextGenerator
@@ -34,6 +35,7 @@ class Service:
         self.engine = EngineThread(self.models.generators)
         self.decoding = asyncio.Lock()
         """Held while images are decoded."""
+        self.responses = StoredResponses()
         self._open = 0
         """Sequences of requests that have not ended, those among which the best are chosen included."""
 

@@ -153,6 +153,13 @@ class CausalDecoder(Model):
             x = cache.positions_for_logits(x)
         return self.logits(x) if project else self.unprojected(x)
 
+    def embed(self, tokens: Tensor, padding_mask: Tensor, input_type: str) -> Tensor:
+        """[B, S], padded on the right -> [B, H] of length 1: the input of the LM head at each text's last token."""
+        # Causal: what is behind the last token changes nothing.
+        hidden = self(tokens, project=False).hidden
+        last = padding_mask.sum(dim=1) - 1
+        return nn.functional.normalize(hidden[torch.arange(len(last), device=last.device), last].float(), dim=-1)
+
     def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
         if (stage.first or (stage.last and self.output_layer is None)) and self.embedding is not None:
             yield self.embedding

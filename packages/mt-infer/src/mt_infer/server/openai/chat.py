@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
@@ -24,7 +24,7 @@ from mt_infer.server.event_stream import EventStream
 from mt_infer.server.openai.answers import Piece, chat_logprob, envelope, prompt_rows, usage
 from mt_infer.server.openai.fields import Body, Count, SamplingFields
 from mt_infer.server.openai.images import read_image_urls
-from mt_infer.server.openai.messages import Messages, for_template, image_urls
+from mt_infer.server.openai.messages import Message, Messages, for_template, image_urls
 from mt_infer.server.openai.sampling import constraint, sampling_of, tokens_to_generate
 from mt_infer.server.openai.token_texts import TokenTexts
 from mt_infer.server.served_model import ServedModel
@@ -45,6 +45,9 @@ class Tool(Body):
     type: Literal["function"]
     function: Function
 
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
 
 class NamedFunction(Body):
     name: str
@@ -58,6 +61,14 @@ class NamedTool(Body):
 class ChatBody(SamplingFields):
     """The body of /v1/chat/completions."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        "audio": "this server answers with text only; leave it out",
+        "functions": "it has been replaced by tools",
+        "function_call": "it has been replaced by tool_choice",
+        "moderation": "this server moderates nothing; leave it out",
+        "web_search_options": "this server searches nothing; leave it out",
+    }
+
     messages: Messages
     max_tokens: Count | None = None
     """Default: all that the context has left."""
@@ -70,6 +81,12 @@ class ChatBody(SamplingFields):
     """false: an answer has one call at most."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further names for the chat template, such as enable_thinking."""
+    reasoning_effort: Annotated[str, Field(max_length=20)] | None = None
+    """For the chat template, as a name of chat_template_kwargs; other templates ignore it."""
+    modalities: list[Literal["text"]] | None = None
+    prediction: dict[str, Any] | None = None
+    """This and the next one change nothing in an answer, and have no effect."""
+    verbosity: Literal["low", "medium", "high"] | None = None
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatBody:
@@ -82,11 +99,17 @@ class ChatBody(SamplingFields):
         return self
 
     @property
+    def template_names(self) -> dict[str, Any]:
+        """What the chat template gets beside messages and tools."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
+
+    @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """As templates write them."""
         if self.tools is None or self.tool_choice == "none":
             return None
-        return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in self.tools]
+        return [tool.for_template() for tool in self.tools]
 
     @property
     def offered_functions(self) -> list[dict[str, Any]]:
@@ -126,6 +149,14 @@ class Job:
 
 
 async def create_chat_completion(service: Service, body: ChatBody, http: HttpRequest) -> Response:
+    job = await new_job(service, body)
+    if body.stream:
+        return EventStream(_pieces(service, job))
+    return await until_disconnect(http, _whole(service, job))
+
+
+async def new_job(service: Service, body: ChatBody) -> Job:
+    """Raises ApiError for what the model cannot answer."""
     model = service.models.find(body.model)
     # Order: cheap refusals first, then images (memory), the template (another process), and the tokens.
     urls = image_urls(body.messages)
@@ -135,16 +166,24 @@ async def create_chat_completion(service: Service, body: ChatBody, http: HttpReq
     prompt = await asyncio.to_thread(_prompt, model, body, [image.grid for image in images])
     sampling = _sampling(service, model, body, prompt)
     inputs = model.require_generator().prompts.image_inputs(images) if images else {}
-    job = Job(model, body, prompt, inputs, sampling, "chat.completion.chunk" if body.stream else "chat.completion")
-    if body.stream:
-        return EventStream(_pieces(service, job))
-    return await until_disconnect(http, _whole(service, job))
+    return Job(model, body, prompt, inputs, sampling, "chat.completion.chunk" if body.stream else "chat.completion")
 
 
 def _prompt(model: ServedModel, body: ChatBody, grids: Sequence[Grid]) -> list[int]:
     """grids: that the images were cut by."""
+    return chat_prompt(model, body.messages, body.offered_tools, body.template_names, grids)
+
+
+def chat_prompt(
+    model: ServedModel,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    names: Mapping[str, Any],
+    grids: Sequence[Grid] = (),
+) -> list[int]:
+    """The ids of a conversation. names: further ones of the template. grids: that images were cut by."""
     chat = model.require_chat()
-    text = chat.text(for_template(body.messages), body.offered_tools, body.chat_template_kwargs)
+    text = chat.text(for_template(messages), tools, names)
     if not grids:
         return chat.encode(text)
     return model.require_generator().prompts.with_images(text, grids, chat.encode)

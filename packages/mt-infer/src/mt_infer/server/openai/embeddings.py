@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal
+from itertools import groupby, islice
+from operator import itemgetter
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
@@ -15,9 +17,11 @@ from starlette.responses import JSONResponse, Response
 
 from mt_infer.embedding import InputType
 from mt_infer.server.openai.fields import Ids, Name, RequestBody
+from mt_infer.server.served_model import ServedModel
 from mt_infer.server.service import Service, until_disconnect
 from mt_infer.text import Prompt
 
+ValueT = TypeVar("ValueT")
 MOST_INPUTS = 2048
 BATCH = 32
 """Inputs that are computed at a time, and take one place of the queue."""
@@ -54,20 +58,46 @@ async def create_embeddings(service: Service, body: EmbeddingBody, http: HttpReq
     return await until_disconnect(http, _embeddings(service, body))
 
 
-async def _embeddings(service: Service, body: EmbeddingBody) -> Response:
-    model = service.models.find(body.model)
+class Embedded(NamedTuple):
+    """vectors: of each text. tokens: of all texts."""
+
+    vectors: list[list[float]]
+    tokens: int
+
+
+async def embedded(service: Service, model: ServedModel, sides: Mapping[InputType, Sequence[Prompt]]) -> Embedded:
+    """The vectors of texts as queries and as documents, in the order of `sides`. Raises ApiError and ConfigError."""
     embedder = model.require_embedder()
-    texts = await asyncio.to_thread(lambda: [embedder.tokens(text) for text in body.inputs()])
-    side: InputType = body.input_type or "document"
+    texts = await asyncio.to_thread(
+        lambda: [(side, embedder.tokens(text)) for side, own in sides.items() for text in own]
+    )
+    # A batch is of one side.
+    parts = [
+        (side, [ids for _, ids in some])
+        for side, of_side in groupby(texts, key=itemgetter(0))
+        for some in batched(of_side, BATCH)
+    ]
     vectors: list[list[float]] = []
-    parts = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
     async with service.limited(len(parts)):
-        for part in parts:
+        for side, part in parts:
             # In the thread of the engines, a batch at a time: generation of other models goes on between two.
             vectors += await service.engine.call(partial(embedder.embed, part, side))
-    count = sum(map(len, texts))
+    count = sum(len(ids) for _, ids in texts)
     service.metrics.prompt_tokens.labels(model.name).inc(count)
     service.metrics.requests.labels(model.name, "finished").inc()
+    return Embedded(vectors, count)
+
+
+def batched(values: Iterable[ValueT], size: int) -> Iterator[list[ValueT]]:
+    """Lists of so many, and the rest. itertools.batched, which Python 3.11 lacks."""
+    rest = iter(values)
+    while batch := list(islice(rest, size)):
+        yield batch
+
+
+async def _embeddings(service: Service, body: EmbeddingBody) -> Response:
+    model = service.models.find(body.model)
+    vectors, count = await embedded(service, model, {body.input_type or "document": body.inputs()})
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
         for index, vector in enumerate(vectors)

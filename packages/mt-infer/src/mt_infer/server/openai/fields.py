@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -23,6 +24,20 @@ class Body(BaseModel):
 class RequestBody(Body):
     """The body of a request; its text is Unicode that can be written."""
 
+    refused: ClassVar[Mapping[str, str]] = {}
+    """OpenAI's fields that this server cannot honour -> the reason."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_by_name(cls, value: Any) -> Any:
+        for name, reason in cls.refused.items():
+            if isinstance(value, dict) and value.get(name) is not None:
+                raise ValueError(f"{name}: {reason}")
+        # null is the default of every field, of those that are refused too.
+        return (
+            {name: one for name, one in value.items() if name not in cls.refused} if isinstance(value, dict) else value
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_surrogates(cls, value: Any) -> Any:
@@ -38,6 +53,23 @@ class RequestBody(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_obfuscation: bool | None = None
+    """Has no effect: no piece is padded."""
+
+
+class IgnoredFields(RequestBody):
+    """Fields of OpenAI's own service that change nothing in an answer. They are taken and have no effect."""
+
+    user: str | None = None
+    """This and the next seven are of the books and the caches of OpenAI's service."""
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    """`priority` orders requests."""
+    store: bool | None = None
 
 
 class JsonSchema(Body):
@@ -61,7 +93,7 @@ class ResponseFormat(Body):
         return self
 
 
-class SamplingFields(RequestBody):
+class SamplingFields(IgnoredFields):
     """How tokens are chosen: OpenAI's fields, and those that other servers add. null is the default everywhere."""
 
     model: Name | None = None
@@ -108,12 +140,8 @@ class SamplingFields(RequestBody):
     """Likeliest tokens to report beside each token of the prompt. In vLLM's form; not in a stream."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    """Of the caller's own books; has no effect."""
-    metadata: dict[str, Any] | None = None
-    """Of the caller's own books; has no effect."""
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    """Requests with a lower number are computed before others. Default: 0. The name is vLLM's."""
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> SamplingFields:

@@ -13,20 +13,32 @@ from mt_infer.server.openai.fields import Body
 
 
 class TextPart(Body):
+    """prompt_cache_breakpoint: of OpenAI's own cache; has no effect."""
+
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+class RefusalPart(Body):
+    """What OpenAI's models answer in place of a text that they refuse; a template gets it as text."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 class ImageUrl(Body):
-    """url: data:image/...;base64,..., or file:/// in a folder that the server allows. The model has one resolution."""
+    """url: data:image/...;base64,..., or file:/// in a folder that the server allows. detail: has no effect, since a
+    model has one way to cut images."""
 
     url: Annotated[str, Field(min_length=1)]
-    detail: Literal["auto"] | None = None
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class ImagePart(Body):
     type: Literal["image_url"]
     image_url: ImageUrl
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class CalledFunction(Body):
@@ -49,11 +61,12 @@ class Message(Body):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
+    content: str | list[Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]] | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: None = None
+    refusal: str | None = None
+    """In place of the content of an answer that was refused."""
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = None
@@ -84,6 +97,7 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _for_template(message: Message, number: int) -> dict[str, Any]:
     content = message.content if isinstance(message.content, str) else [_part(part) for part in message.content or ()]
+    content = content or message.refusal or content
     found: dict[str, Any] = {"role": message.role, "content": content}
     found |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
     if message.tool_calls:
@@ -91,8 +105,10 @@ def _for_template(message: Message, number: int) -> dict[str, Any]:
     return found
 
 
-def _part(part: TextPart | ImagePart) -> dict[str, str]:
-    return {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": part.text}
+def _part(part: TextPart | ImagePart | RefusalPart) -> dict[str, str]:
+    if isinstance(part, ImagePart):
+        return {"type": "image"}
+    return {"type": "text", "text": part.refusal if isinstance(part, RefusalPart) else part.text}
 
 
 def _call(call: MessageToolCall, number: int) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def sampling_of(fields: SamplingFields, model: ServedModel, *, max_tokens: int, 
         num_beams=fields.n if fields.use_beam_search else None,
         length_penalty=fields.length_penalty,
         early_stopping=fields.early_stopping,
+        priority=fields.priority,
         **{"ignore_eod": fields.ignore_eos, **constraint(fields), **others},
     )
 

@@ -1,0 +1,238 @@
+"""POST /v1/responses, and the responses that are kept for later ones."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from mt_infer.server.errors import ApiError, as_api_error
+from mt_infer.server.event_stream import EventStream
+from mt_infer.server.openai.answers import Piece
+from mt_infer.server.openai.chat import Choice, Job, new_job
+from mt_infer.server.openai.messages import CalledFunction, Message, MessageToolCall
+from mt_infer.server.openai.response_fields import ResponseBody
+from mt_infer.server.openai.response_items import messages_of
+from mt_infer.server.openai.stored_responses import Stored
+from mt_infer.server.service import Service, until_disconnect
+from mt_infer.text import TextEvent
+
+log = logging.getLogger(__name__)
+ECHOED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id", "prompt_cache_key",
+    "safety_identifier", "service_tier", "temperature", "top_p", "top_logprobs", "truncation", "user",
+)  # fmt: skip
+
+
+@dataclass
+class Conversation:
+    """A request on its way: the messages before its answer, and the chat that answers."""
+
+    body: ResponseBody
+    messages: list[Message]
+    job: Job
+    id: str = field(default_factory=lambda: new_id("resp"))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(16)}"
+
+
+async def create_response(service: Service, body: ResponseBody, http: HttpRequest) -> Response:
+    before = () if body.previous_response_id is None else _stored_messages(service, body.previous_response_id)
+    given = [Message(role="user", content=body.input)] if isinstance(body.input, str) else messages_of(body.input)
+    messages = [*before, *given]
+    system = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
+    if not messages:
+        raise ApiError("input has no message", param="input")
+    job = await new_job(service, body.as_chat([*system, *messages]))
+    conversation = Conversation(body, messages, job)
+    if body.stream:
+        return EventStream(_events(service, conversation), named=True)
+    return await until_disconnect(http, _whole(service, conversation))
+
+
+def _stored_messages(service: Service, number: str) -> tuple[Message, ...]:
+    return service.responses.find(number, "previous_response_id").messages
+
+
+class Output:
+    """The items of one answer as they come, each with the events of a stream."""
+
+    def __init__(self, job: Job) -> None:
+        self._choice = Choice(job, 0)
+        self._is_open = False
+        self.text, self.logprobs, self.finish = "", list[Piece](), ""
+        self.message = new_id("msg")
+        self.items: list[Piece] = []
+
+    def add(self, event: TextEvent) -> Iterator[Piece]:
+        """The stream's events that an event of the engine brings."""
+        content, entries, finish = self._choice.add(event)
+        if content or entries:
+            yield from self._begin()
+            self.text += content
+            self.logprobs += entries
+            yield self._of_text("response.output_text.delta", delta=content, logprobs=entries)
+        if finish is not None:
+            self.finish = finish
+            # An answer without a call has a message, if an empty one.
+            if self._is_open or not self._choice.calls:
+                yield from self._begin()
+                yield from self._end()
+            for call in self._choice.calls:
+                yield from self._call(call)
+
+    @property
+    def is_cut(self) -> bool:
+        return self.finish == "length"
+
+    def as_message(self) -> Message:
+        """For the next turn of the conversation."""
+        calls = [
+            MessageToolCall(id=call["call_id"], function=CalledFunction(name=call["name"], arguments=call["arguments"]))
+            for call in self.items
+            if call["type"] == "function_call"
+        ]
+        return Message(role="assistant", content=self.text, tool_calls=calls or None)
+
+    def _begin(self) -> Iterator[Piece]:
+        if self._is_open:
+            return
+        self._is_open = True
+        yield self._of_item("response.output_item.added", self._item("in_progress", []))
+        yield self._of_text("response.content_part.added", part=self._part("", []))
+
+    def _end(self) -> Iterator[Piece]:
+        part = self._part(self.text, self.logprobs)
+        yield self._of_text("response.output_text.done", text=self.text, logprobs=self.logprobs)
+        yield self._of_text("response.content_part.done", part=part)
+        item = self._item("incomplete" if self.is_cut else "completed", [part])
+        yield self._of_item("response.output_item.done", item)
+        self.items.append(item)
+
+    def _call(self, call: Piece) -> Iterator[Piece]:
+        function, number = call["function"], new_id("fc")
+        item = {"id": number, "type": "function_call", "call_id": call["id"], "name": function["name"]}
+        arguments = function["arguments"]
+        yield self._of_item("response.output_item.added", {**item, "arguments": "", "status": "in_progress"})
+        place = {"item_id": number, "output_index": len(self.items)}
+        yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
+        yield {
+            "type": "response.function_call_arguments.done", **place, "name": item["name"], "arguments": arguments
+        }  # fmt: skip
+        done = {**item, "arguments": arguments, "status": "completed"}
+        yield self._of_item("response.output_item.done", done)
+        self.items.append(done)
+
+    def _of_item(self, kind: str, item: Piece) -> Piece:
+        return {"type": kind, "output_index": len(self.items), "item": item}
+
+    def _of_text(self, kind: str, **values: Any) -> Piece:
+        return {"type": kind, "item_id": self.message, "output_index": len(self.items), "content_index": 0, **values}
+
+    def _item(self, status: str, content: Sequence[Piece]) -> Piece:
+        return {"id": self.message, "type": "message", "role": "assistant", "status": status, "content": list(content)}
+
+    def _part(self, text: str, logprobs: Sequence[Piece]) -> Piece:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def described(conversation: Conversation, status: str, output: Sequence[Piece] = (), **others: Any) -> Piece:
+    """The response object."""
+    body = conversation.body
+    text = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
+    choice: Any = body.tool_choice or "auto"
+    return {
+        "id": conversation.id,
+        "object": "response",
+        "created_at": conversation.created,
+        "model": conversation.job.model.name,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "output": list(output),
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.model_dump(by_alias=True, exclude_none=True) for tool in body.tools or ()],
+        "text": {"format": {"type": "text"}, **text},
+        "background": False,
+        "store": body.store is not False,
+        **{name: getattr(body, name) for name in ECHOED},
+        "usage": None,
+        **others,
+    }
+
+
+def _ended(service: Service, conversation: Conversation, output: Output, generated: int) -> Piece:
+    """The response at its end, which is kept unless store=false."""
+    prompt = len(conversation.job.prompt)
+    used = {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": generated,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + generated,
+    }
+    reason = {"incomplete_details": {"reason": "max_output_tokens"}}
+    end = reason if output.is_cut else {"completed_at": int(time.time())}
+    status = "incomplete" if output.is_cut else "completed"
+    response = described(conversation, status, output.items, usage=used, **end)
+    if conversation.body.store is not False:
+        service.responses.add(Stored(response, (*conversation.messages, output.as_message())))
+    return response
+
+
+async def _whole(service: Service, conversation: Conversation) -> Response:
+    job = conversation.job
+    output, generated = Output(job), 0
+    async with aclosing(service.generate(job.model, [job.prompt], job.sampling, job.inputs)) as events:
+        async for _, event in events:
+            generated += event.token is not None
+            for _ in output.add(event):
+                pass
+    return JSONResponse(_ended(service, conversation, output, generated))
+
+
+async def _events(service: Service, conversation: Conversation) -> AsyncGenerator[Piece, None]:
+    """Of the stream, each with its number."""
+    number = 0
+    async with aclosing(_unnumbered(service, conversation)) as events:
+        async for event in events:
+            yield {**event, "sequence_number": number}
+            number += 1
+
+
+async def _unnumbered(service: Service, conversation: Conversation) -> AsyncGenerator[Piece, None]:
+    job = conversation.job
+    output, generated, begun = Output(job), 0, False
+    try:
+        async with aclosing(service.generate(job.model, [job.prompt], job.sampling, job.inputs)) as events:
+            async for _, event in events:
+                if not begun:
+                    # Not before the engine has taken the request: what it refuses has a status of its own.
+                    for kind in ("created", "in_progress"):
+                        yield {"type": f"response.{kind}", "response": described(conversation, "in_progress")}
+                    begun = True
+                generated += event.token is not None
+                for piece in output.add(event):
+                    yield piece
+    except Exception as error:
+        if not begun:
+            raise
+        found = as_api_error(error)
+        if found.status >= 500 and found is not error:
+            log.exception("a response failed")
+        failed = described(conversation, "failed", error={"code": "server_error", "message": str(found)})
+        yield {"type": "response.failed", "response": failed}
+        return
+    response = _ended(service, conversation, output, generated)
+    yield {"type": f"response.{response['status']}", "response": response}
