@@ -95,7 +95,7 @@ def test_layers_to_divide_are_those_of_all_stacks(host) -> None:
 
 def test_a_plain_module_stands_under_the_defaults() -> None:
     plain = contract(nn.Linear(2, 2))
-    assert plain.inputs == ("tokens", "position_ids", "segment_ids")
+    assert plain.inputs == ("input",)  # as its forward names them
     assert not plain.continues_text
     assert plain.predicts_tokens
     assert plain.needs_logits is None

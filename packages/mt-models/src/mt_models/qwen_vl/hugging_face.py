@@ -47,7 +47,7 @@ TEXT_DEFAULTS = {
     "max_window_layers": 80,
 }
 """Of transformers, for what a file leaves out."""
-ROTARY_DEFAULTS = {"rope_theta": 1000000.0, "mrope_section": [16, 24, 24]}
+ROTARY_DEFAULTS: dict[str, Any] = {"rope_theta": 1000000.0, "mrope_section": [16, 24, 24]}
 
 
 def text_of(external: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def step_line(metrics: Metrics, last_iteration: int) -> str:
         parts.append(f"MFU {metrics['mfu']:.1%}")
     if metrics["skipped_iterations"]:
         parts.append(f"loss scale {metrics['loss_scale']:g}, {metrics['skipped_iterations']} skipped")
-    if metrics["iteration"] < last_iteration:
+    if int(metrics["iteration"]) < last_iteration:
         seconds = (last_iteration - int(metrics["iteration"])) * float(metrics["iteration_time"])
         parts.append(f"{timedelta(seconds=round(seconds))} left")
     return " | ".join(parts)
