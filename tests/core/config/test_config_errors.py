@@ -102,10 +102,6 @@ SAMPLES = ["train.train_iters=null", "train.train_samples=1600", "lr_schedule.lr
             "lr_schedule.lr_warmup_iters=4 leaves nothing of the decay, lr_schedule.lr_decay_iters=2; use at most 1",
         ),
         (
-            ["train.train_iters=6", "lr_schedule.lr_warmup_iters=20", "lr_schedule.lr_decay_iters=200"],
-            "lr_schedule.lr_warmup_iters=20 leaves nothing of the run, train.train_iters=6; use at most 5",
-        ),
-        (
             ["lr_schedule.lr_warmup_iters=null", "lr_schedule.lr_warmup_fraction=1"],
             "lr_schedule.lr_warmup_fraction=1.0 leaves nothing of the run, train.train_iters=450; use less than 1, "
             "such as lr_schedule.lr_warmup_fraction=0.1",

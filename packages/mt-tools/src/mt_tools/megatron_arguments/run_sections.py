@@ -53,8 +53,8 @@ def _parallel(values: Values) -> Keys:
         found["parallel.pipeline_schedule"] = "interleaved_1f1b"
     if values["context_parallel_size"] > 1:
         found["parallel.cp_comm_type"] = values["cp_comm_type"][0]
-    # null follows tensor parallelism, also when that is changed later.
-    if values["tensor_model_parallel_size"] == values["expert_tensor_parallel_size"]:
+    # null follows tensor parallelism, also when that is changed later. Without experts there is nothing to divide.
+    if not values["num_experts"] or values["tensor_model_parallel_size"] == values["expert_tensor_parallel_size"]:
         found["parallel.expert_tensor_parallel_size"] = None
     return found
 
@@ -111,7 +111,10 @@ def _schedule(values: Values) -> Keys:
 
 def _precision(values: Values) -> Keys:
     dtype = "bf16" if values["bf16"] else "fp16" if values["fp16"] else "fp32"
-    return {"precision.dtype": dtype, "precision.fp8_format": values["fp8"] or "none"}
+    found: Keys = {"precision.dtype": dtype, "precision.fp8_format": values["fp8"] or "none"}
+    if float(values["loss_scale_window"]).is_integer():  # Megatron's parser makes a float of it
+        found["precision.loss_scale_window"] = int(values["loss_scale_window"])
+    return found
 
 
 def _recompute(values: Values) -> Keys:
@@ -132,7 +135,7 @@ def _checkpoint(values: Values) -> Keys:
 def _start(values: Values) -> Keys:
     """Where weights come from. A run that loads what it saves goes on by itself."""
     found: Keys = {}
-    load = values["load"]
+    load = _loaded_folder(values)
     if load is not None and (values["finetune"] or values["no_load_optim"]):
         found["checkpoint.load"] = load
     # Another folder: the run starts from its state and saves elsewhere.
@@ -143,6 +146,12 @@ def _start(values: Values) -> Keys:
     if values["pretrained_checkpoint"] is not None:
         found.setdefault("checkpoint.load", values["pretrained_checkpoint"])
     return found
+
+
+def _loaded_folder(values: Values) -> str | None:
+    """--load, or the folder in it of the iteration that --override-ckpt-iteration names."""
+    load, iteration = values["load"], values["override_ckpt_iteration"]
+    return load if load is None or iteration is None else f"{load}/iter_{iteration:07d}"
 
 
 def dropped_keys(values: Values) -> dict[str, str]:

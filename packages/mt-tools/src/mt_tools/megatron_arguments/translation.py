@@ -15,7 +15,7 @@ from mt_tools.megatron_arguments.entry_scripts import EntryScript
 from mt_tools.megatron_arguments.model_section import model_section
 from mt_tools.megatron_arguments.refusals import Refusal, find_refusals
 from mt_tools.megatron_arguments.run_sections import dropped_keys, run_keys
-from mt_tools.megatron_arguments.table import REASONS, Argument, Version
+from mt_tools.megatron_arguments.table import Argument, Version
 
 Status = Literal["translated", "default", "no effect", "refused"]
 
@@ -119,7 +119,7 @@ def _account(
     if dest in refusals:
         return Account(one.words, "refused", {}, refusals[dest].reason)
     if argument.outcome == "none":
-        return Account(one.words, "no effect", {}, REASONS[argument.reason])
+        return Account(one.words, "no effect", {}, argument.why_without_effect)
     flat = dotted(tree)
     if found := {key: flat[key] for key in argument.keys if key in flat}:
         # model.family follows from many arguments; it is shown for one that decides nothing else.
