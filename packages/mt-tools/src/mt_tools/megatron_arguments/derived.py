@@ -16,6 +16,9 @@ from mt_tools.megatron_arguments.table import Version, by_dest, defaults
 
 Values = dict[str, Any]
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "micro_batch_size", "lr")
+MODEL_REQUIRED = REQUIRED[:4]
+PART: Mapping[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+"""Arguments of a run that a list of a model's arguments leaves to others: without them, no dropout."""
 BY_ITERATIONS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 BY_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "rampup_batch_size")
 SOURCES: Sequence[tuple[str, ...]] = (
@@ -30,26 +33,31 @@ HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def derive_values(
-    given: Mapping[str, Any], entry: EntryScript, version: Version, world_size: int | None = None
+    given: Mapping[str, Any],
+    entry: EntryScript,
+    version: Version,
+    world_size: int | None = None,
+    *,
+    is_part: bool = False,
 ) -> Values:
     """Every attribute of Megatron's namespace after validation.
 
     given: attribute -> value. world_size: processes of the run; None: it is not known, and what follows from it is left
-    as it was given. Raises one ConfigError with a sentence for each missing argument and each contradiction.
+    as it was given. is_part: other arguments are given elsewhere, so that those of a run may be missing. Raises one ConfigError with a sentence for each missing argument and each contradiction.
     """
     problems = Problems()
     # Of what was given: a default contradicts nothing.
-    for check in (_check_counting, _check_sources, _check_pairs):
+    for check in (_check_sources, _check_pairs) if is_part else (_check_counting, _check_sources, _check_pairs):
         with problems.collect():
             check(given)
     # presets: args_defaults of Megatron's scripts, which count where an argument was not given.
-    values = {**defaults(version), **entry.presets, **given}
+    values = {**defaults(version), **entry.presets, **(PART if is_part else {}), **given}
     # In Megatron's order: later rules read what earlier ones have filled in.
     for rule in (_aliases, _shape, _heads, _precision, _layout, _weight_decay, _recompute):
         with problems.collect():
             rule(values)
     with problems.collect():
-        _check_required(values)
+        _check_required(values, MODEL_REQUIRED if is_part else REQUIRED)
     with problems.collect():
         _check_values(values)
     if world_size is not None:
@@ -221,8 +229,8 @@ def _recompute(values: Values) -> None:
         raise ConfigError("--recompute-granularity full needs --recompute-method uniform or block")
 
 
-def _check_required(values: Values) -> None:
-    missing = [dest for dest in REQUIRED if values[dest] is None]
+def _check_required(values: Values, required: Sequence[str]) -> None:
+    missing = [dest for dest in required if values[dest] is None]
     if missing:
         raise ConfigError(f"{', '.join(map(spelled, missing))}: Megatron needs {'them' if missing[1:] else 'it'}")
 

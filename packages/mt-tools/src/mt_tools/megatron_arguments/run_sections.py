@@ -23,6 +23,13 @@ SIZES: Mapping[str, str] = {
     "expert_replicate": "num_experts",
 }
 """Axis -> what is above 1 where it has messages."""
+SCHEDULE_KEYS = (
+    *("optimizer.lr", "optimizer.min_lr", "optimizer.weight_decay", "optimizer.start_weight_decay"),
+    *("optimizer.end_weight_decay", "optimizer.weight_decay_incr_style", "lr_schedule.lr_decay_style"),
+    *("lr_schedule.lr_decay_iters", "lr_schedule.lr_decay_samples", "lr_schedule.lr_warmup_iters"),
+    *("lr_schedule.lr_warmup_samples", "lr_schedule.lr_warmup_fraction", "train.train_iters", "train.train_samples"),
+)
+"""What Megatron's scheduler compares with the checkpoint, unless it is to be overridden."""
 COUNTED_VOCABULARY = ("NullTokenizer", "TikTokenizer")
 """Tokenizers whose vocabulary size is an argument."""
 
@@ -143,6 +150,8 @@ def _start(values: Values) -> Keys:
         found["checkpoint.resume_from"] = load
     elif load is not None and values["exit_on_missing_checkpoint"]:
         found["checkpoint.resume"] = "required"
+    if values["override_opt_param_scheduler"] and "checkpoint.load" not in found:
+        found["checkpoint.accept_changes"] = list(SCHEDULE_KEYS)
     if values["pretrained_checkpoint"] is not None:
         found.setdefault("checkpoint.load", values["pretrained_checkpoint"])
     return found
@@ -156,13 +165,15 @@ def _loaded_folder(values: Values) -> str | None:
 
 def dropped_keys(values: Values) -> dict[str, str]:
     """Keys of arguments that other arguments leave without effect, each with the reason."""
-    load = values["load"]
-    if load is None or load != values["save"] or not (values["finetune"] or values["no_load_optim"]):
-        return {}
-    return {
-        "checkpoint.save": f"{load} has the checkpoints that --load names; those of this run go to checkpoints/ in its "
-        "run directory, or to the folder that checkpoint.save names"
-    }
+    load, found = values["load"], dict[str, str]()
+    if load is not None and load == values["save"] and (values["finetune"] or values["no_load_optim"]):
+        found["checkpoint.save"] = (
+            f"{load} has the checkpoints that --load names; those of this run go to checkpoints/ in its run directory, "
+            "or to the folder that checkpoint.save names"
+        )
+    if values["fp8"]:
+        found["parallel.tp_comm_overlap"] = "products in FP8 are not overlapped, which changes no result"
+    return found
 
 
 def _train(values: Values) -> Keys:

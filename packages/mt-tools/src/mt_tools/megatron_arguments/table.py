@@ -67,7 +67,8 @@ REASONS: Mapping[str, str] = {
     "restarts": "docs/launching.md says how faults and restarts are handled",
     "rounding": "changes the order or dtype of a sum within a product; inference.batch_invariant fixes it here",
     "scaling": "scores are divided by the layer's number and multiplied back in fp32, which computes the same",
-    "schedule": "the schedule is always that of the configuration",
+    "schedule": "the schedule is that of the configuration; a resumed run with another one is refused, and mt import CHECKPOINT "
+    "translates that of a checkpoint",
     "serving": "for text generation, not for training",
     "signals": "SIGTERM and SIGINT always save and end the run",
     "spec": "the layers of Megatron's own specs; model.family and [kernels] choose",
