@@ -72,7 +72,8 @@ def import_script(
     options = options or MegatronOptions()
     scripts = [name for entry in ENTRY_SCRIPTS for name in entry.scripts]
     launch, unknowns = read_launch(path, define or {}, arguments, scripts, options.program)
-    words = _known_words(launch.arguments, unknowns)
+    given_words, unset = _without_unset_words(launch.arguments, unknowns)
+    words = _known_words(given_words, unknowns)
     if isinstance(launch, ArgumentList):
         return _import_part(path, launch, words, host, options)
     entry, notes = _entry(launch, options)
@@ -82,7 +83,7 @@ def import_script(
     )
     number = len(translation.accounts)
     source = f"{path.name}, line {launch.line}: {launch.script} with {number} arguments"
-    return result_of(translation, source, _processes(launch, options), [*notes, *_environment_notes(launch)])
+    return result_of(translation, source, _processes(launch, options), [*notes, *unset, *_environment_notes(launch)])
 
 
 def _import_part(
@@ -148,6 +149,31 @@ def _known_words(words: Sequence[str], unknowns: Unknowns) -> list[str]:
             raise ConfigError(absent)
     problems.stop_if_any()
     return found
+
+
+def _without_unset_words(words: Sequence[str], unknowns: Unknowns) -> tuple[list[str], list[str]]:
+    """Words without variables that are not set and stand where no option takes a value, as bash leaves them out; and a
+    note for each. Such variables are for arguments of the user's own."""
+    kept, notes = list[str](), list[str]()
+    for option, values in _by_option(words):
+        taken = _number_of_values(option, len(values))
+        extra = [word for word in values[taken:] if unknowns.is_unset(word)]
+        kept += [option] if option else []
+        kept += [word for place, word in enumerate(values) if place < taken or word not in extra]
+        notes += [f"{unknowns.readable(word)} is not set in the script, and is left out as bash would" for word in extra]
+    return kept, notes
+
+
+def _number_of_values(option: str, given: int) -> int:
+    """How many of the words behind an option are its values."""
+    argument = by_option().get(option.partition("=")[0])
+    if argument is None:
+        return 0 if not option else given
+    if argument.is_flag or "=" in option:
+        return 0
+    if argument.count.isdigit() or not argument.count:
+        return int(argument.count or 1)
+    return given
 
 
 def _by_option(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -53,7 +53,7 @@ def derive_values(
     # presets: args_defaults of Megatron's scripts, which count where an argument was not given.
     values = {**defaults(version), **entry.presets, **(PART if is_part else {}), **given}
     # In Megatron's order: later rules read what earlier ones have filled in.
-    for rule in (_aliases, _shape, _heads, _precision, _layout, _weight_decay, _recompute):
+    for rule in (_aliases, _hybrid_pattern, _shape, _heads, _precision, _layout, _weight_decay, _recompute):
         with problems.collect():
             rule(values)
     with problems.collect():
@@ -143,6 +143,42 @@ def _aliases(values: Values) -> None:
     if pattern := next((values[name] for name in HYBRID_PATTERNS if values[name]), None):
         # One letter is one layer; | separates pipeline stages, and what follows / are further prediction depths.
         values["num_layers"] = values["encoder_num_layers"] = len(pattern.partition("/")[0].replace("|", ""))
+
+
+def _hybrid_pattern(values: Values) -> None:
+    """Of a hybrid that says only the shares of its attention and feed-forward layers, as Megatron spreads them."""
+    layers, attention, feed_forward = (
+        values["num_layers"],
+        values["hybrid_attention_ratio"],
+        values["hybrid_mlp_ratio"],
+    )
+    if layers is None or any(values[name] for name in HYBRID_PATTERNS) or not (attention or feed_forward):
+        return
+    # Attention first, over all layers; feed-forwards then over those that are left.
+    symbols = spread(["M"] * layers, "*", round(layers * attention), extra_section=True)
+    values["hybrid_override_pattern"] = "".join(
+        spread(symbols, "-", round(layers * feed_forward), extra_section=False)
+    )
+
+
+def spread(symbols: Sequence[str], new: str, count: int, *, extra_section: bool) -> list[str]:
+    """Replace `count` of the Mamba layers, each behind a section of them; sections are as long as one another.
+
+    extra_section: a section follows the last replaced layer, too.
+    """
+    mamba = symbols.count("M")
+    if not 0 < count < mamba:
+        return list(symbols)
+    section = (mamba - count) / (count + extra_section)
+    found, left = list[str](), section
+    for symbol in symbols:
+        if symbol != "M" or left >= 0.5:
+            found.append(symbol)
+            left -= symbol == "M"
+        else:
+            found.append(new)
+            left += section
+    return found
 
 
 def _shape(values: Values) -> None:

@@ -123,11 +123,6 @@ def _stream_groups(value: list[str], given: Mapping[str, Any], host: PluginHost)
         yield f"communicators of {', '.join(unknown)}; parallel.nccl_communicators has axes for {known}"
 
 
-def _ratio(value: float, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if not given.get("hybrid_override_pattern"):
-        yield "layers chosen by a ratio; give the pattern that Megatron prints as --hybrid-override-pattern"
-
-
 def _exit_signal(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if value not in CAUGHT_SIGNALS:
         yield f"a run that saves and ends after {value}; {' and '.join(CAUGHT_SIGNALS)} do"
@@ -193,8 +188,6 @@ _CHECKS: Mapping[str, Check] = {
     "megatron_fsdp_main_grads_dtype": _main_grads,
     "megatron_fsdp_grad_comm_dtype": _grad_comm,
     "no_load_rng": _random_streams,
-    "hybrid_attention_ratio": _ratio,
-    "hybrid_mlp_ratio": _ratio,
     "optimizer": _optimizer,
     "tokenizer_type": _tokenizer,
     "recompute_modules": _modules,
