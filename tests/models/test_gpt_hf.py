@@ -22,7 +22,29 @@ NEOX = {
     "intermediate_size": 80,
     "attn_implementation": "eager",
 }
+NEMOTRON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 32,
+    "attn_implementation": "eager",
+}
 CASES = {
+    "Nemotron": ("NemotronForCausalLM", NEMOTRON, {}),
+    "Nemotron, biased, tied, wide heads": (
+        "NemotronForCausalLM",
+        NEMOTRON,
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.75},
+        },
+    ),
     "GPT-2": ("GPT2LMHeadModel", GPT2, {}),
     "GPT-2, untied, exact gelu, narrow": (
         "GPT2LMHeadModel",
