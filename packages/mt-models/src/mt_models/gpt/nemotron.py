@@ -82,6 +82,7 @@ def _import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"rope_scaling={values['rope_scaling_type']} of a nemotron is not supported; it can be null or default"
         )
+    _require_pairs(external, float(share))
     biases = external.get("attention_bias", False), external.get("mlp_bias", False)
     if biases[0] is not biases[1]:
         raise ConfigError(f"attention_bias={biases[0]} and mlp_bias={biases[1]} of a nemotron differ; they can be equal")
@@ -95,6 +96,18 @@ def _import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         "num_query_groups": external.get("num_key_value_heads"),
         "kv_channels": external.get("head_dim"),
     }
+
+
+def _require_pairs(external: Mapping[str, Any], share: float) -> None:
+    """Raises ConfigError for a share of a head that is no number of pairs, whose wavelengths transformers computes as
+    those of a wider head."""
+    heads, hidden = external.get("num_attention_heads"), external.get("hidden_size")
+    width = external.get("head_dim") or (hidden // heads if heads and hidden else 0)
+    if int(width * share) % 2:
+        raise ConfigError(
+            f"partial_rotary_factor={share} of a head of {width} is an odd number of channels, {int(width * share)}; "
+            "rotary positions turn pairs"
+        )
 
 
 def _export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
