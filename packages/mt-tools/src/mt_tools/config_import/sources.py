@@ -17,9 +17,10 @@ from mt_tools.config_import.bridge import import_bridge, is_bridge
 from mt_tools.config_import.megatron import MegatronOptions, import_script, import_words
 from mt_tools.config_import.megatron_checkpoint import import_checkpoint
 from mt_tools.config_import.result import ImportResult
+from mt_tools.config_import.torchtitan import import_torchtitan, is_torchtitan
 from mt_tools.megatron_arguments.table import by_option
 
-FILES = (".yaml", ".yml", ".json")
+FILES = (".yaml", ".yml", ".json", ".toml")
 FUNCTIONAL_TEST = "MODEL_ARGS"
 """Map of Megatron's own functional tests: option with its dashes -> value, true for a flag."""
 SECOND_RUN = "MODEL_ARGS_2"
@@ -65,11 +66,13 @@ def _import_values(values: Any, path: Path, host: PluginHost, options: MegatronO
         return import_accelerate(values, path.name)
     if isinstance(found := values.get(FUNCTIONAL_TEST), dict):
         return _import_functional_test(found, values, path, host, options)
+    if is_torchtitan(values):
+        return import_torchtitan(values, path.name, host)
     if is_bridge(values):
         return import_bridge(values, path.name, host, options)
     raise ConfigError(
         f"{path} is neither Accelerate's (distributed_type, megatron_lm_config), nor Megatron-Bridge's or NeMo's "
-        f"(model with trainer, train or optimizer), nor a test of Megatron's ({FUNCTIONAL_TEST}); its keys are "
+        f"(model with trainer, train or optimizer), nor torchtitan's (model with a flavor), nor a test of Megatron's ({FUNCTIONAL_TEST}); its keys are "
         f"{', '.join(map(str, list(values)[:8]))}"
     )
 
