@@ -167,7 +167,7 @@ def spread(symbols: Sequence[str], new: str, count: int, *, extra_section: bool)
     extra_section: a section follows the last replaced layer, too.
     """
     mamba = symbols.count("M")
-    if not 0 < count < mamba:
+    if not 0 < count <= mamba:
         return list(symbols)
     section = (mamba - count) / (count + extra_section)
     found, left = list[str](), section
