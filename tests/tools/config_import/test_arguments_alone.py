@@ -20,7 +20,10 @@ NEMOTRON = (
     "--untie-embeddings-and-output-weights --use-rotary-position-embeddings --rotary-percent 0.5 "
     "--group-query-attention --num-query-groups 2"
 )
-RUN = "--seq-length 64 --micro-batch-size 1 --lr 1e-3 --train-iters 9 --mock-data --tokenizer-type NullTokenizer --vocab-size 99"
+RUN = (
+    "--seq-length 64 --micro-batch-size 1 --lr 1e-3 --train-iters 9 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 99"
+)
 
 
 def write(tmp_path: Path, text: str, name: str = "run.sh") -> Path:
@@ -36,9 +39,10 @@ MODEL_ARGS=" \\
     {NEMOTRON} --padded-vocab-size 512 --bf16 --export-te-mcore-model"
 """
     result = import_file(write(tmp_path, text), host)
-    assert not result.complete and "MODEL_ARGS" in result.source
+    assert not result.complete
+    assert "MODEL_ARGS" in result.source
     model = result.sections["model"]
-    assert model["family"] == "gpt" and model["activation"] == "squared_relu" and model["vocab_size"] == 512
+    assert (model["family"], model["activation"], model["vocab_size"]) == ("gpt", "squared_relu", 512)
     assert (model["rotary_percent"], model["num_query_groups"]) == (0.5, 2)
     assert result.sections["precision"] == {"dtype": "bf16"}
     # Of keys that other files decide none is written.
@@ -50,16 +54,22 @@ def test_arguments_of_a_sourced_file_count_once(tmp_path: Path, host: PluginHost
     write(tmp_path, 'COMMON="--bf16 --hidden-dropout 0.0"', "conf/common.sh")
     text = f'HERE="$(dirname "$(realpath "$0")")"\nsource $HERE/conf/common.sh\nOPTIONS="$COMMON {SIZES}"'
     result = import_file(write(tmp_path, text), host)
-    assert "OPTIONS" in result.source and "COMMON" not in result.source
+    assert "OPTIONS" in result.source
+    assert "COMMON" not in result.source
 
 
 def test_a_script_sources_the_model_that_its_argument_names(tmp_path: Path, host: PluginHost) -> None:
     """The way of examples/post_training: the model is a file, and arguments of the user's own are not set."""
     write(tmp_path, f'MODEL_ARGS="{SIZES}"', "conf/org/model.sh")
-    write(tmp_path, 'MLM_MODEL_CFG=$1\nif [ -z ${TP} ]; then TP=1; fi\nsource "${SCRIPT_DIR}/conf/${MLM_MODEL_CFG}.sh"', "conf/arguments.sh")
+    write(
+        tmp_path,
+        'MLM_MODEL_CFG=$1\nif [ -z ${TP} ]; then TP=1; fi\nsource "${SCRIPT_DIR}/conf/${MLM_MODEL_CFG}.sh"',
+        "conf/arguments.sh",
+    )
     text = f"""SCRIPT_DIR="$(dirname "$(readlink -f "$0")")"
 source "${{SCRIPT_DIR}}/conf/arguments.sh"
-torchrun --nproc_per_node=$TP ${{SCRIPT_DIR}}/finetune.py ${{MODEL_ARGS}} --tensor-model-parallel-size ${{TP}} {RUN} ${{EXTRA_ARGS}}
+torchrun --nproc_per_node=$TP ${{SCRIPT_DIR}}/finetune.py ${{MODEL_ARGS}} \\
+  --tensor-model-parallel-size ${{TP}} {RUN} ${{EXTRA_ARGS}}
 """
     result = import_file(write(tmp_path, text), host, arguments=["org/model"], options=MegatronOptions(entry="gpt"))
     check_result(result, host)
@@ -104,18 +114,23 @@ def test_variables_of_deterministic_runs_are_named(tmp_path: Path, host: PluginH
 def functional_test(tmp_path: Path, host: PluginHost, folder: str, extra: str = "") -> ImportResult:
     options = dict(zip((words := f"{SIZES} {RUN}".replace("--mock-data ", "").split())[::2], words[1::2], strict=True))
     lines = "".join(f"  {option}: {value}\n" for option, value in options.items())
-    path = write(tmp_path, f"MODEL_ARGS:\n{lines}  --mock-data: true\n{extra}", f"test_cases/{folder}/x/model_config.yaml")
+    path = write(
+        tmp_path, f"MODEL_ARGS:\n{lines}  --mock-data: true\n{extra}", f"test_cases/{folder}/x/model_config.yaml"
+    )
     return import_file(path, host)
 
 
 @pytest.mark.parametrize(("folder", "family"), [("gpt", "gpt"), ("bert", "bert"), ("core/models/T5", "t5")])
-def test_the_folder_of_a_functional_test_names_its_script(folder: str, family: str, tmp_path: Path, host: PluginHost) -> None:
+def test_the_folder_of_a_functional_test_names_its_script(
+    folder: str, family: str, tmp_path: Path, host: PluginHost
+) -> None:
     assert functional_test(tmp_path, host, folder).sections["model"]["family"] == family
 
 
 def test_values_in_brackets_are_several_and_repeated_options_count_once(tmp_path: Path, host: PluginHost) -> None:
     extra = (
-        '  --cp-comm-type: "[a2a]"\n  --context-parallel-size: 2\n  --num-experts: 4\n  --moe-layer-freq: ([0]*1+[1]*1)\n'
+        '  --cp-comm-type: "[a2a]"\n  --context-parallel-size: 2\n  --num-experts: 4\n'
+        "  --moe-layer-freq: ([0]*1+[1]*1)\n"
         "  --recompute-modules: [moe mlp]\n  --recompute-granularity: selective\n  --num-layers: 2\nMODEL_ARGS_2: {}\n"
     )
     result = functional_test(tmp_path, host, "moe", extra)

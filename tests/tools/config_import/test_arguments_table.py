@@ -132,14 +132,14 @@ def test_what_has_an_effect_beside_another_option_is_refused_there(words: str, w
 
 
 def test_standard_specs_change_nothing(host: PluginHost) -> None:
-    standard = "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec".split()
+    standard = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
     result = import_words([*BASE, "--spec", *standard], host)
     assert [one.status for one in result.accounts if one.words.startswith("--spec")] == ["no effect"]
     assert "model.family" in result.accounts[-1].reason
 
 
 def test_an_iteration_of_a_checkpoint_is_loaded(host: PluginHost) -> None:
-    words = "--load ckpt --override-ckpt-iteration 20 --override-opt_param-scheduler".split()
+    words = ["--load", "ckpt", "--override-ckpt-iteration", "20", "--override-opt_param-scheduler"]
     checkpoint = import_words([*BASE, *words], host).sections["checkpoint"]
     assert checkpoint["resume_from"] == "ckpt/iter_0000020"
     assert "optimizer.lr" in checkpoint["accept_changes"]
@@ -248,7 +248,7 @@ def test_the_page_says_what_the_table_says() -> None:
     rows = [row for row in rows if "Megatron" not in row[0] and "`mt " not in row[1] and "--nproc" not in row[1]]
     assert len(rows) > 20
     for left, right in rows:
-        options = re.findall(r"`(--[a-z0-9-]+)`", left)
+        options = re.findall(r"`(--[a-z0-9_-]+)`", left)
         keys = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", right)
         assert all(option in by_option() for option in options), left
         decided = {key: [option for option in options if option in known.get(key, ())] for key in keys}

@@ -135,7 +135,13 @@ CASES: Mapping[str, Script] = {
         },
         world=8,
         launch="--nproc 8",
-        idle=("--fp8-param-gather", "--apply-layernorm-1p", "--calculate-per-token-loss", "--profile", "--data-cache-path"),
+        idle=(
+            "--fp8-param-gather",
+            "--apply-layernorm-1p",
+            "--calculate-per-token-loss",
+            "--profile",
+            "--data-cache-path",
+        ),
     ),
     "llama3_70b": Script(
         {

@@ -31,7 +31,9 @@ def imported(tmp_path: Path, host: PluginHost, **changes: Any) -> ImportResult:
     for name, value in changes.items():
         section, _, key = name.partition("__")
         values.setdefault(section, {})[key] = value
-    lines = [f"[{section}]\n" + "".join(f"{k} = {to_toml(v)}\n" for k, v in keys.items()) for section, keys in values.items()]
+    lines = [
+        f"[{section}]\n" + "".join(f"{k} = {to_toml(v)}\n" for k, v in keys.items()) for section, keys in values.items()
+    ]
     path = tmp_path / "train.toml"
     path.write_text("\n".join(lines))
     return import_file(path, host)

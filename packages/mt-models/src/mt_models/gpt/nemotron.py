@@ -9,7 +9,15 @@ from typing import Any
 from mt_core.config_map import ConfigMap, Field
 from mt_core.errors import ConfigError
 from mt_core.name_map import GroupedQKV, LessOne, NameMap, Rule, Same
-from mt_models.blocks.hugging_face_decoder import OURS, POSITIONS, THEIRS, import_rope, longest_sequence, negated, one_of
+from mt_models.blocks.hugging_face_decoder import (
+    OURS,
+    POSITIONS,
+    THEIRS,
+    import_rope,
+    longest_sequence,
+    negated,
+    one_of,
+)
 from mt_models.gpt.config import GPTConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, per_layer
 
@@ -85,7 +93,9 @@ def _import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     _require_pairs(external, float(share))
     biases = external.get("attention_bias", False), external.get("mlp_bias", False)
     if biases[0] is not biases[1]:
-        raise ConfigError(f"attention_bias={biases[0]} and mlp_bias={biases[1]} of a nemotron differ; they can be equal")
+        raise ConfigError(
+            f"attention_bias={biases[0]} and mlp_bias={biases[1]} of a nemotron differ; they can be equal"
+        )
     return {
         **values,
         **longest_sequence({POSITIONS: 4096, **external}),

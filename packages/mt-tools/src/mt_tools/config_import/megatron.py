@@ -20,9 +20,9 @@ from mt_tools.megatron_arguments.translation import Translation, translate
 DEFAULT_ENTRY = "gpt"
 HYBRID_OPTIONS = ("--hybrid-override-pattern", "--hybrid-layer-pattern", "--is-hybrid-model")
 ENVIRONMENT: Mapping[str, str] = {
-    "NCCL_ALGO": "set it for mt train, too, where train.deterministic has to give the same sums over ranks of several GPUs",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "train.deterministic chooses kernels that are deterministic, and sets it to 0 for "
-    "those of Transformer Engine",
+    "NCCL_ALGO": "NCCL reads it under mt train, too, and train.deterministic says whether it fixes the order of sums",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "train.deterministic picks kernels by itself, and attention of "
+    "Transformer Engine, which reads it, is none of them",
 }
 """Variables that Megatron's deterministic mode reads, and what becomes of them."""
 
@@ -160,7 +160,9 @@ def _without_unset_words(words: Sequence[str], unknowns: Unknowns) -> tuple[list
         extra = [word for word in values[taken:] if unknowns.is_unset(word)]
         kept += [option] if option else []
         kept += [word for place, word in enumerate(values) if place < taken or word not in extra]
-        notes += [f"{unknowns.readable(word)} is not set in the script, and is left out as bash would" for word in extra]
+        notes += [
+            f"{unknowns.readable(word)} is not set in the script, and is left out as bash would" for word in extra
+        ]
     return kept, notes
 
 

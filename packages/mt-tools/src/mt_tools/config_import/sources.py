@@ -72,8 +72,8 @@ def _import_values(values: Any, path: Path, host: PluginHost, options: MegatronO
         return import_bridge(values, path.name, host, options)
     raise ConfigError(
         f"{path} is neither Accelerate's (distributed_type, megatron_lm_config), nor Megatron-Bridge's or NeMo's "
-        f"(model with trainer, train or optimizer), nor torchtitan's (model with a flavor), nor a test of Megatron's ({FUNCTIONAL_TEST}); its keys are "
-        f"{', '.join(map(str, list(values)[:8]))}"
+        "(model with trainer, train or optimizer), nor torchtitan's (model with a flavor), nor a test of Megatron's "
+        f"({FUNCTIONAL_TEST}); its keys are {', '.join(map(str, list(values)[:8]))}"
     )
 
 

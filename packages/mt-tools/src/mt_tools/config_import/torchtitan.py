@@ -125,11 +125,21 @@ def import_torchtitan(values: Values, source: str, host: PluginHost) -> ImportRe
         decided[name] = rule(settings)
     tree = as_tree({key: value for keys in decided.values() for key, value in keys.items()})
     tree["model"] = {**_model(settings, host), **tree.get("model", {})}
-    accounts = [_account(key, value, decided, settings) for key, value in given.items() if key not in OLD_NAMES.values()]
+    accounts = [
+        _account(key, value, decided, settings) for key, value in given.items() if key not in OLD_NAMES.values()
+    ]
     named = {key for account in accounts for key in account.keys}
     written = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
     written = {key: value for key, value in written.items() if key not in named and not key.startswith("model.")}
-    return ImportResult(source, tree, accounts, written, Processes(None), [_note_on_model(settings), NOTE_DATA, NOTE_DECAY], complete=False)
+    return ImportResult(
+        source,
+        tree,
+        accounts,
+        written,
+        Processes(None),
+        [_note_on_model(settings), NOTE_DATA, NOTE_DECAY],
+        complete=False,
+    )
 
 
 def _items(section: str, keys: Any) -> Iterator[tuple[str, Any]]:
@@ -268,8 +278,8 @@ def _sharding(settings: Settings) -> Keys:
         return {}
     if replicas > 1:
         raise ConfigError(
-            f"parallelism.data_parallel_replicate_degree={replicas} with data_parallel_shard_degree={shards}: shards that "
-            "are replicated in groups (HSDP) cannot be done; one of the two can be 1"
+            f"parallelism.data_parallel_replicate_degree={replicas} with data_parallel_shard_degree={shards}: shards "
+            "that are replicated in groups (HSDP) cannot be done; one of the two can be 1"
         )
     reshard = settings["parallelism.fsdp_reshard_after_forward"]
     # By default not within a pipeline, where the next micro-batch needs the weights at once.

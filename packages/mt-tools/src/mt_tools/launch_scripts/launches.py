@@ -127,7 +127,8 @@ def _the_named_command(path: Path, read: ReadScript, program: str) -> Command:
         return found[0]
     which = "is the name of several" if found else "is none of them"
     raise ConfigError(
-        f"--program {program} {which}: {path} starts {_listed(found or read.commands) or 'no program'}; a line names one"
+        f"--program {program} {which}: {path} starts {_listed(found or read.commands) or 'no program'}; a line names "
+        "one of them"
     )
 
 

@@ -43,7 +43,8 @@ def derive_values(
     """Every attribute of Megatron's namespace after validation.
 
     given: attribute -> value. world_size: processes of the run; None: it is not known, and what follows from it is left
-    as it was given. is_part: other arguments are given elsewhere, so that those of a run may be missing. Raises one ConfigError with a sentence for each missing argument and each contradiction.
+    as it was given. is_part: other arguments are given elsewhere, so that those of a run may be missing. Raises one
+    ConfigError with a sentence for each missing argument and each contradiction.
     """
     problems = Problems()
     # Of what was given: a default contradicts nothing.
@@ -156,9 +157,7 @@ def _hybrid_pattern(values: Values) -> None:
         return
     # Attention first, over all layers; feed-forwards then over those that are left.
     symbols = spread(["M"] * layers, "*", round(layers * attention), extra_section=True)
-    values["hybrid_override_pattern"] = "".join(
-        spread(symbols, "-", round(layers * feed_forward), extra_section=False)
-    )
+    values["hybrid_override_pattern"] = "".join(spread(symbols, "-", round(layers * feed_forward), extra_section=False))
 
 
 def spread(symbols: Sequence[str], new: str, count: int, *, extra_section: bool) -> list[str]:

@@ -156,7 +156,7 @@ def _main_params(value: str, given: Mapping[str, Any], host: PluginHost) -> Iter
 
 def _main_grads(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if given.get("use_megatron_fsdp") and value not in ("fp32", "auto"):
-        yield f"gradients accumulated in {value}; precision.accumulate_allreduce_grads_in_fp32 says the dtype of gradients"
+        yield f"gradients accumulated in {value}; precision.accumulate_allreduce_grads_in_fp32 says their dtype"
 
 
 def _grad_comm(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:

@@ -34,10 +34,10 @@ FLAGS: Mapping[str, Any] = {"true": False, "false": True, "pair": False}
 WITH = "with "
 """Before the option that a reason names, without which the argument counts for nothing."""
 REASONS: Mapping[str, str] = {
-    "arguments": "the arguments that are given count, and a checkpoint of another model is refused by its names and shapes",
+    "arguments": "the arguments that are given count; a checkpoint of another model is refused by its names and shapes",
     "chat": "tokenizer.chat_template and the tokenizer's own files say how conversations are written",
     "checkpoints": "checkpoints are written in the format of mt; mt convert writes others",
-    "checks": "a check of Megatron's that ends or repeats a step; losses and gradients that are not finite are always found",
+    "checks": "a check that ends or repeats a step; losses and gradients that are not finite are always found",
     "code": "no code that comes with a tokenizer is run",
     "comm": "how messages are sent and overlapped changes no result",
     "converts": "mt convert converts checkpoints, without a run",
@@ -46,10 +46,10 @@ REASONS: Mapping[str, str] = {
     "fast": "both implementations of a tokenizer give the same ids",
     "fim": "counts only with --fim-data and other than its default",
     "finite": "losses and gradients are always checked for values that are not finite",
-    "fp8-weights": "16-bit copies of the weights are collected, and quantized for each product; products in FP8 are the same "
-    "up to one rounding",
-    "fsdp-dtype": "weights are kept in fp32; precision.accumulate_allreduce_grads_in_fp32 and precision.grad_reduce_in_bf16 "
-    "say the dtype of gradients",
+    "fp8-weights": "16-bit copies of the weights are collected, and quantized for each product, which differs by a "
+    "rounding",
+    "fsdp-dtype": "weights are kept in fp32; precision.accumulate_allreduce_grads_in_fp32 and "
+    "precision.grad_reduce_in_bf16 say the dtype of gradients",
     "gdp": "counts only in gated delta product layers, which no family has",
     "included": "special tokens are included unless --tokenizer-hf-no-include-special-tokens is given",
     "init": "each initial weight is drawn from the seed, the same for every layout",
@@ -67,8 +67,8 @@ REASONS: Mapping[str, str] = {
     "restarts": "docs/launching.md says how faults and restarts are handled",
     "rounding": "changes the order or dtype of a sum within a product; inference.batch_invariant fixes it here",
     "scaling": "scores are divided by the layer's number and multiplied back in fp32, which computes the same",
-    "schedule": "the schedule is that of the configuration; a resumed run with another one is refused, and mt import CHECKPOINT "
-    "translates that of a checkpoint",
+    "schedule": "the schedule is that of the configuration; a resumed run with another one is refused, and mt import "
+    "CHECKPOINT translates that of a checkpoint",
     "serving": "for text generation, not for training",
     "signals": "SIGTERM and SIGINT always save and end the run",
     "spec": "the layers of Megatron's own specs; model.family and [kernels] choose",
