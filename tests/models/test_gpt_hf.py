@@ -186,7 +186,8 @@ def test_a_hugging_face_configuration_that_cannot_be_read(host, kind, fields, wo
         ({"position_embedding_type": "alibi"}, r"bloom \(model.embedding_layernorm=False; it can be True\)"),
         (
             {"position_embedding_type": "rope", "normalization": "RMSNorm"},
-            r"gpt_neox and nemotron \(model.normalization=RMSNorm; it can be LayerNorm\), llama .* \(model.activation=gelu; ",
+            r"gpt_neox and nemotron \(model.normalization=RMSNorm; it can be LayerNorm\), llama .* "
+            r"\(model.activation=gelu; it can",
         ),
         (
             {"max_position_embeddings": 16, "num_query_groups": 2},

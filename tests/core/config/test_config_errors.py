@@ -273,6 +273,12 @@ def test_every_key_has_a_help_text(host: PluginHost) -> None:
     assert bare == []
 
 
+def test_a_warm_up_may_be_longer_than_a_run_whose_decay_is_written(host: PluginHost) -> None:
+    """A trial of a long schedule; the learning rate of its steps is that of the long run."""
+    overrides = ["train.train_iters=6", "lr_schedule.lr_warmup_iters=20", "lr_schedule.lr_decay_iters=200"]
+    assert load_config(preset="gpt-tiny", overrides=overrides, host=host).config.lr_schedule.lr_warmup_iters == 20
+
+
 def test_the_warm_up_of_a_preset_does_not_forbid_a_short_trial(host: PluginHost) -> None:
     loaded = load_config(preset="gpt-tiny", overrides=["train.train_iters=3"], host=host)
     assert loaded.config.lr_schedule.lr_warmup_iters == 20

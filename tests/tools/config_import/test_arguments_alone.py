@@ -9,7 +9,7 @@ import pytest
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_tools.config_import.checked import check_result
-from mt_tools.config_import.megatron import MegatronOptions
+from mt_tools.config_import.megatron import MegatronOptions, import_words
 from mt_tools.config_import.result import ImportResult
 from mt_tools.config_import.sources import import_file
 from mt_tools.megatron_arguments.derived import spread
@@ -103,6 +103,25 @@ def test_programs_that_no_name_chooses_are_listed(tmp_path: Path, host: PluginHo
 def test_printing_a_command_starts_nothing(tmp_path: Path, host: PluginHost) -> None:
     text = f"echo pretrain_gpt.py {SIZES}\npython pretrain_gpt.py {SIZES} {RUN}"
     assert import_file(write(tmp_path, text), host).sections["model"]["num_layers"] == 2
+
+
+DEEPSEEK = (
+    f"{SIZES} {RUN} --multi-latent-attention --swiglu --normalization RMSNorm --disable-bias-linear --hidden-dropout 0 "
+    "--attention-dropout 0 --qk-layernorm --position-embedding-type rope --num-experts 8 --moe-router-topk 2 "
+    "--moe-layer-freq ([0]*1+[1]*1) --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 --moe-router-force-load-balancing "
+    "--q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
+    "--moe-token-dispatcher-type flex --moe-enable-deepep --untie-embeddings-and-output-weights"
+)
+
+
+def test_deepseek_with_forced_balancing_imports_where_no_gpu_is(tmp_path: Path, host: PluginHost) -> None:
+    result = import_words(DEEPSEEK.split(), host)
+    check_result(result, host)
+    moe = result.sections["model"]["moe"]
+    assert moe["moe_router_force_load_balancing"] is True
+    assert moe["moe_token_dispatcher_type"] == "flex"
+    assert any("DeepEP" in note for note in result.notes)
 
 
 def test_variables_of_deterministic_runs_are_named(tmp_path: Path, host: PluginHost) -> None:
