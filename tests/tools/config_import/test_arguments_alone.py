@@ -124,6 +124,17 @@ def test_deepseek_with_forced_balancing_imports_where_no_gpu_is(tmp_path: Path, 
     assert any("DeepEP" in note for note in result.notes)
 
 
+@pytest.mark.parametrize(
+    ("layout", "stages"), [("Et|t|t|tL", None), ("Et|(t|)*2t|(|)*3L", 2), ("E|t*2|||t*2||L", None)]
+)
+def test_a_layout_of_stages_says_how_many_a_rank_has(layout: str, stages: int | None, host: PluginHost) -> None:
+    """4 ranks; 8 stages are two on each. A layout whose stages ranks do not share evenly is refused later."""
+    words = f"{SIZES.replace('--num-layers 2', '--num-layers 4')} {RUN} --pipeline-model-parallel-size 4"
+    result = import_words([*words.split(), "--pipeline-model-parallel-layout", layout], host)
+    found = result.sections["parallel"].get("virtual_pipeline_model_parallel_size")
+    assert found == stages
+
+
 def test_variables_of_deterministic_runs_are_named(tmp_path: Path, host: PluginHost) -> None:
     text = f"export NCCL_ALGO=Ring\nNVTE_ALLOW_NONDETERMINISTIC_ALGO=0 python pretrain_gpt.py {SIZES} {RUN}"
     notes = import_file(write(tmp_path, text), host).notes

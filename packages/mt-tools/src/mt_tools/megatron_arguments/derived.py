@@ -227,6 +227,8 @@ def _virtual_stages(values: Values) -> int | None:
     """Stages of a pipeline rank; None: one, which is not interleaved."""
     if (stages := values["num_virtual_stages_per_pipeline_rank"]) is not None:
         return int(stages)
+    if layout := values["pipeline_model_parallel_layout"]:
+        return _stages_of_layout(str(layout)) // int(values["pipeline_model_parallel_size"]) or None
     each, ranks = values["num_layers_per_virtual_pipeline_stage"], values["pipeline_model_parallel_size"]
     if each is None or values["num_layers"] is None:
         return None
@@ -240,6 +242,14 @@ def _virtual_stages(values: Values) -> int | None:
             f"--num-layers-per-virtual-pipeline-stage {each}; use a multiple of {ranks * each}"
         )
     return int(layers // ranks // each)
+
+
+def _stages_of_layout(layout: str) -> int:
+    """Stages of a text such as Ett|(tt|)*2tL: one more than its bars, with what is repeated written out."""
+    # Here, since the module brings torch along.
+    from mt_core.parallel.pipeline.layout_string import expand
+
+    return expand(layout).count("|") + 1
 
 
 def _weight_decay(values: Values) -> None:
