@@ -125,7 +125,8 @@ def test_deepseek_with_forced_balancing_imports_where_no_gpu_is(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("layout", "stages"), [("Et|t|t|tL", None), ("Et|(t|)*2t|(|)*3L", 2), ("E|t*2|||t*2||L", None)]
+    ("layout", "stages"),
+    [("Et|t|t|tL", None), ("Et|(t|)*2t|(|)*3L", 2), ("E|t*2|||t*2||L", None)],
 )
 def test_a_layout_of_stages_says_how_many_a_rank_has(layout: str, stages: int | None, host: PluginHost) -> None:
     """4 ranks; 8 stages are two on each. A layout whose stages ranks do not share evenly is refused later."""
@@ -167,6 +168,12 @@ def test_values_in_brackets_are_several_and_repeated_options_count_once(tmp_path
     assert result.sections["recompute"]["recompute_modules"] == ["moe", "mlp"]
     assert result.sections["model"]["moe"]["moe_layer_freq"] == "([0]*1+[1]*1)"
     assert any("MODEL_ARGS_2" in note for note in result.notes)
+
+
+def test_backslashes_of_a_functional_test_are_the_shells(tmp_path: Path, host: PluginHost) -> None:
+    extra = "  --pipeline-model-parallel-size: 2\n  --pipeline-model-parallel-layout: Et\\\\|\\\\(t\\\\)*1L\n"
+    result = functional_test(tmp_path, host, "gpt", extra)
+    assert result.sections["parallel"]["pipeline_model_parallel_layout"] == "Et|(t)*1L"
 
 
 def test_a_repeated_option_with_another_value_is_an_error(tmp_path: Path, host: PluginHost) -> None:

@@ -36,6 +36,7 @@ TEST_FOLDERS: Mapping[str, str] = {
     "multimodal-llava": "vlm",
 }
 """Folder -> name of the script that its tests start, where it is not pretrain_gpt.py."""
+_ESCAPES = re.compile(r"\\+(?=[|()])")
 _OPTION_LINE = re.compile(r"\s+--[\w-]+:")
 
 
@@ -132,7 +133,8 @@ def _texts(option: str, value: Any) -> list[str]:
     """Values in brackets are several, as a list is; others only of options that take several."""
     if isinstance(value, list):
         return [text for one in value for text in str(one).split()]
-    text = str(value).strip()
+    # A shell takes the backslashes away before Megatron sees the value.
+    text = _ESCAPES.sub("", str(value).strip())
     if text.startswith("[") and text.endswith("]") and not _is_pattern(option):
         return text[1:-1].split()
     argument = by_option().get(option)
