@@ -137,6 +137,7 @@ def train_small(result: ImportResult, host: PluginHost, seen: set[str], folder: 
         tokenizer["vocab_file"] = str(folder / "vocab.txt")
         (folder / "vocab.txt").write_text("\n".join(words))
         sections["data"] |= {"data_path": [_sentences(folder / "sentences", len(words))], "split": "80,10,10"}
+    sections["data"].pop("data_cache_path", None)  # a variable of the script's user
     loaded = check_configuration(sections, None, host)
     alone = loaded.config.model_copy(update={"parallel": ParallelConfig()})
     small = shrink(alone, host, steps=2)
@@ -185,7 +186,8 @@ def test_a_script_imports_and_trains(script: Script, host: PluginHost, tmp_path:
 
 def _spread_there(path: Path) -> Callable[[int, float, float], list[str]]:
     """The function of the peer's that spreads layers, which prints nothing and imports nothing of its package."""
-    given, functions = {"log_single_rank": lambda *words, **options: None}, ("Symbols", "_allocate_auto")
+    functions = ("Symbols", "_allocate_auto")
+    given: dict[str, Any] = {"log_single_rank": lambda *words, **options: None}
     tree = ast.parse(path.read_text())
     tree.body = [node for node in tree.body if getattr(node, "name", None) in functions]
     exec(compile(tree, str(path), "exec"), given)
