@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tests.models import decoder_reference as ref
@@ -22,7 +24,29 @@ NEOX = {
     "intermediate_size": 80,
     "attn_implementation": "eager",
 }
+NEMOTRON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 32,
+    "attn_implementation": "eager",
+}
 CASES = {
+    "Nemotron": ("NemotronForCausalLM", NEMOTRON, {}),
+    "Nemotron, biased, tied, wide heads": (
+        "NemotronForCausalLM",
+        NEMOTRON,
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "GPT-2": ("GPT2LMHeadModel", GPT2, {}),
     "GPT-2, untied, exact gelu, narrow": (
         "GPT2LMHeadModel",
@@ -51,10 +75,17 @@ def make(case: str):
     return model_type(model_type.config_class(**{**shape, **keys}))
 
 
+def randomize_in_bf16(randomize, model) -> None:
+    """Weights as published files have them: what a map adds to a norm's weight comes off it again bit for bit."""
+    randomize(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_equal_the_reference(host, randomize, backend, case) -> None:
-    pair = ref.make_pair(host, make(case), randomize, backend)
+    pair = ref.make_pair(host, make(case), partial(randomize_in_bf16, randomize), backend)
     ref.assert_same_function(pair, ref.random_tokens(VOCAB, 13))
     ref.assert_decoding_equals_forward(pair.ours, ref.random_tokens(VOCAB, 13))
     ref.assert_maps_round_trip(pair)
@@ -140,11 +171,14 @@ def test_presets_have_the_sizes_of_the_published_models(host, sizes, positions) 
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             "rope_scaling of type linear is not",
         ),
+        ("nemotron", {"head_dim": 10}, "an odd number of channels"),
+        ("nemotron", {"mlp_bias": True}, "attention_bias=False and mlp_bias=True"),
+        ("nemotron", {"hidden_act": "tanh"}, "it can be relu2"),
         ("gpt_neox", {"rotary": 1}, "fields that are not known: rotary=1"),
     ],
 )
 def test_a_hugging_face_configuration_that_cannot_be_read(host, kind, fields, words) -> None:
-    shape = {"bloom": BLOOM, "gpt_neox": NEOX}.get(kind, GPT2)
+    shape = {"bloom": BLOOM, "gpt_neox": NEOX, "nemotron": NEMOTRON}.get(kind, GPT2)
     with pytest.raises(ConfigError, match=words):
         ref.family_of(host, kind).read_config({"model_type": kind, **shape, **fields})
 
@@ -155,12 +189,13 @@ def test_a_hugging_face_configuration_that_cannot_be_read(host, kind, fields, wo
         (
             {"position_embedding_type": "none"},
             r"gpt2 and gpt_bigcode \(model.position_embedding_type=none; it can be learned_absolute\), bloom \(.*; it "
-            r"can be alibi\), gpt_neox and llama and qwen2 and qwen3 \(.*; it can be rope\)",
+            r"can be alibi\), gpt_neox and nemotron and llama and qwen2 and qwen3 \(.*; it can be rope\)",
         ),
         ({"position_embedding_type": "alibi"}, r"bloom \(model.embedding_layernorm=False; it can be True\)"),
         (
             {"position_embedding_type": "rope", "normalization": "RMSNorm"},
-            r"gpt_neox \(model.normalization=RMSNorm; it can be LayerNorm\), llama .* \(model.activation=gelu; it can",
+            r"gpt_neox and nemotron \(model.normalization=RMSNorm; it can be LayerNorm\), llama .* "
+            r"\(model.activation=gelu; it can",
         ),
         (
             {"max_position_embeddings": 16, "num_query_groups": 2},

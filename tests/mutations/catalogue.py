@@ -162,7 +162,7 @@ STEPS = (
     Mutation(
         "the fused loss takes the mean of the gradients of weighted losses",
         f"{CORE}/nn/linear_loss.py",
-        "grads[0][largest] / weights[largest].clamp(min=torch.finfo(weights.dtype).tiny)",
+        "grads[0].take(largest) / weights.take(largest).clamp(min=torch.finfo(weights.dtype).tiny)",
         "(grads[0] * weights).sum() / weights.sum().clamp(min=1.0)",
         (FORMULAS, "-k", "weights_of_positions"),
     ),
@@ -386,4 +386,28 @@ SAMPLING = (
     ),
 )
 
-MUTATIONS = (*LAYOUTS, *STEPS, *DATA_ORDER, *RESUMING, *EXPERTS, *CONVERSION, *SAMPLING)
+IMPORTS = (
+    Mutation(
+        "weights of norms that are stored less one are read as they are",
+        f"{CORE}/name_map.py",
+        "return tensors[0].float() + 1.0",
+        "return tensors[0].float()",
+        ("tests/models/test_gpt_hf.py::test_logits_and_gradients_equal_the_reference[Nemotron-eager]",),
+    ),
+    Mutation(
+        "a run goes on after its minutes",
+        f"{CORE}/train/trainer.py",
+        "if minutes is not None and time.monotonic() - began > 60.0 * minutes:",
+        "if False:",
+        (f"{RESUME}::test_a_run_ends_after_its_minutes_with_a_checkpoint",),
+    ),
+    Mutation(
+        "the newest checkpoint is imported in place of the iteration that is named",
+        "mt-tools/src/mt_tools/megatron_arguments/run_sections.py",
+        "return load if load is None or iteration is None else",
+        "return load if True else",
+        ("tests/tools/config_import/test_arguments_table.py::test_an_iteration_of_a_checkpoint_is_loaded",),
+    ),
+)
+
+MUTATIONS = (*LAYOUTS, *STEPS, *DATA_ORDER, *RESUMING, *EXPERTS, *CONVERSION, *SAMPLING, *IMPORTS)

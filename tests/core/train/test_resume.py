@@ -85,6 +85,13 @@ def test_samples_go_on_where_they_stopped(tiny, tmp_path) -> None:
     assert first.seen + second.seen == [4, 8, 12, 16, 20, 24]
 
 
+def test_a_run_ends_after_its_minutes_with_a_checkpoint(tiny, tmp_path) -> None:
+    """As after a signal: what was trained is saved, and the same command goes on, also with other minutes."""
+    result = Trainer(tiny("train.exit_duration_in_mins=1e-9"), run_dir=tmp_path).train()
+    assert (result.state.iteration, result.stopped) == (1, "train.exit_duration_in_mins=1e-09")
+    assert Trainer(tiny("train.exit_duration_in_mins=60"), run_dir=tmp_path).train().state.iteration == 6
+
+
 @pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(tiny, tmp_path) -> None:
     run(tiny(), tmp_path)

@@ -14,7 +14,7 @@ from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.plugins import PluginHost
 from mt_tools.config_import.megatron import MegatronOptions, import_words
 from mt_tools.megatron_arguments.command_line import parse_arguments
-from mt_tools.megatron_arguments.table import REASONS, Argument, arguments, by_option, defaults, keys_with_options
+from mt_tools.megatron_arguments.table import REASONS, WITH, Argument, arguments, by_option, defaults, keys_with_options
 
 OPTIONS = [line.split() for line in (Path(__file__).parent / "options.txt").read_text().splitlines()]
 """(version, option, whether it is a flag that sets True (+), False (-), either (±), or takes a value (=))"""
@@ -62,8 +62,8 @@ def test_every_option_is_in_the_table_as_it_is_parsed() -> None:
     found = {argument.option: marks.get(argument.takes, "=") for argument in arguments()}
     assert {option: mark for _, option, mark in OPTIONS if found.get(option) != mark} == {}
     assert (
-        len(arguments()) == len({argument.option for argument in arguments()}) == len(OPTIONS) + 31
-    )  # of pretrain_vlm.py and examples/multimodal
+        len(arguments()) == len({argument.option for argument in arguments()}) == len(OPTIONS) + 49
+    )  # of pretrain_vlm.py, examples/multimodal and examples/post_training
 
 
 @pytest.mark.parametrize("model", ["gpt", "moe", "bert"])
@@ -94,7 +94,57 @@ def test_every_row_says_what_becomes_of_it(host: PluginHost) -> None:
     without = [a.option for a in arguments() if bool(a.keys) is not (a.outcome in ("copy", "model", "rule"))]
     assert without == []
     assert [a.option for a in arguments() if a.outcome == "refused" and not a.reason] == []
-    assert {a.reason for a in arguments() if a.outcome == "none"} == set(REASONS)
+    reasons = {a.reason for a in arguments() if a.outcome == "none" and not a.reason.startswith(WITH)}
+    assert reasons == set(REASONS)
+
+
+def test_what_counts_only_with_another_option_names_one_that_is_not_done() -> None:
+    """An option is without effect beside one that is refused, or by itself without one, and never for a reason that
+    another option takes away."""
+    rows = {argument.option: argument for argument in arguments()}
+    named = {a.option: rows[a.reason.removeprefix(WITH)] for a in arguments() if a.reason.startswith(WITH)}
+    assert len(named) > 90
+    # --dataloader-type is refused for what counts here: cyclic.
+    assert {parent.option for parent in named.values() if parent.outcome != "refused"} == {"dataloader-type"}
+
+
+@pytest.mark.parametrize(
+    ("words", "words_of_reason"),
+    [
+        ("--sft --chat-template x", "tokenizer.chat_template"),
+        ("--sft --sft-tokenizer-prompt-format identity", "tokenizer.chat_template"),
+        ("--fim-data --fim-eod-token x", "end of document"),
+        ("--sft --no-tokenizer-sentencepiece-ignore-extra-whitespaces", "another tokenization"),
+        ("--exit-signal SIGUSR2", "SIGTERM and SIGINT"),
+        ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise", "orthogonalized"),
+        ("--use-megatron-fsdp --megatron-fsdp-grad-comm-dtype bf16", "precision.grad_reduce_in_bf16"),
+        ("--use-megatron-fsdp --megatron-fsdp-main-grads-dtype bf16", "accumulate_allreduce_grads_in_fp32"),
+        ("--use-megatron-fsdp --megatron-fsdp-main-params-dtype bf16", "kept in fp32"),
+        ("--tokenizer-metadata x", "tokenizer.tokenizer_type"),
+        ("--fake-process-group", "processes that do not exist"),
+        ("--spec my.layers spec", "docs/add-a-model.md"),
+    ],
+)
+def test_what_has_an_effect_beside_another_option_is_refused_there(words: str, words_of_reason: str, host) -> None:
+    """Alone each of them changes nothing, or it is refused in any case."""
+    result = import_words([*BASE, *words.split()], host)
+    assert [one.status for one in result.accounts if words_of_reason in one.reason] == ["refused"]
+
+
+def test_standard_specs_change_nothing(host: PluginHost) -> None:
+    standard = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
+    result = import_words([*BASE, "--spec", *standard], host)
+    assert [one.status for one in result.accounts if one.words.startswith("--spec")] == ["no effect"]
+    assert "model.family" in result.accounts[-1].reason
+
+
+def test_an_iteration_of_a_checkpoint_is_loaded(host: PluginHost) -> None:
+    words = ["--load", "ckpt", "--override-ckpt-iteration", "20", "--override-opt_param-scheduler"]
+    checkpoint = import_words([*BASE, *words], host).sections["checkpoint"]
+    assert checkpoint["resume_from"] == "ckpt/iter_0000020"
+    assert "optimizer.lr" in checkpoint["accept_changes"]
+    checkpoint = import_words([*BASE, *words, "--finetune"], host).sections["checkpoint"]
+    assert checkpoint == {"load": "ckpt/iter_0000020", "save_interval": None}
 
 
 EXCLUDED = {
@@ -128,6 +178,7 @@ NEEDS: Mapping[str, str] = {
     "torch-fsdp2": "--use-torch-fsdp2",
     "overlap-param": "--use-distributed-optimizer",
     "sequence": "--tensor-model-parallel-size 2",
+    "tp-comm-overlap": "--tensor-model-parallel-size 2 --sequence-parallel",
     "fim": "--fim-data",
     "decoupled-min": "--decoupled-lr 1e-3",
     "save": "--save-interval 5",
@@ -139,7 +190,7 @@ NEEDS: Mapping[str, str] = {
     **dict.fromkeys(("tiktoken", "null-tokenizer"), "--tokenizer-type TikTokenizer"),
     "null-tokenizer": "--tokenizer-type NullTokenizer",
     "decoder-seq": "--max-position-embeddings 200",
-    "expert-tensor": "--tensor-model-parallel-size 2",
+    "expert-tensor": "--tensor-model-parallel-size 2 --num-experts 2",
     "tokenizer-hf": "--tokenizer-type HuggingFaceTokenizer",
 }
 """Beginning of a copied argument -> what has to stand beside it for it to count. The longest beginning counts."""
@@ -197,7 +248,7 @@ def test_the_page_says_what_the_table_says() -> None:
     rows = [row for row in rows if "Megatron" not in row[0] and "`mt " not in row[1] and "--nproc" not in row[1]]
     assert len(rows) > 20
     for left, right in rows:
-        options = re.findall(r"`(--[a-z0-9-]+)`", left)
+        options = re.findall(r"`(--[a-z0-9_-]+)`", left)
         keys = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", right)
         assert all(option in by_option() for option in options), left
         decided = {key: [option for option in options if option in known.get(key, ())] for key in keys}

@@ -186,7 +186,7 @@ REFUSED = {
     "echo hello": "starts no Python script that ends in .py",
     "if [ $# -lt 2 ]; then echo usage; exit 1; fi; torchrun pretrain_gpt.py": "it ends with the exit in line 1",
     "if [ -f x ]; then torchrun pretrain_gpt.py --a; fi": "this command runs is decided by `if [ -f x ]` in line 1",
-    "python a.py; python b.py": "starts 2 scripts: a.py in line 1, b.py in line 1",
+    "python a.py; python b.py": "starts 2 programs: a.py in line 1, b.py in line 1",
     "A=(1 2": "line 1: an array has no end",
     'A="x': 'line 1: " has no partner',
     "\nif [ x ]; then\n  A=1\n": "line 4: expected fi",

@@ -199,8 +199,6 @@ REFUSED = {
     "--use-sharp": "NCCL_COLLNET_ENABLE=1",
     "--distributed-timeout-seconds-after-init 60": "timeouts.step is that of every step",
     "--num-experts 2 --moe-expert-rank-capacity-factor 1.5": "static_shape=true and expert_rank_capacity_factor",
-    "--hybrid-attention-ratio 0.1": "layers chosen by a ratio",
-    "--use-checkpoint-args": "mt import CHECKPOINT translates them",
 }
 
 

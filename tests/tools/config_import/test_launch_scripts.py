@@ -118,7 +118,6 @@ CASES: Mapping[str, Script] = {
         launch="--nproc 8 --nnodes 32 --node-rank RANK --master-addr ADDRESS --master-port PORT",
         arguments=("--seed", "7"),
         define={"DATA": "/data/c4_text_document", "DATETIME": "now"},
-        refused=("--exit-duration-in-mins",),
     ),
     "llama3_8b": Script(
         {
@@ -136,8 +135,13 @@ CASES: Mapping[str, Script] = {
         },
         world=8,
         launch="--nproc 8",
-        refused=("--exit-duration-in-mins", "--fp8-param-gather"),
-        idle=("--apply-layernorm-1p", "--calculate-per-token-loss", "--profile", "--data-cache-path"),
+        idle=(
+            "--fp8-param-gather",
+            "--apply-layernorm-1p",
+            "--calculate-per-token-loss",
+            "--profile",
+            "--data-cache-path",
+        ),
     ),
     "llama3_70b": Script(
         {

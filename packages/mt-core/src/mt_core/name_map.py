@@ -93,6 +93,18 @@ class Transpose(Rule):
 
 
 @dataclass(frozen=True)
+class LessOne(Rule):
+    """The weight of a norm, stored less one there (layernorm1p). Both ways through fp32, in which a bf16 value between
+    2^-15 and 2^8 comes back bit for bit."""
+
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].float() + 1.0
+
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
+        return [tensor.float() - 1.0]
+
+
+@dataclass(frozen=True)
 class Concatenate(Rule):
     """Several tensors end to end along dimension 0, in equal parts: gate and up."""
 

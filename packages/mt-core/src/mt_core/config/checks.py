@@ -345,31 +345,30 @@ def check_loss(config: Config) -> None:
 
 
 def check_warmup(config: Config, origin: Callable[[str], str]) -> None:
-    """A run without a step between its warm-up and the end of its decay never has the learning rate that was requested.
-    Raises ConfigError; nothing is checked of a run of train.train_epochs until its steps are known.
+    """A schedule without a step between its warm-up and the end of its decay never has the learning rate that was
+    requested. A decay that is written and is longer than the run is a schedule of which the run is a part, as in trials
+    of a long training; without one the decay ends with the run. Raises ConfigError; nothing is checked of a run of
+    train.train_epochs until its steps are known.
 
     origin: dotted key -> the layer that its value came from. The warm-up and the WSD tail of a preset belong to a run
     of the preset's length; they stay as they are in a shorter trial.
     """
     unit = "iters" if config.train.train_samples is None else "samples"
     ends = {"decay": f"lr_schedule.lr_decay_{unit}", "run": f"train.train_{unit}"}
-    given = {name: value for name, key in ends.items() if (value := _value(config, key)) is not None}
-    if not given:
+    name = "run" if _value(config, ends["decay"]) is None else "decay"
+    end, warmup = _value(config, ends[name]), 0
+    if end is None:
         return
-    end, warmup = given.get("decay", given.get("run", 0)), 0
     # A warm-up in the other unit is refused by check_schedule.
     for key in (f"lr_schedule.lr_warmup_{unit}", "lr_schedule.lr_warmup_fraction"):
         value = _value(config, key)
         if not value or origin(key).startswith("preset"):
             continue
         warmup = int(value * end) if key.endswith("fraction") else value
-        # Both the decay and the run: a warm-up may fit in a decay that is longer than the run.
-        for name, length in given.items():
-            if warmup >= length:
-                raise ConfigError(
-                    f"{key}={value} leaves nothing of the {name}, {ends[name]}={length}; "
-                    + _shorter_warmup(key, length, end)
-                )
+        if warmup >= end:
+            raise ConfigError(
+                f"{key}={value} leaves nothing of the {name}, {ends[name]}={end}; " + _shorter_warmup(key, end)
+            )
     _check_tail(config, f"lr_schedule.lr_wsd_decay_{unit}", (warmup, end), origin)
 
 
@@ -378,10 +377,10 @@ def _value(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name, None)
 
 
-def _shorter_warmup(key: str, length: int, end: int) -> str:
-    """What to write instead. length: of the run, or of the decay, of which a fraction is one."""
+def _shorter_warmup(key: str, length: int) -> str:
+    """What to write instead. length: of the run, or of the decay."""
     if key.endswith("fraction"):
-        return f"use less than {length / end:g}, such as {key}={0.1 * length / end:g}"
+        return f"use less than 1, such as {key}=0.1"
     return f"use at most {length - 1}, such as {key}={length // 10}"
 
 

@@ -237,6 +237,9 @@ class TrainConfig(Section):
     evaluates and saves at the end of each. Give this, train_iters or train_samples."""
     exit_iteration: PositiveInt | None = None
     """Save and stop after this step, as after a signal; the schedule stays that of the whole training."""
+    exit_duration_in_mins: PositiveFloat | None = None
+    """Save and stop after the step that ends so many minutes after training began, as after a signal: before the time
+    of a job ends. Also after a resume the minutes are those of this process."""
     eval_interval: PositiveInt | None = 100
     """Steps between evaluations; null never evaluates while training."""
     eval_iters: NonNegativeInt = 10

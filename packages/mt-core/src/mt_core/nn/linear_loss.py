@@ -111,7 +111,8 @@ class _LossesOfSum(torch.autograd.Function):
         # The gradient of the sum is that of any loss over its weight; the largest weight is farthest from 0. All may be
         # 0: then every gradient is.
         largest = weights.argmax()
-        return grads[0][largest] / weights[largest].clamp(min=torch.finfo(weights.dtype).tiny), None, None
+        # take() and not an index, for which the host would wait.
+        return grads[0].take(largest) / weights.take(largest).clamp(min=torch.finfo(weights.dtype).tiny), None, None
 
 
 def _features(ranks: int) -> tuple[Feature, ...]:

@@ -189,11 +189,15 @@ class Trainer:
         self.metrics = StepMetrics(self.engine)
         batches = self.engine.train_batches(self.train_data)
         any_rank = self._build_stop_flag()
+        minutes, began = self.config.train.exit_duration_in_mins, time.monotonic()
         try:
             for rank_batch in batches:
                 self.take_step(rank_batch)
                 if signals.received is not None:
                     self.stop(f"signal {signals.received.name}")
+                # By the clock of each rank: the flag below stops all of them after the same step.
+                if minutes is not None and time.monotonic() - began > 60.0 * minutes:
+                    self.stop(f"train.exit_duration_in_mins={minutes:g}")
                 # Saving then raises the error, on all ranks.
                 if self.checkpoint_writer.has_failed:
                     self.stop("a checkpoint could not be written")

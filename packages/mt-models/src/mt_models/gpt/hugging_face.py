@@ -1,4 +1,5 @@
-"""GPT-2, GPTBigCode (multi-query), BLOOM (ALiBi) and GPT-NeoX (parallel residual) in Hugging Face's format.
+"""GPT-2, GPTBigCode (multi-query), BLOOM (ALiBi), GPT-NeoX (parallel residual) and dense Nemotron in Hugging Face's
+format.
 
 A GPT that is equivalent to a Llama or a Qwen is exported as that, and is imported as that family.
 """
@@ -12,6 +13,7 @@ from typing import Any
 from mt_core.config.schema import ModelConfig
 from mt_core.errors import ConfigError
 from mt_core.name_map import GroupedQKV, NameMap, Rule, Same, Transpose
+from mt_models.gpt import nemotron
 from mt_models.gpt.config import GPTConfig
 from mt_models.gpt.hugging_face_config import CONFIG_MAPS
 from mt_models.gpt.hugging_face_relatives import RELATIVES, Relative
@@ -101,6 +103,8 @@ def name_map(config: GPTConfig) -> NameMap:
         # A GPT with a Llama's layers has the same canonical names, so that the other family's rules apply as they are.
         return relative.family.name_map(relative.translate(config))
     kind = model_type_of(config)
+    if kind == nemotron.MODEL_TYPE:
+        return nemotron.name_map(config)
     names = NAMES[kind]
     block = names.stem + names.block
     rules: list[Rule] = [Same("embedding.word_embeddings.weight", f"{names.stem}{names.words}.weight")]
@@ -152,8 +156,11 @@ def _qkv_rule(config: GPTConfig, kind: str, part: str, theirs: str) -> Rule:
 def copies(config: GPTConfig) -> Mapping[str, str]:
     if (relative := relative_of(config)) is not None:
         return relative.family.copies(relative.translate(config))
-    names = NAMES[model_type_of(config)]
     tied = not config.untie_embeddings_and_output_weights
+    kind = model_type_of(config)
+    if kind == nemotron.MODEL_TYPE:
+        return {f"{nemotron.OUTPUT}.weight": f"{nemotron.STEM}embed_tokens.weight"} if tied else {}
+    names = NAMES[kind]
     return {f"{names.output}.weight": f"{names.stem}{names.words}.weight"} if tied else {}
 
 
@@ -164,6 +171,8 @@ def spelling(config: GPTConfig, name: str) -> str:
     kind = model_type_of(config)
     if kind == "gpt_neox":
         return name.replace("lm_head.", "embed_out.")
+    if kind == nemotron.MODEL_TYPE:
+        return name
     names = NAMES[kind]
     return name if name.startswith((names.stem, names.output)) else names.stem + name
 
@@ -187,7 +196,7 @@ Demands = Mapping[str, tuple[Any, ...]]
 
 
 def model_type_of(config: GPTConfig) -> str:
-    """One of the four. Raises ConfigError, with the reasons, for a GPT that none of them can express."""
+    """One of the five. Raises ConfigError, with the reasons, for a GPT that none of them can express."""
     demands = _demands(config)
     found = _first_fit(config, demands)
     if found is None:
@@ -196,7 +205,7 @@ def model_type_of(config: GPTConfig) -> str:
 
 
 def relative_of(config: GPTConfig) -> Relative | None:
-    """Which other family's format a GPT is written in, None: in one of the four.
+    """Which other family's format a GPT is written in, None: in one of the five.
 
     Raises ConfigError, with the reasons, for a GPT that no format can express.
     """
@@ -221,6 +230,7 @@ def _demands(config: GPTConfig) -> dict[str, Demands]:
         "gpt_bigcode": {**_LEARNED, **common, "num_query_groups": (1,)},
         "bloom": {**_ALIBI, **common, **multi_head},
         "gpt_neox": {**_ROTARY, **common, **multi_head},
+        nemotron.MODEL_TYPE: nemotron.DEMANDS,
     }
 
 
@@ -265,7 +275,7 @@ _ROTARY: Demands = {"position_embedding_type": ("rope",), "rotary_interleaved": 
 
 HUGGING_FACE = GPTFamily(
     family="gpt",
-    model_types=CONFIG_MAPS,
+    model_types={**CONFIG_MAPS, nemotron.MODEL_TYPE: nemotron.CONFIG_MAP},
     name_map=name_map,
     model_type_of=model_type_of,
     copies=copies,
@@ -275,5 +285,6 @@ HUGGING_FACE = GPTFamily(
         "gpt_bigcode": "GPTBigCodeForCausalLM",
         "bloom": "BloomForCausalLM",
         "gpt_neox": "GPTNeoXForCausalLM",
+        nemotron.MODEL_TYPE: "NemotronForCausalLM",
     },
 )

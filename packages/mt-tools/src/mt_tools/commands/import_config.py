@@ -34,6 +34,10 @@ def import_config(
     entry: Annotated[
         str | None, typer.Option(help="Megatron's script: gpt, bert, t5, hybrid, retro or ict. Default: by its name.")
     ] = None,
+    program: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|LINE", help="Of a script that starts several: the end of its path, or its line."),
+    ] = None,
     megatron_version: Annotated[
         Literal["main", "0.12"] | None, typer.Option(help="Whose defaults count. Default: by the arguments.")
     ] = None,
@@ -53,7 +57,7 @@ def import_config(
     from mt_tools.config_import.sources import import_file
 
     host = host_of(context)
-    options = MegatronOptions(entry, megatron_version, world_size)
+    options = MegatronOptions(entry, megatron_version, world_size, program)
     if [source is not None, megatron_args is not None, accelerate_env].count(True) != 1:
         raise ConfigError(
             "give mt import one thing: a file or folder, --accelerate-env, or --megatron-args and arguments behind it"

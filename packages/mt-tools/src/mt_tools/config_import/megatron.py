@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mt_core.config.checks import MODEL_AXES
 from mt_core.errors import ConfigError, Problems
 from mt_core.plugins import PluginHost
 from mt_tools.config_import.result import ImportResult, Processes, result_of
-from mt_tools.launch_scripts.launches import Launch, read_launch
-from mt_tools.launch_scripts.variables import Unknowns
+from mt_tools.launch_scripts.launches import ArgumentList, Launch, read_launch
+from mt_tools.launch_scripts.variables import Unknowns, is_known
 from mt_tools.megatron_arguments.command_line import parse_arguments
 from mt_tools.megatron_arguments.entry_scripts import ENTRY_SCRIPTS, EntryScript, entry_of_file, entry_script
 from mt_tools.megatron_arguments.table import Version, by_option
 from mt_tools.megatron_arguments.translation import Translation, translate
 
 DEFAULT_ENTRY = "gpt"
+HYBRID_OPTIONS = ("--hybrid-override-pattern", "--hybrid-layer-pattern", "--is-hybrid-model")
+ENVIRONMENT: Mapping[str, str] = {
+    "NCCL_ALGO": "NCCL reads it under mt train, too, and train.deterministic says whether it fixes the order of sums",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "train.deterministic picks kernels by itself, and attention of "
+    "Transformer Engine, which reads it, is none of them",
+}
+"""Variables that Megatron's deterministic mode reads, and what becomes of them."""
 
 
 @dataclass(frozen=True)
 class MegatronOptions:
     """entry: name of a kind of model; None: the script's. version: None: by the arguments. world_size: None: the
-    script's."""
+    script's. program: of a script that starts several, the end of the path of the one that is meant, or its line."""
 
     entry: str | None = None
     version: Version | None = None
     world_size: int | None = None
+    program: str | None = None
 
 
 def import_words(words: Sequence[str], host: PluginHost, options: MegatronOptions | None = None) -> ImportResult:
@@ -63,8 +71,11 @@ def import_script(
     """
     options = options or MegatronOptions()
     scripts = [name for entry in ENTRY_SCRIPTS for name in entry.scripts]
-    launch, unknowns = read_launch(path, define or {}, arguments, scripts)
-    words = _known_words(launch.arguments, unknowns)
+    launch, unknowns = read_launch(path, define or {}, arguments, scripts, options.program)
+    given_words, unset = _without_unset_words(launch.arguments, unknowns)
+    words = _known_words(given_words, unknowns)
+    if isinstance(launch, ArgumentList):
+        return _import_part(path, launch, words, host, options)
     entry, notes = _entry(launch, options)
     world = options.world_size or launch.world_size
     translation = translate(
@@ -72,7 +83,34 @@ def import_script(
     )
     number = len(translation.accounts)
     source = f"{path.name}, line {launch.line}: {launch.script} with {number} arguments"
-    return result_of(translation, source, _processes(launch, options), notes)
+    return result_of(translation, source, _processes(launch, options), [*notes, *unset, *_environment_notes(launch)])
+
+
+def _import_part(
+    path: Path, found: ArgumentList, words: Sequence[str], host: PluginHost, options: MegatronOptions
+) -> ImportResult:
+    """A file that only sets arguments for another script: the sections that they decide."""
+    entry = entry_script(options.entry or _entry_of_arguments(words))
+    given = parse_arguments(words)
+    names = ", ".join(found.names)
+    translation = translate(given, entry, host, source=path.name, version=options.version, is_part=True)
+    result = result_of(translation, f"{path.name}: {names} with {len(given)} arguments", Processes(options.world_size))
+    note = (
+        f"{path.name} starts no program: {names} becomes a part of a configuration. Add what other files give: a "
+        "learning rate, batch size, length and data. Dropout that it does not give is none"
+    )
+    return replace(result, notes=[note, *result.notes], complete=False)
+
+
+def _entry_of_arguments(words: Sequence[str]) -> str:
+    """A model with Mamba layers says so by its pattern, or its spec."""
+    return "hybrid" if any(word in HYBRID_OPTIONS for word in words) else DEFAULT_ENTRY
+
+
+def _environment_notes(launch: Launch) -> Iterator[str]:
+    for name, what in ENVIRONMENT.items():
+        if (value := launch.environment.get(name)) is not None and is_known(value):
+            yield f"the script sets {name}={value}, which is no argument: {what}"
 
 
 def _entry(launch: Launch, options: MegatronOptions) -> tuple[EntryScript, list[str]]:
@@ -111,6 +149,33 @@ def _known_words(words: Sequence[str], unknowns: Unknowns) -> list[str]:
             raise ConfigError(absent)
     problems.stop_if_any()
     return found
+
+
+def _without_unset_words(words: Sequence[str], unknowns: Unknowns) -> tuple[list[str], list[str]]:
+    """Words without variables that are not set and stand where no option takes a value, as bash leaves them out; and a
+    note for each. Such variables are for arguments of the user's own."""
+    kept, notes = list[str](), list[str]()
+    for option, values in _by_option(words):
+        taken = _number_of_values(option, len(values))
+        extra = [word for word in values[taken:] if unknowns.is_unset(word)]
+        kept += [option] if option else []
+        kept += [word for place, word in enumerate(values) if place < taken or word not in extra]
+        notes += [
+            f"{unknowns.readable(word)} is not set in the script, and is left out as bash would" for word in extra
+        ]
+    return kept, notes
+
+
+def _number_of_values(option: str, given: int) -> int:
+    """How many of the words behind an option are its values."""
+    argument = by_option().get(option.partition("=")[0])
+    if argument is None:
+        return 0 if not option else given
+    if argument.is_flag or "=" in option:
+        return 0
+    if argument.count.isdigit() or not argument.count:
+        return int(argument.count or 1)
+    return given
 
 
 def _by_option(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -73,6 +73,8 @@ def _notes(translation: Translation) -> list[str]:
     if entry.fixed_sections:
         found.append(f"{', '.join(f'[{name}]' for name in entry.fixed_sections)}: {entry.fixed}")
     found += _notes_on_start(translation.values, translation.sections.get("checkpoint", {}))
+    if (translation.sections.get("model", {}).get("moe") or {}).get("moe_token_dispatcher_type") == "flex":
+        found.append("moe_token_dispatcher_type=flex needs DeepEP or HybridEP on the machines that train")
     if (rows := translation.padded_vocab_size) is not None:
         found.append(f"the vocabulary is padded to {rows} rows, as Megatron's; their logits do not count in the loss")
     return found

@@ -15,7 +15,10 @@ BLANKS = " \t\n"
 """The separators of words, $IFS, unless the script sets others."""
 # {a,b}, {1..9}, {a..z}, {1..9..2}
 _BRACES = re.compile(r"\{(?:[^{}]*,[^{}]*|(?:-?\d+\.\.-?\d+|[A-Za-z]\.\.[A-Za-z])(?:\.\.-?\d+)?)\}")
-_SCRIPT_FOLDER = re.compile(r'dirname\s+(--\s+)?"?\$(0|\{?BASH_SOURCE(\[0\])?\}?)"?')
+# The script itself, also through $(readlink -f ...) or $(realpath ...); its folder is dirname of either.
+_SELF = r'"?\$(?:0|\{0\}|\{?BASH_SOURCE(?:\[0\]|\[@\])?(?::-\$0)?\}?)"?'
+_SELF_PATH = rf'(?:{_SELF}|"?\$\((?:readlink|realpath)\s+(?:-\w+\s+)*(?:--\s+)?{_SELF}\)"?)'
+_SCRIPT_FOLDER = re.compile(rf"dirname\s+(?:--\s+)?{_SELF_PATH}")
 
 
 def expand_words(words: Sequence[Word], variables: Variables) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mt_core.errors import ConfigError
 from mt_tools.launch_scripts.reading import Command, ReadScript, read_script
-from mt_tools.launch_scripts.variables import Unknowns, is_known
+from mt_tools.launch_scripts.variables import MARK, Unknowns, Value, is_known
 
 PROCESSES = ("nproc-per-node", "ntasks-per-node", "gpus-per-node")
 NODES = ("nnodes", "nodes", "N", "num-machines")
@@ -16,6 +16,8 @@ TOTAL = ("ntasks", "n", "num-processes")
 NODE_RANK = ("node-rank", "machine-rank")
 ADDRESS = ("master-addr", "main-process-ip")
 PORT = ("master-port", "main-process-port")
+SIZE_OPTION = "--num-layers"
+"""The argument that every model has."""
 
 
 @dataclass(frozen=True)
@@ -33,39 +35,105 @@ class Launch:
     master_addr: str | None = None
     master_port: str | None = None
     line: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int | None:
         return self.nproc * self.nnodes if self.nproc is not None and self.nnodes is not None else None
 
 
+@dataclass(frozen=True)
+class ArgumentList:
+    """Arguments that a file assigns to variables and starts nothing with. names: the variables."""
+
+    names: tuple[str, ...]
+    arguments: list[str]
+
+
 def read_launch(
-    path: Path, define: Mapping[str, str], arguments: Sequence[str], known_scripts: Sequence[str]
-) -> tuple[Launch, Unknowns]:
-    """The one launch of a script that is not of a tool. known_scripts: names of training scripts, which are preferred.
+    path: Path,
+    define: Mapping[str, str],
+    arguments: Sequence[str],
+    known_scripts: Sequence[str],
+    program: str | None = None,
+) -> tuple[Launch | ArgumentList, Unknowns]:
+    """The one launch of a script that is not of a tool, or the arguments of a file that only assigns them.
+
+    known_scripts: names of training scripts, which are preferred. program: the one that is meant, of several: the end
+    of its path, or the line of its command.
 
     Raises ConfigError when there is none, or several, or a condition that the text does not decide leads to it.
     """
     read = read_script(path, define, arguments)
-    command = _the_command(path, read, known_scripts)
-    if command.undecided is not None:
+    if not read.commands and program is None and (found := _argument_list(read.values)) is not None:
+        return found, read.unknowns
+    command = _the_command(path, read, known_scripts, program)
+    if command.undecided is not None and program is None:
         raise ConfigError(
             f"{path}, line {command.line}: whether this command runs is decided by {command.undecided}; give --define "
-            "for the variable that it needs"
+            f"for the variable that it needs, or --program {command.line}"
         )
     return launch_of(command, read.unknowns), read.unknowns
 
 
-def _the_command(path: Path, read: ReadScript, known_scripts: Sequence[str]) -> Command:
+def _argument_list(values: Mapping[str, Value]) -> ArgumentList | None:
+    """The variables that hold arguments of a model. One whose words another one repeats is left out."""
+    found = {name: _words_of(value) for name, value in values.items()}
+    options = {
+        name: words for name, words in found.items() if words and (words[0].startswith("--") or MARK.match(words[0]))
+    }
+    if not any(SIZE_OPTION in words for words in options.values()):
+        return None
+    whole = {
+        name: words
+        for name, words in options.items()
+        if not any(_contains(other, words) and other != words for other in options.values())
+    }
+    return ArgumentList(tuple(whole), [word for words in whole.values() for word in words])
+
+
+def _words_of(value: Value) -> list[str]:
+    return list(value) if isinstance(value, list) else value.split()
+
+
+def _contains(words: Sequence[str], part: Sequence[str]) -> bool:
+    size = len(part)
+    return any(list(words[at : at + size]) == list(part) for at in range(len(words) - size + 1))
+
+
+def _named(command: Command, program: str) -> bool:
+    return program == str(command.line) or f"/{_script(command)}".endswith(f"/{program}")
+
+
+def _the_command(path: Path, read: ReadScript, known_scripts: Sequence[str], program: str | None) -> Command:
+    if program is not None:
+        return _the_named_command(path, read, program)
     known = [command for command in read.commands if _script(command).rpartition("/")[2] in known_scripts]
     found = known or read.commands
     if not found:
         ended = f"; it ends with the exit in line {read.ended}" if read.ended is not None else ""
         raise ConfigError(f"{path} starts no Python script that ends in .py{ended}")
     if len(found) > 1:
-        lines = ", ".join(f"{_script(command)} in line {command.line}" for command in found)
-        raise ConfigError(f"{path} starts {len(found)} scripts: {lines}; leave one of them in a copy of it")
+        raise ConfigError(
+            f"{path} starts {len(found)} programs: {_listed(found)}; name one of them by --program, by the end of its "
+            "path or by its line"
+        )
     return found[0]
+
+
+def _the_named_command(path: Path, read: ReadScript, program: str) -> Command:
+    found = [command for command in read.commands if _named(command, program)]
+    if len(found) == 1:
+        return found[0]
+    which = "is the name of several" if found else "is none of them"
+    raise ConfigError(
+        f"--program {program} {which}: {path} starts {_listed(found or read.commands) or 'no program'}; a line names "
+        "one of them"
+    )
+
+
+def _listed(commands: Sequence[Command]) -> str:
+    return ", ".join(f"{_script(command)} in line {command.line}" for command in commands)
 
 
 def _script(command: Command) -> str:
@@ -97,6 +165,7 @@ def launch_of(command: Command, unknowns: Unknowns) -> Launch:
         master_addr=address,
         master_port=port,
         line=command.line,
+        environment=environment,
     )
 
 

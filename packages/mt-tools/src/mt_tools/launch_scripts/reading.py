@@ -35,6 +35,8 @@ _CHANGING = frozenset("ilnu")
 """Options of declare after which a variable gets something else than what is assigned: integer, lower, name, upper."""
 _SHELLS = ("sh", "bash", "/bin/sh", "/bin/bash")
 _BATCH = ("sbatch", *_SHELLS)
+_PRINTING = ("echo", "cat", "cp", "mv", "rm", "ls", "tee", "chmod", "test", "[")
+"""Commands that a Python file may be an argument of and that do not start it."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class ReadScript:
     unknowns: Unknowns
     ended: int | None
     """Line of the `exit` that was reached."""
+    values: Mapping[str, Value]
+    """What its variables are at the end."""
 
 
 def read_script(path: Path, define: Mapping[str, str], arguments: Sequence[str]) -> ReadScript:
@@ -63,9 +67,10 @@ def read_script(path: Path, define: Mapping[str, str], arguments: Sequence[str])
     reader = _Reader(path.parent, Variables(define, arguments))
     try:
         reader.run(parse_script(_text_of(path), path.name))
+        ended = None
     except _ExitError as end:
-        return ReadScript(reader.commands, reader.variables.unknowns, end.line)
-    return ReadScript(reader.commands, reader.variables.unknowns, None)
+        ended = end.line
+    return ReadScript(reader.commands, reader.variables.unknowns, ended, reader.variables.values)
 
 
 def _text_of(path: Path) -> str:
@@ -398,6 +403,8 @@ class _Reader:
             place = words.index("-c", shell) + 1
             origin = f"{words[shell]} -c in line {command.line}"
             return self.child(command, words[place], origin, words[:shell], words[place + 2 :])
+        if words[0] in _PRINTING:
+            return None
         # Any command with a Python file: torchrun, accelerate launch, srun python, deepspeed.
         if any(word.endswith(".py") for word in words):
             self.commands.append(Command(words, dict(self.environment(command)), command.line, self.undecided))

@@ -10,6 +10,8 @@ Value = str | list[str]
 # Private-use characters around a number: they pass through expansion, splitting and joining, and occur in no script.
 MARK = re.compile("\ue000(\\d+)\ue001")
 
+UNSET = "is not set in the script"
+
 
 @dataclass
 class Unknowns:
@@ -32,6 +34,11 @@ class Unknowns:
         """Why values in these texts are not known, each once."""
         numbers = [int(found[1]) for text in texts for found in MARK.finditer(text)]
         return [self.reasons[number] for number in dict.fromkeys(numbers)]
+
+    def is_unset(self, word: str) -> bool:
+        """Whether a word is nothing but a variable that is not set."""
+        found = MARK.fullmatch(word)
+        return found is not None and UNSET in self.reasons[int(found[1])]
 
     def readable(self, text: str) -> str:
         """With what the script wrote in place of marks."""
@@ -125,7 +132,7 @@ class Variables:
                 f"${name}",
                 f"${name} is argument {name} of the script: give --arg VALUE, once for each argument in their order",
             )
-        return self.unknowns.mark(f"${name}", f"${name} is not set in the script: give --define {name}=VALUE")
+        return self.unknowns.mark(f"${name}", f"${name} {UNSET}: give --define {name}=VALUE")
 
     def undecided(self, names: Iterable[str], source: str, line: int) -> None:
         """Variables that get a value in a branch of which it is not known whether it runs."""

@@ -16,6 +16,9 @@ from mt_tools.megatron_arguments.table import Version, by_dest, defaults
 
 Values = dict[str, Any]
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "micro_batch_size", "lr")
+MODEL_REQUIRED = REQUIRED[:4]
+PART: Mapping[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+"""Arguments of a run that a list of a model's arguments leaves to others: without them, no dropout."""
 BY_ITERATIONS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 BY_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples", "rampup_batch_size")
 SOURCES: Sequence[tuple[str, ...]] = (
@@ -30,26 +33,32 @@ HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def derive_values(
-    given: Mapping[str, Any], entry: EntryScript, version: Version, world_size: int | None = None
+    given: Mapping[str, Any],
+    entry: EntryScript,
+    version: Version,
+    world_size: int | None = None,
+    *,
+    is_part: bool = False,
 ) -> Values:
     """Every attribute of Megatron's namespace after validation.
 
     given: attribute -> value. world_size: processes of the run; None: it is not known, and what follows from it is left
-    as it was given. Raises one ConfigError with a sentence for each missing argument and each contradiction.
+    as it was given. is_part: other arguments are given elsewhere, so that those of a run may be missing. Raises one
+    ConfigError with a sentence for each missing argument and each contradiction.
     """
     problems = Problems()
     # Of what was given: a default contradicts nothing.
-    for check in (_check_counting, _check_sources, _check_pairs):
+    for check in (_check_sources, _check_pairs) if is_part else (_check_counting, _check_sources, _check_pairs):
         with problems.collect():
             check(given)
     # presets: args_defaults of Megatron's scripts, which count where an argument was not given.
-    values = {**defaults(version), **entry.presets, **given}
+    values = {**defaults(version), **entry.presets, **(PART if is_part else {}), **given}
     # In Megatron's order: later rules read what earlier ones have filled in.
-    for rule in (_aliases, _shape, _heads, _precision, _layout, _weight_decay, _recompute):
+    for rule in (_aliases, _hybrid_pattern, _shape, _heads, _precision, _layout, _weight_decay, _recompute):
         with problems.collect():
             rule(values)
     with problems.collect():
-        _check_required(values)
+        _check_required(values, MODEL_REQUIRED if is_part else REQUIRED)
     with problems.collect():
         _check_values(values)
     if world_size is not None:
@@ -137,6 +146,40 @@ def _aliases(values: Values) -> None:
         values["num_layers"] = values["encoder_num_layers"] = len(pattern.partition("/")[0].replace("|", ""))
 
 
+def _hybrid_pattern(values: Values) -> None:
+    """Of a hybrid that says only the shares of its attention and feed-forward layers, as Megatron spreads them."""
+    layers, attention, feed_forward = (
+        values["num_layers"],
+        values["hybrid_attention_ratio"],
+        values["hybrid_mlp_ratio"],
+    )
+    if layers is None or any(values[name] for name in HYBRID_PATTERNS) or not (attention or feed_forward):
+        return
+    # Attention first, over all layers; feed-forwards then over those that are left.
+    symbols = spread(["M"] * layers, "*", round(layers * attention), extra_section=True)
+    values["hybrid_override_pattern"] = "".join(spread(symbols, "-", round(layers * feed_forward), extra_section=False))
+
+
+def spread(symbols: Sequence[str], new: str, count: int, *, extra_section: bool) -> list[str]:
+    """Replace `count` of the Mamba layers, each behind a section of them; sections are as long as one another.
+
+    extra_section: a section follows the last replaced layer, too.
+    """
+    mamba = symbols.count("M")
+    if not 0 < count <= mamba:
+        return list(symbols)
+    section = (mamba - count) / (count + extra_section)
+    found, left = list[str](), section
+    for symbol in symbols:
+        if symbol != "M" or left >= 0.5:
+            found.append(symbol)
+            left -= symbol == "M"
+        else:
+            found.append(new)
+            left += section
+    return found
+
+
 def _shape(values: Values) -> None:
     hidden = values["hidden_size"]
     if values["ffn_hidden_size"] is None and hidden is not None:
@@ -184,6 +227,8 @@ def _virtual_stages(values: Values) -> int | None:
     """Stages of a pipeline rank; None: one, which is not interleaved."""
     if (stages := values["num_virtual_stages_per_pipeline_rank"]) is not None:
         return int(stages)
+    if layout := values["pipeline_model_parallel_layout"]:
+        return _stages_of_layout(str(layout)) // int(values["pipeline_model_parallel_size"]) or None
     each, ranks = values["num_layers_per_virtual_pipeline_stage"], values["pipeline_model_parallel_size"]
     if each is None or values["num_layers"] is None:
         return None
@@ -197,6 +242,14 @@ def _virtual_stages(values: Values) -> int | None:
             f"--num-layers-per-virtual-pipeline-stage {each}; use a multiple of {ranks * each}"
         )
     return int(layers // ranks // each)
+
+
+def _stages_of_layout(layout: str) -> int:
+    """Stages of a text such as Ett|(tt|)*2tL: one more than its bars, with what is repeated written out."""
+    # Here, since the module brings torch along.
+    from mt_core.parallel.pipeline.layout_string import expand
+
+    return expand(layout).count("|") + 1
 
 
 def _weight_decay(values: Values) -> None:
@@ -221,8 +274,8 @@ def _recompute(values: Values) -> None:
         raise ConfigError("--recompute-granularity full needs --recompute-method uniform or block")
 
 
-def _check_required(values: Values) -> None:
-    missing = [dest for dest in REQUIRED if values[dest] is None]
+def _check_required(values: Values, required: Sequence[str]) -> None:
+    missing = [dest for dest in required if values[dest] is None]
     if missing:
         raise ConfigError(f"{', '.join(map(spelled, missing))}: Megatron needs {'them' if missing[1:] else 'it'}")
 

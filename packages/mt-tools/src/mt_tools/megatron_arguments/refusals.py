@@ -23,6 +23,11 @@ COMMUNICATORS: Mapping[str, str] = {
 RECOMPUTED = ("core_attn", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
 FP8_RECIPES = ("tensorwise", "delayed", "blockwise")
 MOMENTS = ("fp32", "bf16")
+CAUGHT_SIGNALS = ("SIGTERM", "SIGINT")
+MODEL_SIZE = ("num_layers", "hidden_size", "num_attention_heads")
+"""Arguments of a run that says itself which model it trains."""
+MEGATRON_SPECS = ("megatron.core.models.", "megatron.core.post_training.", "megatron.core.ssm.")
+"""Modules with the layers that Megatron itself has for a model, in one implementation or another."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +123,71 @@ def _stream_groups(value: list[str], given: Mapping[str, Any], host: PluginHost)
         yield f"communicators of {', '.join(unknown)}; parallel.nccl_communicators has axes for {known}"
 
 
-def _ratio(value: float, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if not given.get("hybrid_override_pattern"):
-        yield "layers chosen by a ratio; give the pattern that Megatron prints as --hybrid-override-pattern"
+def _exit_signal(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value not in CAUGHT_SIGNALS:
+        yield f"a run that saves and ends after {value}; {' and '.join(CAUGHT_SIGNALS)} do"
+
+
+def _muon_blocks(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    muon = OPTIMIZERS.get(given.get("optimizer", "")) == "muon"
+    if value == "blockwise" and muon and given.get("tensor_model_parallel_size", 1) > 1:
+        yield "each tensor-parallel rank's part of a weight orthogonalized by itself; weights are orthogonalized whole"
+
+
+def _chat_template(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if given.get("sft"):
+        yield "conversations in another form; tokenizer.chat_template takes a template"
+
+
+def _fim_token(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if given.get("fim_data"):
+        yield "another token in samples with a hole; the tokenizer's end of document and padding are used"
+
+
+def _whitespaces(value: bool, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if given.get("sft"):
+        yield "another tokenization of texts that are tokenized while training"
+
+
+def _main_params(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if given.get("use_megatron_fsdp") and value not in ("fp32", "auto"):
+        yield f"weights kept in {value} alone; they are kept in fp32"
+
+
+def _main_grads(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if given.get("use_megatron_fsdp") and value not in ("fp32", "auto"):
+        yield f"gradients accumulated in {value}; precision.accumulate_allreduce_grads_in_fp32 says their dtype"
+
+
+def _grad_comm(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if given.get("use_megatron_fsdp") and value not in ("fp32", "auto") and not given.get("grad_reduce_in_bf16"):
+        yield f"gradients reduced in {value}; precision.grad_reduce_in_bf16 reduces them in bf16"
+
+
+def _checkpoint_arguments(value: bool, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if not all(given.get(dest) for dest in MODEL_SIZE):
+        yield "arguments of a checkpoint; mt import CHECKPOINT translates them, and checkpoint.load takes its model"
+
+
+def _spec(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value != ["local"] and not (value and value[0].startswith(MEGATRON_SPECS)):
+        yield "layers of a Python module of your own; write a plugin, see docs/add-a-model.md"
 
 
 _CHECKS: Mapping[str, Check] = {
+    "spec": _spec,
+    "use_checkpoint_args": _checkpoint_arguments,
+    "exit_signal": _exit_signal,
+    "muon_tp_mode": _muon_blocks,
+    "chat_template": _chat_template,
+    "sft_tokenizer_prompt_format": _chat_template,
+    "fim_pad_token": _fim_token,
+    "fim_eod_token": _fim_token,
+    "tokenizer_sentencepiece_ignore_extra_whitespaces": _whitespaces,
+    "megatron_fsdp_main_params_dtype": _main_params,
+    "megatron_fsdp_main_grads_dtype": _main_grads,
+    "megatron_fsdp_grad_comm_dtype": _grad_comm,
     "no_load_rng": _random_streams,
-    "hybrid_attention_ratio": _ratio,
-    "hybrid_mlp_ratio": _ratio,
     "optimizer": _optimizer,
     "tokenizer_type": _tokenizer,
     "recompute_modules": _modules,

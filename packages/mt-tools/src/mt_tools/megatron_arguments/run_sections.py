@@ -23,6 +23,13 @@ SIZES: Mapping[str, str] = {
     "expert_replicate": "num_experts",
 }
 """Axis -> what is above 1 where it has messages."""
+SCHEDULE_KEYS = (
+    *("optimizer.lr", "optimizer.min_lr", "optimizer.weight_decay", "optimizer.start_weight_decay"),
+    *("optimizer.end_weight_decay", "optimizer.weight_decay_incr_style", "lr_schedule.lr_decay_style"),
+    *("lr_schedule.lr_decay_iters", "lr_schedule.lr_decay_samples", "lr_schedule.lr_warmup_iters"),
+    *("lr_schedule.lr_warmup_samples", "lr_schedule.lr_warmup_fraction", "train.train_iters", "train.train_samples"),
+)
+"""What Megatron's scheduler compares with the checkpoint, unless it is to be overridden."""
 COUNTED_VOCABULARY = ("NullTokenizer", "TikTokenizer")
 """Tokenizers whose vocabulary size is an argument."""
 
@@ -53,8 +60,8 @@ def _parallel(values: Values) -> Keys:
         found["parallel.pipeline_schedule"] = "interleaved_1f1b"
     if values["context_parallel_size"] > 1:
         found["parallel.cp_comm_type"] = values["cp_comm_type"][0]
-    # null follows tensor parallelism, also when that is changed later.
-    if values["tensor_model_parallel_size"] == values["expert_tensor_parallel_size"]:
+    # null follows tensor parallelism, also when that is changed later. Without experts there is nothing to divide.
+    if not values["num_experts"] or values["tensor_model_parallel_size"] == values["expert_tensor_parallel_size"]:
         found["parallel.expert_tensor_parallel_size"] = None
     return found
 
@@ -111,7 +118,10 @@ def _schedule(values: Values) -> Keys:
 
 def _precision(values: Values) -> Keys:
     dtype = "bf16" if values["bf16"] else "fp16" if values["fp16"] else "fp32"
-    return {"precision.dtype": dtype, "precision.fp8_format": values["fp8"] or "none"}
+    found: Keys = {"precision.dtype": dtype, "precision.fp8_format": values["fp8"] or "none"}
+    if float(values["loss_scale_window"]).is_integer():  # Megatron's parser makes a float of it
+        found["precision.loss_scale_window"] = int(values["loss_scale_window"])
+    return found
 
 
 def _recompute(values: Values) -> Keys:
@@ -132,7 +142,7 @@ def _checkpoint(values: Values) -> Keys:
 def _start(values: Values) -> Keys:
     """Where weights come from. A run that loads what it saves goes on by itself."""
     found: Keys = {}
-    load = values["load"]
+    load = _loaded_folder(values)
     if load is not None and (values["finetune"] or values["no_load_optim"]):
         found["checkpoint.load"] = load
     # Another folder: the run starts from its state and saves elsewhere.
@@ -140,20 +150,30 @@ def _start(values: Values) -> Keys:
         found["checkpoint.resume_from"] = load
     elif load is not None and values["exit_on_missing_checkpoint"]:
         found["checkpoint.resume"] = "required"
+    if values["override_opt_param_scheduler"] and "checkpoint.load" not in found:
+        found["checkpoint.accept_changes"] = list(SCHEDULE_KEYS)
     if values["pretrained_checkpoint"] is not None:
         found.setdefault("checkpoint.load", values["pretrained_checkpoint"])
     return found
 
 
+def _loaded_folder(values: Values) -> str | None:
+    """--load, or the folder in it of the iteration that --override-ckpt-iteration names."""
+    load, iteration = values["load"], values["override_ckpt_iteration"]
+    return load if load is None or iteration is None else f"{load}/iter_{iteration:07d}"
+
+
 def dropped_keys(values: Values) -> dict[str, str]:
     """Keys of arguments that other arguments leave without effect, each with the reason."""
-    load = values["load"]
-    if load is None or load != values["save"] or not (values["finetune"] or values["no_load_optim"]):
-        return {}
-    return {
-        "checkpoint.save": f"{load} has the checkpoints that --load names; those of this run go to checkpoints/ in its "
-        "run directory, or to the folder that checkpoint.save names"
-    }
+    load, found = values["load"], dict[str, str]()
+    if load is not None and load == values["save"] and (values["finetune"] or values["no_load_optim"]):
+        found["checkpoint.save"] = (
+            f"{load} has the checkpoints that --load names; those of this run go to checkpoints/ in its run directory, "
+            "or to the folder that checkpoint.save names"
+        )
+    if values["fp8"]:
+        found["parallel.tp_comm_overlap"] = "products in FP8 are not overlapped, which changes no result"
+    return found
 
 
 def _train(values: Values) -> Keys:

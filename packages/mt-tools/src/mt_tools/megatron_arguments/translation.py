@@ -15,7 +15,7 @@ from mt_tools.megatron_arguments.entry_scripts import EntryScript
 from mt_tools.megatron_arguments.model_section import model_section
 from mt_tools.megatron_arguments.refusals import Refusal, find_refusals
 from mt_tools.megatron_arguments.run_sections import dropped_keys, run_keys
-from mt_tools.megatron_arguments.table import REASONS, Argument, Version
+from mt_tools.megatron_arguments.table import Argument, Version
 
 Status = Literal["translated", "default", "no effect", "refused"]
 
@@ -66,8 +66,12 @@ def translate(
     source: str = "arguments",
     version: Version | None = None,
     world_size: int | None = None,
+    is_part: bool = False,
 ) -> Translation:
     """given: attribute -> argument, as `parse_arguments` returns them. source: what messages call them.
+
+    is_part: the arguments are those of a model, and others are given elsewhere: none is missing, and only sections that
+    an argument decides are written, with all of [model].
 
     Arguments that cannot be done, or belong to what the entry script has in its code, are left out and accounted for as
     refused. Raises ConfigError for arguments that contradict one another, and for a model that no family is.
@@ -75,13 +79,15 @@ def translate(
     version = version or version_of(given)
     refusals = find_refusals(given, version, host)
     kept = {dest: one.value for dest, one in given.items() if dest not in refusals}
-    values = derive_values(kept, entry, version, world_size)
+    values = derive_values(kept, entry, version, world_size, is_part=is_part)
     dropped = dropped_keys(values)
     tree = as_tree({key: value for key, value in run_keys(values, entry, version).items() if key not in dropped})
     if "model" not in entry.fixed_sections:
         tree["model"] = {**tree.get("model", {}), **model_section(values, entry, source, host)}
     for section in entry.fixed_sections:
         tree.pop(section, None)
+    if is_part:
+        _keep_named(tree, given)
     # Idle keys before defaults: whether a key counts depends on values that may be defaults.
     idle = dropped | remove_idle_keys(tree, host)
     same = remove_defaults(tree, host)
@@ -92,6 +98,13 @@ def translate(
     named = {key for account in accounts for key in account.keys}
     written = {key: value for key, value in dotted(tree).items() if key not in named}
     return Translation(_ordered(tree), tuple(accounts), written, values, entry, version)
+
+
+def _keep_named(tree: Tree, given: Mapping[str, Given]) -> None:
+    """Remove keys that no given argument decides, except those of [model]."""
+    named = {key for one in given.values() for key in one.argument.keys}
+    for section in [name for name in tree if name != "model"]:
+        tree[section] = {key: value for key, value in tree[section].items() if f"{section}.{key}" in named}
 
 
 def _is_fixed(argument: Argument, entry: EntryScript) -> bool:
@@ -119,7 +132,7 @@ def _account(
     if dest in refusals:
         return Account(one.words, "refused", {}, refusals[dest].reason)
     if argument.outcome == "none":
-        return Account(one.words, "no effect", {}, REASONS[argument.reason])
+        return Account(one.words, "no effect", {}, argument.why_without_effect)
     flat = dotted(tree)
     if found := {key: flat[key] for key in argument.keys if key in flat}:
         # model.family follows from many arguments; it is shown for one that decides nothing else.

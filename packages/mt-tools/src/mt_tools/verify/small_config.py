@@ -120,12 +120,24 @@ def _shrink_model(model: dict[str, Any], parallel: ParallelConfig) -> None:
         if model.get("kv_channels"):
             model["kv_channels"] = HEAD_DIM
         model["hidden_size"] = heads * HEAD_DIM
+        if "mamba_head_dim" in model:
+            _shrink_mixer(model, tp)
     if model.get("ffn_hidden_size"):
         model["ffn_hidden_size"] = 16 * tp  # 16 on each rank
     if "vocab_size" in model:
         model["vocab_size"] = VOCAB
         # A prime vocabulary is padded in every layout, by other numbers of rows.
         model["make_vocab_size_divisible_by"] = 4
+
+
+def _shrink_mixer(model: dict[str, Any], tp: int) -> None:
+    """Mamba's heads are as narrow as those of attention, and groups still divide them."""
+    model["mamba_head_dim"] = min(model["mamba_head_dim"], HEAD_DIM)
+    model["mamba_state_dim"] = min(model["mamba_state_dim"], 2 * HEAD_DIM)
+    if model.get("mamba_num_heads"):
+        model["mamba_num_heads"] = math.lcm(min(model["mamba_num_groups"], 2 * tp), tp)
+    heads = model.get("mamba_num_heads") or 2 * model["hidden_size"] // model["mamba_head_dim"]
+    model["mamba_num_groups"] = math.gcd(heads, model["mamba_num_groups"])
 
 
 def _parts(model: dict[str, Any]) -> list[dict[str, Any]]:
@@ -198,6 +210,8 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
         # Its tokenizer's ids have to stay below.
         tree["model"]["vocab_size"] = _undivided(max(VOCAB, build_tokenizer(config, host).vocab_size))
     tree["data"]["seq_length"] = length
+    if tree["data"].get("decoder_seq_length"):
+        tree["data"]["decoder_seq_length"] = min(tree["data"]["decoder_seq_length"], length)
     for key in ("max_position_embeddings", "max_sequence_length"):
         if tree["model"].get(key):
             tree["model"][key] = max(length, 32)

@@ -17,6 +17,7 @@ from mt_core.train.checkpoint.state import environment
 FREE_KEYS = frozenset(
     {
         "train.exit_iteration",
+        "train.exit_duration_in_mins",
         "train.eval_interval",
         "train.eval_iters",
         "train.full_validation",

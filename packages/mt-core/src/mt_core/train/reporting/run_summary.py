@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from mt_core.config.schema import Config
 from mt_core.data.epochs import iterations_per_epoch
+from mt_core.errors import ConfigError
 from mt_core.nn.fp8.use import fp8_report
 from mt_core.nn.layout import ParameterLayout
 from mt_core.parallel.context import AxisName
@@ -35,6 +37,8 @@ def run_summary(run: Run) -> Iterator[str]:
             yield f"kernel {choice}"
     if run.engine.device.type == "cuda":
         yield from run.engine.kernels.notes
+    if run.config.train.deterministic and run.engine.device.type == "cuda" and run.engine.ctx.world.size > 1:
+        yield sums_of_nccl(os.environ)
     fp8 = fp8_report(run.model)
     if fp8 is not None:
         yield str(fp8)
@@ -50,6 +54,25 @@ def run_summary(run: Run) -> Iterator[str]:
     if run.config.train.train_epochs is not None:
         steps = iterations_per_epoch(run.config)
         yield f"{run.config.train.train_epochs} epochs of {steps} steps of {run.engine.batch_size.full} samples"
+
+
+def sums_of_nccl(environment: Mapping[str, str]) -> str:
+    """How NCCL orders sums over ranks in a deterministic run. Raises ConfigError for an algorithm whose order is not
+    fixed, those that switches compute (NVLS)."""
+    names = environment.get("NCCL_ALGO", "")
+    # A ^ names what is not to be used; several are separated by commas, with `allreduce:` and the like before them.
+    excluded, chosen = names.startswith("^"), names.lstrip("^").lower()
+    allowed = "nvls" in chosen if excluded else bool(chosen) and "nvls" not in chosen
+    if allowed:
+        return f"NCCL_ALGO={names}: sums over ranks have one order"
+    if not names:
+        return (
+            "NCCL_ALGO is not set, and NCCL may choose another order of sums in another run; NCCL_ALGO=Ring fixes one"
+        )
+    raise ConfigError(
+        f"train.deterministic=true with NCCL_ALGO={names}: switches sum in any order; it can be Ring, Tree, "
+        "CollnetDirect, CollnetChain or ^NVLS"
+    )
 
 
 def _model(run: Run) -> str:
