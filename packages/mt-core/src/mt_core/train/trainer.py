@@ -102,6 +102,7 @@ class Trainer:
         """What checkpoint.load (or load_parts) read and did not; None for a run that does not start from one."""
         self._last_saved = self._last_evaluated = self._last_measured = -1
         self._stop_reason: str | None = None
+        self._is_out_of_time = False
         self._pending: StepRecord | None = None
         """With deferred metrics: the step whose metrics are read next."""
         self._stored_data: Mapping[str, str] = {}
@@ -198,6 +199,7 @@ class Trainer:
                 # By the clock of each rank: the flag below stops all of them after the same step.
                 if minutes is not None and time.monotonic() - began > 60.0 * minutes:
                     self.stop(f"train.exit_duration_in_mins={minutes:g}")
+                    self._is_out_of_time = True
                 # Saving then raises the error, on all ranks.
                 if self.checkpoint_writer.has_failed:
                     self.stop("a checkpoint could not be written")
@@ -212,14 +214,15 @@ class Trainer:
             batches.close()
 
     def _agree_on_stop(self, signals: StopSignals) -> bool:
-        """Whether a signal to any rank ended training. All ranks then have a reason to stop, or none has one."""
+        """Whether a signal to any rank, or the time of the job, ended training, so that another start continues it. All
+        ranks then have a reason to stop, or none has one."""
         # Behind the last step a rank may have a reason that the delayed flag has not brought to the others, which would
         # evaluate without it.
         agree = partial(any_over, axis=self.ctx.world, device=self.engine.device)
         if not agree(self._stop_reason is not None):
             return False
         self._stop_reason = self._stop_reason or "another rank"
-        return agree(signals.received is not None)
+        return agree(signals.received is not None or self._is_out_of_time)
 
     def _build_stop_flag(self) -> Callable[[bool], bool]:
         """Whether a flag is set on any rank; delayed by one step if metrics are deferred."""
