@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,9 @@ from tests.infer.server.served import (
     openai_client,
 )
 
+from mt_core.config import load_config
+from mt_core.errors import ConfigError
+from mt_core.nn.model import Model
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.embedding import TextEmbedder
 from mt_infer.server.options import ServerOptions
@@ -155,3 +160,16 @@ def test_a_biencoder_scores_a_query_with_documents() -> None:
         expected = torch.nn.functional.cosine_similarity(query, documents).tolist()
         found = two.call("/score", {"text_1": "ab", "text_2": TEXTS})[1]["data"]
         assert [one["score"] for one in found] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_language_model_is_refused_where_an_encoder_is_meant() -> None:
+    """Its texts would be framed as those of an encoder."""
+
+    class Language(Model):
+        continues_text = True
+
+    trained: Any = SimpleNamespace(model=Language(), config=load_config(preset="gpt-tiny").config)
+    with pytest.raises(
+        ConfigError, match=r"model.family=gpt is a language model and no encoder; mt serve embeds texts"
+    ):
+        TextEmbedder.of_trained(trained)

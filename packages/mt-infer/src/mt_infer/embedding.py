@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mt_core.errors import ConfigError
-from mt_core.nn.model import Embeds, as_embedder
+from mt_core.nn.model import Embeds, as_embedder, contract
 from mt_core.specs import Tokenizer
 from mt_core.train.trained_model import TrainedModel
 from mt_data.datasets.text_files import bare_encoder
@@ -43,6 +43,12 @@ class TextEmbedder:
     @classmethod
     def of_trained(cls, trained: TrainedModel) -> TextEmbedder:
         """Raises ConfigError for a model that is no encoder."""
+        if contract(trained.model).continues_text:
+            # Its texts are prompts, which begin as the tokenizer of a generator has them (of_generator).
+            raise ConfigError(
+                f"model.family={trained.config.model.family} is a language model and no encoder; mt serve embeds texts "
+                "with it (/v1/embeddings), this takes bert or biencoder"
+            )
         size = trained.config.model.vocab_size or trained.tokenizer.vocab_size
         return cls(as_embedder(trained.model), trained.tokenizer, trained.ctx.device, size)
 
