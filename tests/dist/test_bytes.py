@@ -212,6 +212,7 @@ CASES: Mapping[str, tuple[int, Case]] = {
     "tp": (2, (1, 3, (TP,))),
     "tp, sp": (2, (1, 3, (TP, SP))),
     "fsdp": (2, (2, 3, (FSDP,))),
+    "fsdp, reduced in each": (2, (2, 3, (FSDP, "parallel.fsdp_reduce_each_micro_batch=true"))),
     "fsdp, whole weights": (2, (2, 3, (FSDP, WHOLE_WEIGHTS))),
     "pp": (2, (1, 4, (IN_A_PIPELINE,))),
     **{
@@ -300,6 +301,14 @@ def test_fsdp_gathers_weights_for_each_pass_and_sends_gradients_once() -> None:
         assert totals(calls) == {
             "all_gather_into_tensor": 3 * 2 * 4 * PARAMETERS,
             "reduce_scatter_tensor": 4 * PARAMETERS,
+        }
+
+
+def test_gradients_that_are_accumulated_sharded_are_sent_with_each_micro_batch() -> None:
+    for calls in calls_of("fsdp, reduced in each"):
+        assert totals(calls) == {
+            "all_gather_into_tensor": 3 * 2 * 4 * PARAMETERS,
+            "reduce_scatter_tensor": 3 * 4 * PARAMETERS,
         }
 
 

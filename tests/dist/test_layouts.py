@@ -119,6 +119,7 @@ LAYOUTS: list[Layout] = [
     (4, (ZERO, SMALL_BUCKETS, "parallel.num_distributed_optimizer_instances=2")),
     (2, (FSDP,)),
     (2, (FSDP, WHOLE_WEIGHTS)),
+    (2, (FSDP, "parallel.fsdp_reduce_each_micro_batch=true")),
     (4, (FSDP, "parallel.num_distributed_optimizer_instances=2")),
     (2, (PP2,)),
     (2, (PP2, "model.untie_embeddings_and_output_weights=true")),

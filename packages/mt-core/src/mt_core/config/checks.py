@@ -243,6 +243,11 @@ def _check_sharding(config: Config) -> None:
         raise ConfigError(
             "parallel.use_torch_fsdp2 divides the optimizer's state already; remove parallel.use_distributed_optimizer"
         )
+    if parallel.fsdp_reduce_each_micro_batch and parallel.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            "parallel.fsdp_reduce_each_micro_batch=true: the passes of pipeline stages interleave, and their gradients "
+            "are reduced at the end of a step; set it to false, or parallel.pipeline_model_parallel_size to 1"
+        )
     if parallel.use_torch_fsdp2 and config.train.verify_replicas_interval is not None:
         raise ConfigError(
             "train.verify_replicas_interval compares copies of weights, and parallel.use_torch_fsdp2 leaves none; "

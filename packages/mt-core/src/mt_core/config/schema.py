@@ -199,6 +199,9 @@ class ParallelConfig(Section):
     """Processes with the same weights share weights, gradients and state (FSDP2: ZeRO-3, or ZeRO-2)."""
     fsdp_reshard_after_forward: bool = used_when(True, use_torch_fsdp2=True)
     """Collected weights are let go between forward and backward (ZeRO-3); else they stay (ZeRO-2)."""
+    fsdp_reduce_each_micro_batch: bool = used_when(False, use_torch_fsdp2=True)
+    """Gradients are reduce-scattered after each micro-batch, so that a process holds those of its shard alone; else
+    those of several micro-batches are accumulated unsharded, in fp32, and sent once a step."""
     num_distributed_optimizer_instances: PositiveInt = 1
     """Replicas of what is sharded: shards are spread over as many groups of neighbouring ranks (HSDP)."""
     overlap_grad_reduce: bool = True

@@ -26,13 +26,15 @@ from mt_core.tensor_slice import TensorSlice
 class ShardOptions:
     """compute_dtype: of weights and activations. reshard_after_forward: ZeRO-3, else ZeRO-2. split_backward: input and
     weight gradients are computed apart, so that weights stay unsharded until the last pass of a step. user_buffers:
-    what is sent is in memory that NCCL registers."""
+    what is sent is in memory that NCCL registers. reduce_each_pass: gradients are accumulated sharded, and sent in each
+    pass of a step; else unsharded, and sent in the last one."""
 
     compute_dtype: torch.dtype = torch.float32
     reshard_after_forward: bool = True
     reduce_in_bf16: bool = False
     split_backward: bool = False
     user_buffers: bool = False
+    reduce_each_pass: bool = False
 
 
 class FullyShardedWeights(UnshardedWeights):
@@ -47,7 +49,7 @@ class FullyShardedWeights(UnshardedWeights):
         # slower.
         self._own = {name: nn.Parameter(p.to_local().detach()) for name, p in self._trained()}
         self._passes = 0
-        self._split_backward = options.split_backward
+        self._split_backward, self._reduces_each_pass = options.split_backward, options.reduce_each_pass
         # The passes of several stages interleave, so FSDP's own end-of-backward callback would come too early.
         self._ends_with_step = is_pipelined(model) and ctx.pp.size > 1 and ends_when_told()
         if self._ends_with_step:
@@ -69,7 +71,7 @@ class FullyShardedWeights(UnshardedWeights):
 
     def _end_passes(self, end: bool) -> None:
         """Whether backward passes reduce-scatter gradients and reshard weights at their end."""
-        # Without sync FSDP accumulates unsharded gradients, so that a step has one reduce-scatter and not one a
+        # Without sync FSDP accumulates unsharded gradients, so that a step has one reduce-scatter and not one for each
         # micro-batch.
         self.model.set_requires_gradient_sync(end)  # type: ignore[operator]
         # The weight part of a backward pass still reads the weights after the input part has ended.
@@ -77,8 +79,8 @@ class FullyShardedWeights(UnshardedWeights):
             self.model.set_reshard_after_backward(end)  # type: ignore[operator]
 
     def begin_pass(self, number: int) -> None:
-        """Gradients are reduced in the last pass only."""
-        self.model.set_requires_gradient_sync(number == self._passes - 1)  # type: ignore[operator]
+        """Gradients are reduced in the last pass, or in each."""
+        self.model.set_requires_gradient_sync(self._reduces_each_pass or number == self._passes - 1)  # type: ignore[operator]
 
     def reduce(self) -> None:
         if self._ends_with_step:

@@ -309,6 +309,7 @@ def _shard_options(config: Config, host: PluginHost) -> ShardOptions:
         precision.grad_reduce_in_bf16,
         splits_backward(parallel, host),
         parallel.nccl_ub,
+        parallel.fsdp_reduce_each_micro_batch,
     )
 
 

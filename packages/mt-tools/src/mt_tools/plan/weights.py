@@ -215,14 +215,16 @@ def _fully_sharded_cost(
 ) -> WeightCost:
     """FSDP2 shards every parameter along its rows over the shard axis, each rank's shard rounded up.
 
-    Weights, gradients and state are fp32; the all-gather is in the dtype of training. Without synchronization, the
-    gradients of all but the last micro-batch are kept unsharded, in fp32.
+    Weights, gradients and state are fp32; the all-gather is in the dtype of training. Unless they are reduced in each,
+    the gradients of all but the last micro-batch are kept unsharded, in fp32.
     """
     compute, reduced = DTYPES[config.precision.dtype].itemsize, 2 if config.precision.grad_reduce_in_bf16 else FP32
     layouts, ledger = parameter_layouts(model), Ledger()
     again = Ledger()
     # With a split backward pass the weights stay unsharded: they are all-gathered once per step.
     gathers = ledger if splits_backward(config.parallel, host) else again
+    in_each = config.parallel.fsdp_reduce_each_micro_batch
+    reductions = again if in_each else ledger
     own = whole = waiting = 0
     optimizer_state = 0.0
     units = fsdp_units(model)
@@ -241,9 +243,9 @@ def _fully_sharded_cost(
             if config.parallel.fsdp_reshard_after_forward:
                 # Resharded behind the forward pass: gathered once more for the backward pass.
                 again.sent("dp", "all_gather", gathered * compute)
-            ledger.sent("dp", "reduce_scatter", gathered * reduced)
+            reductions.sent("dp", "reduce_scatter", gathered * reduced)
         if replicate.size > 1:
-            ledger.sent("dp", "all_reduce", gathered / shard.size * reduced)
+            reductions.sent("dp", "all_reduce", gathered / shard.size * reduced)
     # Resharded: the layer at hand and the next one, which is prefetched.
     collected = whole if not config.parallel.fsdp_reshard_after_forward else 2 * waiting
     return WeightCost(
@@ -251,7 +253,7 @@ def _fully_sharded_cost(
         weights=float(own * FP32),
         gradients=float(own * FP32),
         optimizer_state=optimizer_state,
-        buffers=float(collected * compute + (whole * FP32 if passes > 1 else 0)),
+        buffers=float(collected * compute + (whole * FP32 if passes > 1 and not in_each else 0)),
         updated=own,
         update=update_bytes(config, model),
         step=ledger.take() + _sums_of_copies(model, layouts, ctx, copies, own_share=whole / own),

@@ -73,7 +73,7 @@ class StepMetrics:
             metrics["zeros_in_grad"] = outcome.zeros_in_grad
         return metrics
 
-    def line_of_log(self, metrics: MetricValues, last_iteration: int) -> MetricValues | None:
+    def line_of_log(self, metrics: MetricValues, last_iteration: int | None = None) -> MetricValues | None:
         """Every logging.log_interval steps, and after the first and the last one: metrics of the step, loss and speed
         averaged since the last line, and the metrics of layers. Collective over pipeline stages."""
         exit_iteration = self.engine.config.train.exit_iteration
