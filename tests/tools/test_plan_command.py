@@ -123,9 +123,9 @@ def test_a_search_fits_into_80_columns_with_experts(mt, monkeypatch) -> None:
     listed, spent = rows_of(outcome.out, "#  "), rows_of(outcome.out, "seconds of #")
     for number, layout in enumerate(found, 1):
         parts = (layout["estimated_seconds_of"][part] for part in ("products", "messages", "waiting", "end"))
-        assert spent[str(number)] == [f"{part:.3g}" for part in parts]
+        assert spent[str(number)] == [f"{part:.3g}" for part in (layout["estimated_seconds"], *parts)]
         assert listed[str(number)][-2:] == [
-            f"{layout['estimated_seconds']:.3g}",
+            f"{layout['estimated_tokens_per_second']:,.0f}",
             f"{layout['estimated_utilization']:.1%}",
         ]
 

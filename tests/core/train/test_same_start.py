@@ -12,10 +12,16 @@ from mt_core.testing import run_ranks
 from mt_core.train.same_start import NODE_KEYS, code_digests, compared_keys, require_same_samples
 from mt_core.train.trainer import Trainer
 
-SMALL = (
-    "model.num_layers=2 model.hidden_size=32 data.seq_length=16 data.corpus_bytes=1000000 train.micro_batch_size=2 "
-    "train.train_iters=2 train.eval_iters=1 lr_schedule.lr_warmup_iters=0"
-).split()
+SMALL = [
+    "model.num_layers=2",
+    "model.hidden_size=32",
+    "data.seq_length=16",
+    "data.corpus_bytes=1000000",
+    "train.micro_batch_size=2",
+    "train.train_iters=2",
+    "train.eval_iters=1",
+    "lr_schedule.lr_warmup_iters=0",
+]
 
 
 def small(*settings: str) -> LoadedConfig:

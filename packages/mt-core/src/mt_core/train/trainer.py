@@ -383,9 +383,7 @@ class Trainer:
         if self.resumed_from is not None and reader is not None:
             self._resume(self.resumed_from, reader)
         elif reader is not None:
-            self.loaded_weights = load_weights(
-                reader, self.checkpointed(), self.engine.layouts, self.config, self.host
-            )
+            self.loaded_weights = load_weights(reader, self.checkpointed(), self.engine.layouts, self.config, self.host)
 
     def _resume(self, path: Path, reader: CheckpointReader) -> None:
         changes = require_same_run(reader.metadata, self.config, str(path), self.host)
