@@ -124,6 +124,27 @@ LAYOUTS = (
 
 STEPS = (
     Mutation(
+        "overflows before a checkpoint are forgotten on resume",
+        f"{CORE}/optim/loss_scale.py",
+        'self.patience = int(state["patience"])',
+        "self.patience = self.hysteresis",
+        ("tests/core/optim/test_loss_scale.py", "-k", "resumed"),
+    ),
+    Mutation(
+        "the warm-up is a fraction of training and not of the decay",
+        f"{CORE}/optim/schedules.py",
+        "warmup = int(config.lr_warmup_fraction * decay)",
+        "warmup = int(config.lr_warmup_fraction * horizon.total_samples)",
+        ("tests/core/optim/test_lr_schedules.py", "-k", "fraction"),
+    ),
+    Mutation(
+        "ranks compare nothing before their groups are made",
+        f"{CORE}/train/engine.py",
+        "        require_same_program(config, tokenizer, host)\n",
+        "",
+        ("tests/core/train/test_same_start.py", "-k", "names_what_differs and seed"),
+    ),
+    Mutation(
         "gradients are not zeroed after the third step",
         f"{CORE}/train/step/optimizer_step.py",
         "self.weights.zero_grad()\n",
