@@ -24,13 +24,13 @@ VALUES, DIGEST, DIFFERENCES, DONE, ALL_DONE = "values", "digest", "differences",
 
 class Difference(NamedTuple):
     """What one rank has otherwise than rank 0. keys: the first of them, each with the values of rank 0 and of `rank`,
-    as text. count: of all such keys."""
+    as text. all_keys: the number of them."""
 
     rank: int
     host: str
     first_host: str
     keys: list[tuple[str, str, str]]
-    count: int
+    all_keys: int
 
 
 def require_agreement(topic: str, values: Mapping[str, Any], *, timeout: float) -> None:
@@ -72,13 +72,13 @@ def _own_part(store: dist.Store, topic: str, rank: int) -> dist.Store:
 
 def _publish_difference(store: dist.Store, values: Mapping[str, Any], rank: int) -> None:
     text = json.dumps(values, default=str)
-    digest = hashlib.sha256(text.encode()).digest()
+    digest = hashlib.sha256(text.encode()).hexdigest()
     if rank == 0:
         store.set(VALUES, json.dumps([socket.gethostname(), values], default=str))
         store.set(DIGEST, digest)
         return
-    # Ranks that agree read 32 bytes, not the values: rank 0's node serves them to all ranks.
-    if store.get(DIGEST) == digest:
+    # Ranks that agree read 64 characters, not the values: rank 0's node serves them to all ranks.
+    if store.get(DIGEST).decode() == digest:
         return
     first_host, first = json.loads(store.get(VALUES))
     own = json.loads(text)
@@ -117,8 +117,8 @@ def _message(topic: str, differences: list[Difference], world: int) -> str:
         f"  {key}: {there} on {first.first_host} (rank 0), {here} on {first.host} (rank {first.rank})"
         for key, there, here in first.keys
     ]
-    if first.count > len(first.keys):
-        lines.append(f"  and {first.count - len(first.keys)} more")
+    if first.all_keys > len(first.keys):
+        lines.append(f"  and {first.all_keys - len(first.keys)} more")
     return "\n".join(
         [
             f"the ranks of this run differ in their {topic}:",

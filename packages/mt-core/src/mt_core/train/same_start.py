@@ -132,8 +132,8 @@ def _content(name: str, dataset: Dataset) -> dict[str, Any]:
 def _package_folders(host: PluginHost) -> dict[str, Path]:
     """The folders of the packages that plugins are modules of, by the packages' names."""
     roots = {plugin.module.partition(":")[0].partition(".")[0] for plugin in host.plugins if plugin.loaded}
-    loaded = {root: sys.modules.get(root) for root in sorted(roots | {"mt_core"})}
-    return {root: Path(module.__path__[0]) for root, module in loaded.items() if getattr(module, "__path__", None)}
+    paths = {root: getattr(sys.modules.get(root), "__path__", None) for root in sorted(roots | {"mt_core"})}
+    return {root: Path(path[0]) for root, path in paths.items() if path}
 
 
 def code_digests(packages: Mapping[str, Path]) -> dict[str, str]:
