@@ -25,7 +25,8 @@ class Tolerances:
     floor: float = 0.0
 
 
-SIXTEEN_BITS = Tolerances(loss=1e-3, gradient=0.05, norm=1e-2, weights=1e-2, floor=1e-2)
+SIXTEEN_BITS = Tolerances(loss=1e-4, gradient=0.03, norm=3e-3, weights=0.01, floor=0.01)
+"""For bf16, whose numbers have 8 bits. Measured with tensor parallelism: at most 9e-6, 6e-3, 2e-4 and 3e-3."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def compare(found: RunRecord, reference: RunRecord, tolerances: Tolerances | Non
     step, and weights after the last."""
     allowed = tolerances or Tolerances()
     # Later gradient norms depend on weights that already differ by rounding.
-    norms = [allowed.norm, *[allowed.loss] * len(reference.norms)]
+    norms = [allowed.norm, *[max(allowed.loss, allowed.norm)] * len(reference.norms)]
     steps = [
         _numbers("loss", found.losses, reference.losses, repeat(allowed.loss)),
         _numbers("gradient norm", found.norms, reference.norms, norms),
