@@ -424,3 +424,22 @@ def test_debug_shows_the_traceback(tmp_path) -> None:
 
     with pytest.raises(ConfigError):
         run(arguments(tmp_path / "run", model__num_layers="0"), debug=True)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "train.loss=nobody",
+        'train.callbacks=["nobody"]',
+        'logging.trackers=["nobody"]',
+        "parallel.pipeline_schedule=nobody",
+        "lr_schedule.lr_decay_style=nobody",
+        "optimizer.optimizer=nobody",
+        "data.dataset_type=nobody",
+        "tokenizer.tokenizer_type=nobody",
+    ],
+)
+def test_a_dry_run_finds_names_that_nobody_registers(mt, setting) -> None:
+    outcome = mt("train", "--dry-run", "--set", setting)
+    assert outcome.code != 0
+    assert f"{setting.partition('=')[0]}=nobody" in outcome.err

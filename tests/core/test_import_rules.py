@@ -132,7 +132,7 @@ def test_the_contract_and_the_data_import_no_torch() -> None:
 
 
 ORDER = (
-    {"errors", "tensor_slice", "_torch_compat", "_huge_pages"},
+    {"errors", "versions", "tensor_slice", "_torch_compat", "_huge_pages"},
     {"paths"},
     {"retention"},
     {"specs"},

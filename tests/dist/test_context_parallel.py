@@ -6,7 +6,7 @@ the bytes it hands to torch.distributed. One launch checks a whole table of case
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from mt_core.nn.context_parallel import context_parallel_attention, shard_sequen
 from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
 from mt_core.nn.context_parallel.masks import BlockMask, SegmentGatherer, ShardedPattern
 from mt_core.nn.context_parallel.p2p import Rounds
-from mt_core.nn.context_parallel.passes import ForwardPass
+from mt_core.nn.context_parallel.passes import BackwardPass, ForwardPass
 from mt_core.parallel.context import Axis, AxisSizes, axis_members, build_parallel_context
 from mt_core.testing import run_ranks
 
@@ -307,6 +307,20 @@ def everything(rank: int, world: int) -> dict[str, Any]:
     return {check.__name__: check(cp, axes) for check in checks}
 
 
+def known_gradients(queries: BackwardPass, sources: Sequence[int], kv: torch.Tensor) -> torch.Tensor:
+    """Stands for BackwardPass.add: 1 for a rank's own keys and 2^-9 for those of another rank."""
+    return torch.full_like(kv, 1.0 if list(sources) == [queries.pattern.axis.rank] else 2.0**-9)
+
+
+def summed_key_gradients(rank: int, world: int) -> list[list[float]]:
+    """The different values in the gradients of this rank's keys and values."""
+    q, k, v = (torch.ones(1, 2 * CHUNK, 2, HEAD_DIM, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    cp = build_parallel_context(AxisSizes(cp=world)).cp
+    with patch.object(BackwardPass, "add", known_gradients):
+        context_parallel_attention("p2p", [cp])(q, k, v, AttentionPattern(causal=False), 0.0).sum().backward()
+    return [x.grad.unique().tolist() for x in (k, v)]
+
+
 def cases_only(rank: int, world: int) -> dict[str, Any]:
     return {"all_cases": all_cases(*context_axes(world))}
 
@@ -350,3 +364,8 @@ def test_segment_ids_are_gathered_once_for_each_axis(four_ranks) -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_comparison_notices(name, four_ranks) -> None:
     assert max(answers["mutated_cases"][name] for answers in four_ranks) > 100 * LIMIT
+
+
+def test_gradients_of_keys_are_summed_in_fp32() -> None:
+    """2^-9 is a quarter of the last bit of 1 in bf16: each of three would be lost in a sum of 16 bits."""
+    assert run_ranks(4, summed_key_gradients) == [[[1.0 + 2.0**-7]] * 2] * 4

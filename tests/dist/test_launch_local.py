@@ -309,6 +309,27 @@ def test_a_death_on_one_node_ends_the_ranks_of_the_other(program, tmp_path, capf
     assert len(shown) == 2  # each launcher says it
 
 
+def test_two_nodes_that_are_started_alike_train_to_the_end(tmp_path, monkeypatch) -> None:
+    """Each node's ranks compare all that they were started with, then train, save and evaluate together."""
+    chosen: Queue[int] = Queue()
+    monkeypatch.setattr(dist, "TCPStore", store_at_any_port(chosen.put))
+    settings = ["model.num_layers=2", "model.hidden_size=32", "data.seq_length=16", "train.train_iters=3"]
+    arguments = ["train", "--preset", "gpt-tiny", "--run-dir", str(tmp_path / "run")]
+    arguments += [word for setting in settings for word in ("--set", setting)]
+    codes: dict[int, int] = {}
+
+    def launch_node(node: int) -> None:
+        port = chosen.get(timeout=SECONDS_TO_END) if node else 0
+        place = {"nnodes": 2, "node_rank": node, "master_addr": "localhost", "master_port": port}
+        codes[node] = launch(1, arguments, run_dir=tmp_path / f"node{node}", **place)
+
+    other = in_background(lambda: launch_node(1))
+    launch_node(0)
+    other.join()
+    assert codes == {0: 0, 1: 0}
+    assert (tmp_path / "run" / "checkpoints" / "iter_0000003").is_dir()
+
+
 def test_what_rank_0_says_waits_for_the_launcher_to_know_of_failures(tmp_path) -> None:
     log, shown = tmp_path / "rank-0.log", io.BytesIO()
     view = DelayedView(log, shown, delay=0.2)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from tests.dist.in_turn import InTurn, called
-from tests.dist.test_layouts import CP2, FSDP, PP2, SMALL_BUCKETS, SP, TP2, TP4, ZERO, config
+from tests.dist.test_layouts import CP2, EP2, FSDP, MOE, PP2, SMALL_BUCKETS, SP, TP2, TP4, ZERO, config
 from torch import Tensor
 
 from mt_core.optim import muon
@@ -96,6 +96,7 @@ CASES = [
     (4, MUON, (FSDP, INSTANCES)),
     (4, MUON, (CP2, ZERO)),
     (8, MUON, (PP2, TP2, SP, ZERO)),
+    (2, (*MUON, MOE, TWO_SAMPLES), (TP2, SP, EP2, "parallel.expert_tensor_parallel_size=1")),
     (4, DECOUPLED, (TP2, ZERO)),
     (4, DECOUPLED, (PP2, FSDP)),
 ]

@@ -57,6 +57,10 @@ class OneSample(UnequalSamples):
 class Metrics(Callback):
     def __init__(self) -> None:
         self.steps: list[Mapping[str, Any]] = []
+        self.evaluations: list[float] = []
+
+    def on_evaluation(self, run: Trainer, metrics: Mapping[str, Any]) -> None:
+        self.evaluations.append(metrics["valid_loss"])
 
     def on_step_end(self, run: Trainer, metrics: Mapping[str, Any]) -> None:
         self.steps.append(metrics)
@@ -262,19 +266,24 @@ class Late:
         start()
 
 
-def with_late_gathers(rank: int, world: int, more: tuple[str, ...]) -> tuple[RunRecord, int]:
-    gather, count = dist.all_gather_into_tensor, 0
+def make_gathers_late() -> list[Late]:
+    """From now on gathers of this process are computed when they are waited for. Returns those, as they start."""
+    gather, started = dist.all_gather_into_tensor, []
 
     def late(out: torch.Tensor, own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-        nonlocal count
         # Blocking gathers (of metrics and checks) are left as they are.
         if not async_op:
             return gather(out, own, group=group)
-        count += 1
-        return Late(lambda: gather(out, own, group=group))
+        started.append(Late(lambda: gather(out, own, group=group)))
+        return started[-1]
 
     dist.all_gather_into_tensor = late
-    return record_run(config(*more), STEPS), count
+    return started
+
+
+def with_late_gathers(rank: int, world: int, more: tuple[str, ...]) -> tuple[RunRecord, int]:
+    started = make_gathers_late()
+    return record_run(config(*more), STEPS), len(started)
 
 
 @pytest.mark.slow
@@ -283,3 +292,29 @@ def test_weights_that_arrive_when_they_are_waited_for_are_in_time() -> None:
     found, count = run_ranks(2, with_late_gathers, (ZERO, SMALL_BUCKETS, GATHER))[0]
     assert count > 3, "several buckets in each of three steps"
     require_equal(found, one_process(()))
+
+
+def evaluations_of_a_table(rank: int, world: int, more: tuple[str, ...]) -> list[float]:
+    """The loss of a bigram model, whose table is read without a call of the module that has it."""
+
+    def forward_step(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        table = next(model.parameters())
+        logits = F.embedding(batch["tokens"], table) @ table.T
+        return F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+
+    make_gathers_late()
+    seen, data = Metrics(), UnequalSamples()
+    keys = (f"train.exit_iteration={STEPS}", "train.eval_interval=1", "optimizer.lr=0.01", *more)
+    Trainer(
+        config(*keys), callbacks=[seen], forward_step=forward_step, train_data=data, valid_data={"valid": data}
+    ).train()
+    return seen.evaluations
+
+
+@pytest.mark.slow
+def test_an_evaluation_waits_for_weights_that_no_layer_waits_for() -> None:
+    """Right after a step, with the weights of that step, however they are read."""
+    alone = run_ranks(1, evaluations_of_a_table, ())[0]
+    assert len(set(alone)) >= STEPS
+    for found in run_ranks(2, evaluations_of_a_table, (ZERO, SMALL_BUCKETS, GATHER)):
+        assert found == pytest.approx(alone, rel=1e-5)

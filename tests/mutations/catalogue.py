@@ -14,6 +14,7 @@ CP2 = f"{LAYOUT}[2-context_size=2]"
 PP2 = f"{LAYOUT}[2-pipeline_model_size=2]"
 ZERO = f"{LAYOUT}[2-use_distributed_optimizer=true]"
 FORMULAS = "tests/dist/test_steps_by_formula.py"
+DROPOUT = "tests/core/nn/test_dropout.py"
 PLAIN_STEP = "tests/core/train/test_optimizer_step.py"
 RESUME = "tests/core/train/test_resume.py"
 MOE_LAYOUTS = "tests/moe/test_layouts.py::test_every_layout_computes_what_one_process_does[{}]"
@@ -120,9 +121,86 @@ LAYOUTS = (
         "batch, hidden = self.micro_batches[0], self._input(place)",
         (PP2,),
     ),
+    Mutation(
+        "rows of FSDP's shards are counted from the floor of an uneven division",
+        f"{CORE}/optim/fully_sharded_weights.py",
+        "first = min(-(-whole.shape[0] // ranks) * number, whole.shape[0])",
+        "first = min(whole.shape[0] // ranks * number, whole.shape[0])",
+        ("tests/core/optim/test_fully_sharded_rows.py",),
+    ),
+    Mutation(
+        "an evaluation does not wait for the weights that are on the way",
+        f"{CORE}/train/engine.py",
+        'same samples every time."""\n        self.weights.finish_gather()\n',
+        'same samples every time."""\n',
+        (FORMULAS, "-k", "evaluation_waits"),
+    ),
+    Mutation(
+        "gradients of keys are summed in 16 bits over a ring",
+        f"{CORE}/nn/context_parallel/p2p.py",
+        "dkv = circulate(queries, kv, Rounds(ctx.pattern), lse.dtype)",
+        "dkv = circulate(queries, kv, Rounds(ctx.pattern), kv.dtype)",
+        ("tests/dist/test_context_parallel.py", "-k", "summed_in_fp32"),
+    ),
+    Mutation(
+        "tensor-parallel ranks drop equal attention weights",
+        f"{CORE}/nn/dropout.py",
+        'self.streams.begin(f"{self.site} of tensor-parallel rank {self.ctx.tp.rank}")',
+        "self.streams.begin(self.site)",
+        (DROPOUT, "-k", "other_heads"),
+    ),
 )
 
 STEPS = (
+    Mutation(
+        "the seed of the run does not reach dropout",
+        f"{CORE}/train/engine.py",
+        "use_streams(model, DropoutStreams(config.train.seed))",
+        "use_streams(model, DropoutStreams(1234))",
+        (DROPOUT, "-k", "seed"),
+    ),
+    Mutation(
+        "auxiliary gradients are not scaled with the loss",
+        f"{CORE}/train/step/optimizer_step.py",
+        "self.auxiliary.begin(passes, self.scaler.scale)",
+        "self.auxiliary.begin(passes)",
+        (PLAIN_STEP, "-k", "auxiliary"),
+    ),
+    Mutation(
+        "auxiliary losses are those of one rank",
+        f"{CORE}/train/step/auxiliary_means.py",
+        "sum_on_device(means / self.ctx.dp.size, self.ctx.dp)",
+        "means",
+        ("tests/core/train/test_auxiliary_means.py",),
+    ),
+    Mutation(
+        "gradients are divided by the loss scale of the next step",
+        f"{CORE}/train/step/optimizer_step.py",
+        "self._scale_gradients(clip_factor(outcome.grad_norm, self.clip_grad) / scale)",
+        "self._scale_gradients(clip_factor(outcome.grad_norm, self.clip_grad) / self.scaler.scale)",
+        (PLAIN_STEP, "-k", "scale_grows"),
+    ),
+    Mutation(
+        "overflows before a checkpoint are forgotten on resume",
+        f"{CORE}/optim/loss_scale.py",
+        'self.patience = int(state["patience"])',
+        "self.patience = self.hysteresis",
+        ("tests/core/optim/test_loss_scale.py", "-k", "resumed"),
+    ),
+    Mutation(
+        "the warm-up is a fraction of training and not of the decay",
+        f"{CORE}/optim/schedules.py",
+        "warmup = int(config.lr_warmup_fraction * decay)",
+        "warmup = int(config.lr_warmup_fraction * horizon.total_samples)",
+        ("tests/core/optim/test_lr_schedules.py", "-k", "fraction"),
+    ),
+    Mutation(
+        "ranks compare nothing before their groups are made",
+        f"{CORE}/train/engine.py",
+        "        require_same_program(config, tokenizer, host)\n",
+        "",
+        ("tests/core/train/test_same_start.py", "-k", "names_what_differs and seed"),
+    ),
     Mutation(
         "gradients are not zeroed after the third step",
         f"{CORE}/train/step/optimizer_step.py",
@@ -205,6 +283,13 @@ STEPS = (
 
 DATA_ORDER = (
     Mutation(
+        "samples that only fill a round count in an evaluation",
+        f"{CORE}/data/loader.py",
+        'return {**arrays, "loss_mask": np.zeros_like(arrays["loss_mask"])} if "loss_mask" in arrays else arrays',
+        "return arrays",
+        ("tests/core/data/test_loader.py", "-k", "counts_once"),
+    ),
+    Mutation(
         "all ranks take the same samples",
         f"{CORE}/data/loader.py",
         "starts = range(first + dp_rank * micro_size, first + size, dp_size * micro_size)",
@@ -259,6 +344,13 @@ RESUMING = (
 )
 
 EXPERTS = (
+    Mutation(
+        "ranks of dense tensor parallelism share the experts' matrices in Muon",
+        f"{CORE}/optim/muon.py",
+        'return Team(ctx.axis("etp"), ctx.axis("edp"))',
+        'return Team(ctx.tp, ctx.axis("edp"))',
+        ("tests/dist/test_muon.py", "-k", "same_steps and expert_model"),
+    ),
     Mutation(
         "gradients of experts are summed over the dense group",
         f"{CORE}/optim/finalize_grads.py",

@@ -37,9 +37,19 @@ def test_a_search_lists_layouts_and_refusals(mt) -> None:
     assert outcome.code == 0, outcome.err
     found = json.loads(outcome.out)
     assert len(found["layouts"]) == 3
-    times = [layout["estimated_seconds"] for layout in found["layouts"]]
-    assert times == sorted(times)
+    rates = [layout["estimated_tokens_per_second"] for layout in found["layouts"]]
+    assert rates == sorted(rates, reverse=True)
+    # One batch for all: the rate is that of the same tokens.
+    assert len({layout["tokens_per_step"] for layout in found["layouts"]}) == 1
+    for layout, rate in zip(found["layouts"], rates, strict=True):
+        assert rate * layout["estimated_seconds"] == pytest.approx(layout["tokens_per_step"])
     assert found["refused"]
+
+
+def test_a_search_without_a_global_batch_is_refused(mt) -> None:
+    outcome = mt("plan", SMALL, "--world-size", 8, "--search", "--set", "train.global_batch_size=null")
+    assert outcome.code == 2
+    assert "train.global_batch_size is not set" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -113,9 +123,9 @@ def test_a_search_fits_into_80_columns_with_experts(mt, monkeypatch) -> None:
     listed, spent = rows_of(outcome.out, "#  "), rows_of(outcome.out, "seconds of #")
     for number, layout in enumerate(found, 1):
         parts = (layout["estimated_seconds_of"][part] for part in ("products", "messages", "waiting", "end"))
-        assert spent[str(number)] == [f"{part:.3g}" for part in parts]
+        assert spent[str(number)] == [f"{part:.3g}" for part in (layout["estimated_seconds"], *parts)]
         assert listed[str(number)][-2:] == [
-            f"{layout['estimated_seconds']:.3g}",
+            f"{layout['estimated_tokens_per_second']:,.0f}",
             f"{layout['estimated_utilization']:.1%}",
         ]
 

@@ -49,6 +49,25 @@ def test_the_order_is_that_of_megatron() -> None:
     assert micro_batch_samples(0, 8, 2, 1, 2) == [range(2, 4), range(6, 8)]
 
 
+@given(st.integers(1, 24), st.integers(1, 3), st.integers(1, 4))
+def test_each_sample_counts_once_on_all_ranks_together(size, micro, dp_size) -> None:
+    """Ranks without a sample in the last round read one that does not count: an evaluation may end within a round."""
+
+    class Counted(Numbers):
+        def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+            return {**super().__getitem__(index), "loss_mask": np.ones(2, np.float32)}
+
+    batches = [
+        BatchReader(Counted(), [], micro_size=micro, dp_rank=rank, dp_size=dp_size).read(10, size).micro_batches
+        for rank in range(dp_size)
+    ]
+    assert len({len(of_rank) for of_rank in batches}) == 1, "each micro-batch is a collective pass"
+    rows = [
+        pair for of_rank in batches for one in of_rank for pair in zip(one["tokens"], one["loss_mask"], strict=True)
+    ]
+    assert sorted(int(tokens[0]) for tokens, mask in rows if mask.any()) == list(range(10, 10 + size))
+
+
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_reader_threads_change_nothing(workers) -> None:
     steps = [(0, 4), (4, 4), (8, 6)]

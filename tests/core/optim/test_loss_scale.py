@@ -62,3 +62,15 @@ def test_its_state_comes_back() -> None:
         first.update(overflowed)
         second.update(overflowed)
     assert first == second
+
+
+def test_a_resumed_scale_continues_as_the_one_that_was_saved() -> None:
+    first, resumed = scaler(hysteresis=3), scaler(hysteresis=3)
+    for overflow in (True, False, True):
+        first.update(overflow)
+    resumed.load_state(first.state())
+    for overflow in (True, False, True):
+        first.update(overflow)
+        resumed.update(overflow)
+        assert (resumed.scale, resumed.patience) == (first.scale, first.patience)
+    assert resumed.scale < 1024, "the overflows before the checkpoint count"

@@ -81,6 +81,9 @@ def test_it_depends_on_consumed_samples_alone(consumed) -> None:
 def test_warmup_as_a_fraction_of_the_decay() -> None:
     config = LRScheduleConfig(lr_warmup_fraction=0.25)
     assert build_linear(config, HORIZON).span.warmup == 100
+    # A decay of 80 samples in a longer training.
+    shorter = LRScheduleConfig(lr_warmup_fraction=0.25, lr_decay_samples=80)
+    assert build_linear(shorter, HORIZON).span.warmup == 20
 
 
 @pytest.mark.skipif("MT_GOLDEN" not in os.environ, reason="MT_GOLDEN does not name the folder of golden files")

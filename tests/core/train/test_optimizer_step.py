@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mt_core.data.loss_weights import LossCounts
+from mt_core.nn.auxiliary import AuxiliaryLoss
 from mt_core.nn.loss import cross_entropy, weighted_sum
 from mt_core.optim.finalize_grads import GradFinalizer
 from mt_core.optim.loss_scale import LossScaler
@@ -236,6 +237,46 @@ def test_the_loss_scale_cancels(model) -> None:
     plain, scaled = build(model)[0](batches(), 0.1), build(other, scale=1024.0)[0](batches(), 0.1)
     assert scaled.grad_norm == pytest.approx(plain.grad_norm, rel=1e-5)
     for mine, reference in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, reference, atol=1e-7, rtol=1e-5)
+
+
+class WithAuxiliaryLoss(Bigram):
+    """Adds the mean square of the hidden layer."""
+
+    inputs = ("tokens",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auxiliary = AuxiliaryLoss("square")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(tokens)
+        return self.head(self.norm(self.auxiliary(hidden, hidden.square().mean())))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_auxiliary_losses_have_the_loss_scale_too(scale) -> None:
+    """The gradient is that of the loss and of the mean of the auxiliary losses, whatever the scale."""
+    torch.manual_seed(0)
+    model = WithAuxiliaryLoss()
+    plain, data = copy.deepcopy(model).eval(), batches()
+    auxiliary = sum(plain.table(batch["tokens"]).square().mean() for batch in data) / len(data)
+    (plain_loss(plain, data) + auxiliary).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    outcome = build(model, scale=scale)[0](data, 0.1)
+    assert outcome.auxiliary["square"] == pytest.approx(auxiliary.item(), rel=1e-6)
+    for mine, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, reference, atol=1e-7, rtol=1e-5)
+
+
+def test_a_step_after_which_the_scale_grows_is_divided_by_its_own_scale(model) -> None:
+    other = copy.deepcopy(model)
+    growing = build(other, scale=1024.0, dynamic=True)[0]
+    growing.scaler.window = 1
+    build(model)[0](batches(), 0.1)
+    growing(batches(), 0.1)
+    assert growing.scaler.scale == 2048.0
+    for mine, reference in zip(other.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, reference, atol=1e-7, rtol=1e-5)
 
 

@@ -62,6 +62,13 @@ def test_what_only_a_gpu_can_do_is_reset_and_said(section: str, key: str, given:
     assert f"{key} {given} -> {becomes}" in changed_keys(config, reduced)[section]
 
 
+def test_a_whole_validation_set_becomes_one_batch_and_is_said() -> None:
+    config = asked("train.full_validation=true")
+    reduced = shrink(config, load_plugins())
+    assert (reduced.train.full_validation, reduced.train.eval_iters) == (False, 1)
+    assert any("full_validation" in change for change in changed_keys(config, reduced)["train"])
+
+
 def test_an_fp8_implementation_goes_with_its_format() -> None:
     config = asked("precision.dtype=bf16", "precision.fp8_format=e4m3", "precision.fp8_implementation=te")
     reduced = shrink(config, load_plugins())

@@ -66,6 +66,12 @@ def time_limit_of(group: dist.ProcessGroup) -> timedelta | None:
     return max((options._timeout for options in limits if options is not None), default=None)
 
 
+def default_store() -> dist.Store:
+    """A connection of its own to the store through which the ranks of the world met: a call that waits blocks nobody
+    else's. Of its keys the process groups and the monitors have theirs; prefix your own."""
+    return dist.distributed_c10d._get_default_store().clone()
+
+
 # -- products overlapped with collectives ------------------------------------------------------------
 #
 # In parts, while those of other ranks are copied over NVLink: ranks of the group have access to each other's memory.

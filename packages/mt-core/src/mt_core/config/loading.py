@@ -68,9 +68,24 @@ def _check(loaded: LoadedConfig, host: PluginHost) -> None:
     collect_broken_rules(loaded.config, problems)
     with problems.collect():
         check_warmup(loaded.config, loaded.origin)
+    _require_registered(loaded.config, host, problems)
     problems.stop_if_any()
     # Not collected: plugins may compute with values that the rules above require, and fail on others.
     host.check_config(loaded.config)
+
+
+def _require_registered(config: Config, host: PluginHost, problems: Problems) -> None:
+    """Names whose plugin brings no section of its own, which building sections does not look up."""
+    named = [
+        (host.losses, "train.loss", [config.train.loss] if config.train.loss != "auto" else []),
+        (host.callbacks, "train.callbacks", config.train.callbacks),
+        (host.callbacks, "logging.trackers", config.logging.trackers),
+        (host.pipeline_schedules, "parallel.pipeline_schedule", [config.parallel.pipeline_schedule]),
+    ]
+    for registry, key, names in named:
+        for name in names:
+            with problems.collect():
+                registry.get(name, key=key)
 
 
 def load_config_anywhere(

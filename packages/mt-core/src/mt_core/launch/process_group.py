@@ -20,6 +20,7 @@ LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 """gloo connects lazily, at the first message between two ranks. A full mesh of connections at the start does not
 scale to 16,384 ranks."""
 COUNT, ALL_HERE, LEFT = "arrived", "all-arrived", "left"
+WORLD, HOLDER, REFUSED = "world", "holder", "refused"
 SHOWN_RANKS = 16
 LEAVE_SECONDS = 60.0
 """How long the rank that serves the store waits for the other ranks at the end."""
@@ -39,6 +40,7 @@ def initialize(
     if environment.world_size == 1:
         return None
     store = connect_store(environment, timeouts.init)
+    _require_same_world(store, environment, device.type)
     users = _users(environment, device)
     # Before _meet(): once all have arrived, the count is final.
     store.add(users, 1)
@@ -153,6 +155,29 @@ def run_store(store: dist.Store, attempt: int) -> dist.Store:
     return dist.PrefixStore(f"mt/{attempt}", store)
 
 
+def _require_same_world(store: dist.Store, environment: RankEnvironment, device_type: str) -> None:
+    """Raise ConfigError, here and on the ranks that wait, where nodes were started with other numbers of ranks or one
+    rank twice, or with other types of devices, whose process groups would wait for one another."""
+    own = f"{environment.world_size} ranks on {device_type}"
+    # compare_set with "" sets the key if it is absent, and returns what is there.
+    first, _, host = store.compare_set(WORLD, "", f"{own}@{environment.host}").decode().partition("@")
+    holder = store.compare_set(f"{HOLDER}/{environment.rank}", "", _process(environment)).decode()
+    problem = None
+    if first != own:
+        problem = f"{host} was started for {first}, and {environment.host} for {own}"
+    elif holder != _process(environment):
+        problem = f"rank {environment.rank} was started twice, as {holder} and as {_process(environment)}"
+    if problem is not None:
+        text = f"{problem}; start every node with the same --nproc, --nnodes and train.device, and its own --node-rank"
+        store.set(REFUSED, text)
+        store.set(ALL_HERE, "")
+        raise ConfigError(text)
+
+
+def _process(environment: RankEnvironment) -> str:
+    return f"process {os.getpid()} on {environment.host}"
+
+
 def _meet(store: dist.Store, environment: RankEnvironment, timeout: float) -> None:
     """Wait until every rank has arrived."""
     store.set(f"{COUNT}/{environment.rank}", environment.host)
@@ -161,6 +186,8 @@ def _meet(store: dist.Store, environment: RankEnvironment, timeout: float) -> No
         store.set(ALL_HERE, "")
     try:
         store.wait([ALL_HERE], timedelta(seconds=timeout))
+        if store.check([REFUSED]):
+            raise ConfigError(store.get(REFUSED).decode())
     except dist.DistStoreError as error:
         missing = [rank for rank in range(environment.world_size) if not store.check([f"{COUNT}/{rank}"])]
         shown = ", ".join(map(str, missing[:SHOWN_RANKS]))

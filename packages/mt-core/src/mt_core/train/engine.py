@@ -74,6 +74,7 @@ from mt_core.train.losses import WrapLoss, build_losses
 from mt_core.train.main_weights_choice import updates_in_one_kernel, with_resolved_main_weights
 from mt_core.train.malloc import keep_freed_memory
 from mt_core.train.pipelining import Stages, build_forward_backward, build_stages
+from mt_core.train.same_start import require_same_program
 from mt_core.train.state import TrainState
 from mt_core.train.step.forward_backward import Batch, ForwardBackward, ForwardStep
 from mt_core.train.step.optimizer_step import (
@@ -164,6 +165,7 @@ class Engine:
         plain = model is not None and is_plain(model)
         if model is not None and plain:
             require_whole(model, config.parallel)
+        require_same_program(config, tokenizer, host)
         ctx = build.build_context(config, device)
         # First of all work on the device: hooks on gradients belong to the stream on which they are registered.
         if config.train.cuda_graphs != "none" and device.type == "cuda":

@@ -23,6 +23,7 @@ from mt_core.train import build
 from mt_core.train.checkpoint.local_shards import LocalShard, fill, given
 from mt_core.train.checkpoint.state import MODEL, require_fit, shapes_of_all_stages
 from mt_core.train.pipelining import Stages, build_stages
+from mt_core.train.same_start import require_same_checkpoint, require_same_program
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,11 @@ def load_trained_model(
     reader = open_checkpoint(checkpoint, host)
     config = _config(reader, settings or {}, host)
     tokenizer = build.restore_tokenizer(config, reader.files(), host)
-    ctx = _context(config, build.resolve_device(device), alone="parallel" not in (settings or {}))
+    alone = "parallel" not in (settings or {})
+    if not alone:
+        require_same_program(config, tokenizer, host)
+        require_same_checkpoint(checkpoint, reader, config)
+    ctx = _context(config, build.resolve_device(device), alone=alone)
     stages = build_stages(config, ctx, host)
     model = build.build_model(config, ctx, host, None if stages is None else stages.own)
     load_model_weights(model, reader, ctx)

@@ -33,7 +33,7 @@ from mt_core.parallel.context import ParallelContext, is_writer, wait_for_all
 from mt_core.parallel.data import any_over
 from mt_core.parallel.first_rank import on_first_rank
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import Dataset
+from mt_core.specs import CheckpointReader, Dataset
 from mt_core.train.callbacks import Callback, CallbackList, configured_callbacks
 from mt_core.train.checkpoint.best import BestCheckpoint
 from mt_core.train.checkpoint.data_identity import data_identity
@@ -49,6 +49,7 @@ from mt_core.train.evaluation.validation import Validation
 from mt_core.train.host_transfer import DelayedAllReduceFlag
 from mt_core.train.reporting.run_summary import run_summary
 from mt_core.train.reporting.step_metrics import StepMetrics
+from mt_core.train.same_start import require_same_checkpoint, require_same_samples
 from mt_core.train.signals import StopSignals
 from mt_core.train.state import TrainResult, TrainState
 from mt_core.train.step.forward_backward import ForwardStep
@@ -122,6 +123,8 @@ class Trainer:
             if valid_data is not None
             else building.build_datasets(self.config, self.engine.tokenizer, "valid", self.host)
         )
+        # Before a too short data set is an error of one node.
+        require_same_samples(self._data_identity, self._configured_data(train_data, valid_data), self.config)
         # A data set that is too short is an error before the first step and not in the middle of a run.
         building.require_samples(self.train_data, self.engine.total_samples)
         self.validation = Validation(self.engine, self.valid_data)
@@ -145,6 +148,13 @@ class Trainer:
     @property
     def state(self) -> TrainState:
         return self.engine.state
+
+    def _configured_data(
+        self, train_data: Dataset | None, valid_data: Mapping[str, Dataset] | None
+    ) -> dict[str, Dataset]:
+        """The data sets by name that the configuration describes, without those that the caller gave."""
+        train = {"train": self.train_data} if train_data is None else {}
+        return {**train, **(self.valid_data if valid_data is None else {})}
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -379,14 +389,20 @@ class Trainer:
         return self.engine.checkpointed()
 
     def _restore(self) -> None:
+        start = self.config.checkpoint.start
         if self.resumed_from is not None:
-            self._resume(self.resumed_from)
-        elif (start := self.config.checkpoint.start) is not None:
-            run, reader = self.checkpointed(), open_start(start, self.host)
-            self.loaded_weights = load_weights(reader, run, self.engine.layouts, self.config, self.host)
+            reader: CheckpointReader | None = open_checkpoint(self.resumed_from, self.host)
+        else:
+            reader = open_start(start, self.host) if start is not None else None
+        # Before restoring, which is collective: the run directory of one node may have a checkpoint, and another's not.
+        run_dir = self.directory.path if self.directory is not None else None
+        require_same_checkpoint(self.resumed_from, reader, self.config, run_dir)
+        if self.resumed_from is not None and reader is not None:
+            self._resume(self.resumed_from, reader)
+        elif reader is not None:
+            self.loaded_weights = load_weights(reader, self.checkpointed(), self.engine.layouts, self.config, self.host)
 
-    def _resume(self, path: Path) -> None:
-        reader = open_checkpoint(path, self.host)
+    def _resume(self, path: Path, reader: CheckpointReader) -> None:
         changes = require_same_run(reader.metadata, self.config, str(path), self.host)
         if changes:
             self.message(f"accepted changes:\n{change_table(changes)}")

@@ -298,7 +298,8 @@ def _search(
         return
     console = Console(highlight=False)
     console.print(
-        f"{world} ranks of {limit:.1f} GiB: {values['legal']} legal layouts looked at, {values['fitting']} fit"
+        f"{world} ranks of {limit:.1f} GiB, global batch {config.train.global_batch_size}: {values['legal']} legal "
+        f"layouts looked at, {values['fitting']} fit"
     )
     if values["layouts"]:
         found, spent = _search_tables(values["layouts"])
@@ -314,8 +315,8 @@ def _search(
 def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
     """The layouts, with the estimated seconds of each by part. Expert columns are shown if a layout shards experts."""
     axes = SEARCHED_AXES | (EXPERT_AXES if any(_divides_experts(layout) for layout in layouts) else {})
-    found = number_table("#", *axes, "micro batch", "recompute", "GiB", "s a step", "of peak")
-    spent = number_table("seconds of #", *STEP_PARTS)
+    found = number_table("#", *axes, "micro batch", "recompute", "GiB", "tokens/s", "of peak")
+    spent = number_table("seconds of #", "a step", *STEP_PARTS)
     for number, layout in enumerate(layouts, 1):
         found.add_row(
             str(number),
@@ -323,10 +324,11 @@ def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
             str(layout["micro_batch_size"]),
             layout["recompute_granularity"],
             f"{layout['gib']:.1f}",
-            f"{layout['estimated_seconds']:.3g}",
+            f"{layout['estimated_tokens_per_second']:,.0f}",
             f"{layout['estimated_utilization']:.1%}",
         )
-        spent.add_row(str(number), *(f"{layout['estimated_seconds_of'][part]:.3g}" for part in STEP_PARTS))
+        seconds = f"{layout['estimated_seconds']:.3g}"
+        spent.add_row(str(number), seconds, *(f"{layout['estimated_seconds_of'][part]:.3g}" for part in STEP_PARTS))
     return found, spent
 
 

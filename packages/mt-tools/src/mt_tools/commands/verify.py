@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -34,26 +34,29 @@ def layout(
         float | None,
         typer.Option(help="Rate of all dropout. Default: as configured.", min=0.0, max=0.9, show_default=False),
     ] = None,
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Compute in this, with its bounds.")] = "fp32",
 ) -> None:
     """Train a few steps of the configuration, made small, under its layout and in one process, on CPU.
 
     The batch grows after the first step, the learning rate warms up and decays, every second step is followed by an
-    evaluation. Says what was made of the configuration, and compares the loss, the gradient norm and the learning rate
-    of each step, every gradient of the first one, the weights after the last, and the evaluations. A layout that
-    divides nothing is run on two data-parallel processes. Exit code 1 when something differs.
+    evaluation. Says what was made of the configuration, and what such a run cannot show. Compares the loss, the
+    auxiliary losses, the gradient norm and the learning rate of each step, every gradient of the first one, the weights
+    after the last, and the evaluations. A layout that divides nothing is run on two data-parallel processes. Exit code
+    1 when something differs.
     """
     from mt_core.config.loss import configured_loss
-    from mt_tools.verify.comparison import Tolerances, compare
+    from mt_tools.verify.comparison import SIXTEEN_BITS, Tolerances, compare
     from mt_tools.verify.small_runs import in_the_same_rounds, record
 
     host = load_plugins()
-    small = _small(config, preset, set_ or [], host, steps=steps, dropout=dropout)
+    small = _small(config, preset, set_ or [], host, steps=steps, dropout=dropout, dtype=dtype)
     world = None if against else 1
     other = in_the_same_rounds(_with_layout(small, against or [], host), world, small, host)
     typer.echo(f"{_layout(small)}\nagainst {_layout(other, world)}")
     # The embeddings of an untrained model are nearly equal. Rounding costs two digits of their differences.
     compares = configured_loss(small, host).compares_samples
-    tolerances = Tolerances(gradient=5e-4, weights=1e-4) if compares else Tolerances()
+    full = Tolerances(gradient=5e-4, weights=1e-4) if compares else Tolerances()
+    tolerances = full if dtype == "fp32" else SIXTEEN_BITS
     raise typer.Exit(_report(compare(record(small, steps=steps), record(other, world=world, steps=steps), tolerances)))
 
 
@@ -85,16 +88,18 @@ def resume(
 
 
 def _small(
-    config: Path | None, preset: str | None, settings: list[str], host: PluginHost, **options: float | None
+    config: Path | None, preset: str | None, settings: list[str], host: PluginHost, **options: float | str | None
 ) -> Config:
     """The configuration, validated for as many processes as its layout needs, and shrunk; prints what was changed."""
     from mt_core.config.loading import load_config_anywhere
-    from mt_tools.verify.changes import describe_changes
+    from mt_tools.verify.changes import describe_changes, unseen
     from mt_tools.verify.small_config import shrink
 
     asked = load_config_anywhere(config, preset=preset, overrides=settings, host=host).config
     small = shrink(asked, host, **options)  # type: ignore[arg-type]
-    typer.echo(f"made small, and computed in fp32 on CPUs:\n{describe_changes(asked, small)}")
+    typer.echo(f"made small, and computed in {small.precision.dtype} on CPUs:\n{describe_changes(asked, small)}")
+    if hidden := unseen(asked, small):
+        typer.echo("\n".join(["which cannot show errors of:", *(f"  {each}" for each in hidden)]))
     return small
 
 

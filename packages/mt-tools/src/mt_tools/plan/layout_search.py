@@ -40,6 +40,13 @@ class Candidate:
     choice: Choice
     plan: LayoutPlan
 
+    tokens_per_step: int
+    """Of all ranks."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.plan.seconds
+
     def fits(self, memory_gib: float) -> bool:
         return self.plan.memory_gib <= memory_gib
 
@@ -100,8 +107,14 @@ class Found:
 def search(planner: QuickPlanner, world: int, memory_gib: float) -> Found:
     """Layouts with tensor parallelism within a node, with sequence parallelism, and a sharded optimizer state.
 
-    Pruned: a layout whose weights alone do not fit, and recomputation for a layout that fits without it.
+    Pruned: a layout whose weights alone do not fit, and recomputation for a layout that fits without it. Raises
+    ConfigError without train.global_batch_size, since a batch of one micro-batch a rank differs between layouts.
     """
+    if planner.config.train.global_batch_size is None:
+        raise ConfigError(
+            "a search compares layouts of one global batch, and train.global_batch_size is not set; add "
+            "--set train.global_batch_size=N, the samples of a step over all ranks"
+        )
     found = Found()
     for axes in axis_choices(planner, world):
         # The smallest micro-batch without recomputation: rules that it breaks hold for the others, too.
@@ -117,7 +130,7 @@ def search(planner: QuickPlanner, world: int, memory_gib: float) -> Found:
             continue
         for size in MICRO_BATCHES:
             _try_micro_batch(planner, axes, size, world, memory_gib, found)
-    found.candidates.sort(key=lambda candidate: candidate.plan.seconds)
+    found.candidates.sort(key=lambda candidate: candidate.tokens_per_second, reverse=True)
     return found
 
 
@@ -129,7 +142,8 @@ def _try_micro_batch(
         choice = _with(planner.config, axes, recompute, size)
         try:
             config = _checked(planner, choice, world)
-            candidate = Candidate(_changes(choice), planner.plan(config, world))
+            plan, batch = planner.plan(config, world), config.train.global_batch_size
+            candidate = Candidate(_changes(choice), plan, (batch or 0) * config.data.seq_length)
         except ConfigError as error:
             found.refused[_reason(error)] += 1
             return

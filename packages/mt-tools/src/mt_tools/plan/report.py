@@ -96,6 +96,8 @@ def candidate_values(candidate: Candidate, machine: Machine) -> dict[str, Any]:
         "data_parallel_size": plan.sizes["dp"],
         "gib": plan.memory_gib,
         "bubble": plan.bubble,
+        "tokens_per_step": candidate.tokens_per_step,
+        "estimated_tokens_per_second": candidate.tokens_per_second,
         "estimated_seconds": plan.seconds,
         "estimated_seconds_of": asdict(plan.time),
         "estimated_utilization": plan.utilization(machine),

@@ -34,6 +34,34 @@ def describe_changes(config: Config, small: Config, *, width: int = 120) -> str:
     )
 
 
+def unseen(config: Config, small: Config) -> list[str]:
+    """Features of the configuration that the small run does without, so that their errors cannot show."""
+    model, reduced = config.model.model_dump(), small.model.model_dump()
+    precision, dtype = config.precision, small.precision.dtype
+    found = {
+        f"arithmetic in {precision.dtype}: --dtype {precision.dtype} of mt verify layout runs in it": (
+            precision.dtype != dtype
+        ),
+        "products in FP8": precision.fp8_format != small.precision.fp8_format,
+        "global_aux_loss, in whose place is aux_loss": _has_global_loss(model) != _has_global_loss(reduced),
+        "attention dropout, which is drawn for the heads and positions of a rank": any(
+            reduced[key] != value for key, value in model.items() if key.endswith("attention_dropout")
+        ),
+        "compilation, CUDA graphs and GPU kernels": _on_gpu_alone(config),
+    }
+    return [text for text, hidden in found.items() if hidden]
+
+
+def _has_global_loss(model: Mapping[str, Any]) -> bool:
+    """Whether it has the loss that the small run replaces."""
+    return "global_aux_loss" in ((model.get("moe") or {}).get("moe_router_load_balancing_type") or [])
+
+
+def _on_gpu_alone(config: Config) -> bool:
+    chosen = any(value != "auto" for value in config.kernels.model_dump().values())
+    return chosen or config.train.compile != "none" or config.train.cuda_graphs != "none"
+
+
 def _changed(before: Section, after: Section) -> list[str]:
     defaults = {key: field.get_default(call_default_factory=True) for key, field in type(before).model_fields.items()}
     chosen = {key: value for key, value in before.model_dump().items() if value != defaults[key]}

@@ -14,13 +14,19 @@ from mt_tools.verify.run_record import RunRecord
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Tolerances: largest relative differences in fp32."""
+    """Tolerances: largest relative differences, by default those of fp32. floor: a tensor of a smaller part of the norm
+    of all tensors of its kind counts as that large, such as a gradient that is 0 but for rounding."""
 
     loss: float = 1e-5
     gradient: float = 1e-5
     norm: float = 2e-6
     weights: float = 1e-5
     rate: float = 1e-9
+    floor: float = 0.0
+
+
+SIXTEEN_BITS = Tolerances(loss=1e-4, gradient=0.03, norm=3e-3, weights=0.01, floor=0.01)
+"""For bf16, whose numbers have 8 bits. Measured with tensor parallelism: at most 9e-6, 6e-3, 2e-4 and 3e-3."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,11 @@ class Difference:
 
 
 def compare(found: RunRecord, reference: RunRecord, tolerances: Tolerances | None = None) -> list[Difference]:
-    """Every quantity of both runs: losses step by step, then evaluations, gradients of the first step, and weights
-    after the last."""
+    """Every quantity of both runs: losses step by step, then evaluations, auxiliary losses, gradients of the first
+    step, and weights after the last."""
     allowed = tolerances or Tolerances()
     # Later gradient norms depend on weights that already differ by rounding.
-    norms = [allowed.norm, *[allowed.loss] * len(reference.norms)]
+    norms = [allowed.norm, *[max(allowed.loss, allowed.norm)] * len(reference.norms)]
     steps = [
         _numbers("loss", found.losses, reference.losses, repeat(allowed.loss)),
         _numbers("gradient norm", found.norms, reference.norms, norms),
@@ -62,8 +68,9 @@ def compare(found: RunRecord, reference: RunRecord, tolerances: Tolerances | Non
         # By step, not by kind: the first line that is off names the first step that is off.
         *(difference for of_step in zip_longest(*steps) for difference in of_step if difference is not None),
         *_numbers("evaluation", found.evaluations, reference.evaluations, repeat(allowed.loss), "number"),
-        *_tensors("gradient", found.gradients, reference.gradients, allowed.gradient),
-        *_tensors("weights", found.weights, reference.weights, allowed.weights),
+        *_auxiliary(found.auxiliary, reference.auxiliary, allowed.loss),
+        *_tensors("gradient", found.gradients, reference.gradients, allowed.gradient, allowed.floor),
+        *_tensors("weights", found.weights, reference.weights, allowed.weights, allowed.floor),
     ]
 
 
@@ -78,13 +85,23 @@ def _numbers(
     ]
 
 
-def _tensors(
-    kind: str, found: Mapping[str, Tensor], reference: Mapping[str, Tensor], allowed: float
+def _auxiliary(
+    found: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]], allowed: float
 ) -> Iterator[Difference]:
+    for number, (mine, theirs) in enumerate(zip(found, reference, strict=True), start=1):
+        for name in dict.fromkeys([*theirs, *mine]):
+            off = _ratio(mine[name], theirs[name]) if name in mine and name in theirs else None
+            yield Difference("auxiliary loss", f"{name} of step {number}", off, allowed)
+
+
+def _tensors(
+    kind: str, found: Mapping[str, Tensor], reference: Mapping[str, Tensor], allowed: float, floor: float
+) -> Iterator[Difference]:
+    least = max(1e-12, floor * math.hypot(*(float(tensor.float().norm()) for tensor in reference.values())))
     for name in [*reference, *(name for name in found if name not in reference)]:
         if name in found and name in reference:
             # Relative to the whole tensor: single elements near 0 may differ by their own size.
-            off = (found[name].float() - reference[name].float()).norm() / reference[name].float().norm().clamp(1e-12)
+            off = (found[name].float() - reference[name].float()).norm() / reference[name].float().norm().clamp(least)
             yield Difference(kind, name, float(off), allowed)
         else:
             yield Difference(kind, name, None, allowed)

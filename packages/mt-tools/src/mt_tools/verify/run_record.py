@@ -28,7 +28,8 @@ class RunRecord:
     """losses, norms, rates, samples: of each step: its loss, gradient norm and learning rate, and the samples consumed
     after it. gradients: of the first step, before clipping. weights: after the last.
 
-    evaluations: losses on the validation sets, those after the last step at the end. Tensors are canonical, on CPU.
+    evaluations: losses on the validation sets, those after the last step at the end. auxiliary: of each step, the
+    losses that layers added, by name. Tensors are canonical, on CPU.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -38,6 +39,7 @@ class RunRecord:
     rates: list[float] = field(default_factory=list)
     samples: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
+    auxiliary: list[dict[str, float]] = field(default_factory=list)
 
     @property
     def evaluation(self) -> float | None:
@@ -58,6 +60,7 @@ class RunRecord:
             self.rates[step:],
             self.samples[step:],
             self.evaluations[skipped:],
+            self.auxiliary[step:],
         )
 
 
@@ -78,6 +81,7 @@ class _Recorder(Callback):
         self.record.norms.append(float(metrics["grad_norm"]))
         self.record.rates.append(float(metrics["learning_rate"]))
         self.record.samples.append(float(metrics["consumed_samples"]))
+        self.record.auxiliary.append({name: float(metrics[name]) for name in sorted(run.engine.step.auxiliary.names)})
         # Stopped, not configured shorter: the learning rate schedule keeps its length.
         if run.state.iteration == self.steps:
             run.stop("recorded")

@@ -35,11 +35,20 @@ ON_EVERY_DEVICE = ("auto", "sdpa", "eager")
 SHARED_WITH_PARTS = ("vocab_size", "make_vocab_size_divisible_by")
 """Keys that a model has for its parts, which are tables in its section."""
 FAKE_IMAGE_TEXTS = "captioned_shapes"
+KEPT_PRECISION = {
+    "fp32": (),
+    "bf16": ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "attention_softmax_in_fp32"),
+    "fp16": ("accumulate_allreduce_grads_in_fp32", "attention_softmax_in_fp32"),
+}
+SMALL_SCALE = {"fp16": {"initial_loss_scale": 2.0**10, "loss_scale_window": 2}}
+"""A loss scale with which no step overflows, and that grows after every second one."""
 FULL_STATE = {"main_weights": "copies", "exp_avg_dtype": "fp32"}
 
 
-def shrink(config: Config, host: PluginHost, *, steps: int = STEPS, dropout: float | None = None) -> Config:
-    """The same family, options and axes with few and narrow layers, short sequences, fake data, in fp32 on a CPU.
+def shrink(
+    config: Config, host: PluginHost, *, steps: int = STEPS, dropout: float | None = None, dtype: str = "fp32"
+) -> Config:
+    """The same family, options and axes with few and narrow layers, short sequences, fake data, in `dtype` on a CPU.
 
     Axes are halved until the model fits on LARGEST_WORLD processes, and stages are merged accordingly. Options for GPUs
     only, and faster equivalents of the same computation, get their CPU values. The batch grows after the first step,
@@ -67,7 +76,7 @@ def shrink(config: Config, host: PluginHost, *, steps: int = STEPS, dropout: flo
     keep_dropout(tree["model"], parallel, 0.0 if compares else dropout)
     _replace_data(tree, length, config, host)
     shrink_training(tree, parallel, steps)
-    _compute_on_cpu(tree)
+    _compute_on_cpu(tree, dtype)
     small = config_from_dict(tree, host)
     _check(small, host)
     return _with_loss_of(config, small, host)
@@ -234,13 +243,15 @@ def _undivided(size: int) -> int:
     return next(number for number in count(size) if math.gcd(number, math.factorial(LARGEST_WORLD)) == 1)
 
 
-def _compute_on_cpu(tree: Tree) -> None:
-    """Without GPU-only options, and in fp32, where the order of summation changes little."""
+def _compute_on_cpu(tree: Tree, dtype: str) -> None:
+    """Without GPU-only options, and by default in fp32, where the order of summation changes little."""
     tree["train"].update(device="cpu", compile="none", cuda_graphs="none", deferred_metrics="never")
     tree["kernels"] = {}
     tree["parallel"] |= {"nccl_communicators": {}, "pipeline_backward_communicator": None, "nccl_ub": False}
     tree["parallel"]["tp_comm_overlap"] = False
-    tree["precision"] = {"dtype": "fp32"}
+    # Only rules that the configuration has for this format are kept; keys of others would be refused.
+    kept = {key: tree["precision"][key] for key in KEPT_PRECISION[dtype] if tree["precision"]["dtype"] == dtype}
+    tree["precision"] = {"dtype": dtype, **kept, **SMALL_SCALE.get(dtype, {})}
     model, optimizer = tree["model"], tree["optimizer"]
     if model.get("attention_backend", "auto") not in ON_EVERY_DEVICE:
         model["attention_backend"] = ON_EVERY_DEVICE[-1]  # eager

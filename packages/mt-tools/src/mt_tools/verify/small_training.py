@@ -30,6 +30,8 @@ def shrink_training(tree: Tree, parallel: ParallelConfig, steps: int) -> None:
         train_samples=batch // 2 + batch * (2 * steps - 1),
         eval_interval=EVALUATE_EVERY,
         eval_iters=1,
+        # The fake validation set is large, and every batch of it shows the same.
+        full_validation=False,
         exit_iteration=None,
         callbacks=[],
         check_memory=False,

@@ -1,0 +1,165 @@
+"""What all ranks of a run have to be started with alike: configuration, tokenizer, data, versions and code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mt_core.config.schema import Config
+from mt_core.launch.agreement import any_rank_differs, require_agreement
+from mt_core.plugins import PluginHost
+from mt_core.specs import CheckpointReader, Dataset, Tokenizer
+from mt_core.train.checkpoint.data_identity import CONTENT, TOKENIZER
+from mt_core.versions import installed_versions
+
+NODE_KEYS = frozenset(
+    {
+        "data.data_cache_path",
+        "data.index_engine",
+        "data.mmap_bin_files",
+        "data.num_workers",
+        "data.prefetch_batches",
+        "data.tokenize_workers",
+        "data.verify_checksums",
+        "logging.device_peak_tflops",
+        "logging.progress",
+        "logging.tensorboard_dir",
+        "logging.wandb_save_dir",
+        "train.device",
+        "train.num_threads",
+    }
+)
+"""Keys that may differ between the nodes of a run: scratch folders, and how a node reads its data and computes. Paths
+of a tokenizer's files may differ too, since their content is compared. The type of the device is compared when ranks
+meet (`mt_core.launch.process_group`)."""
+LIBRARIES = ("numpy", "tokenizers", "sentencepiece", "tiktoken", "triton", "transformer_engine", "flash_attn")
+VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "CUBLAS_WORKSPACE_CONFIG")
+"""Environment variables that choose a collective's algorithm, which all ranks have to share, or an arithmetic."""
+SAMPLES = 8
+"""Samples of a data set that are compared. Fingerprints of files without checksums do not read the tokens."""
+
+
+def require_same_program(config: Config, tokenizer: Tokenizer, host: PluginHost) -> None:
+    """Raise ConfigError on every rank, with the first key and node, where ranks were started differently.
+
+    Before the groups of the layout are made: ranks with different layouts would wait for one another.
+    """
+    timeout = config.timeouts.load
+    require_agreement("configuration", compared_keys(config), timeout=timeout)
+    require_agreement("tokenizer and versions", {**_tokenizer(tokenizer), **_versions(host)}, timeout=timeout)
+    roots = _package_folders(host)
+    # Ranks that import from the same folders of one host run the same code, which then need not be read.
+    place = json.dumps([socket.gethostname(), _script(), sorted(map(str, roots.values()))])
+    if any_rank_differs("place of the code", place, timeout=timeout):
+        require_agreement("code (SHA-256)", code_digests(roots), timeout=timeout)
+
+
+def require_same_checkpoint(
+    path: Path | None, reader: CheckpointReader | None, config: Config, run_dir: Path | None = None
+) -> None:
+    """The same for the checkpoint that a run starts from, and the run directory, into which all ranks write."""
+    metadata = json.dumps(reader.metadata, sort_keys=True, default=str) if reader is not None else ""
+    values = {
+        "run directory": str(run_dir),
+        "checkpoint": path.name if path is not None else "none",
+        "checkpoint.metadata (SHA-256)": _digest(metadata.encode()),
+    }
+    require_agreement("checkpoint", values, timeout=config.timeouts.load)
+
+
+def require_same_samples(identity: Mapping[str, str], datasets: Mapping[str, Dataset], config: Config) -> None:
+    """The same for data. identity: the `data_identity` of the training data. datasets: by name, those that the
+    configuration describes, of which samples are compared; samples of a caller's own may be drawn at random."""
+    values: dict[str, Any] = {CONTENT: identity.get(CONTENT, "unknown")}
+    for name, dataset in datasets.items():
+        values |= _content(name, dataset)
+    require_agreement("data", values, timeout=config.timeouts.data)
+
+
+def compared_keys(config: Config) -> dict[str, Any]:
+    """Values by dotted key, without those that may differ between nodes."""
+    left_out = NODE_KEYS | {f"tokenizer.{key}" for key in getattr(config.tokenizer, "file_keys", {})}
+    flat = dict(_flattened(config.to_dict(), ""))
+    return {key: value for key, value in flat.items() if key not in left_out}
+
+
+def _flattened(values: Mapping[str, Any], before: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flattened(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    fingerprint = getattr(tokenizer, "fingerprint", None)
+    return {TOKENIZER: fingerprint() if fingerprint is not None else "unknown"}
+
+
+def _versions(host: PluginHost) -> dict[str, Any]:
+    plugins = {plugin.distribution: plugin.version for plugin in host.plugins if plugin.loaded}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, **plugins}
+    named = {f"version of {name}": version for name, version in {**versions, **installed_versions(LIBRARIES)}.items()}
+    variables = {f"variable {name}": os.environ.get(name, "(not set)") for name in VARIABLES}
+    return {"plugins": sorted(plugins), **named, **variables}
+
+
+def _content(name: str, dataset: Dataset) -> dict[str, Any]:
+    """The number of samples, and a hash of some, from the first on."""
+    length = len(dataset)
+    samples = hashlib.sha256()
+    for place in sorted({length * part // SAMPLES for part in range(SAMPLES)} if length else ()):
+        for field, value in dataset[place].items():
+            samples.update(f"{field} {value.dtype} {value.shape}".encode())
+            samples.update(value.tobytes())
+    return {f"number of samples ({name})": length, f"samples ({name}), SHA-256 of {SAMPLES}": samples.hexdigest()}
+
+
+# -- code -----------------------------------------------------------------------------------------
+
+
+def _package_folders(host: PluginHost) -> dict[str, Path]:
+    """The folders of the packages that plugins are modules of, by the packages' names."""
+    roots = {plugin.module.partition(":")[0].partition(".")[0] for plugin in host.plugins if plugin.loaded}
+    paths = {root: getattr(sys.modules.get(root), "__path__", None) for root in sorted(roots | {"mt_core"})}
+    return {root: Path(path[0]) for root, path in paths.items() if path}
+
+
+def code_digests(packages: Mapping[str, Path]) -> dict[str, str]:
+    """SHA-256 of each Python file of these packages, and of the modules that the user's program has imported."""
+    files = {f"{name}/{file.relative_to(root)}": file for name, root in packages.items() for file in root.rglob("*.py")}
+    own = {name: file for name, file in _users_modules() if not any(file.is_relative_to(r) for r in packages.values())}
+    return {name: _digest(file.read_bytes()) for name, file in sorted({**files, **own}.items())}
+
+
+def _users_modules() -> Iterator[tuple[str, Path]]:
+    """Imported modules that neither belong to Python nor are installed: the script, and what lies beside it."""
+    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    for name, module in list(sys.modules.items()):
+        file = _file(module)
+        if file is not None and not any(file.is_relative_to(folder) for folder in installed):
+            yield f"{name} ({file.name})", file
+
+
+def _file(module: ModuleType | None) -> Path | None:
+    name = getattr(module, "__file__", None)
+    return Path(name) if isinstance(name, str) and name.endswith(".py") and Path(name).is_file() else None
+
+
+def _script() -> str:
+    return str(_file(sys.modules.get("__main__")))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
