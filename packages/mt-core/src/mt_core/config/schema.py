@@ -25,6 +25,19 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 """Type of a key: a number from 0 to 1."""
 AUTO_LOSS = "auto"
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
+Activation = Literal[
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "squared_relu",
+    "silu",
+    "quick_gelu",
+    "swiglu",
+    "geglu",
+    "geglu_tanh",
+    "clamped_swiglu",
+]
+"""Of the feed-forward block (mt_core.nn.activations); here, so that configurations are checked without torch."""
 
 
 def used_when(default: Any, **conditions: Any) -> Any:
