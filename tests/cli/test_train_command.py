@@ -325,7 +325,9 @@ def test_wrong_types_are_found_without_torch(tmp_path) -> None:
     )
     wrong = ["train.train_iters=x", "model.num_layers=x", "model.unknown=1", "optimizer.lr=fast", "data.seq_length=x"]
     wrong += ["model.family=none", "data.dataset_type=none", "checkpoint.save=1", "tokenizer.unknown=1"]
-    done = subprocess.run([sys.executable, "-c", code, *wrong], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *wrong], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("error: ") == len(wrong)
     assert list(tmp_path.iterdir()) == []

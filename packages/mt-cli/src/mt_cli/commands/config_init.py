@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -90,14 +90,7 @@ def _show_plan(draft: Draft, out: Path, context: typer.Context, host: PluginHost
     if "plan" not in host.commands.names():
         typer.echo("mt plan shows whether this fits into memory: pip install mt-tools")
         return
-    options: dict[str, Any] = {"memory_gib": _gpu_gib()} if draft.has_gpu else {}
     # The command's function itself: mt-cli imports no other distribution, and mt-tools may be absent.
     host.commands.get("plan", key="mt config init").app.load()(
-        context, config=out, world_size=draft.processes, **options
+        context, config=out, world_size=draft.processes, machine="this"
     )
-
-
-def _gpu_gib() -> float:
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory / 2**30
