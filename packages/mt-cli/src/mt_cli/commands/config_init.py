@@ -27,6 +27,10 @@ def init(
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or file, or bytes.", show_default=False)] = None,
     dataset_type: Annotated[str | None, typer.Option(help="Kind of samples.", show_default=False)] = None,
+    encodings: Annotated[
+        str | None, typer.Option(help="Of text that is no UTF-8, with white space between.", show_default=False)
+    ] = None,
+    json_key: Annotated[str | None, typer.Option(help="Key of the text in JSON lines.", show_default=False)] = None,
     seq_length: Number = None,
     processes: Number = None,
     tensor_parallel: Number = None,
@@ -48,6 +52,8 @@ def init(
         "data": data,
         "tokenizer": tokenizer,
         "dataset-type": dataset_type,
+        "encodings": encodings,
+        "json-key": json_key,
         "seq-length": seq_length,
         "processes": processes,
         "tensor-parallel": tensor_parallel,
