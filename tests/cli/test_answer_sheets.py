@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -48,11 +49,11 @@ def test_what_the_questions_accept_trains(tmp_path: Path, preset: str, data: str
     (tmp_path / "prose.txt").write_text(PROSE)
     answer = str(tmp_path) if data == "text" else data
     given = {"model": preset, "data": answer, **SHORT, "seq-length": "32"}
-    try:
+    # An answer that is refused makes no file; a decoder of text takes all of them.
+    draft = None
+    with nullcontext() if takes_text(preset) else suppress(MtError):
         draft = make_draft(load_plugins(), False, given, None, pytest.fail)
-    except MtError as refusal:
-        # An answer that is refused is no file; a decoder of text takes all of them.
-        assert not takes_text(preset), refusal
+    if draft is None:
         return
     trainer = Trainer(smaller(draft.config()), run_dir=tmp_path / "run")
     assert trainer.train().state.iteration == 1
