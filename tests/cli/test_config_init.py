@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from mt_cli.wizard import make_draft
@@ -179,6 +181,9 @@ def test_options_answer_everything_and_the_file_trains(mt, tmp_path: Path) -> No
     outcome = mt("config", "init", out, "--yes", *options)
     assert outcome.code == 0, outcome.err
     assert "the fullest rank holds" in outcome.out  # mt plan
+    if not torch.cuda.is_available():
+        assert "GiB of this CPU" in outcome.out
+        assert not re.search("h100|FLOP/s", outcome.out), "of another machine"
     assert f"mt train {out}" in outcome.out
     small = [part for setting in SMALL for part in ("--set", setting)]
     assert mt("train", out, "--run-dir", tmp_path / "run", *small).code == 0

@@ -314,6 +314,25 @@ def test_impossible_settings(tmp_path, capsys, changes, words) -> None:
     assert not (tmp_path / "run").exists(), "nothing is written before the settings are right"
 
 
+def test_wrong_types_are_found_without_torch(tmp_path) -> None:
+    """Also those of the model, whose families declare their keys beside code of torch."""
+    code = (
+        "import sys\n"
+        "from mt_cli.main import run\n"
+        "for setting in sys.argv[1:]:\n"
+        "    assert run(['train', '--run-dir', 'run', '--set', setting]) in (2, 3), setting\n"
+        "    assert 'torch' not in sys.modules, setting\n"
+    )
+    wrong = ["train.train_iters=x", "model.num_layers=x", "model.unknown=1", "optimizer.lr=fast", "data.seq_length=x"]
+    wrong += ["model.family=none", "data.dataset_type=none", "checkpoint.save=1", "tokenizer.unknown=1"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *wrong], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: ") == len(wrong)
+    assert list(tmp_path.iterdir()) == []
+
+
 def data_arguments(tmp_path: Path, path: Path) -> list[str]:
     command = arguments(tmp_path / "run", data__dataset_type="gpt", data__data_path=f'["{path}"]')
     at = command.index("data.corpus_bytes=1000000")
@@ -322,6 +341,7 @@ def data_arguments(tmp_path: Path, path: Path) -> list[str]:
 
 def test_missing_data(tmp_path, capsys) -> None:
     refused(capsys, data_arguments(tmp_path, tmp_path / "nowhere_text_document"), r"nowhere_text_document")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -335,6 +355,7 @@ def test_missing_data(tmp_path, capsys) -> None:
 def test_empty_data_and_text_that_is_not_utf8(tmp_path, capsys, name, content, words) -> None:
     (tmp_path / name).write_bytes(content)
     refused(capsys, data_arguments(tmp_path, tmp_path / name), words)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_directory_that_cannot_be_written(tmp_path, capsys) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from mt_tools.plan.machines import get_machine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = EXAMPLES / "gpt-3d.toml"
@@ -170,3 +174,27 @@ def test_data_that_do_not_fit_the_model_are_refused(mt, arguments, words) -> Non
     outcome = mt("plan", "--preset", *arguments)  # none of which has a length of the run
     assert outcome.code == 2
     assert words in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "has_speed"), [("NVIDIA H100 80GB HBM3", True), ("NVIDIA GeForce RTX 4090", False), (None, False)]
+)
+def test_this_machine_is_named_and_has_times_where_its_speed_is_known(monkeypatch, gpu, has_speed) -> None:
+    about = SimpleNamespace(name=gpu, total_memory=24 * 2**30, major=8, minor=9)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu is not None)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: about)
+    found = get_machine("this", processes=2)
+    assert (found.has_speed, found.is_cpu) == (has_speed, gpu is None)
+    assert found.name == ("h100" if has_speed else gpu or "this CPU")
+    if gpu is not None:
+        assert (found.memory_gib, found.capability) == (24, (8, 9))
+    else:
+        assert 2 * found.memory_gib <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def test_a_plan_of_this_machine_estimates_no_time_without_a_known_gpu(mt, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    command = ("plan", "--preset", "gpt-tiny", "--machine", "this")
+    values = json.loads(mt(*command, "--json").out)
+    assert (values["machine"], values["estimated_seconds"], values["fits"]) == ("this CPU", None, True)
+    assert "--search ranks layouts by time" in mt(*command, "--search").err

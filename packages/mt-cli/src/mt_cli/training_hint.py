@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mt_core.config.loading import load_config_anywhere
 from mt_core.config.schema import Config
 from mt_core.errors import MtError
 from mt_core.plugins import PluginHost
+from mt_core.specs import Split
 
 STEPS = "train.train_iters=1000"
 CARRIED = ("builtin", "mock")
@@ -52,10 +55,18 @@ def unsuitable_data_of(config: Config, host: PluginHost) -> str | None:
 
 def _missing_files(config: Config, host: PluginHost) -> list[str]:
     """What the data set says when it is built without its files."""
+    problem = unusable_files_of(config, host, splits=("train",))
+    return [] if problem is None else problem.splitlines()
+
+
+def unusable_files_of(config: Config, host: PluginHost, splits: Sequence[Split] = ("train", "valid")) -> str | None:
+    """What the data set says when it is built for training and validation; None: it can be."""
     from mt_core.data.building import build_datasets, build_tokenizer
 
     try:
-        build_datasets(config, build_tokenizer(config, host), "train", host)
+        tokenizer = build_tokenizer(config, host)
+        for split in splits:
+            build_datasets(config, tokenizer, split, host)
     except MtError as error:
-        return str(error).splitlines()
-    return []
+        return str(error)
+    return None

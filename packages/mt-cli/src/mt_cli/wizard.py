@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mt_cli.text_files import no_utf8, size_of_files, text_files, text_keys
 from mt_core.config.checks import as_world, divisors, listed
 from mt_core.config.loading import load_config
 from mt_core.config.presets import find_preset, installed_presets
@@ -30,6 +32,10 @@ UNANSWERED: Settings = {"train.train_iters": STEPS, "train.global_batch_size": N
 """What a draft is checked with until there are answers: a preset's batch need not suit the processes."""
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZER_JSON = "tokenizer.json"
+SPLITS = ("90,10,0", "80,20,0", "50,50,0")
+"""Tried in turn for a text that is too small for the usual one."""
+QUICK_BYTES = 50_000_000
+"""Of text: more of it is not tokenized to check an answer."""
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
@@ -150,8 +156,18 @@ def _entries(parts: Sequence[str]) -> Sequence[str | Settings]:
     # Megatron-LM: get_blend_from_list, which takes every other text for a weight if all of these are numbers.
     weights, paths = parts[::2], parts[1::2]
     if len(weights) > len(paths) or not all(map(_is_number, weights)):
-        return parts
+        return parts if len(parts) == 1 or not all(map(_is_data, parts)) else _weighted_by_size(parts)
     return [{"prefix": path, "weight": float(weight)} for weight, path in zip(weights, paths, strict=True)]
+
+
+def _weighted_by_size(parts: Sequence[str]) -> list[Settings]:
+    """All of the text in its proportions. With weights, since a blend without them does not repeat: it ends after
+    each sample was taken once, and a run with more steps is refused."""
+    sizes = [max(1, size_of_files(part)) for part in parts]
+    return [
+        {"prefix": part, "weight": max(0.001, round(size / sum(sizes), 3))}
+        for part, size in zip(parts, sizes, strict=True)
+    ]
 
 
 def _is_number(part: str) -> bool:
@@ -222,6 +238,31 @@ def _take_tokenizer(draft: Draft, answer: str) -> None:
     draft.accept({f"tokenizer.{key}": value for key, value in found.items()})
 
 
+def _paths(draft: Draft) -> list[str]:
+    entries = draft.settings.get("data.data_path", [])
+    return [entry if isinstance(entry, str) else entry["prefix"] for entry in entries]
+
+
+def _encodings_text(draft: Draft) -> str:
+    return f"{no_utf8(text_files(_paths(draft)))} is no UTF-8. Encodings, tried in turn, such as utf-8 cp1252"
+
+
+def _needs_encoding(draft: Draft) -> bool:
+    return no_utf8(text_files(_paths(draft))) is not None
+
+
+def _take_encodings(draft: Draft, answer: str) -> None:
+    draft.accept({"data.encodings": answer.split()})
+
+
+def _json_keys(draft: Draft) -> list[str]:
+    return text_keys(text_files(_paths(draft)))
+
+
+def _needs_json_key(draft: Draft) -> bool:
+    return bool(keys := _json_keys(draft)) and "text" not in keys
+
+
 def _take_dataset(draft: Draft, answer: str) -> None:
     draft.host.datasets.get(answer, key="data.dataset_type")
     _accept_data(draft, {"data.dataset_type": answer})
@@ -238,6 +279,34 @@ def _number(answer: str) -> int:
 
 def _default_length(draft: Draft) -> str:
     return str(draft.config().data.seq_length)
+
+
+def _take_length(draft: Draft, answer: str) -> None:
+    """With the data made as mt train makes them, unless there are so many that this would take long. A text of which
+    the usual split leaves too little for validation gets a larger share of it."""
+    settings: Settings = {"data.seq_length": _number(answer)}
+    draft.config(settings)
+    if find_spec("torch") is not None and _bytes_of_files(draft) <= QUICK_BYTES:
+        settings = _with_possible_split(draft, settings)
+    draft.accept(settings)
+
+
+def _with_possible_split(draft: Draft, settings: Settings) -> Settings:
+    from mt_cli.training_hint import unusable_files_of
+
+    problem = unusable_files_of(draft.config(settings), draft.host)
+    if problem is None:
+        return settings
+    for split in SPLITS:
+        with suppress(MtError):
+            divided = {**settings, "data.split": split}
+            if unusable_files_of(draft.config(divided), draft.host) is None:
+                return divided
+    raise ConfigError(problem)
+
+
+def _bytes_of_files(draft: Draft) -> int:
+    return sum(map(size_of_files, _paths(draft)))
 
 
 def _take_processes(draft: Draft, answer: str) -> None:
@@ -342,7 +411,15 @@ QUESTIONS: tuple[Question, ...] = (
         _needs_tokenizer,
     ),
     Question("dataset-type", _says("Samples"), _type_of_files, _take_dataset, _has_files),
-    Question("seq-length", _says("Sequence length"), _default_length, _take("data.seq_length")),
+    Question("encodings", _encodings_text, _says("utf-8 cp1252"), _take_encodings, _needs_encoding),
+    Question(
+        "json-key",
+        lambda draft: f"Key of the text ({', '.join(_json_keys(draft))})",
+        lambda draft: _json_keys(draft)[0],
+        lambda draft, answer: draft.accept({"data.json_key": answer}),
+        _needs_json_key,
+    ),
+    Question("seq-length", _says("Sequence length"), _default_length, _take_length),
     Question(
         "processes",
         _says("Processes, one for each GPU of this machine"),

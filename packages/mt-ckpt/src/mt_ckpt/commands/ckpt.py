@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +34,7 @@ AnyCheckpoint = Annotated[
 ]
 Loader = Annotated[str, typer.Option(help="The format to read; auto recognizes it by the files.")]
 OtherLoader = Annotated[str, typer.Option(help="As --loader, of the second checkpoint.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with every tensor.")]
 RunDirectory = Annotated[
     Path, typer.Argument(parser=as_path, metavar="RUN", help="A run directory, or its checkpoints folder.")
 ]
@@ -42,12 +45,16 @@ def inspect(
     path: AnyCheckpoint,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     loader: Loader = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Show a checkpoint's format, metadata, sizes and tensors. No tensor is read."""
     from mt_ckpt.contents import entries, open_any
 
     opened = open_any(path, load_plugins(), loader)
     found = list(entries(opened.reader))
+    if as_json:
+        typer.echo(json.dumps(_contents(opened, found), indent=2, default=str))
+        return
     console = Console(markup=False)  # names and values are shown as they are
     console.print(_summary(opened))
     console.print(_tensor_table(found) if tensors else _group_table(found))
@@ -128,6 +135,7 @@ def diff(
     top: Annotated[int, typer.Option(min=1, help="How many of the largest differences to show.")] = 20,
     loader: Loader = "auto",
     other_loader: OtherLoader = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor; exit code 1 if they differ."""
     from mt_ckpt.difference import differences
@@ -138,6 +146,9 @@ def diff(
     with _progress() as bar:
         task = bar.add_task("comparing", total=len(names))
         found = list(differences(left, right, names, lambda name: bar.advance(task)))
+    if as_json:
+        typer.echo(json.dumps({"tensors": len(names), "differences": [asdict(one) for one in found]}, indent=2))
+        raise typer.Exit(int(bool(found)))
     if not found:
         typer.echo(f"the same: {len(names)} tensors")
         return
@@ -256,6 +267,20 @@ def _facts(opened: Opened) -> Iterator[tuple[str, str]]:
         yield key, _brief(value)
     for name, content in reader.files().items():
         yield "file", f"{name} ({format_bytes(len(content))})"
+
+
+def _contents(opened: Opened, found: Iterable[Entry]) -> dict[str, Any]:
+    from mt_ckpt.contents import files_of, iterations_beside, rank_layout
+
+    return {
+        "checkpoint": str(opened.path),
+        "format": opened.loader.name,
+        "files": files_of(opened),
+        "layout": rank_layout(opened.reader.metadata),
+        "iterations": iterations_beside(opened.path),
+        "metadata": dict(opened.reader.metadata),
+        "tensors": [asdict(entry) for entry in found],
+    }
 
 
 def _format(opened: Opened) -> str:

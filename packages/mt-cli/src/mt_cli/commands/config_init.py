@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,10 @@ def init(
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or file, or bytes.", show_default=False)] = None,
     dataset_type: Annotated[str | None, typer.Option(help="Kind of samples.", show_default=False)] = None,
+    encodings: Annotated[
+        str | None, typer.Option(help="Of text that is no UTF-8, with white space between.", show_default=False)
+    ] = None,
+    json_key: Annotated[str | None, typer.Option(help="Key of the text in JSON lines.", show_default=False)] = None,
     seq_length: Number = None,
     processes: Number = None,
     tensor_parallel: Number = None,
@@ -48,6 +52,8 @@ def init(
         "data": data,
         "tokenizer": tokenizer,
         "dataset-type": dataset_type,
+        "encodings": encodings,
+        "json-key": json_key,
         "seq-length": seq_length,
         "processes": processes,
         "tensor-parallel": tensor_parallel,
@@ -90,14 +96,7 @@ def _show_plan(draft: Draft, out: Path, context: typer.Context, host: PluginHost
     if "plan" not in host.commands.names():
         typer.echo("mt plan shows whether this fits into memory: pip install mt-tools")
         return
-    options: dict[str, Any] = {"memory_gib": _gpu_gib()} if draft.has_gpu else {}
     # The command's function itself: mt-cli imports no other distribution, and mt-tools may be absent.
     host.commands.get("plan", key="mt config init").app.load()(
-        context, config=out, world_size=draft.processes, **options
+        context, config=out, world_size=draft.processes, machine="this"
     )
-
-
-def _gpu_gib() -> float:
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory / 2**30

@@ -27,6 +27,19 @@ AUTO_LOSS = "auto"
 PLAIN_MODULE = "module"
 """The family of a torch.nn.Module that a program gives."""
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
+Activation = Literal[
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "squared_relu",
+    "silu",
+    "quick_gelu",
+    "swiglu",
+    "geglu",
+    "geglu_tanh",
+    "clamped_swiglu",
+]
+"""Of the feed-forward block (mt_core.nn.activations); here, so that configurations are checked without torch."""
 
 
 def used_when(default: Any, **conditions: Any) -> Any:

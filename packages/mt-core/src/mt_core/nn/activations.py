@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-Activation = Literal[
-    "gelu",
-    "gelu_tanh",
-    "relu",
-    "squared_relu",
-    "silu",
-    "quick_gelu",
-    "swiglu",
-    "geglu",
-    "geglu_tanh",
-    "clamped_swiglu",
-]
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from mt_core.config.checks import divisors, listed
-from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, PositiveInt, Probability
+from mt_core.config.schema import Activation, Config, ModelConfig, NonNegativeInt, PositiveInt, Probability
 from mt_core.errors import ConfigError
-from mt_core.nn.activations import Activation
 from mt_models.blocks.checks import check_tensor_parallel
 from mt_models.blocks.encoder_checks import refuse_divided_sequences
 from mt_models.blocks.encoder_config import EncoderConfig

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide
-from mt_core.config.schema import Config, PositiveInt, Probability, used_when
+from mt_core.config.schema import Activation, Config, PositiveInt, Probability, used_when
 from mt_core.errors import ConfigError
-from mt_core.nn.activations import Activation
 from mt_models.blocks.checks import check_tensor_parallel
 from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
 from mt_models.hybrid.pattern import EXPERTS, STAGE, check_pattern, layers_of, stages_of

@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mt_core.config.checks import divisors, listed
-from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
+from mt_core.config.schema import Activation, Config, ModelConfig, PositiveInt, Probability, used_when
 from mt_core.errors import ConfigError
-from mt_core.nn.activations import Activation
 from mt_models.blocks.checks import check_tensor_parallel
 from mt_models.blocks.encoder_checks import refuse_divided_sequences
 

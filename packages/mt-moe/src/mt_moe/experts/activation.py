@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mt_core.nn.activations import FUSED, Activation, activate
+from mt_core.config.schema import Activation
+from mt_core.nn.activations import FUSED, activate
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.request import Feature
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mt_core.nn.activations import Activation, is_gated
+from mt_core.config.schema import Activation
+from mt_core.nn.activations import is_gated
 from mt_core.nn.auxiliary import RunsUncompiled
 from mt_core.nn.fp8.options import Fp8Options
 from mt_core.nn.kernels.choice import Kernels

@@ -38,7 +38,7 @@ def estimate(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Layout, batch, recomputation ...; repeatable."),
     ] = None,
-    machine: Annotated[str, typer.Option(help="h100, h200 or a100: for estimates of time.")] = "h100",
+    machine: Annotated[str, typer.Option(help="h100, h200, a100 or this: for estimates of time.")] = "h100",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Estimate the memory of a model: weights by dtype, training with Adam, and a rank of a layout."""
@@ -47,7 +47,7 @@ def estimate(
     from mt_tools.plan.machines import get_machine
 
     chosen = [dtype for given in dtypes or DTYPES for dtype in given.split(",")]
-    on = get_machine(machine)
+    on = get_machine(machine, world_size)
     found = estimated(model, chosen, host_of(context), on, world=world_size, overrides=set_ or [])
     if as_json:
         typer.echo(json.dumps(_values(found, on), indent=2))
@@ -89,7 +89,7 @@ def _print(found: Estimate, machine: Machine, world: int) -> None:
     planned = [row for row in found.dtypes if row.rank is not None]
     if planned:
         console.print(_heading(planned[0], machine, world))
-        console.print(_rank_table(planned))
+        console.print(_rank_table(planned, machine))
     elif found.not_planned is not None:
         console.print(f"\nactivations are not planned: {found.not_planned} (--set data.dataset_type=...)", markup=False)
 
@@ -113,14 +113,16 @@ def _heading(row: DtypeEstimate, machine: Machine, world: int) -> str:
     )
 
 
-def _rank_table(rows: Sequence[DtypeEstimate]) -> Table:
+def _rank_table(rows: Sequence[DtypeEstimate], machine: Machine) -> Table:
     table = number_table("GiB", *COLUMNS)
     for row in rows:
         assert row.rank is not None
         rank, weights = row.rank.largest, row.rank.largest.weights
         parts = (weights.weights, weights.gradients, weights.main_weights, weights.optimizer_state)
         kept = (rank.activation_bytes + rank.temporary + rank.buffers, rank.total)
-        table.add_row(row.dtype, *(gib(part) for part in (*parts, *kept)), f"{row.rank.seconds:.3g}")
+        table.add_row(
+            row.dtype, *(gib(part) for part in (*parts, *kept)), f"{row.rank.seconds:.3g}" if machine.has_speed else "-"
+        )
     return table
 
 

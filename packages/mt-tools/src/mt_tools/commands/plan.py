@@ -63,19 +63,23 @@ def plan(
     memory_gib: Annotated[
         float | None, typer.Option(help="Memory of a rank. Default: the machine's.", show_default=False)
     ] = None,
-    machine: Annotated[str, typer.Option(help="h100, h200 or a100, in nodes of 8: for estimates of time.")] = "h100",
+    machine: Annotated[str, typer.Option(help="h100, h200 or a100, in nodes of 8, or this computer: this.")] = "h100",
     top: Annotated[int, typer.Option(help="Layouts to show of a search.", min=1)] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what each rank holds, sends and computes under the configured layout, or search for layouts that fit."""
     from mt_tools.plan.machines import get_machine
 
-    chosen, host = get_machine(machine), host_of(context)
+    chosen, host = get_machine(machine, world_size), host_of(context)
     limit = chosen.usable_gib if memory_gib is None else memory_gib
     _require_memory(limit)
     _require_one(search, longest_sequence)
     load = partial(_load, config, preset, world=world_size, host=host)
+    if chosen.is_cpu:
+        # Kernels and master weights are those of a CPU.
+        set_ = ["train.device=cpu", *(set_ or [])]
     if search:
+        _require_speed(chosen)
         _search(load(set_ or [], search=True), world_size, host, chosen, limit, top, as_json=as_json)
     elif longest_sequence:
         _longest(load, set_ or [], world_size, host, chosen, limit, as_json=as_json)
@@ -88,6 +92,13 @@ def _require_memory(gib: float) -> None:
 
     if not (gib > 0 and math.isfinite(gib)):
         raise ConfigError(f"--memory-gib {gib} is no memory of a rank; give a positive number")
+
+
+def _require_speed(machine: Machine) -> None:
+    from mt_core.errors import ConfigError
+
+    if not machine.has_speed:
+        raise ConfigError(f"--search ranks layouts by time, which is not known of {machine.name}; give --machine h100")
 
 
 def _require_one(search: bool, longest_sequence: bool) -> None:
@@ -225,11 +236,20 @@ def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, lim
         growing = sum(steps for size, steps in found.ramp_up if size < last)
         console.print(f"\nglobal batch from {first} to {last} samples over {growing:,} steps")
     console.print(
-        f"\n{found.flops_per_token:.4g} FLOPs a token, {found.flops_per_step:.4g} a step; bubble {found.bubble:.1%}\n"
-        f"estimated on {machine.name}: {found.seconds:.3g} s a step, {found.utilization(machine):.1%} of its FLOP/s"
+        f"\n{found.flops_per_token:.4g} FLOPs a token, {found.flops_per_step:.4g} a step; bubble {found.bubble:.1%}"
     )
+    if machine.has_speed:
+        console.print(
+            f"estimated on {machine.name}: {found.seconds:.3g} s a step, {found.utilization(machine):.1%} of its FLOP/s"
+        )
     verdict = "fits into" if found.memory_gib <= limit else "does not fit into"
-    console.print(f"the fullest rank holds {found.memory_gib:.2f} GiB, which {verdict} {limit:.1f} GiB", style="bold")
+    console.print(
+        f"the fullest rank holds {found.memory_gib:.2f} GiB, which {verdict} {_memory_of(machine, limit)}", style="bold"
+    )
+
+
+def _memory_of(machine: Machine, limit: float) -> str:
+    return f"{limit:.1f} GiB" + ("" if machine.has_speed else f" of {machine.name}")
 
 
 def _rank_tables(ranks: list[dict[str, Any]]) -> tuple[Table, Table]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 
 from mt_core.errors import ConfigError, did_you_mean
@@ -33,6 +35,9 @@ class Machine:
     """Seconds per message, independent of its size."""
     reserved_gib: float = 5.0
     """GiB of memory that is not available: CUDA context, libraries, fragmentation."""
+    is_cpu: bool = False
+    has_speed: bool = True
+    """Whether the speeds are its own. False: layouts are only compared by them, and no time is shown."""
 
     @property
     def usable_gib(self) -> float:
@@ -53,10 +58,48 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
 )
 
 
-def get_machine(name: str) -> Machine:
-    """Raises ConfigError that lists the names."""
+THIS = "this"
+"""Name of the computer that the command runs on."""
+CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+
+
+def get_machine(name: str, processes: int = 1) -> Machine:
+    """processes: of the computer that the command runs on, which share its memory where it has no GPU.
+
+    Raises ConfigError that lists the names.
+    """
+    if name == THIS:
+        return this_machine(processes)
     if name not in MACHINES:
         raise ConfigError(
-            f'there is no machine "{name}"{did_you_mean(name, MACHINES)}; it can be {", ".join(MACHINES)}'
+            f'there is no machine "{name}"{did_you_mean(name, MACHINES)}; it can be {", ".join([*MACHINES, THIS])}'
         )
     return MACHINES[name]
+
+
+def this_machine(processes: int = 1) -> Machine:
+    """The first GPU of this computer; its memory, divided among the processes, where it has none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        memory = _memory() / GIB / processes
+        return replace(
+            MACHINES["h100"], name="this CPU", memory_gib=memory, reserved_gib=0.0, is_cpu=True, has_speed=False
+        )
+    about = torch.cuda.get_device_properties(0)
+    own = {"memory_gib": about.total_memory / GIB, "capability": (about.major, about.minor)}
+    known = next((machine for key, machine in MACHINES.items() if key in about.name.lower()), None)
+    if known is not None:
+        return replace(known, **own)
+    return replace(MACHINES["h100"], name=about.name, has_speed=False, **own)
+
+
+def _memory() -> int:
+    """Bytes of this computer, or of its container where that has less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = CGROUP_MEMORY.read_text(encoding="ascii").strip()
+    except OSError:
+        return physical
+    # cgroup v2 writes "max" where there is no limit.
+    return min(physical, int(limit)) if limit.isdigit() else physical

@@ -29,9 +29,9 @@ def plan_values(plan: LayoutPlan, machine: Machine) -> dict[str, Any]:
         "flops_per_step": plan.flops_per_step,
         "bubble": plan.bubble,
         "machine": machine.name,
-        "estimated_seconds": plan.seconds,
-        "estimated_seconds_of": asdict(plan.time),
-        "estimated_utilization": plan.utilization(machine),
+        "estimated_seconds": plan.seconds if machine.has_speed else None,
+        "estimated_seconds_of": asdict(plan.time) if machine.has_speed else None,
+        "estimated_utilization": plan.utilization(machine) if machine.has_speed else None,
         "ramp_up": [{"global_batch_size": size, "steps": steps} for size, steps in plan.ramp_up],
         "ranks": [rank_values(rank, Clock(machine, sizes)) for rank in plan.ranks],
     }
