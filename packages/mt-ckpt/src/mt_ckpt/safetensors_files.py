@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -57,13 +57,22 @@ class _Place:
     offset: int
 
 
-class SafetensorsFile:
-    """An existing file. Raises CheckpointError when its header is not one, or contradicts its size."""
+class RequireWritten(Protocol):
+    """Raises CheckpointError unless bytes that were read from an offset of a file are those that were written there."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __call__(self, file: Path, offset: int, data: memoryview) -> None: ...
+
+
+class SafetensorsFile:
+    """An existing file. Raises CheckpointError when its header is not one, or contradicts its size.
+
+    require: called with the header, and with each tensor that is read, before it is used.
+    """
+
+    def __init__(self, file: Path, require: RequireWritten = lambda file, offset, data: None) -> None:
+        self.file, self._require = file, require
         try:
-            self._places, self.metadata = _read_header(file)
+            self._places, self.metadata = _read_header(file, require)
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
 
@@ -75,6 +84,11 @@ class SafetensorsFile:
         """One tensor on CPU, contiguous, which may be changed. Its memory is the file's where the system can do that,
         so the file must not be cut or written to while the tensor is in use."""
         place = self._places[name]
+        tensor = self._values(name, place)
+        self._require(self.file, place.offset, _bytes_of(tensor))
+        return tensor
+
+    def _values(self, name: str, place: _Place) -> Tensor:
         # Mapped pages need a local file.
         if is_remote(self.file):
             return self._fetched(place)
@@ -270,7 +284,7 @@ def _format_name(name: str, dtype: torch.dtype) -> str:
     return found
 
 
-def _read_header(file: Path) -> tuple[dict[str, _Place], Mapping[str, str]]:
+def _read_header(file: Path, require: RequireWritten) -> tuple[dict[str, _Place], Mapping[str, str]]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -278,6 +292,7 @@ def _read_header(file: Path) -> tuple[dict[str, _Place], Mapping[str, str]]:
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise CheckpointError(f"{file}: no safetensors file, or truncated: {size} bytes, header of {length}")
         text = stream.read(length)
+    require(file, 0, memoryview(length.to_bytes(8, "little") + text))
     try:
         header = json.loads(text)
         metadata = dict(header.pop(METADATA, None) or {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,14 @@ DECODER_START = "decoder_start_token_id"
 """Of encoder-decoder models: the id with which the decoder begins."""
 
 
-def read_tokenizer_files(path: Path, external: Mapping[str, Any]) -> dict[str, bytes]:
-    """The tokenizer's files in `path`, and the defaults of generation (those of config.json if they have no file)."""
-    files = {name: (path / name).read_bytes() for name in (*FILES, GENERATION) if (path / name).is_file()}
+def read_tokenizer_files(
+    path: Path, external: Mapping[str, Any], read: Callable[[Path], bytes] = lambda file: file.read_bytes()
+) -> dict[str, bytes]:
+    """The tokenizer's files in `path`, and the defaults of generation (those of config.json if they have no file).
+
+    read: gives the content of a file.
+    """
+    files = {name: read(path / name) for name in (*FILES, GENERATION) if (path / name).is_file()}
     if GENERATION not in files:
         ids = {key: external[key] for key in (*SPECIAL_IDS, DECODER_START) if external.get(key) is not None}
         if ids:
