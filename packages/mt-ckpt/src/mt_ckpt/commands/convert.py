@@ -168,6 +168,11 @@ def describe(report: Report, save_dir: str, *, dry_run: bool) -> list[str]:
         lines.append(
             f"left out, since they are not asked for or {report.saver} has no place for them: {', '.join(groups)}"
         )
+    if report.files_left_out:
+        lines.append(
+            f"left out, since {report.saver} has no place for them: the files {', '.join(report.files_left_out)}; "
+            "keep those of the source, and give them by --tokenizer DIR on the way back"
+        )
     checked = report.verification
     if checked is not None:
         lines.append(f"verified: {checked.num_tensors} tensors are equal bit for bit, {_outputs(checked.num_outputs)}")

@@ -33,6 +33,7 @@ class Report:
     tensors.
 
     left_out: tensors of the source that the target does not have, such as optimizer state.
+    files_left_out: files of the source that the target does not have: of its tokenizer, chat template, generation.
     has_tokenizer: whether tokenizer files were converted too, or the model has no vocabulary.
     read_from: of a format that does not say what its model is: which file did ("config"), whose names the tensors have
     ("names"), what else is in the files ("left_out").
@@ -47,6 +48,7 @@ class Report:
     num_bytes: int
     has_tokenizer: bool = True
     left_out: tuple[str, ...] = ()
+    files_left_out: tuple[str, ...] = ()
     optimizer_left_out: str | None = None
     read_from: Mapping[str, Any] = field(default_factory=dict)
     verification: Verification | None = None
@@ -110,11 +112,15 @@ def convert(
     written = _written_names(target, spec.name, prepared, host)
     left_out = [*histories_of(prepared.opened), *(name for name in source.unconverted() if name not in written)]
     verification = verify_conversion(source, target, spec, options, host) if verify else None
-    return _report(spec.name, prepared, left_out, verification)
+    return _report(spec.name, prepared, left_out, _unwritten_files(target, spec.name, source, host), verification)
 
 
 def _report(
-    saver: str, prepared: Prepared, left_out: Iterable[str] = (), verification: Verification | None = None
+    saver: str,
+    prepared: Prepared,
+    left_out: Iterable[str] = (),
+    files_left_out: Iterable[str] = (),
+    verification: Verification | None = None,
 ) -> Report:
     source = prepared.source
     return Report(
@@ -125,6 +131,7 @@ def _report(
         num_bytes=source.num_bytes(source.names(MODEL)),
         has_tokenizer=bool(set(source.files()) - {GENERATION}) or prepared.vocab_size is None,
         left_out=tuple(left_out),
+        files_left_out=tuple(files_left_out),
         optimizer_left_out=optimizer_left_out(source.metadata),
         read_from=source.metadata.get(READ_FROM, {}),
         verification=verification,
@@ -168,6 +175,13 @@ def _written_names(target: Path, saver: str, prepared: Prepared, host: PluginHos
     written = open_named(target, saver, host)
     require_fit(written, shapes_of(prepared.parameters), MODEL)
     return set(written.shapes())
+
+
+def _unwritten_files(target: Path, saver: str, source: Source, host: PluginHost) -> list[str]:
+    """Names of the source's files of tokenizer, template and generation that the target does not have."""
+    readable = host.checkpoint_loaders.owners(saver)
+    written = open_named(target, saver, host).files() if readable else {}
+    return sorted(name for name in source.files() if name not in written and not (target / name).is_file())
 
 
 # -- rehearsing -------------------------------------------------------------------------------------
