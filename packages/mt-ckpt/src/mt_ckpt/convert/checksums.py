@@ -89,8 +89,8 @@ class WrittenFiles:
     """
 
     def __init__(self, path: Path) -> None:
-        """path: of the checkpoint. Raises CheckpointError for a damaged file of checksums, and for a listed file that is
-        missing or has another size."""
+        """path: of the checkpoint. Raises CheckpointError for a damaged file of checksums, and for a listed file that
+        is missing or has another size."""
         self._checksums = read_checksums(path)
         self._offsets: dict[str, list[int]] = {}
         for name, parts in self._listed.items():

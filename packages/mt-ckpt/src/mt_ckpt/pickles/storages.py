@@ -189,7 +189,7 @@ def _read_row_of_pickles(file: Path, window: _Reader) -> Contents:
 
 
 def require_intact(file: Path, extent: Extent) -> None:
-    """Raises CheckpointError unless the bytes of `extent` have its CRC-32, if it has one; they are read block by block."""
+    """Raises CheckpointError unless the bytes of `extent` have its CRC-32, if it has one. Reads block by block."""
     if extent.crc is None:
         return
     block = memoryview(bytearray(min(BLOCK_BYTES, extent.num_bytes)))
