@@ -93,7 +93,9 @@ def test_files_that_a_format_has_no_place_for_are_named(
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
     convert(model, tmp_path / "chat", saver="hf", tokenizer=folder, host=host)
+    planned = convert(tmp_path / "chat", tmp_path / "out", saver=saver, dry_run=True, host=host)
     report = convert(tmp_path / "chat", tmp_path / "out", saver=saver, host=host)
+    assert planned.files_left_out == report.files_left_out
     names = {"chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     carried = {file.name for file in (tmp_path / "out").rglob("*") if file.is_file()} & names
     assert set(report.files_left_out) == names - carried

@@ -410,6 +410,22 @@ class DatasetSpec(Spec):
     config_type: Lazy[type]
     build: Lazy[BuildDataset]
     sample: tuple[SampleField, ...]
+    checkpoint_files: Lazy[CheckpointFiles] | None = None
+    """The files of a run's checkpoints, such as its chat template; None: the data set adds none."""
+
+
+class CheckpointFiles(Protocol):
+    """The files that checkpoints of a run with this [data] section hold, by name.
+
+    files: those of the tokenizer, and those beside them in the checkpoint that the run starts from. Raises ConfigError.
+    """
+
+    def __call__(self, config: Any, tokenizer: Tokenizer, files: Mapping[str, bytes]) -> Mapping[str, bytes]: ...
+
+
+TRAINED_TEMPLATE = "trained_chat_template.jinja"
+"""In a checkpoint: the chat template that the model was trained with, where it is not its tokenizer's own. A name of
+its own, since a template among the tokenizer's files would change the tokenizer's fingerprint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,6 +460,8 @@ class CheckpointSaverSpec(Spec):
     require_strict_names: Lazy[RequireStrictNames] | None = None
     """Compares the names in what `convert` wrote with those that a strict load of the format's program expects. None:
     it has no strict load."""
+    takes_file: Lazy[Callable[[str], bool]] | None = None
+    """(name) -> whether `convert` writes a file of the source with this name, such as its chat template; None: all."""
     converts_to_addresses: bool = False
     """Whether `convert` takes an address of an object store for its `path`: it writes one file after another."""
 

@@ -161,18 +161,14 @@ def describe(report: Report, save_dir: str, *, dry_run: bool) -> list[str]:
     unread = [f"without the optimizer of Megatron's run: {reason}"] if reason else []
     unread += _source_lines(report.read_from)
     if dry_run:
-        return [f"nothing written; {report.saver} can hold it: {amount}", *unread]
+        return [f"nothing written; {report.saver} can hold it: {amount}", *unread, *_files_left_out(report)]
     lines = [f"{save_dir}: written as {report.saver}: {amount}", *unread]
     if report.left_out:
         groups = sorted({_group(name) for name in report.left_out})
         lines.append(
             f"left out, since they are not asked for or {report.saver} has no place for them: {', '.join(groups)}"
         )
-    if report.files_left_out:
-        lines.append(
-            f"left out, since {report.saver} has no place for them: the files {', '.join(report.files_left_out)}; "
-            "keep those of the source, and give them by --tokenizer DIR on the way back"
-        )
+    lines += _files_left_out(report)
     checked = report.verification
     if checked is not None:
         lines.append(f"verified: {checked.num_tensors} tensors are equal bit for bit, {_outputs(checked.num_outputs)}")
@@ -192,6 +188,15 @@ def _source_lines(read_from: Mapping[str, Any]) -> list[str]:
     if read_from["left_out"]:
         lines.append(f"not read: {', '.join(read_from['left_out'])}")
     return lines
+
+
+def _files_left_out(report: Report) -> list[str]:
+    if not report.files_left_out:
+        return []
+    return [
+        f"left out, since {report.saver} has no place for them: the files {', '.join(report.files_left_out)}; "
+        "keep those of the source, and give them by --tokenizer DIR on the way back"
+    ]
 
 
 def _loss(checked: Verification) -> list[str]:

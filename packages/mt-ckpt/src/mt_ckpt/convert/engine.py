@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,13 +18,19 @@ from mt_ckpt.convert.targets import require_free, target_path
 from mt_ckpt.convert.verify import Verification, verify_conversion
 from mt_ckpt.convert.workers import Workers
 from mt_ckpt.dcp.reader import READ_FROM
-from mt_ckpt.hugging_face.tokenizer import GENERATION
+from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, GENERATION
 from mt_ckpt.locate import resolve_run
 from mt_ckpt.megatron.metadata import optimizer_left_out
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import absolute, as_path, is_remote
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import CheckpointSaverSpec, ConvertCheckpoint, ConvertOptions
+from mt_core.specs import (
+    TRAINED_TEMPLATE,
+    CheckpointReader,
+    CheckpointSaverSpec,
+    ConvertCheckpoint,
+    ConvertOptions,
+)
 from mt_core.train.checkpoint.state import require_fit
 
 
@@ -105,7 +112,7 @@ def convert(
     source = prepared.source
     if dry_run:
         _rehearse(write, source, options, host)
-        return _report(spec.name, prepared)
+        return _report(spec.name, prepared, files_left_out=files_without_place(spec, source))
     # Savers read it to decide which processes write.
     source.workers = Workers(nproc, request, spec.name) if nproc > 1 else None
     _write(write, target, source, options, host)
@@ -180,8 +187,15 @@ def _written_names(target: Path, saver: str, prepared: Prepared, host: PluginHos
 def _unwritten_files(target: Path, saver: str, source: Source, host: PluginHost) -> list[str]:
     """Names of the source's files of tokenizer, template and generation that the target does not have."""
     readable = host.checkpoint_loaders.owners(saver)
-    written = open_named(target, saver, host).files() if readable else {}
+    written = {*open_named(target, saver, host).files()} if readable else set()
+    if CHAT_TEMPLATE in written:  # what a trained template is called there
+        written.add(TRAINED_TEMPLATE)
     return sorted(name for name in source.files() if name not in written and not (target / name).is_file())
+
+
+def files_without_place(saver: CheckpointSaverSpec, source: CheckpointReader) -> list[str]:
+    """Names of the source's files that the format does not have, as it declares them."""
+    return [] if saver.takes_file is None else sorted(filterfalse(saver.takes_file.load(), source.files()))
 
 
 # -- rehearsing -------------------------------------------------------------------------------------

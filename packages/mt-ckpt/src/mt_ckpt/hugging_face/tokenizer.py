@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import CheckpointError
+from mt_core.specs import TRAINED_TEMPLATE
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 """By which processors make images for the model; the second, of newer versions, has the content of the first as
 `image_processor`."""
+CHAT_TEMPLATE = "chat_template.jinja"
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
+    "chat_template.json",
     "vocab.json",
     "merges.txt",
     "vocab.txt",
@@ -116,11 +119,18 @@ CLASSES = {
 def files_to_write(files: Mapping[str, bytes], tokenizer: Mapping[str, Any]) -> dict[str, bytes]:
     """The tokenizer's files under Hugging Face's names, with the tokenizer's class named."""
     written = {name: data for name, data in files.items() if name in (*FILES, GENERATION)}
+    # What the model was trained with has the last word; transformers prefers this file to tokenizer_config.json.
+    if TRAINED_TEMPLATE in files:
+        written[CHAT_TEMPLATE] = files[TRAINED_TEMPLATE]
     named = CLASSES.get(str(tokenizer.get("tokenizer_type")))
     # Without tokenizer_config.json AutoTokenizer guesses by the model's type.
     if named and "tokenizer.json" not in written and "tokenizer_config.json" not in written:
         written["tokenizer_config.json"] = (json.dumps(named, indent=2) + "\n").encode()
     return written
+
+
+def takes_file(name: str) -> bool:
+    return name in (*FILES, GENERATION, TRAINED_TEMPLATE)
 
 
 def special_ids(files: Mapping[str, bytes]) -> dict[str, Any]:

@@ -367,6 +367,7 @@ class Trainer:
         elif (start := self.config.checkpoint.start) is not None:
             run, reader = self.checkpointed(), open_start(start, self.host)
             self.loaded_weights = load_weights(reader, run, self.engine.layouts, self.config, self.host)
+            self.engine.keep_files(reader)
 
     def _resume(self, path: Path) -> None:
         reader = open_checkpoint(path, self.host)
@@ -374,6 +375,7 @@ class Trainer:
         if changes:
             self.message(f"accepted changes:\n{change_table(changes)}")
         self.checkpointed().restore(reader)
+        self.engine.keep_files(reader)
         losses = list(reader.metadata.get("recent_losses", []))  # absent in checkpoints from before this check
         self.recent_losses.replace(losses)
         self.checks.resumed_from = path
