@@ -27,7 +27,7 @@ SaveDir = Annotated[  # not a Path, which would make a local folder of an addres
 Saver = Annotated[str, typer.Option(help="The format to write; mt plugins lists them.")]
 Loader = Annotated[str, typer.Option(help="The format to read; auto recognizes it by the files.")]
 TransformerImpl = Literal["transformer_engine", "local"]
-OptimizerFormat = Literal["fully_reshardable", "dp_reshardable", "none"]
+OptimizerFormat = Literal["fully_reshardable", "dp_reshardable", "plain", "none"]
 Parallel = Annotated[int, typer.Option(min=1, help="Of formats that cut tensors by rank.")]
 
 
@@ -60,7 +60,10 @@ def convert(
     ] = None,
     target_optimizer_format: Annotated[
         OptimizerFormat | None,
-        typer.Option(help="Layout of megatron-dist's optimizer; none leaves it out. Default: fully_reshardable."),
+        typer.Option(
+            help="Layout of megatron-dist's optimizer; plain: not distributed; none: left out. Default: plain if the run "
+            "had no distributed optimizer, else fully_reshardable."
+        ),
     ] = None,
     make_vocab_size_divisible_by: Annotated[
         int | None, typer.Option(min=1, help="Of formats that store padding. Default: as the model's configuration.")
