@@ -31,6 +31,10 @@ from mt_core.paths import is_remote
 METADATA = "__metadata__"
 MAX_HEADER_BYTES = 100 << 20
 """The limit that the safetensors library sets."""
+MAX_TENSORS = 1 << 18
+"""Of one file: a hundred thousand are the experts of the largest models, in all their files."""
+MAX_DIMENSIONS, MAX_SIZE = 64, 1 << 62
+"""Of a shape, as torch has them."""
 ALIGNMENT = 8
 PENDING_BYTES = 64 << 20
 SYNC_BYTES = 64 << 20
@@ -295,15 +299,20 @@ def _read_header(file: Path, require: RequireWritten) -> tuple[dict[str, _Place]
     require(file, 0, memoryview(length.to_bytes(8, "little") + text))
     try:
         header = json.loads(text)
+        if len(header) > MAX_TENSORS:
+            raise ValueError(f"it lists {len(header)} tensors; {MAX_TENSORS} are allowed in a file")
         metadata = dict(header.pop(METADATA, None) or {})
         places = {name: _place(entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{file}: the header of this safetensors file is damaged: {error}") from None
     _require_no_gaps(file, places, 8 + length, size)
     return places, metadata
 
 
 def _place(entry: Mapping[str, Any], start: int) -> _Place:
+    # Before their product is made, which has as many digits as they have together.
+    if len(entry["shape"]) > MAX_DIMENSIONS or any(int(size) > MAX_SIZE for size in entry["shape"]):
+        raise ValueError(f"a shape has more than {MAX_DIMENSIONS} dimensions, or one above {MAX_SIZE}")
     info = TensorInfo(tuple(int(size) for size in entry["shape"]), ELEMENT_TYPES[entry["dtype"]].torch_dtype())
     begin, end = entry["data_offsets"]
     # Offsets are compared with shape x element size here, and with the neighbours and the file's size in

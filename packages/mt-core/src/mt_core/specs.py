@@ -263,8 +263,8 @@ class ConvertOptions:
     target_transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Of Megatron's formats: whose layers' names are written. Default: the source run's, else Transformer Engine's."""
     target_optimizer_format: Literal["fully_reshardable", "dp_reshardable", "plain", "none"] | None = None
-    """Of Megatron's formats: the layout of an optimizer's state, or that it is left out. Default: plain of a run without
-    the distributed optimizer, else fully_reshardable."""
+    """Of Megatron's formats: the layout of an optimizer's state, or that it is left out. Default: plain of a run
+    without the distributed optimizer, else fully_reshardable."""
     upcycle_experts: int | None = None
     """Turn the dense feed-forwards into mixtures of so many experts, which compute the same at first."""
     granularity: int = 1

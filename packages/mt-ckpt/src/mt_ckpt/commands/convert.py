@@ -61,8 +61,8 @@ def convert(
     target_optimizer_format: Annotated[
         OptimizerFormat | None,
         typer.Option(
-            help="Layout of megatron-dist's optimizer; plain: not distributed; none: left out. Default: plain if the run "
-            "had no distributed optimizer, else fully_reshardable."
+            help="Layout of megatron-dist's optimizer; plain: not distributed; none: left out. Default: plain if the "
+            "run had no distributed optimizer, else fully_reshardable."
         ),
     ] = None,
     make_vocab_size_divisible_by: Annotated[

@@ -25,7 +25,7 @@ from mt_ckpt.megatron.write_optimizer import optimizer_groups
 from mt_core.parallel.context import ParallelContext
 
 DP_RESHARDABLE, FULLY_RESHARDABLE, PLAIN = "dp_reshardable", "fully_reshardable", "plain"
-"""Layouts of the optimizer's state. The first two are Megatron's words; plain: of an optimizer that is not distributed."""
+"""Layouts of the optimizer's state, the first two by Megatron's words. Plain: of one that is not distributed."""
 
 
 @dataclass(frozen=True)
