@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tests.ckpt.convert_cases import GPT2, LLAMA
 from tests.ckpt.test_ckpt_commands import refusal, run
 
 from mt_ckpt.convert import convert
 from mt_ckpt.convert.checksums import CHECKSUMS, encode_checksums, find_changes, read_checksums
+from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.errors import CheckpointError
 from mt_core.specs import ConvertOptions
 
@@ -87,6 +90,65 @@ def test_every_corruption_of_every_file_is_found_and_named(written, saver: str) 
         assert len(problems.splitlines()) == 1
         file.write_bytes(before)
     assert found_in(folder) == ""
+
+
+def everything_in(folder: Path, host) -> tuple[Any, ...]:
+    """All that opening and reading gives."""
+    reader = open_checkpoint(folder, host)
+    tensors = {name: reader.read(name) for name in reader.shapes()}
+    return dict(reader.metadata), dict(reader.files()), {name: bytes_of(tensor) for name, tensor in tensors.items()}
+
+
+def bytes_of(tensor: torch.Tensor) -> tuple[torch.dtype, bytes]:
+    return tensor.dtype, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def everything_or_message(folder: Path, host) -> tuple[tuple[Any, ...] | None, str]:
+    try:
+        return everything_in(folder, host), ""
+    except CheckpointError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("saver", [name for name in FORMATS if name != "trtllm"])
+def test_what_is_read_is_what_was_written(written, host, saver: str) -> None:
+    """After any change of any file, reading refuses it and names the file, or gives what it gave before. Of a file by
+    which a checkpoint is recognized, the folder is named."""
+    folder = written(saver)
+    expected = everything_in(folder, host)
+    generator = random.Random(f"read {saver}")
+    refused = 0
+    files = [file for file in files_of(folder) if file.name != CHECKSUMS]
+    for number in range(40):
+        file = files[number % len(files)]
+        way = generator.choice(["flip", "flip", "flip", "truncate", "remove"])
+        before = file.read_bytes()
+        corrupt(file, way, generator)
+        found, message = everything_or_message(folder, host)
+        assert found in (expected, None), (number, file, way)
+        unknown = way == "remove" or "no complete checkpoint of a known format" in message
+        assert found or str(folder if unknown else file) in message, (number, file, way)
+        refused += found is None
+        file.write_bytes(before)
+    assert refused > 20, refused
+    assert everything_in(folder, host) == expected
+
+
+def test_a_changed_file_is_refused_with_what_to_do(written, host) -> None:
+    folder = written("hf")
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    reader = open_checkpoint(folder, host)  # whose header is right: the values are compared when they are read
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: damaged: .*remove .*{CHECKSUMS} if the files were"):
+        [reader.read(name) for name in reader.shapes()]
+    target = folder.parent / "again"
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: damaged"):
+        convert(folder, target, saver="mt", host=host)
+    assert not target.exists()
+    # Whoever says that the change is meant is not asked again.
+    (folder / CHECKSUMS).unlink()
+    convert(folder, target, saver="mt", host=host)
 
 
 def test_the_command(written) -> None:

@@ -16,6 +16,7 @@ from tests.ckpt.conftest import assert_same_state, tensors_of
 from tests.ckpt.convert_cases import GPT2, LLAMA
 
 from mt_ckpt.convert import convert, reader_loss
+from mt_ckpt.convert.checksums import CHECKSUMS
 from mt_ckpt.hugging_face import family
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.native.read import open_checkpoint
@@ -36,6 +37,7 @@ def make_hf(make_model, host, tmp_path: Path) -> Callable[..., Path]:
     def make(max_shard_size: int | None = None, **keys) -> Path:
         options = ConvertOptions(max_shard_size=max_shard_size)
         convert(make_model(**keys), tmp_path / "hf", saver="hf", options=options, host=host)
+        (tmp_path / "hf" / CHECKSUMS).unlink()  # as other programs write it: tests change its files
         return tmp_path / "hf"
 
     return make

@@ -10,6 +10,7 @@ from tests.ckpt.convert_cases import GPT2, LLAMA
 from tests.ckpt.test_convert_command import run_convert
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mt_ckpt.commands.convert import describe
 from mt_ckpt.convert import convert
 from mt_core.errors import ConfigError
 
@@ -72,6 +73,7 @@ def test_a_written_t5_says_how_its_decoder_begins(make_model, host, tmp_path: Pa
 
     source = make_model(**MODELS["t5"])
     convert(source, tmp_path / "hf", saver="hf", host=host)
+    (tmp_path / "hf" / "mt-checksums.json").unlink()  # the files are changed on purpose
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["decoder_start_token_id"] == 0
     config["decoder_start_token_id"] = 7
@@ -80,3 +82,24 @@ def test_a_written_t5_says_how_its_decoder_begins(make_model, host, tmp_path: Pa
     convert(tmp_path / "hf", tmp_path / "mt", saver="mt", host=host)
     convert(tmp_path / "mt", tmp_path / "again", saver="hf", host=host)
     assert json.loads((tmp_path / "again" / "config.json").read_text())["decoder_start_token_id"] == 7
+
+
+@pytest.mark.parametrize("saver", ["hf", "mt", "megatron", "megatron-dist", "megatron-legacy", "trtllm", "meta"])
+def test_files_that_a_format_has_no_place_for_are_named(
+    saver: str, folder: Path, make_model, host, tmp_path: Path
+) -> None:
+    """Template and end tokens of a chat model: in the target, or in the command's output."""
+    model = make_model(**{**LLAMA, "vocab_size": 280})
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
+    convert(model, tmp_path / "chat", saver="hf", tokenizer=folder, host=host)
+    planned = convert(tmp_path / "chat", tmp_path / "out", saver=saver, dry_run=True, host=host)
+    report = convert(tmp_path / "chat", tmp_path / "out", saver=saver, host=host)
+    assert planned.files_left_out == report.files_left_out
+    names = {"chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    carried = {file.name for file in (tmp_path / "out").rglob("*") if file.is_file()} & names
+    assert set(report.files_left_out) == names - carried
+    assert carried == (names if saver in ("hf", "mt", "trtllm") else set())
+    if saver not in ("hf", "mt", "trtllm"):
+        said = "\n".join(describe(report, "out", dry_run=False))
+        assert "has no place for them: the files chat_template.jinja, generation_config.json, tokenizer.json" in said

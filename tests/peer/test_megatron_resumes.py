@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.peer.cases import DATA, ONE_RANK, TENSOR, Layout
+from tests.peer.cases import DATA, EXPERT, ONE_RANK, PIPELINE, TENSOR, Layout
 from tests.peer.megatron import Megatron
 from tests.peer.our_outputs import SEQUENCE, inputs_of, logits_of, token_losses
 
@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[str, list[str]]] = {
 }
 BATCH = ["--global-batch-size=4"]
 RESHARDABLE = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+BF16 = ["--bf16"]
 NEXT_STEPS, FIRST_STEPS = 3, 3
 
 
@@ -67,6 +68,17 @@ ROUND_TRIPS = {
     "mixtral torch_dist": ("mixtral", ONE_RANK, "torch_dist"),
     "gpt torch_dist, data": ("gpt", DATA, "torch_dist"),
 }
+WITHOUT_DISTRIBUTED = {
+    "gpt": ("gpt", ONE_RANK, []),
+    "gpt, 16 bits": ("gpt", ONE_RANK, BF16),
+    "bert": ("bert", ONE_RANK, []),
+    "llama, tensor": ("llama", TENSOR, []),
+    "llama, pipeline, 16 bits": ("llama", PIPELINE, BF16),
+    "gpt, data": ("gpt", DATA, []),
+    "mixtral": ("mixtral", ONE_RANK, []),
+    "mixtral, expert": ("mixtral", EXPERT, []),
+    "mixtral, expert, 16 bits": ("mixtral", EXPERT, BF16),
+}
 
 
 @pytest.mark.parametrize("name", ROUND_TRIPS)
@@ -82,17 +94,37 @@ def test_the_next_steps_are_those_of_the_undisturbed_run(
     saver = "megatron-dist" if ckpt_format == "torch_dist" else "megatron"
     options = ConvertOptions(**{f"target_{axis}": size for axis, size in layout.options.items()})
     convert(tmp_path / "mt", tmp_path / "back", saver=saver, options=options, host=host)
-    resumed = train(
-        megatron,
-        model,
-        layout,
-        [*optimizer, "--lr=0.01"],
-        NEXT_STEPS,
-        load=tmp_path / "back",
-        load_format=ckpt_format,
-        load_optimizer=True,
-    )
+    resumed = resume(megatron, model, layout, optimizer, tmp_path / "back", ckpt_format)
     torch.testing.assert_close(resumed, undisturbed[FIRST_STEPS:], rtol=0, atol=1e-5)
+
+
+def resume(
+    megatron: Megatron, model: str, layout: Layout, arguments: list[str], path: Path, ckpt_format: str, **more: Any
+) -> list[float]:
+    """Losses of the next steps."""
+    arguments = [*arguments, "--lr=0.01"]
+    files = {"load": path, "load_format": ckpt_format, "load_optimizer": True}
+    return train(megatron, model, layout, arguments, NEXT_STEPS, **files, **more)
+
+
+@pytest.mark.parametrize("name", WITHOUT_DISTRIBUTED)
+def test_a_plain_optimizer_continues_in_torch_dist(
+    megatron: Megatron, host: PluginHost, tmp_path: Path, name: str
+) -> None:
+    """Without --use-distributed-optimizer; what Megatron saves of the resumed run is read again."""
+    model, layout, arguments = WITHOUT_DISTRIBUTED[name]
+    made = [*MODELS[model][1], *arguments]
+    undisturbed = train(megatron, model, layout, made, FIRST_STEPS + NEXT_STEPS)
+    train(megatron, model, layout, made, FIRST_STEPS, save=tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "mt", saver="mt", host=host)
+    options = ConvertOptions(**{f"target_{axis}": size for axis, size in layout.options.items()})
+    convert(tmp_path / "mt", tmp_path / "back", saver="megatron-dist", options=options, host=host)
+    resumed = resume(megatron, model, layout, arguments, tmp_path / "back", "torch_dist", save=tmp_path / "again")
+    torch.testing.assert_close(resumed, undisturbed[FIRST_STEPS:], rtol=0, atol=1e-5)
+    convert(tmp_path / "again", tmp_path / "mt again", saver="mt", host=host)
+    reader = open_checkpoint(tmp_path / "mt again")
+    steps = {float(reader.read(tensor)) for tensor in reader.shapes() if tensor.startswith("optimizer.step.")}
+    assert steps == {FIRST_STEPS + NEXT_STEPS}
 
 
 @pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])

@@ -19,10 +19,12 @@ from tests.ckpt.megatron.test_round_trip import through
 from tests.covering import covering
 
 from mt_ckpt.megatron.order import in_order
+from mt_ckpt.megatron.rank_files import namespace_attributes
 from mt_ckpt.megatron.save import part_entries
 from mt_ckpt.megatron.strict_names import wanted_shapes
 from mt_ckpt.megatron.target import Plan, plan
 from mt_ckpt.megatron.versions import HEAD, NEWEST, OLDEST, conventions, parse_version
+from mt_ckpt.megatron_dist.common import read_common
 from mt_ckpt.megatron_dist.dist_plan import dist_plan
 from mt_ckpt.megatron_dist.flat_plan import FULLY_RESHARDABLE
 from mt_ckpt.megatron_dist.index import read_index
@@ -255,6 +257,24 @@ def test_a_mixer_of_several_ranks_before_its_sections_were_apart(host) -> None:
     made = plan(source_of("mamba", host), options, host, "torch_dist")
     with pytest.raises(ConfigError, match=r"--target-megatron-version 0\.8: .* --target-tensor-parallel-size 1 only"):
         dist_plan(made, FULLY_RESHARDABLE)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_optimizer_is_that_of_the_run(distributed: bool, dtype: torch.dtype, tmp_path, host) -> None:
+    """Distributed or not, as the source's run had it, and with master weights where the weights are 16-bit."""
+    source = RandomCheckpoint(MODELS["mixtral"], host, dtype=dtype, optimizer=True)
+    source.metadata["config"]["parallel"] = {"use_distributed_optimizer": distributed}
+    options = ConvertOptions(target_expert_parallel_size=2)
+    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)
+    assert_same_tensors(checkpoint_lookup.open_checkpoint(tmp_path, host), source)
+    index = read_index(tmp_path / "iter_0000007")
+    common = read_common(index)
+    assert namespace_attributes(common, tmp_path)["use_distributed_optimizer"] == distributed
+    assert ("distrib_optim_sharding_type" in common["content_metadata"]) == distributed
+    states = {key.split(".")[2] for key in index.tensors if key.startswith("optimizer.state.")}
+    copies = {"param"} if distributed else {"fp32_param"} if dtype == torch.bfloat16 else set()
+    assert states == {"exp_avg", "exp_avg_sq", *copies}
 
 
 EXPERT_RANKS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import random
+import struct
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,17 @@ def test_parts_of_tensors(tmp_path) -> None:
     found = open_torch_file(tmp_path / "a.pt").value
     assert torch.equal(found["a"].read_flat(7, 9), value.flatten()[7:16])
     assert torch.equal(found["t"].read_flat(7, 9), value.T.flatten()[7:16])
+
+
+def test_parts_of_a_damaged_storage(tmp_path) -> None:
+    """Also where the changed byte is in none of the parts: the file's checksum is of the whole storage."""
+    torch.save({"a": torch.full((500,), 7.25)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[data.index(struct.pack("<500f", *[7.25] * 500)) + 1999] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    found = open_torch_file(tmp_path / "a.pt").value
+    with pytest.raises(CheckpointError, match="damaged: the checksum of the 2000 bytes"):
+        found["a"].read_flat(7, 9)
 
 
 def test_a_file_without_checksums(tmp_path) -> None:

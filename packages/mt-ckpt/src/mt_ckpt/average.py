@@ -26,6 +26,8 @@ class Average:
         self._shapes = _weights(readers[-1])
         for reader, name in zip(readers[:-1], names[:-1], strict=True):
             _require_same(name, _weights(reader), names[-1], self._shapes)
+        self.left_out = [name for name in readers[-1].shapes() if name not in self._shapes]
+        """Tensors of the last checkpoint that are no weights, such as its optimizer's state."""
         self.metadata: Mapping[str, Any] = {**readers[-1].metadata, "average_of": list(names)}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -31,6 +31,10 @@ from mt_core.paths import is_remote
 METADATA = "__metadata__"
 MAX_HEADER_BYTES = 100 << 20
 """The limit that the safetensors library sets."""
+MAX_TENSORS = 1 << 18
+"""Of one file: a hundred thousand are the experts of the largest models, in all their files."""
+MAX_DIMENSIONS, MAX_SIZE = 64, 1 << 62
+"""Of a shape, as torch has them."""
 ALIGNMENT = 8
 PENDING_BYTES = 64 << 20
 SYNC_BYTES = 64 << 20
@@ -57,13 +61,22 @@ class _Place:
     offset: int
 
 
-class SafetensorsFile:
-    """An existing file. Raises CheckpointError when its header is not one, or contradicts its size."""
+class RequireWritten(Protocol):
+    """Raises CheckpointError unless bytes that were read from an offset of a file are those that were written there."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __call__(self, file: Path, offset: int, data: memoryview) -> None: ...
+
+
+class SafetensorsFile:
+    """An existing file. Raises CheckpointError when its header is not one, or contradicts its size.
+
+    require: called with the header, and with each tensor that is read, before it is used.
+    """
+
+    def __init__(self, file: Path, require: RequireWritten = lambda file, offset, data: None) -> None:
+        self.file, self._require = file, require
         try:
-            self._places, self.metadata = _read_header(file)
+            self._places, self.metadata = _read_header(file, require)
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
 
@@ -75,6 +88,11 @@ class SafetensorsFile:
         """One tensor on CPU, contiguous, which may be changed. Its memory is the file's where the system can do that,
         so the file must not be cut or written to while the tensor is in use."""
         place = self._places[name]
+        tensor = self._values(name, place)
+        self._require(self.file, place.offset, _bytes_of(tensor))
+        return tensor
+
+    def _values(self, name: str, place: _Place) -> Tensor:
         # Mapped pages need a local file.
         if is_remote(self.file):
             return self._fetched(place)
@@ -270,7 +288,7 @@ def _format_name(name: str, dtype: torch.dtype) -> str:
     return found
 
 
-def _read_header(file: Path) -> tuple[dict[str, _Place], Mapping[str, str]]:
+def _read_header(file: Path, require: RequireWritten) -> tuple[dict[str, _Place], Mapping[str, str]]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -278,17 +296,23 @@ def _read_header(file: Path) -> tuple[dict[str, _Place], Mapping[str, str]]:
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise CheckpointError(f"{file}: no safetensors file, or truncated: {size} bytes, header of {length}")
         text = stream.read(length)
+    require(file, 0, memoryview(length.to_bytes(8, "little") + text))
     try:
         header = json.loads(text)
+        if len(header) > MAX_TENSORS:
+            raise ValueError(f"it lists {len(header)} tensors; {MAX_TENSORS} are allowed in a file")
         metadata = dict(header.pop(METADATA, None) or {})
         places = {name: _place(entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise CheckpointError(f"{file}: the header of this safetensors file is damaged: {error}") from None
     _require_no_gaps(file, places, 8 + length, size)
     return places, metadata
 
 
 def _place(entry: Mapping[str, Any], start: int) -> _Place:
+    # Before their product is made, which has as many digits as they have together.
+    if len(entry["shape"]) > MAX_DIMENSIONS or any(int(size) > MAX_SIZE for size in entry["shape"]):
+        raise ValueError(f"a shape has more than {MAX_DIMENSIONS} dimensions, or one above {MAX_SIZE}")
     info = TensorInfo(tuple(int(size) for size in entry["shape"]), ELEMENT_TYPES[entry["dtype"]].torch_dtype())
     begin, end = entry["data_offsets"]
     # Offsets are compared with shape x element size here, and with the neighbours and the file's size in

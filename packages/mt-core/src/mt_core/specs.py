@@ -262,8 +262,9 @@ class ConvertOptions:
     """The Megatron-Core that the files are for, such as 0.12. Default: the newest."""
     target_transformer_impl: Literal["transformer_engine", "local"] | None = None
     """Of Megatron's formats: whose layers' names are written. Default: the source run's, else Transformer Engine's."""
-    target_optimizer_format: Literal["fully_reshardable", "dp_reshardable", "none"] | None = None
-    """Of Megatron's formats: the layout of an optimizer's state, or that it is left out. Default: fully_reshardable."""
+    target_optimizer_format: Literal["fully_reshardable", "dp_reshardable", "plain", "none"] | None = None
+    """Of Megatron's formats: the layout of an optimizer's state, or that it is left out. Default: plain of a run
+    without the distributed optimizer, else fully_reshardable."""
     upcycle_experts: int | None = None
     """Turn the dense feed-forwards into mixtures of so many experts, which compute the same at first."""
     granularity: int = 1
@@ -410,6 +411,22 @@ class DatasetSpec(Spec):
     config_type: Lazy[type]
     build: Lazy[BuildDataset]
     sample: tuple[SampleField, ...]
+    checkpoint_files: Lazy[CheckpointFiles] | None = None
+    """The files of a run's checkpoints, such as its chat template; None: the data set adds none."""
+
+
+class CheckpointFiles(Protocol):
+    """The files that checkpoints of a run with this [data] section hold, by name.
+
+    files: those of the tokenizer, and those beside them in the checkpoint that the run starts from. Raises ConfigError.
+    """
+
+    def __call__(self, config: Any, tokenizer: Tokenizer, files: Mapping[str, bytes]) -> Mapping[str, bytes]: ...
+
+
+TRAINED_TEMPLATE = "trained_chat_template.jinja"
+"""In a checkpoint: the chat template that the model was trained with, where it is not its tokenizer's own. A name of
+its own, since a template among the tokenizer's files would change the tokenizer's fingerprint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,6 +461,8 @@ class CheckpointSaverSpec(Spec):
     require_strict_names: Lazy[RequireStrictNames] | None = None
     """Compares the names in what `convert` wrote with those that a strict load of the format's program expects. None:
     it has no strict load."""
+    takes_file: Lazy[Callable[[str], bool]] | None = None
+    """(name) -> whether `convert` writes a file of the source with this name, such as its chat template; None: all."""
     converts_to_addresses: bool = False
     """Whether `convert` takes an address of an object store for its `path`: it writes one file after another."""
 

@@ -16,11 +16,12 @@ from mt_ckpt.sizes import format_bytes
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
-from mt_core.specs import CheckpointReader, ConvertOptions
+from mt_core.specs import CheckpointReader, CheckpointSaverSpec, ConvertOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from mt_ckpt.average import Average
     from mt_ckpt.contents import Entry, Opened
     from mt_ckpt.convert.checksums import Checksums
     from mt_ckpt.difference import Difference
@@ -204,6 +205,18 @@ def average(
     mean = Average([_open_any(path, loader) for path in chosen], [str(path) for path in chosen])
     write.load()(target, mean, ConvertOptions(), host)
     typer.echo(f"{save_dir}: the mean of {len(chosen)} checkpoints ({len(mean.shapes())} tensors)")
+    for line in _left_out(mean, spec):
+        typer.echo(line)
+
+
+def _left_out(mean: Average, saver: CheckpointSaverSpec) -> Iterator[str]:
+    from mt_ckpt.convert.engine import files_without_place
+
+    if mean.left_out:
+        groups = sorted({name.partition(".")[0] for name in mean.left_out})
+        yield f"left out, since a mean has weights alone: {len(mean.left_out)} tensors of {', '.join(groups)}"
+    if files := files_without_place(saver, mean):
+        yield f"left out, since {saver.name} has no place for them: the files {', '.join(files)}"
 
 
 def _chosen(paths: list[Path], last: int | None) -> list[Path]:

@@ -27,7 +27,7 @@ SaveDir = Annotated[  # not a Path, which would make a local folder of an addres
 Saver = Annotated[str, typer.Option(help="The format to write; mt plugins lists them.")]
 Loader = Annotated[str, typer.Option(help="The format to read; auto recognizes it by the files.")]
 TransformerImpl = Literal["transformer_engine", "local"]
-OptimizerFormat = Literal["fully_reshardable", "dp_reshardable", "none"]
+OptimizerFormat = Literal["fully_reshardable", "dp_reshardable", "plain", "none"]
 Parallel = Annotated[int, typer.Option(min=1, help="Of formats that cut tensors by rank.")]
 
 
@@ -60,7 +60,10 @@ def convert(
     ] = None,
     target_optimizer_format: Annotated[
         OptimizerFormat | None,
-        typer.Option(help="Layout of megatron-dist's optimizer; none leaves it out. Default: fully_reshardable."),
+        typer.Option(
+            help="Layout of megatron-dist's optimizer; plain: not distributed; none: left out. Default: plain if the "
+            "run had no distributed optimizer, else fully_reshardable."
+        ),
     ] = None,
     make_vocab_size_divisible_by: Annotated[
         int | None, typer.Option(min=1, help="Of formats that store padding. Default: as the model's configuration.")
@@ -161,13 +164,14 @@ def describe(report: Report, save_dir: str, *, dry_run: bool) -> list[str]:
     unread = [f"without the optimizer of Megatron's run: {reason}"] if reason else []
     unread += _source_lines(report.read_from)
     if dry_run:
-        return [f"nothing written; {report.saver} can hold it: {amount}", *unread]
+        return [f"nothing written; {report.saver} can hold it: {amount}", *unread, *_files_left_out(report)]
     lines = [f"{save_dir}: written as {report.saver}: {amount}", *unread]
     if report.left_out:
         groups = sorted({_group(name) for name in report.left_out})
         lines.append(
             f"left out, since they are not asked for or {report.saver} has no place for them: {', '.join(groups)}"
         )
+    lines += _files_left_out(report)
     checked = report.verification
     if checked is not None:
         lines.append(f"verified: {checked.num_tensors} tensors are equal bit for bit, {_outputs(checked.num_outputs)}")
@@ -187,6 +191,15 @@ def _source_lines(read_from: Mapping[str, Any]) -> list[str]:
     if read_from["left_out"]:
         lines.append(f"not read: {', '.join(read_from['left_out'])}")
     return lines
+
+
+def _files_left_out(report: Report) -> list[str]:
+    if not report.files_left_out:
+        return []
+    return [
+        f"left out, since {report.saver} has no place for them: the files {', '.join(report.files_left_out)}; "
+        "keep those of the source, and give them by --tokenizer DIR on the way back"
+    ]
 
 
 def _loss(checked: Verification) -> list[str]:

@@ -7,8 +7,10 @@ parts in order, each with its number of bytes and its XXH3 checksum. Readers of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 
 from mt_ckpt.native.checksum import ALGORITHM, checksum, checksum_range
@@ -20,6 +22,10 @@ CHECKSUMS = "mt-checksums.json"
 FORMAT, VERSION = "mt-checksums", 1
 Parts = Sequence[tuple[int, str]]
 """Number of bytes and checksum of what a file consists of, in order."""
+
+
+def _ignore(num_bytes: int) -> None:
+    """Progress that nobody is shown."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ def read_checksums(path: Path) -> Checksums | None:
     return None
 
 
-def find_changes(checksums: Checksums, progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
+def find_changes(checksums: Checksums, progress: Callable[[int], None] = _ignore) -> list[str]:
     """One sentence for each file that is missing or differs from what was written; empty if there is none.
 
     `progress` is called with the number of bytes just read.
@@ -73,6 +79,78 @@ def find_changes(checksums: Checksums, progress: Callable[[int], None] = lambda 
         except OSError as error:
             problems.append(f"{checksums.folder / name}: cannot be read: {error.strerror or error}")
     return problems
+
+
+class WrittenFiles:
+    """The files of a checkpoint, whose content is compared with the checksums that its conversion wrote before it is
+    used. Without a file of checksums, as in folders of other programs, files are read as they are.
+
+    Opening compares sizes, `read` is for small files, and `require` for what was read of a large one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """path: of the checkpoint. Raises CheckpointError for a damaged file of checksums, and for a listed file that
+        is missing or has another size."""
+        self._checksums = read_checksums(path)
+        self._offsets: dict[str, list[int]] = {}
+        for name, parts in self._listed.items():
+            try:
+                check_size(self._folder / name, sum(num_bytes for num_bytes, _ in parts))
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}; {self._remedy}") from None
+
+    @property
+    def _listed(self) -> Mapping[str, Parts]:
+        return {} if self._checksums is None else self._checksums.files
+
+    @property
+    def _folder(self) -> Path:
+        assert self._checksums is not None
+        return self._checksums.folder
+
+    @property
+    def _remedy(self) -> str:
+        return (
+            "copy or convert the checkpoint again, or remove "
+            f"{self._folder / CHECKSUMS} if the files were changed on purpose"
+        )
+
+    def read(self, file: Path) -> bytes:
+        """The whole content of a small file. Raises CheckpointError where it differs, and OSError."""
+        data = file.read_bytes()
+        self.require(file, 0, memoryview(data))
+        return data
+
+    def require(self, file: Path, offset: int, data: memoryview) -> None:
+        """Raises CheckpointError unless `data`, read from `offset` of `file`, is what was written there.
+
+        Parts of the file of which `data` has only some bytes are read as a whole.
+        """
+        for begin, num_bytes, expected in self._parts_within(file, offset, offset + len(data)):
+            if offset <= begin and begin + num_bytes <= offset + len(data):
+                found = checksum(data[begin - offset : begin - offset + num_bytes])
+            else:
+                found = checksum_range(file, begin, num_bytes, _ignore)
+            if found != expected:
+                raise CheckpointError(
+                    f"{file}: damaged: the bytes from {begin} to {begin + num_bytes} are not those that were written "
+                    f"({CHECKSUMS}); {self._remedy}"
+                )
+
+    def _parts_within(self, file: Path, begin: int, end: int) -> Iterator[tuple[int, int, str]]:
+        """The offset, number of bytes and checksum of parts with bytes in [begin, end); none of unlisted files."""
+        if self._checksums is None or not file.is_relative_to(self._folder):
+            return
+        name = file.relative_to(self._folder).as_posix()
+        parts = self._listed.get(name, ())
+        if name not in self._offsets:
+            self._offsets[name] = list(accumulate((num_bytes for num_bytes, _ in parts), initial=0))
+        offsets = self._offsets[name]
+        # A file has thousands of parts and is asked for each of them: the first is found without going through all.
+        number = max(bisect_right(offsets, begin) - 1, 0)
+        while number < len(parts) and offsets[number] < end:
+            yield offsets[number], *parts[number]
+            number += 1
 
 
 def _require_unchanged(file: Path, parts: Parts, progress: Callable[[int], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,13 +20,19 @@ from mt_ckpt.convert.workers import Workers
 from mt_ckpt.dcp.reader import READ_FROM
 from mt_ckpt.hugging_face.family import FORMAT as HUGGING_FACE
 from mt_ckpt.hugging_face.reader import detect
-from mt_ckpt.hugging_face.tokenizer import GENERATION
+from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, GENERATION
 from mt_ckpt.locate import resolve_run
 from mt_ckpt.megatron.metadata import optimizer_left_out
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import absolute, as_path, is_remote
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import CheckpointSaverSpec, ConvertCheckpoint, ConvertOptions
+from mt_core.specs import (
+    TRAINED_TEMPLATE,
+    CheckpointReader,
+    CheckpointSaverSpec,
+    ConvertCheckpoint,
+    ConvertOptions,
+)
 from mt_core.train.checkpoint.state import require_fit
 
 
@@ -35,6 +42,7 @@ class Report:
     tensors.
 
     left_out: tensors of the source that the target does not have, such as optimizer state.
+    files_left_out: files of the source that the target does not have: of its tokenizer, chat template, generation.
     has_tokenizer: whether tokenizer files were converted too, or the model has no vocabulary.
     read_from: of a format that does not say what its model is: which file did ("config"), whose names the tensors have
     ("names"), what else is in the files ("left_out").
@@ -49,6 +57,7 @@ class Report:
     num_bytes: int
     has_tokenizer: bool = True
     left_out: tuple[str, ...] = ()
+    files_left_out: tuple[str, ...] = ()
     optimizer_left_out: str | None = None
     read_from: Mapping[str, Any] = field(default_factory=dict)
     verification: Verification | None = None
@@ -105,14 +114,14 @@ def convert(
     source = prepared.source
     if dry_run:
         _rehearse(write, source, options, host)
-        return _report(spec.name, prepared)
+        return _report(spec.name, prepared, files_left_out=files_without_place(spec, source))
     # Savers read it to decide which processes write.
     source.workers = Workers(nproc, request, spec.name) if nproc > 1 else None
     _write(write, target, source, options, host)
     written = _written_names(target, spec.name, prepared, host)
     left_out = [*histories_of(prepared.opened), *(name for name in source.unconverted() if name not in written)]
     verification = verify_conversion(source, target, spec, options, host, _judged_folder(request)) if verify else None
-    return _report(spec.name, prepared, left_out, verification)
+    return _report(spec.name, prepared, left_out, _unwritten_files(target, spec.name, source, host), verification)
 
 
 def _judged_folder(request: Request) -> Path | None:
@@ -125,7 +134,11 @@ def _judged_folder(request: Request) -> Path | None:
 
 
 def _report(
-    saver: str, prepared: Prepared, left_out: Iterable[str] = (), verification: Verification | None = None
+    saver: str,
+    prepared: Prepared,
+    left_out: Iterable[str] = (),
+    files_left_out: Iterable[str] = (),
+    verification: Verification | None = None,
 ) -> Report:
     source = prepared.source
     return Report(
@@ -136,6 +149,7 @@ def _report(
         num_bytes=source.num_bytes(source.names(MODEL)),
         has_tokenizer=bool(set(source.files()) - {GENERATION}) or prepared.vocab_size is None,
         left_out=tuple(left_out),
+        files_left_out=tuple(files_left_out),
         optimizer_left_out=optimizer_left_out(source.metadata),
         read_from=source.metadata.get(READ_FROM, {}),
         verification=verification,
@@ -179,6 +193,20 @@ def _written_names(target: Path, saver: str, prepared: Prepared, host: PluginHos
     written = open_named(target, saver, host)
     require_fit(written, shapes_of(prepared.parameters), MODEL)
     return set(written.shapes())
+
+
+def _unwritten_files(target: Path, saver: str, source: Source, host: PluginHost) -> list[str]:
+    """Names of the source's files of tokenizer, template and generation that the target does not have."""
+    readable = host.checkpoint_loaders.owners(saver)
+    written = {*open_named(target, saver, host).files()} if readable else set()
+    if CHAT_TEMPLATE in written:  # what a trained template is called there
+        written.add(TRAINED_TEMPLATE)
+    return sorted(name for name in source.files() if name not in written and not (target / name).is_file())
+
+
+def files_without_place(saver: CheckpointSaverSpec, source: CheckpointReader) -> list[str]:
+    """Names of the source's files that the format does not have, as it declares them."""
+    return [] if saver.takes_file is None else sorted(filterfalse(saver.takes_file.load(), source.files()))
 
 
 # -- rehearsing -------------------------------------------------------------------------------------

@@ -27,6 +27,9 @@ SCALARS = {
 }  # fmt: skip
 """Type of a metadata value -> its code in the module struct."""
 MAX_DIMENSIONS = 4
+MAX_ENTRIES = 1 << 18
+MAX_ELEMENTS = 1 << 22
+"""Of all arrays: a vocabulary has three of its length (texts, scores, types), and merges."""
 BLOCK_ELEMENTS = 1 << 22
 """Elements dequantized together."""
 
@@ -99,7 +102,7 @@ class _Parser:
     """Reads the file's beginning; every count is checked against the file's size before memory is taken for it."""
 
     def __init__(self, stream: BinaryIO, size: int) -> None:
-        self._stream, self._size = stream, size
+        self._stream, self._size, self._elements = stream, size, 0
 
     def parse(self) -> tuple[dict[str, Any], dict[str, _Stored]]:
         if self._take(4) != MAGIC:
@@ -108,6 +111,8 @@ class _Parser:
         if version not in VERSIONS:
             raise _MalformedError(f"version {version} is none of {', '.join(map(str, VERSIONS))} (little-endian)")
         num_tensors, num_values = self._count(), self._count()
+        if max(num_tensors, num_values) > MAX_ENTRIES:
+            raise _MalformedError(f"{num_tensors} tensors and {num_values} values; {MAX_ENTRIES} are allowed")
         metadata = {}
         for _ in range(num_values):
             key = self._string()
@@ -148,6 +153,9 @@ class _Parser:
             return self._string()
         if kind == ARRAY:
             inner, length = self._scalar("I"), self._count()
+            self._elements += length
+            if self._elements > MAX_ELEMENTS:
+                raise _MalformedError(f"its arrays have more than {MAX_ELEMENTS} values together")
             return [self._value(inner) for _ in range(length)]
         if kind not in SCALARS:
             raise _MalformedError(f"a value of the unknown type {kind}")

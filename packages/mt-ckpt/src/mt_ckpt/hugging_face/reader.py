@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_ckpt.convert.checksums import WrittenFiles
 from mt_ckpt.hugging_face.family import Family, identify, require_names
 from mt_ckpt.hugging_face.shapes import infer
 from mt_ckpt.hugging_face.tensors import ExternalTensors, TensorFile, TensorFiles
@@ -36,13 +37,14 @@ def detect(path: Path) -> bool:
 def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     """Open a directory that `save_pretrained` wrote.
 
-    Raises CheckpointError for files that are missing or damaged and tensors that do not fit, and ConfigError for a
-    configuration that no installed family can be built from.
+    Raises CheckpointError for files that are missing or damaged (of a conversion of mt's: that are not what it wrote)
+    and tensors that do not fit, and ConfigError for a configuration that no installed family can be built from.
     """
-    external = _read_json(path / CONFIG)
-    tensors = _open_tensors(path)
+    written = WrittenFiles(path)
+    external = _read_json(path / CONFIG, written)
+    tensors = _open_tensors(path, written)
     family, config = identify(external, tensors.infos, host)
-    files = read_tokenizer_files(path, external)
+    files = read_tokenizer_files(path, external, written.read)
     sections = {
         "model": config.model.model_dump(mode="json"),
         "tokenizer": tokenizer_config(path, files, config.model.vocab_size),
@@ -174,19 +176,19 @@ def _weights_of(path: Path) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
-def _open_tensors(path: Path) -> TensorFiles:
+def _open_tensors(path: Path, written: WrittenFiles) -> TensorFiles:
     weights = _weights_of(path)
     if weights is None:
         raise CheckpointError(f"{path}: has none of {', '.join(WEIGHTS)}, nor an index of one")
     if weights.suffix != ".json":
-        return TensorFiles([_open_file(weights)])
-    listed = _read_json(weights).get("weight_map")
+        return TensorFiles([open_tensor_file(weights, written)])
+    listed = _read_json(weights, written).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise CheckpointError(f"{weights}: has no weight_map from tensors to files")
     files = [_inside(path, name, weights) for name in sorted(set(listed.values()))]
     if absent := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(f"{weights}: lists files that are not there: {', '.join(absent)}")
-    tensors = TensorFiles([_open_file(file) for file in files])
+    tensors = TensorFiles([open_tensor_file(file, written) for file in files])
     # Both ways: a file that was replaced or is of another model shows in the names.
     if missing := sorted(set(listed) - set(tensors.infos)):
         raise CheckpointError(f"{weights}: lists tensors that its files do not have: {', '.join(missing[:8])}")
@@ -195,8 +197,9 @@ def _open_tensors(path: Path) -> TensorFiles:
     return tensors
 
 
-def _open_file(file: Path) -> TensorFile:
-    return SafetensorsFile(file) if file.suffix == ".safetensors" else TorchFile(file)
+def open_tensor_file(file: Path, written: WrittenFiles) -> TensorFile:
+    # Files of torch.save have checksums of their own.
+    return SafetensorsFile(file, written.require) if file.suffix == ".safetensors" else TorchFile(file)
 
 
 def _inside(path: Path, name: str, index: Path) -> Path:
@@ -206,9 +209,9 @@ def _inside(path: Path, name: str, index: Path) -> Path:
     return path / name
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path, written: WrittenFiles) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes(), object_hook=_number_or_object)
+        content = json.loads(written.read(file), object_hook=_number_or_object)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, RecursionError) as error:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mt_core.errors import CheckpointError
+from mt_core.specs import TRAINED_TEMPLATE
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 """By which processors make images for the model; the second, of newer versions, has the content of the first as
 `image_processor`."""
+CHAT_TEMPLATE = "chat_template.jinja"
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
+    "chat_template.json",
     "vocab.json",
     "merges.txt",
     "vocab.txt",
@@ -32,9 +35,14 @@ DECODER_START = "decoder_start_token_id"
 """Of encoder-decoder models: the id with which the decoder begins."""
 
 
-def read_tokenizer_files(path: Path, external: Mapping[str, Any]) -> dict[str, bytes]:
-    """The tokenizer's files in `path`, and the defaults of generation (those of config.json if they have no file)."""
-    files = {name: (path / name).read_bytes() for name in (*FILES, GENERATION) if (path / name).is_file()}
+def read_tokenizer_files(
+    path: Path, external: Mapping[str, Any], read: Callable[[Path], bytes] = lambda file: file.read_bytes()
+) -> dict[str, bytes]:
+    """The tokenizer's files in `path`, and the defaults of generation (those of config.json if they have no file).
+
+    read: gives the content of a file.
+    """
+    files = {name: read(path / name) for name in (*FILES, GENERATION) if (path / name).is_file()}
     if GENERATION not in files:
         ids = {key: external[key] for key in (*SPECIAL_IDS, DECODER_START) if external.get(key) is not None}
         if ids:
@@ -111,11 +119,18 @@ CLASSES = {
 def files_to_write(files: Mapping[str, bytes], tokenizer: Mapping[str, Any]) -> dict[str, bytes]:
     """The tokenizer's files under Hugging Face's names, with the tokenizer's class named."""
     written = {name: data for name, data in files.items() if name in (*FILES, GENERATION)}
+    # What the model was trained with has the last word; transformers prefers this file to tokenizer_config.json.
+    if TRAINED_TEMPLATE in files:
+        written[CHAT_TEMPLATE] = files[TRAINED_TEMPLATE]
     named = CLASSES.get(str(tokenizer.get("tokenizer_type")))
     # Without tokenizer_config.json AutoTokenizer guesses by the model's type.
     if named and "tokenizer.json" not in written and "tokenizer_config.json" not in written:
         written["tokenizer_config.json"] = (json.dumps(named, indent=2) + "\n").encode()
     return written
+
+
+def takes_file(name: str) -> bool:
+    return name in (*FILES, GENERATION, TRAINED_TEMPLATE)
 
 
 def special_ids(files: Mapping[str, bytes]) -> dict[str, Any]:

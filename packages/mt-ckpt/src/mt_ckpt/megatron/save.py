@@ -101,6 +101,11 @@ class RankFiles:
         raise AssertionError(f"no rank has {part.file}")
 
 
+def takes_file(_: str) -> bool:
+    """Megatron's folders have no place for files of a tokenizer."""
+    return False
+
+
 def plan_files(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> RankFiles:
     """The files of `convert_checkpoint` that hold tensors; raises ConfigError and CheckpointError as that does."""
     return RankFiles(_plan(source, options, host), host)

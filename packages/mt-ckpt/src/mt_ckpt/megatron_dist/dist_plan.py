@@ -10,17 +10,18 @@ from typing import Any
 import torch
 
 from mt_ckpt.megatron.names import EXPERTS, EXTRA_STATE, MTP, POSITION_DUPLICATES, Style, duplicates, layer_counts
-from mt_ckpt.megatron.optimizer import MAIN
+from mt_ckpt.megatron.optimizer import MAIN, STEP
 from mt_ckpt.megatron.rank_plan import is_linear
 from mt_ckpt.megatron.target import Plan
 from mt_ckpt.megatron.versions import shown
-from mt_ckpt.megatron_dist.flat_plan import DP_RESHARDABLE, FlatItem, FlatRankPlan, flat_plans
+from mt_ckpt.megatron_dist.flat_plan import DP_RESHARDABLE, PLAIN, FlatItem, FlatRankPlan, flat_plans
 from mt_ckpt.megatron_dist.keys import Place, are_alike, place_of
 from mt_ckpt.megatron_dist.sections import Rows, require_one_rank, rows_of, whole
 from mt_ckpt.megatron_dist.write_index import WrittenTensor
 from mt_core.parallel.context import ParallelContext
 
 STATE_KEYS = {MAIN: "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+PLAIN_STATE_KEYS = {**STATE_KEYS, MAIN: "fp32_param"}
 ATTENTION_OUTPUT = "linear_proj"
 HEADS: Mapping[str, tuple[str, ...]] = {
     "bert": ("output_layer",),
@@ -67,7 +68,7 @@ class DistPlan:
 def dist_plan(made: Plan, optimizer_format: str) -> DistPlan:
     """Layers that are all alike are stacked; a chunk is a layer's tensor, or an expert's.
 
-    optimizer_format: of the optimizer's state, `flat_plan.DP_RESHARDABLE` or `flat_plan.FULLY_RESHARDABLE`.
+    optimizer_format: of the optimizer's state, `flat_plan.DP_RESHARDABLE`, `FULLY_RESHARDABLE` or `PLAIN`.
     """
     if not made.version.mixer_sections:
         require_one_rank(made.layouts, made.target.grid.tp, shown(made.version.version))
@@ -75,7 +76,8 @@ def dist_plan(made: Plan, optimizer_format: str) -> DistPlan:
     stacked = not made.hybrid and are_alike(made.layouts)
     # Flat buckets belong to ranks, not to parameters: they are added once, by `_add_flat`.
     flat = made.states and optimizer_format == DP_RESHARDABLE
-    states = () if flat else _states(made)
+    plain = optimizer_format == PLAIN
+    state_keys = PLAIN_STATE_KEYS if plain else STATE_KEYS
     style, counts = made.dist_style(), layer_counts(made.layouts)
     tensors: dict[str, WrittenTensor] = {}
     chunks: list[ChunkItem] = []
@@ -85,8 +87,8 @@ def dist_plan(made: Plan, optimizer_format: str) -> DistPlan:
         front = (counts[name.split(".")[0]],) if place.layer is not None else ()
         # The weights first, then the states. Chunks of one tensor have to follow one another, so that the writer reads
         # it once.
-        for state in (None, *(states if made.trained(name) else ())):
-            prefix = "" if state is None else f"optimizer.state.{STATE_KEYS[state]}."
+        for state in (None, *(() if flat else _states(made, name, plain=plain))):
+            prefix = "" if state is None else f"optimizer.state.{state_keys[state]}."
             dtype = torch.float32 if state is not None else made.source.dtypes()[f"model.{name}"]
             for rows in rows_of(name, layout) if made.version.mixer_sections else [whole(layout)]:
                 key = f"{prefix}{place.key}" + (f".{rows.section}" if rows.section else "")
@@ -132,9 +134,12 @@ def _flat_chunk(item: FlatItem) -> ChunkItem:
     return ChunkItem(item.key, source, item.expert, rows, (item.first,), (item.numel,), size, item.rank)
 
 
-def _states(made: Plan) -> tuple[str, ...]:
-    """The fp32 copies are written of fp32 weights too, as Megatron's distributed optimizer does."""
-    return (MAIN, *(state for state in made.states if state != MAIN)) if made.states else ()
+def _states(made: Plan, name: str, *, plain: bool) -> tuple[str, ...]:
+    """The states of a parameter. Megatron's distributed optimizer has fp32 copies of fp32 weights too."""
+    if not made.states or not made.trained(name):
+        return ()
+    moments = tuple(state for state in made.states if state != MAIN)
+    return moments if plain and not made.rounded(name) else (MAIN, *moments)
 
 
 def _chunks(
@@ -201,7 +206,14 @@ def split_by_bytes(chunks: list[ChunkItem], max_bytes: int) -> list[list[ChunkIt
     return groups
 
 
-def common_optimizer(groups: list[dict[str, Any]], optimizer_format: str) -> dict[Any, Any]:
+def _plain_optimizer(groups: list[dict[str, Any]], *, wrapped: bool) -> dict[str, Any]:
+    """torch's state dictionary without the states of parameters. wrapped: in that of mixed precision."""
+    # torch's Adam counts steps for each parameter, which is common_step here; fused ones count in their groups.
+    inner = {"state": {"common_step": groups[0][STEP]}, "param_groups": groups}
+    return {"optimizer": inner} if wrapped else inner
+
+
+def common_optimizer(groups: list[dict[str, Any]], optimizer_format: str, *, mixed_precision: bool) -> dict[Any, Any]:
     """The part of the common state that says how the optimizer's state is stored, and names the groups where that is
     in the tensors `optimizer.state.*`."""
     # Without buckets the groups are here; with them they are objects of each rank, see `flat_plan`.
@@ -209,6 +221,8 @@ def common_optimizer(groups: list[dict[str, Any]], optimizer_format: str) -> dic
     flat = optimizer_format == DP_RESHARDABLE
     made_of = [
         {**({} if flat else {"optimizer": {"param_groups": kind}}), "param_state_sharding_type": optimizer_format}
+        if optimizer_format != PLAIN
+        else _plain_optimizer(kind, wrapped=mixed_precision)
         for kind in kinds
         if kind
     ]

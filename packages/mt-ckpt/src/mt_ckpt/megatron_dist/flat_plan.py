@@ -24,7 +24,8 @@ from mt_ckpt.megatron.write_flat import belongs, buffer_dtypes, flat_parameters
 from mt_ckpt.megatron.write_optimizer import optimizer_groups
 from mt_core.parallel.context import ParallelContext
 
-DP_RESHARDABLE, FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"
+DP_RESHARDABLE, FULLY_RESHARDABLE, PLAIN = "dp_reshardable", "fully_reshardable", "plain"
+"""Layouts of the optimizer's state, the first two by Megatron's words. Plain: of one that is not distributed."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ wrote. Data files are such pieces end to end.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_ckpt.convert.checksums import WrittenFiles
 from mt_ckpt.pickles.inert_objects import Inert
 from mt_ckpt.pickles.storages import Extent
 from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
@@ -98,8 +100,9 @@ def read_index(folder: Path) -> Index:
     """Raises CheckpointError when the index is missing or damaged, or when what it lists is not all there."""
     file = folder / METADATA_FILE
     try:
-        with file.open("rb") as stream:
-            metadata = SafeUnpickler(stream, str(file)).load()
+        # Unlike the data files, whose archives have checksums, the index is a bare pickle.
+        pickled = WrittenFiles(folder).read(file)
+        metadata = SafeUnpickler(io.BytesIO(pickled), str(file)).load()
     except OSError as error:
         raise CheckpointError(f"{file}: missing or unreadable: {error.strerror}") from None
     try:

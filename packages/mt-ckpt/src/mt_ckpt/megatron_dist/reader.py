@@ -156,11 +156,20 @@ def _step(common: Mapping[str, Any], index: Index) -> float | None:
     optimizer = common.get("optimizer")
     candidates = list(optimizer) if isinstance(optimizer, list) else [optimizer]
     candidates += [index.objects[key].value() for key in index.objects if OPTIMIZER_OBJECT in key]
-    steps = {number for candidate in candidates for number in _steps_in(candidate)}
+    # Of one optimizer the largest: one that counts for each parameter (common_step) leaves the number that its groups
+    # had when they were loaded, one that counts in its groups leaves the other.
+    optimizers = [entry for candidate in candidates for entry in _optimizers_in(candidate)]
+    steps = {max(numbers) for entry in optimizers if (numbers := _steps_in(entry))}
     # Also with experts, whose optimizer counts its own steps, all have to agree.
     if len(steps) > 1:
         raise CheckpointError(f"{index.folder / METADATA_FILE}: its optimizers made {sorted(steps)} steps")
     return steps.pop() if steps else None
+
+
+def _optimizers_in(value: Any) -> list[Any]:
+    """Those of a chain, which are numbered."""
+    numbered = isinstance(value, dict) and bool(value) and all(isinstance(key, int) for key in value)
+    return list(value.values()) if numbered else [value]
 
 
 def _steps_in(value: Any) -> list[float]:

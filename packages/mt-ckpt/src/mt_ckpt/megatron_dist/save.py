@@ -2,8 +2,8 @@
 
 The model's tensors do not depend on the parallel layout; the target sizes are what the arguments inside say, and the
 vocabulary is padded for them. An Adam's state is written as the fully reshardable one of the distributed optimizer
-(--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable), or as the flat buckets of the layout. Random streams
-are not written: load with --no-load-rng.
+(--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable), as the flat buckets of the layout, or as that of an
+optimizer that is not distributed. Random streams are not written: load with --no-load-rng.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mt_ckpt.convert.resumable import ResumableFolder, work_key
 from mt_ckpt.convert.whole_files import FinishedFiles, files_together, write_whole_files
 from mt_ckpt.megatron.folder import RELEASE, TRACKER, iteration_name
 from mt_ckpt.megatron.metadata import KEY
+from mt_ckpt.megatron.optimizer import MAIN
 from mt_ckpt.megatron.param_scheduler import scheduler_value
 from mt_ckpt.megatron.save import CHECKPOINT_VERSION
 from mt_ckpt.megatron.target import NO_OPTIMIZER, Plan, plan
@@ -31,7 +32,7 @@ from mt_ckpt.megatron.write_optimizer import optimizer_groups
 from mt_ckpt.megatron.written_file import WrittenFile
 from mt_ckpt.megatron_dist.common import BACKEND, COMMON_FILE, COMMON_KEY, MARK_FILE
 from mt_ckpt.megatron_dist.dist_plan import ChunkItem, Source, common_optimizer, dist_plan, split_by_bytes
-from mt_ckpt.megatron_dist.flat_plan import FULLY_RESHARDABLE
+from mt_ckpt.megatron_dist.flat_plan import FULLY_RESHARDABLE, PLAIN
 from mt_ckpt.megatron_dist.index import METADATA_FILE
 from mt_ckpt.megatron_dist.write_index import WrittenBlob, WrittenTensor, encode_index
 from mt_ckpt.pickles.encode import namespace
@@ -117,7 +118,9 @@ def chosen_optimizer_format(made: Plan, options: ConvertOptions) -> str:
             "in torch_dist was in another format, which is not written; --target-optimizer-format none leaves it out, "
             "and --saver megatron writes it"
         )
-    return FULLY_RESHARDABLE if asked in (None, NO_OPTIMIZER) else asked
+    if asked in (None, NO_OPTIMIZER):
+        return FULLY_RESHARDABLE if made.distributed else PLAIN
+    return asked
 
 
 def _pickled(value: Any) -> bytes:
@@ -163,7 +166,7 @@ def _common_state(made: Plan, host: PluginHost, optimizer_format: str) -> dict[s
     reshardable = optimizer_format == FULLY_RESHARDABLE
     args = {
         **made.args,
-        "use_distributed_optimizer": bool(made.states),
+        "use_distributed_optimizer": bool(made.states) and optimizer_format != PLAIN,
         "dist_ckpt_optim_fully_reshardable": reshardable,
     }
     state: dict[str, Any] = {
@@ -178,9 +181,10 @@ def _common_state(made: Plan, host: PluginHost, optimizer_format: str) -> dict[s
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if made.states:
         groups = optimizer_groups(made.layouts, made.optimizer, made.step(), experts_apart=made.experts_apart)
-        state["optimizer"] = common_optimizer(groups, optimizer_format)
+        mixed_precision = MAIN in made.states
+        state["optimizer"] = common_optimizer(groups, optimizer_format, mixed_precision=mixed_precision)
         state["opt_param_scheduler"] = scheduler_value(made.source.metadata, host)
-        content |= {"distrib_optim_sharding_type": optimizer_format}
+        content |= {"distrib_optim_sharding_type": optimizer_format} if optimizer_format != PLAIN else {}
         content |= {"distrib_optim_fully_reshardable_mem_efficient": False} if reshardable else {}
     return state | {"content_metadata": content}
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_ckpt.convert.checksums import WrittenFiles
 from mt_ckpt.hugging_face.family import identify
-from mt_ckpt.hugging_face.reader import HuggingFaceReader
+from mt_ckpt.hugging_face.reader import HuggingFaceReader, open_tensor_file
 from mt_ckpt.hugging_face.tensors import ExternalTensors, Renamed, TensorFile
 from mt_ckpt.meta.params import EMBEDDING, OUTPUT, to_hugging_face
 from mt_ckpt.meta.shards import MergedShards
-from mt_ckpt.safetensors_files import SafetensorsFile
 from mt_ckpt.torch_files import TorchFile
 from mt_core.errors import CheckpointError
 from mt_core.plugins import PluginHost
@@ -60,8 +60,9 @@ def detect(path: Path) -> bool:
 def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     """Raises CheckpointError for missing and damaged files and tensors that do not fit, ConfigError for unknown
     parameters."""
-    params = _read_params(path / PARAMS)
-    shards = [_open_file(file) for file in _weight_files(path)]
+    written = WrittenFiles(path)
+    params = _read_params(path / PARAMS, written)
+    shards = [open_tensor_file(file, written) for file in _weight_files(path)]
     if not shards:
         raise CheckpointError(f"{path}: has no consolidated.00.pth and no {SAFETENSORS}")
     merged = MergedShards(shards, lambda name, shape: _cut_along(name, shape, params))
@@ -72,7 +73,7 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     tensors = HalvesRotated(renamed, external)
     family, config = identify(external, tensors.infos, host)
     tokenizer = _tokenizer_file(path)
-    files = {} if tokenizer is None else {"tokenizer.model": tokenizer.read_bytes()}
+    files = {} if tokenizer is None else {"tokenizer.model": written.read(tokenizer)}
     metadata = {
         "iteration": 0,
         "config": {
@@ -154,13 +155,9 @@ def _weight_files(path: Path) -> list[Path]:
     return found
 
 
-def _open_file(file: Path) -> TensorFile:
-    return SafetensorsFile(file) if file.suffix == ".safetensors" else TorchFile(file)
-
-
-def _read_params(file: Path) -> dict[str, Any]:
+def _read_params(file: Path, written: WrittenFiles) -> dict[str, Any]:
     try:
-        params = json.loads(file.read_bytes())
+        params = json.loads(written.read(file))
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

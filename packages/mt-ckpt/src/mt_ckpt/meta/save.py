@@ -54,10 +54,14 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
         if any(folder.finished(file) is None for file in files):
             _write(folder, files, model)
         small = {PARAMS: (json.dumps(params, indent=2) + "\n").encode()}
-        small |= {name: data for name, data in source.files().items() if name == TOKENIZER}
+        small |= {name: data for name, data in source.files().items() if takes_file(name)}
         for name, data in small.items():
             folder.write_small(name, data)
         folder.commit({*files, *small})
+
+
+def takes_file(name: str) -> bool:
+    return name == TOKENIZER
 
 
 class _Model:

@@ -188,6 +188,19 @@ def _read_row_of_pickles(file: Path, window: _Reader) -> Contents:
     return Contents(value, storages)
 
 
+def require_intact(file: Path, extent: Extent) -> None:
+    """Raises CheckpointError unless the bytes of `extent` have its CRC-32, if it has one. Reads block by block."""
+    if extent.crc is None:
+        return
+    block = memoryview(bytearray(min(BLOCK_BYTES, extent.num_bytes)))
+    found = 0
+    for begin in range(0, extent.num_bytes, BLOCK_BYTES):
+        part = block[: extent.num_bytes - begin]
+        read_range(file, extent.offset + begin, part, None)
+        found = zlib.crc32(part, found)
+    _require_crc(file, extent.offset, extent.num_bytes, found, extent.crc)
+
+
 def read_range(file: Path, offset: int, target: memoryview, crc: int | None) -> None:
     """Fill `target` with the bytes at `offset`. crc: their CRC-32, None: unknown.
 
@@ -206,5 +219,10 @@ def read_range(file: Path, offset: int, target: memoryview, crc: int | None) -> 
                 rest, position = rest[count:], position + count
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
-    if crc is not None and found != crc:
-        raise CheckpointError(f"{file}: damaged: the checksum of the {len(target)} bytes at {offset} does not match")
+    if crc is not None:
+        _require_crc(file, offset, len(target), found, crc)
+
+
+def _require_crc(file: Path, offset: int, num_bytes: int, found: int, expected: int) -> None:
+    if found != expected:
+        raise CheckpointError(f"{file}: damaged: the checksum of the {num_bytes} bytes at {offset} does not match")

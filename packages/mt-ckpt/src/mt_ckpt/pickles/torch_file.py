@@ -11,14 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_ckpt.pickles.storages import Contents, Extent, read_contents, read_range
+from mt_ckpt.pickles.storages import Contents, Extent, read_contents, read_range, require_intact
 from mt_ckpt.pickles.unpickler import TensorReference
 from mt_core.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file. `offset` and `stride` count elements of its storage, whose bytes are `extent`."""
+    """A tensor in a file. `offset` and `stride` count elements of its storage, whose bytes are `extent`.
+
+    checked: storages of the file whose checksum has been compared, shared by its tensors.
+    """
 
     file: Path
     extent: Extent
@@ -26,6 +29,7 @@ class StoredTensor:
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    checked: set[Extent] = field(default_factory=set, compare=False, repr=False)
 
     def read(self) -> Tensor:
         """The tensor on CPU, in memory of its own. Raises CheckpointError when the file is damaged or truncated."""
@@ -60,8 +64,11 @@ class StoredTensor:
             raise CheckpointError(f"{self.file}: damaged: a tensor reaches beyond the bytes of its storage")
         elements = torch.empty(count, dtype=self.dtype)
         target = elements.view(torch.uint8).numpy().data
-        # The archive's CRC is of the whole storage. A part of it cannot be checked.
+        # The archive's CRC is of the whole storage, which is read once more before the first of its parts.
         whole = count * size == self.extent.num_bytes
+        if not whole and self.extent not in self.checked:
+            require_intact(self.file, self.extent)
+            self.checked.add(self.extent)
         offset = self.extent.offset + first * size
         read_range(self.file, offset, target, self.extent.crc if whole else None)
         return elements
@@ -83,11 +90,13 @@ def open_torch_file(file: Path, extent: Extent | None = None) -> TorchFile:
 
 
 def _locator(file: Path, contents: Contents) -> Callable[[TensorReference], StoredTensor]:
+    checked: set[Extent] = set()
+
     def locate(reference: TensorReference) -> StoredTensor:
         extent = contents.storages.get(reference.storage.key)
         if extent is None:
             raise CheckpointError(f"{file}: damaged: it has no storage {reference.storage.key}")
-        return StoredTensor(file, extent, reference.dtype, reference.offset, reference.shape, reference.stride)
+        return StoredTensor(file, extent, reference.dtype, reference.offset, reference.shape, reference.stride, checked)
 
     return locate
 

@@ -52,6 +52,7 @@ from mt_core.specs import CheckpointReader, Dataset, Tokenizer
 from mt_core.train import build
 from mt_core.train.batches.broadcast import broadcast_batches
 from mt_core.train.batches.device import DeviceBatches
+from mt_core.train.checkpoint.kept_files import kept_files
 from mt_core.train.checkpoint.partial_load import load_weights
 from mt_core.train.checkpoint.random_streams import dropout_stream
 from mt_core.train.checkpoint.run_directory import RunDirectory
@@ -137,6 +138,8 @@ class Engine:
     flops_per_sample: float | None = None
     """Of training, by the count of the model family; None if it has none."""
     kept_logits: KeptLogits | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """What checkpoints hold beside tensors, by name: of the tokenizer, and see `keep_files`."""
     state: TrainState = field(default_factory=TrainState)
 
     @classmethod
@@ -241,6 +244,7 @@ class Engine:
             malloc=malloc,
             kept_logits=losses.kept_logits,
         )
+        engine.keep_files(weights)
         # Last: the optimizer's master weights exist and are set too.
         if weights is not None:
             load_weights(weights, engine.checkpointed(), layouts, config, host)
@@ -468,7 +472,12 @@ class Engine:
         if not with_optimizer:
             fragments = [fragment for fragment in fragments if not fragment.name.startswith(OPTIMIZER)]
             metadata[WITHOUT_OPTIMIZER] = True
-        return Contents(fragments, {**state.metadata(self.config), **metadata}, dict(self.tokenizer.files()))
+        return Contents(fragments, {**state.metadata(self.config), **metadata}, dict(self.files))
+
+    def keep_files(self, source: CheckpointReader | None) -> None:
+        """Let checkpoints have the files that belong to the model in the one that this run starts from: of generation
+        and processors, and the chat template. Raises ConfigError for a template that cannot be read."""
+        self.files = kept_files(self.config, self.tokenizer, source, self.host)
 
     def save_state(self, run_dir: str | Path, *, with_optimizer: bool = True) -> Path:
         """Write a checkpoint of this step as `Trainer` does, at once: `mt train --run-dir` continues from it, and every
@@ -494,6 +503,7 @@ class Engine:
             state.restore(reader)
         else:
             state.restore_without_optimizer(reader)
+        self.keep_files(reader)
 
 
 def _build_trace(config: Config, ctx: ParallelContext, stages: Stages | None) -> ScheduleTrace | None:

@@ -401,12 +401,14 @@ class Trainer:
             self._resume(self.resumed_from, reader)
         elif reader is not None:
             self.loaded_weights = load_weights(reader, self.checkpointed(), self.engine.layouts, self.config, self.host)
+            self.engine.keep_files(reader)
 
     def _resume(self, path: Path, reader: CheckpointReader) -> None:
         changes = require_same_run(reader.metadata, self.config, str(path), self.host)
         if changes:
             self.message(f"accepted changes:\n{change_table(changes)}")
         self.checkpointed().restore(reader)
+        self.engine.keep_files(reader)
         losses = list(reader.metadata.get("recent_losses", []))  # absent in checkpoints from before this check
         self.recent_losses.replace(losses)
         self.checks.resumed_from = path

@@ -86,6 +86,7 @@ TASK_DATASETS = (
         doc="Conversations with chat templates, packed, loss on the answers",
         config_type=Lazy("mt_data.datasets.sft.config:SFTDataConfig"),
         build=Lazy("mt_data.datasets.sft.dataset:build_sft"),
+        checkpoint_files=Lazy("mt_data.datasets.sft.checkpoint_files:checkpoint_files"),
         sample=CAUSAL_LM_SAMPLE,
     ),
     _spec(

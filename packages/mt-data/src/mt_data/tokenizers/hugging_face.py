@@ -14,6 +14,7 @@ from mt_core.specs import SpecialTokens
 from mt_data.tokenizers import special_tokens as names
 from mt_data.tokenizers.base import BaseTokenizer, FileTokenizerConfig, decode_utf8, parse_json, read_file
 from mt_data.tokenizers.engines import TokenizersEngine
+from mt_data.tokenizers.limits import require_limits
 
 if TYPE_CHECKING:
     import tokenizers
@@ -110,7 +111,7 @@ def _load(data: bytes, directory: Path) -> tokenizers.Tokenizer:
 
     path = str(directory / MAIN_FILE)
     text = decode_utf8(data, path, KEY)
-    parse_json(data, path, KEY)
+    require_limits(parse_json(data, path, KEY), path, KEY)
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises a bare Exception for a file that it cannot use

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,18 +12,15 @@ from mt_core.specs import Tokenizer
 from mt_data.datasets.images.records import MARK
 from mt_data.datasets.sft.builtin_templates import BUILTIN_TEMPLATES
 from mt_data.datasets.sft.chat_templates import OF_TOKENIZER, ChatTemplate, load_chat_template
+from mt_data.datasets.sft.checkpoint_files import CONVERSATION, END_MARK, PROBE
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.chat.partners import Message
 from mt_infer.chat.template_process import TemplateProcess
 
-END_MARK = re.compile(r"\s*(<[^<>\s]+>)")
-"""A mark such as <|im_end|> or </s>."""
 NAMES = (OF_TOKENIZER, *BUILTIN_TEMPLATES)
 """Templates that --chat-template takes beside files."""
 RESERVED = ("messages", "tools", "self", "raise_exception", "strftime_now")
 """Names that a template has from the conversation and from its language."""
-PROBE = "answer"
-CONVERSATION = ({"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE})
 WITHOUT_PROMPT = {"add_generation_prompt": False}
 Content = str | Sequence[Mapping[str, Any]] | None
 

@@ -11,4 +11,5 @@ RETRO_SFT_DATASET = DatasetSpec(
     config_type=Lazy("mt_data.datasets.retro_sft.config:RetroSFTDataConfig"),
     build=Lazy("mt_data.datasets.retro_sft.dataset:build_retro_sft"),
     sample=RETRO_SAMPLE,
+    checkpoint_files=Lazy("mt_data.datasets.sft.checkpoint_files:checkpoint_files"),
 )

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError, TemplateSyntaxError, Undefined, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mt_core.errors import ConfigError, DataError
+from mt_data.datasets.sft.template_limits import Budget, LimitedEnvironment, LimitError
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Unicode's noncharacters stand around what a template marks, until it is rendered."""
@@ -47,8 +47,9 @@ class _Generation(Extension):
 class CompiledTemplate:
     """A template and whether it marks answers."""
 
-    def __init__(self, template: Template, has_marks: bool, name: str) -> None:
+    def __init__(self, template: Template, has_marks: bool, name: str, budget: Budget) -> None:
         self.has_marks = has_marks
+        self._budget = budget
         self._template = template
         self._name = name
 
@@ -58,7 +59,10 @@ class CompiledTemplate:
         DataError, with the advice what to change, when the template fails on the values.
         """
         try:
-            return _unmark(self._template.render(values), where)
+            with self._budget.new():
+                return _unmark(self._template.render(values), where)
+        except MemoryError:
+            raise DataError(f"{where}: {self._name} needs too much memory; {advice}") from None
         except _FAILURES as error:
             raise DataError(f"{where}: {self._name} refuses the conversation: {error}; {advice}") from error
 
@@ -71,18 +75,22 @@ def compile_template(source: str, name: str) -> CompiledTemplate:
     """Raises ConfigError, with the line, for a source that is no Jinja template."""
     # A template comes with a downloaded tokenizer: the sandbox refuses access to Python's internals, and changes of the
     # messages. trim_blocks, lstrip_blocks and loop controls are as transformers sets them for chat templates.
-    environment = ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, undefined=_LoudUndefined, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    environment.add_filter("tojson", _tojson)
     environment.globals["raise_exception"] = _raise_exception
     try:
         # Looked for in the syntax tree, since the text of the tag may be part of a comment or a string.
         found = environment.parse(source).find_all(nodes.ExtensionAttribute)
         has_marks = any(node.identifier == _Generation.identifier for node in found)
-        return CompiledTemplate(environment.from_string(source), has_marks, name)
+        return CompiledTemplate(environment.from_string(source), has_marks, name, environment.budget)
     except TemplateSyntaxError as error:
         raise ConfigError(f"{name}, line {error.lineno}: no valid Jinja template ({error.message})") from error
+    except LimitError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    except (RecursionError, MemoryError):
+        raise ConfigError(f"{name}: its expressions or blocks are nested too deeply, or too long") from None
 
 
 def _unmark(text: str, where: str) -> tuple[str, list[tuple[int, int]]]:
