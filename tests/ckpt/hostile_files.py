@@ -277,8 +277,6 @@ CATALOGUE: dict[str, Callable[[Path], Any]] = {
 
 
 def main() -> None:
-    import mt_ckpt.gguf.file
-    import mt_ckpt.pickles.torch_file
     import mt_data.datasets.images.pixels
     import mt_data.datasets.sft.jinja_sandbox
     import mt_data.tokenizers.hugging_face  # noqa: F401

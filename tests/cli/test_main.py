@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from mt_cli import main
 from mt_cli.app import build_group
+from mt_cli.command_homes import COMMAND_HOMES
 from mt_core.commands import need
 from mt_core.errors import CheckpointError, ConfigError, MtError, PluginError
 from mt_core.hookspecs import hookimpl
@@ -230,11 +232,24 @@ def test_a_command_of_two_plugins_names_both(with_commands) -> None:
     assert 'plugin "p0" (dist-0 7.0) and plugin "p1" (dist-1 7.0)' in text
 
 
+def test_every_registered_command_of_mt_has_its_distribution_on_record() -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "command_homes.py"))
+    assert script["registered_homes"]() == COMMAND_HOMES, "run scripts/command_homes.py"
+
+
 def test_mts_commands_say_where_they_come_from(with_commands) -> None:
     """Without their plugins, mt's own commands are errors that help, and `mt plugins` still runs."""
     code, text = with_commands({}, "data")
     assert (code, text) == (3, "error: mt data is a command of mt-data, which is not installed (pip install mt-data)\n")
     assert with_commands({}, "train")[0] == 3
+    for command, home in COMMAND_HOMES.items():
+        # The group of another distribution may be there, its command may not.
+        groups = {command.split()[0]: "app"} if " " in command else {}
+        code, text = with_commands(groups, *command.split(), "x", "--option")
+        assert (code, text) == (
+            3,
+            f"error: mt {command} is a command of {home}, which is not installed (pip install {home})\n",
+        )
     wrong = "MT_PLUGINS names mt-data, which is a distribution"
     assert with_commands({}, "data", unknown=(wrong,)) == (3, f"error: {wrong}\n")
     code, text = with_commands({"greet": "app"}, "plugins")

@@ -35,6 +35,7 @@ min_lr = 0
 [data]
 dataset_type = "builtin"
 """
+JSON = '{"optimizer": {"lr": 1e-4, "min_lr": 0}, "train": {"train_iters": 50}}'
 
 
 def refusal(path: Path, host: PluginHost, *overrides: str) -> str:
@@ -265,3 +266,44 @@ def test_formats_of_megatrons_converter(host: PluginHost, caplog, kind: str, wor
 def test_a_word_that_may_mean_two_formats_is_refused(host: PluginHost, kind: str, key: str) -> None:
     with pytest.raises(PluginError, match=f"{key}=llama_mistral is hf or meta here; name one of them"):
         host.registry(kind).get("llama_mistral", key=key)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize(("name", "text"), [("run.toml", TOML), ("run.yaml", YAML), ("run.json", JSON)])
+def test_a_byte_order_mark_names_the_encoding(
+    host: PluginHost, tmp_path: Path, name: str, text: str, encoding: str
+) -> None:
+    path = tmp_path / name
+    mark = "\ufeff" if encoding.endswith(("le", "be")) else ""
+    path.write_bytes((mark + text).replace("\n", "\r\n").encode(encoding))
+    assert load_config(path, host=host).config.optimizer.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("run.json", '{"train": {"seed": 1, "seed": 2}}', "the key 'seed' stands twice"),
+        ("run.toml", "[train]\nseed = 1\nseed = 2\n", "train.seed stands twice, again in line 3"),
+        ("run.toml", "[train]\n[data]\n[train]\n", "the table [train] stands twice, again in line 3"),
+        ("run.toml", "[data]\na = [\n1\n]\na = [\n2\n]\n", "data.a stands twice, again in line 7"),
+        ("run.toml", "train.seed = 1\ntrain.seed = 2\n", "train.seed stands twice, again in line 2"),
+        ("run.yaml", "train:\n  seed: 1\n  seed: 2\n", 'duplicate key "seed"'),
+    ],
+)
+def test_a_key_that_stands_twice_is_named(host: PluginHost, tmp_path: Path, name: str, text: str, says: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert says in refusal(path, host)
+
+
+def test_a_file_in_another_encoding_is_named_with_its_line(host: PluginHost, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"[train]\n# caf\xe9\n")
+    assert "line 2 is no UTF-8 (invalid continuation byte)" in refusal(path, host)
+
+
+@pytest.mark.parametrize("override", ["train.seed=4294967296", "train.seed=-1", "optimizer.adam_eps=0"])
+def test_numbers_that_training_cannot_use_are_refused(host: PluginHost, tmp_path: Path, override: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(TOML)
+    assert override.partition("=")[0] in refusal(path, host, override)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 from mt_cli import plugin
+from mt_cli.command_homes import COMMAND_HOMES
 from mt_cli.quick import QuickCommand, QuickParameters
 from mt_cli.versions import version_lines
 from mt_core.commands import WORDS, host_of, is_strict
@@ -17,21 +18,6 @@ from mt_core.plugins import ALLOW_LIST_VARIABLE, PluginHost, load_plugins
 from mt_core.specs import CommandSpec
 
 HELP = "Train, convert, plan and verify large transformer models."
-HOMES = {
-    "data": "mt-data",
-    "ckpt": "mt-ckpt",
-    "convert": "mt-ckpt",
-    "moe": "mt-moe",
-    "generate": "mt-infer",
-    "quantization": "mt-infer",
-    "plan": "mt-tools",
-    "verify": "mt-tools",
-    "bench": "mt-tools",
-    "eval": "mt-eval",
-    "launch": "mt-accelerate",
-    "retrieve": "mt-retrieval",
-}
-"""Commands of mt that come with another distribution."""
 DIAGNOSIS = ("plugins", "doctor")
 """Commands that run whatever is wrong with plugins, since they show it."""
 
@@ -74,13 +60,17 @@ class CommandGroup(QuickParameters, TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         own = [spec.name for spec in plugin.mt_register_commands()]
-        home = HOMES.get(args[0]) or ("mt-cli" if args[0] in own else None)
+        home = COMMAND_HOMES.get(args[0]) or ("mt-cli" if args[0] in own else None)
         # A known command of a distribution that is not installed, or whose plugin failed: better than "No such
         # command".
         if home and args[0] not in self.commands:
-            host_of(ctx).require_known_names()
-            raise PluginError(f"mt {args[0]} is a command of {home}, {_why_absent(home, host_of(ctx))}")
+            _refuse_absent(args[0], home, host_of(ctx))
         return super().resolve_command(ctx, args)
+
+
+def _refuse_absent(command: str, home: str, host: PluginHost) -> NoReturn:
+    host.require_known_names()
+    raise PluginError(f"mt {command} is a command of {home}, {_why_absent(home, host)}")
 
 
 def _why_absent(distribution: str, host: PluginHost) -> str:
@@ -133,6 +123,17 @@ class DeferredCommand(TyperCommand):
             ) from error
 
 
+class AbsentCommand(TyperCommand):
+    """A command that a distribution adds to another's group, and that is not there."""
+
+    def __init__(self, name: str, home: str, host: PluginHost) -> None:
+        super().__init__(name.rpartition(" ")[2], hidden=True)
+        self.full_name, self.home, self.host = name, home, host
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        _refuse_absent(self.full_name, self.home, self.host)
+
+
 def build_group(host: PluginHost) -> CommandGroup:
     """The command `mt`, with a sub-command for each one that the host's plugins register."""
     settings = {"help_option_names": ["-h", "--help"]}
@@ -153,6 +154,9 @@ def with_subcommands(command: Any, name: str, host: PluginHost) -> Any:
     for spec in host.commands:
         if spec.name.startswith(f"{name} "):
             command.add_command(DeferredCommand(spec, host), spec.name.rpartition(" ")[2])
+    for absent, home in COMMAND_HOMES.items() if isinstance(command, TyperGroup) else ():
+        if absent.startswith(f"{name} ") and absent.rpartition(" ")[2] not in command.commands:
+            command.add_command(AbsentCommand(absent, home, host))
     return command
 
 

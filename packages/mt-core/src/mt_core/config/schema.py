@@ -23,6 +23,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """Type of a key: a finite number of at least 0."""
 Probability = Annotated[float, Field(ge=0, le=1)]
 """Type of a key: a number from 0 to 1."""
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""Type of a key: a seed of 32 bits, as numpy.random.RandomState takes it."""
 AUTO_LOSS = "auto"
 PLAIN_MODULE = "module"
 """The family of a torch.nn.Module that a program gives."""
@@ -267,8 +269,8 @@ class TrainConfig(Section):
     `classification`). Default: those of the data set's task."""
     verify_replicas_interval: PositiveInt | None = None
     """Steps between checks that processes which should have the same weights have the same bits; null never checks."""
-    seed: NonNegativeInt = 1234
-    """Seed of initialization, dropout and the order of samples."""
+    seed: Seed = 1234
+    """Seed of initialization, dropout and the order of samples: 0 to 4294967295."""
     deterministic: bool = False
     """Bitwise repeatable; refuses options that cannot be, by name."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

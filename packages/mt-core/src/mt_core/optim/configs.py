@@ -10,6 +10,7 @@ from mt_core.config.schema import (
     LRScheduleConfig,
     NonNegativeFloat,
     OptimizerConfig,
+    PositiveFloat,
     PositiveInt,
     Probability,
     used_when,
@@ -29,8 +30,8 @@ class AdamConfig(OptimizerConfig):
     """Decay of the first moment."""
     adam_beta2: AdamBeta = 0.999
     """Decay of the second moment."""
-    adam_eps: NonNegativeFloat = 1e-8
-    """Added to the root of the second moment."""
+    adam_eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment. Above 0: where all gradients were 0 the update would be 0/0."""
     main_weights: Literal["auto", "copies", "remainders"] = "auto"
     """What 16-bit training keeps beside bf16 weights: fp32 copies, or only the 16 bits that bf16 leaves out. auto:
     remainders where a GPU's fused kernel trains the same bits with them, else copies."""
@@ -80,7 +81,7 @@ class MuonConfig(OptimizerConfig):
     """Decay of the first moment."""
     adam_beta2: AdamBeta = used_when(0.999, muon_scalar_optimizer="adam")
     """Decay of the second moment."""
-    adam_eps: NonNegativeFloat = used_when(1e-8, muon_scalar_optimizer="adam")
+    adam_eps: PositiveFloat = used_when(1e-8, muon_scalar_optimizer="adam")
     """Added to the root of the second moment."""
     lion_beta1: Probability = used_when(0.95, muon_scalar_optimizer="lion")
     """Weight of the momentum in the direction of a step."""

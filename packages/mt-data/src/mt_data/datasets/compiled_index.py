@@ -72,7 +72,7 @@ class CompiledShuffler:
     """Shuffles as numpy.random.RandomState(seed) does, call after call."""
 
     def __init__(self, seed: int) -> None:
-        state: Any = np.random.RandomState(seed).get_state(legacy=False)
+        state: Any = np.random.RandomState(seed % 2**32).get_state(legacy=False)
         # RandomState does the seeding, so only the recurrence is written here.
         self._key: NDArray[np.uint32] = state["state"]["key"].astype(np.uint32)
         # [624] words to be taken from `place` on; those of the key that RandomState starts with are all spent.

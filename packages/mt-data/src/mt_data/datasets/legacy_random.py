@@ -47,7 +47,7 @@ class LegacyShuffler:
     """Shuffles as numpy.random.RandomState(seed) does, call after call."""
 
     def __init__(self, seed: int) -> None:
-        self._state = np.random.RandomState(seed)
+        self._state = np.random.RandomState(seed % 2**32)
 
     def shuffle(self, array: NDArray[Any]) -> None:
         """Shuffle a one-dimensional array of distinct values in place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from mt_data.datasets.raw_text import RawTextOptions, is_raw_text, tokenized
 from mt_data.datasets.sources import SplitSources, cache_folder, split_sources
 from mt_data.datasets.splits import WHOLE, SplitFractions
 from mt_data.indexed.dataset import IndexedDataset
+from mt_data.tokenizers.base import BaseTokenizer
 
 BuiltSplit = Dataset | Mapping[str, Dataset] | None
 """A data set, several by name, or nothing."""
@@ -128,11 +130,20 @@ def _check_tokenizer(reader: IndexedDataset, tokenizer: Tokenizer) -> None:
     made_with = (manifest.tokenizer or {}) if manifest else {}
     # Files of Megatron record no tokenizer: nothing can be compared, and ids out of range are found when they are read.
     recorded = made_with.get("fingerprint")
-    if recorded is not None and recorded != tokenizer.fingerprint():
+    if recorded is None or recorded == tokenizer.fingerprint():
+        return
+    if not (isinstance(tokenizer, BaseTokenizer) and tokenizer.is_extension_of(recorded)):
         raise DataError(
             f"{reader.prefix} was tokenized with {made_with.get('tokenizer_type', 'a tokenizer')} (fingerprint "
             f"{recorded[:16]}, {made_with.get('vocab_size', '?')} ids), and the configured tokenizer is "
             f"{type(tokenizer).__name__} (fingerprint {tokenizer.fingerprint()[:16]}, {tokenizer.vocab_size} ids); "
-            "set the tokenizer section to the first one, preprocess the text again, or set "
+            f"set the tokenizer section to the first one{_keys(made_with)}, preprocess the text again, or set "
             "data.accept_tokenizer_mismatch=true if the ids mean the same"
         )
+
+
+def _keys(made_with: Mapping[str, Any]) -> str:
+    """The keys that the recorded tokenizer was configured with; others had their default."""
+    given = {"tokenizer_type": made_with.get("tokenizer_type"), **(made_with.get("config") or {})}
+    keys = [f"tokenizer.{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    return f" ({', '.join(keys)}, and its other keys not set)" if made_with.get("config") else ""

@@ -38,6 +38,7 @@ class BaseTokenizer(ABC):
         self._vocab_size = vocab_size
         self._special = special
         self._files = dict(files)
+        self._options = dict(options)
         self._fingerprint = fingerprint(options, files)
 
     @property
@@ -97,6 +98,14 @@ class BaseTokenizer(ABC):
     def fingerprint(self) -> str:
         """SHA-256 (hexadecimal) of the options and the files' contents; where the files lie does not count."""
         return self._fingerprint
+
+    def is_extension_of(self, recorded: str) -> bool:
+        """Whether `recorded` is the fingerprint of this tokenizer with fewer tokens added behind its vocabulary, whose
+        ids all mean the same here: T5's sentinels are added in training, and not where texts are preprocessed."""
+        added = self._options.get("added", [])
+        return any(
+            recorded == fingerprint({**self._options, "added": added[:count]}, self._files) for count in range(len(added))
+        )
 
     def files(self) -> Mapping[str, bytes]:
         """The files' contents as they were read, by the names that `materialize` writes them under."""

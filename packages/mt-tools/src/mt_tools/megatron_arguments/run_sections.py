@@ -30,6 +30,7 @@ SCHEDULE_KEYS = (
     *("lr_schedule.lr_warmup_samples", "lr_schedule.lr_warmup_fraction", "train.train_iters", "train.train_samples"),
 )
 """What Megatron's scheduler compares with the checkpoint, unless it is to be overridden."""
+WORD_PIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 COUNTED_VOCABULARY = ("NullTokenizer", "TikTokenizer")
 """Tokenizers whose vocabulary size is an argument."""
 
@@ -237,6 +238,9 @@ def _tokenizer(values: Values, version: Version) -> Keys:
     if size is not None and kind in COUNTED_VOCABULARY:
         # Until 0.12 Megatron's NullTokenizer added its end of document to the size that it was given.
         found["tokenizer.vocab_size"] = size + (kind == "NullTokenizer" and version == "0.12")
+    if kind in WORD_PIECES:
+        # Megatron's scripts for BERT, T5 and ICT never encode a text: tokens of their files are taken as they are.
+        found["tokenizer.tokenizer_hf_no_include_special_tokens"] = True
     if pad >= 0:  # Megatron's -1 is no id
         found["tokenizer.null_tokenizer_pad_id"] = pad
     return found
