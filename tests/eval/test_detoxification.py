@@ -26,7 +26,7 @@ from mt_core.train.trained_model import load_trained_model
 from mt_eval.detoxification import http_scorers, loop
 from mt_eval.detoxification.annotation import annotate, read_lines
 from mt_eval.detoxification.classifier_scorer import build_classifier
-from mt_eval.detoxification.loop import Detoxification, Plan
+from mt_eval.detoxification.loop import FINETUNING, Detoxification, Plan
 from mt_eval.detoxification.metrics import toxicity_metrics
 from mt_eval.detoxification.selection import select_least_toxic
 
@@ -275,6 +275,13 @@ def test_options_of_a_classifier(classifier: Path, options: dict[str, str], word
     given = {name: value.replace("RUN", str(classifier)) for name, value in options.items()}
     with pytest.raises(ConfigError, match=words):
         build_classifier(given, load_plugins())
+
+
+def test_the_finetunings_settings_are_a_configuration() -> None:
+    """Its learning rate is below the lowest one of a training without arguments."""
+    for preset in (None, "gpt-tiny", "gpt2-124m", "llama3.2-1b"):
+        config = load_config(preset=preset, overrides=[*FINETUNING, "train.train_iters=78"]).config
+        assert (config.optimizer.lr, config.optimizer.min_lr) == (2e-5, 0)
 
 
 @pytest.mark.slow

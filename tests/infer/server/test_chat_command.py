@@ -7,13 +7,15 @@ import json
 import threading
 from collections.abc import Generator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
 from tests.infer.server.served import Live, chat_format, generator
 
 from mt_core.errors import ConfigError
+from mt_infer.chat.chat_format import load_chat_format
 from mt_infer.chat.conversation import Conversation
 from mt_infer.chat.local_model import LocalModel
 from mt_infer.chat.partners import ChatSettings
@@ -124,3 +126,23 @@ def test_what_cannot_be_answered_is_said(served: Live) -> None:
     assert "there is no model" in talk(RemoteModel(served.url, "gamma", None), "hi")
     with pytest.raises(ConfigError, match="no server answers"):
         RemoteModel("http://127.0.0.1:1", None, None)
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, None),
+        ({"chat_template.jinja": b"{% for x in %}"}, "no valid Jinja template .*--chat-template"),
+        (
+            {"tokenizer_config.json": b'{"chat_template": [{"name": "rag", "template": "x"}]}'},
+            'none named "default".*--chat-template',
+        ),
+    ],
+)
+def test_a_template_with_an_error_is_not_the_same_as_none(files: dict[str, bytes], says: str | None) -> None:
+    tokenizer: Any = SimpleNamespace(files=lambda: files)
+    if says is None:
+        assert load_chat_format(None, tokenizer, SimpleNamespace()) is None
+        return
+    with pytest.raises(ConfigError, match=says):
+        load_chat_format(None, tokenizer, SimpleNamespace())

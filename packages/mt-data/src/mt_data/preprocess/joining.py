@@ -31,7 +31,10 @@ def join_run(plan: RunPlan, folder: PartialFolder, results: list[ShardResult]) -
     for result in results:
         counts.add(result.counts)
     if not counts.documents and plan.share.count == 1:
-        raise DataError(f"the inputs hold no document that can be used ({counts.skipped} were skipped)")
+        raise DataError(
+            f"the inputs hold no document that can be used ({counts.skipped} were skipped); give --input files with "
+            "texts, and --json-keys the keys that hold them"
+        )
     names = [result.name for result in results]
     # One output after the other; a kill in between leaves those before it finished, and all are written again by the
     # next run, since run.json does not say "joined" yet.

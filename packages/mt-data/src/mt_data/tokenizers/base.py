@@ -104,7 +104,8 @@ class BaseTokenizer(ABC):
         ids all mean the same here: T5's sentinels are added in training, and not where texts are preprocessed."""
         added = self._options.get("added", [])
         return any(
-            recorded == fingerprint({**self._options, "added": added[:count]}, self._files) for count in range(len(added))
+            recorded == fingerprint({**self._options, "added": added[:count]}, self._files)
+            for count in range(len(added))
         )
 
     def files(self) -> Mapping[str, bytes]:

@@ -65,6 +65,7 @@ class StepFailedError(MtError):
 
 FINETUNING = (
     "optimizer.lr=2e-5",
+    "optimizer.min_lr=0",
     "lr_schedule.lr_decay_style=constant",
     "optimizer.weight_decay=0.1",
     "optimizer.adam_beta2=0.95",

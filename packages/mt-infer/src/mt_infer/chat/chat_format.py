@@ -11,7 +11,12 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.specs import Tokenizer
 from mt_data.datasets.images.records import MARK
 from mt_data.datasets.sft.builtin_templates import BUILTIN_TEMPLATES
-from mt_data.datasets.sft.chat_templates import OF_TOKENIZER, ChatTemplate, load_chat_template
+from mt_data.datasets.sft.chat_templates import (
+    OF_TOKENIZER,
+    ChatTemplate,
+    NoChatTemplateError,
+    load_chat_template,
+)
 from mt_data.datasets.sft.checkpoint_files import CONVERSATION, END_MARK, PROBE
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.chat.partners import Message
@@ -169,7 +174,8 @@ def require_template(name: str | None) -> None:
 
 def load_chat_format(name: str | None, tokenizer: Tokenizer, data: Any, *, seconds: float = 5.0) -> ChatFormat | None:
     """The format of --chat-template: a built-in name or a Jinja file; else what the model was trained on (data, its
-    [data] section), else the tokenizer's own; None if it has none. Raises ConfigError for a name that is neither."""
+    [data] section), else the tokenizer's own; None if it has none. Raises ConfigError for a name that is neither, and
+    for a template that cannot be used."""
     require_template(name)
     if name is not None:
         template = load_chat_template(name, None if name in NAMES else name, tokenizer)
@@ -177,6 +183,10 @@ def load_chat_format(name: str | None, tokenizer: Tokenizer, data: Any, *, secon
         trained, file = getattr(data, "chat_template", None), getattr(data, "chat_template_file", None)
         try:
             template = load_chat_template(trained or OF_TOKENIZER, file, tokenizer)
-        except ConfigError:
+        except NoChatTemplateError:
             return None
+        except ConfigError as error:  # a template with an error is not the same as none
+            raise ConfigError(
+                f"{error}; or choose another with --chat-template {', '.join(NAMES)} or a file"
+            ) from error
     return ChatFormat(template, tokenizer, seconds=seconds)

@@ -13,6 +13,7 @@ from mt_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from mt_core.plugins import PluginHost
+    from mt_tools.config_import.other_programs import Answer
     from mt_tools.config_import.result import ImportResult
 
 
@@ -62,6 +63,10 @@ def import_config(
         raise ConfigError(
             "give mt import one thing: a file or folder, --accelerate-env, or --megatron-args and arguments behind it"
         )
+    if answers := _other_programs(source, megatron_args, _definitions(define or []), arg or []):
+        for answer in answers:
+            typer.echo(answer.text())
+        return
     if accelerate_env:
         result = import_environment(os.environ)
     elif source is None:
@@ -69,6 +74,20 @@ def import_config(
     else:
         result = import_file(source, host, define=_definitions(define or []), arguments=arg or (), options=options)
     _finish(result, output, allow or [], host, as_json=as_json)
+
+
+def _other_programs(
+    source: Path | None, words: list[str] | None, define: dict[str, str], arguments: list[str]
+) -> list[Answer]:
+    """What answers tasks/main.py and the checkpoint converter, which train no configuration."""
+    from mt_tools.config_import.other_programs import answer_script, answer_words, is_other_program
+    from mt_tools.config_import.sources import FILES
+
+    if words is not None:
+        return [answer_words(words)] if is_other_program(words) else []
+    if source is None or not source.is_file() or source.suffix.lower() in FILES:
+        return []
+    return answer_script(source, define, arguments)
 
 
 def _definitions(texts: list[str]) -> dict[str, str]:

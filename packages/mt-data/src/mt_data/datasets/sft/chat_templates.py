@@ -71,6 +71,10 @@ class ChatTemplate:
         return self._template.render(values, conversation.where, ADVICE)
 
 
+class NoChatTemplateError(ConfigError):
+    """The tokenizer brings no chat template along; one that cannot be used is another ConfigError."""
+
+
 def load_chat_template(
     name: str, file: str | None, tokenizer: Tokenizer, eod_after_answer: bool | None = None
 ) -> ChatTemplate:
@@ -122,7 +126,7 @@ def _of_tokenizer(tokenizer: Tokenizer) -> str:
                 f'the tokenizer has the chat templates {", ".join(named)} and none named "default"; save the one '
                 "to use in a file and name it with data.chat_template_file"
             )
-    raise ConfigError(
+    raise NoChatTemplateError(
         f'data.chat_template="{OF_TOKENIZER}", but the tokenizer brings no chat template along; set '
         f"data.chat_template to {', '.join(BUILTIN_TEMPLATES)}, or data.chat_template_file to a Jinja file"
     )
