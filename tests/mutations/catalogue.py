@@ -191,6 +191,13 @@ STEPS = (
 
 DATA_ORDER = (
     Mutation(
+        "the validation part of one long document begins with the training part's tokens",
+        f"{DATA}/token_range.py",
+        "skipped = self._skipped if index == self.elements.start else 0",
+        "skipped = 0",
+        ("tests/data/datasets/test_own_text.py", "-k", "partition or one_long_document"),
+    ),
+    Mutation(
         "all ranks take the same samples",
         f"{CORE}/data/loader.py",
         "starts = range(first + dp_rank * micro_size, first + size, dp_size * micro_size)",

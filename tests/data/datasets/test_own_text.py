@@ -136,7 +136,9 @@ def test_compressed_text_and_tables_in_a_folder(tmp_path: Path) -> None:
     line = json.dumps({"id": "a", "body": texts[0]}).encode() + b"\n"
     (tmp_path / "a.jsonl.zst").write_bytes(zstd.compress(line))
     parquet.write_table(pyarrow.table({"id": ["b"], "body": [texts[1]]}), tmp_path / "b.parquet")
-    (tmp_path / "c.txt.zst").write_bytes(zstd.compress(texts[2].encode()))
+    (tmp_path / "c.json.zst").write_bytes(
+        zstd.compress(line.replace(json.dumps(texts[0]).encode(), json.dumps(texts[2]).encode()))
+    )
     assert tokens_of([tmp_path], json_key="body").tolist() == ids(*texts)
     assert tokens_of([f"{tmp_path}/*.parquet"], json_key="body").tolist() == ids(texts[1])
     with pytest.raises(DataError, match="body"):
