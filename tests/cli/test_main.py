@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -305,3 +307,21 @@ def test_another_plugin_may_stand_in(monkeypatch) -> None:
     """The real host registers model families, so that mt-models in particular is not needed."""
     monkeypatch.setattr("mt_core.commands.find_spec", lambda name: None if name == "mt_models" else object())
     need("torch", "mt-models", command="mt train")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
+    """By the script that --install-completion writes, as a shell calls it."""
+    code = "import sys; from mt_cli.main import main; sys.exit(main())"
+    (tmp_path / "mt").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n")
+    (tmp_path / "mt").chmod(0o755)
+    script = tmp_path / "complete.sh"
+    script.write_text(
+        "mt --install-completion >&2 && source ~/.bash_completions/mt.sh\n"
+        'ask() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _mt_completion mt; echo "${COMPREPLY[*]}"; }\n'
+        "ask mt tr\nask mt config e\nask mt train --pres\n"
+    )
+    environ = {**os.environ, "HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "SHELL": "/bin/bash"}
+    done = subprocess.run(["bash", str(script)], env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["train", "explain", "--preset"], done.stderr

@@ -14,11 +14,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mt_cli.commands import train as train_command
-from mt_cli.commands.train import _announce, _own_command
+from mt_cli.commands.train import _announce, _next_commands, _own_command
 from mt_cli.main import run
 from mt_core import hookimpl
 from mt_core.plugins import Plugin, load_plugins
@@ -131,6 +132,19 @@ def test_what_comes_next_can_be_typed(monkeypatch, environ, found, command) -> N
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.setattr(shutil, "which", lambda name: found)
     assert _own_command() == command
+
+
+@pytest.mark.parametrize(("data", "first"), [("sft", "chat"), ("gpt", "generate"), ("builtin", "generate")])
+def test_what_comes_next_suits_the_task(monkeypatch, tmp_path, data, first) -> None:
+    monkeypatch.setattr("mt_cli.sample.continues", lambda trainer, prompt: True)
+    config = SimpleNamespace(
+        train=SimpleNamespace(sample_prompt=None),
+        checkpoint=SimpleNamespace(save=None),
+        data=SimpleNamespace(dataset_type=data),
+    )
+    commands = [command for command, _ in _next_commands(SimpleNamespace(config=config), tmp_path)]
+    assert re.search(rf"{first} {tmp_path}", commands[0])
+    assert f"serve {tmp_path}" in commands[1]
 
 
 @pytest.mark.slow

@@ -125,3 +125,21 @@ def test_one_long_document_has_training_and_validation(tmp_path: Path, prepared:
     train, valid = (tokens_of([path], "90,10,0", part) for part in ("train", "valid"))
     assert (len(train), len(valid)) == (2701, 300)
     assert [*train.tolist(), *valid.tolist()] == ids(novel.read_text())
+
+
+def test_compressed_text_and_tables_in_a_folder(tmp_path: Path) -> None:
+    """With the text under a key of one's own, read from each of them in the order of names."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    zstd = pytest.importorskip("backports.zstd")
+    texts = [TEXT * count for count in (1, 2, 3)]
+    line = json.dumps({"id": "a", "body": texts[0]}).encode() + b"\n"
+    (tmp_path / "a.jsonl.zst").write_bytes(zstd.compress(line))
+    parquet.write_table(pyarrow.table({"id": ["b"], "body": [texts[1]]}), tmp_path / "b.parquet")
+    (tmp_path / "c.json.zst").write_bytes(
+        zstd.compress(line.replace(json.dumps(texts[0]).encode(), json.dumps(texts[2]).encode()))
+    )
+    assert tokens_of([tmp_path], json_key="body").tolist() == ids(*texts)
+    assert tokens_of([f"{tmp_path}/*.parquet"], json_key="body").tolist() == ids(texts[1])
+    with pytest.raises(DataError, match="body"):
+        tokens_of([tmp_path])

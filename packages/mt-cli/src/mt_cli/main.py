@@ -19,6 +19,8 @@ from mt_core.plugins import load_plugins
 DEBUG_OPTION = "--debug"
 DEBUG_VARIABLE = "MT_DEBUG"
 INTERRUPTED = 130
+COMPLETION = "_MT_COMPLETE"
+"""Variable by which the shell asks for completions."""
 
 
 def main() -> None:
@@ -30,6 +32,11 @@ def main() -> None:
 def run(arguments: Sequence[str], *, debug: bool = False) -> int:
     """The exit code of `mt` with these arguments. Raises what is no MtError, and with `debug` also those."""
     try:
+        if COMPLETION in os.environ:
+            from typer.completion import completion_init
+
+            # What the shell's script, which --install-completion writes, is answered by.
+            completion_init()
         host = load_plugins(strict=False)  # strictness applies to the command that runs, not to finding it
         # obj: commands find the host in their context (mt_core.commands.host_of) instead of loading the plugins again.
         build_group(host).main(args=list(arguments) or ["--help"], prog_name="mt", obj=host)

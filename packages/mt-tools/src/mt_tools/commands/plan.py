@@ -219,8 +219,8 @@ def _print_plan(found: LayoutPlan, values: dict[str, Any], machine: Machine, lim
     layout = " x ".join(f"{name} {size}" for name, size in values["layout"].items() if size > 1 and name in DENSE)
     console.print(f"{found.world} ranks: {layout or 'one process'}; {found.micro_batches} micro-batches a step")
     parameters = values["parameters"]
-    if parameters["active"] != parameters["total"]:
-        console.print(f"{parameters['total']:,} parameters, of which a token uses {parameters['active']:,}")
+    active = f", of which a token uses {parameters['active']:,}" if parameters["active"] != parameters["total"] else ""
+    console.print(f"{parameters['total']:,} parameters{active}; a rank's are those with the padding of its vocabulary")
     stages, memory = _rank_tables(values["ranks"])
     console.print(stages, "", memory, sep="\n")
     imbalanced = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -24,14 +25,11 @@ class ParameterCount:
 
 
 def count_parameters(config: Config, host: PluginHost, model: nn.Module) -> ParameterCount:
-    """Counts a model built in one process. Expert parameters are those that expert parallelism shards."""
-    layouts = parameter_layouts(model)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    experts = sum(
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if any(split.axis == "ep" for split in layouts[name].splits)
-    )
+    """Counts a model built in one process, without padding of its vocabulary. Expert parameters are those that expert
+    parallelism shards."""
+    sizes = [(layout, prod(layout.shape)) for layout in parameter_layouts(model).values()]
+    total = sum(size for _, size in sizes)
+    experts = sum(size for layout, size in sizes if any(split.axis == "ep" for split in layout.splits))
     of_a_layer, share = experts_of_a_layer(config, host)
     # A token uses top-k of the experts of each layer.
     return ParameterCount(total, experts, total - experts + round(experts * share), of_a_layer)
