@@ -88,9 +88,7 @@ def resume(
     raise typer.Exit(_report(compare(resumed, whole.after(3, gradients=resumed.gradients), tolerances)))
 
 
-def _small(
-    config: Path | None, preset: str | None, settings: list[str], host: PluginHost, **options: Any
-) -> Config:
+def _small(config: Path | None, preset: str | None, settings: list[str], host: PluginHost, **options: Any) -> Config:
     """The configuration, validated for as many processes as its layout needs, and shrunk; prints what was changed."""
     from mt_core.config.loading import load_config_anywhere
     from mt_tools.verify.changes import describe_changes, unseen

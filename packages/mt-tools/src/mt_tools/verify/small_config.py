@@ -60,7 +60,8 @@ def shrink(
     only, and faster equivalents of the same computation, get their CPU values. The batch grows after the first step,
     the learning rate warms up and decays, and a validation set is evaluated twice. dropout: replaces the configured
     one; None keeps it (see `keep_dropout`). same_rounds: it is compared with one process by `in_the_same_rounds`, so
-    that global_aux_loss may be kept, without dropout, where layouts agree in it. Raises ConfigError if the small configuration breaks a rule.
+    that global_aux_loss may be kept, without dropout, where layouts agree in it. Raises ConfigError if the small
+    configuration breaks a rule.
     """
     parallel, num_layers = _small_layout(config, host)
     # A tree of plain values, which is validated again as a whole at the end.
@@ -78,7 +79,8 @@ def shrink(
     # After the common keys: what only the family defines in its section.
     if family.shrink is not None:
         tree["model"] |= family.shrink.load()(tree["model"], length)
-    # If the loss, or that of a router, depends on what is in a round of micro-batches, one process runs those of all ranks as one micro-batch, with other dropout masks.
+    # If the loss, or that of a router, depends on what is in a round of micro-batches, one process runs those of all
+    # ranks as one micro-batch, with other dropout masks.
     by_rounds = configured_loss(config, host).compares_samples or has_global_loss(tree["model"])
     keep_dropout(tree["model"], parallel, 0.0 if by_rounds else dropout)
     _replace_data(tree, length, config, host)
