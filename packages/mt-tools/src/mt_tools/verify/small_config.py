@@ -25,7 +25,8 @@ from mt_tools.verify.stages import forget_division, shrink_stages
 
 HEAD_DIM = 8
 FEW_EXPERTS = 8
-SAME_EVERYWHERE = {"global_aux_loss": "aux_loss"}
+GLOBAL_LOSS, LOCAL_LOSS = "global_aux_loss", "aux_loss"
+"""The balance loss that depends on the order of micro-batches, which layouts change, and the one in its place."""
 FEW_DOCUMENTS = "1,1,98"
 """Shares of the mock corpus. An index of a third of it, in samples as short as these, takes longer than all steps."""
 VOCAB = 509
@@ -183,17 +184,26 @@ def _shrink_experts(model: dict[str, Any], parallel: Mapping[str, Any], same_rou
         if moe.get(key):
             moe[key] = narrow
     if not (same_rounds and _same_by_rounds(moe, parallel)):
-        losses = moe.get("moe_router_load_balancing_type", [])
-        moe["moe_router_load_balancing_type"] = [SAME_EVERYWHERE.get(loss, loss) for loss in losses] or ["aux_loss"]
+        _replace_global_loss(moe)
     if isinstance(frequency := moe.get("moe_layer_freq"), str | list):
         # A pattern with dense layers keeps one of them, at the beginning.
         dense = 1 if re.search(r"(?<!\d)0(?!\d)", str(frequency)) else 0
         moe["moe_layer_freq"] = f"[0]*{dense}+[1]*{model['num_layers'] - dense}"
 
 
+def _replace_global_loss(moe: dict[str, Any]) -> None:
+    losses = list(moe.get("moe_router_load_balancing_type") or ["aux_loss"])
+    if GLOBAL_LOSS in losses and LOCAL_LOSS in losses:  # which may not be named twice
+        place = losses.index(GLOBAL_LOSS)
+        del losses[place]
+        if moe.get("moe_aux_loss_coeff"):
+            moe["moe_aux_loss_coeff"] = [*moe["moe_aux_loss_coeff"][:place], *moe["moe_aux_loss_coeff"][place + 1 :]]
+    moe["moe_router_load_balancing_type"] = [LOCAL_LOSS if loss == GLOBAL_LOSS else loss for loss in losses]
+
+
 def has_global_loss(model: Mapping[str, Any]) -> bool:
     """Whether routers have the balance loss that counts the rounds of micro-batches of a step so far."""
-    return "global_aux_loss" in ((model.get("moe") or {}).get("moe_router_load_balancing_type") or [])
+    return GLOBAL_LOSS in ((model.get("moe") or {}).get("moe_router_load_balancing_type") or [])
 
 
 def _same_by_rounds(moe: Mapping[str, Any], parallel: Mapping[str, Any]) -> bool:
@@ -201,8 +211,8 @@ def _same_by_rounds(moe: Mapping[str, Any], parallel: Mapping[str, Any]) -> bool
     stages begin a round before the one before is done, nor beside what depends on the size of a micro-batch."""
     losses = set(moe.get("moe_router_load_balancing_type") or [])
     return (
-        "global_aux_loss" in losses
-        and losses <= {"global_aux_loss", "seq_aux_loss"}
+        GLOBAL_LOSS in losses
+        and losses <= {GLOBAL_LOSS, "seq_aux_loss"}
         and moe.get("moe_expert_capacity_factor") is None
         and parallel["pipeline_model_parallel_size"] == 1
     )
