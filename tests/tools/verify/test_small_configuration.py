@@ -11,7 +11,7 @@ from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.train.pipelining import model_stages
 from mt_tools.verify.axes import processes, shrink_axes
-from mt_tools.verify.changes import changed_keys, describe_changes
+from mt_tools.verify.changes import changed_keys, describe_changes, unseen
 from mt_tools.verify.small_config import shrink
 from mt_tools.verify.small_runs import in_the_same_rounds
 from mt_tools.verify.stages import shrink_layout
@@ -293,3 +293,54 @@ def test_one_process_has_the_samples_of_all_ranks_where_they_are_compared() -> N
     assert in_the_same_rounds(reduced, 1, reduced, host).train.micro_batch_size == 2
     assert reduced.model.hidden_dropout == 0.0  # type: ignore[attr-defined]
     assert in_the_same_rounds(small(), 1, small(), host).train.micro_batch_size == 1
+
+
+def with_experts(balance: str, *more: str) -> Config:
+    moe = f"model.moe={{num_experts = 4, moe_router_topk = 2, {balance}}}"
+    keys = ["train.train_iters=9", "model.attention_dropout=0.1", moe, *more]
+    return load_config_anywhere(preset="gpt-tiny", overrides=keys, host=load_plugins()).config
+
+
+GLOBAL = "moe_router_load_balancing_type = ['global_aux_loss'], moe_aux_loss_coeff = [0.1]"
+BOTH = "moe_router_load_balancing_type = ['global_aux_loss', 'aux_loss'], moe_aux_loss_coeff = [0.1, 0.1]"
+PP2 = "parallel.pipeline_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("balance", "keys", "same_rounds", "kept"),
+    [
+        (GLOBAL, (), True, True),
+        (GLOBAL, (), False, False),
+        (GLOBAL, (PP2,), True, False),
+        (BOTH, (), True, False),
+        (f"{GLOBAL}, moe_expert_capacity_factor = 1.0", (), True, False),
+    ],
+)
+def test_the_global_balance_loss_is_kept_where_layouts_agree_in_it(balance, keys, same_rounds, kept) -> None:
+    host, config = load_plugins(), with_experts(balance, *keys)
+    reduced = shrink(config, host, same_rounds=same_rounds)
+    assert ("global_aux_loss" in reduced.model.moe["moe_router_load_balancing_type"]) == kept  # type: ignore[attr-defined]
+    assert any("global_aux_loss" in text for text in unseen(config, reduced)) != kept
+    assert in_the_same_rounds(reduced, 1, reduced, host).train.micro_batch_size == (2 if kept else 1)
+
+
+def test_what_cannot_be_seen_is_said() -> None:
+    chosen = ("precision.dtype=bf16", "train.compile=blocks", "parallel.tensor_model_parallel_size=2")
+    config = asked(*chosen, "model.attention_dropout=0.1", "model.hidden_dropout=0.1")
+    in_fp32, in_bf16 = (
+        " ".join(unseen(config, shrink(config, load_plugins(), dtype=dtype))) for dtype in ("fp32", "bf16")
+    )
+    assert "arithmetic in bf16: --dtype bf16" in in_fp32
+    assert "arithmetic" not in in_bf16
+    for words in ("attention dropout", "compilation"):
+        assert words in in_fp32
+        assert words in in_bf16
+    plain = with_experts("moe_aux_loss_coeff = [0.1]", "model.attention_dropout=0")
+    assert unseen(plain, shrink(plain, load_plugins())) == []
+
+
+def test_precision_of_16_bits_keeps_what_is_configured_for_it() -> None:
+    config = asked("precision.dtype=bf16", "precision.grad_reduce_in_bf16=true")
+    assert shrink(config, load_plugins(), dtype="bf16").precision.grad_reduce_in_bf16
+    assert shrink(config, load_plugins(), dtype="fp16").precision.initial_loss_scale == 2.0**10
+    assert shrink(config, load_plugins()).precision.dtype == "fp32"

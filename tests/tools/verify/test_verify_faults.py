@@ -20,13 +20,19 @@ from mt_core.optim.buckets import Bucket
 from mt_core.optim.param_and_grad_buffer import ParamAndGradBuffer
 from mt_core.train.evaluation import mean_loss
 from mt_core.train.state import TrainState
+from mt_core.train.step import auxiliary_means
 from mt_core.train.step.optimizer_step import OptimizerStep
+from mt_moe.routing import balance
 from mt_tools.verify import small_runs
 from mt_tools.verify.run_record import RunRecord
 
 pytestmark = pytest.mark.dist
 
 DROPOUT = ("--dropout", "0.2")
+MOE = (
+    "model.moe={num_experts = 4, moe_router_topk = 2, moe_router_load_balancing_type = ['global_aux_loss'], "
+    "moe_aux_loss_coeff = [0.1]}"
+)
 SHARDED = ("parallel.use_distributed_optimizer=true", "parallel.overlap_param_gather=true")
 
 
@@ -87,6 +93,14 @@ def evaluation_of_this_rank_alone() -> None:
     mean_loss.sum_over = lambda values, axis, device: list(values)  # type: ignore[assignment]
 
 
+def auxiliary_losses_of_this_rank_alone() -> None:
+    auxiliary_means.sum_on_device = lambda value, axis: value  # type: ignore[assignment]
+
+
+def global_loss_of_this_rank_alone() -> None:
+    balance.all_reduce = lambda value, axis: value.clone()  # type: ignore[assignment]
+
+
 FAULTS: dict[str, tuple[Callable[[], None], tuple[str, ...], tuple[str, ...], str]] = {
     "updated weights are not waited for": (gathers_are_not_waited_for, SHARDED, (), "loss of step 3"),
     "micro-batches of the first step": (
@@ -100,6 +114,19 @@ FAULTS: dict[str, tuple[Callable[[], None], tuple[str, ...], tuple[str, ...], st
     "one dropout stream for all samples": (one_stream_for_all_samples, (), DROPOUT, "loss of step 1"),
     "dropout by rank": (a_stream_for_each_rank, (), DROPOUT, "(loss|gradient norm) of step 1"),
     "mean of means": (mean_of_the_ranks_means, (), (), "loss of step 1"),
+    "mean of means in bf16": (mean_of_the_ranks_means, (), ("--dtype", "bf16"), "loss of step 1"),
+    "auxiliary losses are not averaged": (
+        auxiliary_losses_of_this_rank_alone,
+        (MOE,),
+        (),
+        r"auxiliary loss moe/layer_0/\w+ of step 1",
+    ),
+    "the global balance loss counts one rank": (
+        global_loss_of_this_rank_alone,
+        (MOE,),
+        (),
+        "gradient norm of step 1|loss of step 2|auxiliary loss .* of step 1",
+    ),
     "consumed samples are counted locally": (samples_of_this_rank_alone, (), (), "consumed samples of step 1"),
     "evaluation is not summed": (evaluation_of_this_rank_alone, (), (), "evaluation number 1"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -49,7 +49,8 @@ def layout(
     from mt_tools.verify.small_runs import in_the_same_rounds, record
 
     host = load_plugins()
-    small = _small(config, preset, set_ or [], host, steps=steps, dropout=dropout, dtype=dtype)
+    options = {"steps": steps, "dropout": dropout, "dtype": dtype, "same_rounds": not against}
+    small = _small(config, preset, set_ or [], host, **options)
     world = None if against else 1
     other = in_the_same_rounds(_with_layout(small, against or [], host), world, small, host)
     typer.echo(f"{_layout(small)}\nagainst {_layout(other, world)}")
@@ -87,16 +88,14 @@ def resume(
     raise typer.Exit(_report(compare(resumed, whole.after(3, gradients=resumed.gradients), tolerances)))
 
 
-def _small(
-    config: Path | None, preset: str | None, settings: list[str], host: PluginHost, **options: float | str | None
-) -> Config:
+def _small(config: Path | None, preset: str | None, settings: list[str], host: PluginHost, **options: Any) -> Config:
     """The configuration, validated for as many processes as its layout needs, and shrunk; prints what was changed."""
     from mt_core.config.loading import load_config_anywhere
     from mt_tools.verify.changes import describe_changes, unseen
     from mt_tools.verify.small_config import shrink
 
     asked = load_config_anywhere(config, preset=preset, overrides=settings, host=host).config
-    small = shrink(asked, host, **options)  # type: ignore[arg-type]
+    small = shrink(asked, host, **options)
     typer.echo(f"made small, and computed in {small.precision.dtype} on CPUs:\n{describe_changes(asked, small)}")
     if hidden := unseen(asked, small):
         typer.echo("\n".join(["which cannot show errors of:", *(f"  {each}" for each in hidden)]))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mt_core.config.schema import Config, Section
+from mt_tools.verify.small_config import has_global_loss
 
 COMPUTED = ("model", "parallel", "recompute", "precision", "kernels", "optimizer", "train")
 """Sections that define what is computed, and how. The others are replaced."""
@@ -43,18 +44,13 @@ def unseen(config: Config, small: Config) -> list[str]:
             precision.dtype != dtype
         ),
         "products in FP8": precision.fp8_format != small.precision.fp8_format,
-        "global_aux_loss, in whose place is aux_loss": _has_global_loss(model) != _has_global_loss(reduced),
+        "global_aux_loss, in whose place is aux_loss": has_global_loss(model) and not has_global_loss(reduced),
         "attention dropout, which is drawn for the heads and positions of a rank": any(
             reduced[key] != value for key, value in model.items() if key.endswith("attention_dropout")
         ),
         "compilation, CUDA graphs and GPU kernels": _on_gpu_alone(config),
     }
     return [text for text, hidden in found.items() if hidden]
-
-
-def _has_global_loss(model: Mapping[str, Any]) -> bool:
-    """Whether it has the loss that the small run replaces."""
-    return "global_aux_loss" in ((model.get("moe") or {}).get("moe_router_load_balancing_type") or [])
 
 
 def _on_gpu_alone(config: Config) -> bool:

@@ -25,7 +25,8 @@ from mt_tools.verify.stages import forget_division, shrink_stages
 
 HEAD_DIM = 8
 FEW_EXPERTS = 8
-SAME_EVERYWHERE = {"global_aux_loss": "aux_loss"}
+GLOBAL_LOSS, LOCAL_LOSS = "global_aux_loss", "aux_loss"
+"""The balance loss that depends on the order of micro-batches, which layouts change, and the one in its place."""
 FEW_DOCUMENTS = "1,1,98"
 """Shares of the mock corpus. An index of a third of it, in samples as short as these, takes longer than all steps."""
 VOCAB = 509
@@ -46,14 +47,22 @@ FULL_STATE = {"main_weights": "copies", "exp_avg_dtype": "fp32"}
 
 
 def shrink(
-    config: Config, host: PluginHost, *, steps: int = STEPS, dropout: float | None = None, dtype: str = "fp32"
+    config: Config,
+    host: PluginHost,
+    *,
+    steps: int = STEPS,
+    dropout: float | None = None,
+    dtype: str = "fp32",
+    same_rounds: bool = False,
 ) -> Config:
     """The same family, options and axes with few and narrow layers, short sequences, fake data, in `dtype` on a CPU.
 
     Axes are halved until the model fits on LARGEST_WORLD processes, and stages are merged accordingly. Options for GPUs
     only, and faster equivalents of the same computation, get their CPU values. The batch grows after the first step,
     the learning rate warms up and decays, and a validation set is evaluated twice. dropout: replaces the configured
-    one; None keeps it (see `keep_dropout`). Raises ConfigError if the small configuration breaks a rule.
+    one; None keeps it (see `keep_dropout`). same_rounds: it is compared with one process by `in_the_same_rounds`, so
+    that global_aux_loss may be kept, without dropout, where layouts agree in it. Raises ConfigError if the small
+    configuration breaks a rule.
     """
     parallel, num_layers = _small_layout(config, host)
     # A tree of plain values, which is validated again as a whole at the end.
@@ -65,15 +74,16 @@ def shrink(
         _shrink_part(part, parallel)
     for model in (tree["model"], *_parts(tree["model"])):
         if model.get("moe"):
-            _shrink_experts(model, tree["parallel"])
+            _shrink_experts(model, tree["parallel"], same_rounds)
     length = _short_length(tree)
     family = host.models.get(config.model.family, key="model.family")
     # After the common keys: what only the family defines in its section.
     if family.shrink is not None:
         tree["model"] |= family.shrink.load()(tree["model"], length)
-    # If the loss compares samples, one process runs those of all ranks as one micro-batch, with other dropout masks.
-    compares = configured_loss(config, host).compares_samples
-    keep_dropout(tree["model"], parallel, 0.0 if compares else dropout)
+    # If the loss, or that of a router, depends on what is in a round of micro-batches, one process runs those of all
+    # ranks as one micro-batch, with other dropout masks.
+    by_rounds = configured_loss(config, host).compares_samples or has_global_loss(tree["model"])
+    keep_dropout(tree["model"], parallel, 0.0 if by_rounds else dropout)
     _replace_data(tree, length, config, host)
     shrink_training(tree, parallel, steps)
     _compute_on_cpu(tree, dtype)
@@ -169,7 +179,7 @@ def _ranks_with_own_heads(parallel: ParallelConfig) -> int:
     return parallel.tensor_model_parallel_size * inner.get(parallel.cp_comm_type, 1)
 
 
-def _shrink_experts(model: dict[str, Any], parallel: Mapping[str, Any]) -> None:
+def _shrink_experts(model: dict[str, Any], parallel: Mapping[str, Any], same_rounds: bool) -> None:
     """Few and narrow experts. The routing options stay: groups, shared experts."""
     moe = model["moe"]
     experts = math.lcm(FEW_EXPERTS, parallel["expert_model_parallel_size"])
@@ -185,13 +195,39 @@ def _shrink_experts(model: dict[str, Any], parallel: Mapping[str, Any]) -> None:
     for key in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"):
         if moe.get(key):
             moe[key] = narrow
-    losses = moe.get("moe_router_load_balancing_type", [])
-    # The global balance loss depends on the order of micro-batches, which the number of data-parallel ranks changes.
-    moe["moe_router_load_balancing_type"] = [SAME_EVERYWHERE.get(loss, loss) for loss in losses] or ["aux_loss"]
+    if not (same_rounds and _same_by_rounds(moe, parallel)):
+        _replace_global_loss(moe)
     if isinstance(frequency := moe.get("moe_layer_freq"), str | list):
         # A pattern with dense layers keeps one of them, at the beginning.
         dense = 1 if re.search(r"(?<!\d)0(?!\d)", str(frequency)) else 0
         moe["moe_layer_freq"] = f"[0]*{dense}+[1]*{model['num_layers'] - dense}"
+
+
+def _replace_global_loss(moe: dict[str, Any]) -> None:
+    losses = list(moe.get("moe_router_load_balancing_type") or ["aux_loss"])
+    if GLOBAL_LOSS in losses and LOCAL_LOSS in losses:  # which may not be named twice
+        place = losses.index(GLOBAL_LOSS)
+        del losses[place]
+        if moe.get("moe_aux_loss_coeff"):
+            moe["moe_aux_loss_coeff"] = [*moe["moe_aux_loss_coeff"][:place], *moe["moe_aux_loss_coeff"][place + 1 :]]
+    moe["moe_router_load_balancing_type"] = [LOCAL_LOSS if loss == GLOBAL_LOSS else loss for loss in losses]
+
+
+def has_global_loss(model: Mapping[str, Any]) -> bool:
+    """Whether routers have the balance loss that counts the rounds of micro-batches of a step so far."""
+    return GLOBAL_LOSS in ((model.get("moe") or {}).get("moe_router_load_balancing_type") or [])
+
+
+def _same_by_rounds(moe: Mapping[str, Any], parallel: Mapping[str, Any]) -> bool:
+    """Whether global_aux_loss is the same in all layouts whose rounds of micro-batches have the same samples: not where
+    stages begin a round before the one before is done, nor beside what depends on the size of a micro-batch."""
+    losses = set(moe.get("moe_router_load_balancing_type") or [])
+    return (
+        GLOBAL_LOSS in losses
+        and losses <= {GLOBAL_LOSS, "seq_aux_loss"}
+        and moe.get("moe_expert_capacity_factor") is None
+        and parallel["pipeline_model_parallel_size"] == 1
+    )
 
 
 def _short_length(tree: Tree) -> int:

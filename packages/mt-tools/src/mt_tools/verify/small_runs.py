@@ -15,6 +15,7 @@ from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks
 from mt_tools.verify.axes import copies, processes
 from mt_tools.verify.run_record import RunRecord, record_run
+from mt_tools.verify.small_config import has_global_loss
 from mt_tools.verify.small_training import STEPS
 
 TIMEOUT = 600.0
@@ -35,8 +36,9 @@ def record(config: Config, *, world: int | None = None, steps: int = STEPS, run_
 
 
 def in_the_same_rounds(config: Config, world: int | None, other: Config, host: PluginHost) -> Config:
-    """With micro-batches of as many samples over all ranks as `other` has, for a loss that compares samples."""
-    if not configured_loss(config, host).compares_samples:
+    """With micro-batches of as many samples over all ranks as `other` has, for a loss that compares samples, and for
+    routers whose balance loss counts rounds of micro-batches."""
+    if not (configured_loss(config, host).compares_samples or has_global_loss(config.model.model_dump())):
         return config
     own = copies(config.parallel, world or processes(config.parallel))
     size = max(1, copies(other.parallel, processes(other.parallel)) // own)
