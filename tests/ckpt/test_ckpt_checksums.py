@@ -110,6 +110,7 @@ def everything_or_message(folder: Path, host) -> tuple[tuple[Any, ...] | None, s
         return None, str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saver", [name for name in FORMATS if name != "trtllm"])
 def test_what_is_read_is_what_was_written(written, host, saver: str) -> None:
     """After any change of any file, reading refuses it and names the file, or gives what it gave before. Of a file by

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from mt_core.errors import DataError
 from mt_data.tokenizers.merges import byte_alphabet
 
 if TYPE_CHECKING:
@@ -45,7 +46,13 @@ class TokenizersEngine:
 
     def encode(self, text: str) -> np.ndarray:
         # The batch call of one text skips the character offsets, which nobody reads and which cost a third.
-        found = self._tokenizer.encode_batch_fast([text], add_special_tokens=self._add_special_tokens)
+        try:
+            found = self._tokenizer.encode_batch_fast([text], add_special_tokens=self._add_special_tokens)
+        except BaseException as error:
+            # A panic of the library is no Exception, such as that of a regular expression without an end.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise DataError(f"the tokenizer cannot encode a text of {len(text)} characters: {error}") from None
         return np.array(found[0].ids, dtype=np.int32)
 
     def decode(self, ids: list[int]) -> str:

@@ -15,8 +15,10 @@ LONGEST_TEXT = 4096
 """Characters that a normalizer or decoder may put for a match or before a text."""
 MOST_GROWTH = 256.0
 """How many times longer a text may become by all replacements of a normalizer or decoder."""
+MOST_STEPS = 100
 MOST_IDS = 1 << 16
 """Ids that a post-processor may put around a text, and elements of a fixed length."""
+IDS_OF_TEXT = 1024
 LARGEST_ID = 1 << 26
 
 
@@ -27,11 +29,11 @@ def require_limits(content: Any, path: str, key: str) -> None:
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         steps = list(_steps(content.get(part)))
         longest = max((len(text) for step in steps for text in _put(step)), default=0)
-        growth = math.prod(max(map(_growth, steps[i : i + 1])) for i in range(min(len(steps), 1000)))
+        growth = math.prod(map(_growth, steps[:MOST_STEPS]))
         if longest > LONGEST_TEXT:
             raise _refusal(path, key, f"its {part} puts a text of {longest} characters; {LONGEST_TEXT} are allowed")
-        if growth > MOST_GROWTH or len(steps) > 1000:
-            raise _refusal(path, key, f"its {part} makes texts more than {MOST_GROWTH:g} times longer")
+        if growth > MOST_GROWTH or len(steps) > MOST_STEPS:
+            raise _refusal(path, key, f"its {part} makes texts more than {MOST_GROWTH:g} times longer, or is too long")
     for step in _steps(content.get("post_processor")):
         if (count := _ids_around(step)) > MOST_IDS:
             raise _refusal(path, key, f"its post-processor puts {count} ids around a text; {MOST_IDS} are allowed")
@@ -84,8 +86,8 @@ def _ids_around(step: Mapping[str, Any]) -> int:
 def _sizes(pieces: Any, sizes: Mapping[str, int]) -> Iterator[int]:
     for piece in pieces if isinstance(pieces, list) else ():
         token = piece.get("SpecialToken") if isinstance(piece, Mapping) else None
-        # A text that is put several times is as many ids more; 1: at least.
-        yield sizes.get(str(token.get("id")), 1) if isinstance(token, Mapping) else 1
+        # A text that is put several times is as many ids more.
+        yield sizes.get(str(token.get("id")), 1) if isinstance(token, Mapping) else IDS_OF_TEXT
 
 
 def _ids(content: Mapping[str, Any]) -> Iterator[int]:

@@ -1,0 +1,43 @@
+"""Every file of the catalogue is read, or refused with a sentence, within its seconds and its memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.ckpt.hostile_files import CATALOGUE, SECONDS
+
+HARMLESS = {
+    "tokenizer: counted regular expression",
+    "tokenizer: padding",  # is turned off
+    "safetensors: many entries of metadata",
+    "gguf: alignment",  # of a file without tensors
+    "gguf: arrays of nothing",
+    "torch: lists",
+    "torch: members",
+}
+"""What is read: it costs no more than its size."""
+
+
+@pytest.mark.slow
+def test_hostile_files_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    done, names = {}, list(CATALOGUE)
+    command = [sys.executable, "-m", "tests.ckpt.hostile_files", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    for line in result.stdout.splitlines():
+        answer = json.loads(line)
+        if "name" in answer:
+            done[answer["name"]] = answer
+    missing = [name for name in names if name not in done]
+    assert not missing, f"the process ended at {missing[0]}: {result.stderr[-2000:]}"
+    wrong = {
+        name: answer["outcome"]
+        for name, answer in done.items()
+        if answer["outcome"].startswith("traceback") or (answer["outcome"] == "read") != (name in HARMLESS)
+    }
+    assert wrong == {}
+    slow = {name: answer["seconds"] for name, answer in done.items() if answer["seconds"] > SECONDS}
+    assert slow == {}
