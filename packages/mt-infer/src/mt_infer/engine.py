@@ -187,7 +187,9 @@ class InferenceEngine:
         # Parts of the vocabulary that training's loss sums by, where its bits are requested.
         shares = self.runner.vocab_shares if self.options.batch_invariant else ()
         # None on ranks before the last pipeline stage: they get the results from it below.
-        found = [ChunkResult() for _ in chunks] if logits is None else results_from_logits(chunks, logits, shares)
+        found = [ChunkResult() for _ in chunks]
+        if logits is not None:
+            found = results_from_logits(chunks, logits, shares, alone=self.ctx.tp.size == 1)
         if self.drafter is not None and logits is not None:
             # On the last stage, while its hidden states are at hand (multi-token prediction).
             drafts = self.drafter.continued(batch, [one.sampled for one in found])
