@@ -181,7 +181,8 @@ class _BatchInvariance(TorchDispatchMode):
             columns = b.shape[2]
             # As it is, or else filled up with columns of zeros, for which libraries have regular kernels.
             widths = [columns, -(-columns // COLUMNS) * COLUMNS]
-            able = next((width for width in widths if _is_invariant(_widened(b, width))), None)
+            full = _random_like(b)
+            able = next((width for width in widths if _is_invariant(_widened(full, width))), None)
             if able is None:
                 raise ConfigError(
                     f"inference.batch_invariant=true: on this machine a row of a product with a matrix of "
@@ -199,6 +200,15 @@ class _BatchInvariance(TorchDispatchMode):
             return _depthwise(x, weight[:, 0], bias)
         # One sample at a time: the algorithm is chosen by the batch size.
         return torch.cat([func(sample, weight, bias, *options) for sample in x.split(1)])
+
+
+def _random_like(b: Tensor) -> Tensor:
+    """Of b's shape, strides and dtype. The verdict holds for every later factor of this shape, so that it may not
+    depend on the first one's values: in one that is padded with zeros, orders of addition that differ give one sum."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(b.shape, generator=generator).to(b.dtype)
+    # Elements that share memory (an expanded factor) cannot be written apart.
+    return values if 0 in b.stride() else torch.empty_strided(b.shape, b.stride(), dtype=b.dtype).copy_(values)
 
 
 def _is_invariant(b: Tensor) -> bool:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ORIENTATION = 0x0112
 """Exif's tag."""
+BITS_PER_SAMPLE, SAMPLE_FORMAT, SIGNED = 258, 339, 2
+"""TIFF's tags, and its value for signed whole numbers."""
 TURNS = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
@@ -92,8 +94,37 @@ def _upright(image: Image) -> NDArray[np.uint8]:
 
     turn = TURNS.get(_orientation(image))
     # Palettes, grey, CMYK and alpha become three channels; an alpha channel is dropped, not blended.
-    image = image.convert("RGB")
+    image = _eight_bits(image).convert("RGB")
     return np.asarray(image if turn is None else image.transpose(Transpose[turn]))
+
+
+def _eight_bits(image: Image) -> Image:
+    """Of whole numbers of 16 or 32 bits the range of their type as 0 to 255; Pillow would clip them at 255.
+
+    Raises DataError for floating-point values, whose range nothing states, and for negative ones.
+    """
+    from PIL.Image import fromarray
+
+    if image.mode == "F":
+        raise DataError("an image of floating-point values (Pillow's mode F) has no fixed range; save it in 8 bits")
+    if image.mode != "I" and not image.mode.startswith("I;"):
+        return image
+    bits, is_signed = _sample_type(image)
+    values = np.asarray(image)
+    if bits == 32 and not is_signed:
+        values = values.astype(np.int32).view(np.uint32)  # Pillow keeps the bits in a signed type
+    if values.min() < 0:
+        raise DataError(f"an image of whole numbers below 0 (the least is {values.min()}); save it in 8 bits")
+    largest = 2 ** (bits - is_signed) - 1
+    return fromarray(((values.astype(np.int64) * 255 + largest // 2) // largest).astype(np.uint8))
+
+
+def _sample_type(image: Image) -> tuple[int, bool]:
+    """Bits of a value, and whether it has a sign."""
+    if image.format != "TIFF":  # PNG and PPM: Pillow scales them to 16 bits
+        return 16, False
+    tags: Any = image.tag_v2  # type: ignore[attr-defined]
+    return int(tags.get(BITS_PER_SAMPLE, (1,))[0]), tags.get(SAMPLE_FORMAT, (1,))[0] == SIGNED
 
 
 def _orientation(image: Image) -> int:
@@ -137,8 +168,8 @@ def _decoded(source: Any, name: str, formats: tuple[str, ...] = FORMATS) -> Iter
             _require_proportions(image.height, image.width, name)
             yield image
     # Raised by the body of the caller's `with`, or above: the clause for all exceptions must not wrap it again.
-    except DataError:
-        raise
+    except DataError as error:
+        raise error if str(error).startswith(name) else DataError(f"{name}: {error}") from None
     except UnidentifiedImageError:
         raise DataError(f"{name} cannot be read as an image: {', '.join(formats)} are read, and it is none") from None
     except Exception as error:  # decoders of damaged files raise errors of many kinds
