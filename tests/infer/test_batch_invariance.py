@@ -69,7 +69,7 @@ def test_every_way_gives_the_same_bits(name, dtype) -> None:
 
 @pytest.mark.parametrize("name", SHORT)
 def test_short_first_prompts_give_the_bits_of_training(name) -> None:
-    """Of three tokens, in a process that has computed nothing else: attention then sees blocks that are mostly zeros."""
+    """Of three tokens, and nothing was computed before: attention then sees blocks that are mostly zeros."""
     batch_invariance._mode.cache_clear()
     served = engine(name, **UNSHARED)
     texts = prompts(3, 3, 37)

@@ -3,8 +3,8 @@
     limited_process.py watch SECONDS MEMORY_MB FILE_MB PROCESSES ISOLATED PROGRAM SECRET END
     limited_process.py run PROGRAM SECRET END
 
-`watch` is the first process of the program's namespaces (ISOLATED 1), starts `run` in them with the limits of one process,
-and ends when the program does, or when its processes exceed the limits in total; the kernel then ends all of them.
+`watch` is the first process of the program's namespaces (ISOLATED 1), starts `run` in them with the limits of one
+process, and ends when the program does, or when its processes exceed the limits in total; the kernel then ends them all.
 `run` executes the program, and after it copies the secret from the descriptor SECRET to the descriptor END.
 """
 
@@ -19,7 +19,7 @@ PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, CAPABILITIES = 24, 38, 64
 INODES = 4096
 NICE = 19
 """Of the program: this script has to run beside more processes than there may be."""
-SHARED_MEMORY = "/dev/shm"  # noqa: S108
+SHARED_MEMORY = "/dev/shm"
 SECRET_BYTES = 64
 
 
@@ -38,7 +38,7 @@ def watch(arguments: "list[str]") -> int:
         os.set_inheritable(secret, True)
         os.set_inheritable(end, True)
         # A new program, so that it has no capabilities and nothing of this script in its memory.
-        os.execve(sys.executable, [sys.executable, "-I", __file__, "run", program, str(secret), str(end)], {})  # noqa: S606
+        os.execve(sys.executable, [sys.executable, "-I", __file__, "run", program, str(secret), str(end)], {})
     os.close(secret)
     os.close(end)
     return _wait(child, memory_mb, processes)
@@ -53,9 +53,9 @@ def run(program: str, secret: int, end: int) -> None:
     main.__file__ = program
     sys.argv[:] = [program]
     sys.modules["__main__"] = main
-    with open(program, "rb") as file:  # noqa: PTH123
+    with open(program, "rb") as file:
         code = compile(file.read(), program, "exec")
-    exec(code, main.__dict__)  # noqa: S102
+    exec(code, main.__dict__)
     # Read only now: before, the secret is in no variable, no constant and no file.
     write(end, read(secret, SECRET_BYTES))
 
@@ -71,7 +71,7 @@ def _wait(child: int, memory_mb: int, processes: int) -> int:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended == child:
             return os.waitstatus_to_exitcode(status) & 0xFF
-        # Looked at also behind each orphan, which the first process of a namespace inherits: there may be no end of them.
+        # Also behind each orphan, which the first process of a namespace inherits: there may be no end of them.
         if excess := _excess(memory_mb, processes):
             print(excess, file=sys.stderr, flush=True)
             return 1
@@ -106,7 +106,7 @@ def _session(process: int) -> int:
 def _memory_kb(process: int) -> int:
     """Its share of pages in memory (Pss): what several processes share is counted once."""
     try:
-        with open(f"/proc/{process}/smaps_rollup", "rb") as file:  # noqa: PTH123
+        with open(f"/proc/{process}/smaps_rollup", "rb") as file:
             return next((int(line.split()[1]) for line in file if line.startswith(b"Pss:")), 0)
     except OSError:  # it has ended
         return 0
@@ -146,7 +146,7 @@ def _allow_files_only_in(folder: str, file_mb: int) -> None:
     _require(ctypes, libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, ctypes.sizeof(attributes)))
     options = f"size={file_mb}m,nr_inodes={INODES},mode=700".encode()
     _require(ctypes, libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options))
-    if os.path.isdir(SHARED_MEMORY):  # noqa: PTH112
+    if os.path.isdir(SHARED_MEMORY):
         _require(ctypes, libc.mount(os.fsencode(folder), SHARED_MEMORY.encode(), None, MS_BIND, None))
 
 

@@ -49,7 +49,7 @@ def read_image(file: ImageFile) -> NDArray[np.uint8]:
     if file.suffix == ".npy":
         return _array_of(file)
     with _opened(file) as image:
-        return _upright(image)
+        return _upright(image, name)
 
 
 def image_size(file: ImageFile) -> tuple[int, int]:
@@ -85,20 +85,20 @@ def decode_image(
     with _decoded(source, name, formats) as image:
         if max_pixels is not None and image.width * image.height > max_pixels:
             raise DataError(f"{name} has {image.width} x {image.height} pixels, more than the {max_pixels} allowed")
-        return _upright(image)
+        return _upright(image, name)
 
 
-def _upright(image: Image) -> NDArray[np.uint8]:
+def _upright(image: Image, name: str) -> NDArray[np.uint8]:
     """Pixels in the orientation in which the image is shown: cameras and phones note it beside the pixels (Exif)."""
     from PIL.Image import Transpose
 
     turn = TURNS.get(_orientation(image))
     # Palettes, grey, CMYK and alpha become three channels; an alpha channel is dropped, not blended.
-    image = _eight_bits(image).convert("RGB")
+    image = _eight_bits(image, name).convert("RGB")
     return np.asarray(image if turn is None else image.transpose(Transpose[turn]))
 
 
-def _eight_bits(image: Image) -> Image:
+def _eight_bits(image: Image, name: str) -> Image:
     """Of whole numbers of 16 or 32 bits the range of their type as 0 to 255; Pillow would clip them at 255.
 
     Raises DataError for floating-point values, whose range nothing states, and for negative ones.
@@ -106,7 +106,9 @@ def _eight_bits(image: Image) -> Image:
     from PIL.Image import fromarray
 
     if image.mode == "F":
-        raise DataError("an image of floating-point values (Pillow's mode F) has no fixed range; save it in 8 bits")
+        raise DataError(
+            f"{name}: an image of floating-point values (Pillow's mode F) has no fixed range; save it in 8 bits"
+        )
     if image.mode != "I" and not image.mode.startswith("I;"):
         return image
     bits, is_signed = _sample_type(image)
@@ -114,7 +116,9 @@ def _eight_bits(image: Image) -> Image:
     if bits == 32 and not is_signed:
         values = values.astype(np.int32).view(np.uint32)  # Pillow keeps the bits in a signed type
     if values.min() < 0:
-        raise DataError(f"an image of whole numbers below 0 (the least is {values.min()}); save it in 8 bits")
+        raise DataError(
+            f"{name}: an image of whole numbers below 0 (the least is {values.min()}) has no fixed range; save it in 8 bits"
+        )
     largest = 2 ** (bits - is_signed) - 1
     return fromarray(((values.astype(np.int64) * 255 + largest // 2) // largest).astype(np.uint8))
 
@@ -168,8 +172,8 @@ def _decoded(source: Any, name: str, formats: tuple[str, ...] = FORMATS) -> Iter
             _require_proportions(image.height, image.width, name)
             yield image
     # Raised by the body of the caller's `with`, or above: the clause for all exceptions must not wrap it again.
-    except DataError as error:
-        raise error if str(error).startswith(name) else DataError(f"{name}: {error}") from None
+    except DataError:
+        raise
     except UnidentifiedImageError:
         raise DataError(f"{name} cannot be read as an image: {', '.join(formats)} are read, and it is none") from None
     except Exception as error:  # decoders of damaged files raise errors of many kinds
