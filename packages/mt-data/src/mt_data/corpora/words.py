@@ -55,8 +55,9 @@ def normalized_words(text: str) -> list[str]:
 
 
 def _normalized(token: str) -> str:
-    """As one word, although the compatible form of some characters has spaces."""
-    return without_punctuation("".join(unicodedata.normalize("NFKC", token).lower().split()))
+    """As one word, although some characters have spaces in NFKC; punctuation of either form is left out."""
+    compatible = unicodedata.normalize("NFKC", without_punctuation(token))
+    return without_punctuation("".join(compatible.lower().split()))
 
 
 def iter_word_spans(text: str) -> Iterator[tuple[int, int]]:

@@ -49,7 +49,7 @@ def read_image(file: ImageFile) -> NDArray[np.uint8]:
     if file.suffix == ".npy":
         return _array_of(file)
     with _opened(file) as image:
-        return _upright(image, name)
+        return _upright(image, str(file))
 
 
 def image_size(file: ImageFile) -> tuple[int, int]:
@@ -116,9 +116,7 @@ def _eight_bits(image: Image, name: str) -> Image:
     if bits == 32 and not is_signed:
         values = values.astype(np.int32).view(np.uint32)  # Pillow keeps the bits in a signed type
     if values.min() < 0:
-        raise DataError(
-            f"{name}: an image of whole numbers below 0 (the least is {values.min()}) has no fixed range; save it in 8 bits"
-        )
+        raise DataError(f"{name}: an image of whole numbers below 0 (the least is {values.min()}); save it in 8 bits")
     largest = 2 ** (bits - is_signed) - 1
     return fromarray(((values.astype(np.int64) * 255 + largest // 2) // largest).astype(np.uint8))
 
