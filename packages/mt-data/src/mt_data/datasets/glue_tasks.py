@@ -18,8 +18,8 @@ class TextTask:
     """One or two texts a line with a class or a number.
 
     labels: the classes in the order of their numbers; None: the label is a number to predict (regression). uid: None
-    counts lines from 0. header: whether the first line of a file names the columns. test_columns: the only columns, of a
-    number and a text, of a published test file that has a first line although the others have none.
+    counts lines from 0. header: whether the first line of a file names the columns. test_columns: number and text, the
+    only columns of a published test file that names them although the other files have no such line.
     """
 
     doc: str

@@ -97,7 +97,8 @@ def _task_of_file(path: Path, task: TextTask) -> TextTask:
     if task.test_columns is None or tuple(first.split("\t")) != task.test_columns:
         return task
     number, text = task.test_columns
-    return replace(task, uid=number, texts=(text,), header=True)
+    # By name: the place of the label in the other files is that of the text here.
+    return replace(task, uid=number, texts=(text,), label="label", header=True)
 
 
 def _tabbed_rows(path: Path, task: TextTask) -> Iterator[tuple[Row | str, str]]:
