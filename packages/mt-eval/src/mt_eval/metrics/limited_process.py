@@ -4,7 +4,7 @@
     limited_process.py run PROGRAM SECRET END
 
 `watch` is the first process of the program's namespaces (ISOLATED 1), starts `run` in them with the limits of one
-process, and ends when the program does, or when its processes exceed the limits in total; the kernel then ends them all.
+process, and ends when the program does, or when its processes exceed the limits in total; the kernel then ends all.
 `run` executes the program, and after it copies the secret from the descriptor SECRET to the descriptor END.
 """
 
