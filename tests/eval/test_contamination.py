@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,13 @@ def test_which_samples_occur(files: tuple[Path, Path], tmp_path: Path, capsys: p
     assert copied["share"] == pytest.approx((words - 12) / (words + 2 - 12))
     assert copied["words"] == " ".join(COPIED.split()[:13])
     assert (short["name"], short["share"]) == ("line 4", 1.0)
-    assert "2 of 5 samples" in capsys.readouterr().out
+    common = found["ignored_as_common"]
+    words = len(COMMON.split())
+    assert (common["ngrams"], common["samples"]) == (words - 12, 1)
+    assert [(one["name"], one["share"]) for one in common["overlaps"]] == [("line 5", 1.0)]
+    printed = capsys.readouterr().out
+    assert "2 of 5 samples" in printed
+    assert f"{words - 12} n-grams of 1 samples are in more training documents" in printed
     assert not output.with_suffix(".work").exists()
     assert run([*given, "--max-documents", "0"]) == 0
     assert [one["name"] for one in json.loads(output.read_text())["overlaps"]] == ["line 2", "line 4", "line 5"]
@@ -67,3 +74,17 @@ def test_a_key_that_is_missing(files: tuple[Path, Path], tmp_path: Path, capsys:
     given = ["eval", "contamination", str(task), "--train", str(train), "--output", str(tmp_path / "c.json")]
     assert run([*given, "--eval-keys", "passage"]) == 4
     assert "has none of --eval-keys passage" in capsys.readouterr().err
+
+
+WORDS = "Ärger über große Öfen, ﬁnal cafés naïve façades ブドウガ パン Åse coöperate ÉTÉ jalapeño ＡＢＣ 한국어 text"
+
+
+@pytest.mark.parametrize("of_task", ["NFC", "NFD", "NFKC", "NFKD"])
+@pytest.mark.parametrize("of_training", ["NFC", "NFD", "NFKC", "NFKD"])
+def test_texts_of_another_unicode_form_are_found(of_task: str, of_training: str, tmp_path: Path) -> None:
+    task, train, output = tmp_path / "task.jsonl", tmp_path / "train.jsonl", tmp_path / "found.json"
+    task.write_text(json.dumps({"question": unicodedata.normalize(of_task, WORDS)}))
+    train.write_text(json.dumps({"text": unicodedata.normalize(of_training, f"Vor dem Text: {WORDS} und weiter")}))
+    given = ["eval", "contamination", str(task), "--train", str(train), "--output", str(output)]
+    assert run([*given, "--eval-keys", "question"]) == 0
+    assert [one["share"] for one in json.loads(output.read_text())["overlaps"]] == [1.0]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 from typing import TextIO
@@ -13,6 +16,7 @@ import pytest
 
 from mt_cli.main import run
 from mt_core.errors import ConfigError, DataError
+from mt_eval.metrics import code_execution
 from mt_eval.metrics.answers import exact_match, f1
 from mt_eval.metrics.code_execution import Limits, ProgramRunner
 from mt_eval.metrics.generation import Generation, measure_generation
@@ -64,33 +68,120 @@ def test_bleu_and_rouge_of_a_file(tmp_path: Path) -> None:
     assert found.metrics["bleu"] == pytest.approx(100 * precisions**0.25 * 2.718281828 ** (1 - 16 / 14), rel=1e-4)
 
 
-def test_programs_are_run_with_limits() -> None:
-    runner = ProgramRunner(Limits(seconds=5, memory_mb=300, file_mb=1))
-    assert runner.failure("assert 1 + 1 == 2\nopen('own', 'w').write('x')") is None
-    assert runner.failure("assert 1 + 1 == 3") == "AssertionError"
-    assert runner.failure("import os; os._exit(0)") == "ended with status 0"
-    assert "MemoryError" in str(runner.failure("x = bytearray(1 << 30)"))
-    assert "File too large" in str(runner.failure("open('own', 'wb').write(bytes(2 << 20))"))
-    assert "SyntaxError" in str(runner.failure("def f(:"))
-    if runner.isolates:
-        reach = "import socket; socket.create_connection(('127.0.0.1', 9), 1)"
-        assert "unreachable" in str(runner.failure(reach))
+LIMITS = Limits(seconds=20, memory_mb=300, file_mb=1)
+FAILURES = {
+    "assert 1 + 1 == 3": "AssertionError",
+    "import os; os._exit(0)": "ended with status 0, before its end",
+    "import os; os._exit(97)": "ended with status 97, before its end",
+    "raise SystemExit(97)": "ended with status 97, before its end",
+    "def f(:": "SyntaxError",
+    "a = '\ud800'": "the program is no text",
+    "a = '\0'": "null bytes",
+    "print(os)": "NameError",
+    "x = bytearray(1 << 30)": "MemoryError",
+    "open('own', 'wb').write(bytes(2 << 20))": "File too large",
+    # What one process may do, and all together may not.
+    "import os, time\nfor _ in range(99):\n    if not os.fork(): time.sleep(99)\ntime.sleep(99)": "more than 32 processes",
+    "import os, time\nfor _ in range(4):\n    if not os.fork():\n        x = bytearray(b'x') * (120 << 20)\n"
+    "        time.sleep(99)\ntime.sleep(99)": "more than 300 MB of memory",
+}
+ISOLATED_FAILURES = {
+    "import socket; socket.create_connection(('127.0.0.1', 9), 1)": "unreachable",
+    "for i in range(9):\n    open(f'{i}', 'wb').write(bytes(1 << 18))": "No space left",
+    "open('/tmp/elsewhere', 'w')": "Read-only file system",
+    "import ctypes\nassert not ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, None)": "AssertionError",
+    f"import os; os.kill({os.getpid()}, 0)": "ProcessLookupError",
+    f"open('/proc/{os.getpid()}/environ')": "FileNotFoundError",
+    "import os\nwhile True: os.fork()": "more than 32 processes",
+}
+PASSES = (
+    "assert 1 + 1 == 2\nopen('own', 'w').write('x')",
+    "import os; assert not set(os.environ) - {'LC_CTYPE'}",  # Python itself sets it
+    "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 1\nassert A() == A()",
+    "import os; del os.write, os.read",
+    "import tempfile; tempfile.TemporaryFile()",
+    "import multiprocessing; multiprocessing.Lock()",
+)
+
+
+@pytest.fixture(scope="module")
+def runner() -> ProgramRunner:
+    return ProgramRunner(LIMITS, allow_unisolated=True)
+
+
+@pytest.mark.parametrize("program", FAILURES)
+def test_programs_fail_that_do_not_reach_their_end(runner: ProgramRunner, program: str) -> None:
+    assert FAILURES[program] in str(runner.failure(program))
+
+
+@pytest.mark.parametrize("program", ISOLATED_FAILURES)
+def test_isolated_programs_reach_nothing_else(runner: ProgramRunner, program: str) -> None:
+    if not runner.isolates:
+        pytest.skip("user namespaces are off")
+    assert ISOLATED_FAILURES[program] in str(runner.failure(program))
+
+
+@pytest.mark.parametrize("program", PASSES)
+def test_programs_pass_that_reach_their_end(runner: ProgramRunner, program: str) -> None:
+    assert runner.failure(program) is None
+
+
+def test_the_secret_is_nowhere_before_the_end(runner: ProgramRunner) -> None:
+    """In no frame, constant, argument or file: whatever 32 hexadecimal digits a program finds there it would print."""
+    program = """
+import re, sys
+found = []
+frame = sys._getframe()
+while frame:
+    found += [repr(frame.f_locals), repr(frame.f_globals), repr(frame.f_code.co_consts)]
+    frame = frame.f_back
+found += [open("/proc/self/cmdline").read(), open("/proc/self/environ").read(), open(__file__).read()]
+assert not re.search("(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])", " ".join(found)), "found"
+"""
+    assert runner.failure(program) is None
+
+
+def test_programs_that_cannot_be_isolated_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_execution, "ISOLATED", ("unshare-that-nobody-has",))
+    with pytest.raises(ConfigError, match="programs cannot be isolated on this machine .* --allow-unisolated"):
+        ProgramRunner(LIMITS)
+    allowed = ProgramRunner(LIMITS, allow_unisolated=True)
+    assert not allowed.isolates
+    assert allowed.failure("assert 1 + 1 == 2") is None
+    many = "import os, time\nfor _ in range(100):\n    if not os.fork(): time.sleep(99)\ntime.sleep(99)"
+    assert "more than 32 processes" in str(allowed.failure(many))
+
+
+def test_several_programs_run_at_a_time() -> None:
+    """Four calls that wait for one another; results are in the order of the programs."""
+    runner = ProgramRunner(Limits(seconds=60), workers=4, allow_unisolated=True)
+    meeting = threading.Barrier(4, timeout=60)
+
+    def failure(program: str) -> str | None:
+        meeting.wait()
+        return runner.failure(program)
+
+    found = list(runner.map(failure, ["assert 1", "assert 0", "assert 1", "import os; os._exit(97)"]))
+    assert found == [None, "AssertionError", None, "ended with status 97, before its end"]
 
 
 def test_a_program_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
     """The child holds a lock while it lives, and lives longer than the test waits."""
     held = tmp_path / "held"
-    child = (
-        f"import fcntl, time; file = open({str(held)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
-        "print('locked', file=file, flush=True); time.sleep(600)"
-    )
+    held.touch()
+    child = f"import fcntl, time; file = open({str(held)!r}); fcntl.flock(file, fcntl.LOCK_EX); time.sleep(600)"
     program = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(600)"
-    for seconds in (1, 5, 25):  # a slow machine needs more than one for two starts of Python
-        assert ProgramRunner(Limits(seconds=seconds)).failure(program) == f"did not end within {seconds} s"
-        if held.exists() and held.read_text():
-            break
-    with held.open() as file:
-        assert file.readline() == "locked\n"
+    was_held = False
+    with held.open() as file, ThreadPoolExecutor(1) as pool:
+        for seconds in (1, 5, 25):  # a slow machine needs more than one for three starts of Python
+            runner = ProgramRunner(Limits(seconds=seconds), allow_unisolated=True)
+            outcome = pool.submit(runner.failure, program)
+            while not outcome.done():
+                was_held = was_held or not is_free(file, seconds=0.02)
+            assert outcome.result() == f"did not end within {seconds} s"
+            if was_held:
+                break
+        assert was_held
         assert is_free(file, seconds=60)
 
 
@@ -103,6 +194,7 @@ def is_free(file: TextIO, seconds: float) -> bool:
         except BlockingIOError:
             time.sleep(0.02)
         else:
+            fcntl.flock(file, fcntl.LOCK_UN)
             return True
     return False
 
@@ -116,7 +208,7 @@ def test_pass_at_k_of_a_file_goes_on(tmp_path: Path) -> None:
         line(*["    return a\n"] * 3, **given),
     ]
     path, output = write(tmp_path / "p.jsonl", lines), tmp_path / "r.json"
-    task = Generation(path, ["pass@k"], k=(1, 2), runner=ProgramRunner(Limits()))
+    task = Generation(path, ["pass@k"], k=(1, 2), runner=ProgramRunner(Limits(), allow_unisolated=True))
     found = measure_generation(task, output).tasks["generation"]
     assert found.metrics == pytest.approx({"pass@1": (2 / 3 + 0) / 2, "pass@2": (1 + 0) / 2})
     samples = output.with_suffix(".samples.jsonl")
@@ -155,4 +247,4 @@ def test_bad_input(
 ) -> None:
     path = write(tmp_path / "p.jsonl", lines)
     with pytest.raises(error, match=message):
-        measure_generation(Generation(path, metrics, k=(1, 2), runner=ProgramRunner(Limits())))
+        measure_generation(Generation(path, metrics, k=(1, 2), runner=ProgramRunner(Limits(), allow_unisolated=True)))

@@ -12,6 +12,8 @@ from tests.ckpt.convert_cases import MODELS
 from tests.covering import EXHAUSTIVE, covering
 from tests.infer.engines import configuration, engine_of, logprobs_of, prompts, run, tokens_of
 
+from mt_core.errors import ConfigError
+from mt_core.nn import batch_invariance
 from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.testing import run_ranks
 from mt_infer.engine import InferenceEngine
@@ -26,6 +28,8 @@ SAMPLING = [
 ]
 ODD = ("gpt2", "bloom", "gemma2", "qwen_moe", "deepseek", "hybrid")
 """One of each kind of cache and position."""
+SHORT = ("gpt2", "llama", "qwen2", "mixtral", "gemma3", "deepseek", "hybrid")
+"""Of families with biases and without, experts, windows, latent attention, recurrent states."""
 DTYPES = ("fp32", "bf16")
 CASES = [
     *covering(ODD, DTYPES),
@@ -61,6 +65,40 @@ def test_every_way_gives_the_same_bits(name, dtype) -> None:
     assert chunked.manager.used_blocks == 0
     for text, (tokens, logprobs, prompt) in zip(TEXTS, alone, strict=True):
         assert trained(whole.model.eval(), [*text, *tokens]) == [*prompt, *logprobs]
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_first_prompts_give_the_bits_of_training(name) -> None:
+    """Of three tokens, and nothing was computed before: attention then sees blocks that are mostly zeros."""
+    batch_invariance._mode.cache_clear()
+    served = engine(name, **UNSHARED)
+    texts = prompts(3, 3, 37)
+    for text, own in zip(texts, SAMPLING, strict=True):
+        tokens, logprobs, prompt = outcome(run(served, [text], [own])[0])
+        assert trained(served.model, [*text, *tokens]) == [*prompt, *logprobs]
+
+
+def test_a_verdict_does_not_depend_on_the_factor_that_asks_for_it(monkeypatch) -> None:
+    """What is tried has the shape, order in memory and dtype of a product's factor, and no zeros of it."""
+    tried = []
+    monkeypatch.setattr(batch_invariance, "_is_invariant", lambda b: tried.append(b) or True)
+    with torch.no_grad(), batch_invariance._BatchInvariance():
+        torch.mm(torch.ones(3, 48), torch.zeros(64, 48).t())
+        torch.bmm(torch.ones(4, 3, 64), torch.zeros(4, 64, 9))
+        torch.mm(torch.ones(3, 16), torch.zeros(16, 1).expand(16, 8))
+    assert [tuple(b.shape) for b in tried] == [(1, 48, 64), (1, 64, 9), (1, 16, 8)]
+    assert tried[0].stride()[1:] == (1, 48)
+    assert all(len(b.unique()) == b.numel() for b in tried)
+
+
+def test_a_machine_that_cannot_is_found_before_the_first_request(monkeypatch) -> None:
+    batch_invariance._mode.cache_clear()
+    monkeypatch.setattr(batch_invariance, "_is_invariant", lambda b: b.shape[1] != 48)
+    try:
+        with pytest.raises(ConfigError, match=r"inference.batch_invariant=true: .* a matrix of \[48, 32\] in float32"):
+            engine("llama", **UNSHARED)
+    finally:
+        batch_invariance._mode.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "hybrid", "deepseek"])

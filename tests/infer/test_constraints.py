@@ -19,6 +19,7 @@ from mt_data.tokenizers.null import NullConfig, NullTokenizer
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.new_sequences import NewSequences
+from mt_infer.sampling.constraints import Constraints
 from mt_infer.sampling.parameters import SamplingParameters
 
 SCHEMA = {
@@ -105,6 +106,43 @@ def test_texts_match(tokenizer: Any, constraint: dict[str, Any], matches: Any) -
     found = texts(engine(tokenizer()), requests(8, **constraint))
     assert all(matches(text) for text in found)
     assert len(set(found)) > 1
+
+
+class CountedTokenizer(PieceTokenizer):
+    """With as many ids as requested."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.special = vocab_size, SpecialTokens(eod=vocab_size - 1)
+
+    def token_bytes(self) -> list[bytes | None]:
+        others = [b"<%d>" % number for number in range(256 + len(self.pieces), self.vocab_size - 1)]
+        return [*PieceTokenizer.token_bytes(self)[:-1], *others, None]
+
+
+@pytest.mark.parametrize("vocab", [319, 320, 321])
+@pytest.mark.parametrize("beside", [-1, 0, 1, 31, 32])
+def test_masks_of_any_vocabulary(vocab: int, beside: int) -> None:
+    """One id less than words of 32 bits hold, as many, and one more; a model with other logits than the tokenizer."""
+    matcher = Constraints(CountedTokenizer(vocab)).matcher(SamplingParameters(choices=("yes", "12")))
+    assert matcher is not None
+    allowed = matcher.allowed((), vocab + beside)
+    assert len(allowed) == vocab + beside
+    expected = [ord("y"), ord("1"), 256 + PieceTokenizer.pieces.index(b"yes"), 256 + PieceTokenizer.pieces.index(b"12")]
+    assert sorted(expected) == allowed.nonzero().flatten().tolist()
+    # At the end of the text the last id of the tokenizer, and nothing behind it.
+    matcher = Constraints(CountedTokenizer(vocab)).matcher(SamplingParameters(regex="y?"))
+    assert matcher is not None
+    matcher.advance(ord("y"))
+    ends = matcher.allowed((), vocab + beside).nonzero().flatten().tolist()
+    assert ends == ([vocab - 1] if beside >= 0 else [])
+
+
+@pytest.mark.parametrize("vocab", [319, 320, 321])
+def test_texts_match_in_any_vocabulary(vocab: int) -> None:
+    own = engine_of(configuration({**MODEL, "vocab_size": vocab}), longest=128)
+    own = InferenceEngine(own.model, CountedTokenizer(vocab), own.ctx, own.options, longest=128)
+    assert all(text in ("yes", "no") for text in texts(own, requests(3, choices=("yes", "no"))))
+    assert own.manager.used_blocks == 0
 
 
 def test_requests_without_a_constraint_beside_it_are_as_alone() -> None:

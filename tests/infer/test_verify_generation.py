@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from tests.ckpt.convert_cases import MODELS
 from tests.command_on_ranks import fork_ranks
+from tests.dist.in_turn import InTurn
+from tests.infer.engines import configuration, prompts
 
 from mt_cli import main
 from mt_core.errors import CheckpointError
 from mt_core.nn.batch_invariance import is_batch_invariant
+from mt_core.nn.layout import initialize
+from mt_core.plugins import load_plugins
+from mt_core.train import build
+from mt_core.train.pipelining import build_stages
+from mt_core.train.trained_model import TrainedModel
+from mt_data.tokenizers.null import NullConfig, NullTokenizer
 from mt_infer.cache.formats import PlainStore
 from mt_infer.quantization.weights import QuantizedWeight
+from mt_infer.runner import placed_stages
 from mt_infer.speculation.draft_model import ModelDrafter
-from mt_infer.verify_generation import Difference, Outcome, compare, require_finite
+from mt_infer.verify_generation import Difference, Outcome, compare, compare_ways, require_finite
 
 pytestmark = pytest.mark.slow
 SMALL = (
@@ -91,12 +103,60 @@ def test_more_tokens_than_positions_are_a_sentence(mt, run) -> None:
     assert "--max-tokens 64 leaves no position for a prompt: sequences have at most 64" in done.err
 
 
+LAYOUTS = {
+    "TP 2": ("llama", 2, {"tensor_model_parallel_size": 2}),
+    "EP 2": ("mixtral", 2, {"expert_model_parallel_size": 2}),
+    "PP 3": ("qwen2", 3, {"pipeline_model_parallel_size": 3}),
+    "TP 2 and PP 2 of two stages each": (
+        "llama",
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "pipeline_schedule": "interleaved_1f1b",
+        },
+    ),
+}
+
+
+def verified(rank: int, world: int, layout: str) -> list[Difference]:
+    """From a first prompt of 3 tokens, in a process that has computed nothing."""
+    name, _, parallel = LAYOUTS[layout]
+    model = {**MODELS[name], "num_layers": 4, **({"moe": EXPERTS} if name == "mixtral" else {})}
+    config = configuration(model, parallel=parallel, inference={"batch_invariant": True})
+    ctx = build.build_context(config, torch.device("cpu"))
+    stages = build_stages(config, ctx, load_plugins())
+    built = build.build_model(config, ctx, load_plugins(), None if stages is None else stages.own).eval()
+    initialize(built, 1, ctx)
+    trained = TrainedModel(built, NullTokenizer(NullConfig(vocab_size=100)), config, Path(), 0, ctx, stages)
+    return compare_ways(trained, placed_stages(stages, ctx), prompts(3, 3, 21), 4, 0)
+
+
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2}
+VERIFIED = InTurn(verified, [(world, layout) for layout, (_, world, _) in LAYOUTS.items()])
+
+
 @pytest.mark.dist
-def test_layouts_give_the_same_bits_as_their_training(mt, run, monkeypatch) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_give_the_same_bits_as_their_training(layout: str) -> None:
+    found = VERIFIED.result(LAYOUTS[layout][1], layout)
+    assert [(one.way, one.place) for one in found] == [
+        ("together", None),
+        ("in chunks of 7", None),
+        ("with prefixes of others", None),
+        ("with preemption", None),
+        ("training's forward pass", None),
+    ]
+
+
+@pytest.mark.dist
+def test_the_line_of_training_is_printed_in_pipelines(mt, run, monkeypatch) -> None:
     fork_ranks(monkeypatch)
-    layout = ("--nproc", 2, "--set", "parallel.tensor_model_parallel_size=2")
+    layout = ("--nproc", 2, "--set", "parallel.pipeline_model_parallel_size=2")
     done = mt("verify", "generation", run, *SMALL, *INVARIANT, *layout)
     assert done.code == 0, done.err
+    assert "training's forward pass: no difference" in done.out
     assert done.out.count("no difference") == 5
 
 

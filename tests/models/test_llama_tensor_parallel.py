@@ -27,6 +27,17 @@ CASES = {
     "mistral": {"num_query_groups": 2, "sliding_window": 4},
     "qwen": {"num_query_groups": 2, "kv_channels": 16},
     "gemma": {"num_query_groups": 2, "sliding_window": 4, "sliding_window_pattern": 2},
+    # Fewer groups than ranks: each holds a copy of the group.
+    "llama, one group": {"num_query_groups": 1},
+    "hybrid, one group": {
+        "hybrid_layer_pattern": "M*-*",
+        "num_layers": None,  # of the pattern
+        "num_query_groups": 1,
+        "mamba_head_dim": 8,
+        "mamba_state_dim": 6,
+        "mamba_num_groups": 2,
+        "mamba_chunk_size": 8,
+    },
 }
 
 
@@ -48,7 +59,7 @@ def forward_backward(config, host, ctx: ParallelContext):
 
 @cache
 def config_of(case: str) -> Config:
-    values = {**SHAPE, **CASES[case]}.items()
+    values = {key: x for key, x in {**SHAPE, **CASES[case]}.items() if x is not None}.items()
     settings = [f"model.{key}={str(x).lower() if isinstance(x, bool) else x}" for key, x in values]
     return load(host(), f"model.family={case.split(',')[0]}", "data.seq_length=16", *settings)
 

@@ -315,3 +315,13 @@ def test_tensors_that_do_not_fit_are_named(host) -> None:
     tensors["embeddings.class_embedding"] = torch.zeros(32)
     with pytest.raises(CheckpointError, match=r"head.probe is missing.*class_embedding is in the checkpoint but un"):
         load_reference(model, tensors, HUGGING_FACE)
+
+
+def test_a_preset_without_images_says_which_data_sets_have_them(mt, tmp_path) -> None:
+    small = ("num_layers=1", "hidden_size=16", "num_attention_heads=2", "img_h=32", "img_w=32")
+    keys = [part for key in small for part in ("--set", f"model.{key}")]
+    done = mt("train", "--preset", "clip-vit-base-patch32", *keys, "--set", "train.train_iters=1")
+    assert done.code == 2
+    assert "gives no images, which model.family=vision takes; " in done.err
+    assert "image_folder" in done.err
+    assert "set data.dataset_type to one of them" in done.err

@@ -516,4 +516,28 @@ IMPORTS = (
     ),
 )
 
-MUTATIONS = (*LAYOUTS, *STEPS, *DATA_ORDER, *RESUMING, *EXPERTS, *CONVERSION, *SAMPLING, *IMPORTS)
+EVALUATION = (
+    Mutation(
+        "a product is tried for batch invariance with the factor that comes first",
+        f"{CORE}/nn/batch_invariance.py",
+        "full = _random_like(b)",
+        "full = b",
+        ("tests/infer/test_batch_invariance.py::test_a_verdict_does_not_depend_on_the_factor_that_asks_for_it",),
+    ),
+    Mutation(
+        "images of 16 bits are clipped",
+        f"{DATA}/images/pixels.py",
+        "image = _eight_bits(image, name).convert",
+        "image = image.convert",
+        ("tests/data/images/test_images.py::test_whole_numbers_of_more_bits_are_scaled",),
+    ),
+    Mutation(
+        "a program passes by its exit status",
+        "mt-eval/src/mt_eval/metrics/code_execution.py",
+        "return os.read(end, 2 * len(secret)) == secret, status",
+        "return os.read(end, 2 * len(secret)) == secret or status == 97, status",
+        ("tests/eval/test_generation_metrics.py::test_programs_fail_that_do_not_reach_their_end",),
+    ),
+)
+
+MUTATIONS = (*LAYOUTS, *STEPS, *DATA_ORDER, *RESUMING, *EXPERTS, *CONVERSION, *SAMPLING, *IMPORTS, *EVALUATION)

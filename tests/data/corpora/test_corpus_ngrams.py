@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,14 +12,14 @@ from hypothesis import strategies as st
 from mt_data.corpora.disjoint_sets import DisjointSets
 from mt_data.corpora.grouping import iter_equal_groups
 from mt_data.corpora.ngram_hashes import character_hashes, ngram_hashes, word_hashes
-from mt_data.corpora.words import iter_word_spans, normalized_words, without_punctuation
+from mt_data.corpora.words import iter_word_spans, normalized_words
 
 WORDS = st.lists(st.sampled_from(["a", "b", "ab", "ba", "é", "😀"]), min_size=1, max_size=30)
 
 
 def test_words_are_gpt3s_grams() -> None:
     assert normalized_words('  "Hello," she\tsaid - it\'s 5%!') == ["hello", "she", "said", "its", "5"]
-    assert normalized_words("ΣΟΦΟΣ – हिन्दी, 𝒙+1") == ["σοφος", "हिन्दी", "𝒙1"]
+    assert normalized_words("ΣΟΦΟΣ – हिन्दी, 𝒙+1") == ["σοφος", "हिन्दी", "x1"]  # 𝒙 is an x in NFKC
     assert normalized_words("我爱 北京a。b") == ["我", "爱", "北", "京", "ab"]
     assert normalized_words("… ¿? 🎉") == []
 
@@ -25,7 +27,20 @@ def test_words_are_gpt3s_grams() -> None:
 @given(st.text())
 def test_spans_are_of_the_normalized_words(text: str) -> None:
     spans = list(iter_word_spans(text))
-    assert [without_punctuation(text[start:end].lower()) for start, end in spans] == normalized_words(text)
+    assert [normalized_words(text[start:end]) for start, end in spans] == [[word] for word in normalized_words(text)]
+
+
+LETTERS = "aeéüÅçñ ßςがぱ한글िक.-¨"
+
+
+@given(st.text(st.sampled_from(LETTERS)))
+def test_words_are_the_same_in_composed_and_decomposed_form(text: str) -> None:
+    composed, decomposed = (unicodedata.normalize(form, text) for form in ("NFC", "NFD"))
+    assert normalized_words(composed) == normalized_words(decomposed)
+
+
+def test_compatible_characters_are_the_same_words() -> None:
+    assert normalized_words("ﬁnd Ｆｉｎｄ Ⅸ ² ｶﾞ") == ["find", "find", "ix", "2", "ガ"]
 
 
 @given(WORDS, st.integers(1, 4))

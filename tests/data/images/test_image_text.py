@@ -254,6 +254,18 @@ def damaged(tmp_path: Path) -> Path:
     return write_lines(tmp_path, *({"image": f"{name}.png", "text": f"is {name}"} for name in names))
 
 
+def test_images_without_a_range_of_values_count_as_damaged(tmp_path: Path, caplog) -> None:
+    save(tmp_path, "0.png", 0)
+    Image.fromarray(np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)).save(tmp_path / "float.tiff")
+    path = write_lines(tmp_path, *({"image": name, "text": "is it"} for name in ("0.png", "float.tiff")))
+    data = build(path, max_unusable_records=1)
+    assert [bool(data[index]["loss_mask"].any()) for index in range(len(data))].count(False) == 1
+    assert "float.tiff: an image of floating-point values" in caplog.text
+    strict = build(path)
+    with pytest.raises(DataError, match=r"float.tiff: an image of floating-point values.*data.max_unusable_records"):
+        [strict[index] for index in range(len(strict))]
+
+
 def test_damaged_images_are_named_counted_and_do_not_count_in_the_loss(damaged: Path, caplog) -> None:
     with pytest.raises(DataError, match=r"missing.png cannot be read.*leave such records out with data.max_unus"):
         build(damaged)

@@ -412,3 +412,45 @@ def test_an_image_far_longer_than_wide_is_refused(tmp_path: Path) -> None:
         for read in (read_image, image_size):
             with pytest.raises(DataError, match=rf"{name}: an image of {size} pixels is more than 200 times"):
                 read(ImageFile(tmp_path / name))
+
+
+RAMP = np.linspace(0, 1, 24).reshape(4, 6)
+WIDE = {
+    "png": np.uint16(RAMP * 65535),
+    "pgm": np.uint16(RAMP * 65535),
+    "tiff": np.uint16(RAMP * 65535),
+    "32.tiff": np.int32(RAMP * (2**31 - 1)),
+}
+
+
+@pytest.mark.parametrize("suffix", WIDE)
+def test_whole_numbers_of_more_bits_are_scaled(tmp_path: Path, suffix: str) -> None:
+    """From their type's range to 0 to 255, in every format that keeps them, beside what was written in 8 bits."""
+    path = tmp_path / f"image.{suffix}"
+    Image.fromarray(WIDE[suffix]).save(path)
+    found = read_image(ImageFile(path)).astype(int)
+    assert found.shape == (4, 6, 3)
+    assert np.abs(found - np.round(RAMP * 255)[..., None]).max() <= 1
+    with path.open("rb") as file:
+        assert (decode_image(file, "it") == found).all()
+
+
+def test_unsigned_numbers_of_32_bits_have_their_own_range(tmp_path: Path) -> None:
+    """Pillow writes signed ones alone: the tag that says so is changed to unsigned, and the bits with it."""
+    values = np.uint32(RAMP * (2**32 - 1))
+    Image.fromarray(values.view(np.int32)).save(tmp_path / "a.tiff")
+    written = (tmp_path / "a.tiff").read_bytes()
+    # Tag 339, a SHORT, one of them, of value 2 (signed).
+    signed = (339).to_bytes(2, "little") + b"\3\0" + b"\1\0\0\0" + b"\2\0"
+    assert written.count(signed) == 1
+    (tmp_path / "b.tiff").write_bytes(written.replace(signed, signed[:-2] + b"\1\0"))
+    found = read_image(ImageFile(tmp_path / "b.tiff")).astype(int)
+    assert np.abs(found - np.round(RAMP * 255)[..., None]).max() <= 1
+    with pytest.raises(DataError, match=r"a.tiff: an image of whole numbers below 0 \(the least is -"):
+        read_image(ImageFile(tmp_path / "a.tiff"))
+
+
+def test_floating_point_images_are_refused_by_name(tmp_path: Path) -> None:
+    Image.fromarray(np.float32(RAMP)).save(tmp_path / "a.tiff")
+    with pytest.raises(DataError, match=r"a.tiff: an image of floating-point values \(Pillow's mode F\)"):
+        read_image(ImageFile(tmp_path / "a.tiff"))

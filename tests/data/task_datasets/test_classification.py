@@ -124,6 +124,21 @@ def test_a_test_file_has_no_labels(tmp_path: Path, wordpiece: Any) -> None:
         build(path, wordpiece)
 
 
+def test_colas_published_test_file_has_other_columns(tmp_path: Path, wordpiece: Any) -> None:
+    """index and sentence, named; the other files have four columns without names, also with a byte-order mark."""
+    for name, mark in (("plain", ""), ("marked", "\ufeff")):
+        path = tmp_path / f"{name}.tsv"
+        path.write_text(f"{mark}index\tsentence\n7\twa wbb.\n9\twcc.\n", encoding="utf-8")
+        dataset = build(str(path), wordpiece, "cola", "test")
+        samples = {int(one["uid"]): one for one in (dataset[number] for number in range(len(dataset)))}
+        assert {uid: int(one["labels"]) for uid, one in samples.items()} == {7: -1, 9: -1}
+        first = wordpiece.encode("wa wbb.")
+        assert samples[7]["tokens"].tolist()[1 : 1 + len(first)] == first
+    (tmp_path / "train.tsv").write_text("gj04\t1\t\twa wbb.\ngj04\t0\t*\twcc.\n")
+    labelled = build(str(tmp_path / "train.tsv"), wordpiece, "cola")
+    assert {int(labelled[number]["uid"]): int(labelled[number]["labels"]) for number in range(2)} == {0: 1, 1: 0}
+
+
 def test_qqp_and_lines_that_do_not_fit(tmp_path: Path, wordpiece: Any, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"id": str(n), "question1": f"wa{n}", "question2": "wb", "is_duplicate": str(n % 2)} for n in range(6)]
     path = Path(write_table(tmp_path / "train.tsv", QQP, rows))
@@ -275,7 +290,7 @@ def race(folder: Path, wordpiece: Any, length: int = 32, **keys: Any) -> Any:
 
 def test_race(tmp_path: Path, wordpiece: Any) -> None:
     (tmp_path / "1.txt").write_text(json.dumps(ARTICLE) + "\n" + json.dumps(ARTICLE) + "\n")
-    (tmp_path / "2.txt").write_text(json.dumps(ARTICLE, indent=2))
+    (tmp_path / "2.txt").write_text(json.dumps(ARTICLE, indent=2), encoding="utf-8-sig")
     dataset = race(tmp_path, wordpiece)
     samples = {int(sample["uid"]): sample for sample in (dataset[number] for number in range(6))}
     assert sorted(samples) == list(range(6))

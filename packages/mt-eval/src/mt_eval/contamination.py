@@ -22,6 +22,8 @@ from mt_data.corpora.state import locked
 from mt_data.corpora.words import normalized_words
 from mt_data.preprocess.readers import expand_globs, iter_records
 
+NORMALIZATION = "Unicode NFKC, lower case, without punctuation and symbols"
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -39,11 +41,14 @@ class Overlap:
 @dataclass(frozen=True)
 class Contamination:
     """samples: lines of the task file. too_short: those of too few words to be searched for. contaminated: the others
-    that share an n-gram with the training set."""
+    that share an n-gram with the training set. common: those with n-grams that were ignored, being in more documents
+    than options.max_documents; a sample may be in both. common_ngrams: how many of the task's n-grams these are."""
 
     samples: int
     too_short: int
     contaminated: list[Overlap]
+    common: list[Overlap]
+    common_ngrams: int
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -51,6 +56,12 @@ class Contamination:
             "too_short": self.too_short,
             "contaminated": len(self.contaminated),
             "overlaps": [one.to_dict() for one in self.contaminated],
+            "normalization": NORMALIZATION,
+            "ignored_as_common": {
+                "ngrams": self.common_ngrams,
+                "samples": len(self.common),
+                "overlaps": [one.to_dict() for one in self.common],
+            },
         }
 
 
@@ -71,28 +82,40 @@ def find_contamination(
         counts = document_counts(sources, GramTable(found.grams).count, run)
     shutil.rmtree(run.output)
     # Very frequent n-grams are idioms, licenses or headers, which say nothing of a copy.
-    is_shared = (counts > 0) & (counts <= (options.max_documents or np.inf))
-    return _contamination(task, keys, GramTable(found.grams), is_shared, options)
+    is_common = counts > (options.max_documents or np.inf)
+    return _contamination(task, keys, GramTable(found.grams), (counts > 0) & ~is_common, is_common, options)
 
 
 def _contamination(
-    task: Path, keys: Sequence[str], table: GramTable, is_shared: NDArray[np.bool_], options: OverlapOptions
+    task: Path,
+    keys: Sequence[str],
+    table: GramTable,
+    is_shared: NDArray[np.bool_],
+    is_common: NDArray[np.bool_],
+    options: OverlapOptions,
 ) -> Contamination:
-    """is_shared: bool, by the numbers of the table's n-grams."""
+    """is_shared, is_common: bool, by the numbers of the table's n-grams."""
     samples = too_short = 0
-    contaminated = []
+    contaminated: list[Overlap] = []
+    common: list[Overlap] = []
     for record in iter_records(task):
-        name = f"line {record.line}"
-        found = [_overlap(name, text, table, is_shared, options) for text in eval_texts(record, keys)]
-        searched = [one for one in found if one is not None]
-        shared = [one for one in searched if one.shared]
+        name, texts = f"line {record.line}", list(eval_texts(record, keys))
         samples += 1
+        for chosen, overlaps in ((is_shared, contaminated), (is_common, common)):
+            found = [_overlap(name, text, table, chosen, options) for text in texts]
+            searched = [one for one in found if one is not None]
+            overlaps += _of_sample(name, searched)
         too_short += not searched
-        # n-grams of all texts of the sample, its question and its answers.
-        if shared:
-            ngrams, hits = (sum(getattr(one, of) for one in searched) for of in ("ngrams", "shared"))
-            contaminated.append(Overlap(name, ngrams, hits, shared[0].words))
-    return Contamination(samples, too_short, contaminated)
+    return Contamination(samples, too_short, contaminated, common, int(is_common.sum()))
+
+
+def _of_sample(name: str, texts: Sequence[Overlap]) -> list[Overlap]:
+    """Of all texts of a sample, its question and its answers; none where none of them shares an n-gram."""
+    shared = [one for one in texts if one.shared]
+    if not shared:
+        return []
+    ngrams, hits = (sum(getattr(one, of) for one in texts) for of in ("ngrams", "shared"))
+    return [Overlap(name, ngrams, hits, shared[0].words)]
 
 
 def _overlap(

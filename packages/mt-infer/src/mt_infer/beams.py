@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -10,12 +11,14 @@ from torch import Tensor
 
 from mt_infer.cache.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
-from mt_infer.requests import BeamGroup, FinishReason, LogProbs, RunningSequence, TokenEvent
+from mt_infer.requests import SAMPLING_FAILED, BeamGroup, FinishReason, LogProbs, RunningSequence, TokenEvent
 from mt_infer.sampling.beam_search import Candidate, Continuation, Hypothesis, ScoredToken
 from mt_infer.sampling.rows import SamplingRow
 from mt_infer.sampling.sampler import adjusted
 from mt_infer.scheduler import Scheduler
 from mt_infer.token_events import failed
+
+log = logging.getLogger(__name__)
 
 
 def beam_candidates(logits: Tensor, sequences: Sequence[RunningSequence]) -> list[list[Candidate]]:
@@ -37,19 +40,28 @@ def _likeliest(scores: Tensor, sequence: RunningSequence) -> list[Candidate]:
 def advance_beams(group: BeamGroup, scheduler: Scheduler) -> list[TokenEvent]:
     """The next step of beams whose candidates are all known, or their end where one cannot be continued. Events come
     with the end of the search."""
+    following = [] if group.error is not None else _following(group)
     if group.error is not None:
         request = group.members[0].request
         _remove(group, scheduler)
         return [failed(request.id, index, group.error) for index in range(request.sampling.n)]
-    found = [group.candidates[member] for member in group.members]
-    group.candidates.clear()
-    # For each beam of the next step its parent and its token.
-    following = group.search.advance(found, [member.generated for member in group.members])
     if not group.search.is_done:
         _continue(group, following, scheduler)
         return []
     _remove(group, scheduler)
     return list(_events(group))
+
+
+def _following(group: BeamGroup) -> list[Continuation]:
+    """For each beam of the next step its parent and its token. An exception ends the search."""
+    found = [group.candidates[member] for member in group.members]
+    group.candidates.clear()
+    try:
+        return group.search.advance(found, [member.generated for member in group.members])
+    except Exception:
+        log.exception("a beam search failed")
+        group.error = SAMPLING_FAILED
+        return []
 
 
 def _remove(group: BeamGroup, scheduler: Scheduler) -> None:

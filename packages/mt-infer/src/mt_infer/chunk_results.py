@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from mt_infer.beams import beam_candidates
 from mt_infer.cache.batch import Chunk
-from mt_infer.requests import DIVERGED, LogProbs, RunningSequence
+from mt_infer.requests import DIVERGED, SAMPLING_FAILED, LogProbs, RunningSequence
 from mt_infer.sampling.beam_search import Candidate
 from mt_infer.sampling.sampler import NOT_FINITE, Sampled, log_probabilities
 from mt_infer.speculation.verification import verify
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -30,30 +33,84 @@ class ChunkResult:
     """Why the sequence cannot be continued behind what was sampled."""
 
 
-def results_from_logits(chunks: Sequence[Chunk], logits: Tensor, shares: Sequence[int] = ()) -> list[ChunkResult]:
-    """logits [R, vocab]: the requested ones of each chunk, in their order. shares: see log_probabilities."""
-    # [logits of the chunk, vocab] each; empty for chunks without.
-    rows = logits.split([chunk.logits for chunk in chunks])
-    found = [ChunkResult(prompt=_prompt_logprobs(*each, shares)) for each in zip(chunks, rows, strict=True)]
+def results_from_logits(
+    chunks: Sequence[Chunk], logits: Tensor, shares: Sequence[int] = (), *, alone: bool = True
+) -> list[ChunkResult]:
+    """logits [R, vocab]: the requested ones of each chunk, in their order. shares: see log_probabilities.
+
+    An exception ends the sequence of its own chunk, with SAMPLING_FAILED. alone: whether no other rank computes the
+    same; else one that other ranks may not have (memory) is raised, since they would go on with the sequence.
+    """
+    found = _Results(chunks, logits, shares, alone)
+    found.run(found.score_prompts, range(len(chunks)))
     # Chunks behind which a token is sampled. Beams need scores of candidates in place of a token.
-    ending = [number for number, chunk in enumerate(chunks) if chunk.is_last]
-    beams = [number for number in ending if chunks[number].sequence.beams is not None]
-    if beams:
-        last = torch.cat([rows[number][-1:] for number in beams])  # [beams, vocab]
-        candidates = beam_candidates(last, [chunks[number].sequence for number in beams])
-        for number, own in zip(beams, candidates, strict=True):
-            matcher = chunks[number].sequence.matcher
+    ending = [number for number in found.valid() if chunks[number].is_last]
+    found.run(found.find_candidates, [number for number in ending if chunks[number].sequence.beams is not None])
+    others = [number for number in ending if chunks[number].sequence.beams is None]
+    found.run(found.choose_tokens, others)
+    for number in others:
+        # One by one: matchers are advanced, which is not repeated.
+        if found.results[number].error is None:
+            found.run(found.follow_constraint, [number])
+    return found.results
+
+
+RANKS_OWN_ERRORS = (MemoryError, torch.OutOfMemoryError)
+"""Exceptions that ranks which compute the same need not have in common."""
+
+
+class _Results:
+    """Each part fills in the results of some chunks, given by their numbers."""
+
+    def __init__(self, chunks: Sequence[Chunk], logits: Tensor, shares: Sequence[int], alone: bool) -> None:
+        self.chunks, self.shares, self.alone = chunks, shares, alone
+        # [logits of the chunk, vocab] each; empty for chunks without.
+        self.rows = logits.split([chunk.logits for chunk in chunks])
+        self.results = [ChunkResult() for _ in chunks]
+
+    def valid(self) -> list[int]:
+        return [number for number, result in enumerate(self.results) if result.error is None]
+
+    def run(self, part: Callable[[Sequence[int]], None], numbers: Sequence[int]) -> None:
+        """A part of all these chunks; of one after the other where it raises for all together."""
+        if not numbers:
+            return
+        try:
+            part(numbers)
+        except Exception as error:
+            if not self.alone and isinstance(error, RANKS_OWN_ERRORS):
+                raise
+            if len(numbers) == 1:
+                log.exception("a request failed as its next token was chosen")
+                self.results[numbers[0]] = ChunkResult(error=SAMPLING_FAILED)
+                return
+            for number in numbers:
+                self.run(part, [number])
+
+    def score_prompts(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.results[number].prompt = _prompt_logprobs(self.chunks[number], self.rows[number], self.shares)
+
+    def find_candidates(self, numbers: Sequence[int]) -> None:
+        last = torch.cat([self.rows[number][-1:] for number in numbers])  # [beams, vocab]
+        candidates = beam_candidates(last, [self.chunks[number].sequence for number in numbers])
+        for number, own in zip(numbers, candidates, strict=True):
+            matcher = self.chunks[number].sequence.matcher
             # Log-probabilities are nan together, and the largest is first.
             error = DIVERGED if math.isnan(own[0][0]) else None if matcher is None else matcher.error
-            found[number].candidates, found[number].error = own, error
-    others = [number for number in ending if chunks[number].sequence.beams is None]
-    if others:
+            self.results[number].candidates, self.results[number].error = own, error
+
+    def choose_tokens(self, numbers: Sequence[int]) -> None:
         # [sum of 1 + drafts, vocab]; rows of prompt_logprobs before these are left out.
-        last = torch.cat([rows[number][-1 - len(chunks[number].drafts) :] for number in others])
-        verified = verify(last, [chunks[number] for number in others], shares)
-        for number, sampled in zip(others, verified, strict=True):
-            found[number].sampled, found[number].error = _continuation(chunks[number].sequence, sampled)
-    return found
+        last = torch.cat([self.rows[number][-1 - len(self.chunks[number].drafts) :] for number in numbers])
+        verified = verify(last, [self.chunks[number] for number in numbers], self.shares)
+        for number, sampled in zip(numbers, verified, strict=True):
+            self.results[number].sampled = sampled
+
+    def follow_constraint(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            result = self.results[number]
+            result.sampled, result.error = _continuation(self.chunks[number].sequence, result.sampled)
 
 
 def _continuation(sequence: RunningSequence, sampled: list[Sampled]) -> tuple[list[Sampled], str | None]:

@@ -23,7 +23,12 @@ from mt_infer.chunk_results import ChunkResult, results_from_logits
 from mt_infer.decoding.graphs import DecodeGraphs
 from mt_infer.decoding.objections import uses_graphs
 from mt_infer.new_sequences import NewSequences
-from mt_infer.request_checks import check_request, refuse_context_parallel, refuse_invariant_quantization
+from mt_infer.request_checks import (
+    check_products,
+    check_request,
+    refuse_context_parallel,
+    refuse_invariant_quantization,
+)
 from mt_infer.requests import FinishReason, Request, RunningSequence, TokenEvent
 from mt_infer.runner import ModelRunner, PlacedStages
 from mt_infer.sampling.noise import new_seed
@@ -64,6 +69,7 @@ class InferenceEngine:
         self.longest = longest
         refuse_context_parallel(ctx)
         refuse_invariant_quantization(options)
+        check_products(model, options)
         self.runner = ModelRunner(model, ctx, placed)
         drafts = draft_model if options.speculative_method == "draft_model" else None
         draft = None if drafts is None else drafts.model
@@ -187,7 +193,9 @@ class InferenceEngine:
         # Parts of the vocabulary that training's loss sums by, where its bits are requested.
         shares = self.runner.vocab_shares if self.options.batch_invariant else ()
         # None on ranks before the last pipeline stage: they get the results from it below.
-        found = [ChunkResult() for _ in chunks] if logits is None else results_from_logits(chunks, logits, shares)
+        found = [ChunkResult() for _ in chunks]
+        if logits is not None:
+            found = results_from_logits(chunks, logits, shares, alone=self.ctx.tp.size == 1)
         if self.drafter is not None and logits is not None:
             # On the last stage, while its hidden states are at hand (multi-token prediction).
             drafts = self.drafter.continued(batch, [one.sampled for one in found])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
+from mt_core.nn.batch_invariance import require_invariant_products
+from mt_core.nn.linear import LinearModule
 from mt_core.nn.model import Generates
 from mt_core.parallel.context import ParallelContext
 from mt_infer.cache.manager import CacheManager
@@ -74,3 +77,10 @@ def refuse_invariant_quantization(options: InferenceConfig) -> None:
             "inference.batch_invariant=true gives the log-probabilities of training, which quantized numbers cannot; "
             "leave inference.quantize_weights and inference.cache_dtype out"
         )
+
+
+def check_products(model: nn.Module, options: InferenceConfig) -> None:
+    """Raises ConfigError, before the first request, where a product with a weight cannot be batch invariant here."""
+    if options.batch_invariant:
+        linear = [module for module in model.modules() if isinstance(module, LinearModule)]
+        require_invariant_products(module.weight.detach().t() for module in linear if module.weight.ndim == 2)

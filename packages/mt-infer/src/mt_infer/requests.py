@@ -31,6 +31,10 @@ DIVERGED = (
     "the model's logits are not numbers: its weights are damaged, or its training has diverged; use another checkpoint"
 )
 """An error of TokenEvent."""
+SAMPLING_FAILED = "the request failed as its next token was chosen, by a defect of mt or of a package; the log says why"
+"""An error of TokenEvent."""
+TEXT_FAILED = "the request failed as its tokens were decoded into text; the log says why"
+"""An error of TextEvent."""
 
 
 @dataclass(frozen=True)

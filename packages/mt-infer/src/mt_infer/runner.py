@@ -133,15 +133,7 @@ class ModelRunner:
 
     def from_last_stage(self, value: ValueT) -> ValueT:
         """What the last stage's ranks have, on every rank of the model; any object that pickles."""
-        if self.ctx.pp.size == 1:
-            return value
-        assert self.ctx.pp.group is not None
-        everyone: list[ValueT] = [value]
-        # Along pp, for each rank of tp apart. Ranks of tp have the same gathered logits and the same random numbers, so
-        # that the objects of the last stage's ranks are equal.
-        source = dist.get_global_rank(self.ctx.pp.group, self.decoder.ranks[-1])
-        dist.broadcast_object_list(everyone, src=source, group=self.ctx.pp.group, device=self.ctx.device)
-        return everyone[0]
+        return from_stage_rank(value, self.decoder.ranks[-1], self.ctx)
 
     def _whole_rows(self, logits: Tensor, batch: CachedBatch | DecodeBatch) -> Tensor:
         # Computed on every rank of tp: each samples for itself, without a broadcast along tp.
@@ -170,6 +162,19 @@ def placed_stacks(model: EncodesInStages, placed: PlacedStages) -> tuple[PlacedS
     encoder = [(own, rank) for (own, _), rank in parts if own is not None]
     decoder = [(own, rank) for (_, own), rank in parts if own is not None]
     return PlacedStages(*zip(*encoder, strict=True)), PlacedStages(*zip(*decoder, strict=True))
+
+
+def from_stage_rank(value: ValueT, rank: int, ctx: ParallelContext) -> ValueT:
+    """What this rank along pp has, on all of them; any object that pickles. Collective over pp."""
+    if ctx.pp.size == 1:
+        return value
+    assert ctx.pp.group is not None
+    everyone: list[ValueT] = [value]
+    # Along pp, for each rank of tp apart. Ranks of tp have the same gathered logits and the same random numbers, so
+    # that the objects of the last stage's ranks are equal.
+    source = dist.get_global_rank(ctx.pp.group, rank)
+    dist.broadcast_object_list(everyone, src=source, group=ctx.pp.group, device=ctx.device)
+    return everyone[0]
 
 
 class GatheredLogits(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
@@ -29,11 +30,13 @@ from mt_infer.lockstep import LockstepEngine
 from mt_infer.prompts import Prompt, PromptEncoder
 from mt_infer.quantization.weights import quantize_weights
 from mt_infer.refit import Refit
-from mt_infer.requests import FinishReason, TokenEvent
+from mt_infer.requests import TEXT_FAILED, FinishReason, TokenEvent
 from mt_infer.runner import placed_stages
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.speculation.building import DraftModel
 from mt_infer.speculation.loading import load_draft_model
+
+log = logging.getLogger(__name__)
 
 
 class TextGenerator:
@@ -318,6 +321,17 @@ class TextGenerator:
         # cancelled.
         if detokenizer is None:
             return None
+        try:
+            return self._decoded(event, detokenizer)
+        except Exception:
+            # Of a tokenizer, with the tokens of this sequence: the others go on.
+            log.exception("a request failed as its tokens were decoded")
+            self.engine.finish(*key)
+            del self._open[key]
+            return TextEvent(*key, "", event.token, event.logprobs, FinishReason.ERROR, error=TEXT_FAILED)
+
+    def _decoded(self, event: TokenEvent, detokenizer: Detokenizer) -> TextEvent:
+        key = event.request, event.index
         text = "" if event.token is None else detokenizer.add(event.token)
         finish = event.finish
         # The engine ends sequences by tokens. Stop texts are found here, and their sequences ended afterwards.

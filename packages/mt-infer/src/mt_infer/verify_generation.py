@@ -16,15 +16,18 @@ from torch import Tensor
 
 from mt_core.config.schema import Config, InferenceConfig
 from mt_core.errors import CheckpointError
-from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.nn.loss import build_cross_entropy
+from mt_core.optim.master_weights import UnshardedWeights
+from mt_core.train.batches.device import FIRST_SAMPLE
+from mt_core.train.pipelining import build_forward_backward
+from mt_core.train.step.forward_backward import Batch
 from mt_core.train.trained_model import TrainedModel
 from mt_infer.cache.agreement import agree
 from mt_infer.cache.layout import CacheLimits, cache_layout
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.requests import TokenEvent
-from mt_infer.runner import PlacedStages
+from mt_infer.runner import PlacedStages, from_stage_rank
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.speculation.building import DraftModel
 
@@ -103,13 +106,11 @@ def compare_ways(
         require_finite(name, outcomes)
         first = first or outcomes
         found.append(compare(name, outcomes, first, prompts))
-    # The forward pass below is one call of the whole model over the same requests on every rank.
-    if trained.ctx.pp.size == 1 and trained.ctx.dp.size == 1:
-        # Every rank of tp runs the forward pass, and rank 0 alone has the tokens.
-        sampled = _shared(first)
-        name, scored = "training's forward pass", list(_trained(trained, prompts, sampled))
-        require_finite(name, scored)
-        found.append(compare(name, scored, sampled, prompts))
+    # Every rank takes part in the forward pass, and rank 0 alone has the tokens.
+    sampled = _shared(first)
+    name, scored = "training's forward pass", _trained(trained, placed, prompts, sampled)
+    require_finite(name, scored)
+    found.append(compare(name, scored, sampled, prompts))
     return found[1:]
 
 
@@ -176,17 +177,29 @@ def _run(engine: LockstepEngine, prompts: Sequence[Sequence[int]], sampling: Sam
         yield Outcome(tokens, (*(one.token for one in prompt if one is not None), *own))
 
 
-@torch.no_grad()
-def _trained(trained: TrainedModel, prompts: Sequence[Sequence[int]], outcomes: Sequence[Outcome]) -> Iterator[Outcome]:
-    """What the trainer's forward pass and its loss give for the same tokens."""
-    config, ctx = trained.config, trained.ctx
+def _trained(
+    trained: TrainedModel, placed: PlacedStages | None, prompts: Sequence[Sequence[int]], outcomes: Sequence[Outcome]
+) -> list[Outcome]:
+    """What the trainer's forward pass, through its pipeline stages, and its loss give for the same tokens."""
+    config, ctx, model = trained.config, trained.ctx, trained.model
     loss = build_cross_entropy(config, ctx)
+    passes = build_forward_backward(config, ctx, model, UnshardedWeights(model), trained.stages, loss, None, None)
+    last = 0 if placed is None else placed.ranks[-1]
+    found = []
     for prompt, outcome in zip(prompts, outcomes, strict=True):
         tokens = torch.tensor([[*prompt, *outcome.tokens]], device=ctx.device)
-        with batch_invariant(config.inference.batch_invariant):
-            losses: Tensor = loss(trained.model(tokens[:, :-1]), {"labels": tokens[:, 1:]})
-        # losses [1, S - 1]: the negative log-probability of each token but the first.
-        yield Outcome(outcome.tokens, tuple((-losses[0]).tolist()))
+        losses: list[list[float]] = []
+
+        def keep(of_tokens: Tensor, batch: Batch, losses: list[list[float]] = losses) -> Tensor:
+            losses.append(of_tokens[0].tolist())
+            return of_tokens.sum()
+
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], FIRST_SAMPLE: torch.tensor(0)}
+        passes.forward([batch], keep)
+        # [S - 1]: the negative log-probability of each token but the first. Ranks before the last stage have none.
+        (negative,) = from_stage_rank(losses, last, ctx)
+        found.append(Outcome(outcome.tokens, tuple(-value for value in negative)))
+    return found
 
 
 def _shared(outcomes: list[Outcome]) -> list[Outcome]:

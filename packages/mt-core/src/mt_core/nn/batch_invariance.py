@@ -5,7 +5,8 @@ the batch (He, Defeating Nondeterminism in LLM Inference, 2025). Within `batch_i
 are computed in forms that do not:
 
 products        in 16 rows or more, for which the order of additions does not depend on their number; checked once for
-                every shape of the second factor, on this machine. Narrow factors are widened by zeros.
+                every shape of the second factor, on this machine, with random matrices. Narrow factors are widened by
+                zeros.
 functions       (exp, silu, ...) on whole vectors: other code computes the elements at the end of a kernel's range.
 convolutions    depthwise ones tap by tap, others sample by sample.
 all-reduce      in the order of the ranks.
@@ -16,7 +17,7 @@ Sums and softmax over the last dimension are computed row by row anyway. Attenti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -99,6 +100,15 @@ def require_batch_invariance(config: Config, device: torch.device) -> None:
             raise ConfigError(f"{key} needs {name} to be {allowed}")
 
 
+def require_invariant_products(factors: Iterable[Tensor]) -> None:
+    """Checks the products x b for each second factor b [K, N], before they are computed for anybody.
+
+    Raises ConfigError for one whose rows depend on their number on this machine.
+    """
+    for factor in factors:
+        _mode().width(factor[None])
+
+
 class _BatchInvariance(TorchDispatchMode):
     """Replaces operators. See the module."""
 
@@ -146,7 +156,7 @@ class _BatchInvariance(TorchDispatchMode):
         if not a.numel() or not b.numel():
             return func(a, b)
         own = b.shape[1]
-        wide = _widened(b, self._width(b[None]))  # [K, width]
+        wide = _widened(b, self.width(b[None]))  # [K, width]
         # At most as many rows as were checked. Rows of zeros do not change others.
         pieces = [torch.mm(_filled(piece, 0), wide)[: len(piece), :own] for piece in a.split(MOST_ROWS)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -162,7 +172,7 @@ class _BatchInvariance(TorchDispatchMode):
         own = b.shape[2]
         # Strides are part of what was checked.
         b = b.contiguous()
-        wide = _widened(b, self._width(b[:1]))
+        wide = _widened(b, self.width(b[:1]))
         pieces = [torch.bmm(_filled(piece, 1), wide)[:, : piece.shape[1], :own] for piece in a.split(MOST_ROWS, dim=1)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
@@ -170,7 +180,7 @@ class _BatchInvariance(TorchDispatchMode):
         product = self._bmm(torch.bmm, a, b)
         return product * alpha + added * beta
 
-    def _width(self, b: Tensor) -> int:
+    def width(self, b: Tensor) -> int:
         """Columns for which rows of a product with b [1, K, N] do not depend on their number and place.
 
         Raises ConfigError when there are none.
@@ -181,7 +191,8 @@ class _BatchInvariance(TorchDispatchMode):
             columns = b.shape[2]
             # As it is, or else filled up with columns of zeros, for which libraries have regular kernels.
             widths = [columns, -(-columns // COLUMNS) * COLUMNS]
-            able = next((width for width in widths if _is_invariant(_widened(b, width))), None)
+            full = _random_like(b)
+            able = next((width for width in widths if _is_invariant(_widened(full, width))), None)
             if able is None:
                 raise ConfigError(
                     f"inference.batch_invariant=true: on this machine a row of a product with a matrix of "
@@ -199,6 +210,15 @@ class _BatchInvariance(TorchDispatchMode):
             return _depthwise(x, weight[:, 0], bias)
         # One sample at a time: the algorithm is chosen by the batch size.
         return torch.cat([func(sample, weight, bias, *options) for sample in x.split(1)])
+
+
+def _random_like(b: Tensor) -> Tensor:
+    """Of b's shape, strides and dtype. The verdict holds for every later factor of this shape, so that it may not
+    depend on the first one's values: in one that is padded with zeros, orders of addition that differ give one sum."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(b.shape, generator=generator).to(b.dtype)
+    # Elements that share memory (an expanded factor) cannot be written apart.
+    return values if 0 in b.stride() else torch.empty_strided(b.shape, b.stride(), dtype=b.dtype).copy_(values)
 
 
 def _is_invariant(b: Tensor) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from inspect import Parameter, signature
 from pathlib import Path
 
 import torch
@@ -27,8 +28,10 @@ from mt_core.config.schema import Config
 from mt_core.data import building
 from mt_core.data.epochs import iterations_per_epoch, with_train_iters
 from mt_core.data.loader import RankBatch
+from mt_core.errors import ConfigError
 from mt_core.launch.phases import Phases
 from mt_core.nn.loss import Loss
+from mt_core.nn.model import required_inputs
 from mt_core.parallel.context import ParallelContext, is_writer, wait_for_all
 from mt_core.parallel.data import any_over
 from mt_core.parallel.first_rank import on_first_rank
@@ -110,6 +113,8 @@ class Trainer:
         self.phases.enter("load")
         self._restore()
         self.phases.enter("data")
+        if train_data is None and forward_step is None:
+            self._require_suitable_data()
         self.train_data = (
             building.in_epochs(train_data, self.config)
             if train_data is not None
@@ -131,6 +136,16 @@ class Trainer:
         self.best = self._build_best()
         self.metrics = StepMetrics(self.engine)
         self.last_evaluation: dict[str, float] = {}
+
+    def _require_suitable_data(self) -> None:
+        """Raises ConfigError where the configured data set lacks a field that the model cannot run without."""
+        given = signature(self.model.forward).parameters
+        # An input with a default (images of a model of texts and images) may be absent.
+        needed = [
+            name for name in required_inputs(self.model) if name in given and given[name].default is Parameter.empty
+        ]
+        if problem := building.unsuitable_data(needed, self.config, self.host):
+            raise ConfigError(f"{problem}: set data.dataset_type to one of them, and its keys (mt config keys data)")
 
     @property
     def config(self) -> Config:

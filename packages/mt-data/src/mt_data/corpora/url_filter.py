@@ -140,7 +140,7 @@ def _entries(paths: Iterable[Path], parse: Callable[[str], str | None]) -> froze
 
 def _file_entries(path: Path, parse: Callable[[str], str | None]) -> Iterable[str]:
     try:
-        with open(path, encoding="utf-8") as lines:
+        with open(path, encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 line = line.strip()
                 if not line or line.startswith("#"):

@@ -15,7 +15,9 @@ _UNSPACED = "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u2e80-\u2fdf\u3005-\u30ff\u
 _UNSPACED += "\ua000-\ua4cf\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 _ASTRAL = "\U00010000"
 _ASCII_MARKS = str.maketrans("", "", string.punctuation)
-_TOKEN = re.compile(f"[{_UNSPACED}]|[^\\s{_UNSPACED}]+")
+# A kana's voicing mark may be a character of its own, behind it.
+_VOICING = "\u3099\u309a\uff9e\uff9f"
+_TOKEN = re.compile(f"[{_UNSPACED}][{_VOICING}]*|[^\\s{_UNSPACED}]+")
 
 
 @cache
@@ -40,18 +42,26 @@ def without_punctuation(text: str) -> str:
 def normalized_words(text: str) -> list[str]:
     """The words of a text in lower case without punctuation; what is punctuation alone is no word.
 
-    This is GPT-3's gram (Brown et al. 2020, appendix C: "a lowercase, whitespace delimited word with no
+    Compared in Unicode's form NFKC, so that composed and decomposed characters, ligatures and full-width letters are
+    the same words. This is GPT-3's gram (Brown et al. 2020, appendix C: "a lowercase, whitespace delimited word with no
     punctuation"), except that in scripts without spaces each character is a word.
     """
-    lower = text.lower()
-    if lower.isascii():
-        return without_punctuation(lower).split()
+    if text.isascii():
+        return without_punctuation(text.lower()).split()
     # Cut first: a mark may stand between two words of a script without spaces.
-    return [word for token in _TOKEN.findall(lower) if (word := without_punctuation(token))]
+    if unicodedata.is_normalized("NFKC", text):
+        return [word for token in _TOKEN.findall(text.lower()) if (word := without_punctuation(token))]
+    return [word for token in _TOKEN.findall(text) if (word := _normalized(token))]
+
+
+def _normalized(token: str) -> str:
+    """As one word, although some characters have spaces in NFKC; punctuation of either form is left out."""
+    compatible = unicodedata.normalize("NFKC", without_punctuation(token))
+    return without_punctuation("".join(compatible.lower().split()))
 
 
 def iter_word_spans(text: str) -> Iterator[tuple[int, int]]:
     """(start, end) in `text` of each of its `normalized_words`, punctuation at the word included."""
     for match in _TOKEN.finditer(text):
-        if without_punctuation(match.group().lower()):
+        if _normalized(match.group()):
             yield match.span()

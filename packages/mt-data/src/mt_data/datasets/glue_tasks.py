@@ -18,7 +18,8 @@ class TextTask:
     """One or two texts a line with a class or a number.
 
     labels: the classes in the order of their numbers; None: the label is a number to predict (regression). uid: None
-    counts lines from 0. header: whether the first line of a file names the columns.
+    counts lines from 0. header: whether the first line of a file names the columns. test_columns: number and text, the
+    only columns of a published test file that names them although the other files have no such line.
     """
 
     doc: str
@@ -27,6 +28,7 @@ class TextTask:
     labels: tuple[str, ...] | None
     uid: Column | None = None
     header: bool = True
+    test_columns: tuple[str, str] | None = None
     metrics: tuple[str, ...] = ("accuracy",)
 
 
@@ -56,6 +58,7 @@ GLUE: Mapping[str, TextTask] = {
         label=1,
         labels=BINARY,
         header=False,
+        test_columns=("index", "sentence"),
         metrics=("matthews",),
     ),
     "sst2": TextTask(

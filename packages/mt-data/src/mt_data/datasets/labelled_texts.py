@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mt_core.errors import DataError
@@ -58,6 +58,8 @@ def read_all(paths: Sequence[Path], task: TextTask, on_error: str) -> list[Label
 
 def read_file(path: Path, task: TextTask) -> Iterator[LabelledTexts | str]:
     """The lines of a file, and for one that cannot be used what is wrong with it."""
+    if path.suffix != ".jsonl":
+        task = _task_of_file(path, task)
     rows = _json_rows(path, task) if path.suffix == ".jsonl" else _tabbed_rows(path, task)
     for index, (row, where) in enumerate(rows):
         yield row if isinstance(row, str) else _parse(row, index, task, where)
@@ -87,6 +89,16 @@ def _json_row(line: str, task: TextTask, where: str) -> Row | str:
 
 def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _task_of_file(path: Path, task: TextTask) -> TextTask:
+    """The task with the columns of its published test file, where the file is that one."""
+    _, first = next(_lines(path), (0, ""))
+    if task.test_columns is None or tuple(first.split("\t")) != task.test_columns:
+        return task
+    number, text = task.test_columns
+    # By name: the place of the label in the other files is that of the text here.
+    return replace(task, uid=number, texts=(text,), label="label", header=True)
 
 
 def _tabbed_rows(path: Path, task: TextTask) -> Iterator[tuple[Row | str, str]]:

@@ -149,7 +149,7 @@ def read_folder(folder: Path) -> Iterator[Question]:
 def _objects(file: Path) -> Iterator[tuple[Any, str]]:
     """The JSON values of a file, one a line or spread over lines, each with the line it begins on."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
     decoder, end, line = json.JSONDecoder(), 0, 1

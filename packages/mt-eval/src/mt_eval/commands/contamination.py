@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -57,7 +57,20 @@ def show(found: dict[str, object]) -> None:
         f"{found['contaminated']:,} of {found['samples']:,} samples share n-grams with the training set; "
         f"{found['too_short']:,} are too short to be searched for"
     )
-    table = Table("sample", "share", "first shared words", box=None)
+    _print_table(overlaps, "first shared words")
+    common = found["ignored_as_common"]
+    assert isinstance(common, dict)
+    if common["ngrams"]:
+        typer.echo(
+            f"{common['ngrams']:,} n-grams of {common['samples']:,} samples are in more training documents than "
+            "--max-documents, and were ignored as common phrases:"
+        )
+        _print_table(common["overlaps"], "first ignored words")
+    typer.echo(f"words were compared in {found['normalization']}")
+
+
+def _print_table(overlaps: list[dict[str, Any]], words: str) -> None:
+    table = Table("sample", "share", words, box=None)
     for one in overlaps[:SHOWN]:
         table.add_row(one["name"], f"{one['share']:.0%}", one["words"])
     if overlaps:

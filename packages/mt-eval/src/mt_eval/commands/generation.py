@@ -32,7 +32,20 @@ def generation(
         str, typer.Option(help="Of the lines: a program to append, which fails or not.", rich_help_panel=CODE)
     ] = "test",
     timeout: Annotated[int, typer.Option(help="Seconds for each program.", rich_help_panel=CODE)] = 10,
-    memory_mb: Annotated[int, typer.Option(help="Memory of each program.", rich_help_panel=CODE)] = 1024,
+    memory_mb: Annotated[
+        int, typer.Option(help="Memory of each program, with its processes.", rich_help_panel=CODE)
+    ] = 1024,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Programs at a time. Default: one for each CPU.", rich_help_panel=CODE)
+    ] = None,
+    allow_unisolated: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unisolated",
+            help="Also where programs would have the network, the environment of this command and the user's files.",
+            rich_help_panel=CODE,
+        ),
+    ] = False,
     output: OUTPUT = None,
     as_json: AS_JSON = False,
 ) -> None:
@@ -43,7 +56,9 @@ def generation(
     from mt_eval.metrics.code_execution import Limits, ProgramRunner
     from mt_eval.metrics.generation import Generation, measure_generation
 
-    runner = ProgramRunner(Limits(timeout, memory_mb)) if allow_code_execution else None
+    limits, runner = Limits(timeout, memory_mb), None
+    if allow_code_execution:
+        runner = ProgramRunner(limits, workers=workers, allow_unisolated=allow_unisolated)
     task = Generation(predictions, metric, reference_key=reference_key, test_key=test_key, k=_numbers(k), runner=runner)
     with progress_bar() as bar:
         row = bar.add_task(task.name, total=len(task))

@@ -1,84 +1,138 @@
-"""Running generated programs: each in a process of its own, with limits.
+"""Running generated programs: each in processes and a folder of its own, with limits.
 
-The limits keep mistakes of a program from the machine: time, memory, files, and where Linux allows it network and
-processes that stay. A program that means harm can still read files; run such in a container without anything of value.
+In user namespaces (Linux) a program has no network, sees no process but its own, and writes nowhere but to its folder.
+It can read files that the user can read: run what may mean harm in a container without anything of value.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TypeVar
 
 from mt_core.errors import ConfigError
 
 WORKER = Path(__file__).with_name("limited_process.py")
-PASSED = 97
-"""Exit status of a program that reached its end; one that leaves early with 0 has not run its tests."""
-ISOLATED = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
-"""util-linux: no network interfaces, and all processes end with the first one."""
+ISOLATED = (
+    "unshare", "--user", "--map-root-user", "--net", "--ipc", "--pid", "--mount", "--mount-proc", "--fork",
+    "--kill-child",
+)  # fmt: skip
+"""util-linux: no network interfaces, and all processes end with the first one, which `WORKER` is."""
 REASON_BYTES = 2000
+GivenT = TypeVar("GivenT")
+FoundT = TypeVar("FoundT")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """seconds: of the clock, and of the CPU. memory_mb: address space. file_mb: of each file that is written."""
+    """seconds: of the clock, and of each process's CPU. memory_mb: address space of a process, and memory of all
+    together. file_mb: of all files together, and of each one. processes: at a time."""
 
     seconds: int = 10
     memory_mb: int = 1024
     file_mb: int = 16
+    processes: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "memory_mb", "file_mb"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ConfigError(f"{field.name}={getattr(self, field.name)} must be at least 1")
 
 
 class ProgramRunner:
-    """Runs Python programs. isolates: whether they have no network."""
+    """Runs Python programs, `workers` at a time (None: one for each CPU).
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.isolates = _can_isolate()
+    Raises ConfigError where programs cannot be isolated, unless allow_unisolated: they then could end this process,
+    read its environment, use the network and write the user's files, and file_mb limits each file alone.
+    """
+
+    def __init__(self, limits: Limits, *, workers: int | None = None, allow_unisolated: bool = False) -> None:
+        self.limits, self.workers = limits, workers or len(os.sched_getaffinity(0))
+        self.isolates = True
+        if failure := self.failure(""):
+            if not allow_unisolated:
+                raise ConfigError(
+                    f"programs cannot be isolated on this machine ({failure}): unshare of util-linux, user namespaces "
+                    "and Linux 5.12 are needed. A program could end this process, read its environment and use the "
+                    "network; in a container without anything of value allow that with --allow-unisolated"
+                )
+            self.isolates = False
+
+    def map(self, function: Callable[[GivenT], FoundT], given: Iterable[GivenT]) -> Iterator[FoundT]:
+        """Of each, in their order, `workers` at a time. A consumer that stops ends what has not begun."""
+        pool = ThreadPoolExecutor(self.workers)
+        try:
+            yield from pool.map(function, given)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def failure(self, program: str) -> str | None:
         """Why a program has not reached its end; None if it has. Its folder is its own, and is removed."""
+        try:
+            source = program.encode()
+        except UnicodeEncodeError as error:
+            return f"the program is no text: {error}"
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "program.py"
-            # PASSED is the status only if the program ran to its end: nothing before has raised or exited.
-            file.write_text(f"{program}\nraise SystemExit({PASSED})\n", encoding="utf-8")
+            file.write_bytes(source)
             with (Path(folder) / "errors").open("wb+") as errors:
-                status = self._status(file, errors.fileno())
+                reached_end, status = self._outcome(file, errors.fileno())
                 # Only the end is read: a program may write up to file_mb of errors.
                 errors.seek(max(0, errors.seek(0, os.SEEK_END) - REASON_BYTES))
                 lines = errors.read().decode(errors="replace").strip().splitlines()
-        if status == PASSED:
-            return None
         if status is None:
             return f"did not end within {self.limits.seconds} s"
-        return lines[-1] if lines else f"ended with status {status}"
+        if reached_end:
+            return None
+        return lines[-1] if lines else f"ended with status {status}, before its end"
 
-    def _status(self, file: Path, errors: int) -> int | None:
-        """The exit status; None for a program that was ended."""
-        limits = [str(getattr(self.limits, name)) for name in ("seconds", "memory_mb", "file_mb")]
-        process = subprocess.Popen(
-            # -I: no PYTHON* variables, no user site, not the working folder on sys.path.
-            [*(ISOLATED if self.isolates else ()), sys.executable, "-I", str(WORKER), *limits, str(file)],
-            cwd=file.parent,
-            # No variables of this process: they may hold keys.
-            env={"PATH": os.defpath, "HOME": str(file.parent), "TMPDIR": str(file.parent)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            # A process group of its own, by which `_end` reaches its children.
-            start_new_session=True,
-        )
+    def _outcome(self, file: Path, errors: int) -> tuple[bool, int | None]:
+        """Whether the program reached its end, and the exit status; None for one that was ended."""
+        # No status says that a program reached its end: it may leave with any. The secret of the run does, which is
+        # read behind the program's last statement.
+        secret = secrets.token_hex(16).encode()
+        (given, give), (end, ended) = os.pipe(), os.pipe()
+        try:
+            os.write(give, secret)
+            os.close(give)
+            status = self._status(file, errors, given, ended)
+            os.set_blocking(end, False)
+            with suppress(BlockingIOError):
+                return os.read(end, 2 * len(secret)) == secret, status
+            return False, status
+        finally:
+            for descriptor in (given, end, ended):
+                os.close(descriptor)
+
+    def _status(self, file: Path, errors: int, secret: int, end: int) -> int | None:
+        own = file.parent / "files"
+        own.mkdir()
+        try:
+            process = subprocess.Popen(
+                self._command(file, secret, end),
+                cwd=own,
+                # No variable of this process: they may hold keys.
+                env={},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=(secret, end),
+                # A session and process group of its own, by which `_end` reaches its children.
+                start_new_session=True,
+            )
+        except FileNotFoundError as error:  # unshare
+            os.write(errors, str(error).encode())
+            return -1
         try:
             # Limits of the CPU do not end a program that sleeps.
             return process.wait(self.limits.seconds)
@@ -87,6 +141,13 @@ class ProgramRunner:
         finally:
             _end(process)
 
+    def _command(self, file: Path, secret: int, end: int) -> list[str]:
+        isolation = [shutil.which(ISOLATED[0]) or ISOLATED[0], *ISOLATED[1:]] if self.isolates else []
+        limits = [str(getattr(self.limits, name)) for name in ("seconds", "memory_mb", "file_mb", "processes")]
+        # -I: no user site, not the working folder on sys.path.
+        worker = [sys.executable, "-I", str(WORKER), "watch", *limits, str(int(self.isolates))]
+        return [*isolation, *worker, str(file), str(secret), str(end)]
+
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """With the processes that it started."""
@@ -94,10 +155,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         # Children that left the group (setsid) survive this; unshare ends them with their PID namespace.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _can_isolate() -> bool:
-    if shutil.which(ISOLATED[0]) is None:
-        return False
-    # unshare may be installed but forbidden (user namespaces off, a container), so that it is tried.
-    return subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode == 0

@@ -88,11 +88,9 @@ class Generation:
 
     def samples(self, generator: object, skip: int) -> Iterator[Sample]:
         """generator: none is needed."""
-        for prediction in self.predictions[skip:]:
-            if prediction.error is not None:
-                yield Sample(prediction.name, error=prediction.error)
-            else:
-                yield self._sample(prediction)
+        remaining = self.predictions[skip:]
+        # In their order. The runner measures several at a time: programs are waited for.
+        return map(self._scored, remaining) if self.runner is None else self.runner.map(self._scored, remaining)
 
     def metrics(self, samples: Sequence[Sample]) -> Mapping[str, float]:
         """Means over lines; of BLEU that of the corpus too."""
@@ -129,6 +127,11 @@ class Generation:
         given = prediction.values.get(self.reference_key)
         found = [given] if isinstance(given, str) else given
         return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else []
+
+    def _scored(self, prediction: Prediction) -> Sample:
+        if prediction.error is not None:
+            return Sample(prediction.name, error=prediction.error)
+        return self._sample(prediction)
 
     def _sample(self, prediction: Prediction) -> Sample:
         of_texts = [self._of_text(text, self._references(prediction)) for text in prediction.texts]

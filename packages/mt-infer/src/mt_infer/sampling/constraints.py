@@ -123,21 +123,24 @@ class Matcher:
         # Advanced over the drafts and taken back below: the sequence itself is not that far yet.
         accepted = self._matcher.try_consume_tokens(list(drafted)) if drafted else 0
         allowed = torch.ones(size, dtype=torch.bool)
-        if accepted == len(drafted) and not self._matcher.is_error():
-            # Computing it may exceed the package's bounds, which sets the error.
-            mask = self._mask(size)
-            allowed = allowed if self._matcher.is_error() else mask
-        if accepted and not self._matcher.is_error():
-            self._matcher.rollback(accepted)
+        try:
+            if accepted == len(drafted) and not self._matcher.is_error():
+                # Computing it may exceed the package's bounds, which sets the error.
+                mask = self._mask(size)
+                allowed = allowed if self._matcher.is_error() else mask
+        finally:
+            if accepted and not self._matcher.is_error():
+                self._matcher.rollback(accepted)
         return allowed
 
     def _mask(self, size: int) -> Tensor:
-        # The mask comes as bits in little-endian words of 32. A model with more logits than the tokenizer has ids: the
-        # bits behind them are 0, not allowed.
-        words = np.zeros(-(-max(size, self._vocab_size) // 32), dtype="<u4")
-        bits = self._matcher.compute_bitmask()
-        words.view(np.uint8)[: len(bits)] = np.frombuffer(bits, dtype=np.uint8)
-        return torch.from_numpy(np.unpackbits(words.view(np.uint8), bitorder="little")[:size]).bool()
+        # Bits in little-endian words of 32, of at least one bit more than the tokenizer has ids: one word more where
+        # their number is a multiple of 32. A model may have more logits, which are not allowed, or fewer.
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        known = min(size, self._vocab_size)
+        mask = np.zeros(size, dtype=bool)
+        mask[:known] = np.unpackbits(bits, count=known, bitorder="little")
+        return torch.from_numpy(mask)
 
     def advance(self, token: int) -> None:
         """token: one that is allowed."""

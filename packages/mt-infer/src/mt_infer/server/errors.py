@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from mt_core.errors import MtError
-from mt_infer.requests import DIVERGED
+from mt_infer.requests import DIVERGED, SAMPLING_FAILED, TEXT_FAILED
 
 MEGATRON_PATH = "/api"
 """Its clients print the `message` of an error's body."""
@@ -43,7 +43,9 @@ class ApiError(Exception):
 
 def end_of_text(error: str) -> ApiError:
     """Of a text that cannot be continued, with the error of its last event."""
-    return ApiError(error, status=500, code="not_finite") if error == DIVERGED else ApiError(error)
+    if error == DIVERGED:
+        return ApiError(error, status=500, code="not_finite")
+    return ApiError(error, status=500 if error in (SAMPLING_FAILED, TEXT_FAILED) else 400)
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -142,7 +142,9 @@ def check_hybrid(config: Config) -> None:
     check_pattern(model.hybrid_layer_pattern)
     check_mamba_layers(config)
     _check_attention(model)
-    check_tensor_parallel(config, query_groups=model.query_groups, ffn_size=model.ffn_size)
+    check_tensor_parallel(
+        config, query_groups=model.query_groups, ffn_size=model.ffn_size, heads=model.num_attention_heads
+    )
     _check_experts(model)
     _check_stages(config)
 

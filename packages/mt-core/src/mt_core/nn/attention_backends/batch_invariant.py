@@ -27,14 +27,14 @@ def batch_invariant_attention(logit_softcap: float | None = None) -> AttentionCo
         q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, sinks: Tensor | None = None
     ) -> Tensor:
         with batch_invariant():
-            out, lse = _online(q, k, v, pattern, logit_softcap)
+            out, lse = _online(q, k, v, pattern, dropout, logit_softcap)
             return (out if sinks is None else with_sinks(out, lse, sinks)).to(q.dtype)
 
     return attend
 
 
 def _online(
-    q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, logit_softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, dropout: float, logit_softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """-> [B, S, N, D] and the log-sum-exp of the scores [B, N, S], in fp32"""
     batch, queries, heads, _ = q.shape
@@ -59,11 +59,17 @@ def _online(
         reached = torch.maximum(largest, scores.amax(-1, keepdim=True).detach())
         # Where nothing is seen yet the largest score is -inf, and any finite number will do.
         base = reached.masked_fill(reached == -math.inf, 0.0)
-        total = total * (largest - base).exp() + torch.bmm((scores - base).exp(), values[:, block])
+        weights = (scores - base).exp()
+        added = torch.bmm(weights, values[:, block])
+        if dropout > 0:
+            # Of the values alone: dropout comes behind the softmax, whose denominator has all keys.
+            dropped = torch.bmm(F.dropout(weights, dropout), values[:, block])
+            added = torch.cat([dropped[..., :-1], added[..., -1:]], -1)
+        total = total * (largest - base).exp() + added
         largest = reached
-    weights = total[..., -1:]
-    out = (total[..., :-1] / weights).unflatten(0, (batch, heads)).transpose(1, 2)
-    lse = (weights.log() + largest).squeeze(-1).unflatten(0, (batch, heads))
+    sums = total[..., -1:]
+    out = (total[..., :-1] / sums).unflatten(0, (batch, heads)).transpose(1, 2)
+    lse = (sums.log() + largest).squeeze(-1).unflatten(0, (batch, heads))
     return out, lse
 
 
@@ -83,8 +89,6 @@ def _filled(x: Tensor) -> Tensor:
 def supports_batch_invariant(request: AttentionRequest) -> bool | str:
     if request.device_type != "cpu":
         return f"it relies on the matrix products of CPUs, not of {request.device_type}"
-    if request.dropout > 0:
-        return "it has no dropout"
     return True
 
 

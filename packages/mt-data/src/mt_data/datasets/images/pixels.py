@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ORIENTATION = 0x0112
 """Exif's tag."""
+BITS_PER_SAMPLE, SAMPLE_FORMAT, SIGNED = 258, 339, 2
+"""TIFF's tags, and its value for signed whole numbers."""
 TURNS = {
     2: "FLIP_LEFT_RIGHT",
     3: "ROTATE_180",
@@ -47,7 +49,7 @@ def read_image(file: ImageFile) -> NDArray[np.uint8]:
     if file.suffix == ".npy":
         return _array_of(file)
     with _opened(file) as image:
-        return _upright(image)
+        return _upright(image, str(file))
 
 
 def image_size(file: ImageFile) -> tuple[int, int]:
@@ -83,17 +85,48 @@ def decode_image(
     with _decoded(source, name, formats) as image:
         if max_pixels is not None and image.width * image.height > max_pixels:
             raise DataError(f"{name} has {image.width} x {image.height} pixels, more than the {max_pixels} allowed")
-        return _upright(image)
+        return _upright(image, name)
 
 
-def _upright(image: Image) -> NDArray[np.uint8]:
+def _upright(image: Image, name: str) -> NDArray[np.uint8]:
     """Pixels in the orientation in which the image is shown: cameras and phones note it beside the pixels (Exif)."""
     from PIL.Image import Transpose
 
     turn = TURNS.get(_orientation(image))
     # Palettes, grey, CMYK and alpha become three channels; an alpha channel is dropped, not blended.
-    image = image.convert("RGB")
+    image = _eight_bits(image, name).convert("RGB")
     return np.asarray(image if turn is None else image.transpose(Transpose[turn]))
+
+
+def _eight_bits(image: Image, name: str) -> Image:
+    """Of whole numbers of 16 or 32 bits the range of their type as 0 to 255; Pillow would clip them at 255.
+
+    Raises DataError for floating-point values, whose range nothing states, and for negative ones.
+    """
+    from PIL.Image import fromarray
+
+    if image.mode == "F":
+        raise DataError(
+            f"{name}: an image of floating-point values (Pillow's mode F) has no fixed range; save it in 8 bits"
+        )
+    if image.mode != "I" and not image.mode.startswith("I;"):
+        return image
+    bits, is_signed = _sample_type(image)
+    values = np.asarray(image)
+    if bits == 32 and not is_signed:
+        values = values.astype(np.int32).view(np.uint32)  # Pillow keeps the bits in a signed type
+    if values.min() < 0:
+        raise DataError(f"{name}: an image of whole numbers below 0 (the least is {values.min()}); save it in 8 bits")
+    largest = 2 ** (bits - is_signed) - 1
+    return fromarray(((values.astype(np.int64) * 255 + largest // 2) // largest).astype(np.uint8))
+
+
+def _sample_type(image: Image) -> tuple[int, bool]:
+    """Bits of a value, and whether it has a sign."""
+    if image.format != "TIFF":  # PNG and PPM: Pillow scales them to 16 bits
+        return 16, False
+    tags: Any = image.tag_v2  # type: ignore[attr-defined]
+    return int(tags.get(BITS_PER_SAMPLE, (1,))[0]), tags.get(SAMPLE_FORMAT, (1,))[0] == SIGNED
 
 
 def _orientation(image: Image) -> int:

@@ -103,7 +103,7 @@ _OWN = "the tokenizer's chat template"
 
 def _read(file: str) -> str:
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.chat_template_file={file} cannot be read: {error}") from error
 
