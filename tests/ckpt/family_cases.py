@@ -159,6 +159,7 @@ CASES: dict[str, Case] = {
     ),
     "gpt_bigcode": Case("gpt", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT2),
     "gpt_neox": Case("gpt", "GPTNeoXForCausalLM", "GPTNeoXConfig", {**ENCODER, "rotary_pct": 0.5}),
+    "nemotron": Case("gpt", "NemotronForCausalLM", "NemotronConfig", {**ENCODER, "num_key_value_heads": 2}),
     "bloom": Case(
         "gpt", "BloomForCausalLM", "BloomConfig", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4}
     ),

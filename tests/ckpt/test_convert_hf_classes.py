@@ -11,6 +11,7 @@ from tests.ckpt.conftest import assert_same_state, tensors_of
 from tests.ckpt.convert_cases import GROUPED, LATENT, MAMBA, SHAPE
 
 from mt_ckpt.convert import convert
+from mt_ckpt.convert.checksums import CHECKSUMS
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.train.trained_model import load_trained_model
@@ -156,6 +157,7 @@ def test_an_expert_bias_that_the_configuration_denies(make_model, host, tmp_path
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     tensors["model.layers.1.mlp.gate.e_score_correction_bias"][2] = 0.1
     save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "hf" / CHECKSUMS).unlink()  # the change is meant
     with pytest.raises(CheckpointError, match="is not zero, but moe_router_enable_expert_bias in config.json is false"):
         convert(tmp_path / "hf", tmp_path / "x", saver="mt", host=host)
 
@@ -167,5 +169,6 @@ def test_two_tables_of_positions_are_no_t5(make_model, host, tmp_path: Path) -> 
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     tensors["model.decoder.embed_positions.weight"][0, 0] += 1
     save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "hf" / CHECKSUMS).unlink()  # the change is meant
     with pytest.raises(CheckpointError, match="differ; a T5 has one table of positions"):
         convert(tmp_path / "hf", tmp_path / "x", saver="mt", host=host)

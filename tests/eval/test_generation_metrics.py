@@ -81,7 +81,8 @@ FAILURES = {
     "x = bytearray(1 << 30)": "MemoryError",
     "open('own', 'wb').write(bytes(2 << 20))": "File too large",
     # What one process may do, and all together may not.
-    "import os, time\nfor _ in range(99):\n    if not os.fork(): time.sleep(99)\ntime.sleep(99)": "more than 32 processes",
+    "import os, time\nfor _ in range(99):\n    if not os.fork(): time.sleep(99)\n"
+    "time.sleep(99)": "more than 32 processes",
     "import os, time\nfor _ in range(4):\n    if not os.fork():\n        x = bytearray(b'x') * (120 << 20)\n"
     "        time.sleep(99)\ntime.sleep(99)": "more than 300 MB of memory",
 }

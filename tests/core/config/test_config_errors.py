@@ -204,7 +204,7 @@ def test_a_file_that_cannot_be_read(host: PluginHost, tmp_path: Path) -> None:
     assert refusal(host, path=tmp_path / "no.toml").endswith("no.toml: No such file or directory")
     latin = tmp_path / "latin.toml"
     latin.write_bytes('[train]\nsample_prompt = "caf\xe9"\n'.encode("latin-1"))
-    assert "latin.toml: 'utf-8' codec can't decode byte 0xe9" in refusal(host, path=latin)
+    assert "latin.toml: line 2 is no UTF-8 (invalid continuation byte); save the file" in refusal(host, path=latin)
     listing = tmp_path / "list.json"
     listing.write_text("[1, 2]")
     assert "list.json" in refusal(host, path=listing)
