@@ -17,7 +17,7 @@ from torch import Tensor
 from mt_core.config.schema import Config, InferenceConfig
 from mt_core.errors import CheckpointError
 from mt_core.nn.loss import build_cross_entropy
-from mt_core.optim.master_weights import UnshardedWeights
+from mt_core.optim.master_weights import Fp32Weights
 from mt_core.train.batches.device import FIRST_SAMPLE
 from mt_core.train.pipelining import build_forward_backward
 from mt_core.train.step.forward_backward import Batch
@@ -183,7 +183,7 @@ def _trained(
     """What the trainer's forward pass, through its pipeline stages, and its loss give for the same tokens."""
     config, ctx, model = trained.config, trained.ctx, trained.model
     loss = build_cross_entropy(config, ctx)
-    passes = build_forward_backward(config, ctx, model, UnshardedWeights(model), trained.stages, loss, None, None)
+    passes = build_forward_backward(config, ctx, model, Fp32Weights(model), trained.stages, loss, None, None)
     last = 0 if placed is None else placed.ranks[-1]
     found = []
     for prompt, outcome in zip(prompts, outcomes, strict=True):
