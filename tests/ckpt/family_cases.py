@@ -55,6 +55,7 @@ class Case:
     """model, config: classes of `transformers`. keys: of its configuration. parts: configurations within it.
 
     inputs: which kind it takes. unused: beginnings of weights that the class never looks at; they are not carried.
+    drawn_in_bf16: weights that bf16 can hold, as published ones are: to add 1 to a norm's is exact for these.
     """
 
     family: str
@@ -64,6 +65,7 @@ class Case:
     inputs: str = "tokens"
     parts: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    drawn_in_bf16: bool = False
 
     def uses(self, name: str) -> bool:
         return not name.startswith(self.unused)
@@ -159,7 +161,13 @@ CASES: dict[str, Case] = {
     ),
     "gpt_bigcode": Case("gpt", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT2),
     "gpt_neox": Case("gpt", "GPTNeoXForCausalLM", "GPTNeoXConfig", {**ENCODER, "rotary_pct": 0.5}),
-    "nemotron": Case("gpt", "NemotronForCausalLM", "NemotronConfig", {**ENCODER, "num_key_value_heads": 2}),
+    "nemotron": Case(
+        "gpt",
+        "NemotronForCausalLM",
+        "NemotronConfig",
+        {**ENCODER, "num_key_value_heads": 2},
+        drawn_in_bf16=True,
+    ),
     "bloom": Case(
         "gpt", "BloomForCausalLM", "BloomConfig", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4}
     ),
@@ -290,7 +298,8 @@ def make_model(case: Case) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+            drawn = 0.2 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(drawn.bfloat16() if case.drawn_in_bf16 else drawn)
         for buffer in trained_buffers(model):
             buffer.copy_(torch.rand(buffer.shape, generator=generator))
     return model

@@ -104,7 +104,7 @@ VALUES = {
     "train.exit_iteration": st.none() | st.integers(1, 10**6),
     "train.sample_prompt": st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\x7f"), max_size=20),
     "train.deterministic": st.booleans(),
-    "train.callbacks": st.lists(st.text(st.characters(codec="ascii", categories=["L", "N"]), max_size=5), max_size=3),
+    "train.callbacks": st.lists(st.sampled_from(["log_file", "metrics_jsonl", "progress"]), max_size=3),
     "optimizer.weight_decay": st.floats(0, 1e6, allow_nan=False),
     "optimizer.adam_eps": st.floats(0, 1, exclude_min=True, allow_nan=False, allow_subnormal=False),
     "model.init_method_std": st.floats(1e-8, 10),

@@ -121,7 +121,9 @@ def model_loss(reader: CheckpointReader, num_ids: int, host: PluginHost) -> floa
 def loss_of(output: Any, inputs: Mapping[str, Tensor], vocab_size: int) -> float | None:
     """Mean cross entropy of each next id, which is the same for all models: not what they were trained for, but it
     depends on every logit."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    # transformers' name of the second is for a model with two heads (BERT).
+    named = (getattr(output, name, None) for name in ("logits", "prediction_logits"))
+    logits = output if isinstance(output, Tensor) else next((found for found in named if found is not None), None)
     # The last input: of an encoder and decoder the decoder's ids, to which the logits belong.
     ids = list(inputs.values())[-1]
     if logits is None or tuple(logits.shape) != (*ids.shape, vocab_size):
