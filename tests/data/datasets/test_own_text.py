@@ -141,5 +141,8 @@ def test_compressed_text_and_tables_in_a_folder(tmp_path: Path) -> None:
     )
     assert tokens_of([tmp_path], json_key="body").tolist() == ids(*texts)
     assert tokens_of([f"{tmp_path}/*.parquet"], json_key="body").tolist() == ids(texts[1])
+    # Plain text beside them has no keys.
+    (tmp_path / "c.txt").write_text(texts[0])
+    assert tokens_of([tmp_path], json_key="body").tolist() == ids(*texts, texts[0])
     with pytest.raises(DataError, match="body"):
         tokens_of([tmp_path])

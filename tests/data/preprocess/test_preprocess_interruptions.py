@@ -126,11 +126,14 @@ def test_a_compressed_file_read_to_its_end_is_not_read_again(prep: Any, tmp_path
     import gzip
 
     source = tmp_path / "corpus.jsonl.gz"
-    source.write_bytes(gzip.compress(prep.write_jsonl(tmp_path / "corpus.jsonl").read_bytes()))
+    content = prep.write_jsonl(tmp_path / "corpus.jsonl").read_bytes()
+    # Two members: the first bytes of a file are read for its encoding, so these stay.
+    begin, rest = gzip.compress(content[:8]), gzip.compress(content[8:])
+    source.write_bytes(begin + rest)
     shards = preprocess(options(source, shard_mb=TINY, output_prefix=str(tmp_path / "other"))).shards
     interrupt(options(source, shard_mb=TINY), after=shards)
-    times, data = source.stat(), source.read_bytes()
-    source.write_bytes(b"\0" * len(data))
+    times = source.stat()
+    source.write_bytes(begin + b"\0" * len(rest))
     os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
     report = preprocess(options(source, shard_mb=TINY))
     assert report.shards_reused >= shards - 1

@@ -80,6 +80,9 @@ def shard_name(order: tuple[int, int]) -> str:
     return f"{order[0]:06d}-{order[1]:06d}"
 
 
+PLAIN_TEXTS, TEXT = ("text", "text-lines"), "text"
+
+
 @dataclass(frozen=True)
 class ReadOptions:
     """How parts are read."""
@@ -104,6 +107,13 @@ class PartReader:
         self._lines_before: int | None = 0
 
     def __iter__(self) -> Iterator[Record]:
+        keys = self.options.columns
+        # A plain text has no key: where one is named for the files beside it, its text is what that key would hold.
+        if len(keys) == 1 and detect_format(as_path(self.part.path), self.options.input_format).kind in PLAIN_TEXTS:
+            return (record._replace(value={keys[0]: record.value[TEXT]}) for record in self._records())
+        return self._records()
+
+    def _records(self) -> Iterator[Record]:
         part, path = self.part, as_path(self.part.path)
         if isinstance(part, RowGroups):
             return self._row_groups(part)
