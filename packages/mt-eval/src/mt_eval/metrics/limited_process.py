@@ -19,6 +19,10 @@ PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, CAPABILITIES = 24, 38, 64
 INODES = 4096
 NICE = 19
 """Of the program: this script has to run beside more processes than there may be."""
+LEAST_PID_MAX = "301"
+"""The least that Linux takes."""
+OWN_PROCESSES = 3
+"""Of this script and unshare; one more than the limit, so that this script sees the excess."""
 SHARED_MEMORY = "/dev/shm"
 SECRET_BYTES = 64
 
@@ -29,12 +33,15 @@ def watch(arguments: "list[str]") -> int:
     program, secret, end = arguments[5], int(arguments[6]), int(arguments[7])
     folder = os.getcwd()
     if isolated:
+        _bound_process_numbers()
         _allow_files_only_in(folder, file_mb)
         os.chdir(folder)  # into what is mounted there
     child = os.fork()
     if child == 0:
         os.nice(NICE)
         _limit(seconds, memory_mb, file_mb)
+        if isolated and _counts_by_namespace():
+            _limit_processes(processes)
         os.set_inheritable(secret, True)
         os.set_inheritable(end, True)
         # A new program, so that it has no capabilities and nothing of this script in its memory.
@@ -110,6 +117,29 @@ def _memory_kb(process: int) -> int:
             return next((int(line.split()[1]) for line in file if line.startswith(b"Pss:")), 0)
     except OSError:  # it has ended
         return 0
+
+
+def _bound_process_numbers() -> None:
+    """A program that starts processes without end takes those of its namespace alone: at most the kernel's reserve of
+    numbers, until this script ends it. Before Linux 6.14 the numbers are those of the machine."""
+    try:
+        with open("/proc/sys/kernel/pid_max", "w") as file:
+            file.write(LEAST_PID_MAX)
+    except OSError:
+        return
+
+
+def _counts_by_namespace() -> bool:
+    """Whether RLIMIT_NPROC counts the processes of a user namespace (Linux 5.14), and not all of the user."""
+    return tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= (5, 14)
+
+
+def _limit_processes(processes: int) -> None:
+    """For users other than root, to whom the kernel does not apply it."""
+    import resource
+
+    limit = processes + OWN_PROCESSES
+    resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
 
 
 # -- limits of one process -------------------------------------------------------------------------
