@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from mt_accelerate.data_parallel import on_first_rank
+from mt_accelerate.gradient_state import GradientState
 from mt_core.data.loader import micro_batch_samples
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
@@ -54,8 +55,9 @@ class DataParallelLoader:
     remainder: samples of the last global batch that are no repetitions, 0 if it is full.
     """
 
-    def __init__(self, loader: DataLoader[Any], engine: Engine) -> None:
-        self.ctx, self.dataset = engine.ctx, loader.dataset
+    def __init__(self, loader: DataLoader[Any], engine: Engine, gradients: GradientState) -> None:
+        self.ctx, self.dataset, self.gradients = engine.ctx, loader.dataset, gradients
+        self.batches_left = 0
         micro_size = engine.config.train.micro_batch_size
         self._order = _RankOrder(loader.sampler, engine.ctx, micro_size, engine.batch_size.full, loader.drop_last)
         self._loader = DataLoader(
@@ -89,10 +91,15 @@ class DataParallelLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.at_end = False
-        for number, batch in enumerate(self._loader, 1):
-            # Before the batch is given out: `gather_for_metrics` reads it in the body of the loop.
-            self.at_end = number == len(self)
-            yield to_device(batch, self.ctx.device)
+        active = self.gradients.dataloader_references
+        active.append(self)
+        try:
+            for number, batch in enumerate(self._loader, 1):
+                # Before the batch is given out: `gather_for_metrics` reads it in the body of the loop.
+                self.at_end, self.batches_left = number == len(self), len(self) - number + 1
+                yield to_device(batch, self.ctx.device)
+        finally:
+            active.remove(self)
 
 
 class SkippedLoader:

@@ -20,6 +20,7 @@ class GradientState:
     adjust_scheduler: bool
     sync_with_dataloader: bool
     sync_each_batch: bool
+    in_accumulation: bool = False
     dataloader_references: list[Any]
 
     def __new__(cls) -> GradientState:
