@@ -105,7 +105,7 @@ class DataParallelLoader:
 class SkippedLoader:
     """A loader without its first batches, once."""
 
-    def __init__(self, loader: DataParallelLoader, count: int) -> None:
+    def __init__(self, loader: Any, count: int) -> None:
         self.loader, self.count = loader, count
 
     def __len__(self) -> int:
@@ -115,6 +115,11 @@ class SkippedLoader:
         for number, batch in enumerate(self.loader):
             if number >= self.count:
                 yield batch
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """A loader without its first batches, once: one that was prepared, or any of a program."""
+    return dataloader.skipped(num_batches) if hasattr(dataloader, "skipped") else SkippedLoader(dataloader, num_batches)
 
 
 def require_splittable(loader: DataLoader[Any]) -> None:

@@ -2,39 +2,166 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
-import torch
+from typing import Any
 
 from mt_accelerate.data_loaders import MegatronLMDummyDataLoader
 from mt_accelerate.data_parallel import avg_losses_across_data_parallel_group, gather_across_data_parallel_groups
 from mt_accelerate.distributed_type import DistributedType
+from mt_accelerate.handlers import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
+from mt_accelerate.operations import (
+    broadcast,
+    broadcast_object_list,
+    concatenate,
+    convert_to_fp32,
+    find_batch_size,
+    find_device,
+    gather_object,
+    honor_type,
+    is_namedtuple,
+    is_torch_tensor,
+    recursively_apply,
+    send_to_device,
+    slice_tensors,
+)
 from mt_accelerate.project import ProjectConfiguration
+from mt_accelerate.refused_names import available, refuse_name
 from mt_accelerate.schedulers import MegatronLMDummyScheduler
 from mt_accelerate.tracking import LoggerType
 from mt_accelerate.train_steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
+from mt_accelerate.utils.memory import convert_bytes, find_executable_batch_size, release_memory
+from mt_accelerate.utils.other import (
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    PROFILE_PATTERN_NAME,
+    RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAMPLER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    PrecisionType,
+    RNGType,
+    clear_environment,
+    compare_versions,
+    extract_model_from_parallel,
+    gather,
+    get_int_from_env,
+    is_bf16_available,
+    is_compiled_module,
+    is_fp16_available,
+    is_port_in_use,
+    is_torch_version,
+    listify,
+    load,
+    merge_dicts,
+    pad_across_processes,
+    parse_choice_from_env,
+    parse_flag_from_env,
+    patch_environment,
+    recursive_getattr,
+    reduce,
+    save,
+    str_to_bool,
+    tqdm,
+    wait_for_everyone,
+)
+from mt_accelerate.utils.random import set_seed, synchronize_rng_state, synchronize_rng_states
 
 __all__ = [
+    "MODEL_NAME",
+    "OPTIMIZER_NAME",
+    "PROFILE_PATTERN_NAME",
+    "RNG_STATE_NAME",
+    "SAFE_MODEL_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "SAMPLER_NAME",
+    "SCALER_NAME",
+    "SCHEDULER_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
     "AbstractTrainStep",
+    "AutocastKwargs",
     "BertTrainStep",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
     "DistributedType",
     "GPTTrainStep",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
     "LoggerType",
     "MegatronLMDummyDataLoader",
     "MegatronLMDummyScheduler",
     "MegatronLMPlugin",
+    "PrecisionType",
+    "ProfileKwargs",
     "ProjectConfiguration",
+    "RNGType",
     "T5TrainStep",
     "avg_losses_across_data_parallel_group",
+    "broadcast",
+    "broadcast_object_list",
+    "clear_environment",
+    "compare_versions",
+    "concatenate",
+    "convert_bytes",
+    "convert_to_fp32",
+    "extract_model_from_parallel",
+    "find_batch_size",
+    "find_device",
+    "find_executable_batch_size",
+    "gather",
     "gather_across_data_parallel_groups",
+    "gather_object",
+    "get_int_from_env",
+    "honor_type",
+    "is_bf16_available",
+    "is_compiled_module",
+    "is_fp16_available",
+    "is_namedtuple",
+    "is_port_in_use",
+    "is_torch_tensor",
+    "is_torch_version",
+    "listify",
+    "load",
+    "merge_dicts",
+    "pad_across_processes",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+    "patch_environment",
+    "recursive_getattr",
+    "recursively_apply",
+    "reduce",
+    "release_memory",
+    "save",
+    "send_to_device",
     "set_seed",
+    "slice_tensors",
+    "str_to_bool",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+    "tqdm",
+    "wait_for_everyone",
 ]
 
 
-def set_seed(seed: int) -> None:
-    """Of Python's, NumPy's and torch's random numbers; the seed of training, too."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+def __getattr__(name: str) -> Any:
+    """is_..._available() of packages; names that mt does not have raise RefusedNameError with the reason."""
+    return available(name) or refuse_name("accelerate.utils", name)
