@@ -110,6 +110,7 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("prepare_multi_gpu_env", "prepare_sagemager_args_inputs", "prepare_tpu"), STARTING),
     **dict.fromkeys(("prepare_simple_launcher_cmd_env", "write_basic_config"), STARTING),
     "add_model_config_to_megatron_parser": "any family of mt is prepared; MegatronLMPlugin has no parser of its own",
+    "is_habana_gaudi1": "mt runs on CPUs and CUDA GPUs",
     "is_peft_model": "isinstance(model, peft.PeftModel) says it",
     **dict.fromkeys(
         ("accelerator", "big_modeling", "checkpointing", "commands", "data_loader", "hooks", "inference", "launchers"),
