@@ -230,9 +230,7 @@ class Accelerator(Processes):
             results = self._run.prepare(objects, places)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def prepare_model(
-        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         run = self._own_modules("prepare_model")
         place = self.device_placement if device_placement is None else device_placement
         return run.prepare_model(model, place, evaluation_mode)

@@ -86,9 +86,7 @@ def merged(*parts: Mapping[str, Mapping[str, Any]]) -> Sections:
     return found
 
 
-def _optimizer(
-    optimizer: OptimizerLike, undecayed: Sequence[str] | None, plugin: MegatronLMPlugin
-) -> dict[str, Any]:
+def _optimizer(optimizer: OptimizerLike, undecayed: Sequence[str] | None, plugin: MegatronLMPlugin) -> dict[str, Any]:
     """[optimizer]. A weight decay that changes goes from the plugin's start_weight_decay to its end_weight_decay."""
     keys = {**optimizer_keys(optimizer), "min_lr": plugin.min_lr}
     if undecayed is not None:

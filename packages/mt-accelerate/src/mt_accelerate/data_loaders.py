@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from mt_accelerate.data_parallel import on_first_rank
 from mt_accelerate.gradient_state import GradientState
+from mt_accelerate.operations import send_to_device
 from mt_core.data.loader import micro_batch_samples
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
@@ -97,7 +96,7 @@ class DataParallelLoader:
             for number, batch in enumerate(self._loader, 1):
                 # Before the batch is given out: `gather_for_metrics` reads it in the body of the loop.
                 self.at_end, self.batches_left = number == len(self), len(self) - number + 1
-                yield to_device(batch, self.ctx.device)
+                yield send_to_device(batch, self.ctx.device, non_blocking=True)
         finally:
             active.remove(self)
 
@@ -136,11 +135,3 @@ def require_splittable(loader: DataLoader[Any]) -> None:
 def micro_batch_size(loaders: Sequence[DataLoader[Any]], smallest: bool) -> int:
     sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
     return (min if smallest else max)(sizes)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {name: to_device(value, device) for name, value in batch.items()}
-    return batch

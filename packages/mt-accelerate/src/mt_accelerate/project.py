@@ -35,9 +35,7 @@ class ProjectConfiguration:
             object.__setattr__(self, "logging_dir", self.project_dir)
 
     @classmethod
-    def of(
-        cls, given: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
-    ) -> ProjectConfiguration:
+    def of(cls, given: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None) -> ProjectConfiguration:
         """From the arguments of `Accelerator`; project_dir fills in what project_config does not say."""
         if given is None:
             return cls(None if project_dir is None else str(project_dir))

@@ -38,7 +38,10 @@ def schedule_sections(plugin: MegatronLMPlugin, scheduler: Any, dp_size: int, st
     if is_ordinary(scheduler):
         # The rate of each step is the one that the program's scheduler has set; the engine requires a length.
         _require_no_schedule(plugin)
-        return {"lr_schedule": {"lr_decay_style": "constant"}, "train": _length(plugin, None) or {"train_iters": steps or 1}}
+        return {
+            "lr_schedule": {"lr_decay_style": "constant"},
+            "train": _length(plugin, None) or {"train_iters": steps or 1},
+        }
     # Programs count batches of one process's loader before it is divided; steps are that over the data-parallel ranks.
     total = None if scheduler.total_num_steps is None else scheduler.total_num_steps // dp_size
     length = _length(plugin, total)

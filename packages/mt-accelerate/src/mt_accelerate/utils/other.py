@@ -195,5 +195,3 @@ def tqdm(*arguments: Any, main_process_only: bool = True, **options: Any) -> Any
 
     hidden = main_process_only and not PartialState().is_local_main_process
     return bar(*arguments, **{**options, "disable": hidden or options.get("disable", False)})
-
-
