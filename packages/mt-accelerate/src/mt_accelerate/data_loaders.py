@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from mt_accelerate.data_parallel import on_first_rank
 from mt_accelerate.gradient_state import GradientState
 from mt_accelerate.operations import send_to_device
+from mt_accelerate.program_random import ProgramRandom
 from mt_core.data.loader import micro_batch_samples
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
@@ -54,8 +55,10 @@ class DataParallelLoader:
     remainder: samples of the last global batch that are no repetitions, 0 if it is full.
     """
 
-    def __init__(self, loader: DataLoader[Any], engine: Engine, gradients: GradientState) -> None:
-        self.ctx, self.dataset, self.gradients = engine.ctx, loader.dataset, gradients
+    def __init__(
+        self, loader: DataLoader[Any], engine: Engine, gradients: GradientState, random: ProgramRandom
+    ) -> None:
+        self.ctx, self.dataset, self.gradients, self.random = engine.ctx, loader.dataset, gradients, random
         self.batches_left = 0
         micro_size = engine.config.train.micro_batch_size
         self._order = _RankOrder(loader.sampler, engine.ctx, micro_size, engine.batch_size.full, loader.drop_last)
@@ -93,12 +96,23 @@ class DataParallelLoader:
         active = self.gradients.dataloader_references
         active.append(self)
         try:
-            for number, batch in enumerate(self._loader, 1):
+            for number, batch in enumerate(self._drawn(), 1):
                 # Before the batch is given out: `gather_for_metrics` reads it in the body of the loop.
                 self.at_end, self.batches_left = number == len(self), len(self) - number + 1
                 yield send_to_device(batch, self.ctx.device, non_blocking=True)
         finally:
             active.remove(self)
+
+    def _drawn(self) -> Iterator[Any]:
+        """Batches whose order and collation draw from the program's random numbers."""
+        with self.random.active():
+            batches = iter(self._loader)
+        while True:
+            with self.random.active():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
 
 class SkippedLoader:

@@ -21,6 +21,7 @@ from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.optimizers import MegatronLMOptimizerWrapper
 from mt_accelerate.preparation import build_engine
 from mt_accelerate.prepared import Prepared
+from mt_accelerate.program_random import ProgramRandom
 from mt_accelerate.schedulers import MegatronLMSchedulerWrapper, OrdinaryScheduler, is_ordinary
 from mt_accelerate.state import AcceleratorState
 from mt_core.errors import ConfigError
@@ -38,6 +39,7 @@ class MegatronRun:
         self._model: MegatronEngine | None = None
         self._loaders: list[DataParallelLoader] = []
         self._batches = 0
+        self._random = ProgramRandom()
         # Those of the model, once there is one.
         RANKS.set(SINGLE)
 
@@ -52,6 +54,8 @@ class MegatronRun:
         if self._model is not None:
             raise ConfigError("an Accelerator prepares one model, and this one has one; make another Accelerator")
         given = Prepared.of(tuple(objects))
+        # Before the engine, which seeds torch's generator for dropout.
+        self._random = ProgramRandom()
         engine = build_engine(given, self.state, accelerator, self._host)
         engine.gradients = self.gradients
         self._model = engine
@@ -65,7 +69,9 @@ class MegatronRun:
             made[id(given.scheduler)] = OrdinaryScheduler(given.scheduler, self.gradients, data_parallel_ranks().size)
         elif given.scheduler is not None:
             made[id(given.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)
-        self._loaders = [DataParallelLoader(loader, engine.engine, self.gradients) for loader in given.loaders]
+        self._loaders = [
+            DataParallelLoader(loader, engine.engine, self.gradients, self._random) for loader in given.loaders
+        ]
         made |= {id(loader): found for loader, found in zip(given.loaders, self._loaders, strict=True)}
         results = [made.get(id(value), value) for value in objects]
         if given.dummy is not None:
@@ -152,9 +158,11 @@ class MegatronRun:
 
     def save_state(self, folder: str, own_models: Any = None) -> None:
         self.prepared.save_checkpoint(folder)
+        self._random.save(folder)
 
     def load_state(self, folder: str, own_models: Any = None, *, strict: bool = True) -> None:
         self.prepared.load_checkpoint(folder)
+        self._random.load(folder)
 
     def save_model(self, model: Any, folder: str, max_shard_size: str) -> None:
         export(self.prepared.engine, Path(folder), max_shard_size, self._host)

@@ -111,7 +111,7 @@ class Processes(ABC):
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This rank's part of a list, tuple, tensor or data set, or of each value of a mapping; the first ranks have
-        one more where the ranks do not divide it. apply_padding: repeats the last one, so that all parts are as long."""
+        one more where the ranks do not divide it. apply_padding: repeats the last one, so that no part is shorter."""
         yield _part(inputs, self.process_index, self.num_processes, apply_padding)
 
     def destroy_process_group(self) -> None:

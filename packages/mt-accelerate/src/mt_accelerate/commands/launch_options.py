@@ -1,4 +1,4 @@
-"""The options of `accelerate launch`: what stands before the program is the launcher's, what stands behind is its own."""
+"""The options of `accelerate launch`: those before the program are the launcher's, those behind it its own."""
 
 from __future__ import annotations
 
