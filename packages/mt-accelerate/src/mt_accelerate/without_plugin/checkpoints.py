@@ -37,9 +37,7 @@ def load_models(models: Sequence[nn.Module], folder: Path, *, strict: bool = Tru
         try:
             load_model(model, str(path), strict=strict)
         except (OSError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{path}: the weights of the {type(model).__name__} cannot be read: {error}"
-            ) from error
+            raise CheckpointError(f"{path}: weights of {type(model).__name__} cannot be read: {error}") from error
 
 
 def save_parts(parts: Mapping[str, Any], folder: Path) -> None:

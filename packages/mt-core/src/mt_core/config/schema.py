@@ -290,7 +290,7 @@ class OptimizerConfig(Section):
     decoupled_min_lr: NonNegativeFloat | None = None
     """Lowest learning rate of these two, with decoupled_lr. Default: min_lr."""
     weight_decay: NonNegativeFloat = used_when(0.01, weight_decay_incr_style="constant")
-    """Decoupled weight decay, on weights of two dimensions and more, not on biases and norms, unless no_weight_decay."""
+    """Decoupled weight decay, on weights of two dimensions and more unless no_weight_decay says which."""
     no_weight_decay: list[str] | None = None
     """Names of the parameters without weight decay, in which * stands for any characters; all others are decayed.
     Default: biases and norms."""
