@@ -13,8 +13,8 @@ class ProjectConfiguration:
     """project_dir: of the run. logging_dir: of trackers that write files; default, project_dir.
 
     automatic_checkpoint_naming: `save_state()` writes checkpoints/checkpoint_N below project_dir. total_limit:
-    of these; the oldest are removed. iteration: the next number. Raises ConfigError for save_on_each_node, and for a total_limit
-    of states that the program names itself.
+    of these; the oldest are removed. iteration: the next number. Raises ConfigError for save_on_each_node,
+    and for a total_limit of states that the program names itself.
     """
 
     project_dir: str | None = None
