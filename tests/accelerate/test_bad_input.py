@@ -12,7 +12,12 @@ from torch.utils.data import DataLoader
 
 from mt_accelerate import Accelerator, MegatronLMPlugin
 from mt_accelerate.commands.launch import launch_command, launch_variables
-from mt_accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, ProjectConfiguration
+from mt_accelerate.utils import (
+    GradientAccumulationPlugin,
+    MegatronLMDummyDataLoader,
+    MegatronLMDummyScheduler,
+    ProjectConfiguration,
+)
 from mt_core.errors import ConfigError, DataError, MtError
 
 
@@ -60,9 +65,30 @@ def option_of_tracker() -> None:
     accelerator.init_trackers("run", init_kwargs={"tensorboard": {"flush_secs": 60}})
 
 
+def with_plugin() -> Accelerator:
+    return Accelerator(megatron_lm_plugin=MegatronLMPlugin(), cpu=True)
+
+
 def clip_otherwise() -> Any:
-    accelerator = Accelerator(cpu=True)
-    return accelerator.clip_grad_norm_(None, 2.0)
+    return with_plugin().clip_grad_norm_(None, 2.0)
+
+
+def scaled_loss() -> None:
+    accelerator, model = with_plugin(), build("gpt2")
+    model, _, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), rows())
+    accelerator.backward(model(**next(iter(loader))).loss / 2)
+
+
+def frozen() -> Any:
+    model = build("gpt2")
+    model.transformer.wte.weight.requires_grad_(False)
+    return prepare(model)
+
+
+def decay_of_a_part(parameters: Any) -> Any:
+    """Of the three matrices that are one parameter of mt."""
+    every = list(parameters)
+    return torch.optim.AdamW([{"params": every[:2], "weight_decay": 0.1}, {"params": every[2:], "weight_decay": 0.0}])
 
 
 CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
@@ -86,7 +112,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
     ),
     "processes": (lambda: prepare(fields={"tp_degree": 3}), ConfigError, "1 processes are no multiple of tp_degree=3"),
     "positions": (lambda: prepare(fields={"use_rotary_position_embeddings": True}), ConfigError, "contradicts"),
-    "accumulation": (lambda: Accelerator(gradient_accumulation_steps=2), ConfigError, "num_micro_batches"),
+    "accumulation": (
+        lambda: Accelerator(
+            gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=4)
+        ),
+        ConfigError,
+        "give one of them",
+    ),
     "precision": (lambda: Accelerator(mixed_precision="fp12"), ConfigError, "no, fp16, bf16, fp8"),
     "plugin": (lambda: Accelerator(megatron_lm_plugin={"tp_degree": 2}), ConfigError, "must be a MegatronLMPlugin"),
     "no name map": (lambda: prepare(unknown_model()), ConfigError, "distilbert"),
@@ -101,7 +133,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
     "scheduler": (
         lambda: prepare(None, None, torch_schedule(torch.optim.SGD([torch.zeros(1)]))),
         ConfigError,
-        "MegatronLMDummyScheduler",
+        "another optimizer",
     ),
     "schedule": (
         lambda: prepare(None, None, MegatronLMDummyScheduler(None)),
@@ -115,10 +147,17 @@ CASES: dict[str, tuple[Callable[[], Any], type[MtError], str]] = {
     "tracker that was not started": (lambda: Accelerator(cpu=True).get_tracker("wandb"), ConfigError, "log_with"),
     "automatic names": (lambda: ProjectConfiguration(total_limit=2), ConfigError, "total_limit=2"),
     "nothing prepared": (clip_otherwise, ConfigError, "gradient_clipping"),
+    "scaled loss": (scaled_loss, ConfigError, "scales the loss by 0.5"),
+    "frozen parameters": (frozen, ConfigError, "does not train 1 parameters of the model (transformer.wte.weight)"),
+    "decay of a part": (
+        lambda: prepare(build("llama"), decay_of_a_part),
+        ConfigError,
+        "decays a part of decoder.layers.0.self_attention.linear_qkv.weight",
+    ),
     "padding before text": (left_padded, DataError, "on the right"),
     "field of a batch": (unread_batch, DataError, "does not take token_type_ids"),
     "weights on one process": (lambda: prepare()[0].save_pretrained("x"), ConfigError, "accelerator.save_model(model,"),
-    "whole state": (lambda: Accelerator(cpu=True).get_state_dict(None), ConfigError, "save_model(model, DIR)"),
+    "whole state": (lambda: with_plugin().get_state_dict(None), ConfigError, "save_model(model, DIR)"),
     "pickled weights": (
         lambda: Accelerator(cpu=True).save_model(None, "x", safe_serialization=False),
         ConfigError,

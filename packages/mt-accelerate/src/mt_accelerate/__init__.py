@@ -1,5 +1,16 @@
-"""Scripts written for Accelerate's Megatron-LM plugin, on mt: the same names."""
+"""Scripts written for Accelerate, on mt: the same names."""
+
+from typing import Any
 
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    """Names that mt does not have raise RefusedNameError with the reason."""
+    if name in __all__:
+        return _attribute(name)
+    from mt_accelerate.refused_names import available, refuse_name
+
+    return available(name) or refuse_name("accelerate", name)

@@ -1,9 +1,11 @@
-"""`Accelerator`: the object that a program written for Accelerate's Megatron-LM plugin drives."""
+"""`Accelerator`: the object that a program written for Accelerate drives."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,71 +14,117 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_accelerate.data_loaders import DataParallelLoader, SkippedLoader
 from mt_accelerate.data_parallel import (
-    CONTEXT,
+    RANKS,
+    gather_across_data_parallel_groups,
     on_first_rank,
     on_tensors,
     pad_across_data_parallel_group,
     reduce_across_data_parallel_group,
 )
-from mt_accelerate.dataset_iterators import dataset_iterators
 from mt_accelerate.distributed_type import DistributedType
-from mt_accelerate.hugging_face_export import export
-from mt_accelerate.megatron_engine import MegatronEngine
+from mt_accelerate.gradient_state import GradientState
+from mt_accelerate.handlers import DataLoaderConfiguration, GradientAccumulationPlugin, Handlers, ProfileKwargs
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
-from mt_accelerate.optimizers import MegatronLMOptimizerWrapper
-from mt_accelerate.preparation import build_engine
-from mt_accelerate.prepared import Prepared
+from mt_accelerate.megatron_run import MegatronRun
+from mt_accelerate.operations import gather_object
+from mt_accelerate.processes import Processes
 from mt_accelerate.project import ProjectConfiguration
+from mt_accelerate.refused_names import refuse_attribute, refuse_options
 from mt_accelerate.registered_states import load_states, require_states, save_states
-from mt_accelerate.schedulers import MegatronLMSchedulerWrapper
-from mt_accelerate.state import start_processes
+from mt_accelerate.state import AcceleratorState, start_processes, with_megatron
 from mt_accelerate.tracking import GeneralTracker, build_tracker, chosen_trackers
+from mt_accelerate.without_plugin.run import OwnModules
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import wait_for_all
 from mt_core.plugins import load_plugins
 
 METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 
 
-class Accelerator:
-    """Brings a program's model, optimizer, scheduler and loaders under the layout of a MegatronLMPlugin.
+class Accelerator(Processes):
+    """Runs a program's model, optimizer, scheduler and loaders on all ranks.
 
-    Without megatron_lm_plugin its fields are those that the launcher's variables say. mixed_precision: no, fp16, bf16
-    or fp8; default: ACCELERATE_MIXED_PRECISION. log_with: trackers (see `LoggerType`), one or several; each a name or a
-    GeneralTracker. Raises ConfigError for what Accelerate's plugin cannot do either.
+    With megatron_lm_plugin, or where the launcher has requested Megatron-LM, the model is one of mt under the layout of
+    the plugin, and its call is a whole step. Else the program's own modules are data-parallel.
+
+    mixed_precision: no, fp16, bf16 or fp8; default: ACCELERATE_MIXED_PRECISION. gradient_accumulation_steps: batches of
+    a step, under `accumulate`. log_with: trackers (see `LoggerType`), one or several; each a name or a GeneralTracker.
+    dataloader_config, gradient_accumulation_plugin, kwargs_handlers: see `mt_accelerate.utils`. rng_types: ignored, all
+    ranks follow the order of samples that the first one draws. Raises ConfigError for options of other engines.
     """
 
     def __init__(
         self,
-        *,
-        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
-        project_dir: str | None = None,
-        project_config: ProjectConfiguration | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        rng_types: Any = None,
         log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
     ) -> None:
-        plugin = MegatronLMPlugin() if megatron_lm_plugin is None else megatron_lm_plugin
-        if not isinstance(plugin, MegatronLMPlugin):
+        refuse_options(
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            dynamo_backend=None if str(dynamo_backend).lower() in ("none", "no") else dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+            parallelism_config=parallelism_config,
+        )
+        plugin = MegatronLMPlugin() if megatron_lm_plugin is None and with_megatron() else megatron_lm_plugin
+        if plugin is not None and not isinstance(plugin, MegatronLMPlugin):
             raise ConfigError(f"megatron_lm_plugin is a {type(plugin).__name__}; it must be a MegatronLMPlugin")
-        if gradient_accumulation_steps != 1:
-            raise ConfigError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps}: micro-batches accumulate gradients; set "
-                "MegatronLMPlugin(num_micro_batches=...)"
-            )
         self._host = load_plugins()
         self.project_configuration = ProjectConfiguration.of(project_config, project_dir)
         self.log_with = chosen_trackers(log_with, self.logging_dir, self._host)
         self.trackers: list[GeneralTracker] = []
-        self.state = start_processes(plugin, mixed_precision, cpu=cpu)
-        self.sync_gradients = True
-        self.gradient_accumulation_steps = 1
-        self._model: MegatronEngine | None = None
-        self._loaders: list[DataParallelLoader] = []
+        handlers = Handlers.of(kwargs_handlers or ())
+        self.state: AcceleratorState = start_processes(
+            plugin, mixed_precision, cpu=cpu, timeout=handlers.processes.timeout
+        )
+        self._handlers, self.device_placement = handlers, device_placement
+        self._config = _loader_config(dataloader_config, split_batches)
+        self.gradient_state = _gradient_state(gradient_accumulation_plugin, gradient_accumulation_steps)
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        # None: all ranks, for programs that make Accelerators with and without a plugin.
+        RANKS.set(None)
+        self._run: MegatronRun | OwnModules = self._build_run()
         self._registered: list[Any] = []
+        self._save_hooks: list[Callable[..., Any]] = []
+        self._load_hooks: list[Callable[..., Any]] = []
+        self._trigger = False
+
+    def _build_run(self) -> MegatronRun | OwnModules:
+        if self.state.megatron_lm_plugin is not None:
+            return MegatronRun(self.state, self.gradient_state, self._host)
+        return OwnModules(
+            self.state,
+            self.gradient_state,
+            self._handlers,
+            self._config,
+            place=self.device_placement,
+            step_scheduler_with_optimizer=self.step_scheduler_with_optimizer,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return refuse_attribute(name)
 
     @property
     def project_dir(self) -> str | None:
@@ -93,16 +141,34 @@ class Accelerator:
         return self.state.device
 
     @property
+    def main_process_index(self) -> int:
+        return self.state.main_process_index
+
+    @property
     def num_processes(self) -> int:
-        return self.state.num_processes
+        """Processes that a batch is divided over: the data-parallel ranks of the plugin's layout, else all."""
+        return self._run.num_processes if isinstance(self._run, MegatronRun) else self.state.num_processes
 
     @property
-    def process_index(self) -> int:
-        return self.state.process_index
+    def is_main_process(self) -> bool:
+        """The first rank; with Megatron-LM the last, which has the last pipeline stage."""
+        return self.state.is_main_process
 
     @property
-    def local_process_index(self) -> int:
-        return self.state.local_process_index
+    def is_last_process(self) -> bool:
+        return self.state.is_last_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.state.is_local_main_process
+
+    @property
+    def use_distributed(self) -> bool:
+        return self.state.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        return self.use_distributed
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -113,100 +179,155 @@ class Accelerator:
         return self.state.mixed_precision
 
     @property
-    def is_main_process(self) -> bool:
-        """The last rank, which has the last pipeline stage."""
-        return self.state.is_main_process
+    def split_batches(self) -> bool:
+        return self._config.split_batches
 
     @property
-    def is_last_process(self) -> bool:
-        return self.state.is_main_process
+    def dispatch_batches(self) -> bool | None:
+        return self._config.dispatch_batches
 
     @property
-    def is_local_main_process(self) -> bool:
-        return self.state.is_local_main_process
+    def even_batches(self) -> bool:
+        return self._config.even_batches
 
-    def wait_for_everyone(self) -> None:
-        wait_for_all()
+    @property
+    def use_seedable_sampler(self) -> bool:
+        return self._config.use_seedable_sampler
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """The block runs on the main process before it runs on the others."""
-        if not self.is_main_process:
-            # The others wait for the main process, which waits behind the block: one barrier for each rank.
-            wait_for_all()
-        yield
-        if self.is_main_process:
-            wait_for_all()
+    @property
+    def non_blocking(self) -> bool:
+        return self._config.non_blocking
 
-    def print(self, *values: Any, **options: Any) -> None:
-        """On the main process of each node."""
-        if self.is_local_main_process:
-            print(*values, **options)
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        return False
+
+    # What the engines that are refused would have; programs ask for them to find out.
+    deepspeed_plugin: None = None
+    is_fsdp2: bool = False
+    fp8_backend: None = None
+    parallelism_config: None = None
+    is_composable_parallelism_enabled: bool = False
+    should_save_model: bool = True
+
+    @property
+    def save_iteration(self) -> int:
+        return self.project_configuration.iteration
 
     # -- preparing --------------------------------------------------------------------------------
 
-    def prepare(self, *objects: Any) -> Any:
-        """Model, optimizer, scheduler and loaders, in any order -> what stands for each, in the same order. Collective.
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Models, optimizers, schedulers and loaders, in any order -> what stands for each, in the same order.
+        Collective: models have the first rank's weights.
 
-        The model comes with its weights: those of the first rank. Raises ConfigError for a model without a name map,
-        and for an optimizer, a scheduler or a loader that cannot be used.
+        With Megatron-LM one model and one optimizer; raises ConfigError for a model without a name map, and for an
+        optimizer, a scheduler or a loader that cannot be used.
         """
-        if self._model is not None:
-            raise ConfigError("an Accelerator prepares one model, and this one has one; make another Accelerator")
-        given = Prepared.of(objects)
-        engine = build_engine(given, self.state, self, self._host)
-        self._model = engine
-        # For the functions of accelerate.utils, which programs call without a model.
-        CONTEXT.set(engine.engine.ctx)
-        # By identity: objects are returned in the order in which they were given, and modules have no useful equality.
-        made: dict[int, Any] = {id(given.model): engine}
-        engine.optimizer_wrapper = made[id(given.optimizer)] = MegatronLMOptimizerWrapper(engine.engine)
-        if given.scheduler is not None:
-            made[id(given.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)
-        self._loaders = [DataParallelLoader(loader, engine.engine) for loader in given.loaders]
-        made |= {id(loader): found for loader, found in zip(given.loaders, self._loaders, strict=True)}
-        results = [made.get(id(value), value) for value in objects]
-        if given.dummy is not None:
-            iterators = iter(dataset_iterators(engine, self._host))
-            # The one dummy stands three times, for training, validation and test in this order.
-            results = [next(iterators) if value is given.dummy else value for value in results]
+        if isinstance(self._run, MegatronRun):
+            results = self._run.prepare(self, objects)
+        else:
+            places = device_placement or [self.device_placement] * len(objects)
+            results = self._run.prepare(objects, places)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        run = self._own_modules("prepare_model")
+        place = self.device_placement if device_placement is None else device_placement
+        return run.prepare_model(model, place, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        return self._own_modules("prepare_optimizer").prepare_optimizer(optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        return self._own_modules("prepare_scheduler").prepare_scheduler(scheduler)
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> Any:
+        place = self.device_placement if device_placement is None else device_placement
+        return self._own_modules("prepare_data_loader").prepare_loader(data_loader, place)
+
+    def _own_modules(self, name: str) -> OwnModules:
+        if isinstance(self._run, MegatronRun):
+            self._run.refuse(name)
+        assert isinstance(self._run, OwnModules)
+        return self._run
 
     # -- in the loop ------------------------------------------------------------------------------
 
-    @contextmanager
-    def accumulate(self, *models: Any) -> Iterator[None]:
-        """Every call of the model is a whole step: gradients are always synchronized."""
-        yield
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the optimizer's step counts."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.gradient_state.num_steps = value
+
+    def accumulate(self, *models: Any) -> Any:
+        """A batch of gradient_accumulation_steps: the optimizer's step counts in the last one."""
+        return self._run.accumulate(*models)
 
     @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """The precision is the engine's; changes nothing."""
-        yield
+    def no_sync(self, model: Any) -> Iterator[None]:
+        """Gradients are not summed over ranks. Raises ConfigError with Megatron-LM."""
+        with self._own_modules("no_sync").no_sync(model):
+            yield
+
+    def trigger_sync_in_backward(self, model: Any) -> Any:
+        """The next backward pass sums gradients over ranks."""
+        return self._own_modules("trigger_sync_in_backward").trigger_sync_in_backward(model)
+
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Any:
+        """Ranks whose batches end earlier take part in the reductions of the others."""
+        return self._own_modules("join_uneven_inputs").join(joinables, even_batches)
+
+    def autocast(self, autocast_handler: Any = None) -> Any:
+        """The precision of the program; with Megatron-LM the engine has it."""
+        return self._run.autocast(autocast_handler)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Does nothing: the model's call has run the backward passes."""
+        """With Megatron-LM the model's call has run the backward passes."""
+        self._run.backward(loss, **options)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divides gradients by the loss scale of fp16."""
+        self._own_modules("unscale_gradients").unscale_gradients(optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """The norm of the last step's gradient, before the step clipped it. Raises ConfigError for another limit than
-        that of the plugin."""
-        limit = self.state.megatron_lm_plugin.gradient_clipping
-        if max_norm != limit or norm_type != 2.0:
-            raise ConfigError(
-                f"clip_grad_norm_(max_norm={max_norm:g}, norm_type={norm_type:g}): the step has clipped to the L2 norm "
-                f"{limit:g} already; set MegatronLMPlugin(gradient_clipping=...)"
-            )
-        return torch.tensor(self._prepared.last_grad_norm, device=self.device)
+        """The norm before clipping. With Megatron-LM that of the last step, which has clipped; raises ConfigError there
+        for another limit than that of the plugin."""
+        return self._run.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        self._run.clip_grad_value_(parameters, clip_value)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step changed nothing."""
-        return bool(self._prepared.optimizer_wrapper.step_was_skipped)
+        return self._run.step_was_skipped
+
+    def set_trigger(self) -> None:
+        """Lets `check_trigger` be true on all ranks."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank has called `set_trigger`; clears it. Collective."""
+        value = torch.tensor([int(self._trigger)])
+        if dist.is_initialized():
+            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        self._trigger = False
+        return bool(value.item())
 
     def gather(self, tensor: Any) -> Any:
         """[rows, ...] -> those of all data-parallel ranks, on every rank; a scalar counts as a row."""
-        engine = self._prepared.engine
-        return on_tensors(lambda one: engine.gather(one[None] if one.ndim == 0 else one), tensor)
+        return on_tensors(gather_across_data_parallel_groups, tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or the mean (reduction="mean") over all data-parallel ranks, on every rank, times scale."""
@@ -216,35 +337,88 @@ class Accelerator:
         """Filled up with pad_index along dim to the largest size of all data-parallel ranks, so that `gather` can."""
         return on_tensors(lambda one: pad_across_data_parallel_group(one, dim, pad_index, pad_first), tensor)
 
-    def gather_for_metrics(self, tensor: Any) -> Any:
-        """As `gather`, without the samples that fill up the last batch of a loader. Rows are in the ranks' order."""
-        # The loader in whose last batch the loop is; its filled-up samples are repetitions that metrics must not count.
-        found, at_end = self.gather(tensor), [loader for loader in self._loaders if loader.at_end and loader.remainder]
-        if not at_end or not isinstance(found, Tensor) or len(found) != at_end[0].total_batch_size:
-            return found
-        return found[at_end[0].kept_rows()]
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, without the samples that fill up the last batch of a loader; other objects than tensors as a
+        list. Rows are in the ranks' order."""
+        if use_gather_object or not _only_tensors(input_data):
+            return self._run.without_repetitions(gather_object(input_data))
+        found = self.gather(input_data)
+        if isinstance(self._run, OwnModules):
+            return self._run.without_repetitions(found)
+        return on_tensors(self._run.without_repetitions, found)
 
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True) -> Any:
-        return model
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The program's own module; with Megatron-LM the engine."""
+        return self._run.unwrap(model, keep_fp32_wrapper)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        return self._run.skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Lets the prepared model go."""
-        self._model = None
-        self._loaders = []
+        """Lets prepared objects go."""
+        self._run.free()
         return [None] * len(objects)
+
+    clear = free_memory
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """torch.profiler with the options of ProfileKwargs."""
+        handler = profile_handler or self._handlers.profile
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            Path(handler.output_trace_dir).mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(Path(handler.output_trace_dir) / f"profile_{self.process_index}.json"))
 
     # -- states and logs --------------------------------------------------------------------------
 
-    def save_state(self, output_dir: str) -> str:
-        """Weights, optimizer, counters and random streams: a run directory, for every command of mt. Collective."""
-        self._prepared.save_checkpoint(output_dir)
-        on_first_rank(lambda: save_states(self._registered, output_dir))
-        return output_dir
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """torch.save on the main process of the run; tensors by name as safetensors with safe_serialization."""
+        if self.is_main_process:
+            from mt_accelerate.utils import save
 
-    def load_state(self, input_dir: str) -> None:
-        """What `save_state` wrote, under any layout. Collective."""
-        self._prepared.load_checkpoint(input_dir)
-        load_states(self._registered, input_dir)
+            save(obj, f, save_on_each_node=True, safe_serialization=safe_serialization)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
+        """Collective. With Megatron-LM a run directory, for every command of mt; else Accelerate's files. output_dir:
+        default, the next number below project_dir with ProjectConfiguration(automatic_checkpoint_naming=True)."""
+        folder = str(self._next_folder() if output_dir is None else output_dir)
+        hooked = [] if isinstance(self._run, MegatronRun) else list(self._run.models)
+        weights = self._run.weights() if isinstance(self._run, OwnModules) and self._save_hooks else []
+        for hook in self._save_hooks:
+            # A hook takes away those models that it saves itself.
+            hook(hooked, weights, folder)
+        self._run.save_state(folder, hooked)
+        on_first_rank(lambda: save_states(self._registered, folder))
+        if self.project_configuration.automatic_checkpoint_naming:
+            object.__setattr__(self.project_configuration, "iteration", self.project_configuration.iteration + 1)
+        return folder
+
+    def _next_folder(self) -> Path:
+        project = self.project_configuration
+        if not project.automatic_checkpoint_naming or project.project_dir is None:
+            raise ConfigError(
+                "save_state() without a folder needs ProjectConfiguration(project_dir=..., "
+                "automatic_checkpoint_naming=True); give save_state(DIR)"
+            )
+        folder = Path(project.project_dir) / CHECKPOINTS
+        on_first_rank(lambda: _remove_oldest(folder, project.total_limit))
+        return folder / f"checkpoint_{project.iteration}"
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
+        """What `save_state` wrote; with Megatron-LM under any layout. Collective. input_dir: default, the newest below
+        project_dir."""
+        folder = str(input_dir) if input_dir is not None else str(_newest(self.project_configuration.project_dir))
+        hooked = [] if isinstance(self._run, MegatronRun) else list(self._run.models)
+        for hook in self._load_hooks:
+            hook(hooked, folder)
+        self._run.load_state(folder, hooked, strict=bool(options.get("strict", True)))
+        load_states(self._registered, folder)
+
+    def load_checkpoint(self, input_dir: str) -> None:
+        """As `load_state`."""
+        self.load_state(input_dir)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Objects with state_dict and load_state_dict that `save_state` writes (the first rank's) and `load_state`
@@ -252,24 +426,29 @@ class Accelerator:
         require_states(objects)
         self._registered += objects
 
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """hook(models, weights, folder): called before `save_state` writes; models that it removes from the list are
+        its own to save."""
+        self._save_hooks.append(hook)
+        return _Handle(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """hook(models, folder): as `register_save_state_pre_hook`, before `load_state` reads."""
+        self._load_hooks.append(hook)
+        return _Handle(self._load_hooks, hook)
+
     def save_model(
         self, model: Any, save_directory: str, max_shard_size: str = "10GB", safe_serialization: bool = True
     ) -> None:
-        """The whole weights as safetensors, with the config.json: what `from_pretrained` loads. Collective. Raises
-        ConfigError for safe_serialization=False, and for a model without a name map."""
+        """The whole weights as safetensors: what `from_pretrained` loads. Collective. Raises ConfigError for
+        safe_serialization=False, and with Megatron-LM for a model without a name map."""
         if not safe_serialization:
             raise ConfigError("save_model(safe_serialization=False) would write a pickle; leave it out")
-        export(self._prepared.engine, Path(save_directory), max_shard_size, self._host)
+        self._run.save_model(model, str(save_directory), str(max_shard_size))
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
-        """Raises ConfigError: no process has all weights."""
-        raise ConfigError(
-            "get_state_dict: no process has all weights; save_model(model, DIR), called by all processes, writes them, "
-            "and AutoModel.from_pretrained(DIR).state_dict() reads them"
-        )
-
-    def skip_first_batches(self, loader: DataParallelLoader, num_batches: int = 0) -> SkippedLoader:
-        return SkippedLoader(loader, num_batches)
+        """Raises ConfigError with Megatron-LM: no process has all weights."""
+        return self._run.state_dict_of(model)
 
     def init_trackers(
         self,
@@ -290,7 +469,7 @@ class Accelerator:
                     options.get(str(chosen), {}),
                     logging_dir=self.logging_dir,
                     config=config or {},
-                    samples=lambda: 0 if self._model is None else self._model.consumed_samples,
+                    samples=lambda: self._run.consumed_samples,
                     host=self._host,
                 )
             self.trackers.append(tracker)
@@ -317,8 +496,8 @@ class Accelerator:
     ) -> None:
         """To all trackers, and with project_dir as a line of its metrics.jsonl; by the main process. step: default, the
         model's. log_kwargs: options by tracker."""
-        if step is None and self._model is not None:
-            step = self._model.iteration
+        if step is None:
+            step = self._run.iteration
         for tracker in self.trackers:
             if self._reaches(tracker):
                 tracker.log(values, step=step, **dict(log_kwargs or {}).get(tracker.name, {}))
@@ -329,8 +508,7 @@ class Accelerator:
         for tracker in self.trackers:
             if self._reaches(tracker):
                 tracker.finish()
-        if self._model is not None:
-            self._model.close()
+        self._run.close()
         wait_for_all()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -347,11 +525,65 @@ class Accelerator:
         with (folder / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(values, default=_number) + "\n")
 
-    @property
-    def _prepared(self) -> MegatronEngine:
-        if self._model is None:
-            raise ConfigError("there is no prepared model; call prepare(model, optimizer, ...) first")
-        return self._model
+
+class _Handle:
+    """Of a registered hook."""
+
+    def __init__(self, hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        self._hooks.remove(self._hook)
+
+
+def _loader_config(given: DataLoaderConfiguration | None, split_batches: bool | None) -> DataLoaderConfiguration:
+    config = given or DataLoaderConfiguration()
+    if split_batches is not None:
+        config.split_batches = split_batches
+    return config
+
+
+def _gradient_state(plugin: GradientAccumulationPlugin | None, steps: int) -> GradientState:
+    """Raises ConfigError for both, with other numbers."""
+    if plugin is not None and steps not in (1, plugin.num_steps):
+        raise ConfigError(
+            f"gradient_accumulation_steps={steps} and GradientAccumulationPlugin(num_steps={plugin.num_steps}); give "
+            "one of them"
+        )
+    # The launcher's, as Accelerate reads it, where the program gives none.
+    launched = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps))
+    found = plugin or GradientAccumulationPlugin(num_steps=steps if steps != 1 else launched)
+    return GradientState.begin(
+        found.num_steps,
+        adjust_scheduler=found.adjust_scheduler,
+        sync_with_dataloader=found.sync_with_dataloader,
+        sync_each_batch=found.sync_each_batch,
+    )
+
+
+def _only_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_only_tensors, value.values()))
+    return all(map(_only_tensors, value)) if isinstance(value, list | tuple) else isinstance(value, Tensor)
+
+
+def _numbered_folders(folder: Path) -> list[Path]:
+    found = [one for one in folder.glob("checkpoint_*") if one.name.removeprefix("checkpoint_").isdigit()]
+    return sorted(found, key=lambda one: int(one.name.removeprefix("checkpoint_")))
+
+
+def _remove_oldest(folder: Path, limit: int | None) -> None:
+    """So that there is place for one more."""
+    found = _numbered_folders(folder)
+    for one in found[: max(len(found) + 1 - limit, 0)] if limit else ():
+        shutil.rmtree(one)
+
+
+def _newest(project_dir: str | None) -> Path:
+    found = _numbered_folders(Path(project_dir) / CHECKPOINTS) if project_dir is not None else []
+    if not found:
+        raise ConfigError(f"load_state() without a folder finds no checkpoint below project_dir={project_dir}")
+    return found[-1]
 
 
 def _number(value: Any) -> Any:

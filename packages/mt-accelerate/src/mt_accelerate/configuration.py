@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +22,7 @@ def training_sections(
     tokenizer: Mapping[str, Any],
     plugin: MegatronLMPlugin,
     optimizer: OptimizerLike,
+    undecayed: Sequence[str] | None,
     *,
     mixed_precision: str,
     micro_batch_size: int,
@@ -31,7 +32,8 @@ def training_sections(
     schedule: Sections,
     data: Mapping[str, Any],
 ) -> Sections:
-    """All sections. model, tokenizer: those of the transformers model. schedule, data: as the program gives them.
+    """All sections. model, tokenizer: those of the transformers model. undecayed: names that the program's groups do
+    not decay. schedule, data: as the program gives them.
 
     Raises ConfigError for a field of the plugin that contradicts the model or the program, and an optimizer that cannot
     be followed.
@@ -55,7 +57,7 @@ def training_sections(
             "data": data,
             "train": batch,
             "parallel": _virtual_stages(plugin, model),
-            "optimizer": _optimizer(optimizer, plugin),
+            "optimizer": _optimizer(optimizer, undecayed, plugin),
             "logging": _logging(plugin),
         },
     )
@@ -84,9 +86,11 @@ def merged(*parts: Mapping[str, Mapping[str, Any]]) -> Sections:
     return found
 
 
-def _optimizer(optimizer: OptimizerLike, plugin: MegatronLMPlugin) -> dict[str, Any]:
+def _optimizer(optimizer: OptimizerLike, undecayed: Sequence[str] | None, plugin: MegatronLMPlugin) -> dict[str, Any]:
     """[optimizer]. A weight decay that changes goes from the plugin's start_weight_decay to its end_weight_decay."""
     keys = {**optimizer_keys(optimizer), "min_lr": plugin.min_lr}
+    if undecayed is not None:
+        keys["no_weight_decay"] = list(undecayed)
     if plugin.weight_decay_incr_style != "constant":
         # The section has start_weight_decay and end_weight_decay then, from the plugin's own fields.
         del keys["weight_decay"]

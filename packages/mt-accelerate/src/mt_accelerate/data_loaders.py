@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from mt_accelerate.data_parallel import on_first_rank
+from mt_accelerate.gradient_state import GradientState
+from mt_accelerate.operations import send_to_device
+from mt_accelerate.program_random import ProgramRandom
 from mt_core.data.loader import micro_batch_samples
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
@@ -54,8 +55,11 @@ class DataParallelLoader:
     remainder: samples of the last global batch that are no repetitions, 0 if it is full.
     """
 
-    def __init__(self, loader: DataLoader[Any], engine: Engine) -> None:
-        self.ctx, self.dataset = engine.ctx, loader.dataset
+    def __init__(
+        self, loader: DataLoader[Any], engine: Engine, gradients: GradientState, random: ProgramRandom
+    ) -> None:
+        self.ctx, self.dataset, self.gradients, self.random = engine.ctx, loader.dataset, gradients, random
+        self.batches_left = 0
         micro_size = engine.config.train.micro_batch_size
         self._order = _RankOrder(loader.sampler, engine.ctx, micro_size, engine.batch_size.full, loader.drop_last)
         self._loader = DataLoader(
@@ -89,16 +93,32 @@ class DataParallelLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.at_end = False
-        for number, batch in enumerate(self._loader, 1):
-            # Before the batch is given out: `gather_for_metrics` reads it in the body of the loop.
-            self.at_end = number == len(self)
-            yield to_device(batch, self.ctx.device)
+        active = self.gradients.dataloader_references
+        active.append(self)
+        try:
+            for number, batch in enumerate(self._drawn(), 1):
+                # Before the batch is given out: `gather_for_metrics` reads it in the body of the loop.
+                self.at_end, self.batches_left = number == len(self), len(self) - number + 1
+                yield send_to_device(batch, self.ctx.device, non_blocking=True)
+        finally:
+            active.remove(self)
+
+    def _drawn(self) -> Iterator[Any]:
+        """Batches whose order and collation draw from the program's random numbers."""
+        with self.random.active():
+            batches = iter(self._loader)
+        while True:
+            with self.random.active():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
 
 class SkippedLoader:
     """A loader without its first batches, once."""
 
-    def __init__(self, loader: DataParallelLoader, count: int) -> None:
+    def __init__(self, loader: Any, count: int) -> None:
         self.loader, self.count = loader, count
 
     def __len__(self) -> int:
@@ -108,6 +128,11 @@ class SkippedLoader:
         for number, batch in enumerate(self.loader):
             if number >= self.count:
                 yield batch
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """A loader without its first batches, once: one that was prepared, or any of a program."""
+    return dataloader.skipped(num_batches) if hasattr(dataloader, "skipped") else SkippedLoader(dataloader, num_batches)
 
 
 def require_splittable(loader: DataLoader[Any]) -> None:
@@ -124,11 +149,3 @@ def require_splittable(loader: DataLoader[Any]) -> None:
 def micro_batch_size(loaders: Sequence[DataLoader[Any]], smallest: bool) -> int:
     sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
     return (min if smallest else max)(sizes)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {name: to_device(value, device) for name, value in batch.items()}
-    return batch

@@ -13,23 +13,23 @@ from torch import Tensor
 from mt_core.errors import ConfigError
 from mt_core.parallel import first_rank
 from mt_core.parallel.collectives import all_gather, all_reduce
-from mt_core.parallel.context import Axis, ParallelContext
+from mt_core.parallel.context import SINGLE, Axis
 
 T = TypeVar("T")
 # Programs call these functions without naming a model, as Accelerate's and Megatron's globals allow.
-CONTEXT: ContextVar[ParallelContext | None] = ContextVar("mt_accelerate.context", default=None)
-"""Of the model that `prepare` made last in this thread."""
+RANKS: ContextVar[Axis | None] = ContextVar("mt_accelerate.ranks", default=None)
+"""The data-parallel ranks of the Accelerator that was made last in this thread; None: all ranks."""
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """Scalars -> [len(losses)]: their means over the data-parallel ranks."""
-    values, dp = torch.stack([loss.detach().reshape(()) for loss in losses]), _context().dp
+    values, dp = torch.stack([loss.detach().reshape(()) for loss in losses]), data_parallel_ranks()
     return all_reduce(values, dp) / dp.size if dp.size > 1 else values
 
 
 def gather_across_data_parallel_groups(tensor: Tensor) -> Tensor:
     """[rows, ...] -> [ranks * rows, ...], by data-parallel rank."""
-    value, dp = tensor.detach(), _context().dp
+    value, dp = tensor.detach(), data_parallel_ranks()
     rows = value[None] if value.ndim == 0 else value
     return all_gather(rows, 0, dp) if dp.size > 1 else rows
 
@@ -39,7 +39,7 @@ def reduce_across_data_parallel_group(tensor: Tensor, reduction: str = "sum", sc
     Raises ConfigError for another reduction."""
     if reduction not in ("sum", "mean", "none"):
         raise ConfigError(f'reduce(reduction="{reduction}"): it can be sum, mean or none')
-    value, dp = tensor.detach().clone(), _context().dp
+    value, dp = tensor.detach().clone(), data_parallel_ranks()
     if dp.size > 1 and reduction != "none":
         value = all_reduce(value, dp)
     # A sum without a scale needs no further pass.
@@ -48,7 +48,7 @@ def reduce_across_data_parallel_group(tensor: Tensor, reduction: str = "sum", sc
 
 def pad_across_data_parallel_group(tensor: Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tensor:
     """Filled up with pad_index along dim to the largest size of all data-parallel ranks."""
-    dp = _context().dp
+    dp = data_parallel_ranks()
     # A dimension that the tensor has not is left alone, as in Accelerate.
     if dp.size == 1 or not -tensor.ndim <= dim < tensor.ndim:
         return tensor
@@ -91,9 +91,16 @@ def from_first_rank(value: T) -> T:
 def on_first_rank(function: Callable[[], T]) -> T:
     """What the function gives on the first rank, on every rank; its error too. Collective."""
     # The default group, which the program's launcher made: a context exists only after prepare().
-    count, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    return first_rank.on_first_rank(function, Axis(count, rank, None, tuple(range(count))))
+    return first_rank.on_first_rank(function, world_ranks())
 
 
-def _context() -> ParallelContext:
-    return CONTEXT.get() or ParallelContext()
+def world_ranks() -> Axis:
+    """All ranks of the run, on the default group."""
+    if not dist.is_initialized():
+        return SINGLE
+    return Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, tuple(range(dist.get_world_size())))
+
+
+def data_parallel_ranks() -> Axis:
+    """Those that the collectives here are over."""
+    return RANKS.get() or world_ranks()

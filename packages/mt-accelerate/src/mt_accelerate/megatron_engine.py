@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mt_accelerate.accumulated_step import AccumulatedStep
 from mt_accelerate.batches import ToFields, fields_for
 from mt_accelerate.data_parallel import is_first_rank, on_first_rank
+from mt_accelerate.gradient_state import GradientState
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.step_handler import batch_function, build_handler
 from mt_accelerate.step_loss import StepLoss, step_batch
@@ -28,6 +30,7 @@ from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader
 from mt_core.train import Engine
 from mt_core.train.build import ModelProvider
+from mt_core.train.step.optimizer_step import StepOutcome
 from mt_infer.megatron_generate import megatron_generate
 from mt_infer.text import TextGenerator
 
@@ -39,9 +42,29 @@ class ModelOutput:
 
     loss: Tensor
     logits: Tensor | None = None
+    """None without return_logits, and on other ranks."""
 
     def __getitem__(self, key: str | int) -> Any:
         return (self.loss, self.logits)[key] if isinstance(key, int) else getattr(self, key)
+
+
+class _Computed(torch.autograd.Function):
+    """A loss whose backward passes have run."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        # The gradients are those of the loss itself: a factor of the program would be left out without a word.
+        if grads[0].item() != 1.0:
+            raise ConfigError(
+                f"the program scales the loss by {grads[0].item():g} before backward(), and with Megatron-LM the "
+                "model's call has run the backward passes; accumulate with Accelerator(gradient_accumulation_steps=...)"
+                " and `with accelerator.accumulate(model)`, which divide by the number of batches"
+            )
+        return None, None
 
 
 class MegatronEngine:
@@ -83,6 +106,11 @@ class MegatronEngine:
             else None
         )
         self.optimizer_wrapper: Any = None
+        self.gradients: GradientState | None = None
+        """Of the Accelerator."""
+        self.program_optimizer: Any = None
+        """The optimizer of the program, where a scheduler of torch sets its rate."""
+        self._accumulated: AccumulatedStep | None = None
         self.last_grad_norm = 0.0
         self._evaluated: list[float] = []
 
@@ -134,22 +162,53 @@ class MegatronEngine:
 
     def __call__(self, **batch: Tensor) -> ModelOutput:
         """In training one step: all micro-batches, the optimizer and the schedule. Else the loss."""
-        losses = self.train_step(**batch)[0] if self.training else self.eval_step(**batch)
-        return ModelOutput(losses["loss"], self.engine.take_logits())
+        if not self.training:
+            return ModelOutput(self.eval_step(**batch)["loss"], self.engine.take_logits())
+        loss = self.train_step(**batch)[0]["loss"]
+        handle: Tensor = _Computed.apply(torch.zeros((), requires_grad=True), loss)  # type: ignore[no-untyped-call]
+        return ModelOutput(handle, self.engine.take_logits())
 
     def train_step(self, **batch: Tensor) -> tuple[dict[str, Tensor], int, float, int | None]:
         """({name: value}, 1 if the step was skipped, gradient norm before clipping, its zeros if counted)"""
         # One call is a whole step: `backward`, `optimizer.step` and
         # `scheduler.step` of the program do nothing afterwards.
-        record = self.engine.launch_step(self._rank_batch(batch))
+        if self.gradients is not None and self.gradients.num_steps > 1:
+            return self._accumulate(self._rank_batch(batch))
+        record = self.engine.launch_step(self._rank_batch(batch), self._learning_rate())
         # Waits for the device: programs read the loss and the gradient norm right after the call.
         outcome = record.pending.result()
         if self._record is not None:
             self._record.add_step(record, outcome)
+        return self._losses(outcome.loss), *self._keep(outcome)
+
+    def _keep(self, outcome: StepOutcome) -> tuple[int, float, int | None]:
         self.last_grad_norm = outcome.grad_norm
         if self.optimizer_wrapper is not None:
             self.optimizer_wrapper.step_was_skipped = not outcome.updated
-        return self._losses(outcome.loss), int(not outcome.updated), outcome.grad_norm, outcome.zeros_in_grad
+        return int(not outcome.updated), outcome.grad_norm, outcome.zeros_in_grad
+
+    def _learning_rate(self) -> float | None:
+        """What a scheduler of torch has set; None: the engine's schedule."""
+        return None if self.program_optimizer is None else float(self.program_optimizer.param_groups[0]["lr"])
+
+    def _accumulate(self, batch: RankBatch) -> tuple[dict[str, Tensor], int, float, int | None]:
+        """A batch of several of one step; updates the weights with the last one."""
+        gradients = self.gradients
+        assert gradients is not None
+        if not gradients.in_accumulation:
+            raise ConfigError(
+                f"gradient_accumulation_steps={gradients.num_steps}: call the model within "
+                "`with accelerator.accumulate(model)`, which says which batch ends a step"
+            )
+        if self._accumulated is None:
+            left = gradients.active_dataloader.batches_left if gradients.in_dataloader else gradients.num_steps
+            batches = min(gradients.num_steps, left) if gradients.sync_with_dataloader else gradients.num_steps
+            self._accumulated = AccumulatedStep(self.engine, gradients.num_steps, batches)
+        loss = self._accumulated.add(batch)
+        if not gradients.sync_gradients:
+            return self._losses(loss), 0, self.last_grad_norm, None
+        step, self._accumulated = self._accumulated, None
+        return self._losses(loss), *self._keep(step.finish(self._learning_rate()))
 
     def eval_step(self, **batch: Tensor) -> dict[str, Tensor]:
         loss = self.engine.eval_step(self._rank_batch(batch))

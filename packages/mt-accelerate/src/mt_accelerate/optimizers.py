@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from torch.optim import Optimizer
+
 from mt_core.errors import ConfigError
 from mt_core.train import Engine
 
@@ -55,26 +57,18 @@ def _common(kind: str, groups: Sequence[Mapping[str, Any]], name: str) -> Any:
 
 
 def _weight_decay(kind: str, groups: Sequence[Mapping[str, Any]]) -> float:
-    """The decay of the matrices. Groups without one may only hold biases and norms, which mt never decays."""
-    values = sorted({float(group.get("weight_decay", 0.0)) for group in groups})
-    positive = [value for value in values if value]
+    """The one decay of the groups that have one."""
+    positive = sorted({float(group.get("weight_decay", 0.0)) for group in groups} - {0.0})
     if len(positive) > 1:
-        raise ConfigError(f"{kind} has parameter groups with weight_decay of {values}; it can be one value, and 0")
-    if not positive:
-        return 0.0
-    for group in groups:
-        if not group.get("weight_decay") and any(weight.ndim > 1 for weight in group["params"]):
-            raise ConfigError(
-                f"{kind} has a matrix in a parameter group without weight_decay beside groups with "
-                f"{positive[0]:g}; mt leaves only biases and norms without"
-            )
-    return positive[0]
+        raise ConfigError(f"{kind} has parameter groups with weight_decay of {positive}; it can be one value, and 0")
+    return next(iter(positive), 0.0)
 
 
-class MegatronLMOptimizerWrapper:
+class MegatronLMOptimizerWrapper(Optimizer):
     """Stands for the optimizer in the program's loop: the model's call has taken the step already."""
 
     def __init__(self, engine: Engine) -> None:
+        # No call of Optimizer's, which programs' schedulers test for: the groups are those of the engine.
         self._engine = engine
         self.step_was_skipped = False
         """Whether the last step had a gradient that was not finite, and changed nothing."""
@@ -83,7 +77,11 @@ class MegatronLMOptimizerWrapper:
     def param_groups(self) -> Any:
         return self._engine.optimizer.param_groups
 
-    def step(self, closure: Any = None) -> None:
+    def state_dict(self) -> Any:
+        """Raises ConfigError: every process has a part of the state."""
+        raise ConfigError("the optimizer's state is in parts over the processes; accelerator.save_state(DIR) writes it")
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:

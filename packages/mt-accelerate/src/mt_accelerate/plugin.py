@@ -11,7 +11,7 @@ def mt_register_commands() -> list[CommandSpec]:
     return [
         CommandSpec(
             name="launch",
-            doc="Run a script for Accelerate's Megatron-LM plugin on several processes",
+            doc="Run a script for Accelerate on several processes",
             app=Lazy("mt_accelerate.commands.launch:launch"),
         )
     ]

@@ -12,6 +12,7 @@ from torch import nn
 from mt_accelerate.configuration import data_parallel_size, dataset_section, training_sections
 from mt_accelerate.data_loaders import micro_batch_size
 from mt_accelerate.data_parallel import from_first_rank
+from mt_accelerate.decayed_parameters import undecayed_names
 from mt_accelerate.megatron_engine import MegatronEngine
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.prepared import Prepared
@@ -42,6 +43,7 @@ def build_engine(given: Prepared, state: AcceleratorState, accelerator: Any, hos
         sections["tokenizer"],
         plugin,
         given.optimizer,
+        undecayed_names(given.model, given.optimizer.param_groups, host),
         mixed_precision=state.mixed_precision,
         micro_batch_size=size,
         dp_size=dp,

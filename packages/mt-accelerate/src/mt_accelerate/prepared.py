@@ -37,6 +37,7 @@ class Prepared:
         _require_one("model", models)
         _require_one("optimizer", optimizers)
         _require_no_more(schedulers[1:] + [one for one in others if one not in (*optimizers, *schedulers)])
+        _require_same_optimizer(next(iter(schedulers), None), optimizers[0])
         _require_data(loaders, dummies)
         if not hasattr(getattr(models[0], "config", None), "to_dict"):
             raise ConfigError(f"the model is a {type(models[0]).__name__}, which has no config of transformers")
@@ -55,6 +56,16 @@ def _require_one(kind: str, found: list[Any]) -> None:
 def _require_no_more(found: list[Any]) -> None:
     if found:
         raise ConfigError(f"prepare cannot take this {type(found[0]).__name__} beside the others")
+
+
+def _require_same_optimizer(scheduler: Any, optimizer: Any) -> None:
+    if scheduler is None or isinstance(scheduler, MegatronLMDummyScheduler):
+        return
+    if getattr(scheduler, "optimizer", None) is not optimizer:
+        raise ConfigError(
+            f"the {type(scheduler).__name__} sets the rates of another optimizer than the {type(optimizer).__name__} "
+            "that is prepared with it; make it with this one"
+        )
 
 
 def _require_data(loaders: list[DataLoader[Any]], dummies: list[MegatronLMDummyDataLoader]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 from mt_core.errors import ConfigError
 
@@ -11,8 +12,9 @@ from mt_core.errors import ConfigError
 class ProjectConfiguration:
     """project_dir: of the run. logging_dir: of trackers that write files; default, project_dir.
 
-    States have the names that `save_state` is given, and all are kept: raises ConfigError for Accelerate's
-    automatic_checkpoint_naming, total_limit and save_on_each_node.
+    automatic_checkpoint_naming: `save_state()` writes checkpoints/checkpoint_N below project_dir. total_limit:
+    of these; the oldest are removed. iteration: the next number. Raises ConfigError for save_on_each_node,
+    and for a total_limit of states that the program names itself.
     """
 
     project_dir: str | None = None
@@ -23,18 +25,19 @@ class ProjectConfiguration:
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
-        names = ("automatic_checkpoint_naming", "total_limit", "iteration", "save_on_each_node")
-        if given := [name for name in names if getattr(self, name)]:
+        if self.save_on_each_node:
+            raise ConfigError("ProjectConfiguration(save_on_each_node=True): states are written once; leave it out")
+        if self.total_limit is not None and not self.automatic_checkpoint_naming:
             raise ConfigError(
-                f"ProjectConfiguration({given[0]}={getattr(self, given[0])!r}): states are written where "
-                "save_state(output_dir) says, once, and all are kept; leave it out"
+                f"ProjectConfiguration(total_limit={self.total_limit}) counts with automatic_checkpoint_naming=True"
             )
         if self.logging_dir is None:
             object.__setattr__(self, "logging_dir", self.project_dir)
 
     @classmethod
-    def of(cls, given: ProjectConfiguration | None, project_dir: str | None) -> ProjectConfiguration:
+    def of(cls, given: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None) -> ProjectConfiguration:
         """From the arguments of `Accelerator`; project_dir fills in what project_config does not say."""
         if given is None:
-            return cls(project_dir)
-        return cls(given.project_dir or project_dir, given.logging_dir)
+            return cls(None if project_dir is None else str(project_dir))
+        folder = given.project_dir or project_dir
+        return replace(given, project_dir=None if folder is None else str(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mt_accelerate.gradient_state import GradientState
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin, Sections
 from mt_core.errors import ConfigError
 from mt_core.train import Engine
@@ -27,19 +28,20 @@ class MegatronLMDummyScheduler:
 def schedule_sections(plugin: MegatronLMPlugin, scheduler: Any, dp_size: int, steps: int | None) -> Sections:
     """[lr_schedule] and the length of training. steps: of an epoch of the training data, None if not known.
 
-    Without a scheduler the rate is constant. Raises ConfigError for a scheduler of another kind.
+    Without a scheduler the rate is constant; with one of torch it is the program's.
     """
     if scheduler is None:
         _require_no_schedule(plugin)
         # A constant rate depends on no length; the engine requires one.
         length = _length(plugin, None) or {"train_iters": steps or 1}
         return {"lr_schedule": {"lr_decay_style": "constant"}, "train": length}
-    if not isinstance(scheduler, MegatronLMDummyScheduler):
-        raise ConfigError(
-            f"{type(scheduler).__name__} cannot be used: the step sets the learning rate itself; give "
-            "MegatronLMDummyScheduler(optimizer, total_num_steps=..., warmup_num_steps=...), and the style as "
-            "MegatronLMPlugin(lr_decay_style=...)"
-        )
+    if is_ordinary(scheduler):
+        # The rate of each step is the one that the program's scheduler has set; the engine requires a length.
+        _require_no_schedule(plugin)
+        return {
+            "lr_schedule": {"lr_decay_style": "constant"},
+            "train": _length(plugin, None) or {"train_iters": steps or 1},
+        }
     # Programs count batches of one process's loader before it is divided; steps are that over the data-parallel ranks.
     total = None if scheduler.total_num_steps is None else scheduler.total_num_steps // dp_size
     length = _length(plugin, total)
@@ -56,8 +58,8 @@ def _require_no_schedule(plugin: MegatronLMPlugin) -> None:
     given = [name for name in plugin.changed() if name.startswith("lr_") or name == "min_lr"]
     if given:
         raise ConfigError(
-            f"MegatronLMPlugin has {', '.join(given)}, and prepare was given no scheduler, so that the rate is "
-            "constant; give MegatronLMDummyScheduler(optimizer, total_num_steps=...)"
+            f"MegatronLMPlugin has {', '.join(given)}, and prepare was given no MegatronLMDummyScheduler, which "
+            "they belong to; give MegatronLMDummyScheduler(optimizer, total_num_steps=...)"
         )
 
 
@@ -77,6 +79,31 @@ def _warmup(plugin: MegatronLMPlugin, steps: int) -> dict[str, Any]:
 def _decay(plugin: MegatronLMPlugin) -> dict[str, Any]:
     names = ("lr_decay_iters", "lr_decay_samples")
     return {name: getattr(plugin, name) for name in names if getattr(plugin, name) is not None}
+
+
+def is_ordinary(scheduler: Any) -> bool:
+    """Whether it is a scheduler of torch, which sets the rates of the program's optimizer."""
+    return scheduler is not None and not isinstance(scheduler, MegatronLMDummyScheduler)
+
+
+class OrdinaryScheduler:
+    """Stands for a scheduler of torch, whose attributes it has. The engine takes the rate that it has set for the
+    program's optimizer. moves: of the scheduler for a step, the number of data-parallel ranks: programs count batches
+    before these are divided."""
+
+    def __init__(self, scheduler: Any, gradients: GradientState, moves: int) -> None:
+        self.scheduler, self.gradients, self.moves = scheduler, gradients, moves
+        # torch warns about a scheduler that moves before its optimizer has; the engine's has.
+        scheduler.optimizer._opt_called = True
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def step(self, *arguments: Any, **options: Any) -> None:
+        for _ in range(self.moves if self.gradients.sync_gradients else 0):
+            self.scheduler.step(*arguments, **options)
 
 
 class MegatronLMSchedulerWrapper:

@@ -179,7 +179,8 @@ def as_command(name: str, app: Any) -> Any:
         return get_group(holder).commands[name]
     if not callable(app):
         raise TypeError(f"expected a typer app or a function, got {type(app).__name__}")
-    holder.command(name, cls=QuickCommand)(app)
+    # A command that reads its words itself says so beside its function, as `mt launch` does.
+    holder.command(name, cls=QuickCommand, context_settings=getattr(app, "context_settings", None))(app)
     return get_command(holder)
 
 

@@ -325,7 +325,10 @@ class OptimizerConfig(Section):
     decoupled_min_lr: NonNegativeFloat | None = None
     """Lowest learning rate of these two, with decoupled_lr. Default: min_lr."""
     weight_decay: NonNegativeFloat = used_when(0.01, weight_decay_incr_style="constant")
-    """Decoupled weight decay, on weights of two dimensions and more (never on biases and norms)."""
+    """Decoupled weight decay, on weights of two dimensions and more unless no_weight_decay says which."""
+    no_weight_decay: list[str] | None = None
+    """Names of the parameters without weight decay, in which * stands for any characters; all others are decayed.
+    Default: biases and norms."""
     weight_decay_incr_style: WeightDecayStyle = "constant"
     """Weight decay over the training: constant, or along a line or half a cosine."""
     start_weight_decay: NonNegativeFloat | None = used_when(None, weight_decay_incr_style=("linear", "cosine"))

@@ -7,6 +7,7 @@ and `is_decoupled_lr`, as Megatron's are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,11 @@ def decays(name: str, shape: Sequence[int]) -> bool:
     return len(shape) > 1 and not name.endswith("bias")
 
 
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether any pattern has the name; * stands for any characters."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def is_embedding_or_output(name: str) -> bool:
     """Whether a parameter is the token embedding or the LM head, to which Megatron's decoupled_lr applies."""
     return name.endswith((WORD_VECTORS, OUTPUT))
@@ -41,11 +47,12 @@ def param_groups(
     shapes: Mapping[str, Sequence[int]] | None = None,
     *,
     decoupled: bool = False,
+    undecayed: Sequence[str] | None = None,
 ) -> list[ParamGroup]:
     """Groups of the trained parameters, with their canonical names.
 
     shapes: of the whole parameters, where those given are shards. decoupled: the embedding and the output layer get
-    separate groups.
+    separate groups. undecayed: patterns of the names without weight decay, in place of `decays`.
     """
     groups: dict[tuple[bool, bool], ParamGroup] = {
         (apart, decayed): {
@@ -62,7 +69,8 @@ def param_groups(
         if parameter.requires_grad:
             # A shard of a matrix may be one-dimensional. By its own shape it would lose its weight decay.
             shape = parameter.shape if shapes is None else shapes[name]
-            group = groups[decoupled and is_embedding_or_output(name), decays(name, shape)]
+            decayed = decays(name, shape) if undecayed is None else not matches(name, undecayed)
+            group = groups[decoupled and is_embedding_or_output(name), decayed]
             group["params"].append(parameter)
             group["names"].append(name)
     # Ranks may have different groups, as pipeline stages without an embedding do; nothing is exchanged by group.

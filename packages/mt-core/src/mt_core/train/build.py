@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,6 +52,7 @@ from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.plugins import PluginHost
 from mt_core.specs import Tokenizer
+from mt_core.train.checkpoint.state import merged_over_stages
 from mt_core.train.main_weights_choice import REMAINDERS
 from mt_core.train.memory import build_within_memory
 
@@ -320,10 +322,26 @@ def build_optimizer(config: Config, environment: OptimizerEnvironment, host: Plu
         options.weight_decay,
         environment.shapes,
         decoupled=options.decoupled_lr is not None,
+        undecayed=options.no_weight_decay,
     )
+    _require_used_patterns(options.no_weight_decay, environment)
     spec = host.optimizers.get(options.optimizer, key="optimizer.optimizer")
     build = spec.build.load()
     return build(options, groups, environment) if spec.takes_environment else build(options, groups)
+
+
+def _require_used_patterns(patterns: Sequence[str] | None, environment: OptimizerEnvironment) -> None:
+    """Raises ConfigError for a pattern of no_weight_decay that no parameter has, on any pipeline stage. Collective."""
+    if not patterns:
+        return
+    names = list(environment.shapes)
+    own = {pattern: True for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)}
+    used = merged_over_stages(own, environment.ctx)
+    if unused := [pattern for pattern in patterns if pattern not in used]:
+        raise ConfigError(
+            f"optimizer.no_weight_decay: no parameter has the name {', '.join(unused)}; the names are those of "
+            "mt inspect, with * for any characters"
+        )
 
 
 def build_schedule(config: Config, host: PluginHost) -> LRSchedule:

@@ -1,0 +1,187 @@
+"""Options that programs give `Accelerator` as objects: of loaders, accumulation, autocast, DDP, profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import torch
+
+from mt_core.errors import ConfigError
+
+H = TypeVar("H", bound="KwargsHandler")
+
+
+class DDPCommunicationHookType(StrEnum):
+    """Accelerate's names of hooks on the reduction of gradients."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+@dataclass
+class KwargsHandler:
+    """Base of the objects of `Accelerator(kwargs_handlers=[...])`."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        default = type(self)()
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in given.items() if value != getattr(default, name)}
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Of torch.autocast."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Of torch's DistributedDataParallel. comm_hook: fp16 and bf16 compress gradients."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+
+    def __post_init__(self) -> None:
+        if self.comm_hook in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD):
+            raise ConfigError(
+                f"DistributedDataParallelKwargs(comm_hook={str(self.comm_hook)!r}): the hooks are no, fp16 and bf16"
+            )
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Of torch.amp.GradScaler, with mixed_precision='fp16'."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """timeout: of each collective and of the start. backend: gloo on the CPU, nccl on GPUs, whichever is given.
+
+    Raises ConfigError for init_method: the launcher's variables say where the ranks meet.
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.init_method is not None:
+            raise ConfigError(
+                f"InitProcessGroupKwargs(init_method={self.init_method!r}): ranks meet at MASTER_ADDR:MASTER_PORT; "
+                "leave it out"
+            )
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Of torch.profiler.profile. activities: names such as cpu and cuda. output_trace_dir: of a Chrome trace for each
+    rank."""
+
+    activities: Sequence[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def build(self) -> torch.profiler.profile:
+        own = ("activities", "schedule_option", "output_trace_dir")
+        options = {name: value for name, value in self.to_kwargs().items() if name not in own}
+        if self.activities is not None:
+            options["activities"] = [getattr(torch.profiler.ProfilerActivity, one.upper()) for one in self.activities]
+        if self.schedule_option is not None:
+            options["schedule"] = torch.profiler.schedule(**self.schedule_option)
+        return torch.profiler.profile(**options)
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """num_steps: batches of an optimizer step. adjust_scheduler: the scheduler moves with the optimizer's steps.
+    sync_with_dataloader: the last batch of a loader ends a step. sync_each_batch: gradients are summed over ranks
+    after each batch."""
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """split_batches: a batch of the program's loader is cut over ranks; else each rank reads whole ones.
+    dispatch_batches: the first rank reads for all; here each rank reads its own, which gives the same samples.
+    even_batches: the last batches are filled up from the beginning, so that ranks have as many.
+    use_seedable_sampler, data_seed: shuffling follows the seed and the epoch.
+    use_stateful_dataloader: raises ConfigError; `skip_first_batches` resumes within an epoch."""
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+    def __post_init__(self) -> None:
+        if self.use_stateful_dataloader:
+            raise ConfigError(
+                "DataLoaderConfiguration(use_stateful_dataloader=True): loaders have no state to save; "
+                "accelerator.skip_first_batches(loader, batches) resumes within an epoch"
+            )
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """The objects of `kwargs_handlers`, sorted by kind."""
+
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    ddp: DistributedDataParallelKwargs = field(default_factory=DistributedDataParallelKwargs)
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    processes: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
+    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
+
+    @classmethod
+    def of(cls, given: Iterable[Any]) -> Handlers:
+        """Raises ConfigError for an object of another kind, and for two of one kind."""
+        kinds = {
+            AutocastKwargs: "autocast",
+            DistributedDataParallelKwargs: "ddp",
+            GradScalerKwargs: "scaler",
+            InitProcessGroupKwargs: "processes",
+            ProfileKwargs: "profile",
+        }
+        found: dict[str, Any] = {}
+        for one in given:
+            name = kinds.get(type(one))
+            if name is None or name in found:
+                raise ConfigError(
+                    f"kwargs_handlers has {type(one).__name__}{' twice' if name else ''}; it can have one each of "
+                    f"{', '.join(kind.__name__ for kind in kinds)}"
+                )
+            found[name] = one
+        return cls(**found)

@@ -1,0 +1,185 @@
+"""What an Accelerator does with the plugin: one model of mt, whose call is a whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mt_accelerate.configuration import data_parallel_size
+from mt_accelerate.data_loaders import DataParallelLoader, SkippedLoader
+from mt_accelerate.data_parallel import RANKS, data_parallel_ranks
+from mt_accelerate.dataset_iterators import dataset_iterators
+from mt_accelerate.gradient_state import GradientState
+from mt_accelerate.hugging_face_export import export
+from mt_accelerate.megatron_engine import MegatronEngine
+from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
+from mt_accelerate.optimizers import MegatronLMOptimizerWrapper
+from mt_accelerate.preparation import build_engine
+from mt_accelerate.prepared import Prepared
+from mt_accelerate.program_random import ProgramRandom
+from mt_accelerate.schedulers import MegatronLMSchedulerWrapper, OrdinaryScheduler, is_ordinary
+from mt_accelerate.state import AcceleratorState
+from mt_core.errors import ConfigError
+from mt_core.parallel.context import SINGLE
+from mt_core.plugins import PluginHost
+
+
+class MegatronRun:
+    """The prepared objects of a program, and what its loop does with them."""
+
+    def __init__(self, state: AcceleratorState, gradients: GradientState, host: PluginHost) -> None:
+        assert state.megatron_lm_plugin is not None
+        self.plugin: MegatronLMPlugin = state.megatron_lm_plugin
+        self.state, self.gradients, self._host = state, gradients, host
+        self._model: MegatronEngine | None = None
+        self._loaders: list[DataParallelLoader] = []
+        self._batches = 0
+        self._random = ProgramRandom()
+        # Those of the model, once there is one.
+        RANKS.set(SINGLE)
+
+    @property
+    def num_processes(self) -> int:
+        """Data-parallel ranks: those that a batch is divided over."""
+        return data_parallel_size(self.plugin)
+
+    # -- preparing --------------------------------------------------------------------------------
+
+    def prepare(self, accelerator: Any, objects: Sequence[Any]) -> list[Any]:
+        if self._model is not None:
+            raise ConfigError("an Accelerator prepares one model, and this one has one; make another Accelerator")
+        given = Prepared.of(tuple(objects))
+        # Before the engine, which seeds torch's generator for dropout.
+        self._random = ProgramRandom()
+        engine = build_engine(given, self.state, accelerator, self._host)
+        engine.gradients = self.gradients
+        self._model = engine
+        # For the functions of accelerate.utils, which programs call without a model.
+        RANKS.set(engine.engine.ctx.dp)
+        # By identity: objects are returned in the order in which they were given, and modules have no useful equality.
+        made: dict[int, Any] = {id(given.model): engine}
+        engine.optimizer_wrapper = made[id(given.optimizer)] = MegatronLMOptimizerWrapper(engine.engine)
+        if is_ordinary(given.scheduler):
+            engine.program_optimizer = given.optimizer
+            made[id(given.scheduler)] = OrdinaryScheduler(given.scheduler, self.gradients, data_parallel_ranks().size)
+        elif given.scheduler is not None:
+            made[id(given.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)
+        self._loaders = [
+            DataParallelLoader(loader, engine.engine, self.gradients, self._random) for loader in given.loaders
+        ]
+        made |= {id(loader): found for loader, found in zip(given.loaders, self._loaders, strict=True)}
+        results = [made.get(id(value), value) for value in objects]
+        if given.dummy is not None:
+            iterators = iter(dataset_iterators(engine, self._host))
+            # The one dummy stands three times, for training, validation and test in this order.
+            results = [next(iterators) if value is given.dummy else value for value in results]
+        return results
+
+    @property
+    def prepared(self) -> MegatronEngine:
+        if self._model is None:
+            raise ConfigError("there is no prepared model; call prepare(model, optimizer, ...) first")
+        return self._model
+
+    # -- in the loop ------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulate(self, *given: Any) -> Iterator[None]:
+        gradients = self.gradients
+        at_end = gradients.sync_with_dataloader and gradients.end_of_dataloader
+        self._batches = 0 if at_end else self._batches + 1
+        gradients.sync_gradients = self._batches % gradients.num_steps == 0
+        gradients.in_accumulation = True
+        try:
+            yield
+        finally:
+            gradients.in_accumulation = False
+
+    def autocast(self, options: Any = None) -> Any:
+        """The precision is the engine's; changes nothing."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """The model's call has run the backward passes. Raises ConfigError for a loss that is not the model's."""
+        if loss.requires_grad:
+            loss.backward(**options)
+        elif self._model is not None:
+            raise ConfigError(
+                "backward() was given a loss that is not the output of the model's call: with Megatron-LM the call has "
+                "run the backward passes of outputs.loss; give MegatronLMPlugin(custom_loss_function=...)"
+            )
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
+        limit = self.plugin.gradient_clipping
+        if max_norm != limit or norm_type != 2.0:
+            raise ConfigError(
+                f"clip_grad_norm_(max_norm={max_norm:g}, norm_type={norm_type:g}): the step has clipped to the L2 norm "
+                f"{limit:g} already; set MegatronLMPlugin(gradient_clipping=...)"
+            )
+        return torch.tensor(self.prepared.last_grad_norm, device=self.state.device)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        raise ConfigError("clip_grad_value_: the step clips to a norm; set MegatronLMPlugin(gradient_clipping=...)")
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return bool(self.prepared.optimizer_wrapper.step_was_skipped)
+
+    def without_repetitions(self, value: Any) -> Any:
+        # The loader in whose last batch the loop is; its filled-up samples are repetitions that metrics must not count.
+        at_end = [loader for loader in self._loaders if loader.at_end and loader.remainder]
+        if not at_end or not isinstance(value, Tensor) or len(value) != at_end[0].total_batch_size:
+            return value
+        return value[at_end[0].kept_rows()]
+
+    def unwrap(self, model: Any, keep_fp32_wrapper: bool) -> Any:
+        return model
+
+    def skip_first_batches(self, loader: DataParallelLoader, count: int) -> SkippedLoader:
+        return SkippedLoader(loader, count)
+
+    def free(self) -> None:
+        self._model, self._loaders = None, []
+
+    @property
+    def iteration(self) -> int | None:
+        return None if self._model is None else self._model.iteration
+
+    @property
+    def consumed_samples(self) -> int:
+        return 0 if self._model is None else self._model.consumed_samples
+
+    # -- states -----------------------------------------------------------------------------------
+
+    def save_state(self, folder: str, own_models: Any = None) -> None:
+        self.prepared.save_checkpoint(folder)
+        self._random.save(folder)
+
+    def load_state(self, folder: str, own_models: Any = None, *, strict: bool = True) -> None:
+        self.prepared.load_checkpoint(folder)
+        self._random.load(folder)
+
+    def save_model(self, model: Any, folder: str, max_shard_size: str) -> None:
+        export(self.prepared.engine, Path(folder), max_shard_size, self._host)
+
+    def state_dict_of(self, model: Any) -> dict[str, Any]:
+        raise ConfigError(
+            "get_state_dict: no process has all weights; save_model(model, DIR), called by all processes, writes them, "
+            "and AutoModel.from_pretrained(DIR).state_dict() reads them"
+        )
+
+    def close(self) -> None:
+        if self._model is not None:
+            self._model.close()
+
+    def refuse(self, name: str) -> Any:
+        """Raises ConfigError for a method of the facade that needs the program's own modules."""
+        raise ConfigError(f"{name} is for programs without the plugin: with Megatron-LM the model's call is the step")
+
+    def prepare_model(self, *given: Any, **options: Any) -> nn.Module:
+        return self.refuse("prepare_model")  # type: ignore[no-any-return]

@@ -1,0 +1,144 @@
+"""Functions of every tensor in nested lists, tuples and mappings, and of objects of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mt_accelerate.data_parallel import data_parallel_ranks
+
+
+def recursively_apply(
+    function: Callable[..., Any],
+    value: Any,
+    *arguments: Any,
+    test_type: Callable[[Any], bool] = lambda one: isinstance(one, Tensor),
+    error_on_other_type: bool = False,
+    **options: Any,
+) -> Any:
+    """The function of each leaf that test_type holds of; others stay. Raises TypeError for others on request."""
+
+    def of(one: Any) -> Any:
+        return recursively_apply(
+            function, one, *arguments, test_type=test_type, error_on_other_type=error_on_other_type, **options
+        )
+
+    if isinstance(value, tuple | list):
+        return honor_type(value, [of(one) for one in value])
+    if isinstance(value, Mapping):
+        return _mapping_like(value, {name: of(one) for name, one in value.items()})
+    if test_type(value):
+        return function(value, *arguments, **options)
+    if error_on_other_type:
+        raise TypeError(f"got a {type(value).__name__}; nested lists, tuples and mappings may hold tensors only")
+    return value
+
+
+def honor_type(value: Any, parts: Any) -> Any:
+    """parts in a container of the type of value; a named tuple takes its fields one by one."""
+    return type(value)(*parts) if is_namedtuple(value) else type(value)(parts)
+
+
+def _mapping_like(value: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+    # Types such as BatchEncoding of transformers, whose `to` and attributes programs use. A defaultdict's first
+    # argument is no mapping.
+    try:
+        return type(value)(parts)  # type: ignore[call-arg]
+    except TypeError:
+        return parts
+
+
+def is_namedtuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def is_torch_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def send_to_device(
+    value: Any, device: torch.device | str, non_blocking: bool = False, skip_keys: str | list[str] | None = None
+) -> Any:
+    """Everything nested that has a method `to`. skip_keys: of mappings that stay where they are."""
+    skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
+    if isinstance(value, Mapping):
+        moved = {
+            name: one if name in skipped else send_to_device(one, device, non_blocking, skipped)
+            for name, one in value.items()
+        }
+        return _mapping_like(value, moved)
+    if isinstance(value, tuple | list):
+        return honor_type(value, [send_to_device(one, device, non_blocking, skipped) for one in value])
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    return value.to(device) if hasattr(value, "to") else value
+
+
+def find_batch_size(value: Any) -> int | None:
+    """Length of the first tensor that has one; None without tensors."""
+    if isinstance(value, Tensor):
+        return len(value) if value.ndim else None
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return next((size for size in map(find_batch_size, inner) if size is not None), None)
+
+
+def slice_tensors(value: Any, rows: slice) -> Any:
+    return recursively_apply(lambda one: one[rows], value)
+
+
+def concatenate(values: Any, dim: int = 0) -> Any:
+    """Of values that are nested alike, tensor by tensor."""
+    first = values[0]
+    if isinstance(first, tuple | list):
+        return honor_type(first, [concatenate([one[i] for one in values], dim) for i in range(len(first))])
+    if isinstance(first, Mapping):
+        return _mapping_like(first, {name: concatenate([one[name] for one in values], dim) for name in first})
+    return torch.cat(values, dim)
+
+
+def find_device(value: Any) -> torch.device | None:
+    """Of the first tensor."""
+    if isinstance(value, Tensor):
+        return value.device
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return next((device for device in map(find_device, inner) if device is not None), None)
+
+
+def convert_to_fp32(value: Any) -> Any:
+    """16-bit tensors in 32 bits; others stay."""
+    return recursively_apply(
+        lambda one: one.float(),
+        value,
+        test_type=lambda one: isinstance(one, Tensor) and one.dtype in (torch.float16, torch.bfloat16),
+    )
+
+
+def gather_object(value: list[Any]) -> list[Any]:
+    """The lists of all data-parallel ranks, one after another. Collective."""
+    ranks = data_parallel_ranks()
+    if ranks.size == 1:
+        return value
+    found: list[Any] = [None] * ranks.size
+    dist.all_gather_object(found, value, group=ranks.group)
+    return [one for of_rank in found for one in of_rank]
+
+
+def broadcast(value: Any, from_process: int = 0) -> Any:
+    """Tensors of the rank from_process, on every rank. Collective; in place."""
+
+    def send(one: Tensor) -> Tensor:
+        dist.broadcast(one, src=from_process)
+        return one
+
+    return recursively_apply(send, value) if dist.is_initialized() else value
+
+
+def broadcast_object_list(values: list[Any], from_process: int = 0) -> list[Any]:
+    """The objects of the rank from_process, on every rank. Collective; in place."""
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=from_process)
+    return values

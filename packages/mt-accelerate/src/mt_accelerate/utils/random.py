@@ -1,0 +1,45 @@
+"""Random numbers of a program's processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from mt_accelerate.data_parallel import from_first_rank, is_first_rank
+from mt_core.errors import ConfigError
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Of Python's, NumPy's and torch's random numbers; the seed of training, too. device_specific: another one on each
+    rank. deterministic: torch uses deterministic algorithms only."""
+    if device_specific:
+        import torch.distributed as dist
+
+        seed += dist.get_rank() if dist.is_initialized() else 0
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
+    """The first rank's state of torch, cuda or a generator, on every rank. Collective."""
+    if rng_type == "generator":
+        if generator is None:
+            raise ConfigError("synchronize_rng_state('generator') needs generator=")
+        generator.set_state(from_first_rank(generator.get_state() if is_first_rank() else None))
+    elif rng_type == "cuda":
+        torch.cuda.set_rng_state(from_first_rank(torch.cuda.get_rng_state() if is_first_rank() else None))
+    elif rng_type == "torch":
+        torch.set_rng_state(from_first_rank(torch.get_rng_state() if is_first_rank() else None))
+    else:
+        raise ConfigError(f"synchronize_rng_state({rng_type!r}): it can be torch, cuda or generator")
+
+
+def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
+    for one in rng_types:
+        synchronize_rng_state(str(one), generator)

@@ -1,0 +1,85 @@
+"""States of programs without the plugin, in the files of Accelerate: weights as safetensors, other states by torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_model, save_model
+from torch import nn
+
+from mt_accelerate.gradient_state import GradientState as GradientState
+from mt_core.errors import CheckpointError
+
+SAFE_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME = "model", "optimizer", "scheduler", "scaler.pt"
+RNG_STATE_NAME = "random_states"
+
+
+def numbered(name: str, number: int, suffix: str) -> str:
+    """model.safetensors, model_1.safetensors, ..."""
+    return f"{name}{f'_{number}' if number else ''}{suffix}"
+
+
+def save_models(models: Sequence[nn.Module], folder: Path) -> None:
+    for number, model in enumerate(models):
+        # save_model: tied weights are written once, as from_pretrained and Accelerate expect.
+        save_model(model, str(folder / numbered(SAFE_MODEL_NAME, number, ".safetensors")), metadata={"format": "pt"})
+
+
+def load_models(models: Sequence[nn.Module], folder: Path, *, strict: bool = True) -> None:
+    """Raises CheckpointError for a missing file and for tensors that do not fit."""
+    for number, model in enumerate(models):
+        path = folder / numbered(SAFE_MODEL_NAME, number, ".safetensors")
+        try:
+            load_model(model, str(path), strict=strict)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path}: weights of {type(model).__name__} cannot be read: {error}") from error
+
+
+def save_parts(parts: Mapping[str, Any], folder: Path) -> None:
+    """Objects with state_dict, by file name."""
+    for name, part in parts.items():
+        torch.save(part.state_dict(), folder / name)
+
+
+def load_parts(parts: Mapping[str, Any], folder: Path) -> None:
+    """Raises CheckpointError where a file is missing, or holds other than tensors, numbers, strings and containers."""
+    for name, part in parts.items():
+        part.load_state_dict(read(folder / name))
+
+
+def read(path: Path) -> Any:
+    try:
+        # weights_only: a pickle could run code.
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def random_states() -> dict[str, Any]:
+    """Of Python, NumPy, torch and the GPUs of this process, in tensors and plain values."""
+    kind, words, position, has_gauss, gauss = np.random.get_state()  # type: ignore[misc]
+    found = {
+        "random_state": random.getstate(),
+        "numpy_random_seed": (kind, torch.from_numpy(np.asarray(words).astype(np.int64)), position, has_gauss, gauss),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    return {**found, "torch_cuda_manual_seed": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else found
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    version, words, gauss = states["random_state"]
+    random.setstate((version, tuple(words), gauss))
+    kind, numpy_words, *rest = states["numpy_random_seed"]
+    np.random.set_state((kind, np.asarray(numpy_words, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch_manual_seed"])
+    if torch.cuda.is_available() and "torch_cuda_manual_seed" in states:
+        torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Any]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -1,0 +1,83 @@
+"""A program's module on all ranks: DistributedDataParallel, in the precision of the program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from mt_accelerate.handlers import AutocastKwargs, DDPCommunicationHookType, DistributedDataParallelKwargs
+from mt_accelerate.operations import convert_to_fp32
+
+FORWARD = "_mt_accelerate_forward"
+"""Attribute with the program's own forward, while the precision is another."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(device: torch.device, precision: str, options: AutocastKwargs) -> AbstractContextManager[Any]:
+    """Products in the 16-bit precision; nothing with precision="no"."""
+    dtype, enabled = DTYPES.get(precision, torch.bfloat16), precision in DTYPES and options.enabled
+    return torch.autocast(device.type, dtype, enabled, cache_enabled=options.cache_enabled)
+
+
+def prepare(
+    model: nn.Module,
+    device: torch.device,
+    precision: str,
+    cast: AutocastKwargs,
+    options: DistributedDataParallelKwargs,
+    *,
+    place: bool,
+    evaluation: bool,
+) -> nn.Module:
+    """The module on its device. Collective: with several ranks it has the first rank's weights, and gradients are
+    means over ranks. evaluation: no gradients are exchanged."""
+    if place:
+        model.to(device)
+    if precision in DTYPES and not hasattr(model, FORWARD):
+        setattr(model, FORWARD, model.forward)
+        model.forward = _in_precision(model.forward, lambda: autocast(device, precision, cast))
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    if not dist.is_initialized() or evaluation or not trained or isinstance(model, DistributedDataParallel):
+        return model
+    given = options.to_kwargs()
+    given.pop("comm_hook", None)
+    ids = [device.index] if device.type == "cuda" else None
+    made = DistributedDataParallel(model, device_ids=ids, **given)
+    hooks = {
+        DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+        DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+    }
+    if (hook := hooks.get(options.comm_hook)) is not None:
+        made.register_comm_hook(None, hook)
+    return made
+
+
+def _in_precision(forward: Callable[..., Any], cast: Callable[[], Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(*inputs: Any, **options: Any) -> Any:
+        with cast():
+            found = forward(*inputs, **options)
+        # Losses outside of the module are computed in 32 bits.
+        return convert_to_fp32(found)
+
+    return wrapper
+
+
+def unwrap(model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_compiled: bool = False) -> nn.Module:
+    """The program's own module."""
+    while isinstance(model, DistributedDataParallel | nn.DataParallel):
+        model = model.module
+    if not keep_compiled and hasattr(model, "_orig_mod"):
+        model = model._orig_mod
+    if not keep_fp32_wrapper and hasattr(model, FORWARD):
+        model.forward = getattr(model, FORWARD)
+        delattr(model, FORWARD)
+    return model

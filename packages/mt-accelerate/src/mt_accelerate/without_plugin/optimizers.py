@@ -1,0 +1,73 @@
+"""A program's optimizer: its step counts when the gradients of all accumulated batches are there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from mt_accelerate.gradient_state import GradientState
+
+
+class PreparedOptimizer(Optimizer):
+    """Stands for `optimizer`, whose attributes it has. scaler: with fp16."""
+
+    def __init__(self, optimizer: Optimizer, state: GradientState, scaler: torch.amp.GradScaler | None) -> None:
+        # No call of Optimizer's: groups and state are those of the program's optimizer.
+        self.optimizer, self.gradient_state, self.scaler = optimizer, state, scaler
+        self.step_was_skipped = False
+        self.num_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Of optimizers that have it, such as schedule-free ones."""
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+
+    def eval(self) -> None:
+        if hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.gradient_state.sync_gradients:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        if not self.gradient_state.sync_gradients:
+            return None
+        self.num_steps += 1
+        if self.scaler is None:
+            self.step_was_skipped = False
+            return self.optimizer.step(closure)
+        before = self.scaler.get_scale()
+        found = self.scaler.step(self.optimizer, closure)
+        self.scaler.update()
+        # The scaler halves its scale after a gradient that was not finite, whose step it left out.
+        self.step_was_skipped = self.scaler.get_scale() < before
+        return found

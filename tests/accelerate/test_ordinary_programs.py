@@ -1,0 +1,119 @@
+"""Programs without the plugin's own objects: torch's schedulers, accumulation, groups with and without decay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.accelerate.programs import build, samples
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mt_accelerate import Accelerator, MegatronLMPlugin
+from mt_accelerate.decayed_parameters import undecayed_names
+from mt_core.plugins import load_plugins
+
+NO_DECAY = ("bias", "LayerNorm.weight", "layer_norm.weight")
+"""As transformers' examples have it."""
+
+
+def usual_groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    spared = [p for n, p in named if any(part in n for part in NO_DECAY)]
+    return [
+        {"params": [p for n, p in named if not any(part in n for part in NO_DECAY)], "weight_decay": 0.1},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+
+
+def all_in_one(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": list(model.parameters()), "weight_decay": 0.1}]
+
+
+def losses_of(family: str, groups: Callable[..., Any], accelerator: Any, accumulated: int) -> list[float]:
+    """Of a program that knows no layout. accelerator: None for plain torch."""
+    model = build(family).eval()
+    optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    loader: Any = DataLoader(samples(family, 20), batch_size=4)
+    if accelerator is not None:
+        model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+        model.train() if accelerator.state.megatron_lm_plugin else model.eval()
+    losses = []
+    for number, batch in enumerate(loader, 1):
+        if accelerator is None:
+            loss = model(**batch).loss
+            (loss / accumulated).backward()
+            if number % accumulated == 0 or number == len(loader):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        else:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_plugin", [True, False])
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "groups"), [("gpt2", all_in_one), ("gpt2", usual_groups), ("t5", usual_groups), ("bert", usual_groups)]
+)
+def test_the_losses_are_those_of_torch(family: str, groups: Any, accumulated: int, with_plugin: bool) -> None:
+    plugin = MegatronLMPlugin() if with_plugin else None
+    accelerator = Accelerator(megatron_lm_plugin=plugin, gradient_accumulation_steps=accumulated, cpu=True)
+    expected = losses_of(family, groups, None, accumulated)
+    assert losses_of(family, groups, accelerator, accumulated) == pytest.approx(expected, rel=2e-5)
+
+
+def test_names_without_decay_follow_the_programs_groups() -> None:
+    host = load_plugins()
+    gpt2, t5, llama = build("gpt2"), build("t5"), build("llama")
+    assert undecayed_names(gpt2, all_in_one(gpt2), host) == []
+    # relative_attention_bias is a matrix whose name has "bias".
+    found = undecayed_names(t5, usual_groups(t5), host)
+    assert found is not None
+    assert [name for name in found if "relative_attention_bias" in name]
+    by_shape = [
+        {"params": [p for p in llama.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in llama.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    assert undecayed_names(llama, by_shape, host) is None
+
+
+def test_a_state_of_a_plain_module_continues_where_it_was(tmp_path: Path) -> None:
+    def start() -> tuple[Any, ...]:
+        torch.manual_seed(3)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        accelerator = Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(model, optimizer, scheduler)
+
+    def step(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> float:
+        loss = model(torch.randn(4, 3)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    first = start()
+    step(*first)
+    first[0].save_state(str(tmp_path))
+    expected = [step(*first) for _ in range(3)]
+    second = start()
+    second[0].load_state(str(tmp_path))
+    assert [step(*second) for _ in range(3)] == expected
