@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from mt_core.data.loader import RankBatch
+from mt_core.data.loss_weights import WEIGHTS, LossCounts
 from mt_core.errors import ConfigError, TrainingError
+from mt_core.nn.loss import weighted_sum
 from mt_core.parallel.collectives import all_reduce
 from mt_core.train import Engine
-from mt_core.train.step.forward_backward import Batch, masked_sum
-from mt_core.train.step.optimizer_step import StepOutcome, counted_tokens
+from mt_core.train.step.forward_backward import Batch
+from mt_core.train.step.optimizer_step import StepOutcome, divided
 
 
 class AccumulatedStep:
@@ -38,17 +40,16 @@ class AccumulatedStep:
         if self._passes is None:
             self._passes = len(batch.micro_batches) * self.batches
             engine.step.begin(self._passes)
-        counted = counted_tokens(batch.micro_batches)
-        tokens = engine.step.global_tokens(counted)
+        counts = engine.normalization.counts(batch.micro_batches)
+        divisor, _ = engine.step.global_counts(counts)
         scale = engine.scaler.scale / self.divisor
 
         def share(losses: Tensor, micro_batch: Batch) -> Tensor:
-            total = masked_sum(losses, micro_batch["loss_mask"]) * scale
-            return total / (max(tokens, 1.0) if isinstance(tokens, float) else tokens.clamp(min=1.0).to(total.dtype))
+            return divided(weighted_sum(losses, micro_batch[WEIGHTS]) * scale, divisor)
 
         part = self._run(engine.device_batches.take(batch), share).double().to(engine.device)
         self._contribution += part
-        self._added, self._tokens = self._added + 1, self._tokens + counted
+        self._added, self._tokens = self._added + 1, self._tokens + counts.tokens
         self._samples += sum(len(samples) for samples in batch.samples)
         return self._over_ranks(part) / scale
 
@@ -70,6 +71,7 @@ class AccumulatedStep:
             raise TrainingError(f"a step of {self.batches} batches ends after {self._added}")
         engine = self.engine
         rate = engine.next_learning_rate() if learning_rate is None else learning_rate
-        pending = engine.step.finish(self._contribution, rate, engine.step.global_tokens(self._tokens))
+        _, tokens = engine.step.global_counts(LossCounts(tokens=self._tokens))
+        pending = engine.step.finish(self._contribution, rate, tokens)
         engine.count_step(self._samples * engine.ctx.dp.size)
         return pending.result()

@@ -165,7 +165,7 @@ class MegatronEngine:
         if not self.training:
             return ModelOutput(self.eval_step(**batch)["loss"], self.engine.take_logits())
         loss = self.train_step(**batch)[0]["loss"]
-        handle: Tensor = _Computed.apply(torch.zeros((), requires_grad=True), loss)  # type: ignore[no-untyped-call]
+        handle: Tensor = _Computed.apply(torch.zeros((), requires_grad=True), loss)
         return ModelOutput(handle, self.engine.take_logits())
 
     def train_step(self, **batch: Tensor) -> tuple[dict[str, Tensor], int, float, int | None]:

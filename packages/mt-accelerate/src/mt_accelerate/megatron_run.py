@@ -182,4 +182,4 @@ class MegatronRun:
         raise ConfigError(f"{name} is for programs without the plugin: with Megatron-LM the model's call is the step")
 
     def prepare_model(self, *given: Any, **options: Any) -> nn.Module:
-        return self.refuse("prepare_model")  # type: ignore[no-any-return]
+        return self.refuse("prepare_model")

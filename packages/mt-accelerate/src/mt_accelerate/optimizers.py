@@ -74,7 +74,7 @@ class MegatronLMOptimizerWrapper(Optimizer):
         """Whether the last step had a gradient that was not finite, and changed nothing."""
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> Any:  # type: ignore[override]
         return self._engine.optimizer.param_groups
 
     def state_dict(self) -> Any:

@@ -35,6 +35,7 @@ def build_engine(given: Prepared, state: AcceleratorState, accelerator: Any, hos
     # Order of collectives on every rank: weights, then the seed, then what MegatronEngine builds.
     _share_weights(given.model)
     plugin, reader = state.megatron_lm_plugin, read_module(given.model, host)
+    assert plugin is not None  # without one the program's own modules run (without_plugin)
     size, dp = _micro_batch_size(given, plugin), data_parallel_size(plugin)
     plugin.set_global_batch_size(size * plugin.num_micro_batches * dp)
     sections = reader.metadata["config"]

@@ -156,4 +156,7 @@ def _padded(part: Any, length: int) -> Any:
         return part
     if isinstance(part, Tensor):
         return torch.cat([part, part[-1:].expand(missing, *part.shape[1:])])
-    return part + type(part)([part[-1]] * missing) if isinstance(part, Sequence) else part
+    if not isinstance(part, Sequence):
+        return part
+    kind: Any = type(part)
+    return kind([*part, *[part[-1]] * missing])

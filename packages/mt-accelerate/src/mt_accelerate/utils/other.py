@@ -174,7 +174,11 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 def listify(value: Any) -> Any:
     """Tensors and arrays in nested values as lists and numbers."""
-    return on_tensors(lambda one: one.tolist() if hasattr(one, "tolist") else one, value)
+
+    def as_list(array: Any) -> Any:
+        return array.tolist() if hasattr(array, "tolist") else array
+
+    return on_tensors(as_list, value)
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:

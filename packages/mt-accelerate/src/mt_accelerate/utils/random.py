@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -26,16 +26,22 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
+def _from_first(state: Callable[[], torch.Tensor]) -> torch.Tensor:
+    found = from_first_rank(state() if is_first_rank() else None)
+    assert found is not None  # the first rank has one
+    return found
+
+
 def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
     """The first rank's state of torch, cuda or a generator, on every rank. Collective."""
     if rng_type == "generator":
         if generator is None:
             raise ConfigError("synchronize_rng_state('generator') needs generator=")
-        generator.set_state(from_first_rank(generator.get_state() if is_first_rank() else None))
+        generator.set_state(_from_first(generator.get_state))
     elif rng_type == "cuda":
-        torch.cuda.set_rng_state(from_first_rank(torch.cuda.get_rng_state() if is_first_rank() else None))
+        torch.cuda.set_rng_state(_from_first(torch.cuda.get_rng_state))
     elif rng_type == "torch":
-        torch.set_rng_state(from_first_rank(torch.get_rng_state() if is_first_rank() else None))
+        torch.set_rng_state(_from_first(torch.get_rng_state))
     else:
         raise ConfigError(f"synchronize_rng_state({rng_type!r}): it can be torch, cuda or generator")
 

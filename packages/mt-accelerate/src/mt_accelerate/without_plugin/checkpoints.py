@@ -62,7 +62,7 @@ def read(path: Path) -> Any:
 
 def random_states() -> dict[str, Any]:
     """Of Python, NumPy, torch and the GPUs of this process, in tensors and plain values."""
-    kind, words, position, has_gauss, gauss = np.random.get_state()  # type: ignore[misc]
+    kind, words, position, has_gauss, gauss = np.random.get_state()
     found = {
         "random_state": random.getstate(),
         "numpy_random_seed": (kind, torch.from_numpy(np.asarray(words).astype(np.int64)), position, has_gauss, gauss),

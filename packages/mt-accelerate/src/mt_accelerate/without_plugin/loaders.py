@@ -21,8 +21,9 @@ class RankBatches(BatchSampler):
 
     def __init__(self, sampler: Any, ranks: Axis, config: DataLoaderConfiguration) -> None:
         # No call of BatchSampler's: it requires a sampler of single indices, and programs give batch samplers.
-        self.sampler, self.ranks, self.config = sampler, ranks, config
-        self.batch_size = getattr(sampler, "batch_size", None)
+        self.sampler: Any = sampler
+        self.ranks, self.config = ranks, config
+        self.batch_size: int | None = getattr(sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = bool(getattr(sampler, "drop_last", False))
         size, count = self.batch_size, ranks.size
         if config.split_batches and count > 1 and (size is None or size % count):
@@ -45,7 +46,7 @@ class RankBatches(BatchSampler):
             yield from self.sampler
             return
         # A random sampler draws from each process's generator. Collective, when the loop takes its first batch.
-        batches = from_first_rank(list(self.sampler) if self.ranks.rank == 0 else [])
+        batches: list[list[int]] = from_first_rank(list(self.sampler) if self.ranks.rank == 0 else [])
         if not self.config.split_batches and self.drop_last:
             batches = batches[: len(batches) // self.ranks.size * self.ranks.size]
         if self.config.even_batches and not self.drop_last:
@@ -176,9 +177,14 @@ class PreparedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Of the order of samplers and data sets that follow it."""
         self.iteration = epoch
-        for one in (self.base_dataloader.sampler, self.base_dataloader.batch_sampler, self._loader.dataset):
-            if hasattr(one, "set_epoch"):
-                one.set_epoch(epoch)
+        followers: tuple[Any, ...] = (
+            self.base_dataloader.sampler,
+            self.base_dataloader.batch_sampler,
+            self._loader.dataset,
+        )
+        for follower in followers:
+            if hasattr(follower, "set_epoch"):
+                follower.set_epoch(epoch)
 
     def skipped(self, count: int) -> PreparedLoader:
         """The same batches without the first ones, in the next epoch."""

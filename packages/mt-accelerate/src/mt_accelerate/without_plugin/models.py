@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,7 @@ def unwrap(model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_compiled: b
     while isinstance(model, DistributedDataParallel | nn.DataParallel):
         model = model.module
     if not keep_compiled and hasattr(model, "_orig_mod"):
-        model = model._orig_mod
+        model = cast(nn.Module, model._orig_mod)
     if not keep_fp32_wrapper and hasattr(model, FORWARD):
         model.forward = getattr(model, FORWARD)
         delattr(model, FORWARD)

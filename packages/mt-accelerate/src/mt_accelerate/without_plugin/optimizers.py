@@ -25,15 +25,15 @@ class PreparedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Any:  # type: ignore[override]
         return self.optimizer.state
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> Any:  # type: ignore[override]
         return self.optimizer.param_groups
 
     @property
-    def defaults(self) -> Any:
+    def defaults(self) -> Any:  # type: ignore[override]
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class PreparedOptimizer(Optimizer):
         if self.gradient_state.sync_gradients:
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         if not self.gradient_state.sync_gradients:
             return None
         self.num_steps += 1

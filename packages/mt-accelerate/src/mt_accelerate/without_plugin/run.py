@@ -250,7 +250,8 @@ class OwnModules:
 
     def save_model(self, model: nn.Module, folder: str, max_shard_size: str) -> None:
         """What `from_pretrained` loads, by the module's own save_pretrained where it has one."""
-        own, path = self.unwrap(model, True), Path(folder)
+        own: Any = self.unwrap(model, True)
+        path = Path(folder)
 
         def write() -> None:
             path.mkdir(parents=True, exist_ok=True)
