@@ -47,5 +47,6 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
 
 
 def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
+    """The first rank's states of the generators that are named (torch, cuda, generator), on every rank. Collective."""
     for one in rng_types:
         synchronize_rng_state(str(one), generator)
