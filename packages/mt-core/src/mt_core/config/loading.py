@@ -17,7 +17,7 @@ from mt_core.config.unused import refuse_unused_values
 from mt_core.errors import MtError, Problems
 
 if TYPE_CHECKING:
-    from mt_core.plugins import PluginHost
+    from mt_core.plugins import PluginHost, Registry
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _check(loaded: LoadedConfig, host: PluginHost) -> None:
 
 def _require_registered(config: Config, host: PluginHost, problems: Problems) -> None:
     """Names whose plugin brings no section of its own, which building sections does not look up."""
-    named = [
+    named: list[tuple[Registry[Any], str, Sequence[str]]] = [
         (host.losses, "train.loss", [config.train.loss] if config.train.loss != "auto" else []),
         (host.callbacks, "train.callbacks", config.train.callbacks),
         (host.callbacks, "logging.trackers", config.logging.trackers),

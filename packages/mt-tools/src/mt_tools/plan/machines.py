@@ -87,11 +87,9 @@ def this_machine(processes: int = 1) -> Machine:
             MACHINES["h100"], name="this CPU", memory_gib=memory, reserved_gib=0.0, is_cpu=True, has_speed=False
         )
     about = torch.cuda.get_device_properties(0)
-    own = {"memory_gib": about.total_memory / GIB, "capability": (about.major, about.minor)}
     known = next((machine for key, machine in MACHINES.items() if key in about.name.lower()), None)
-    if known is not None:
-        return replace(known, **own)
-    return replace(MACHINES["h100"], name=about.name, has_speed=False, **own)
+    found = known or replace(MACHINES["h100"], name=about.name, has_speed=False)
+    return replace(found, memory_gib=about.total_memory / GIB, capability=(about.major, about.minor))
 
 
 def _memory() -> int:
