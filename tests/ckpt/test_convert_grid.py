@@ -22,10 +22,9 @@ from tests.covering import EXHAUSTIVE
 from mt_ckpt.convert import convert
 from mt_ckpt.native import read as native
 from mt_core.checkpoint_lookup import open_with
-from mt_core.config.schema import PLAIN_MODULE
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
+from mt_core.specs import PLAIN_MODULE, CheckpointReader, ConvertOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_waiting_for_the_disk")]
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from mt_core.errors import PluginError
 from mt_core.plugins import STRICT_VARIABLE, PluginHost, load_plugins
+from mt_core.specs import PLAIN_MODULE
 
 INSTALL = {"torch": '"mt-core[train]"'}
 """What to install for a name, where that is not the name itself."""
@@ -60,7 +61,9 @@ def need(*distributions: str, command: str) -> None:
 
 def _not_replaced(missing: list[str]) -> list[str]:
     host = load_plugins()
-    return [name for name in missing if name not in KIND_BROUGHT or not host.registry(KIND_BROUGHT[name]).names()]
+    # mt-core's own family stands for models that programs give; it brings none.
+    brought = {name: set(host.registry(kind).names()) - {PLAIN_MODULE} for name, kind in KIND_BROUGHT.items()}
+    return [name for name in missing if not brought.get(name)]
 
 
 def listed(names: list[str]) -> str:

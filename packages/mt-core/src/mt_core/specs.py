@@ -53,6 +53,10 @@ class Lazy(Generic[T]):
 # ---------------------------------------------------------------------------------------------------
 
 
+PLAIN_MODULE = "module"
+"""The model family of a torch.nn.Module that a program gives; mt-core registers it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
     """Ids with a meaning of their own. One that a tokenizer does not have is None, never a fake number."""

@@ -11,6 +11,7 @@ import typer
 
 from mt_core.commands import host_of
 from mt_core.errors import ConfigError, did_you_mean
+from mt_core.specs import PLAIN_MODULE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,7 +87,7 @@ def _print_families(host: PluginHost, presets: list[Preset], problems: list[str]
     from rich.console import Console
 
     console = Console(highlight=False)
-    if not host.models.names():
+    if not set(host.models.names()) - {PLAIN_MODULE}:
         console.print("No model family is installed (pip install mt-models).", markup=False)
         return
     console.print(_preset_table(host, presets))

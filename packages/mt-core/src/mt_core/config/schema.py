@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 from pydantic.config import JsonDict
 
+from mt_core.specs import PLAIN_MODULE
+
 PositiveInt = Annotated[int, Field(gt=0)]
 """Type of a key: an integer above 0."""
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -26,8 +28,6 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """Type of a key: a seed of 32 bits, as numpy.random.RandomState takes it."""
 AUTO_LOSS = "auto"
-PLAIN_MODULE = "module"
-"""The family of a torch.nn.Module that a program gives."""
 WeightDecayStyle = Literal["constant", "linear", "cosine"]
 Activation = Literal[
     "gelu",

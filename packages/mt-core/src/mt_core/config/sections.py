@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 from mt_core.config.layers import DEFAULT, Merged
 from mt_core.config.messages import unknown_key, validation_message
-from mt_core.config.schema import PLAIN_MODULE, REGISTRY_OF_SECTION, SECTIONS, PlainModuleConfig, Section
+from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, PlainModuleConfig, Section
 from mt_core.errors import ConfigError, Problems
+from mt_core.specs import PLAIN_MODULE
 
 if TYPE_CHECKING:
     from mt_core.plugins import PluginHost

@@ -72,8 +72,22 @@ def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
             f"the loss returned {list(losses.shape)} numbers for weights {list(weights.shape)} (loss_mask, or 1 for "
             "each row of a batch without it); it has to return one for each weight, or one scalar, the weighted mean"
         )
-    # losses * weights alone would give NaN for an infinite loss at a position that is left out (inf * 0).
-    return (losses.masked_fill(weights == 0, 0.0) * weights).sum()
+    return _WeightedSum.apply(losses, weights)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """sum(weight * loss); the gradient of a loss is its weight, one kernel in place of those of each operation."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        # losses * weights alone would give NaN for an infinite loss at a position that is left out (inf * 0).
+        return (losses.masked_fill(weights == 0, 0.0) * weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (weights,) = ctx.saved_tensors
+        return grads[0] * weights, None
 
 
 def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from mt_core.config.schema import PLAIN_MODULE, Config
+from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.nn.loss import Loss
@@ -23,6 +23,7 @@ from mt_core.parallel.pipeline.schedules import PipelineSchedule, configured_sch
 from mt_core.parallel.pipeline.stage import Pipelined, Stage
 from mt_core.parallel.pipeline.trace import ScheduleRecorder
 from mt_core.plugins import PluginHost
+from mt_core.specs import PLAIN_MODULE
 from mt_core.train.batches.device import begin_micro_batch
 from mt_core.train.step.forward_backward import (
     Batch,
