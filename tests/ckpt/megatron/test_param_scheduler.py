@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mt_ckpt.megatron.param_scheduler import optimizer_options
+from mt_core.errors import CheckpointError
 
 GPT = {"family": "gpt", "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 8}
 ITERATIONS, DONE, LR = 100, 5, 1e-2
@@ -38,6 +39,13 @@ def test_bounds_of_the_learning_rate_are_those_of_the_scheduler_that_came_from_m
     options = optimizer_options(metadata, host)
     assert (options["max_lr"], options["min_lr"]) == (3 * LR, LR / 10)
     assert (options["adam_beta1"], options["weight_decay"]) == (0.9, 0.01)
+
+
+def test_a_weight_decay_that_megatron_does_not_have_is_refused(host) -> None:
+    """Megatron would decay other parameters in the next step."""
+    metadata = {"config": {"model": GPT, "optimizer": {"lr": LR, "no_weight_decay": ["*.bias"]}}}
+    with pytest.raises(CheckpointError, match=r"no_weight_decay=\['\*.bias'\], .*--target-optimizer-format none"):
+        optimizer_options(metadata, host)
 
 
 def test_without_a_length_of_the_training_it_is_the_highest(host) -> None:

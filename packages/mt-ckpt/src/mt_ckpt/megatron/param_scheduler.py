@@ -10,6 +10,7 @@ from mt_core.config.checks import global_batch_size
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config, OptimizerConfig
 from mt_core.data.batch_size import total_train_samples
+from mt_core.errors import CheckpointError
 from mt_core.optim.configs import AdamConfig
 from mt_core.optim.group_schedules import weight_decay_schedule
 from mt_core.optim.schedules import Horizon, span_of
@@ -49,8 +50,16 @@ def optimizer_options(metadata: Mapping[str, Any], host: PluginHost) -> dict[str
 
     Megatron computes both anew when it loads: by the value under `opt_param_scheduler`, but between `min_lr` and
     `max_lr` of the group, which are therefore those of that value.
+
+    Raises CheckpointError for a run whose weight decay is not on Megatron's parameters.
     """
     config, consumed = _config(metadata, host), _consumed(metadata)
+    if config.optimizer.no_weight_decay is not None:
+        raise CheckpointError(
+            f"the run has optimizer.no_weight_decay={config.optimizer.no_weight_decay}, and Megatron decays every matrix "
+            "and no bias or norm, whatever a checkpoint says; convert without the optimizer's state "
+            "(--target-optimizer-format none)"
+        )
     horizon, highest = _horizon(config, consumed), config.optimizer.lr
     # Without a length of the training its schedule has no next step.
     learning_rate = lr_schedule(config, host, horizon)(consumed) if _has_length(config) else highest
