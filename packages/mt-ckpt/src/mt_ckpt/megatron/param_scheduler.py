@@ -56,8 +56,8 @@ def optimizer_options(metadata: Mapping[str, Any], host: PluginHost) -> dict[str
     config, consumed = _config(metadata, host), _consumed(metadata)
     if config.optimizer.no_weight_decay is not None:
         raise CheckpointError(
-            f"the run has optimizer.no_weight_decay={config.optimizer.no_weight_decay}, and Megatron decays every matrix "
-            "and no bias or norm, whatever a checkpoint says; convert without the optimizer's state "
+            f"the run has optimizer.no_weight_decay={config.optimizer.no_weight_decay}, and Megatron decays every "
+            "matrix and no bias or norm, whatever a checkpoint says; convert without the optimizer's state "
             "(--target-optimizer-format none)"
         )
     horizon, highest = _horizon(config, consumed), config.optimizer.lr
