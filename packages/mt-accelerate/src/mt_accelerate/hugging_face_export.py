@@ -20,15 +20,30 @@ def export(engine: Engine, folder: Path, max_shard_size: str, host: PluginHost) 
         dtype=engine.config.precision.dtype,
         max_shard_size=parse_bytes(max_shard_size, "save_model(max_shard_size=...)"),
     )
+    folder = folder.absolute()  # "." has no name
     # No rank holds the whole weights, so that they pass through a sharded
     # checkpoint beside the folder, on the same disk.
-    shards = folder.with_name(f".{folder.name}.shards")
+    shards, written = (folder.with_name(f".{folder.name}.{part}") for part in ("shards", "export"))
     checkpoint = engine.save_state(shards, with_optimizer=False)
 
     def write() -> None:
         try:
-            convert(checkpoint, folder, saver="hf", options=options, host=host)
+            convert(checkpoint, written, saver="hf", options=options, host=host)
+            _replace_files(written, folder)
         finally:
             remove_tree(shards)
+            if written.exists():
+                remove_tree(written)
 
     on_first_rank(write)
+
+
+def _replace_files(written: Path, folder: Path) -> None:
+    """Into a folder that may have files, as Accelerate does: those of the same names, and the weights of an export
+    before, are replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"):
+        for before in folder.glob(pattern):
+            before.unlink()
+    for file in written.iterdir():
+        file.replace(folder / file.name)
