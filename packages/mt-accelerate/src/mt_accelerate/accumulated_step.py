@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from mt_core.data.loader import RankBatch
-from mt_core.data.loss_weights import WEIGHTS, LossCounts
+from mt_core.data.loss_weights import WEIGHTS
 from mt_core.errors import ConfigError, TrainingError
 from mt_core.nn.loss import weighted_sum
-from mt_core.parallel.collectives import all_reduce
 from mt_core.train import Engine
+from mt_core.train.host_transfer import sum_on_device
 from mt_core.train.step.forward_backward import Batch
 from mt_core.train.step.optimizer_step import StepOutcome, divided
+from mt_core.train.step.split_step import finish_step
 
 
 class AccumulatedStep:
@@ -60,18 +61,11 @@ class AccumulatedStep:
 
     def _over_ranks(self, part: Tensor) -> float:
         ctx = self.engine.ctx
-        for axis in (ctx.dp_cp, ctx.pp):
-            part = all_reduce(part, axis) if axis.size > 1 else part
-        return float(part.item())
+        return float(sum_on_device(sum_on_device(part, ctx.dp_cp), ctx.pp).item())
 
     def finish(self, learning_rate: float | None) -> StepOutcome:
         """Updates the weights. learning_rate: in place of the schedule's. Raises TrainingError after another number of
         batches than was announced."""
         if self._added != self.batches:
             raise TrainingError(f"a step of {self.batches} batches ends after {self._added}")
-        engine = self.engine
-        rate = engine.next_learning_rate() if learning_rate is None else learning_rate
-        _, tokens = engine.step.global_counts(LossCounts(tokens=self._tokens))
-        pending = engine.step.finish(self._contribution, rate, tokens)
-        engine.count_step(self._samples * engine.ctx.dp.size)
-        return pending.result()
+        return finish_step(self.engine, self._contribution, self._samples, self._tokens, learning_rate)

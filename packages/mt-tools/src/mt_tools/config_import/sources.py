@@ -114,7 +114,7 @@ def _import_functional_test(
 
 
 def _entry_of_folder(path: Path) -> str | None:
-    """The script of a functional test, by the folder below test_cases that it stands in."""
+    """The script of a functional test, by its folder below test_cases."""
     parts = [part.lower() for part in path.absolute().parts]
     below = parts[parts.index(TEST_CASES) + 1 :] if TEST_CASES in parts else []
     return next((TEST_FOLDERS[part] for part in below if part in TEST_FOLDERS), None)

@@ -92,12 +92,22 @@ class SplitStep:
                 f"this step was begun with micro_batches={self.micro_batches}, and forward was called {self._passes} "
                 "times; give begin_step the number of calls"
             )
-        engine = self.engine
-        rate = engine.next_learning_rate() if learning_rate is None else learning_rate
-        _, tokens = engine.step.global_counts(LossCounts(tokens=self._tokens))
-        pending = engine.step.finish(self._loss, rate, tokens)
-        engine.count_step(self._rows * engine.ctx.dp.size)
-        return pending.result()
+        return finish_step(self.engine, self._loss, self._rows, self._tokens, learning_rate)
+
+
+def finish_step(
+    engine: StepParts, contribution: Tensor, rows: int, tokens: float, learning_rate: float | None
+) -> StepOutcome:
+    """Update the weights from the gradients of passes that have run, and advance the counters.
+
+    contribution: this rank's to the scaled loss. rows, tokens: of this data-parallel rank. learning_rate: in place of
+    the schedule's.
+    """
+    rate = engine.next_learning_rate() if learning_rate is None else learning_rate
+    _, all_tokens = engine.step.global_counts(LossCounts(tokens=tokens))
+    pending = engine.step.finish(contribution, rate, all_tokens)
+    engine.count_step(rows * engine.ctx.dp.size)
+    return pending.result()
 
 
 def _require_whole(engine: StepParts) -> None:

@@ -219,7 +219,7 @@ def read_lines(content: bytes, batch: Batch) -> list[BatchLine]:
 
 def _objection(line: BatchLine, endpoint: str, seen: set[str]) -> str | None:
     if line.custom_id in seen:
-        return f'custom_id "{line.custom_id[:100]}" stands in another line too'
+        return f'custom_id "{line.custom_id[:100]}" is in another line too'
     if line.url != endpoint:
         return f"url is {line.url[:100]!r}; the batch is for {endpoint}"
     return "stream: an answer of a batch comes in one piece" if line.body.get("stream") else None
