@@ -338,7 +338,7 @@ class Accelerator(Processes):
         return on_tensors(lambda one: pad_across_data_parallel_group(one, dim, pad_index, pad_first), tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, without the samples that fill up the last batch of a loader; other objects than tensors as a
+        """Like `gather`, without the samples that fill up the last batch of a loader; other objects than tensors as a
         list. Rows are in the ranks' order."""
         if use_gather_object or not _only_tensors(input_data):
             return self._run.without_repetitions(gather_object(input_data))
@@ -417,7 +417,7 @@ class Accelerator(Processes):
         load_states(self._registered, folder)
 
     def load_checkpoint(self, input_dir: str) -> None:
-        """As `load_state`."""
+        """The same as `load_state`."""
         self.load_state(input_dir)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -527,7 +527,7 @@ class Accelerator(Processes):
 
 
 class _Handle:
-    """Of a registered hook."""
+    """Handle of a registered hook."""
 
     def __init__(self, hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> None:
         self._hooks, self._hook = hooks, hook

@@ -38,7 +38,7 @@ class KwargsHandler:
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Of torch.autocast."""
+    """Arguments of torch.autocast."""
 
     enabled: bool = True
     cache_enabled: bool | None = None
@@ -46,7 +46,7 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Of torch's DistributedDataParallel. comm_hook: fp16 and bf16 compress gradients."""
+    """Arguments of torch's DistributedDataParallel. comm_hook: fp16 and bf16 compress gradients."""
 
     dim: int = 0
     broadcast_buffers: bool = True
@@ -66,7 +66,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Of torch.amp.GradScaler, with mixed_precision='fp16'."""
+    """Arguments of torch.amp.GradScaler, with mixed_precision='fp16'."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -96,7 +96,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Of torch.profiler.profile. activities: names such as cpu and cuda. output_trace_dir: of a Chrome trace for each
+    """Arguments of torch.profiler.profile. activities: names such as cpu and cuda. output_trace_dir: of a Chrome trace for each
     rank."""
 
     activities: Sequence[str] | None = None

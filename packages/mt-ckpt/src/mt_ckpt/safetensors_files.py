@@ -32,9 +32,9 @@ METADATA = "__metadata__"
 MAX_HEADER_BYTES = 100 << 20
 """The limit that the safetensors library sets."""
 MAX_TENSORS = 1 << 18
-"""Of one file: a hundred thousand are the experts of the largest models, in all their files."""
+"""Entries of one file: a hundred thousand are the experts of the largest models, in all their files."""
 MAX_DIMENSIONS, MAX_SIZE = 64, 1 << 62
-"""Of a shape, as torch has them."""
+"""Dimensions of a shape, as torch has them."""
 ALIGNMENT = 8
 PENDING_BYTES = 64 << 20
 SYNC_BYTES = 64 << 20

@@ -35,7 +35,7 @@ TOKENIZER_JSON = "tokenizer.json"
 SPLITS = ("90,10,0", "80,20,0", "50,50,0")
 """Tried in turn for a text that is too small for the usual one."""
 QUICK_BYTES = 50_000_000
-"""Of text: more of it is not tokenized to check an answer."""
+"""Bytes of text: more of it is not tokenized to check an answer."""
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 

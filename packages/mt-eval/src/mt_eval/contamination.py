@@ -110,7 +110,7 @@ def _contamination(
 
 
 def _of_sample(name: str, texts: Sequence[Overlap]) -> list[Overlap]:
-    """Of all texts of a sample, its question and its answers; none where none of them shares an n-gram."""
+    """Overlaps of all texts of a sample, its question and its answers; none where none of them shares an n-gram."""
     shared = [one for one in texts if one.shared]
     if not shared:
         return []

@@ -52,7 +52,7 @@ class TextGenerator:
         self._refit: Refit | None = None
         self._best: dict[int, BestOf] = {}
         self._kept: list[TextEvent] = []
-        """Of requests that were open while `generate` or `stream` stepped the engine for another."""
+        """Events of requests that were open while `generate` or `stream` stepped the engine for another."""
         self.checkpoint: Path | None = None
         """That the weights are from; None without one."""
 

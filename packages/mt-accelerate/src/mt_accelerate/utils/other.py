@@ -53,17 +53,17 @@ def wait_for_everyone() -> None:
 
 
 def gather(tensor: Any) -> Any:
-    """As `Accelerator.gather`."""
+    """The same as `Accelerator.gather`."""
     return on_tensors(gather_across_data_parallel_groups, tensor)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """As `Accelerator.reduce`."""
+    """The same as `Accelerator.reduce`."""
     return on_tensors(lambda one: reduce_across_data_parallel_group(one, reduction, scale), tensor)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """As `Accelerator.pad_across_processes`."""
+    """The same as `Accelerator.pad_across_processes`."""
     return on_tensors(lambda one: pad_across_data_parallel_group(one, dim, pad_index, pad_first), tensor)
 
 
@@ -114,7 +114,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: list[str], default: int) -> int:
-    """Of the first variable that is set."""
+    """Value of the first variable that is set."""
     return next((int(os.environ[key]) for key in env_keys if key in os.environ), default)
 
 
@@ -167,7 +167,7 @@ def is_fp16_available() -> bool:
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Of this machine; default 29500."""
+    """Whether a port of this machine is taken; default 29500."""
     with socket.socket() as one:
         return one.connect_ex(("localhost", int(port or 29500))) == 0
 

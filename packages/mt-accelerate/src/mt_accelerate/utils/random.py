@@ -13,7 +13,7 @@ from mt_core.errors import ConfigError
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Of Python's, NumPy's and torch's random numbers; the seed of training, too. device_specific: another one on each
+    """Seeds Python's, NumPy's and torch's random numbers; the seed of training, too. device_specific: another one on each
     rank. deterministic: torch uses deterministic algorithms only."""
     if device_specific:
         import torch.distributed as dist

@@ -61,7 +61,7 @@ def read(path: Path) -> Any:
 
 
 def random_states() -> dict[str, Any]:
-    """Of Python, NumPy, torch and the GPUs of this process, in tensors and plain values."""
+    """States of Python, NumPy, torch and the GPUs of this process, in tensors and plain values."""
     kind, words, position, has_gauss, gauss = np.random.get_state()
     found = {
         "random_state": random.getstate(),

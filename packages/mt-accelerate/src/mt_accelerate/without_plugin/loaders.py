@@ -175,7 +175,7 @@ class PreparedLoader:
         return 0 if self.base_dataloader.drop_last else self.total_dataset_length % self.total_batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Of the order of samplers and data sets that follow it."""
+        """Sets the epoch of samplers and data sets that follow it."""
         self.iteration = epoch
         followers: tuple[Any, ...] = (
             self.base_dataloader.sampler,

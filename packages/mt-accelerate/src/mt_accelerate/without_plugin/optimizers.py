@@ -46,7 +46,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Of optimizers that have it, such as schedule-free ones."""
+        """Calls the optimizer's own where it has one, such as schedule-free ones."""
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
 

@@ -29,7 +29,7 @@ SCALARS = {
 MAX_DIMENSIONS = 4
 MAX_ENTRIES = 1 << 18
 MAX_ELEMENTS = 1 << 22
-"""Of all arrays: a vocabulary has three of its length (texts, scores, types), and merges."""
+"""Elements of all arrays: a vocabulary has three of its length (texts, scores, types), and merges."""
 BLOCK_ELEMENTS = 1 << 22
 """Elements dequantized together."""
 

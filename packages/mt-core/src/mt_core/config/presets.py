@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mt_core.plugins import Plugin, PluginHost
 
 NO_PRESETS: Mapping[str, Any] = {}
-"""Of a family whose models are given by programs."""
+"""Presets of a family whose models are given by programs."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class LossCounts:
-    """Of one data-parallel rank's samples. divisor: its part of what the loss is divided by. tokens: positions with a
+    """Counts of one data-parallel rank's samples. divisor: its part of what the loss is divided by. tokens: positions with a
     weight above 0."""
 
     divisor: float = 0.0
@@ -61,7 +61,7 @@ class LossNormalization:
         return {**arrays, WEIGHTS: _weights_of_means(weights, _sequence_numbers(arrays, weights))}
 
     def counts(self, micro_batches: Iterable[Arrays]) -> LossCounts:
-        """Of micro-batches of whole sequences on the host, before `weigh`."""
+        """Counts of micro-batches of whole sequences on the host, before `weigh`."""
         counts = [self._counts(arrays) for arrays in micro_batches]
         tokens = sum(count.tokens for count in counts)
         # Every rank gives an equal part of the constant, also one without samples.

@@ -54,7 +54,7 @@ class InputFormat:
 
 
 def examine_format(path: Path, input_format: str = "auto", encodings: tuple[str, ...] = UTF8) -> InputFormat:
-    """As `detect_format`, with what the file's first bytes say: compression that its name does not, and the encoding.
+    """Like `detect_format`, with what the file's first bytes say: compression that its name does not, and the encoding.
 
     Raises DataError also for a file that cannot be read.
     """

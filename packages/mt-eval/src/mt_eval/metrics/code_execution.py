@@ -69,7 +69,7 @@ class ProgramRunner:
             self.isolates = False
 
     def map(self, function: Callable[[GivenT], FoundT], given: Iterable[GivenT]) -> Iterator[FoundT]:
-        """Of each, in their order, `workers` at a time. A consumer that stops ends what has not begun."""
+        """Results for each, in their order, `workers` at a time. A consumer that stops ends what has not begun."""
         pool = ThreadPoolExecutor(self.workers)
         try:
             yield from pool.map(function, given)

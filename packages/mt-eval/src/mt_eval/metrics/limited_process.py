@@ -18,11 +18,11 @@ MS_NOSUID, MS_NODEV, MS_BIND = 2, 4, 4096
 PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, CAPABILITIES = 24, 38, 64
 INODES = 4096
 NICE = 19
-"""Of the program: this script has to run beside more processes than there may be."""
+"""Niceness of the program: this script has to run beside more processes than there may be."""
 LEAST_PID_MAX = "301"
 """The least that Linux takes."""
 OWN_PROCESSES = 3
-"""Of this script and unshare; one more than the limit, so that this script sees the excess."""
+"""Processes of this script and unshare; one more than the limit, so that this script sees the excess."""
 SHARED_MEMORY = "/dev/shm"
 SECRET_BYTES = 64
 

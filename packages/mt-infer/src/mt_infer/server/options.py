@@ -18,7 +18,7 @@ class ServerOptions:
     any_host: bool = False
     max_body_bytes: int = 8 << 20
     max_files_bytes: int = 1 << 30
-    """Of all files of batches together."""
+    """Bytes of all files of batches together."""
     max_tokens: int | None = None
     """Tokens that a request may generate; None: as many as the model's context has."""
     max_queue: int = 1024

@@ -170,7 +170,7 @@ def require_even_heads(config: Heads, name: str) -> None:
 
 
 _SCALING_PARAMETERS = {key for table in _SCALING_FIELDS.values() for key in table} | {"short_factor", "long_factor"}
-"""Of all types of transformers, also of those that no family here has."""
+"""Parameters of all types of transformers, also of those that no family here has."""
 
 
 def rope_table(external: Mapping[str, Any], default_base: float = 10000.0, **own: Any) -> dict[str, Any]:

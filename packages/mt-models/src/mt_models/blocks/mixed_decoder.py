@@ -41,7 +41,7 @@ class MixedDecoder(CausalDecoder):
     """tokens [B, S] -> logits [B, S, vocab]; a family says how to make layer number i (see residual_layer)."""
 
     embedding_type: ClassVar[type[TokenEmbedding]] = TokenEmbedding
-    """Of a residual stream in the dtype of the weights."""
+    """Class of the embedding; by default the residual stream is in the dtype of the weights."""
 
     def __init__(self, config: MixedShape, environment: ModelEnvironment, layer: Callable[[int], nn.Module]) -> None:
         embedding = Fp32Embedding if config.fp32_residual_connection else self.embedding_type

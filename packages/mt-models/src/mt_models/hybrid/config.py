@@ -53,11 +53,11 @@ class HybridConfig(MambaLayerConfig):
     add_bias_linear: bool = False
     """Biases in the matrices of attention and feed-forward."""
     embedding_multiplier: Factor = 1.0
-    """Of token embeddings, in Granite 4.0 as the next three."""
+    """Factor of token embeddings, in Granite 4.0 as the next three."""
     attention_multiplier: Factor | None = None
-    """Of the products of queries and keys. Default: 1 / sqrt(head size)."""
+    """Factor of the products of queries and keys. Default: 1 / sqrt(head size)."""
     residual_multiplier: Factor = 1.0
-    """Of what a layer adds to the residual stream."""
+    """Factor of what a layer adds to the residual stream."""
     logits_scaling: Factor = 1.0
     """Logits are divided by this."""
     moe: dict[str, Any] | None = None

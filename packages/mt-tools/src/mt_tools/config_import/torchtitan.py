@@ -19,7 +19,7 @@ from mt_tools.megatron_arguments.translation import Account
 Values = Mapping[str, Mapping[str, Any]]
 Keys = dict[str, Any]
 SECTIONS = ("job", "model", "training", "optimizer", "lr_scheduler", "parallelism")
-"""Of which a file has at least three."""
+"""Sections of which a file has at least three."""
 PRESETS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("llama3", "8B"): ("llama", "llama3-8b"),
     ("llama3", "70B"): ("llama", "llama3-70b"),

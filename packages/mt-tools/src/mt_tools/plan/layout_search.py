@@ -41,7 +41,7 @@ class Candidate:
     plan: LayoutPlan
 
     tokens_per_step: int
-    """Of all ranks."""
+    """Tokens of all ranks in a step."""
 
     @property
     def tokens_per_second(self) -> float:

@@ -21,7 +21,7 @@ from mt_infer.server.openai.files import StoredFiles
 log = logging.getLogger(__name__)
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 PRIORITY = 1 << 20
-"""Of a batch's requests that say none: behind those of clients that wait."""
+"""Priority of a batch's requests that say none: behind those of clients that wait."""
 AT_A_TIME = 32
 """Requests of a batch that are open."""
 DAY = 24 * 60 * 60
@@ -53,7 +53,7 @@ class BatchLine(RequestBody):
 
 
 class Answer(NamedTuple):
-    """Of one request, as JSON."""
+    """Answer to one request, as JSON."""
 
     status: int
     body: Any

@@ -203,7 +203,7 @@ async def _whole(service: Service, conversation: Conversation) -> Response:
 
 
 async def _events(service: Service, conversation: Conversation) -> AsyncGenerator[Piece, None]:
-    """Of the stream, each with its number."""
+    """Events of the stream, each with its number."""
     number = 0
     async with aclosing(_unnumbered(service, conversation)) as events:
         async for event in events:

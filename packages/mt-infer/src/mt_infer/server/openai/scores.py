@@ -97,7 +97,7 @@ async def _ranking(service: Service, body: RerankBody) -> Response:
 async def _cosines(
     service: Service, model: ServedModel, queries: Sequence[str], documents: Sequence[str]
 ) -> tuple[list[float], int]:
-    """Of each document with the query of its place, or with the only one; and the tokens of all texts."""
+    """Score of each document with the query of its place, or with the only one; and the tokens of all texts."""
     found: Embedded = await embedded(service, model, {"query": queries, "document": documents})
     of_queries, of_documents = found.vectors[: len(queries)], found.vectors[len(queries) :]
     if len(of_queries) == 1:

@@ -35,7 +35,7 @@ def _read(name: str) -> str:
 
 
 def _hashes(html: str, tag: str) -> str:
-    """As a Content-Security-Policy names inline elements."""
+    """Hashes by which a Content-Security-Policy names inline elements."""
     found = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in found]
     return " ".join(f"'sha256-{digest}'" for digest in digests)
