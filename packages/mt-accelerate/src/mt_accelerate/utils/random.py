@@ -13,8 +13,8 @@ from mt_core.errors import ConfigError
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seeds Python's, NumPy's and torch's random numbers; the seed of training, too. device_specific: another one on each
-    rank. deterministic: torch uses deterministic algorithms only."""
+    """Seeds Python's, NumPy's and torch's random numbers; the seed of training, too. device_specific: another one on
+    each rank. deterministic: torch uses deterministic algorithms only."""
     if device_specific:
         import torch.distributed as dist
 

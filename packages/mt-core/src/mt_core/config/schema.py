@@ -41,7 +41,8 @@ Activation = Literal[
     "geglu_tanh",
     "clamped_swiglu",
 ]
-"""Activations of the feed-forward block (mt_core.nn.activations); here, so that configurations are checked without torch."""
+"""Activations of the feed-forward block (mt_core.nn.activations); here, so that configurations are checked without
+torch."""
 
 
 def used_when(default: Any, **conditions: Any) -> Any:

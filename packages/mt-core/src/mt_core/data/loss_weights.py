@@ -29,8 +29,8 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class LossCounts:
-    """Counts of one data-parallel rank's samples. divisor: its part of what the loss is divided by. tokens: positions with a
-    weight above 0."""
+    """Counts of one data-parallel rank's samples. divisor: its part of what the loss is divided by. tokens: positions
+    with a weight above 0."""
 
     divisor: float = 0.0
     tokens: float = 0.0

@@ -213,8 +213,9 @@ class _BatchInvariance(TorchDispatchMode):
 
 
 def _random_like(b: Tensor) -> Tensor:
-    """Random matrix of b's shape, strides and dtype. The verdict holds for every later factor of this shape, so that it may not
-    depend on the first one's values: in one that is padded with zeros, orders of addition that differ give one sum."""
+    """Random matrix of b's shape, strides and dtype. The verdict holds for every later factor of this shape, so that it
+    may not depend on the first one's values: in one that is padded with zeros, orders of addition that differ give one
+    sum."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(b.shape, generator=generator).to(b.dtype)
     # Elements that share memory (an expanded factor) cannot be written apart.

@@ -44,8 +44,8 @@ def log_values(metrics: Metrics) -> dict[str, float]:
 
 
 def evaluation_values(metrics: Metrics, *, in_nats_per_token: bool) -> dict[str, float]:
-    """Values of on_evaluation: loss and metrics of each validation set, and what evaluators measure; of a loss in nats per
-    token also its perplexity."""
+    """Values of on_evaluation: loss and metrics of each validation set, and what evaluators measure; of a loss in nats
+    per token also its perplexity."""
     values = {}
     for key, value in metrics.items():
         if key.endswith("_loss"):
