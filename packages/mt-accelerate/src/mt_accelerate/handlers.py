@@ -96,8 +96,8 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Arguments of torch.profiler.profile. activities: names such as cpu and cuda. output_trace_dir: of a Chrome trace for
-    each rank."""
+    """Arguments of torch.profiler.profile. activities: names such as cpu and cuda. output_trace_dir: of a Chrome trace
+    for each rank."""
 
     activities: Sequence[str] | None = None
     schedule_option: dict[str, int] | None = None
