@@ -20,9 +20,11 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-SECONDS = 4.0
+SECONDS = 2.0
 CHARACTERS = 64 << 20
 """All texts and lists together that a rendering makes."""
+MEMBER = 16
+"""Characters that a member of what is joined counts for."""
 LARGEST_NUMBER = 1 << 20
 """As a width, a count or a repetition."""
 LONGEST_SOURCE = 4 << 20
@@ -129,6 +131,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if name == "join":
             members = next((entry for entry in given if not isinstance(entry, str)), value)
             members = members if isinstance(members, list | tuple | str) else []
+            # Before their lengths are added up, which takes as long as many characters for each.
+            self.budget.take(MEMBER * len(members))
             self.budget.take(sum(map(_length, members)) + len(members) * (longest if members is value else size))
         elif name == "replace":
             old, new = (*args, "", "")[:2]
