@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,7 +41,7 @@ from mt_core.optim.master_weights import (
     build_master_weights,
 )
 from mt_core.optim.param_and_grad_buffer import BufferOptions, ParamAndGradBuffer
-from mt_core.optim.param_groups import param_groups
+from mt_core.optim.param_groups import matches, param_groups
 from mt_core.optim.schedules import Horizon, LRSchedule
 from mt_core.parallel.communicators import CommunicatorOptions
 from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, build_parallel_context
@@ -334,13 +333,12 @@ def _require_used_patterns(patterns: Sequence[str] | None, environment: Optimize
     """Raises ConfigError for a pattern of no_weight_decay that no parameter has, on any pipeline stage. Collective."""
     if not patterns:
         return
-    names = list(environment.shapes)
-    own = {pattern: True for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)}
+    own = {pattern: True for pattern in patterns if any(matches(name, [pattern]) for name in environment.shapes)}
     used = merged_over_stages(own, environment.ctx)
     if unused := [pattern for pattern in patterns if pattern not in used]:
         raise ConfigError(
             f"optimizer.no_weight_decay: no parameter has the name {', '.join(unused)}; the names are those of "
-            "mt inspect, with * for any characters"
+            "mt ckpt inspect, with * for any characters"
         )
 
 
