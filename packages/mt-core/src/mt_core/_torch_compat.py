@@ -67,9 +67,10 @@ def time_limit_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def default_store() -> dist.Store:
-    """A connection of its own to the store through which the ranks of the world met: a call that waits blocks nobody
-    else's. Of its keys the process groups and the monitors have theirs; prefix your own."""
-    return dist.distributed_c10d._get_default_store().clone()
+    """The store through which the ranks of the world met, for the main thread: a call that waits blocks others on this
+    connection. Of its keys the process groups and the monitors have theirs; prefix your own."""
+    # No clone: each is another connection to the server, whose accepting may take seconds when many come and go.
+    return dist.distributed_c10d._get_default_store()
 
 
 # -- products overlapped with collectives ------------------------------------------------------------
