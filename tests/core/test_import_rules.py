@@ -19,7 +19,7 @@ PACKAGES = Path(__file__).parents[2] / "packages"
 FLOORS = (
     {"mt_core"},
     {"mt_models", "mt_data", "mt_ckpt", "mt_moe"},
-    {"mt_infer", "mt_tools"},
+    {"mt_infer", "mt_tools", "mt_import"},
     {"mt_eval", "mt_tune", "mt_retrieval", "mt_accelerate"},
     {"mt_cli"},
 )

@@ -26,7 +26,7 @@ CONFIGURED = {("train",), ("plan",), ("verify", "layout"), ("verify", "resume"),
 many; their own tests run them."""
 
 PARSED = {
-    ("import",): "reads scripts and files of others; tests/tools/config_import runs it",
+    ("import",): "reads scripts and files of others; tests/import_ runs it",
     ("serve",): "runs until it is ended; tests/infer/server runs it",
     ("retrieve",): "needs a trained retriever; tests/retrieval trains one and runs it",
     ("retro",): "needs token files; tests/retrieval/retro makes some and runs it",

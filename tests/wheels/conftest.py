@@ -22,6 +22,7 @@ PACKAGES = (
     "mt-moe",
     "mt-infer",
     "mt-tools",
+    "mt-import",
     "mt-eval",
     "mt-accelerate",
     "mt-retrieval",

@@ -67,7 +67,7 @@ def test_cli_alone_says_what_training_needs(cli_alone) -> None:
 
 
 def test_cli_alone_says_where_other_commands_are(cli_alone) -> None:
-    for command, home in (("data", "mt-data"), ("generate", "mt-infer")):
+    for command, home in (("data", "mt-data"), ("generate", "mt-infer"), ("import", "mt-import")):
         done = cli_alone("mt", command, "x")
         assert done.returncode == 3
         assert f"mt {command} is a command of {home}, which is not installed (pip install {home})" in done.stderr

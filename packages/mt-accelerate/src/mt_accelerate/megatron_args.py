@@ -7,9 +7,9 @@ from typing import Any
 
 from mt_accelerate.megatron_lm_plugin import Sections
 from mt_core.errors import ConfigError, Problems, did_you_mean
-from mt_tools.config_import.accelerate import KEYS
-from mt_tools.megatron_arguments.entry_scripts import BERT_TOKENIZER, GPT_TOKENIZER
-from mt_tools.megatron_arguments.table import REASONS, Argument, by_dest
+from mt_import.megatron_arguments.entry_scripts import BERT_TOKENIZER, GPT_TOKENIZER
+from mt_import.megatron_arguments.table import REASONS, Argument, by_dest
+from mt_import.readers.accelerate import KEYS
 
 EXPLICIT: Mapping[str, str] = {"exp_avg_dtype": "optimizer.exp_avg_dtype"}
 """Arguments that other fields of the plugin make a key of."""

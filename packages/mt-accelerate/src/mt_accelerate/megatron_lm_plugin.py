@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter, ValidationError
 
 from mt_core.errors import ConfigError, Problems, did_you_mean
-from mt_tools.config_import.accelerate import KEYS, PREFIX, SELECTIVE, VARIABLE_PREFIX, import_accelerate
+from mt_import.readers.accelerate import KEYS, PREFIX, SELECTIVE, VARIABLE_PREFIX, import_accelerate
 
 Sections = dict[str, dict[str, Any]]
 IMPORTED = frozenset((*KEYS, SELECTIVE)) - {

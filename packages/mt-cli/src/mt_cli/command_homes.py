@@ -10,7 +10,7 @@ COMMAND_HOMES = {
     "estimate": "mt-tools",
     "eval": "mt-eval",
     "generate": "mt-infer",
-    "import": "mt-tools",
+    "import": "mt-import",
     "launch": "mt-accelerate",
     "moe": "mt-moe",
     "plan": "mt-tools",

@@ -81,7 +81,7 @@ KINDS: dict[str, Kind[Any]] = {
     "passage_retrievers": Kind(
         "a retriever of passages", "mt_register_passage_retrievers", specs.PassageRetrieverSpec, "mt-retrieval"
     ),
-    "key_names": Kind("a set of names of keys", "mt_register_key_names", specs.KeyNamesSpec, "mt-tools"),
+    "key_names": Kind("a set of names of keys", "mt_register_key_names", specs.KeyNamesSpec, "mt-import"),
     "commands": Kind("a command", "mt_register_commands", specs.CommandSpec, "mt-cli"),
 }
 

@@ -14,7 +14,7 @@ import typer
 from mt_accelerate.commands.launch_options import merged, read_options
 from mt_core.config.files import read_values
 from mt_core.errors import ConfigError
-from mt_tools.config_import.accelerate import PREFIX, VARIABLE_PREFIX, import_accelerate
+from mt_import.readers.accelerate import PREFIX, VARIABLE_PREFIX, import_accelerate
 
 DEFAULT_PORT = 29500
 LAUNCHERS = ("module", "num_cpu_threads_per_process", "max_restarts", "log_dir", "gradient_accumulation_steps")

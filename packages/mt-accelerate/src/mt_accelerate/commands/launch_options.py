@@ -8,7 +8,7 @@ from typing import Any
 
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_core.errors import ConfigError, did_you_mean
-from mt_tools.config_import.accelerate import PREFIX
+from mt_import.readers.accelerate import PREFIX
 
 VALUES: Mapping[str, str] = {
     "num_processes": "num_processes",

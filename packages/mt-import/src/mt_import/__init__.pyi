@@ -1,0 +1,2 @@
+from .output import configuration_text as configuration_text
+from .readers.megatron import import_words as import_words

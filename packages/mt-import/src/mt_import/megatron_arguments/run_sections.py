@@ -1,0 +1,246 @@
+"""Sections beside [model], from Megatron's arguments after its validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mt_core.config.schema import TimeoutsConfig
+from mt_import.megatron_arguments.entry_scripts import EntryScript
+from mt_import.megatron_arguments.refusals import COMMUNICATORS, OPTIMIZERS
+from mt_import.megatron_arguments.table import Version, arguments, by_dest
+
+Values = Mapping[str, Any]
+Keys = dict[str, Any]
+"""Dotted key -> value; None is null."""
+BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+SIZES: Mapping[str, str] = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "expert_shard": "num_experts",
+    "expert_replicate": "num_experts",
+}
+"""Axis -> what is above 1 where it has messages."""
+SCHEDULE_KEYS = (
+    *("optimizer.lr", "optimizer.min_lr", "optimizer.weight_decay", "optimizer.start_weight_decay"),
+    *("optimizer.end_weight_decay", "optimizer.weight_decay_incr_style", "lr_schedule.lr_decay_style"),
+    *("lr_schedule.lr_decay_iters", "lr_schedule.lr_decay_samples", "lr_schedule.lr_warmup_iters"),
+    *("lr_schedule.lr_warmup_samples", "lr_schedule.lr_warmup_fraction", "train.train_iters", "train.train_samples"),
+)
+"""What Megatron's scheduler compares with the checkpoint, unless it is to be overridden."""
+WORD_PIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+COUNTED_VOCABULARY = ("NullTokenizer", "TikTokenizer")
+"""Tokenizers whose vocabulary size is an argument."""
+
+
+def run_keys(values: Values, entry: EntryScript, version: Version) -> Keys:
+    """Dotted key -> value, those that do not count included."""
+    found = copied_keys(values)
+    rules = (_parallel, _communicators, _timeouts, _optimizer, _schedule, _precision, _recompute, _checkpoint)
+    for rule in (*rules, _train, _trackers):
+        found |= rule(values)
+    # Later rules win over values that are copied.
+    return {**found, **_data(values, entry), **_tokenizer(values, version)}
+
+
+def copied_keys(values: Values) -> Keys:
+    """Arguments that are keys of the same meaning."""
+    return {
+        argument.keys[0]: values[argument.dest]
+        for argument in arguments()
+        if argument.outcome == "copy" and values.get(argument.dest) is not None
+    }
+
+
+def _parallel(values: Values) -> Keys:
+    found: Keys = _sharding(values)
+    if (stages := values["virtual_pipeline_model_parallel_size"] or 1) > 1:
+        found["parallel.virtual_pipeline_model_parallel_size"] = stages
+        found["parallel.pipeline_schedule"] = "interleaved_1f1b"
+    if values["context_parallel_size"] > 1:
+        found["parallel.cp_comm_type"] = values["cp_comm_type"][0]
+    # null follows tensor parallelism, also when that is changed later. Without experts there is nothing to divide.
+    if not values["num_experts"] or values["tensor_model_parallel_size"] == values["expert_tensor_parallel_size"]:
+        found["parallel.expert_tensor_parallel_size"] = None
+    return found
+
+
+def _sharding(values: Values) -> Keys:
+    """Megatron's FSDP shards what torch's does."""
+    if values["use_torch_fsdp2"]:
+        return {"parallel.use_torch_fsdp2": True}
+    if not (values["use_megatron_fsdp"] or values["use_custom_fsdp"]):
+        return {"parallel.use_distributed_optimizer": values["use_distributed_optimizer"]}
+    strategy = values["data_parallel_sharding_strategy"]
+    if strategy == "optim":
+        return {"parallel.use_distributed_optimizer": True}
+    if strategy == "no_shard":
+        return {}
+    return {
+        "parallel.use_torch_fsdp2": True,
+        "parallel.fsdp_reshard_after_forward": strategy == "optim_grads_params",
+    }
+
+
+def _communicators(values: Values) -> Keys:
+    """Megatron ignores options of groups of one rank."""
+    axes = dict.fromkeys(COMMUNICATORS[group] for group in values["high_priority_stream_groups"] or ())
+    several = [axis for axis in axes if axis not in SIZES or (values.get(SIZES[axis]) or 1) > 1]
+    return {"parallel.nccl_communicators": {axis: {"is_high_priority_stream": True} for axis in several}}
+
+
+def _timeouts(values: Values) -> Keys:
+    """Megatron's limit is that of one operation. A phase in which ranks compute as well is never given less than its
+    default."""
+    minutes = values["distributed_timeout_minutes"]
+    if minutes == by_dest()["distributed_timeout_minutes"].default_of("main"):
+        return {}
+    fields, seconds = TimeoutsConfig.model_fields, 60.0 * minutes
+    waiting = ("init", "step")
+    return {f"timeouts.{name}": seconds if name in waiting else max(seconds, fields[name].default) for name in fields}
+
+
+def _optimizer(values: Values) -> Keys:
+    found: Keys = {"optimizer.optimizer": OPTIMIZERS[values["optimizer"]]}
+    if not values["use_precision_aware_optimizer"]:
+        return found
+    found["optimizer.exp_avg_dtype"] = values["exp_avg_dtype"]
+    if values["bf16"] and not _sharding(values).get("parallel.use_torch_fsdp2"):
+        found["optimizer.main_weights"] = "remainders"  # Megatron's store_param_remainders, which is no argument
+    return found
+
+
+def _schedule(values: Values) -> Keys:
+    counts = ("lr_warmup_iters", "lr_warmup_samples")
+    return {f"lr_schedule.{dest}": values[dest] for dest in counts if values[dest]}
+
+
+def _precision(values: Values) -> Keys:
+    dtype = "bf16" if values["bf16"] else "fp16" if values["fp16"] else "fp32"
+    found: Keys = {"precision.dtype": dtype, "precision.fp8_format": values["fp8"] or "none"}
+    if float(values["loss_scale_window"]).is_integer():  # Megatron's parser makes a float of it
+        found["precision.loss_scale_window"] = int(values["loss_scale_window"])
+    return found
+
+
+def _recompute(values: Values) -> Keys:
+    found: Keys = {"recompute.recompute_granularity": values["recompute_granularity"] or "none"}
+    if values["recompute_modules"] is not None:
+        found["recompute.recompute_modules"] = values["recompute_modules"]
+    return found
+
+
+def _checkpoint(values: Values) -> Keys:
+    # Without --save Megatron saves nothing, whatever the interval.
+    found: Keys = {"checkpoint.save_interval": values["save_interval"] if values["save"] is not None else None}
+    if values["save_retain_interval"] is not None:  # Megatron keeps the newest, and those that it divides
+        found |= {"checkpoint.keep_last": 1, "checkpoint.keep_every": values["save_retain_interval"]}
+    return found | _start(values)
+
+
+def _start(values: Values) -> Keys:
+    """Where weights come from. A run that loads what it saves goes on by itself."""
+    found: Keys = {}
+    load = _loaded_folder(values)
+    if load is not None and (values["finetune"] or values["no_load_optim"]):
+        found["checkpoint.load"] = load
+    # Another folder: the run starts from its state and saves elsewhere.
+    elif load is not None and load != values["save"]:
+        found["checkpoint.resume_from"] = load
+    elif load is not None and values["exit_on_missing_checkpoint"]:
+        found["checkpoint.resume"] = "required"
+    if values["override_opt_param_scheduler"] and "checkpoint.load" not in found:
+        found["checkpoint.accept_changes"] = list(SCHEDULE_KEYS)
+    if values["pretrained_checkpoint"] is not None:
+        found.setdefault("checkpoint.load", values["pretrained_checkpoint"])
+    return found
+
+
+def _loaded_folder(values: Values) -> str | None:
+    """--load, or the folder in it of the iteration that --override-ckpt-iteration names."""
+    load, iteration = values["load"], values["override_ckpt_iteration"]
+    return load if load is None or iteration is None else f"{load}/iter_{iteration:07d}"
+
+
+def dropped_keys(values: Values) -> dict[str, str]:
+    """Keys of arguments that other arguments leave without effect, each with the reason."""
+    load, found = values["load"], dict[str, str]()
+    if load is not None and load == values["save"] and (values["finetune"] or values["no_load_optim"]):
+        found["checkpoint.save"] = (
+            f"{load} has the checkpoints that --load names; those of this run go to checkpoints/ in its run directory, "
+            "or to the folder that checkpoint.save names"
+        )
+    if values["fp8"]:
+        found["parallel.tp_comm_overlap"] = "products in FP8 are not overlapped, which changes no result"
+    return found
+
+
+def _train(values: Values) -> Keys:
+    scope = "step" if values["cuda_graph_impl"] == "full_iteration" else "blocks"
+    graphs = values["enable_cuda_graph"] or values["external_cuda_graph"] or values["cuda_graph_impl"] != "none"
+    return {
+        "train.eval_interval": values["eval_interval"],
+        "train.cuda_graphs": scope if graphs else "none",
+        "train.sample_prompt": "",  # Megatron generates no text at the end
+    }
+
+
+def _trackers(values: Values) -> Keys:
+    """Megatron writes to TensorBoard when it has a folder, and to Weights & Biases when it has a project."""
+    named = {"tensorboard": "tensorboard_dir", "wandb": "wandb_project"}
+    found: Keys = {f"logging.{dest}": values[dest] for dest in named.values() if values[dest]}
+    return found | {"logging.trackers": [tracker for tracker, dest in named.items() if values[dest]]}
+
+
+def _data(values: Values, entry: EntryScript) -> Keys:
+    found: Keys = {"data.dataset_type": _dataset(values, entry)}
+    for dest in BLENDS:
+        if values.get(dest) is not None:
+            found[f"data.{dest}"] = blend(values[dest])
+    if entry.name == "retro":
+        found |= {f"data.{dest}": values[dest] for dest in ("retro_num_neighbors", "retro_num_retrieved_chunks")}
+    if entry.name == "bert":
+        found["data.bert_binary_head"] = values["bert_binary_head"]
+    return found
+
+
+def _dataset(values: Values, entry: EntryScript) -> str:
+    sources = (*BLENDS, "data_args_path", "per_split_data_args_path")
+    if entry.dataset_type != "gpt":
+        return entry.dataset_type
+    if values["mock_data"] or not any(values[dest] for dest in sources):  # Megatron makes data up, too
+        return "mock"
+    return "sft" if values["sft"] else "fim" if values["fim_data"] else "gpt"
+
+
+def blend(words: Sequence[str]) -> list[Any]:
+    """--data-path: prefixes, or weights and prefixes in turns."""
+    # "0.3 a 0.7 b"; a list of prefixes alone has weights by their sizes.
+    weights, prefixes = words[::2], words[1::2]
+    if len(weights) != len(prefixes) or not all(map(_is_number, weights)):
+        return list(words)
+    return [{"prefix": prefix, "weight": float(weight)} for weight, prefix in zip(weights, prefixes, strict=True)]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _tokenizer(values: Values, version: Version) -> Keys:
+    found: Keys = {}
+    size, kind, pad = values["vocab_size"], values["tokenizer_type"], values["null_tokenizer_pad_id"]
+    if size is not None and kind in COUNTED_VOCABULARY:
+        # Until 0.12 Megatron's NullTokenizer added its end of document to the size that it was given.
+        found["tokenizer.vocab_size"] = size + (kind == "NullTokenizer" and version == "0.12")
+    if kind in WORD_PIECES:
+        # Megatron's scripts for BERT, T5 and ICT never encode a text: tokens of their files are taken as they are.
+        found["tokenizer.tokenizer_hf_no_include_special_tokens"] = True
+    if pad >= 0:  # Megatron's -1 is no id
+        found["tokenizer.null_tokenizer_pad_id"] = pad
+    return found

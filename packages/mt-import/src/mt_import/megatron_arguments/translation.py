@@ -1,0 +1,152 @@
+"""Megatron's arguments as a configuration, with an account of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mt_core.config.schema import SECTIONS
+from mt_core.plugins import PluginHost
+from mt_import.megatron_arguments.command_line import Given
+from mt_import.megatron_arguments.counting_keys import Tree, as_tree, remove_defaults, remove_idle_keys
+from mt_import.megatron_arguments.derived import derive_values, padded_vocab_size
+from mt_import.megatron_arguments.entry_scripts import EntryScript
+from mt_import.megatron_arguments.model_section import model_section
+from mt_import.megatron_arguments.refusals import Refusal, find_refusals
+from mt_import.megatron_arguments.run_sections import dropped_keys, run_keys
+from mt_import.megatron_arguments.table import Argument, Version
+
+Status = Literal["translated", "default", "no effect", "refused"]
+
+
+@dataclass(frozen=True)
+class Account:
+    """What became of one argument. keys: dotted, with the values that it decides, among others."""
+
+    words: str
+    status: Status
+    keys: Mapping[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Translation:
+    """sections: the configuration, of keys that differ from our defaults or were given; None is null.
+
+    accounts: of each argument that was given. written_out: keys that no given argument names: Megatron's defaults where
+    ours are others, and values that Megatron derives. values: its attributes after validation.
+    """
+
+    sections: Tree
+    accounts: tuple[Account, ...]
+    written_out: Mapping[str, Any]
+    values: Mapping[str, Any]
+    entry: EntryScript
+    version: Version
+
+    @property
+    def padded_vocab_size(self) -> int | None:
+        """Rows of Megatron's table of token embeddings, where the arguments say how many ids there are."""
+        size = self.sections.get("tokenizer", {}).get("vocab_size")
+        multiple, ranks = self.values["make_vocab_size_divisible_by"], self.values["tensor_model_parallel_size"]
+        return padded_vocab_size(size, multiple, ranks) if size is not None else None
+
+
+def version_of(given: Mapping[str, Given]) -> Version:
+    """Megatron's main branch, unless an argument is only older versions'."""
+    return "0.12" if any(one.argument.versions in ("0.12", "older") for one in given.values()) else "main"
+
+
+def translate(
+    given: Mapping[str, Given],
+    entry: EntryScript,
+    host: PluginHost,
+    *,
+    source: str = "arguments",
+    version: Version | None = None,
+    world_size: int | None = None,
+    is_part: bool = False,
+) -> Translation:
+    """given: attribute -> argument, as `parse_arguments` returns them. source: what messages call them.
+
+    is_part: the arguments are those of a model, and others are given elsewhere: none is missing, and only sections that
+    an argument decides are written, with all of [model].
+
+    Arguments that cannot be done, or belong to what the entry script has in its code, are left out and accounted for as
+    refused. Raises ConfigError for arguments that contradict one another, and for a model that no family is.
+    """
+    version = version or version_of(given)
+    refusals = find_refusals(given, version, host)
+    kept = {dest: one.value for dest, one in given.items() if dest not in refusals}
+    values = derive_values(kept, entry, version, world_size, is_part=is_part)
+    dropped = dropped_keys(values)
+    tree = as_tree({key: value for key, value in run_keys(values, entry, version).items() if key not in dropped})
+    if "model" not in entry.fixed_sections:
+        tree["model"] = {**tree.get("model", {}), **model_section(values, entry, source, host)}
+    for section in entry.fixed_sections:
+        tree.pop(section, None)
+    if is_part:
+        _keep_named(tree, given)
+    # Idle keys before defaults: whether a key counts depends on values that may be defaults.
+    idle = dropped | remove_idle_keys(tree, host)
+    same = remove_defaults(tree, host)
+    # After derive_values: these arguments take part in Megatron's validation.
+    refusals |= {dest: Refusal(one, entry.fixed) for dest, one in given.items() if _is_fixed(one.argument, entry)}
+    accounts = [_account(dest, one, refusals, tree, idle, same) for dest, one in given.items()]
+    # Keys that no given argument names: Megatron's defaults and derived values, which differ from ours.
+    named = {key for account in accounts for key in account.keys}
+    written = {key: value for key, value in dotted(tree).items() if key not in named}
+    return Translation(_ordered(tree), tuple(accounts), written, values, entry, version)
+
+
+def _keep_named(tree: Tree, given: Mapping[str, Given]) -> None:
+    """Remove keys that no given argument decides, except those of [model]."""
+    named = {key for one in given.values() for key in one.argument.keys}
+    for section in [name for name in tree if name != "model"]:
+        tree[section] = {key: value for key, value in tree[section].items() if f"{section}.{key}" in named}
+
+
+def _is_fixed(argument: Argument, entry: EntryScript) -> bool:
+    """Whether it belongs to what the script has in its code."""
+    sections = {key.partition(".")[0] for key in argument.keys}
+    return argument.group in entry.fixed_groups or (bool(sections) and sections <= set(entry.fixed_sections))
+
+
+def dotted(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Sections as dotted keys, those of model.moe one by one."""
+    found = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
+    moe = found.pop("model.moe", None) or {}
+    return found | {f"model.moe.{key}": value for key, value in moe.items()}
+
+
+def _account(
+    dest: str,
+    one: Given,
+    refusals: Mapping[str, Refusal],
+    tree: Tree,
+    idle: Mapping[str, str],
+    same: Mapping[str, Any],
+) -> Account:
+    argument = one.argument
+    if dest in refusals:
+        return Account(one.words, "refused", {}, refusals[dest].reason)
+    if argument.outcome == "none":
+        return Account(one.words, "no effect", {}, argument.why_without_effect)
+    flat = dotted(tree)
+    if found := {key: flat[key] for key in argument.keys if key in flat}:
+        # model.family follows from many arguments; it is shown for one that decides nothing else.
+        own = {key: value for key, value in found.items() if key != "model.family"}
+        return Account(one.words, "translated", own or found, "")
+    if equal := {key: same[key] for key in argument.keys if key in same}:
+        return Account(one.words, "default", equal, "")
+    reason = next(
+        (idle[key] for key in argument.keys if key in idle),
+        "says what is so without it, or does not count with the other arguments",
+    )
+    return Account(one.words, "no effect", {}, reason)
+
+
+def _ordered(tree: Tree) -> Tree:
+    """In the order of the schema, without empty sections."""
+    return {name: tree[name] for name in SECTIONS if tree.get(name)}

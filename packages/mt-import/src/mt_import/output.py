@@ -1,0 +1,67 @@
+"""A configuration as a file, and the command that trains with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mt_core.config.toml_text import to_toml
+from mt_core.errors import ConfigError
+from mt_import.result import ImportResult, Processes
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+def configuration_text(sections: Sections, name: str) -> str:
+    """name: of the file, whose ending says the format: .toml or .json. TOML has no null: such keys are comments."""
+    if name.endswith(".json"):
+        return json.dumps(sections, indent=2) + "\n"
+    lines: list[str] = []
+    for section, keys in sections.items():
+        lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
+        lines += [_toml_line(section, key, value) for key, value in keys.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_line(section: str, key: str, value: Any) -> str:
+    if value is None:
+        return f"# {key} is null, which TOML lacks: add --set {section}.{key}=null"
+    return f"{key} = {to_toml(value)}"
+
+
+def write_configuration(sections: Sections, path: Path) -> None:
+    """Whole or not at all, since processes of one run may write the same file. Raises ConfigError."""
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError(f"--output {path}: the name can end in .toml or .json")
+    # Beside the target, since a rename is atomic within a file system only; with the process id, as others may write
+    # it, too.
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(configuration_text(sections, path.name), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}") from None
+
+
+def launch_line(result: ImportResult, path: Path | None) -> str:
+    """The command for each machine. Values that the source does not decide are words in capitals."""
+    words = ["mt", "train", str(path or "CONFIG.toml"), *_processes(result.processes)]
+    if path is None or path.suffix == ".toml":
+        nulls = [f"{name}.{key}=null" for name, keys in result.sections.items() for key in keys if keys[key] is None]
+        words += [word for null in nulls for word in ("--set", null)]
+    return shlex.join(words)
+
+
+def _processes(processes: Processes) -> list[str]:
+    one = processes.nnodes == 1
+    words = [] if processes.nproc == 1 and one else ["--nproc", str(processes.nproc or "PROCESSES")]
+    if one:
+        return words
+    words += ["--nnodes", str(processes.nnodes or "MACHINES"), "--node-rank", processes.node_rank or "RANK"]
+    words += ["--master-addr", processes.master_addr or "ADDRESS", "--master-port", processes.master_port or "PORT"]
+    return words

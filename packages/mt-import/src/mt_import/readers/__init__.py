@@ -1,0 +1,1 @@
+"""Readers of configurations: one module a program whose configuration becomes ours."""

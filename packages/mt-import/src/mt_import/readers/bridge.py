@@ -1,0 +1,239 @@
+"""Configurations of Megatron-Bridge and NeMo 1.x: YAML whose keys are Megatron's attributes, partly by other names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mt_core.errors import ConfigError
+from mt_core.plugins import PluginHost
+from mt_import.megatron_arguments.command_line import Given
+from mt_import.megatron_arguments.entry_scripts import entry_script
+from mt_import.megatron_arguments.table import Argument, arguments, by_dest
+from mt_import.megatron_arguments.translation import Account, translate
+from mt_import.readers.megatron import MegatronOptions
+from mt_import.result import ImportResult, Processes, result_of
+
+TARGET = "_target_"
+BRIDGE_SECTIONS = ("model", "dataset", "optimizer", "scheduler", "train", "checkpoint", "logger", "tokenizer", "ddp")
+SUFFIX = "_config"
+"""Of sections in older files."""
+NAMES: Mapping[str, str] = {
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "sequence_length": "seq_length",
+    "encoder_seq_length": "seq_length",
+    "path_to_cache": "data_cache_path",
+    "blend": "data_path",
+    "data_prefix": "data_path",
+    "splits_string": "split",
+    "index_mapping_dir": "data_cache_path",
+    "mock": "mock_data",
+    "random_seed": "seed",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "rotary_percentage": "rotary_percent",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "activations_checkpoint_granularity": "recompute_granularity",
+    "activations_checkpoint_method": "recompute_method",
+    "activations_checkpoint_num_layers": "recompute_num_layers",
+    "persist_layer_norm": "no_persist_layer_norm",
+    "max_steps": "train_iters",
+    "val_check_interval": "eval_interval",
+    "limit_val_batches": "eval_iters",
+    "gradient_clip_val": "clip_grad",
+    "warmup_steps": "lr_warmup_iters",
+    "native_amp_init_scale": "initial_loss_scale",
+    "native_amp_growth_interval": "loss_scale_window",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+    "bias": "add_bias_linear",
+}
+"""Key there -> Megatron's attribute, where it is another name."""
+IGNORED = (
+    *(TARGET, "_call_", "_partial_", "_args_", "name", "target", "precision", "devices", "num_nodes", "accelerator"),
+    *("share_embeddings_and_output_weights", "gated_linear_unit", "activation_func", "activation", "betas", "type"),
+    *("model_type", "params_dtype", "pipeline_dtype", "autocast_dtype", "perform_initialization", "megatron_amp_O2"),
+    *(
+        "library",
+        "vocab_size",
+        "should_pad_vocab",
+        "is_vocab_size_set",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "sched",
+    ),
+)
+"""Keys that are read together with others, or that say nothing of a run."""
+LIBRARIES: Mapping[str, tuple[str, str]] = {
+    "sentencepiece": ("SentencePieceTokenizer", "model"),
+    "huggingface": ("HuggingFaceTokenizer", "type"),
+}
+"""NeMo's tokenizer library -> tokenizer_type, and the key of its files."""
+OWN_SECTIONS = (
+    "exp_manager",
+    "ft",
+    "inprocess_restart",
+    "nvrx_straggler",
+    "straggler",
+    "profiling",
+    "rerun_state_machine",
+)
+"""Sections about records and restarts."""
+_REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
+_PRODUCT = re.compile(r"\$\{multiply:([^,]+),(.+)\}")
+MISSING = "???"
+
+
+def is_bridge(values: Mapping[str, Any]) -> bool:
+    names = {str(name).removesuffix(SUFFIX) for name in values}
+    # Two sections at least: many other files have a key `model`.
+    return "model" in names and ("trainer" in names or len(names & set(BRIDGE_SECTIONS)) >= 2)
+
+
+def import_bridge(values: Mapping[str, Any], source: str, host: PluginHost, options: MegatronOptions) -> ImportResult:
+    """A Bridge dump or override file, or a NeMo 1.x configuration. Raises ConfigError."""
+    flat = dict(_flat(values, values))
+    given, unknown = _given_of(flat)
+    given |= _joint(flat)
+    entry = entry_script(options.entry or "gpt")
+    translation = translate(given, entry, host, source=source, version=options.version or "main")
+    processes = _processes(flat, options)
+    result = result_of(translation, f"{source} with {len(given)} values", processes)
+    return replace(result, accounts=[*result.accounts, *unknown])
+
+
+def _flat(values: Mapping[str, Any], root: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path -> value; maps that name a Python object are left out."""
+    for key, value in values.items():
+        here = f"{path}.{key}" if path else str(key)
+        if path == "" and str(key).removesuffix(SUFFIX) in OWN_SECTIONS:
+            continue
+        if isinstance(value, Mapping):
+            # _call_: false names the object itself, such as an activation function.
+            if value.get("_call_") is not False:
+                yield from _flat(value, root, here)
+            elif isinstance(value.get(TARGET), str):
+                yield here, value[TARGET]
+        else:
+            yield here, _resolved(value, here, root)
+
+
+def _resolved(value: Any, here: str, root: Mapping[str, Any], trail: tuple[str, ...] = ()) -> Any:
+    """References of OmegaConf: ${a.b}, ${.sibling}, ${multiply:a,b}. trail: the keys that were looked up for it. Raises
+    ConfigError for ???, for what is absent, and for references that lead to themselves."""
+    if value == MISSING:
+        raise ConfigError(f"{here} is ???, a value that has to be given")
+    if not isinstance(value, str):
+        return value
+    if found := _PRODUCT.fullmatch(value):
+        factors = [_factor(text.strip(), here, root, trail) for text in found.groups()]
+        return factors[0] * factors[1]
+    if found := _REFERENCE.fullmatch(value):
+        # A leading dot is a sibling of the key.
+        base = here.split(".")[:-1] if found[1] else []
+        return _looked_up([*base, *found[2].split(".")], here, root, trail)
+    return value
+
+
+def _factor(text: str, here: str, root: Mapping[str, Any], trail: tuple[str, ...]) -> int:
+    value = _resolved(text, here, root, trail)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{here} multiplies {text}, which is {value!r} and no whole number") from None
+
+
+def _looked_up(path: list[str], here: str, root: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
+    place: Any = root
+    for name in path:
+        if not isinstance(place, Mapping) or name not in place:
+            raise ConfigError(f"{here} refers to {'.'.join(path)}, which is not there")
+        place = place[name]
+    key = ".".join(path)
+    if key in trail:
+        raise ConfigError(f"{key} refers to itself: {' -> '.join([*trail, key])}; give one of them a value")
+    # A reference may lead to another one.
+    return _resolved(place, key, root, (*trail, key))
+
+
+def _given_of(flat: Mapping[str, Any]) -> tuple[dict[str, Given], list[Account]]:
+    """Attributes by the last name of their paths, and an account of each value that is no argument of Megatron's."""
+    given: dict[str, Given] = {}
+    unknown = []
+    for path, value in flat.items():
+        # Bridge divides Megatron's attributes over sections, NeMo over others: the last name decides.
+        name = path.rpartition(".")[2]
+        if name in IGNORED or value is None:
+            continue
+        argument = by_dest().get(NAMES.get(name, name))
+        if argument is None:
+            # Switches that are off need no account.
+            if value not in (False, "", []):
+                unknown.append(Account(f"{path} {value}", "no effect", {}, "no argument of Megatron-LM's"))
+            continue
+        value = _value(argument, name, value)
+        # A dump has every attribute; those with Megatron's default count as not given.
+        if value != argument.default:
+            given[argument.dest] = Given(argument, path, value)
+    return given, unknown
+
+
+def _value(argument: Argument, name: str, value: Any) -> Any:
+    if name == "persist_layer_norm":
+        return not value
+    if name == "blend" and isinstance(value, list) and value and isinstance(value[0], list):
+        prefixes, weights = value[0], value[1] if len(value) > 1 and value[1] else None
+        # [prefixes, weights] -> "weight prefix weight prefix", as --data-path has it.
+        return prefixes if weights is None else [str(x) for pair in zip(weights, prefixes, strict=True) for x in pair]
+    if argument.count and not isinstance(value, list):
+        return [value]
+    if argument.kind == "float" and isinstance(value, int | str):
+        return float(value)
+    return [str(x) for x in value] if argument.dest == "data_path" and isinstance(value, list) else value
+
+
+def _joint(flat: Mapping[str, Any]) -> dict[str, Given]:
+    """What several keys say together, or one by another polarity."""
+    last = {path.rpartition(".")[2]: value for path, value in flat.items()}
+    found: dict[str, Any] = {}
+    if last.get("share_embeddings_and_output_weights") is False:
+        found["untie_embeddings_and_output_weights"] = True
+    activation = str(last.get("activation_func") or last.get("activation") or "")
+    if (last.get("gated_linear_unit") and "silu" in activation) or activation in ("fast-swiglu", "swiglu"):
+        found["swiglu"] = True
+    elif "squared" in activation:
+        found["squared_relu"] = True
+    precision = str(last.get("precision", last.get("params_dtype", "")))
+    if last.get("bf16") or "bf" in precision:
+        found["bf16"] = True
+    elif last.get("fp16") or precision in ("16", "16-mixed", "torch.float16"):
+        found["fp16"] = True
+    # Megatron's parser has a flag beside the number.
+    if last.get("num_query_groups"):
+        found["group_query_attention"] = True
+    if isinstance(betas := last.get("betas"), list):
+        found |= {"adam_beta1": float(betas[0]), "adam_beta2": float(betas[1])}
+    found |= _nemo_tokenizer(flat)
+    rows = {argument.dest: argument for argument in arguments()}
+    return {dest: Given(rows[dest], rows[dest].spelled, value) for dest, value in found.items()}
+
+
+def _nemo_tokenizer(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """model.tokenizer of NeMo 1.x names a library, and then what it takes."""
+    library = str(flat.get("model.tokenizer.library"))
+    if library == "megatron":
+        return {"tokenizer_type": flat.get("model.tokenizer.type")}
+    if library in LIBRARIES:
+        kind, key = LIBRARIES[library]
+        return {"tokenizer_type": kind, "tokenizer_model": flat.get(f"model.tokenizer.{key}")}
+    return {}
+
+
+def _processes(flat: Mapping[str, Any], options: MegatronOptions) -> Processes:
+    devices, nodes = flat.get("trainer.devices"), flat.get("trainer.num_nodes", 1)
+    if options.world_size is not None or not isinstance(devices, int):
+        return Processes(options.world_size)
+    return Processes(devices, nodes)

@@ -1,0 +1,97 @@
+"""What an import gives: a configuration, an account of what was given, and how to launch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mt_import.megatron_arguments.translation import Account, Translation
+
+Status = Literal["translated", "default", "no effect", "refused"]
+ALL = "all"
+"""In place of arguments that may be left out: every one."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How many processes to start, as far as the source says. A number that is None is not known."""
+
+    nproc: int | None = 1
+    nnodes: int | None = 1
+    node_rank: str | None = None
+    master_addr: str | None = None
+    master_port: str | None = None
+
+    @property
+    def world_size(self) -> int | None:
+        return self.nproc * self.nnodes if self.nproc is not None and self.nnodes is not None else None
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """source: what was read, as a sentence. sections: our configuration; None is null. complete: whether it has all
+    that a run needs. written_out: keys that nothing given names: defaults that differ from ours, derived values."""
+
+    source: str
+    sections: Mapping[str, Mapping[str, Any]]
+    accounts: Sequence[Account]
+    written_out: Mapping[str, Any]
+    processes: Processes
+    notes: Sequence[str] = field(default=())
+    complete: bool = True
+
+    def of_status(self, status: Status) -> list[Account]:
+        return [account for account in self.accounts if account.status == status]
+
+    def refused_unless(self, allowed: Collection[str]) -> list[Account]:
+        """What cannot be done and is not in `allowed`: names as typed, with or without dashes, or `all`."""
+        names = {name.lstrip("-") for name in allowed}
+        refused = self.of_status("refused")
+        return [] if ALL in names else [one for one in refused if one.words.split()[0].lstrip("-") not in names]
+
+
+def result_of(translation: Translation, source: str, processes: Processes, notes: Sequence[str] = ()) -> ImportResult:
+    """Of Megatron's arguments."""
+    return ImportResult(
+        f"{source}, as Megatron's {_VERSIONS[translation.version]} reads them",
+        translation.sections,
+        translation.accounts,
+        translation.written_out,
+        processes,
+        [*notes, *_notes(translation)],
+        complete=not translation.entry.fixed_sections,
+    )
+
+
+_VERSIONS = {"main": "main branch", "0.12": "core 0.12"}
+
+
+def _notes(translation: Translation) -> list[str]:
+    """What a user should know of the run beside its configuration."""
+    found, entry = [], translation.entry
+    if entry.fixed_sections:
+        found.append(f"{', '.join(f'[{name}]' for name in entry.fixed_sections)}: {entry.fixed}")
+    found += _notes_on_start(translation.values, translation.sections.get("checkpoint", {}))
+    if (translation.sections.get("model", {}).get("moe") or {}).get("moe_token_dispatcher_type") == "flex":
+        found.append("moe_token_dispatcher_type=flex needs DeepEP or HybridEP on the machines that train")
+    if (rows := translation.padded_vocab_size) is not None:
+        found.append(f"the vocabulary is padded to {rows} rows, as Megatron's; their logits do not count in the loss")
+    return found
+
+
+def _notes_on_start(values: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> Iterator[str]:
+    """Where the run does not start as Megatron's does."""
+    load = values["load"]
+    if load is not None and load == values["save"] and checkpoint.get("load") is None:
+        yield (
+            f"--load and --save both name {load}: the run goes on from checkpoints of mt in it. To start from "
+            f"Megatron's, set checkpoint.resume_from={load} and another checkpoint.save"
+        )
+    if load is not None and values["no_load_optim"] and not values["finetune"]:
+        yield (
+            f"--no-load-optim without --finetune: Megatron goes on at the iteration of {load}, after the samples that "
+            f"it has consumed; checkpoint.load={load} takes its weights alone and starts at step 0, with the first "
+            f"sample. To go on where it ended, set checkpoint.resume_from={load} instead, which takes the optimizer's "
+            "state too"
+        )

@@ -1,0 +1,264 @@
+"""The table of Megatron's arguments is complete, and says what Megatron itself has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_cli.config_fields import section_fields, section_names
+from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.plugins import PluginHost
+from mt_import.megatron_arguments.command_line import parse_arguments
+from mt_import.megatron_arguments.table import (
+    REASONS,
+    WITH,
+    Argument,
+    arguments,
+    by_option,
+    defaults,
+    keys_with_options,
+)
+from mt_import.readers.megatron import MegatronOptions, import_words
+
+OPTIONS = [line.split() for line in (Path(__file__).parent / "options.txt").read_text().splitlines()]
+"""(version, option, whether it is a flag that sets True (+), False (-), either (±), or takes a value (=))"""
+OTHER_ATTRIBUTES = {
+    *("_is_global_batch_size_explicitly_specified", "consumed_train_samples", "consumed_valid_samples", "iteration"),
+    *("data_parallel_size", "expert_gtp_weight_remat_size", "gtp_weight_remat_size", "rank", "params_dtype"),
+    *("layernorm_zero_centered_gamma", "skipped_train_samples", "use_dist_ckpt", "world_size", "variable_seq_lengths"),
+    *("transformer_pipeline_model_parallel_size", "use_layer_wise_distributed_optimizer"),
+    "virtual_pipeline_model_parallel_size",
+}
+"""Those of a stored namespace that no option sets."""
+BY_MODEL = {
+    *("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "hidden_dropout"),
+    *("attention_dropout", "max_position_embeddings", "encoder_num_layers", "transformer_impl", "num_query_groups"),
+    *("add_bias_linear", "normalization", "position_embedding_type", "swiglu", "group_query_attention", "num_experts"),
+    *("untie_embeddings_and_output_weights", "moe_ffn_hidden_size", "moe_token_dispatcher_type", "moe_aux_loss_coeff"),
+    *("weight_decay", "adam_beta2", "micro_batch_size", "global_batch_size", "train_iters", "lr", "min_lr", "save"),
+    *("lr_decay_style", "lr_warmup_iters", "save_interval", "no_save_optim", "no_save_rng", "data_path", "split"),
+    *("seq_length", "encoder_seq_length", "vocab_size", "tokenizer_type", "distributed_backend", "async_strategy"),
+    *("masked_softmax_fusion", "bias_gelu_fusion", "bias_swiglu_fusion", "bias_dropout_fusion", "apply_rope_fusion"),
+    *("no_persist_layer_norm", "gradient_accumulation_fusion", "use_cpu_initialization"),
+    "dist_ckpt_optim_fully_reshardable",
+}
+"""The options of the runs behind the golden checkpoints."""
+DERIVED = {
+    *("add_qkv_bias", "expert_tensor_parallel_size", "start_weight_decay", "end_weight_decay", "padded_vocab_size"),
+    *("eval_global_batch_size", "eval_micro_batch_size", "dataloader_type", "overlap_p2p_comm", "align_param_gather"),
+    *(
+        "tensor_parallel_num_weight_shards",
+        "expert_tensor_parallel_num_weight_shards",
+        "megatron_fsdp_main_grads_dtype",
+    ),
+    *("megatron_fsdp_grad_comm_dtype", "muon_tp_mode", "rl_generation_lag"),
+}
+"""What Megatron's validation or a version made of the defaults."""
+BASE_TEXT = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64 --lr 1e-3 "
+    "--micro-batch-size 2 --train-iters 20 --data-path d --vocab-file v --merge-file m"
+)
+BASE = BASE_TEXT.split()
+
+
+def test_every_option_is_in_the_table_as_it_is_parsed() -> None:
+    marks = {"true": "+", "false": "-", "pair": "±"}
+    found = {argument.option: marks.get(argument.takes, "=") for argument in arguments()}
+    assert {option: mark for _, option, mark in OPTIONS if found.get(option) != mark} == {}
+    assert (
+        len(arguments()) == len({argument.option for argument in arguments()}) == len(OPTIONS) + 49
+    )  # of pretrain_vlm.py, examples/multimodal and examples/post_training
+
+
+@pytest.mark.parametrize("model", ["gpt", "moe", "bert"])
+def test_defaults_are_those_that_megatron_stored(model: str, golden: Path, host: PluginHost) -> None:
+    folder = golden / model / "dist_tp1_pp1"
+    stored = open_checkpoint(folder, host).metadata["megatron"]["args"]
+    ours = defaults("main")
+    assert stored.keys() - ours.keys() == OTHER_ATTRIBUTES
+    compared = stored.keys() & ours.keys() - BY_MODEL - DERIVED
+    assert len(compared) > 700
+    assert {name: (stored[name], ours[name]) for name in compared if not same(stored[name], ours[name])} == {}
+
+
+def same(stored: Any, ours: Any) -> bool:
+    """Enums are their names, dtypes are torch's, no value is an empty one, and one value a list of one."""
+    words = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
+    if isinstance(stored, str) and stored.startswith("<"):
+        return True  # an object of Megatron's
+    ours = ours[0] if isinstance(ours, list) and not isinstance(stored, list) else ours
+    return (words.get(stored, stored) if isinstance(stored, str) else stored) == ours or not (stored or ours)
+
+
+@pytest.mark.slow
+def test_every_row_says_what_becomes_of_it(host: PluginHost) -> None:
+    fields = {field.dotted for name in section_names(host) for field in section_fields(name, host)}
+    unknown = [(a.option, key) for a in arguments() for key in a.keys if key not in fields]
+    assert unknown == []
+    without = [a.option for a in arguments() if bool(a.keys) is not (a.outcome in ("copy", "model", "rule"))]
+    assert without == []
+    assert [a.option for a in arguments() if a.outcome == "refused" and not a.reason] == []
+    reasons = {a.reason for a in arguments() if a.outcome == "none" and not a.reason.startswith(WITH)}
+    assert reasons == set(REASONS)
+
+
+def test_what_counts_only_with_another_option_names_one_that_is_not_done() -> None:
+    """An option is without effect beside one that is refused, or by itself without one, and never for a reason that
+    another option takes away."""
+    rows = {argument.option: argument for argument in arguments()}
+    named = {a.option: rows[a.reason.removeprefix(WITH)] for a in arguments() if a.reason.startswith(WITH)}
+    assert len(named) > 90
+    # --dataloader-type is refused for what counts here: cyclic.
+    assert {parent.option for parent in named.values() if parent.outcome != "refused"} == {"dataloader-type"}
+
+
+@pytest.mark.parametrize(
+    ("words", "words_of_reason"),
+    [
+        ("--sft --chat-template x", "tokenizer.chat_template"),
+        ("--sft --sft-tokenizer-prompt-format identity", "tokenizer.chat_template"),
+        ("--fim-data --fim-eod-token x", "end of document"),
+        ("--sft --no-tokenizer-sentencepiece-ignore-extra-whitespaces", "another tokenization"),
+        ("--exit-signal SIGUSR2", "SIGTERM and SIGINT"),
+        ("--optimizer muon --tensor-model-parallel-size 2 --muon-tp-mode blockwise", "orthogonalized"),
+        ("--use-megatron-fsdp --megatron-fsdp-grad-comm-dtype bf16", "precision.grad_reduce_in_bf16"),
+        ("--use-megatron-fsdp --megatron-fsdp-main-grads-dtype bf16", "accumulate_allreduce_grads_in_fp32"),
+        ("--use-megatron-fsdp --megatron-fsdp-main-params-dtype bf16", "kept in fp32"),
+        ("--tokenizer-metadata x", "tokenizer.tokenizer_type"),
+        ("--fake-process-group", "processes that do not exist"),
+        ("--spec my.layers spec", "docs/add-a-model.md"),
+    ],
+)
+def test_what_has_an_effect_beside_another_option_is_refused_there(words: str, words_of_reason: str, host) -> None:
+    """Alone each of them changes nothing, or it is refused in any case."""
+    result = import_words([*BASE, *words.split()], host)
+    assert [one.status for one in result.accounts if words_of_reason in one.reason] == ["refused"]
+
+
+def test_standard_specs_change_nothing(host: PluginHost) -> None:
+    standard = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
+    result = import_words([*BASE, "--spec", *standard], host)
+    assert [one.status for one in result.accounts if one.words.startswith("--spec")] == ["no effect"]
+    assert "model.family" in result.accounts[-1].reason
+
+
+def test_an_iteration_of_a_checkpoint_is_loaded(host: PluginHost) -> None:
+    words = ["--load", "ckpt", "--override-ckpt-iteration", "20", "--override-opt_param-scheduler"]
+    checkpoint = import_words([*BASE, *words], host).sections["checkpoint"]
+    assert checkpoint["resume_from"] == "ckpt/iter_0000020"
+    assert "optimizer.lr" in checkpoint["accept_changes"]
+    checkpoint = import_words([*BASE, *words, "--finetune"], host).sections["checkpoint"]
+    assert checkpoint == {"load": "ckpt/iter_0000020", "save_interval": None}
+
+
+EXCLUDED = {
+    *(
+        "rampup-batch-size",
+        "train-samples",
+        "lr-decay-samples",
+        "lr-wsd-decay-samples",
+        "data-args-path",
+        "exit-interval",
+    ),
+    *("per-split-data-args-path", "train-data-path", "valid-data-path", "test-data-path", "tiktoken-special-tokens"),
+    "hierarchical-context-parallel-sizes",
+}
+"""Copied arguments that contradict one of BASE, or are copied under another one's name."""
+NEEDS: Mapping[str, str] = {
+    "lr-wsd": "--lr-decay-style WSD",
+    "weight-decay-incr": "--start-weight-decay 0.1 --end-weight-decay 0.2",
+    "start-weight": "--weight-decay-incr-style linear --end-weight-decay 0.3",
+    "end-weight": "--weight-decay-incr-style linear --start-weight-decay 0.3",
+    "muon": "--optimizer muon",
+    "lion": "--optimizer lion",
+    "sgd": "--optimizer sgd",
+    **dict.fromkeys(("loss-scale", "initial-loss", "min-loss", "hysteresis", "accumulate"), "--fp16"),
+    "grad-reduce": "--bf16",
+    **dict.fromkeys(("fp8", "no-fp8", "first-last"), "--bf16 --fp8-format hybrid"),
+    "fp8-amax": "--bf16 --fp8-format hybrid --fp8-recipe delayed",
+    "num-layers-at": "--bf16 --fp8-format hybrid --first-last-layers-bf16",
+    "recompute-method": "--recompute-granularity full",
+    **dict.fromkeys(("recompute-num", "distribute-saved"), "--recompute-granularity full --recompute-method block"),
+    "torch-fsdp2": "--use-torch-fsdp2",
+    "overlap-param": "--use-distributed-optimizer",
+    "sequence": "--tensor-model-parallel-size 2",
+    "tp-comm-overlap": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "fim": "--fim-data",
+    "decoupled-min": "--decoupled-lr 1e-3",
+    "save": "--save-interval 5",
+    "cuda-graph-warmup": "--cuda-graph-impl local",
+    "tensorboard": "--tensorboard-dir x",
+    "wandb": "--wandb-project x",
+    "tokenizer-model": "--tokenizer-type Llama2Tokenizer",
+    "tokenizer-sentencepiece": "--tokenizer-type Llama2Tokenizer",
+    **dict.fromkeys(("tiktoken", "null-tokenizer"), "--tokenizer-type TikTokenizer"),
+    "null-tokenizer": "--tokenizer-type NullTokenizer",
+    "decoder-seq": "--max-position-embeddings 200",
+    "expert-tensor": "--tensor-model-parallel-size 2 --num-experts 2",
+    "tokenizer-hf": "--tokenizer-type HuggingFaceTokenizer",
+}
+"""Beginning of a copied argument -> what has to stand beside it for it to count. The longest beginning counts."""
+SCRIPTS: Mapping[str, str] = {
+    **dict.fromkeys(("mask-prob", "short-seq-prob"), "bert"),
+    "decoder-seq-length": "t5",
+    **dict.fromkeys(("titles-data-path", "query-in-block-prob", "use-one-sent-docs"), "ict"),
+}
+TEXTS: Mapping[str, str] = {
+    "context-parallel-size": "2",
+    "fp8-recipe": "blockwise",
+    "pipeline-model-parallel-layout": "Ett|ttL",
+    "split": "9,1,0",
+    "tiktoken-pattern": "v1",
+}
+
+
+def other_value(argument: Argument) -> list[str]:
+    """Words with a value that is no default, here or there."""
+    if argument.is_flag:
+        return []
+    if argument.option in TEXTS:
+        return [TEXTS[argument.option]]
+    if argument.choices:
+        return [next(choice for choice in argument.choices if choice not in (argument.default, "adam", "v2"))]
+    if argument.kind == "text":
+        return ["something"]
+    if argument.count:
+        return ["2", "3"]
+    small = argument.kind == "float" and (argument.default is None or argument.default <= 1)
+    return ["0.0005" if small else str(int(argument.default or 1) + 2)]
+
+
+@pytest.mark.parametrize(
+    "argument", [a for a in arguments() if a.outcome == "copy" and a.option not in EXCLUDED], ids=lambda a: a.option
+)
+def test_an_argument_that_is_copied_decides_its_key(argument: Argument, host: PluginHost) -> None:
+    needed = max((name for name in NEEDS if argument.option.startswith(name)), key=len, default="")
+    words = [argument.spelled, *other_value(argument)]
+    options = MegatronOptions(entry=SCRIPTS.get(argument.option, "gpt"))
+    result = import_words([*BASE, *NEEDS.get(needed, "").split(), *words], host, options)
+    given = parse_arguments(words)[argument.dest].value
+    account = next(one for one in result.accounts if one.words.split()[0] == argument.spelled)
+    assert account.keys[argument.keys[0]] == given != argument.default
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "from-megatron.md"
+
+
+def test_the_page_says_what_the_table_says() -> None:
+    """Each option in its table of themes decides each key beside it, by itself or together with the others."""
+    text = PAGE.read_text()
+    known = keys_with_options()
+    rows = [line.split("|")[2:4] for line in text.splitlines() if re.match(r"\| [a-z ]*\| `--", line)]
+    rows = [row for row in rows if "Megatron" not in row[0] and "`mt " not in row[1] and "--nproc" not in row[1]]
+    assert len(rows) > 20
+    for left, right in rows:
+        options = re.findall(r"`(--[a-z0-9_-]+)`", left)
+        keys = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", right)
+        assert all(option in by_option() for option in options), left
+        decided = {key: [option for option in options if option in known.get(key, ())] for key in keys}
+        assert all(decided.values()), (left, decided)
+    assert f"All {len(arguments())} options" in text

@@ -1,0 +1,146 @@
+"""YAML of Accelerate, Megatron-Bridge, NeMo and Megatron's tests, and the arguments in Megatron's checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.config.loading import load_config
+from mt_core.plugins import PluginHost
+from mt_import.checked import check_configuration
+from mt_import.megatron_arguments.translation import dotted
+from mt_import.readers.accelerate import import_environment
+from mt_import.sources import import_file
+
+FILES = Path(__file__).parent / "files"
+
+
+def test_accelerate_says_how_work_is_shared(host: PluginHost) -> None:
+    result = import_file(FILES / "accelerate.yaml", host)
+    assert result.sections == {
+        "parallel": {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "use_distributed_optimizer": True,
+        },
+        "optimizer": {"clip_grad": 1.0},
+        "recompute": {"recompute_granularity": "selective"},  # what the question asks for
+        "precision": {"dtype": "bf16"},
+    }
+    assert not result.complete
+    assert (result.processes.nproc, result.processes.nnodes) == (4, 1)
+    [batches] = result.of_status("no effect")
+    assert batches.words == "megatron_lm_num_micro_batches 2"
+    assert "train.global_batch_size" in batches.reason
+    config = load_config(
+        preset="gpt-tiny",
+        overrides=[f"{key}={str(value).lower()}" for key, value in dotted(result.sections).items() if "size" not in key]
+        + ["parallel.sequence_parallel=false"],
+        host=host,
+    ).config
+    assert config.precision.dtype == "bf16"
+
+
+def test_the_launchers_variables_say_the_same() -> None:
+    variables = {
+        "ACCELERATE_MIXED_PRECISION": "fp16",
+        "MEGATRON_LM_TP_DEGREE": "2",
+        "MEGATRON_LM_PP_DEGREE": "1",
+        "MEGATRON_LM_SEQUENCE_PARALLELISM": "true",
+        "MEGATRON_LM_GRADIENT_CLIPPING": "None",
+        "MEGATRON_LM_USE_CUSTOM_FSDP": "false",
+        "MEGATRON_LM_OPTIMIZER_CPU_OFFLOAD": "True",
+        "WORLD_SIZE": "8",
+    }
+    result = import_environment(variables)
+    found = dotted(result.sections)
+    assert found["parallel.tensor_model_parallel_size"] == 2
+    assert found["parallel.sequence_parallel"] is True
+    assert found["parallel.use_torch_fsdp2"] is False
+    assert found["precision.dtype"] == "fp16"
+    assert "optimizer.clip_grad" not in found
+    assert [one.words for one in result.of_status("refused")] == ["megatron_lm_optimizer_cpu_offload True"]
+    assert result.processes.world_size == 8
+
+
+YAML: dict[str, tuple[int, dict[str, Any]]] = {
+    "nemo_gpt.yaml": (
+        16,
+        {
+            "model.family": "gpt",
+            "model.ffn_hidden_size": 3072,
+            "model.max_position_embeddings": 1024,
+            "model.init_method_std": 0.023,
+            "data.seq_length": 1024,
+            "data.data_path": [
+                {"prefix": "a_text_document", "weight": 0.5},
+                {"prefix": "b_text_document", "weight": 0.5},
+            ],
+            "data.split": "900,50,50",
+            "train.train_iters": 100000,
+            "train.seed": 99,
+            "train.eval_interval": 500,
+            "optimizer.lr": 2e-4,
+            "optimizer.adam_beta2": 0.98,
+            "optimizer.clip_grad": 0.5,
+            "lr_schedule.lr_warmup_iters": 500,
+            "recompute.recompute_granularity": "full",
+            "recompute.recompute_method": "uniform",
+            "precision.dtype": "bf16",
+            "tokenizer.merge_file": "gpt2-merges.txt",
+        },
+    ),
+    "bridge_llama.yaml": (
+        8,
+        {
+            "model.family": "llama",
+            "model.num_query_groups": 8,
+            "model.rotary_base": 500000.0,
+            "model.untie_embeddings_and_output_weights": None,  # our default
+            "data.data_path": [
+                {"prefix": "a_text_document", "weight": 0.3},
+                {"prefix": "b_text_document", "weight": 0.7},
+            ],
+            "parallel.pipeline_model_parallel_size": 2,
+            "parallel.overlap_param_gather": True,
+            "train.seed": 5,
+            "lr_schedule.lr_decay_style": "cosine",
+            "checkpoint.save": "/ckpts/bridge",
+            "precision.dtype": "bf16",
+        },
+    ),
+    "functional_test.yaml": (1, {"data.dataset_type": "mock", "model.num_layers": 2, "precision.dtype": None}),
+}
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_yaml_of_others_becomes_a_configuration(name: str, host: PluginHost) -> None:
+    world, wanted = YAML[name]
+    result = import_file(FILES / name, host)
+    found = dotted(result.sections)
+    assert {key: found.get(key) for key in wanted} == wanted
+    assert result.of_status("refused") == []
+    check_configuration(result.sections, world, host)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "moe", "bert"])
+@pytest.mark.parametrize("layout", ["legacy_tp1_pp1", "dist_tp1_pp1"])
+def test_arguments_in_megatrons_checkpoints(model: str, layout: str, golden: Path, host: PluginHost) -> None:
+    """The model is the one that the checkpoint is read as; the run is the one of the golden files' description."""
+    folder = golden / model / layout
+    result = import_file(folder, host)
+    stored = open_checkpoint(folder, host).metadata["config"]["model"]
+    loaded = check_configuration(result.sections, 1, host).config
+    read = loaded.model.model_dump()
+    assert {key: read[key] for key in stored if key not in ("vocab_size", "moe")} == {
+        key: value for key, value in stored.items() if key not in ("vocab_size", "moe")
+    }
+    assert (loaded.optimizer.lr, loaded.optimizer.min_lr, loaded.lr_schedule.lr_decay_style) == (1e-3, 1e-4, "cosine")
+    assert (loaded.train.micro_batch_size, loaded.train.global_batch_size, loaded.train.train_iters) == (2, 4, 10)
+    assert loaded.optimizer.weight_decay == 0.1
+    assert result.of_status("refused") == []

@@ -1,0 +1,110 @@
+"""Configurations of torchtitan: what its 0.2.0 does with each key, worked out by hand."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_core.config.toml_text import to_toml
+from mt_core.errors import ConfigError
+from mt_core.plugins import PluginHost
+from mt_import.checked import check_configuration
+from mt_import.result import ImportResult
+from mt_import.sources import import_file
+
+FILE: dict[str, dict[str, Any]] = {
+    "job": {"dump_folder": "out"},
+    "model": {"name": "llama3", "flavor": "8B"},
+    "optimizer": {"name": "AdamW", "lr": 4e-4, "eps": 1e-9},
+    "lr_scheduler": {"warmup_steps": 20, "min_lr_factor": 0.25},
+    "training": {"local_batch_size": 2, "seq_len": 64, "steps": 100, "max_norm": 0.5},
+    "parallelism": {"data_parallel_shard_degree": 1},
+}
+
+
+def imported(tmp_path: Path, host: PluginHost, **changes: Any) -> ImportResult:
+    """changes: section__key=value"""
+    values = copy.deepcopy(FILE)
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        values.setdefault(section, {})[key] = value
+    lines = [
+        f"[{section}]\n" + "".join(f"{k} = {to_toml(v)}\n" for k, v in keys.items()) for section, keys in values.items()
+    ]
+    path = tmp_path / "train.toml"
+    path.write_text("\n".join(lines))
+    return import_file(path, host)
+
+
+def test_a_file_becomes_a_configuration_that_training_takes(tmp_path: Path, host: PluginHost) -> None:
+    result = imported(tmp_path, host)
+    optimizer = result.sections["optimizer"]
+    assert (optimizer["lr"], optimizer["min_lr"], optimizer["clip_grad"]) == (4e-4, 1e-4, 0.5)
+    assert (optimizer["adam_beta2"], optimizer["weight_decay"]) == (0.95, 0.1)  # torchtitan's defaults
+    assert result.sections["lr_schedule"] == {"lr_warmup_iters": 20, "lr_decay_style": "linear"}
+    assert result.sections["model"]["num_query_groups"] == 8
+    assert result.sections["precision"] == {"dtype": "bf16"}
+    assert not result.complete
+    sections = {**result.sections, "data": {**result.sections["data"], "dataset_type": "mock"}}
+    sections["tokenizer"] = {"tokenizer_type": "NullTokenizer", "vocab_size": 128256}
+    check_configuration(sections, 1, host)
+
+
+@pytest.mark.parametrize(
+    ("changes", "section", "keys"),
+    [
+        (
+            {"lr_scheduler__decay_ratio": 0.9, "lr_scheduler__decay_type": "sqrt"},
+            "lr_schedule",
+            # 20 steps of warm-up leave 80 of the 90
+            {"lr_decay_style": "WSD", "lr_wsd_decay_style": "minus_sqrt", "lr_wsd_decay_iters": 80},
+        ),
+        ({"lr_scheduler__decay_type": "cosine"}, "lr_schedule", {"lr_decay_style": "cosine"}),
+        ({"training__batch_size": 3, "training__local_batch_size": 3}, "train", {"micro_batch_size": 3}),
+        ({"training__global_batch_size": 64}, "train", {"global_batch_size": 64}),
+        ({"compile__enable": True}, "train", {"compile": "blocks"}),
+        (
+            {"parallelism__data_parallel_shard_degree": -1},
+            "parallel",
+            {"use_torch_fsdp2": True, "fsdp_reshard_after_forward": True},
+        ),
+        (
+            {"parallelism__data_parallel_shard_degree": 4, "parallelism__pipeline_parallel_degree": 2},
+            "parallel",
+            {"fsdp_reshard_after_forward": False, "pipeline_schedule": "1f1b", "pipeline_model_parallel_size": 2},
+        ),
+        ({"parallelism__tensor_parallel_degree": 2}, "parallel", {"sequence_parallel": True}),
+        ({"activation_checkpoint__mode": "full"}, "recompute", {"recompute_num_layers": 1}),
+        ({"checkpoint__enable": True, "checkpoint__interval": 7}, "checkpoint", {"save_interval": 7, "keep_last": 10}),
+        ({"model__converters": ["float8"]}, "precision", {"fp8_format": "hybrid"}),
+        ({"model__name": "qwen3", "model__flavor": "0.6B"}, "model", {"family": "qwen", "num_layers": 28}),
+        ({"model__name": "deepseek_v3", "model__flavor": "671B"}, "model", {"family": "deepseek", "num_layers": 61}),
+    ],
+)
+def test_a_key_decides(changes: dict[str, Any], section: str, keys: dict[str, Any], tmp_path: Path, host: Any) -> None:
+    found = imported(tmp_path, host, **changes).sections[section]
+    assert {key: found.get(key) for key in keys} == keys
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__flavor": "9B"}, "it can be llama3 8B"),
+        ({"optimizer__name": "Muon"}, "it can be AdamW"),
+        ({"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}, "HSDP"),
+        ({"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "DualPipeV"}, "1F1B"),
+        ({"optimiser__lr": 1.0}, 'did you mean "optimizer"'),
+        ({"model__converters": ["mx"]}, "float8 can"),
+    ],
+)
+def test_what_cannot_be_done_is_named(changes: dict[str, Any], message: str, tmp_path: Path, host: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        imported(tmp_path, host, **changes)
+
+
+def test_what_is_on_and_not_done_is_refused(tmp_path: Path, host: PluginHost) -> None:
+    result = imported(tmp_path, host, training__enable_cpu_offload=True)
+    assert [one.words for one in result.of_status("refused")] == ["training.enable_cpu_offload True"]
