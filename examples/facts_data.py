@@ -1,4 +1,4 @@
-"""A corpus whose facts stand only in a database, for docs/retro.md: python examples/facts_data.py FOLDER
+"""A corpus whose facts stand only in a database, for docs/guides/retro.md: python examples/facts_data.py FOLDER
 
 A fact is a name with a code, both random: "Code of KRAV is: wodu. And next " in the text, and in the database "Entry of
 KRAV in the list: wodu.". The first 16 characters of each, a chunk, have the name, and the next 16 the code. No name or

@@ -1,4 +1,4 @@
-"""Data for docs/retriever.md, from the documentation that the interpreter carries:
+"""Data for docs/guides/retriever.md, from the documentation that the interpreter carries:
 
     python examples/retriever_data.py FOLDER
 

@@ -142,7 +142,7 @@ def test_every_field_is_looked_at() -> None:
         MegatronLMPlugin.model_fields
     )
     assert {test for test in SHOWN.values() if test not in globals()} == set()
-    page = (Path(__file__).parents[2] / "docs" / "from-accelerate.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "from-accelerate.md").read_text(encoding="utf-8")
     assert [name for name in MegatronLMPlugin.model_fields if f"`{name}`" not in page] == []
 
 

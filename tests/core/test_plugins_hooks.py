@@ -18,7 +18,7 @@ from mt_core.hookspecs import hookimpl
 from mt_core.plugins import KINDS, Plugin, PluginHost, load_plugins
 from mt_core.specs import Lazy
 
-PLUGIN_GUIDE = Path(__file__).parents[2] / "docs" / "plugins.md"
+PLUGIN_GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "plugins.md"
 HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("mt_")}
 HERE = Lazy(f"{__name__}:HOOKS")
 

@@ -39,6 +39,6 @@ def test_targets_are_built_from_images_by_plain_names(target: str) -> None:
     }
     # A first part with a dot or a port would be the host of a registry.
     assert re.fullmatch(r"(?:[a-z]+/)?[a-z]+:[\w.-]+", stages[target])
-    assert f"--target {target}" in (ROOT / "docs" / "containers.md").read_text()
+    assert f"--target {target}" in (ROOT / "docs" / "guides" / "containers.md").read_text()
     for copied in re.findall(r"^COPY (?!--from)(\S+)", DOCKERFILE, re.MULTILINE):
         assert (ROOT / copied).exists()

@@ -53,12 +53,12 @@ NOT_RUN = {
     r"trtllm": "engine inputs of a GPT-2 are refused at this size; tests/ckpt/test_convert_trtllm.py runs it",
 }
 PAGES_RUN_ELSEWHERE = {
-    "docs/multimodal.md": "tests/eval/test_vqa.py",
-    "docs/instruct-retro.md": "tests/eval/test_qa.py",
+    "docs/guides/multimodal.md": "tests/eval/test_vqa.py",
+    "docs/guides/instruct-retro.md": "tests/eval/test_qa.py",
     "docs/data/building-corpora.md": "tests/data/corpora/test_building_corpora_page.py",
     "docs/models/bert.md": "tests/models/test_bert_training.py, on the data that the page makes",
-    "docs/retriever.md": "tests/retrieval runs each step on a smaller world; the whole page takes 15 minutes",
-    "docs/retro.md": "tests/eval/test_qa.py",
+    "docs/guides/retriever.md": "tests/retrieval runs each step on a smaller world; the whole page takes 15 minutes",
+    "docs/guides/retro.md": "tests/eval/test_qa.py",
     "docs/models/biencoder.md": "tests/models/test_biencoder.py, on the data that docs/models/bert.md makes",
 }
 
@@ -66,7 +66,7 @@ NOT_CONFIGURED = {
     r"s3://": "needs an object store",
     r"mt launch ": "needs a script; tests/accelerate/test_data_sets_and_launch.py runs one",
     r"triton|liger|cuda_graphs|fp8": "needs a GPU's kernels",
-    r"facts-(retro|sft)": "starts from a run of docs/retro.md; tests/eval/test_qa.py trains all of them",
+    r"facts-(retro|sft)": "starts from a run of docs/guides/retro.md; tests/eval/test_qa.py trains all of them",
     r"preset retro-tiny": "starts from a GPT of four layers; tests/models/test_partial_load.py has smaller ones",
     r"loss=focal": "needs the plugin of the page; test_documented_plugin.py runs it",
 }

@@ -1,4 +1,4 @@
-"""docs/plugins.md: the plugin that the page writes registers its loss, is found, and trains."""
+"""docs/guides/plugins.md: the plugin that the page writes registers its loss, is found, and trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.docs.blocks import ROOT, Block, blocks
 from mt_cli import main
 from mt_core.plugins import Plugin, load_plugins
 
-PAGE = "docs/plugins.md"
+PAGE = "docs/guides/plugins.md"
 FILE = re.compile(r"^# (my_losses/\w+\.py)\n")
 
 

@@ -1,4 +1,4 @@
-"""docs/retro.md and docs/instruct-retro.md: facts that only a database has lower perplexity and answer questions."""
+"""docs/guides/retro.md and instruct-retro.md: facts that only a database has lower perplexity and answer questions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mt_eval.qa.task import QuestionAnswering
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
-RETRO, INSTRUCT = "docs/retro.md", "docs/instruct-retro.md"
+RETRO, INSTRUCT = "docs/guides/retro.md", "docs/guides/instruct-retro.md"
 QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1", "--set", "train.eval_interval=null"]
 BOUND = 8 * math.log(26) / 32
 """Loss of a token of the text without a database: of 32, four letters of a name and four of a code are random."""

@@ -14,16 +14,16 @@ from tests.docs.blocks import ROOT, blocks, mt_commands
 from mt_cli import main
 from mt_eval.vqa.answers import exact_match, normalized, vqa_accuracy
 
-PAGE = [block for block in blocks() if block.page == "docs/multimodal.md"]
+PAGE = [block for block in blocks() if block.page == "docs/guides/multimodal.md"]
 QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1", "--set", "train.eval_interval=null"]
 
 
 def train_on_shapes(folder: Path) -> None:
-    """Shards of shapes that docs/multimodal.md draws, and `runs/shapes`, which its recipe trained on them."""
+    """Shards of shapes that docs/guides/multimodal.md draws, and `runs/shapes`, which its recipe trained on them."""
     (folder / "examples").symlink_to(ROOT / "examples")
     drawing = next(block.text for block in PAGE if "def write_shard" in block.text)
     with chdir(folder):
-        exec(compile(drawing, "docs/multimodal.md", "exec"), {})
+        exec(compile(drawing, "docs/guides/multimodal.md", "exec"), {})
         assert main.run([*words("mt train"), *QUIET]) == 0
 
 
@@ -46,7 +46,7 @@ def test_a_model_trained_on_shards_names_shapes_and_colours(folder: Path, capsys
         assert main.run([*words("mt eval vqa"), "--json"]) == 0
         (result,) = json.loads(capsys.readouterr().out)["tasks"].values()
         sheet = next(block.text for block in PAGE if "A sheet of answers" in block.text)
-        exec(compile(sheet, "docs/multimodal.md", "exec"), {})
+        exec(compile(sheet, "docs/guides/multimodal.md", "exec"), {})
         # Bash reads $'...' so.
         asked = [word.removeprefix("$").replace("\\n", "\n") for word in words("mt generate")]
         assert main.run(asked) == 0

@@ -245,7 +245,7 @@ def test_an_argument_that_is_copied_decides_its_key(argument: Argument, host: Pl
     assert account.keys[argument.keys[0]] == given != argument.default
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "from-megatron.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "from-megatron.md"
 
 
 def test_the_page_says_what_the_table_says() -> None:

@@ -146,7 +146,7 @@ class MegatronLMPlugin(BaseModel):
     custom_train_step_class: type | None = None
     custom_train_step_kwargs: dict[str, Any] | None = None
     custom_model_provider_function: Callable[..., Any] | None = None
-    """(section [model], environment) -> a model of mt; see docs/add-a-model.md."""
+    """(section [model], environment) -> a model of mt; see docs/guides/add-a-model.md."""
     custom_prepare_model_function: Callable[..., Any] | None = None
     """(custom_model_provider_function without arguments) -> the model to train."""
     custom_megatron_datasets_provider_function: Callable[..., Any] | None = None

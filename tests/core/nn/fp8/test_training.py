@@ -121,8 +121,8 @@ def losses_of_bf16(bench, settings_of_100_steps, tmp_path_factory) -> tuple[floa
 def test_100_steps_end_within_half_a_percent_of_bf16(
     bench, settings_of_100_steps, losses_of_bf16, name, tmp_path, monkeypatch
 ) -> None:
-    """The runs of docs/fp8.md with fewer steps, positions and samples: validation loss, and the mean training loss of
-    the last 20 steps."""
+    """The runs of docs/guides/fp8.md with fewer steps, positions and samples: validation loss, and the mean training
+    loss of the last 20 steps."""
     monkeypatch.chdir(tmp_path)
     settings = [*settings_of_100_steps, *recipe(name), "precision.fp8_min_features=1"]
     found = bench.losses_of(settings, load_plugins())

@@ -1,4 +1,4 @@
-"""mt's native checkpoint format; docs/checkpoints.md describes it."""
+"""mt's native checkpoint format; docs/guides/checkpoints.md describes it."""
 
 import lazy_loader
 

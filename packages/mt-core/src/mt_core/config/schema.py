@@ -183,14 +183,14 @@ class ParallelConfig(Section):
     """Processes that share each sequence."""
     cp_comm_type: str = "p2p"
     """Name of the way in which attention reaches the keys of the other processes of a sequence; see
-    docs/context-parallel.md."""
+    docs/guides/context-parallel.md."""
     hierarchical_context_parallel_sizes: tuple[PositiveInt, PositiveInt] | None = Field(None, strict=False)
     """[ranks of an all-to-all, ranks of a point-to-point round]; their product is context_parallel_size."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages of layers."""
     pipeline_schedule: str = "1f1b"
     """Name of the order in which a stage runs the forward and backward passes of micro-batches; see
-    docs/pipeline.md."""
+    docs/guides/pipeline.md."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
     """Stages of each process. Default: as few as the schedule can have (2 for interleaved_1f1b and the V-shaped)."""
     pipeline_model_parallel_layout: str | None = None
@@ -299,7 +299,7 @@ class TrainConfig(Section):
     """`blocks` compiles each layer by torch.compile."""
     cuda_graphs: Literal["none", "blocks", "step"] = "none"
     """`blocks` launches each layer's forward and backward pass as one CUDA graph, `step` all passes of a step with the
-    reduction and norm of its gradients. See docs/kernels.md."""
+    reduction and norm of its gradients. See docs/guides/kernels.md."""
     cuda_graph_warmup_steps: PositiveInt = used_when(3, cuda_graphs=("blocks", "step"))
     """Steps before anything is captured."""
     callbacks: list[str] = Field(default_factory=list)
@@ -387,7 +387,7 @@ class PrecisionConfig(Section):
     """The eager attention computes its softmax in fp32."""
     fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
     """The matrix products of layers take their operands in FP8: all in e4m3, or gradients in e5m2 (hybrid). See
-    docs/fp8.md."""
+    docs/guides/fp8.md."""
     fp8_recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise"] = used_when("tensorwise", fp8_format=FP8)
     """What shares a scale: a tensor, by its own largest magnitude (tensorwise) or those of past steps (delayed); a row
     (rowwise); 128 numbers of an activation and 128 x 128 of a weight (blockwise)."""
@@ -419,8 +419,8 @@ OwnKernel = Literal["auto", "torch", "triton"]
 
 
 class KernelsConfig(Section):
-    """Implementations of the parts of a model that have several; see docs/kernels.md. auto: triton on a GPU where it
-    serves, else torch. A named one that cannot serve stops the run."""
+    """Implementations of the parts of a model that have several; see docs/guides/kernels.md. auto: triton on a GPU
+    where it serves, else torch. A named one that cannot serve stops the run."""
 
     rms_norm: Literal["auto", "torch", "triton", "te", "apex", "liger"] = "auto"
     """RMSNorm."""
@@ -538,7 +538,7 @@ class LoggingConfig(Section):
     """`live` draws a progress line, `plain` prints a line each log_interval; `auto` depends on the terminal."""
     trackers: list[str] = Field(default_factory=list)
     """Trackers that get the metrics: tensorboard, wandb, mlflow, trackio, comet, or a callback of another plugin. One
-    that fails while training goes on is reported once; see docs/logging.md."""
+    that fails while training goes on is reported once; see docs/guides/logging.md."""
     tensorboard_log_interval: PositiveInt = 1
     """Steps between points, of all trackers (as in Megatron)."""
     tensorboard_dir: str | None = used_when(None, trackers="tensorboard")

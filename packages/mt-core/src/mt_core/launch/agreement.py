@@ -124,7 +124,8 @@ def _message(topic: str, differences: list[Difference], world: int) -> str:
             f"the ranks of this run differ in their {topic}:",
             *lines,
             f"{_ranks(differences)} of {world} {'differs' if len(differences) == 1 else 'differ'} from rank 0. Start "
-            "every node with the same files, options, packages and code; docs/launching.md lists what may differ",
+            "every node with the same files, options, packages and code; docs/guides/launching.md lists what may "
+            "differ",
         ]
     )
 

@@ -60,7 +60,7 @@ def require_whole(model: nn.Module, parallel: ParallelConfig) -> None:
         if size > 1:
             raise ConfigError(
                 f"parallel.{key}={size}: {type(model).__name__} is a plain nn.Module; it has to declare {declaration}, "
-                "or set the key to 1 (docs/custom-loops.md)"
+                "or set the key to 1 (docs/guides/custom-loops.md)"
             )
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if parallel.use_torch_fsdp2 and scalars:

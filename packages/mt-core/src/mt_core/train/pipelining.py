@@ -71,7 +71,7 @@ def model_stages(config: Config, host: PluginHost) -> list[Stage]:
         raise ConfigError(
             f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: a plain nn.Module has to "
             "declare its stages (the methods of mt_core.parallel.pipeline.stage.Pipelined) in a family of its own "
-            "(docs/plugins.md), or set the key to 1"
+            "(docs/guides/plugins.md), or set the key to 1"
         )
     if num_layers is None:
         raise ConfigError(

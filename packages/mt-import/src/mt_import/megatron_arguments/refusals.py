@@ -171,7 +171,7 @@ def _checkpoint_arguments(value: bool, given: Mapping[str, Any], host: PluginHos
 
 def _spec(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if value != ["local"] and not (value and value[0].startswith(MEGATRON_SPECS)):
-        yield "layers of a Python module of your own; write a plugin, see docs/add-a-model.md"
+        yield "layers of a Python module of your own; write a plugin, see docs/guides/add-a-model.md"
 
 
 _CHECKS: Mapping[str, Check] = {

@@ -65,7 +65,7 @@ IDLE: Mapping[str, str] = {
     "overlap_cpu_optimizer_d2h_h2d": "counts only with optimizer_cpu_offload, which is not done",
     "tensorboard_dir": REASONS["records"],
     "set_all_logging_options": REASONS["records"],
-    "return_logits": "a program that needs logits calls the model, see docs/python.md",
+    "return_logits": "a program that needs logits calls the model, see docs/guides/python.md",
     "megatron_dataset_flag": "data.dataset_type says what the data is",
 }
 REFUSED: Mapping[str, str] = {
@@ -122,8 +122,8 @@ def import_accelerate(values: Mapping[str, Any], source: str) -> ImportResult:
     with problems.collect():
         if kind not in SUPPORTED_TYPES:
             raise ConfigError(
-                f"distributed_type={kind} is not read; it can be {', '.join(SUPPORTED_TYPES)}. docs/parallelism.md has "
-                "what corresponds to FSDP and DeepSpeed"
+                f"distributed_type={kind} is not read; it can be {', '.join(SUPPORTED_TYPES)}. "
+                "docs/guides/parallelism.md has what corresponds to FSDP and DeepSpeed"
             )
     given = values.get("megatron_lm_config") or {}
     fields = {str(key).removeprefix(PREFIX): value for key, value in given.items()}

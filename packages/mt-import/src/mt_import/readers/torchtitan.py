@@ -67,9 +67,9 @@ DEFAULTS: Mapping[str, Any] = {
 """torchtitan's defaults of the keys that are read."""
 IDLE: Mapping[str, str] = {
     "job": "says where torchtitan writes; --run-dir says it here",
-    "profiling": "mt train has a profiler of its own, see docs/logging.md",
-    "comm": "docs/launching.md says how faults and time limits are handled",
-    "fault_tolerance": "docs/launching.md says how faults are handled",
+    "profiling": "mt train has a profiler of its own, see docs/guides/logging.md",
+    "comm": "docs/guides/launching.md says how faults and time limits are handled",
+    "fault_tolerance": "docs/guides/launching.md says how faults are handled",
     "memory_estimation": "mt plan reports memory",
     "metrics": "metrics.jsonl and log.txt in the run directory are the records",
     "checkpoint": "checkpoints are written in the format of mt; mt convert writes others",

@@ -17,7 +17,7 @@ EarlyStopping = bool | Literal["never"]
 class SamplingParameters:
     """How tokens are chosen, and when a sequence ends. The defaults sample from the model's own distribution.
 
-    docs/sampling.md defines each, with its source. In the order in which they are applied to the logits:
+    docs/guides/sampling.md defines each, with its source. In the order in which they are applied to the logits:
 
     logit_bias: token -> what is added. repetition_penalty: divides positive logits and multiplies negative ones of
     tokens that are in the prompt or generated. frequency_penalty, presence_penalty: subtracted from the logit for each

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over sharded sequences. `docs/context-parallel.md` explains the methods."""
+"""Context parallelism: attention over sharded sequences. `docs/guides/context-parallel.md` explains the methods."""
 
 import lazy_loader
 

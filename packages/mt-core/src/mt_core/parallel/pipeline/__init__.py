@@ -1,4 +1,4 @@
-"""Pipeline parallelism: `docs/pipeline.md` explains the schedules and who runs them."""
+"""Pipeline parallelism: `docs/guides/pipeline.md` explains the schedules and who runs them."""
 
 import lazy_loader
 
