@@ -130,7 +130,7 @@ def test_what_counts_only_with_another_option_names_one_that_is_not_done() -> No
         ("--use-megatron-fsdp --megatron-fsdp-main-params-dtype bf16", "kept in fp32"),
         ("--tokenizer-metadata x", "tokenizer.tokenizer_type"),
         ("--fake-process-group", "processes that do not exist"),
-        ("--spec my.layers spec", "docs/add-a-model.md"),
+        ("--spec my.layers spec", "docs/guides/add-a-model.md"),
     ],
 )
 def test_what_has_an_effect_beside_another_option_is_refused_there(words: str, words_of_reason: str, host) -> None:
