@@ -26,8 +26,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import load_plugins
 from mt_models.blocks.decoder_config import DecoderConfig
-from mt_tools.plan.contexts import fake_context
-from mt_tools.plan.ledger import Ledger
+from mt_tools.plan.ledger import Ledger, fake_context
 
 
 class OnGPU(ModelEnvironment):

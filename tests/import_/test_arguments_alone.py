@@ -8,10 +8,9 @@ import pytest
 
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_import.checked import check_result
 from mt_import.megatron_arguments.derived import spread
 from mt_import.readers.megatron import MegatronOptions, import_words
-from mt_import.result import ImportResult
+from mt_import.result import ImportResult, check_result
 from mt_import.sources import import_file
 
 SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64"

@@ -13,12 +13,11 @@ import pytest
 from tests.import_.conftest import SCRIPTS
 
 from mt_core.plugins import PluginHost
-from mt_import.checked import check_configuration, check_result
 from mt_import.megatron_arguments.entry_scripts import entry_of_file
 from mt_import.megatron_arguments.translation import dotted
 from mt_import.output import launch_line
 from mt_import.readers.megatron import import_script
-from mt_import.result import ImportResult
+from mt_import.result import ImportResult, check_configuration, check_result
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import pytest
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.config.loading import load_config
 from mt_core.plugins import PluginHost
-from mt_import.checked import check_configuration
 from mt_import.megatron_arguments.translation import dotted
 from mt_import.readers.accelerate import import_environment
+from mt_import.result import check_configuration
 from mt_import.sources import import_file
 
 FILES = Path(__file__).parent / "files"

@@ -11,8 +11,7 @@ import pytest
 from mt_core.config.toml_text import to_toml
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_import.checked import check_configuration
-from mt_import.result import ImportResult
+from mt_import.result import ImportResult, check_configuration
 from mt_import.sources import import_file
 
 FILE: dict[str, dict[str, Any]] = {

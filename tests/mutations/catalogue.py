@@ -509,7 +509,7 @@ IMPORTS = (
     ),
     Mutation(
         "the newest checkpoint is imported in place of the iteration that is named",
-        "mt-import/src/mt_import/megatron_arguments/run_sections.py",
+        "mt-import/src/mt_import/megatron_arguments/sections.py",
         "return load if load is None or iteration is None else",
         "return load if True else",
         ("tests/import_/test_arguments_table.py::test_an_iteration_of_a_checkpoint_is_loaded",),

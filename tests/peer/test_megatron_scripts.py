@@ -23,10 +23,9 @@ from mt_core.config.schema import ParallelConfig
 from mt_core.errors import MtError
 from mt_core.plugins import PluginHost
 from mt_data.indexed.writer import IndexedDatasetWriter
-from mt_import.checked import check_configuration
 from mt_import.megatron_arguments.derived import spread
 from mt_import.readers.megatron import MegatronOptions
-from mt_import.result import ImportResult
+from mt_import.result import ImportResult, check_configuration
 from mt_import.sources import import_file
 from mt_tools.verify.run_record import record_run
 from mt_tools.verify.small_config import shrink

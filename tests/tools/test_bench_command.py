@@ -19,14 +19,12 @@ from mt_core.nn.kernels.catalogue import KERNELS
 from mt_core.parallel.context import Axis
 from mt_core.plugins import load_plugins
 from mt_tools.bench import cpu, simulation, startup
-from mt_tools.bench.compare import compare, metrics
 from mt_tools.bench.kernel_cases import CASES, SMALL
 from mt_tools.bench.kernels import PLAIN_LOSSES, measure
 from mt_tools.bench.machine import Machine
-from mt_tools.bench.plot import bars, to_svg
-from mt_tools.bench.report import Report, conditions, read_report
-from mt_tools.bench.time_shares import idle_share, kind_of, shares
+from mt_tools.bench.report import Report, bars, compare, conditions, metrics, read_report, to_svg
 from mt_tools.bench.timing import alternating, elapsed
+from mt_tools.bench.training import idle_share, kind_of, shares
 from mt_tools.bench.training_presets import PRESETS
 
 

@@ -13,7 +13,7 @@ from tests.covering import EXHAUSTIVE
 
 from mt_core.optim.finalize_grads import GradFinalizer
 from mt_tools.commands.verify import _report
-from mt_tools.verify import small_runs
+from mt_tools.verify import run_record
 from mt_tools.verify.comparison import Difference, compare
 from mt_tools.verify.run_record import RunRecord
 
@@ -107,11 +107,11 @@ def record_without_partial_gradients(
     return RECORD_ON_RANK(rank, world, tree, steps, run_dir)
 
 
-RECORD_ON_RANK = small_runs.record_on_rank
+RECORD_ON_RANK = run_record.record_on_rank
 
 
 def test_a_wrong_layout_is_exit_code_1_and_named(mt, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_runs, "record_on_rank", record_without_partial_gradients)
+    monkeypatch.setattr(run_record, "record_on_rank", record_without_partial_gradients)
     (tmp_path / "run.toml").write_text(CONFIG)
     outcome = mt("verify", "layout", tmp_path / "run.toml", "--set", "parallel.sequence_parallel=true", "--steps", 1)
     assert outcome.code == 1, outcome.out + outcome.err

@@ -10,11 +10,10 @@ from mt_core.data.batch_size import build_batch_size, total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.train.pipelining import model_stages
-from mt_tools.verify.axes import processes, shrink_axes
 from mt_tools.verify.changes import changed_keys, describe_changes, unseen
+from mt_tools.verify.run_record import in_the_same_rounds
 from mt_tools.verify.small_config import shrink
-from mt_tools.verify.small_runs import in_the_same_rounds
-from mt_tools.verify.stages import shrink_layout
+from mt_tools.verify.small_layout import processes, shrink_axes, shrink_layout
 
 ON_128_GPUS = (
     "train.train_iters=9",

@@ -17,9 +17,8 @@ from mt_core.config.schema import Config
 from mt_core.errors import MtError
 from mt_core.plugins import load_plugins
 from mt_tools.verify.comparison import compare
-from mt_tools.verify.run_record import RunRecord
+from mt_tools.verify.run_record import RunRecord, record_on_rank
 from mt_tools.verify.small_config import processes, shrink
-from mt_tools.verify.small_runs import record_on_rank
 
 pytestmark = pytest.mark.dist
 

@@ -23,7 +23,7 @@ from mt_core.train.state import TrainState
 from mt_core.train.step import auxiliary_means
 from mt_core.train.step.optimizer_step import OptimizerStep
 from mt_moe.routing import balance
-from mt_tools.verify import small_runs
+from mt_tools.verify import run_record
 from mt_tools.verify.run_record import RunRecord
 
 pytestmark = pytest.mark.dist
@@ -133,7 +133,7 @@ FAULTS: dict[str, tuple[Callable[[], None], tuple[str, ...], tuple[str, ...], st
 """Name -> the fault, keys that turn on what it breaks, options of the command, the first difference that it makes
 (a regular expression)."""
 
-RECORD_ON_RANK = small_runs.record_on_rank
+RECORD_ON_RANK = run_record.record_on_rank
 
 
 def record_with_fault(
@@ -144,7 +144,7 @@ def record_with_fault(
     return RECORD_ON_RANK(rank, world, tree, steps, run_dir)
 
 
-RECORD = small_runs.record
+RECORD = run_record.record
 REFERENCES: dict[str, RunRecord] = {}
 
 
@@ -160,7 +160,7 @@ def one_process_once(monkeypatch: pytest.MonkeyPatch) -> None:
             REFERENCES[key] = RECORD(config, world=1, steps=steps)
         return REFERENCES[key]
 
-    monkeypatch.setattr(small_runs, "record", record)
+    monkeypatch.setattr(run_record, "record", record)
 
 
 CONFIG = """
@@ -180,7 +180,7 @@ def verify(mt: Any, folder: Path, keys: tuple[str, ...], options: tuple[str, ...
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_data_parallelism_is_found(mt, tmp_path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     _, keys, options, first = FAULTS[name]
-    monkeypatch.setattr(small_runs, "record_on_rank", partial(record_with_fault, name=name))
+    monkeypatch.setattr(run_record, "record_on_rank", partial(record_with_fault, name=name))
     outcome = verify(mt, tmp_path, keys, options)
     assert outcome.code == 1, outcome.out + outcome.err
     assert re.search(f"the first: ({first}):", outcome.out.splitlines()[-1]), outcome.out

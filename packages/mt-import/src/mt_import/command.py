@@ -102,9 +102,8 @@ def _definitions(texts: list[str]) -> dict[str, str]:
 
 def _finish(result: ImportResult, output: Path | None, allowed: list[str], host: PluginHost, *, as_json: bool) -> None:
     """Report, check and write. The report goes where the configuration does not."""
-    from mt_import.checked import check_result
-    from mt_import.output import configuration_text, write_configuration
-    from mt_import.report import report_json, report_text
+    from mt_import.output import configuration_text, report_json, report_text, write_configuration
+    from mt_import.result import check_result
 
     text = report_json(result, output, allowed) if as_json else report_text(result, output)
     # Standard output is the configuration where it is printed, so that it can be redirected into a file.

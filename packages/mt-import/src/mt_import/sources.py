@@ -15,8 +15,7 @@ from mt_core.plugins import PluginHost
 from mt_import.megatron_arguments.table import by_option
 from mt_import.readers.accelerate import import_accelerate, is_accelerate
 from mt_import.readers.bridge import import_bridge, is_bridge
-from mt_import.readers.megatron import MegatronOptions, import_script, import_words
-from mt_import.readers.megatron_checkpoint import import_checkpoint
+from mt_import.readers.megatron import MegatronOptions, import_checkpoint, import_script, import_words
 from mt_import.readers.torchtitan import import_torchtitan, is_torchtitan
 from mt_import.result import ImportResult
 

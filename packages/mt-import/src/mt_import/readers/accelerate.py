@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mt_core.errors import ConfigError, Problems, did_you_mean
-from mt_import.megatron_arguments.counting_keys import as_tree
 from mt_import.megatron_arguments.table import REASONS
-from mt_import.megatron_arguments.translation import Account
+from mt_import.megatron_arguments.translation import Account, as_tree
 from mt_import.result import ImportResult, Processes
 
 PREFIX = "megatron_lm_"

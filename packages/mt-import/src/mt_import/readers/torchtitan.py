@@ -12,8 +12,7 @@ from typing import Any
 
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
-from mt_import.megatron_arguments.counting_keys import as_tree
-from mt_import.megatron_arguments.translation import Account
+from mt_import.megatron_arguments.translation import Account, as_tree
 from mt_import.result import ImportResult, Processes
 
 Values = Mapping[str, Mapping[str, Any]]

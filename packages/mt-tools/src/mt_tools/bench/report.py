@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,140 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
+
+
+# Compares two reports: which metrics regressed by more than noise.
+
+LOWER_IS_BETTER = frozenset(
+    {"ms", "microseconds", "peak_mb", "peak_gb", "idle_share", "seconds", "step_ms", "time_ratio", "operators"}
+    | {"bytes_a_parameter", "bubble", "memory_gib", "import_ratio", "beyond_imports"}
+)
+HIGHER_IS_BETTER = frozenset({"tflops", "gb_per_s", "tokens_per_second", "mfu", "percent_of_floor", "of_gemm_peak"})
+
+
+@dataclass(frozen=True)
+class Change:
+    """ratio: how many times better the second report is; below 1 is a regression."""
+
+    case: str
+    metric: str
+    before: float
+    after: float
+    ratio: float
+
+    def is_worse(self, tolerance: float) -> bool:
+        return self.ratio < 1.0 - tolerance
+
+
+def compare(before: Report, after: Report) -> list[Change]:
+    """Every metric that both have and that has a better direction, worst first. Raises DataError without any."""
+    if before.kind != after.kind:
+        raise DataError(f"a report of mt bench {before.kind} cannot be compared with one of mt bench {after.kind}")
+    old = {case["name"]: dict(metrics(case)) for case in before.cases}
+    changes = [
+        Change(case["name"], metric, old[case["name"]][metric], value, _ratio(metric, old[case["name"]][metric], value))
+        for case in after.cases
+        if case["name"] in old
+        for metric, value in metrics(case)
+        if metric in old[case["name"]]
+    ]
+    if not changes:
+        raise DataError("the two reports have no case in common")
+    return sorted(changes, key=lambda change: change.ratio)
+
+
+def metrics(case: Case) -> Iterator[tuple[str, float]]:
+    """(path, value) of each metric that has a better direction, as ("step.triton.ms", 0.2)."""
+    yield from _walk(case, ())
+
+
+def _walk(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        here = (*path, key)
+        if isinstance(value, Mapping):
+            yield from _walk(value, here)
+        elif isinstance(value, int | float) and (_is_lower(here) or here[-1] in HIGHER_IS_BETTER):
+            yield ".".join(here), float(value)
+
+
+def _is_lower(path: tuple[str, ...]) -> bool:
+    # Or one level up: peak_mb is a table of implementations.
+    return path[-1] in LOWER_IS_BETTER or (len(path) > 1 and path[-2] in LOWER_IS_BETTER)
+
+
+def _ratio(metric: str, before: float, after: float) -> float:
+    if before == after:
+        return 1.0
+    # The ratio is above 1 for an improvement, whichever direction is better.
+    worse, better = (after, before) if _is_lower(tuple(metric.split("."))) else (before, after)
+    return better / worse if worse else float("inf")
+
+
+def missing(before: Report, after: Report) -> list[str]:
+    """Cases of the first report that the second one does not have."""
+    there = {case["name"] for case in after.cases}
+    return [case["name"] for case in before.cases if case["name"] not in there]
+
+
+# Plots a report: for each measurement that has a floor, a bar with the fraction of the floor that it reaches.
+
+ROW, LABEL, WIDTH, MARGIN = 18, 470, 400, 30
+OF_FLOOR = {"percent_of_floor": 1.0, "of_gemm_peak": 100.0, "mfu": 100.0}
+"""Metric -> how it becomes percent of its floor."""
+
+
+def bars(report: Report) -> Iterator[tuple[str, float]]:
+    """(label, percent of the floor)"""
+    for case in report.cases:
+        for path, value in metrics(case):
+            *where, metric = path.split(".")
+            if metric in OF_FLOOR:
+                label = " ".join([case["name"], *where, *([metric] if metric != "percent_of_floor" else [])])
+                yield label, value * OF_FLOOR[metric]
+
+
+def to_html(report: Report) -> str:
+    """The plot as an HTML page, with the conditions below. Raises DataError for a report without floors."""
+    rows = "\n".join(
+        f"<tr><td>{escape(key)}</td><td>{escape(_told(value))}</td></tr>" for key, value in report.conditions.items()
+    )
+    title = f"mt bench {escape(report.kind)}"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n<body>\n'
+        f"{to_svg(report)}<table>\n{rows}\n</table>\n</body></html>\n"
+    )
+
+
+def _told(value: object) -> str:
+    return ", ".join(f"{key} {part}" for key, part in value.items()) if isinstance(value, dict) else str(value)
+
+
+def to_svg(report: Report) -> str:
+    """Raises DataError for a report without floors."""
+    rows = list(bars(report))
+    if not rows:
+        raise DataError(
+            f"a report of mt bench {report.kind} has nothing that is measured against a floor; those of train and "
+            "kernels have"
+        )
+    height = MARGIN + ROW * len(rows) + MARGIN
+    device = escape(str(report.conditions.get("device", "")))
+    date = escape(str(report.conditions.get("date", "")))
+    title = f"mt bench {escape(report.kind)}, {device}, {date}: percent of the floor"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LABEL + WIDTH + 90}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="8" y="18" font-size="13">{title}</text>',
+    ]
+    for number, (label, percent) in enumerate(rows):
+        y = MARGIN + ROW * number
+        length = WIDTH * min(max(percent, 0.0), 100.0) / 100
+        lines.append(f'<text x="{LABEL - 6}" y="{y + 12}" text-anchor="end">{escape(label)}</text>')
+        lines.append(f'<rect x="{LABEL}" y="{y + 2}" width="{length:.1f}" height="{ROW - 5}" fill="#4477aa"/>')
+        lines.append(f'<text x="{LABEL + length + 4:.1f}" y="{y + 12}">{percent:.1f}</text>')
+    bottom = MARGIN + ROW * len(rows)
+    lines.append(
+        f'<line x1="{LABEL + WIDTH}" y1="{MARGIN}" x2="{LABEL + WIDTH}" y2="{bottom}" stroke="#cc6677"/></svg>'
+    )
+    return "\n".join(lines) + "\n"

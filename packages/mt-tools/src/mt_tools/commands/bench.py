@@ -169,9 +169,8 @@ def compare(
     tolerance: Annotated[float, typer.Option(help="Part that is taken for noise.", min=0.0)] = 0.05,
 ) -> None:
     """Say what got worse from one report to another; exits with 1 if something did."""
-    from mt_tools.bench.compare import compare as changes_between
-    from mt_tools.bench.compare import missing
-    from mt_tools.bench.report import read_report
+    from mt_tools.bench.report import compare as changes_between
+    from mt_tools.bench.report import missing, read_report
 
     old, new = read_report(before), read_report(after)
     changes = changes_between(old, new)
@@ -196,8 +195,7 @@ def plot(
 ) -> None:
     """Draw how much of its floor each measurement reaches."""
     from mt_core.errors import ConfigError
-    from mt_tools.bench.plot import to_html, to_svg
-    from mt_tools.bench.report import read_report
+    from mt_tools.bench.report import read_report, to_html, to_svg
 
     target = out or report.with_suffix(".html")
     drawers = {".html": to_html, ".svg": to_svg}
@@ -232,7 +230,7 @@ def _write(kind: str, given: dict[str, Any], out: Path | None, cases: Iterable[C
 
 
 def _show(case: Case) -> None:
-    from mt_tools.bench.compare import metrics
+    from mt_tools.bench.report import metrics
 
     typer.echo(f"\n{case['name']}")
     for metric, value in metrics(case):

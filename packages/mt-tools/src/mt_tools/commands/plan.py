@@ -183,7 +183,7 @@ def _longest(
     as_json: bool,
 ) -> None:
     from mt_core.errors import ConfigError
-    from mt_tools.plan.longest_sequence import longest_sequence
+    from mt_tools.plan.layout_search import longest_sequence
 
     parallel, (key, positions) = (given := load(settings)).parallel, _positions(given.model)
 

@@ -46,7 +46,7 @@ def layout(
     """
     from mt_core.config.loss import configured_loss
     from mt_tools.verify.comparison import SIXTEEN_BITS, Tolerances, compare
-    from mt_tools.verify.small_runs import in_the_same_rounds, record
+    from mt_tools.verify.run_record import in_the_same_rounds, record
 
     host = load_plugins()
     options = {"steps": steps, "dropout": dropout, "dtype": dtype, "same_rounds": not against}
@@ -76,7 +76,7 @@ def resume(
     Bit for bit under the same layout; within rounding when --then changes it. Exit code 1 when something differs.
     """
     from mt_tools.verify.comparison import Tolerances, compare
-    from mt_tools.verify.small_runs import record, record_resumed
+    from mt_tools.verify.run_record import record, record_resumed
 
     host = load_plugins()
     small = _small(config, preset, set_ or [], host)
@@ -120,7 +120,7 @@ def _with_layout(small: Config, settings: list[str], host: PluginHost) -> Config
 def _layout(config: Config, world: int | None = None) -> str:
     """ "8 processes, tensor_model_parallel_size 2, sequence_parallel"."""
     from mt_core.config.schema import ParallelConfig
-    from mt_tools.verify.axes import processes
+    from mt_tools.verify.small_layout import processes
 
     plain = ParallelConfig().model_dump()
     chosen = {key: value for key, value in config.parallel.model_dump().items() if value != plain[key]}

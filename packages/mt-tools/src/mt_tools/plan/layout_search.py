@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,11 @@ from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.parallel.pipeline.schedule_tables import ScheduleTable
+from mt_core.plugins import PluginHost
 from mt_core.train.build import DTYPES, keeps_remainders
 from mt_tools.plan.activations import StageCost
 from mt_tools.plan.layouts import LayoutPlan, Planner
-from mt_tools.plan.machines import GIB
+from mt_tools.plan.machines import GIB, Machine
 from mt_tools.plan.routing import Assignment, assign_round_robin
 from mt_tools.plan.stages import StageCosts
 from mt_tools.plan.timing import Clock
@@ -257,3 +258,42 @@ def _reason(error: ConfigError) -> str:
     """The message without its numbers, so that rejections for one reason are counted together."""
     # Up to the first semicolon: what follows is advice.
     return " ".join("N" if any(c.isdigit() for c in word) else word for word in str(error).split(";")[0].split())
+
+
+# The longest sequence whose plan fits into a rank's memory.
+
+LoadAt = Callable[[int], Config]
+"""Sequence length -> the validated configuration. Raises ConfigError for lengths that it cannot have."""
+
+
+def longest_sequence(
+    load: LoadAt, world: int, host: PluginHost, machine: Machine, memory_gib: float, unit: int
+) -> tuple[int, LayoutPlan] | None:
+    """(length, plan) of the longest sequence, a multiple of `unit` tokens, that fits into memory_gib; None if one unit
+    does not. Memory grows with the length. Raises ConfigError if not even one unit is valid."""
+
+    def fitting(units: int) -> LayoutPlan | None:
+        try:
+            config = load(units * unit)
+        except ConfigError:
+            if units == 1:
+                raise
+            return None
+        planner = Planner(config, host, machine)
+        planner.require_suitable_data()
+        found = planner.plan(config, world)
+        return found if found.memory_gib <= memory_gib else None
+
+    best, units = fitting(1), 1
+    if best is None:
+        return None
+    # Doubling: `units` fits and 2 * units does not.
+    while (longer := fitting(2 * units)) is not None:
+        best, units = longer, 2 * units
+    # Then a binary search in between: steps of units / 2, units / 4, ..., 1.
+    step = units // 2
+    while step:
+        if (longer := fitting(units + step)) is not None:
+            best, units = longer, units + step
+        step //= 2
+    return units * unit, best

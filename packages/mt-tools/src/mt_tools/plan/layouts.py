@@ -31,10 +31,9 @@ from mt_core.train.build import DTYPES, axis_sizes, with_vocab_size
 from mt_core.train.main_weights_choice import with_resolved_main_weights
 from mt_core.train.pipelining import model_stages
 from mt_tools.plan.activations import StageCost
-from mt_tools.plan.contexts import all_axis_sizes, fake_axis, fake_context
 from mt_tools.plan.fakes import PlannedKernels
 from mt_tools.plan.fused_kernels import ConfiguredKernels
-from mt_tools.plan.ledger import Flow, Ledger
+from mt_tools.plan.ledger import Flow, Ledger, all_axis_sizes, fake_axis, fake_context
 from mt_tools.plan.machines import GIB, Machine
 from mt_tools.plan.parameters import ParameterCount, count_parameters
 from mt_tools.plan.result_cache import ResultCache

@@ -29,8 +29,7 @@ from mt_core.specs import SampleField
 from mt_core.train.loss_choice import with_resolved_loss
 from mt_tools.plan.activations import StageCost, empty_hidden, measure, sum_of
 from mt_tools.plan.fakes import ON_GPUS, PlannedEnvironment, PlannedKernels, UndrawnStreams
-from mt_tools.plan.fp8 import use_planned_products
-from mt_tools.plan.fused_kernels import ConfiguredKernels
+from mt_tools.plan.fused_kernels import ConfiguredKernels, use_planned_products
 from mt_tools.plan.ledger import Ledger
 from mt_tools.plan.result_cache import ResultCache
 from mt_tools.plan.routing import Assignment, RoutedTokens, assign_round_robin

@@ -6,21 +6,91 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mt_core.config.loading import LoadedConfig
+from mt_core.config.loading import LoadedConfig, config_from_dict
+from mt_core.config.loss import configured_loss
+from mt_core.config.schema import Config
+from mt_core.errors import MtError
 from mt_core.nn.layout import parameter_layouts
-from mt_core.plugins import PluginHost
-from mt_core.specs import Fragment
+from mt_core.optim.buckets import Bucket
+from mt_core.optim.param_and_grad_buffer import ParamAndGradBuffer
+from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import Dataset, Fragment
+from mt_core.testing import run_ranks
 from mt_core.train.callbacks import Callback, Run
 from mt_core.train.checkpoint.local_shards import LocalShard
 from mt_core.train.checkpoint.state import MODEL
 from mt_core.train.checkpoint.write_plan import collect
 from mt_core.train.trainer import Trainer
-from mt_tools.verify.adverse import make_adverse
-from mt_tools.verify.small_training import EVALUATE_EVERY
+from mt_tools.verify.small_config import has_global_loss
+from mt_tools.verify.small_layout import copies, processes
+from mt_tools.verify.small_training import EVALUATE_EVERY, STEPS
+
+# Runs under adverse conditions that expose mistakes: samples with unequal numbers of counted tokens, whose losses have
+# unequal weights, and all-gathered weights that arrive as late as allowed.
+
+MASK = "loss_mask"
+
+
+def make_adverse(run: Trainer) -> None:
+    """Apply before training. Neither changes what a correct run computes, in any layout."""
+    run.train_data = UnequalCounts(run.train_data)
+    run.valid_data = {name: UnequalCounts(data) for name, data in run.valid_data.items()}
+    weights = run.engine.weights
+    if isinstance(weights, ParamAndGradBuffer):
+        for bucket in weights.buckets:
+            # The buckets of this run only: nothing of the library is changed for others.
+            bucket.launch_gather = partial(LateGather, bucket)  # type: ignore[method-assign]
+
+
+class UnequalCounts:
+    """Samples in which fewer tokens count, a different number in each and with unequal weights: a mean over ranks or
+    micro-batches then differs from the weighted mean over tokens."""
+
+    def __init__(self, data: Dataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        sample = self.data[index]
+        mask = sample.get(MASK)
+        if mask is None or mask.ndim == 0:
+            return sample
+        places = np.flatnonzero(mask)
+        # At least a quarter of them is kept.
+        kept = np.array(mask, dtype=np.float32)
+        # By the sample's number, so that every layout masks the same tokens: none, 3/16, 6/16 or 9/16 of them.
+        kept[places[: 3 * len(places) * (index % 4) // 16]] = 0
+        # From 1/2 to 11/8 along a sample: eighths are exact, so that sums of weights are too.
+        kept *= 0.5 + np.arange(len(kept)) % 8 / 8
+        return {**sample, MASK: kept}
+
+    def describe(self, index: int) -> str:
+        return self.data.describe(index)
+
+
+class LateGather(dist.Work):
+    """Weights of other ranks that arrive only when waited for, and hold the previous step's values until then."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__()
+        self.bucket = bucket
+
+    def wait(self, timeout: object = None) -> bool:
+        # No collective is launched before: a layer that reads its weights without waiting computes with stale ones, and
+        # its loss shows it.
+        bucket = self.bucket
+        dist.all_gather_into_tensor(bucket.weights, bucket.part(bucket.weights), group=bucket.axes.shard.group)
+        return True
 
 
 @dataclass
@@ -128,3 +198,55 @@ def gradients(run: Run) -> Iterator[Fragment]:
 
 def _gradient(shard: Tensor, scale: float) -> Tensor:
     return torch.zeros_like(shard) if shard.grad is None else shard.grad / scale  # the loss scale is taken out
+
+
+# Runs small configurations on CPU ranks of this machine, and returns what they computed.
+
+TIMEOUT = 600.0
+
+
+def record(config: Config, *, world: int | None = None, steps: int = STEPS, run_dir: Path | None = None) -> RunRecord:
+    """Train `steps` steps on `world` ranks; default: as many as the layout needs, two at least.
+
+    Raises the MtError of a rank, and RankFailureError with the traceback of any other.
+    """
+    world = world or processes(config.parallel)
+    records = run_ranks(world, record_on_rank, config.to_dict(), steps, run_dir, timeout=TIMEOUT)
+    # Returned by the rank, not raised: an MtError is a sentence for the user, without a traceback of a worker.
+    refused = next((found for found in records if isinstance(found, MtError)), None)
+    if refused is not None:
+        raise refused
+    return records[0]
+
+
+def in_the_same_rounds(config: Config, world: int | None, other: Config, host: PluginHost) -> Config:
+    """With micro-batches of as many samples over all ranks as `other` has, for a loss that compares samples, and for
+    routers whose balance loss counts rounds of micro-batches."""
+    if not (configured_loss(config, host).compares_samples or has_global_loss(config.model.model_dump())):
+        return config
+    own = copies(config.parallel, world or processes(config.parallel))
+    size = max(1, copies(other.parallel, processes(other.parallel)) // own)
+    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": size})})
+
+
+def record_resumed(first: Config, then: Config, *, steps: int) -> RunRecord:
+    """Train `steps` steps under one layout, and the same number in new processes under the other."""
+    with TemporaryDirectory(prefix="mt-verify-") as folder:
+        record(first, steps=steps, run_dir=Path(folder))
+        tree = then.to_dict()
+        # Resuming under another layout is what is checked.
+        tree["checkpoint"]["accept_changes"] = [f"parallel.{key}" for key in tree["parallel"]]
+        return record(config_from_dict(tree, load_plugins()), steps=2 * steps, run_dir=Path(folder))
+
+
+def record_on_rank(
+    rank: int, world: int, tree: Mapping[str, Mapping[str, Any]], steps: int, run_dir: Path | None
+) -> RunRecord | MtError | None:
+    """The first rank's record, of which the other ranks have only parts; or why this rank refuses the configuration."""
+    host = load_plugins()
+    loaded = LoadedConfig(config_from_dict(tree, host), {}, None)
+    try:
+        found = record_run(loaded, steps, host=host, run_dir=run_dir, adverse=True)
+    except MtError as error:
+        return error
+    return found if rank == 0 else None

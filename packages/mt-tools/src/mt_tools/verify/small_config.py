@@ -19,9 +19,8 @@ from mt_core.plugins import PluginHost
 from mt_core.specs import CAUSAL_LM_SAMPLE
 from mt_core.train.build import build_model
 from mt_core.train.loss_choice import LARGE_VOCABULARY, with_loss, with_resolved_loss
-from mt_tools.verify.axes import LARGEST_WORLD, processes, shrink_axes
+from mt_tools.verify.small_layout import LARGEST_WORLD, forget_division, processes, shrink_axes, shrink_stages
 from mt_tools.verify.small_training import STEPS, Tree, keep_dropout, shrink_training
-from mt_tools.verify.stages import forget_division, shrink_stages
 
 HEAD_DIM = 8
 FEW_EXPERTS = 8
