@@ -10,8 +10,8 @@ import pytest
 
 from mt_cli.wizard import make_draft
 from mt_core.config.loading import LoadedConfig, config_from_dict
-from mt_core.config.presets import installed_presets
 from mt_core.config.schema import Config
+from mt_core.config.sources import installed_presets
 from mt_core.errors import MtError
 from mt_core.plugins import load_plugins
 from mt_core.train.trainer import Trainer

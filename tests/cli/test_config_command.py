@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_cli.config_fields import section_fields
+from mt_core.config.files import shown, to_toml
 from mt_core.config.loading import load_config
 from mt_core.config.schema import SECTIONS
-from mt_core.config.toml_text import shown, to_toml
 from mt_core.plugins import load_plugins
 
 JSON = st.recursive(

@@ -11,8 +11,8 @@ import pytest
 
 from mt_cli.app import HELP, build_group
 from mt_cli.config_fields import section_fields, section_names
-from mt_core.config.presets import installed_presets
 from mt_core.config.schema import SECTIONS
+from mt_core.config.sources import installed_presets
 from mt_core.plugins import PluginHost, load_plugins
 
 ROOT = Path(__file__).parents[2]

@@ -64,7 +64,7 @@ def take_positions_for_consecutive(patch: pytest.MonkeyPatch) -> None:
         is_positions = bool((x[0] == torch.arange(x.shape[dim])).all())
         return x.chunk(axis.size, dim)[axis.rank].contiguous() if is_positions and axis.size > 1 else piece
 
-    patch.setattr("mt_core.train.batches.device.shard_sequence", wrong)
+    patch.setattr("mt_core.train.step.batches.shard_sequence", wrong)
 
 
 def skip_the_last_reduction(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tests.dist.test_layouts import GATHER, MOE, SMALL_BUCKETS, SP, TP2, TP4, ZE
 from mt_core.errors import ConfigError, TrainingError
 from mt_core.testing import run_ranks
 from mt_core.train.callbacks import Callback
-from mt_core.train.replicas import bit_hash
+from mt_core.train.step_checks import bit_hash
 from mt_core.train.trainer import Trainer
 
 pytestmark = pytest.mark.dist

@@ -8,7 +8,7 @@ import pytest
 from mt_core.data.loader import BatchReader
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.testing import run_ranks
-from mt_core.train.batches.broadcast import broadcast_batches
+from mt_core.train.step.batches import broadcast_batches
 
 pytestmark = pytest.mark.dist
 

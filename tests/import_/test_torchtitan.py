@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mt_core.config.toml_text import to_toml
+from mt_core.config.files import to_toml
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_import.result import ImportResult, check_configuration

@@ -14,7 +14,7 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.model import Generates, Model, as_generator, contract, is_pipelined
 from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.plugins import load_plugins
-from mt_core.train.kept_logits import KeptLogits
+from mt_core.train.losses import KeptLogits
 
 
 @pytest.fixture(scope="module")

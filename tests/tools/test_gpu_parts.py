@@ -17,7 +17,7 @@ import pytest
 
 from mt_core.config.loading import load_config
 from mt_core.plugins import load_plugins
-from mt_core.train.main_weights_choice import with_resolved_main_weights
+from mt_core.train.auto_choices import with_resolved_main_weights
 from mt_tools.bench.training_presets import PRESETS
 
 ROOT = Path(__file__).parents[2]

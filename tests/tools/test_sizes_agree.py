@@ -10,7 +10,7 @@ import pytest
 
 from mt_cli.model_sizes import measured_preset
 from mt_core.config.loading import config_from_dict
-from mt_core.config.presets import find_preset, installed_presets
+from mt_core.config.sources import find_preset, installed_presets
 from mt_core.plugins import load_plugins
 from mt_tools.plan.estimate import model_size
 from mt_tools.plan.layouts import Planner

@@ -8,8 +8,8 @@ import pytest
 
 from mt_core.config.checks import must_divide_all
 from mt_core.config.loading import load_config
-from mt_core.config.presets import find_preset
 from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS
+from mt_core.config.sources import find_preset
 from mt_core.errors import ConfigError, MtError, PluginError
 from mt_core.hookspecs import hookimpl
 from mt_core.plugins import Plugin, PluginHost

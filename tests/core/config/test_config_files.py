@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from mt_core.config.files import MAX_NODES, MAX_YAML_DEPTH, parse_yaml
 from mt_core.config.loading import config_from_dict, load_config, load_config_anywhere
-from mt_core.config.yaml_text import MAX_DEPTH, MAX_NODES, parse_yaml
 from mt_core.errors import ConfigError, MtError, PluginError
 from mt_core.plugins import PluginHost
 
@@ -80,7 +80,7 @@ def laughs(levels: int) -> str:
     ("text", "message"),
     [
         (laughs(9), f"more than {MAX_NODES:,} values once its aliases are written out"),
-        ("a: " + "[" * 5000, f"nested more than {MAX_DEPTH} deep"),
+        ("a: " + "[" * 5000, f"nested more than {MAX_YAML_DEPTH} deep"),
         ("a: &a [*a]", "*a stands inside of itself, or is not defined"),
         ("a: *b", "*b stands inside of itself, or is not defined"),
         ("train:\n  seed: 1\n  seed: 2", 'duplicate key "seed"'),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mt_core.data.batch_size import BatchSizeSchedule
+from mt_core.data.training_length import BatchSizeSchedule
 
 
 def test_the_ramp_of_the_175b_gpt3() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from mt_core.config.loading import load_config
 from mt_core.data import building
-from mt_core.data.epochs import EpochDataset, with_train_iters
+from mt_core.data.training_length import EpochDataset, with_train_iters
 from mt_core.errors import ConfigError, DataError
 from mt_core.train.engine import Engine
 

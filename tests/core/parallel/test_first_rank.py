@@ -17,9 +17,9 @@ from mt_core.parallel.first_rank import on_first_rank
 from mt_core.specs import Fragment
 from mt_core.tensor_slice import TensorSlice
 from mt_core.testing import run_ranks
-from mt_core.train.batches.broadcast import broadcast_batches
 from mt_core.train.checkpoint import saving
 from mt_core.train.checkpoint.saving import Contents, ShardedMethod, WholeMethod, WritesInBackground, WritesNow
+from mt_core.train.step.batches import broadcast_batches
 
 
 class UnpicklableError(Exception):

@@ -17,7 +17,7 @@ from mt_core.parallel.pipeline.schedules import ZBV_ZERO_BUBBLE
 from mt_core.parallel.pipeline.simulator import StageTimes, simulate
 from mt_core.parallel.pipeline.timeline import Span, Timeline
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, read_trace, write_trace
-from mt_core.train.step.schedule_trace import ScheduleTrace
+from mt_core.train.pipelining import ScheduleTrace
 
 TIMELINE = Timeline(
     (

@@ -8,7 +8,7 @@ import torch
 from mt_core.nn.auxiliary import AuxiliaryLoss
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.testing import run_ranks
-from mt_core.train.step.auxiliary_means import AuxiliaryMeans
+from mt_core.train.step.optimizer_step import AuxiliaryMeans
 
 PASSES = 3
 

@@ -11,7 +11,7 @@ from tests.core.conftest import LITTLE_TEXT
 
 from mt_core.errors import CheckpointError
 from mt_core.train import Trainer
-from mt_core.train.checkpoint.data_identity import data_changes, data_identity
+from mt_core.train.checkpoint.resume import data_changes, data_identity
 from mt_data.indexed import IndexedDatasetWriter
 from mt_data.indexed.manifest import manifest_path
 

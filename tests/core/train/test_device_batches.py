@@ -11,7 +11,7 @@ import torch
 from mt_core.data.loader import RankBatch
 from mt_core.data.loss_weights import LossNormalization
 from mt_core.parallel.context import Axis
-from mt_core.train.batches.device import FIRST_SAMPLE, DeviceBatches, micro_batches
+from mt_core.train.step.batches import FIRST_SAMPLE, DeviceBatches, micro_batches
 
 
 def rank_batch(number: int) -> RankBatch:

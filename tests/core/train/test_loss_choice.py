@@ -8,8 +8,8 @@ from mt_core.config.loading import load_config
 from mt_core.errors import CheckpointError
 from mt_core.parallel.context import ParallelContext
 from mt_core.train import Trainer
+from mt_core.train.auto_choices import with_resolved_loss
 from mt_core.train.build import build_model
-from mt_core.train.loss_choice import with_resolved_loss
 from mt_core.train.reporting.run_summary import run_summary
 
 FUSED = "linear_cross_entropy_sum"

@@ -8,7 +8,7 @@ from mt_core.config.loading import load_config
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.request import KernelName
 from mt_core.train import Trainer
-from mt_core.train.main_weights_choice import updates_in_one_kernel, with_resolved_main_weights
+from mt_core.train.auto_choices import updates_in_one_kernel, with_resolved_main_weights
 from mt_core.train.reporting.run_summary import run_summary
 
 pytest.importorskip("triton")

@@ -9,9 +9,9 @@ import torch
 
 from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
-from mt_core.train import Trainer, malloc
+from mt_core.train import Trainer, memory
 from mt_core.train.build import build_model
-from mt_core.train.malloc import has_own_settings, is_glibc, keep_freed_memory
+from mt_core.train.memory import has_own_settings, is_glibc, keep_freed_memory
 from mt_core.train.reporting.run_summary import run_summary
 
 LINUX = pytest.mark.skipif(not is_glibc(), reason="needs glibc")
@@ -25,7 +25,7 @@ def note(tiny, host, *settings: str, device: str = "cpu") -> str | None:
 
 def page_faults_of_large_tensors(rank: int, world: int, raised: bool) -> int:
     """Of a few tensors of 40 MiB made and freed, one after another."""
-    assert not raised or malloc.raise_thresholds()
+    assert not raised or memory.raise_thresholds()
     _make_tensors(20)  # an aligned tensor does not fit where one of its size was, so that the heap grows at first
     before = _page_faults()
     _make_tensors(5)
@@ -62,8 +62,8 @@ def test_the_summary_of_a_run_says_so_and_a_key_turns_it_off(tiny) -> None:
 @LINUX
 @pytest.mark.parametrize(("free", "words"), [(1e6, "free memory is 0.0 GiB"), (None, "free memory is unknown")])
 def test_thresholds_stay_where_memory_is_short(tiny, host, monkeypatch, free, words) -> None:
-    monkeypatch.setattr(malloc, "free_bytes", lambda device: free)
-    monkeypatch.setattr(malloc, "raise_thresholds", lambda: pytest.fail("raised"))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    monkeypatch.setattr(memory, "raise_thresholds", lambda: pytest.fail("raised"))
     found = note(tiny, host)
     assert found is not None
     assert found.startswith("malloc as it is: ")
@@ -79,12 +79,12 @@ def test_nothing_happens_and_nothing_is_said_elsewhere(tiny, host, monkeypatch, 
             raise elsewhere(name)
 
     monkeypatch.setattr(os, "confstr", confstr)
-    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: pytest.fail("called"))
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: pytest.fail("called"))
     assert note(tiny, host) is None
 
 
 def test_what_the_user_or_the_device_decides(tiny, host, monkeypatch) -> None:
-    monkeypatch.setattr(malloc, "raise_thresholds", lambda: pytest.fail("raised"))
+    monkeypatch.setattr(memory, "raise_thresholds", lambda: pytest.fail("raised"))
     assert note(tiny, host, device="cuda") is None
     assert has_own_settings({"MALLOC_TRIM_THRESHOLD_": "1"})
     assert has_own_settings({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1"})

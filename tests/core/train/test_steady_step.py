@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mt_core.errors import ConfigError, TrainingError
 from mt_core.optim.optimizers import AdamW
 from mt_core.train import Callback, Trainer
-from mt_core.train.batches.device import begin_micro_batch
 from mt_core.train.host_transfer import DelayedAllReduceFlag
+from mt_core.train.step.batches import begin_micro_batch
 from mt_moe.layer import require_room
 from mt_moe.routing.router import require_finite
 
@@ -385,6 +385,6 @@ def test_a_model_without_layers_is_not_compiled(tiny) -> None:
 @pytest.mark.parametrize("deferred", ["never", "always"])
 def test_copies_are_compared_once_for_each_step_that_is_due(deferred, tiny, monkeypatch) -> None:
     compared: list[None] = []
-    monkeypatch.setattr("mt_core.train.step.step_checks.check_replicas", lambda *_: compared.append(None))
+    monkeypatch.setattr("mt_core.train.step_checks.check_replicas", lambda *_: compared.append(None))
     trained(tiny(f"train.deferred_metrics={deferred}", "train.verify_replicas_interval=2", "train.train_iters=5"))
     assert len(compared) == 2

@@ -18,8 +18,8 @@ from mt_core.errors import MtError, PluginError
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 from mt_core.train.checkpoint.run_directory import RunDirectory
-from mt_core.train.reporting.device_peaks import peak_of_name
-from mt_core.train.reporting.log_file import build_log_file
+from mt_core.train.reporting.log_files import build_log_file
+from mt_core.train.reporting.step_metrics import peak_of_name
 from mt_core.train.trackers.tracker import IDS_FILE, _read_ids
 
 MEGATRON_LINE = re.compile(  # of programs that read Megatron-LM's logs
@@ -174,7 +174,7 @@ def build_broken_at_start(config: Config) -> Broken:
 
 
 def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(tiny, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("mt_core.train.trackers.wandb.build_wandb", build_broken)
+    monkeypatch.setattr("mt_core.train.trackers.services.build_wandb", build_broken)
     result = Trainer(tiny('logging.trackers=["wandb"]'), run_dir=tmp_path).train()
     assert result.state.iteration == 6
     text = (tmp_path / "log.txt").read_text()
@@ -182,7 +182,7 @@ def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(tiny, tmp_path:
 
 
 def test_a_tracker_that_cannot_start_is_an_error(tiny, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("mt_core.train.trackers.wandb.build_wandb", build_broken_at_start)
+    monkeypatch.setattr("mt_core.train.trackers.services.build_wandb", build_broken_at_start)
     with pytest.raises(PluginError, match="wandb does not start: no route to host; correct its settings"):
         Trainer(tiny('logging.trackers=["wandb"]'), run_dir=tmp_path).train()
 

@@ -6,7 +6,7 @@ import pytest
 
 from mt_core.config.loading import load_config_anywhere
 from mt_core.config.schema import Config, ParallelConfig
-from mt_core.data.batch_size import build_batch_size, total_train_samples
+from mt_core.data.training_length import build_batch_size, total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.train.pipelining import model_stages

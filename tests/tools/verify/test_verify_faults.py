@@ -18,9 +18,9 @@ from mt_core.nn.dropout import SAMPLE, DropoutStreams
 from mt_core.nn.layout import stream_seed
 from mt_core.optim.buckets import Bucket
 from mt_core.optim.param_and_grad_buffer import ParamAndGradBuffer
-from mt_core.train.evaluation import mean_loss
+from mt_core.train import predictions
 from mt_core.train.state import TrainState
-from mt_core.train.step import auxiliary_means
+from mt_core.train.step import optimizer_step
 from mt_core.train.step.optimizer_step import OptimizerStep
 from mt_moe.routing import balance
 from mt_tools.verify import run_record
@@ -90,11 +90,11 @@ def samples_of_this_rank_alone() -> None:
 
 
 def evaluation_of_this_rank_alone() -> None:
-    mean_loss.sum_over = lambda values, axis, device: list(values)  # type: ignore[assignment]
+    predictions.sum_over = lambda values, axis, device: list(values)  # type: ignore[assignment]
 
 
 def auxiliary_losses_of_this_rank_alone() -> None:
-    auxiliary_means.sum_on_device = lambda value, axis: value  # type: ignore[assignment]
+    optimizer_step.sum_on_device = lambda value, axis: value  # type: ignore[assignment]
 
 
 def global_loss_of_this_rank_alone() -> None:

@@ -16,7 +16,7 @@ from mt_accelerate.train_steps import (
     GPTTrainStep,
     T5TrainStep,
 )
-from mt_core.config.loss import configured_loss
+from mt_core.config.metrics import configured_loss
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost

@@ -16,7 +16,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.loss import build_cross_entropy
 from mt_core.nn.model import contract
 from mt_core.parallel.context import ParallelContext
-from mt_core.train.kept_logits import logits_of, whole_vocabulary
+from mt_core.train.losses import logits_of, whole_vocabulary
 
 RAW = "raw."
 """Prefix of a program's own names among the fields of a micro-batch."""

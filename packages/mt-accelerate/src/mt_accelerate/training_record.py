@@ -7,8 +7,7 @@ import time
 from mt_core.train import Engine, StepRecord
 from mt_core.train.reporting.step_metrics import StepMetrics
 from mt_core.train.step.optimizer_step import StepOutcome
-from mt_core.train.trackers.names import evaluation_values, log_values, step_values
-from mt_core.train.trackers.tracker import MetricWriter, TrackedRun
+from mt_core.train.trackers.tracker import MetricWriter, TrackedRun, evaluation_values, log_values, step_values
 
 
 class TrainingRecord:

@@ -11,9 +11,9 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.fields import FieldInfo
 
+from mt_core.config.files import shown
 from mt_core.config.messages import MEGATRON_KEYS
 from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Section
-from mt_core.config.toml_text import shown
 from mt_core.errors import ConfigError, MtError, did_you_mean
 from mt_core.plugins import PluginHost, Registry
 

@@ -10,8 +10,8 @@ from math import prod
 from typing import Any
 
 from mt_core.config.loading import config_from_dict
-from mt_core.config.presets import find_preset
 from mt_core.config.schema import Config
+from mt_core.config.sources import find_preset
 from mt_core.errors import MtError
 from mt_core.plugins import PluginHost
 

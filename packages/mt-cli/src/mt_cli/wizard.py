@@ -12,12 +12,12 @@ from typing import Any
 
 from mt_cli.text_files import no_utf8, size_of_files, text_files, text_keys
 from mt_core.config.checks import as_world, divisors, listed
+from mt_core.config.files import shown, to_toml
 from mt_core.config.loading import load_config
-from mt_core.config.presets import find_preset, installed_presets
 from mt_core.config.schema import Config
-from mt_core.config.toml_text import shown, to_toml
+from mt_core.config.sources import find_preset, installed_presets
+from mt_core.config_map import model_section, read_hf_config
 from mt_core.errors import ConfigError, MtError
-from mt_core.hf_config import model_section, read_hf_config
 from mt_core.plugins import PluginHost
 
 TENSOR, PIPELINE, EXPERT = (f"parallel.{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert"))

@@ -10,9 +10,9 @@ from .errors import MtError as MtError
 from .errors import PluginError as PluginError
 from .errors import TrainingError as TrainingError
 from .hookspecs import hookimpl as hookimpl
-from .megatron_map import MegatronMap as MegatronMap
 from .name_map import Concatenate as Concatenate
 from .name_map import GroupedQKV as GroupedQKV
+from .name_map import MegatronMap as MegatronMap
 from .name_map import NameMap as NameMap
 from .name_map import Same as Same
 from .name_map import Transpose as Transpose

@@ -85,7 +85,7 @@ def mt_register_models() -> list[ModelSpec]:
             doc="A torch.nn.Module of your own, given to Engine or Trainer",
             config_type=Lazy("mt_core.config.schema:PlainModuleConfig"),
             build=Lazy("mt_core.nn.plain_module:build_plain_module"),
-            presets=Lazy("mt_core.config.presets:NO_PRESETS"),
+            presets=Lazy("mt_core.config.sources:NO_PRESETS"),
         )
     ]
 
@@ -234,13 +234,13 @@ def mt_register_callbacks() -> list[CallbackSpec]:
         CallbackSpec(
             name="metrics_jsonl",
             doc="Writes metrics.jsonl in the run directory",
-            build=Lazy("mt_core.train.reporting.metrics_jsonl:build_metrics_jsonl"),
+            build=Lazy("mt_core.train.reporting.log_files:build_metrics_jsonl"),
             always=True,
         ),
         CallbackSpec(
             name="log_file",
             doc="Writes log.txt in the run directory",
-            build=Lazy("mt_core.train.reporting.log_file:build_log_file"),
+            build=Lazy("mt_core.train.reporting.log_files:build_log_file"),
             always=True,
         ),
         _tracker("tensorboard", "Metrics in TensorBoard's event files"),

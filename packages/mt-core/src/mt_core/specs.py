@@ -681,7 +681,7 @@ class BuildEvaluator(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatorSpec(Spec):
-    """Measures the model during training (`mt_core.train.evaluation.evaluators.Evaluator`), on all ranks."""
+    """Measures the model during training (`mt_core.train.validation.Evaluator`), on all ranks."""
 
     build: Lazy[BuildEvaluator]
 

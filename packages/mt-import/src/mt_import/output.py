@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mt_core.config.toml_text import shown, to_toml
+from mt_core.config.files import shown, to_toml
 from mt_core.errors import ConfigError
 from mt_import.megatron_arguments.translation import Account
 from mt_import.result import ImportResult, Processes, Status

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mt_core.config.files import read_values
-from mt_core.config.yaml_text import parse_yaml
+from mt_core.config.files import parse_yaml, read_values
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_import.megatron_arguments.table import by_option

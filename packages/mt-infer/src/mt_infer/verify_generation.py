@@ -18,8 +18,8 @@ from mt_core.config.schema import Config, InferenceConfig
 from mt_core.errors import CheckpointError
 from mt_core.nn.loss import build_cross_entropy
 from mt_core.optim.master_weights import Fp32Weights
-from mt_core.train.batches.device import FIRST_SAMPLE
 from mt_core.train.pipelining import build_forward_backward
+from mt_core.train.step.batches import FIRST_SAMPLE
 from mt_core.train.step.forward_backward import Batch
 from mt_core.train.trained_model import TrainedModel
 from mt_infer.cache.agreement import agree

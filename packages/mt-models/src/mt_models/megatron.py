@@ -5,7 +5,7 @@ Families of one set differ in the values of the same arguments; mt-ckpt writes a
 
 from __future__ import annotations
 
-from mt_core.megatron_map import MegatronMap
+from mt_core.name_map import MegatronMap
 
 GPT = MegatronMap(arguments="gpt")
 ROTARY = MegatronMap(arguments="rotary")

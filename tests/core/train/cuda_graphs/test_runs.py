@@ -17,10 +17,9 @@ from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.train import Callback, Trainer
 from mt_core.train.checkpoint.resume import differences
-from mt_core.train.cuda_graphs.pool_slots import GraphPoolSlot
+from mt_core.train.cuda_graphs.capture import form_of, replaced
 from mt_core.train.cuda_graphs.rules import outermost_stacks, reason_against, rows_of_layers
-from mt_core.train.cuda_graphs.runs import BlockGraphs, LayerRun, unchanged_buffers
-from mt_core.train.cuda_graphs.structure import form_of, replaced
+from mt_core.train.cuda_graphs.runs import BlockGraphs, GraphPoolSlot, LayerRun, unchanged_buffers
 
 
 class StepRecorder(Callback):

@@ -10,7 +10,7 @@ from torch import Tensor
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.hugging_face.reader import HuggingFaceReader
 from mt_ckpt.safetensors_files import TensorInfo
-from mt_core.hf_config import tokenizer_section
+from mt_core.config_map import tokenizer_section
 from mt_core.plugins import PluginHost
 
 

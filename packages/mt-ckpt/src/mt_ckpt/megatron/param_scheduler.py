@@ -9,7 +9,7 @@ from mt_ckpt.megatron.metadata import KEY
 from mt_core.config.checks import global_batch_size
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config, OptimizerConfig
-from mt_core.data.batch_size import total_train_samples
+from mt_core.data.training_length import total_train_samples
 from mt_core.errors import CheckpointError
 from mt_core.optim.configs import AdamConfig
 from mt_core.optim.group_schedules import weight_decay_schedule

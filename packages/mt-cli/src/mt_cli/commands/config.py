@@ -12,7 +12,7 @@ import typer
 
 from mt_cli.commands.config_init import init
 from mt_core.commands import host_of
-from mt_core.config.toml_text import shown, to_toml
+from mt_core.config.files import shown, to_toml
 from mt_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def load(host: PluginHost, path: Path | None, preset: str | None, overrides: lis
 
 def check_names(loaded: LoadedConfig, host: PluginHost) -> None:
     """Raise PluginError for a name that no plugin registers, among those that training looks up as it starts."""
-    from mt_core.config.loss import configured_loss
+    from mt_core.config.metrics import configured_loss
     from mt_core.nn.attention_backends.automatic import AUTO
 
     config = loaded.config

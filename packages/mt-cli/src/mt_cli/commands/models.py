@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mt_cli.model_sizes import Preset
-    from mt_core.config import presets as config_presets
+    from mt_core.config import sources as config_presets
     from mt_core.plugins import PluginHost
 
 SHAPE_COLUMNS = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads"}
@@ -49,7 +49,7 @@ def models(
 
 def _chosen(name: str | None, host: PluginHost) -> tuple[list[str], list[str]]:
     """Names of the presets to show; and what is wrong with others."""
-    from mt_core.config.presets import installed_presets
+    from mt_core.config.sources import installed_presets
 
     presets, problems = installed_presets(host)
     families = host.models.names()
@@ -155,7 +155,7 @@ def _print_training(preset: Preset, host: PluginHost, console: Console) -> None:
 def _values_table(preset: Preset) -> Table:
     from rich.text import Text
 
-    from mt_core.config.toml_text import shown
+    from mt_core.config.files import shown
 
     table = _grid()
     for section, values in preset.values.items():

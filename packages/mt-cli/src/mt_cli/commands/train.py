@@ -224,7 +224,7 @@ def _report(trainer: Trainer, result: TrainResult, directory: Path, already: int
     from rich.console import Console
 
     from mt_cli.sample import print_sample
-    from mt_core.config.loss import configured_loss
+    from mt_core.config.metrics import configured_loss
     from mt_core.train.reporting.log_lines import worded
 
     console = Console(highlight=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from mt_core.checkpoint_parts import CheckpointParts, open_start
+from mt_core.checkpoint_lookup import CheckpointParts, open_start
 from mt_core.config.layers import Layer, Merged, merge_layers
 from mt_core.config.schema import SECTIONS
 from mt_core.config.sections import build_sections, section_type

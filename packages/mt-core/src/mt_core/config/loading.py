@@ -11,9 +11,8 @@ from mt_core.config.checks import as_world, check_warmup, collect_broken_rules, 
 from mt_core.config.layers import DEFAULT, Layer, merge_layers
 from mt_core.config.megatron_words import refuse_foreign_formats, translate
 from mt_core.config.schema import SECTIONS, Config
-from mt_core.config.sections import build_sections
+from mt_core.config.sections import build_sections, refuse_unused_values
 from mt_core.config.sources import Sources, read_layers
-from mt_core.config.unused import refuse_unused_values
 from mt_core.errors import MtError, Problems
 
 if TYPE_CHECKING:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from mt_core.config.loss import configured_loss
-from mt_core.config.schema import Config
+from mt_core.config.schema import AUTO_LOSS, Config
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
 from mt_core.specs import LossSpec
+
+# Which registered loss `train.loss` names.
+
+
+def configured_loss(config: Config, host: PluginHost) -> LossSpec:
+    """The loss that `train.loss` names; for `auto` the default of the model family."""
+    name = config.train.loss
+    if name == AUTO_LOSS:
+        name = host.models.get(config.model.family, key="model.family").default_loss
+    return host.losses.get(name, key="train.loss")
+
 
 OVERALL = "overall"
 """Stands for all validation sets together, where there are several."""

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config
-from mt_core.data.batch_size import total_train_samples
-from mt_core.data.epochs import EpochDataset, iterations_of_epoch, with_train_iters
+from mt_core.data.training_length import EpochDataset, iterations_of_epoch, total_train_samples, with_train_iters
 from mt_core.errors import DataError
 from mt_core.plugins import PluginHost
 from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer

@@ -16,7 +16,7 @@ from mt_core.config.checks import check_warmup, global_batch_size
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data import building
-from mt_core.data.batch_size import total_train_samples
+from mt_core.data.training_length import total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.launch.environment import read_environment
 from mt_core.launch.process_group import local_device
@@ -50,9 +50,9 @@ from mt_core.parallel.pipeline.schedules import configured_schedule, splits_back
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.plugins import PluginHost
-from mt_core.specs import Tokenizer
+from mt_core.specs import CheckpointReader, Tokenizer
+from mt_core.train.auto_choices import REMAINDERS
 from mt_core.train.checkpoint.state import merged_over_stages
-from mt_core.train.main_weights_choice import REMAINDERS
 from mt_core.train.memory import build_within_memory
 
 ModelProvider = Callable[[Any, ModelEnvironment], nn.Module]
@@ -363,3 +363,34 @@ def lr_schedule(config: Config, host: PluginHost, horizon: Horizon) -> LRSchedul
     """The configured schedule over a training of any length."""
     spec = host.lr_schedules.get(config.lr_schedule.lr_decay_style, key="lr_schedule.lr_decay_style")
     return spec.build.load()(config.lr_schedule, horizon)
+
+
+# Files that the checkpoints of a run hold: those of its tokenizer, the ones beside them in the checkpoint that it
+# starts from (generation_config.json, preprocessor_config.json), and what the data set adds (a chat template).
+
+
+def kept_files(
+    config: Config, tokenizer: Tokenizer, source: CheckpointReader | None, host: PluginHost
+) -> Mapping[str, bytes]:
+    """By name. source: the checkpoint that the run starts from or resumes, or None."""
+    beside = {} if source is None else files_beside_tokenizer(config, tokenizer, source, host)
+    files = {**beside, **tokenizer.files()}
+    spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
+    return files if spec.checkpoint_files is None else spec.checkpoint_files.load()(config.data, tokenizer, files)
+
+
+def files_beside_tokenizer(
+    config: Config, tokenizer: Tokenizer, source: CheckpointReader, host: PluginHost
+) -> dict[str, bytes]:
+    """The files of `source` that are not the tokenizer's; {} if the run has another tokenizer than `source`, since
+    their token ids would be another vocabulary's."""
+    own, stored = tokenizer.files(), source.files()
+    section = source.metadata.get("config", {}).get("tokenizer") or {}
+    same_type = section.get("tokenizer_type") == config.tokenizer.tokenizer_type
+    if any(stored.get(name) != data for name, data in own.items()) or not (own or same_type):
+        return {}
+    beside = {name: data for name, data in stored.items() if name not in own}
+    # A tokenizer that is built from a folder reads some files only if they are there: those change what it is.
+    if beside and restore_tokenizer(config, {**beside, **own}, host).fingerprint() != tokenizer.fingerprint():
+        return {}
+    return beside

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.config.schema import Config
-from mt_core.data.batch_size import BatchSizeSchedule, build_batch_size, total_train_samples
 from mt_core.data.loader import BatchReader, RankBatch, cut_rank_batch
 from mt_core.data.loss_weights import LossCounts, LossNormalization
+from mt_core.data.training_length import BatchSizeSchedule, build_batch_size, total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.kernels.choice import Kernels
@@ -50,33 +50,35 @@ from mt_core.parallel.tied_weights import TiedWeights, find_tied_weights
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import CheckpointReader, Dataset, Tokenizer
 from mt_core.train import build
-from mt_core.train.batches.broadcast import broadcast_batches
-from mt_core.train.batches.device import DeviceBatches
-from mt_core.train.checkpoint.kept_files import kept_files
+from mt_core.train.auto_choices import updates_in_one_kernel, with_resolved_main_weights
+from mt_core.train.build import kept_files
 from mt_core.train.checkpoint.partial_load import load_weights
-from mt_core.train.checkpoint.random_streams import dropout_stream
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.saving import Contents, build_checkpoint_writer
-from mt_core.train.checkpoint.state import OPTIMIZER, WITHOUT_OPTIMIZER, Checkpointed, merged_over_stages
+from mt_core.train.checkpoint.state import (
+    OPTIMIZER,
+    WITHOUT_OPTIMIZER,
+    Checkpointed,
+    dropout_stream,
+    merged_over_stages,
+)
 from mt_core.train.cuda_graphs.capture import use_capture_stream
 from mt_core.train.cuda_graphs.rules import build_graphs
 from mt_core.train.cuda_graphs.runs import BlockGraphs
 from mt_core.train.cuda_graphs.steps import StepGraphs
-from mt_core.train.evaluation.mean_loss import evaluate
-from mt_core.train.evaluation.predictions import Predictions, predict
 from mt_core.train.hugging_face_source import (
     PreTrainedConfigLike,
     PreTrainedModelLike,
     read_source,
     with_sections,
 )
-from mt_core.train.kept_logits import KeptLogits
-from mt_core.train.losses import WrapLoss, build_losses
-from mt_core.train.main_weights_choice import updates_in_one_kernel, with_resolved_main_weights
-from mt_core.train.malloc import keep_freed_memory
-from mt_core.train.pipelining import Stages, build_forward_backward, build_stages
+from mt_core.train.losses import KeptLogits, WrapLoss, build_losses
+from mt_core.train.memory import keep_freed_memory
+from mt_core.train.pipelining import ScheduleTrace, Stages, build_forward_backward, build_stages
+from mt_core.train.predictions import Predictions, evaluate, predict
 from mt_core.train.same_start import require_same_program
 from mt_core.train.state import TrainState
+from mt_core.train.step.batches import DeviceBatches, broadcast_batches
 from mt_core.train.step.forward_backward import Batch, ForwardBackward, ForwardStep
 from mt_core.train.step.optimizer_step import (
     OptimizerStep,
@@ -84,7 +86,6 @@ from mt_core.train.step.optimizer_step import (
     StepOutcome,
     defers_metrics,
 )
-from mt_core.train.step.schedule_trace import ScheduleTrace
 from mt_core.train.step.split_step import SplitStep
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -21,10 +22,10 @@ from mt_core.parallel.pipeline.pipeline import Pipeline
 from mt_core.parallel.pipeline.placement import stages_of_rank
 from mt_core.parallel.pipeline.schedules import PipelineSchedule, configured_schedule
 from mt_core.parallel.pipeline.stage import Pipelined, Stage
-from mt_core.parallel.pipeline.trace import ScheduleRecorder
+from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
 from mt_core.plugins import PluginHost
 from mt_core.specs import PLAIN_MODULE
-from mt_core.train.batches.device import begin_micro_batch
+from mt_core.train.step.batches import begin_micro_batch
 from mt_core.train.step.forward_backward import (
     Batch,
     ForwardBackward,
@@ -34,6 +35,7 @@ from mt_core.train.step.forward_backward import (
     default_forward_step,
     invariant_step,
 )
+from mt_core.train.step.optimizer_step import PendingOutcome
 
 MATRICES_OF_A_LAYER = 12
 """A transformer layer has about 12 hidden_size^2 weights."""
@@ -173,3 +175,31 @@ def build_forward_backward(
             "which no process has; give a loss instead"
         )
     return Pipelining(model, stages, loss, ctx, recorder, begin_micro_batch, is_batch_invariant=invariant)
+
+
+# The timeline of one step under pipeline parallelism, in the file that logging.trace_schedule names.
+
+TRACED_STEP = 2
+"""Counted from the first step of this process, which includes warm-up."""
+
+
+class ScheduleTrace:
+    """Runs the steps, and writes the timeline that `recorder` has of the one to trace."""
+
+    def __init__(self, path: Path, ctx: ParallelContext) -> None:
+        self.path, self.ctx = path, ctx
+        self.recorder = ScheduleRecorder(ctx.device)
+        self._steps_taken = 0
+
+    def run(self, step: Callable[[], PendingOutcome], iteration: int) -> tuple[PendingOutcome, str | None]:
+        """What `step` returns, and a note for the user if its timeline is written. Collective."""
+        self._steps_taken += 1
+        if self._steps_taken != TRACED_STEP:
+            return step(), None
+        # trace_schedule excludes deferred metrics (needs_numbers_at_once), so the step has ended when step() returns.
+        self.recorder.begin(self.ctx.pp)
+        pending = step()
+        timeline = self.recorder.gather(self.ctx.pp)
+        if self.ctx.is_writer:
+            write_trace(timeline, self.path)
+        return pending, f"schedule of step {iteration} written to {self.path}"

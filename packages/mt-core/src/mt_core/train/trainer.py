@@ -20,14 +20,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mt_core.checkpoint_lookup import open_checkpoint
-from mt_core.checkpoint_parts import open_start
+from mt_core.checkpoint_lookup import open_checkpoint, open_start
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.metrics import require_known_metric
 from mt_core.config.schema import Config
 from mt_core.data import building
-from mt_core.data.epochs import iterations_per_epoch, with_train_iters
 from mt_core.data.loader import RankBatch
+from mt_core.data.training_length import iterations_per_epoch, with_train_iters
 from mt_core.errors import ConfigError
 from mt_core.launch.phases import Phases
 from mt_core.nn.loss import Loss
@@ -38,17 +37,18 @@ from mt_core.parallel.first_rank import on_first_rank
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import CheckpointReader, Dataset
 from mt_core.train.callbacks import Callback, CallbackList, configured_callbacks
-from mt_core.train.checkpoint.best import BestCheckpoint
-from mt_core.train.checkpoint.data_identity import data_identity
-from mt_core.train.checkpoint.loss_check import RecentLosses, expected_loss, is_comparable
 from mt_core.train.checkpoint.partial_load import PartialLoad, load_weights
-from mt_core.train.checkpoint.resume import change_table, find_resume, require_same_data, require_same_run
-from mt_core.train.checkpoint.run_directory import RunDirectory
+from mt_core.train.checkpoint.resume import (
+    change_table,
+    data_identity,
+    find_resume,
+    require_same_data,
+    require_same_run,
+)
+from mt_core.train.checkpoint.run_directory import BestCheckpoint, RunDirectory
 from mt_core.train.checkpoint.saving import Committed, build_checkpoint_writer
 from mt_core.train.checkpoint.state import Checkpointed
 from mt_core.train.engine import Engine, StepRecord
-from mt_core.train.evaluation.evaluators import configured_evaluators
-from mt_core.train.evaluation.validation import Validation
 from mt_core.train.host_transfer import DelayedAllReduceFlag
 from mt_core.train.reporting.run_summary import run_summary
 from mt_core.train.reporting.step_metrics import StepMetrics
@@ -56,7 +56,8 @@ from mt_core.train.same_start import require_same_checkpoint, require_same_sampl
 from mt_core.train.signals import StopSignals
 from mt_core.train.state import TrainResult, TrainState
 from mt_core.train.step.forward_backward import ForwardStep
-from mt_core.train.step.step_checks import StepChecks
+from mt_core.train.step_checks import RecentLosses, StepChecks, expected_loss, is_comparable
+from mt_core.train.validation import Validation, configured_evaluators
 
 
 class Trainer:

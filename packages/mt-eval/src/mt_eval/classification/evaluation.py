@@ -13,8 +13,8 @@ from mt_core.config.metrics import OVERALL
 from mt_core.errors import DataError
 from mt_core.parallel.context import is_writer
 from mt_core.paths import writing
-from mt_core.train.evaluation.predictions import Predictions
-from mt_core.train.evaluation.validation import together
+from mt_core.train.predictions import Predictions
+from mt_core.train.validation import together
 from mt_eval.classification.model import TrainedClassifier, of_set, scores_of
 from mt_eval.classification.predictions import SetPredictions, write_predictions
 from mt_eval.journal import Journal

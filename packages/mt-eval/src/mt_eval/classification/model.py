@@ -19,10 +19,10 @@ from mt_core.nn.loss import Loss
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import Dataset, Metric
-from mt_core.train.evaluation.predictions import Predictions, predict
-from mt_core.train.evaluation.validation import configured_metrics, scores
-from mt_core.train.loss_choice import with_loss
+from mt_core.train.auto_choices import with_loss
+from mt_core.train.predictions import Predictions, predict
 from mt_core.train.trained_model import TrainedModel, load_trained_model
+from mt_core.train.validation import configured_metrics, scores
 from mt_data.datasets.config import BlendEntry
 from mt_eval.classification.predictions import SetPredictions
 

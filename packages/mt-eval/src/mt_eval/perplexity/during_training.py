@@ -18,7 +18,7 @@ REPLICAS: Mapping[str, Any] = {"tensor_model_parallel_size": 1}
 
 
 class PerplexityEvaluator:
-    """Implements mt_core.train.evaluation.evaluators.Evaluator. Texts are read once, by rank 0.
+    """Implements mt_core.train.validation.Evaluator. Texts are read once, by rank 0.
 
     Raises DataError for a text that does not exist, before training starts.
     """

@@ -34,7 +34,7 @@ class WithoutNeighbors:
 
 
 class LossWithoutNeighbors:
-    """Implements mt_core.train.evaluation.evaluators.Evaluator."""
+    """Implements mt_core.train.validation.Evaluator."""
 
     def evaluate(self, run: Trainer) -> Mapping[str, float]:
         """`<set>_loss_without_neighbors` of each validation set, over the samples of its loss."""

@@ -44,7 +44,7 @@ def layout(
     after the last, and the evaluations. A layout that divides nothing is run on two data-parallel processes. Exit code
     1 when something differs.
     """
-    from mt_core.config.loss import configured_loss
+    from mt_core.config.metrics import configured_loss
     from mt_tools.verify.comparison import SIXTEEN_BITS, Tolerances, compare
     from mt_tools.verify.run_record import in_the_same_rounds, record
 
@@ -106,7 +106,7 @@ def _with_layout(small: Config, settings: list[str], host: PluginHost) -> Config
     """The same run with only these keys of [parallel] set, and with logits where they exclude a loss without."""
     from mt_core.config.loading import config_from_dict, load_sections
     from mt_core.errors import ConfigError
-    from mt_core.train.loss_choice import FUSED, excludes_fused_loss, with_loss
+    from mt_core.train.auto_choices import FUSED, excludes_fused_loss, with_loss
 
     for setting in settings:
         if not setting.startswith("parallel."):

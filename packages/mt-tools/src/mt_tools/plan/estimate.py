@@ -14,10 +14,10 @@ from torch import nn
 
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
-from mt_core.config.presets import find_preset
 from mt_core.config.schema import Config
+from mt_core.config.sources import find_preset
+from mt_core.config_map import model_section, read_hf_config
 from mt_core.errors import ConfigError, did_you_mean
-from mt_core.hf_config import model_section, read_hf_config
 from mt_core.nn.layout import parameter_layouts
 from mt_core.plugins import PluginHost
 from mt_tools.plan.layouts import LayoutPlan, Planner

@@ -13,8 +13,8 @@ from torch import nn
 from mt_core._torch_compat import uncompiled_references
 from mt_core.config.checks import as_world, data_parallel_size
 from mt_core.config.schema import Config, ParallelConfig, RecomputeConfig
-from mt_core.data.batch_size import build_batch_size, total_train_samples
 from mt_core.data.building import build_tokenizer, unsuitable_data
+from mt_core.data.training_length import build_batch_size, total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.nn.model import required_inputs
 from mt_core.optim.state_bytes import StateBytes, probe_state
@@ -27,8 +27,8 @@ from mt_core.parallel.pipeline.simulator import simulate
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.plugins import PluginHost
+from mt_core.train.auto_choices import with_resolved_main_weights
 from mt_core.train.build import DTYPES, axis_sizes, with_vocab_size
-from mt_core.train.main_weights_choice import with_resolved_main_weights
 from mt_core.train.pipelining import model_stages
 from mt_tools.plan.activations import StageCost
 from mt_tools.plan.fakes import PlannedKernels

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.config.checks import must_divide
-from mt_core.config.loss import configured_loss
+from mt_core.config.metrics import configured_loss
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.dropout import use_streams
@@ -26,7 +26,7 @@ from mt_core.parallel.pipeline.activations import ActivationsForm
 from mt_core.parallel.pipeline.stage import Pipelined, Stage, whole
 from mt_core.plugins import PluginHost
 from mt_core.specs import SampleField
-from mt_core.train.loss_choice import with_resolved_loss
+from mt_core.train.auto_choices import with_resolved_loss
 from mt_tools.plan.activations import StageCost, empty_hidden, measure, sum_of
 from mt_tools.plan.fakes import ON_GPUS, PlannedEnvironment, PlannedKernels, UndrawnStreams
 from mt_tools.plan.fused_kernels import ConfiguredKernels, use_planned_products

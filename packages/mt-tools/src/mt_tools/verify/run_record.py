@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core.config.loading import LoadedConfig, config_from_dict
-from mt_core.config.loss import configured_loss
+from mt_core.config.metrics import configured_loss
 from mt_core.config.schema import Config
 from mt_core.errors import MtError
 from mt_core.nn.layout import parameter_layouts

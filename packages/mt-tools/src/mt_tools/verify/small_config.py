@@ -10,15 +10,15 @@ from typing import Any
 
 from mt_core.config.checks import as_world, check_config
 from mt_core.config.loading import config_from_dict
-from mt_core.config.loss import configured_loss
+from mt_core.config.metrics import configured_loss
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.building import build_tokenizer
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import CAUSAL_LM_SAMPLE
+from mt_core.train.auto_choices import LARGE_VOCABULARY, with_loss, with_resolved_loss
 from mt_core.train.build import build_model
-from mt_core.train.loss_choice import LARGE_VOCABULARY, with_loss, with_resolved_loss
 from mt_tools.verify.small_layout import LARGEST_WORLD, forget_division, processes, shrink_axes, shrink_stages
 from mt_tools.verify.small_training import STEPS, Tree, keep_dropout, shrink_training
 

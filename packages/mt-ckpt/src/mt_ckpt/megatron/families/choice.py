@@ -12,7 +12,7 @@ from mt_ckpt.megatron.families import encoders, gpt, gpt_oss, latent, rotary, st
 from mt_core.config.schema import Config
 from mt_core.config_map import require_known
 from mt_core.errors import ConfigError
-from mt_core.megatron_map import FORMAT, MegatronMap, WriteArguments
+from mt_core.name_map import MEGATRON_FORMAT, MegatronMap, WriteArguments
 from mt_core.plugins import PluginHost
 
 WRITERS: Mapping[str, WriteArguments] = {
@@ -104,4 +104,6 @@ def model_arguments(
 
 def _maps(host: PluginHost) -> dict[str, MegatronMap]:
     """The declarations of all installed families that have one."""
-    return {spec.name: spec.name_maps[FORMAT].load() for spec in host.models if FORMAT in spec.name_maps}
+    return {
+        spec.name: spec.name_maps[MEGATRON_FORMAT].load() for spec in host.models if MEGATRON_FORMAT in spec.name_maps
+    }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,9 +17,12 @@ from mt_core.checkpoint_lookup import (
     checkpoint_of_step,
     folder_of_step,
     newest_checkpoint,
+    read_best,
 )
 from mt_core.config.loading import LoadedConfig
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.parallel.context import ParallelContext
+from mt_core.parallel.data import any_over
 from mt_core.paths import as_path, is_remote, sync_directory, write_whole
 
 CONFIG_FILE = "config.json"
@@ -96,3 +101,36 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f"{path} cannot be written: {reason}; what was there before is untouched") from error
+
+
+# The checkpoint of the best evaluation (checkpoint.best_metric), which `best.json` beside `latest` names.
+
+
+class BestCheckpoint:
+    """Compares evaluations. Only the writer's record decides, so that all ranks save together."""
+
+    def __init__(self, metric: str, directory: RunDirectory, ctx: ParallelContext, iteration: int) -> None:
+        """iteration: at which the run begins; a record of a later one belongs to an abandoned run."""
+        self.metric, self._directory, self._ctx = metric, directory, ctx
+        found = read_best(directory.checkpoints)
+        # Values of another metric do not compare.
+        fits = found is not None and found.metric == metric and found.iteration <= iteration
+        self.record = found if fits else None
+
+    def improves(self, values: Mapping[str, float]) -> bool:
+        """Whether the evaluation is better than all before it; one that is NaN never is. Collective over the world."""
+        value = values[self.metric]
+        before = math.nan if self.record is None else self.record.value
+        # Losses are minimized, all other metrics maximized.
+        better = value < before if self.metric.endswith("_loss") else value > before
+        # A record of NaN, as there is before the first evaluation, compares with nothing: any number is better.
+        better = better or (math.isnan(before) and not math.isnan(value))
+        # Only the writer has read the file for certain; its answer is the one that all ranks get.
+        return any_over(better and self._ctx.is_writer, self._ctx.world, self._ctx.device)
+
+    def update(self, iteration: int, value: float) -> None:
+        """Name the checkpoint of `iteration`, which is completely written."""
+        name = self._directory.checkpoint(iteration).name
+        self.record = BestRecord(checkpoint=name, iteration=iteration, metric=self.metric, value=value)
+        if self._ctx.is_writer:
+            self._directory.set_best(self.record)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.optim.master_weights import MasterWeights
-from mt_core.train.cuda_graphs.capture import Graph, Recorder
+from mt_core.train.cuda_graphs.capture import Form, Graph, Recorder, form_of, replaced, tensors_in
 from mt_core.train.cuda_graphs.runs import MOST_FORMS, unchanged_buffers
-from mt_core.train.cuda_graphs.structure import Form, form_of, replaced, tensors_in
 from mt_core.train.step.forward_backward import Batch
 from mt_core.train.step.optimizer_step import ComputeGradients
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from mt_core.config.schema import Config
-from mt_core.data.epochs import iterations_per_epoch
+from mt_core.data.training_length import iterations_per_epoch
 from mt_core.errors import ConfigError
 from mt_core.nn.fp8.use import fp8_report
 from mt_core.nn.layout import ParameterLayout

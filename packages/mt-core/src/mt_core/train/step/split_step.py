@@ -22,8 +22,8 @@ from mt_core.nn.model import contract
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import ParallelContext
-from mt_core.train.batches.device import FIRST_SAMPLE, begin_micro_batch
 from mt_core.train.state import TrainState
+from mt_core.train.step.batches import FIRST_SAMPLE, begin_micro_batch
 from mt_core.train.step.optimizer_step import OptimizerStep, StepOutcome
 
 

@@ -1,1 +1,0 @@
-"""Batches on their way to the ranks and devices of a job."""

@@ -1,1 +1,0 @@
-"""Measurements on held-out data during training."""
