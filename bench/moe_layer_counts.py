@@ -23,8 +23,7 @@ from tests.moe.fake_gpu import act_as_a_gpu
 
 from mt_core.config.loading import load_config
 from mt_core.nn.environment import ModelEnvironment
-from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.kernels.use import use_kernels
+from mt_core.nn.kernels.choice import Kernels, use_kernels
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
 

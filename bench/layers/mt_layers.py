@@ -14,13 +14,12 @@ from mt_core.config.loading import load_config
 from mt_core.config.schema import Config
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.environment import ModelEnvironment
-from mt_core.nn.fp8.casts import Scaled
 from mt_core.nn.fp8.history import AmaxHistory
 from mt_core.nn.fp8.options import PRODUCTS
 from mt_core.nn.fp8.use import use_fp8
-from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.choice import Kernels, use_kernels
+from mt_core.nn.kernels.reference.fp8_casts import Scaled
 from mt_core.nn.kernels.request import Feature, KernelName
-from mt_core.nn.kernels.use import use_kernels
 from mt_core.nn.model import as_pipelined
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage

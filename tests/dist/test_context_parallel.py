@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from mt_core.nn.attention import AttentionPattern, eager_attention, sdpa_attention
 from mt_core.nn.context_parallel import context_parallel_attention, shard_sequence, unshard_sequence
-from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
+from mt_core.nn.context_parallel.blocks import BackwardPass, ForwardPass
+from mt_core.nn.context_parallel.core import build_hierarchical_axes
 from mt_core.nn.context_parallel.masks import BlockMask, SegmentGatherer, ShardedPattern
 from mt_core.nn.context_parallel.p2p import Rounds
-from mt_core.nn.context_parallel.passes import BackwardPass, ForwardPass
 from mt_core.parallel.context import Axis, AxisSizes, axis_members, build_parallel_context
 from mt_core.testing import run_ranks
 

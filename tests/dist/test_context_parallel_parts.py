@@ -13,8 +13,14 @@ from mt_core import _torch_compat
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionPattern, expand_groups
 from mt_core.nn.context_parallel.blocks import FLASH_CPU, MATH, Softmax
-from mt_core.nn.context_parallel.core import check_dropout, check_inner_heads, check_pattern, context_parallel_attention
-from mt_core.nn.context_parallel.hierarchical import check_hierarchy, hierarchical_members
+from mt_core.nn.context_parallel.core import (
+    check_dropout,
+    check_hierarchy,
+    check_inner_heads,
+    check_pattern,
+    context_parallel_attention,
+    hierarchical_members,
+)
 from mt_core.nn.context_parallel.masks import BlockMask
 from mt_core.nn.context_parallel.ulysses import group_repeats
 from mt_core.nn.context_parallel.zigzag import (

@@ -15,9 +15,9 @@ from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.errors import ConfigError
 from mt_core.optim.buckets import Bucket
-from mt_core.parallel import data as data_parallel
+from mt_core.parallel import reductions as data_parallel
 from mt_core.parallel.context import Axis
-from mt_core.parallel.data import buckets, sum_gradients
+from mt_core.parallel.reductions import buckets, sum_gradients
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer, engine

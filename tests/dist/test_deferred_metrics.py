@@ -12,7 +12,7 @@ from tests.dist.in_turn import InTurn, called
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.errors import ConfigError, TrainingError
 from mt_core.parallel.context import AxisSizes, build_parallel_context
-from mt_core.parallel.data import any_over
+from mt_core.parallel.reductions import any_over
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 from mt_core.train.host_transfer import DelayedAllReduceFlag

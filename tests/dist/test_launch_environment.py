@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from mt_core.config.checks import world_size
 from mt_core.errors import ConfigError
 from mt_core.launch import session
-from mt_core.launch.environment import RankEnvironment, read_environment
-from mt_core.launch.failure import Failure, lost_peer
+from mt_core.launch.environment import RankEnvironment, expand_node_list, expand_tasks_per_node, read_environment
+from mt_core.launch.failure import Failure, in_order, lost_peer, ranks, report
 from mt_core.launch.layout import describe
 from mt_core.launch.process_group import select_device
-from mt_core.launch.report import in_order, ranks, report
-from mt_core.launch.slurm import expand_node_list, expand_tasks_per_node
 from mt_core.launch.supervisor import Death, Supervisor
 from mt_core.parallel.context import AxisSizes
 from mt_core.train.build import resolve_device

@@ -21,7 +21,7 @@ from tests.dist.launching import store_at_any_port
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.launch.local import Placement, check_placement, launch
-from mt_core.launch.logs import DelayedView
+from mt_core.launch.processes import DelayedView
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ from tests.dist.in_turn import InTurn
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
-from mt_core.nn.linear_loss import build_linear_cross_entropy
+from mt_core.nn.loss import build_linear_cross_entropy
 from mt_core.parallel.context import ParallelContext
 from mt_tools.verify.run_record import RunRecord, record_run
 

@@ -27,12 +27,10 @@ from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_
 from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
 from mt_core.parallel.pipeline.partition import balanced_stages
 from mt_core.parallel.pipeline.pipeline import Pipeline
-from mt_core.parallel.pipeline.placement import stages_of_rank
-from mt_core.parallel.pipeline.schedule_tables import Kind
+from mt_core.parallel.pipeline.schedule_tables import Kind, stages_of_rank
 from mt_core.parallel.pipeline.schedules import PipelineSchedule, rank_actions
-from mt_core.parallel.pipeline.simulator import simulate
 from mt_core.parallel.pipeline.stage import Stage
-from mt_core.parallel.pipeline.timeline import COMPUTATION, Timeline
+from mt_core.parallel.pipeline.timeline import COMPUTATION, Timeline, simulate
 from mt_core.parallel.pipeline.trace import ScheduleRecorder
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks

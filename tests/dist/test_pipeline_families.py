@@ -8,9 +8,8 @@ import torch
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.nn.layout import parameter_layouts
-from mt_core.optim.finalize_grads import GradFinalizer
+from mt_core.optim.finalize_grads import GradFinalizer, find_tied_weights
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.tied_weights import find_tied_weights
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train import build

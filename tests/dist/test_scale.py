@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mt_core.launch.process_group import LAZY_GLOO
-from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
+from mt_core.nn.context_parallel.core import build_hierarchical_axes
+from mt_core.optim.finalize_grads import find_tied_weights
 from mt_core.parallel.context import AxisSizes, axis_members, build_parallel_context
-from mt_core.parallel.tied_weights import find_tied_weights
 from mt_core.testing import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from mt_core.config.loading import load_config
 from mt_core.config.schema import PrecisionConfig
-from mt_core.nn.fp8.cast_implementations import TorchCasts
-from mt_core.nn.fp8.formats import E4M3, E5M2
+from mt_core.nn.fp8.multiply import emulated_product, torch_product
 from mt_core.nn.fp8.options import Fp8Options
-from mt_core.nn.fp8.products import emulated_product, torch_product
+from mt_core.nn.kernels.reference.fp8_casts import E4M3, E5M2, TorchCasts
 from mt_core.nn.layout import initialize, normal
 from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.parallel.context import ParallelContext

@@ -146,7 +146,7 @@ def test_flash_attention_4() -> None:
     from tests.gpu.test_kernels import assert_same_attention, documents
 
     from mt_core.nn.attention import AttentionPattern
-    from mt_core.nn.attention_backends.flash_4 import build_flash_4, supports_flash_4
+    from mt_core.nn.attention_backends.flash import build_flash_4, supports_flash_4
 
     asked = request(head_dim=64)
     answer = supports_flash_4(asked)

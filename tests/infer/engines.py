@@ -13,7 +13,7 @@ from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.pipeline.placement import ranks_of_stages
+from mt_core.parallel.pipeline.schedule_tables import ranks_of_stages
 from mt_core.plugins import load_plugins
 from mt_core.train import build
 from mt_core.train.pipelining import build_stages

@@ -10,7 +10,7 @@ from torch import nn
 
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.environment import ModelEnvironment
-from mt_core.parallel.pipeline.layout_string import stages_from_layout
+from mt_core.parallel.pipeline.partition import stages_from_layout
 from mt_infer.cache.layout import cache_layout
 from mt_models.hugging_face import load_reference
 from mt_models.hybrid.hugging_face import HUGGING_FACE

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mt_core.config.loading import load_config
 from mt_core.nn.environment import ModelEnvironment
-from mt_core.nn.kernels.use import use_kernels
+from mt_core.nn.kernels.choice import use_kernels
 from mt_core.nn.layout import initialize
 from mt_core.nn.model import Model
 from mt_core.parallel.context import ParallelContext

@@ -95,7 +95,7 @@ LAYOUTS = (
     ),
     Mutation(
         "layers do not wait for the weights that are on the way",
-        f"{CORE}/optim/gather_order.py",
+        f"{CORE}/optim/buckets.py",
         "for bucket in buckets:\n            bucket.finish_gather()",
         "for bucket in buckets:\n            pass",
         (FORMULAS, "-k", "arrive"),
@@ -239,7 +239,7 @@ STEPS = (
     ),
     Mutation(
         "the fused loss takes the mean of the gradients of weighted losses",
-        f"{CORE}/nn/linear_loss.py",
+        f"{CORE}/nn/loss.py",
         "grads[0].take(largest) / weights.take(largest).clamp(min=torch.finfo(weights.dtype).tiny)",
         "(grads[0] * weights).sum() / weights.sum().clamp(min=1.0)",
         (FORMULAS, "-k", "weights_of_positions"),

@@ -11,7 +11,7 @@ from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.linear_loss import Unprojected
+from mt_core.nn.loss import Unprojected
 from mt_core.train import Callback, Trainer, engine
 from mt_core.train.checkpoint.state import OPTIMIZER
 from mt_models.blocks.decoder import CausalDecoder

@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mt_core.config.schema import PrecisionConfig
 from mt_core.nn.embedding import VocabRange, project_to_vocab
-from mt_core.nn.fp8.multiply import Fp8Multiply
+from mt_core.nn.fp8.multiply import Fp8Multiply, emulated_product
 from mt_core.nn.fp8.options import Fp8Options
-from mt_core.nn.fp8.products import emulated_product
 from mt_core.nn.kernels.chunked_loss import chunked_losses, chunked_weighted_sum
 from mt_core.nn.kernels.reference.cross_entropy import ROWS
 from mt_core.nn.kernels.vocab_parallel import RowKernels

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.nn.layout import LayoutModule, ParameterLayout, initialize, normal
-from mt_core.nn.numbered_layers import NumberedLayers
+from mt_core.nn.model import NumberedLayers
 from mt_core.optim import buckets
 from mt_core.optim.param_and_grad_buffer import BufferOptions, ParamAndGradBuffer
 from mt_core.parallel.context import Axis, ParallelContext

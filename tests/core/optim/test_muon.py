@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, initialize, normal, parameter_layouts, zeros
+from mt_core.optim.base import OptimizerEnvironment
 from mt_core.optim.configs import MuonConfig
-from mt_core.optim.environment import OptimizerEnvironment
 from mt_core.optim.master_weights import Fp32Weights
-from mt_core.optim.muon import Muon, Update, build_muon
-from mt_core.optim.newton_schulz import orthogonalize, scale_factor
+from mt_core.optim.muon import Muon, Update, build_muon, orthogonalize, scale_factor
 from mt_core.optim.optimizers import AdamW
 from mt_core.optim.param_groups import param_groups
 from mt_core.parallel.context import ParallelContext

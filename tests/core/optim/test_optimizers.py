@@ -12,10 +12,8 @@ import torch
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.optim.configs import AdamConfig, LionConfig, SGDConfig
-from mt_core.optim.group_schedules import GroupSchedules, weight_decay_schedule
-from mt_core.optim.lion import build_lion
-from mt_core.optim.optimizers import build_adam, build_sgd
-from mt_core.optim.param_groups import param_groups
+from mt_core.optim.optimizers import build_adam, build_lion, build_sgd
+from mt_core.optim.param_groups import GroupSchedules, param_groups, weight_decay_schedule
 
 CASES = {
     "adam": (

@@ -13,11 +13,11 @@ from torch import nn
 
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
+from mt_core.optim.finalize_grads import TiedWeights
 from mt_core.parallel import communicators
 from mt_core.parallel.communicators import CommunicatorOptions, group_arguments, nccl_options, user_buffers
 from mt_core.parallel.context import Axis, AxisSizes, ParallelContext, build_parallel_context
 from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
-from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train.build import build_context, build_weights
@@ -69,7 +69,7 @@ def _exchange(p2p: P2PCommunicator, axis: Axis) -> tuple[list[str], float]:
     hidden = torch.full((2,), 3.0, requires_grad=True)
     if axis.rank == 0:
         p2p.send_hidden(hidden, 1, "key")
-        from mt_core.parallel.pipeline.activations import form_of
+        from mt_core.parallel.pipeline.stage import form_of
 
         (back,) = p2p.receive_gradients(form_of(hidden), 1).wait()
     else:

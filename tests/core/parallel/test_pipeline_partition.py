@@ -7,9 +7,8 @@ import itertools
 import pytest
 
 from mt_core.errors import ConfigError
-from mt_core.parallel.pipeline.layout_string import expand, stages_from_layout
-from mt_core.parallel.pipeline.partition import balanced_stages, even_stages
-from mt_core.parallel.pipeline.placement import ranks_of_stages, stages_of_rank
+from mt_core.parallel.pipeline.partition import balanced_stages, even_stages, expand, stages_from_layout
+from mt_core.parallel.pipeline.schedule_tables import ranks_of_stages, stages_of_rank
 from mt_core.parallel.pipeline.stage import Stage
 
 

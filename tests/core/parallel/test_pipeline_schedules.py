@@ -8,11 +8,9 @@ import pytest
 
 from mt_core.config.schema import ParallelConfig
 from mt_core.errors import ConfigError, PluginError
-from mt_core.parallel.pipeline.p2p_plan import with_communication
-from mt_core.parallel.pipeline.placement import ranks_of_stages
-from mt_core.parallel.pipeline.schedule_tables import Action, Kind, forward_only
+from mt_core.parallel.pipeline.schedule_tables import Action, Kind, forward_only, ranks_of_stages, with_communication
 from mt_core.parallel.pipeline.schedules import PipelineSchedule, configured_schedule, rank_actions
-from mt_core.parallel.pipeline.simulator import StageTimes, simulate
+from mt_core.parallel.pipeline.timeline import StageTimes, simulate
 from mt_core.plugins import load_plugins
 
 SCHEDULES: dict[str, PipelineSchedule] = {spec.name: spec.schedule.load() for spec in load_plugins().pipeline_schedules}

@@ -10,8 +10,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.parallel.pipeline import split_backward
+from mt_core.parallel.pipeline.schedule_run import StageGraph
 from mt_core.parallel.pipeline.split_backward import backward_of_inputs
-from mt_core.parallel.pipeline.stage_graph import StageGraph
 
 
 class Net(nn.Module):

@@ -11,11 +11,9 @@ import torch
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import Axis, ParallelContext
-from mt_core.parallel.pipeline.plot import COLOURS
 from mt_core.parallel.pipeline.schedule_tables import Action, Kind
 from mt_core.parallel.pipeline.schedules import ZBV_ZERO_BUBBLE
-from mt_core.parallel.pipeline.simulator import StageTimes, simulate
-from mt_core.parallel.pipeline.timeline import Span, Timeline
+from mt_core.parallel.pipeline.timeline import COLOURS, Span, StageTimes, Timeline, simulate
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, read_trace, write_trace
 from mt_core.train.pipelining import ScheduleTrace
 

@@ -11,9 +11,9 @@ import torch
 from mt_core.config.loading import load_config
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_core.optim.finalize_grads import TiedWeights
 from mt_core.optim.param_and_grad_buffer import ParamAndGradBuffer
 from mt_core.parallel.context import Axis, ParallelContext
-from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train import memory
 from mt_core.train.build import build_initialized_model, build_model, build_weights

@@ -14,12 +14,11 @@ from torch import nn
 from mt_core.data.loss_weights import LossCounts
 from mt_core.nn.auxiliary import AuxiliaryLoss
 from mt_core.nn.loss import cross_entropy, weighted_sum
-from mt_core.optim.finalize_grads import GradFinalizer
+from mt_core.optim.finalize_grads import GradFinalizer, TiedWeights
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.master_weights import Fp32MasterWeights, build_master_weights
 from mt_core.optim.param_groups import param_groups
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.train.step.forward_backward import NoPipelining, default_forward_step
 from mt_core.train.step.optimizer_step import (
     OptimizerStep,

@@ -20,7 +20,7 @@ from mt_core._torch_compat import UncompiledDispatchMode
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
-from mt_core.optim.newton_schulz import orthogonalize
+from mt_core.optim.muon import orthogonalize
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import whole
 from mt_core.plugins import load_plugins

@@ -59,8 +59,8 @@ def mt_register_attention_backends() -> list[AttentionBackendSpec]:
         AttentionBackendSpec(
             name="flash_attn_4",
             doc="FlashAttention 4 for Hopper and Blackwell, where flash-attn-4 is installed",
-            supports=Lazy("mt_core.nn.attention_backends.flash_4:supports_flash_4"),
-            build=Lazy("mt_core.nn.attention_backends.flash_4:build_flash_4"),
+            supports=Lazy("mt_core.nn.attention_backends.flash:supports_flash_4"),
+            build=Lazy("mt_core.nn.attention_backends.flash:build_flash_4"),
         ),
         AttentionBackendSpec(
             name="flex",
@@ -166,7 +166,7 @@ def mt_register_optimizers() -> list[OptimizerSpec]:
             name="lion",
             doc="Lion: the sign of a momentum",
             config_type=Lazy("mt_core.optim.configs:LionConfig"),
-            build=Lazy("mt_core.optim.lion:build_lion"),
+            build=Lazy("mt_core.optim.optimizers:build_lion"),
         ),
         OptimizerSpec(
             name="muon",
@@ -211,14 +211,14 @@ def mt_register_losses() -> list[LossSpec]:
             name="linear_cross_entropy",
             doc="The same from hidden states, without the logits in memory",
             equivalent_to="cross_entropy",
-            build=Lazy("mt_core.nn.linear_loss:build_linear_cross_entropy"),
+            build=Lazy("mt_core.nn.loss:build_linear_cross_entropy"),
             in_nats_per_token=True,
         ),
         LossSpec(
             name="linear_cross_entropy_sum",
             doc="The same in fewer products: gradients are made in the forward pass",
             equivalent_to="cross_entropy",
-            build=Lazy("mt_core.nn.linear_loss:build_linear_cross_entropy_sum"),
+            build=Lazy("mt_core.nn.loss:build_linear_cross_entropy_sum"),
             in_nats_per_token=True,
         ),
     ]
@@ -254,7 +254,7 @@ def mt_register_callbacks() -> list[CallbackSpec]:
 @hookimpl
 def mt_check_config(config: Config, host: PluginHost) -> None:
     from mt_core.config.metrics import check_metrics
-    from mt_core.optim.checks import check_main_weights, check_optimizer
+    from mt_core.optim.configs import check_main_weights, check_optimizer
     from mt_core.train.layout_checks import check_context_parallel_method, check_pipeline_schedule
 
     check_optimizer(config.optimizer)

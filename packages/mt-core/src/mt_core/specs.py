@@ -628,7 +628,7 @@ class OptimizerSpec(Spec):
     build: Lazy[Any]
     """(config, param_groups) -> mt_core.optim.optimizers.Optimizer, as those of torch.optim are"""
     takes_environment: bool = False
-    """Whether `build` is called as (config, param_groups, environment: mt_core.optim.environment.OptimizerEnvironment),
+    """Whether `build` is called as (config, param_groups, environment: mt_core.optim.base.OptimizerEnvironment),
     for an optimizer that looks at whole weights."""
 
 

@@ -15,7 +15,7 @@ from mt_core.nn.model import EncodesInStages, as_generator
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
-from mt_core.parallel.pipeline.placement import ranks_of_stages
+from mt_core.parallel.pipeline.schedule_tables import ranks_of_stages
 from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_core.train.pipelining import Stages
 from mt_infer.cache.batch import CachedBatch, Chunk

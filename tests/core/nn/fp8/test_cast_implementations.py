@@ -12,13 +12,10 @@ from tests.core.nn.kernels.interpreter import implementation, run_interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mt_core.config.schema import PrecisionConfig
-from mt_core.nn.fp8.cast_implementations import Along, Casts, TorchCasts, WholeCast
-from mt_core.nn.fp8.casts import Scaled
-from mt_core.nn.fp8.formats import E4M3, E5M2, scale_of
 from mt_core.nn.fp8.history import AdvanceHistories
-from mt_core.nn.fp8.multiply import Fp8Multiply
+from mt_core.nn.fp8.multiply import Fp8Multiply, emulated_product
 from mt_core.nn.fp8.options import Fp8Options
-from mt_core.nn.fp8.products import emulated_product
+from mt_core.nn.kernels.reference.fp8_casts import E4M3, E5M2, Along, Casts, Scaled, TorchCasts, WholeCast, scale_of
 from mt_core.nn.layout import initialize, normal
 from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.parallel.context import ParallelContext

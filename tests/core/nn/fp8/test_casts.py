@@ -8,8 +8,19 @@ import torch
 from tests.core.nn.fp8 import formulas
 from torch import Tensor
 
-from mt_core.nn.fp8.casts import Scaled, cast_row_blocks, cast_rows, cast_square_blocks, cast_tensor, padded
-from mt_core.nn.fp8.formats import E4M3, E5M2, FORMATS, scale_of, to_fp8
+from mt_core.nn.kernels.reference.fp8_casts import (
+    E4M3,
+    E5M2,
+    FORMATS,
+    Scaled,
+    cast_row_blocks,
+    cast_rows,
+    cast_square_blocks,
+    cast_tensor,
+    padded,
+    scale_of,
+    to_fp8,
+)
 
 NAMES = {"e4m3": E4M3, "e5m2": E5M2}
 ONE = torch.tensor(1.0)

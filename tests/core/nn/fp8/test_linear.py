@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from mt_core.config.schema import PrecisionConfig
-from mt_core.nn.fp8.casts import Scaled
 from mt_core.nn.fp8.history import AdvanceHistories, AmaxHistory
-from mt_core.nn.fp8.multiply import Fp8Multiply
+from mt_core.nn.fp8.multiply import Fp8Multiply, emulated_product, torch_product
 from mt_core.nn.fp8.options import Fp8Options
-from mt_core.nn.fp8.products import emulated_product, torch_product
+from mt_core.nn.kernels.reference.fp8_casts import Scaled
 from mt_core.nn.layout import initialize, normal
 from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.parallel.context import ParallelContext

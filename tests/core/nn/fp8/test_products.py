@@ -8,10 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mt_core._torch_compat import has_scaled_mm_on_cpu
-from mt_core.nn.fp8 import products
-from mt_core.nn.fp8.casts import Scaled, cast_row_blocks, cast_rows, cast_square_blocks, cast_tensor
-from mt_core.nn.fp8.formats import E4M3, E5M2, scale_of
-from mt_core.nn.fp8.products import emulated_product, torch_product
+from mt_core.nn.fp8 import multiply
+from mt_core.nn.fp8.multiply import emulated_product, torch_product
+from mt_core.nn.kernels.reference.fp8_casts import (
+    E4M3,
+    E5M2,
+    Scaled,
+    cast_row_blocks,
+    cast_rows,
+    cast_square_blocks,
+    cast_tensor,
+    scale_of,
+)
 
 
 def by_tensor(x: Tensor, dtype: torch.dtype) -> Scaled:
@@ -107,7 +115,7 @@ def as_hopper_wants_it(a, b, scales, recipes, dtype, *, fast) -> Tensor:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_operands_and_scales_are_laid_out_as_a_gpu_takes_them(pair, monkeypatch) -> None:
-    monkeypatch.setattr(products, "scaled_mm", as_hopper_wants_it)
+    monkeypatch.setattr(multiply, "scaled_mm", as_hopper_wants_it)
     a, b = operands(pair)
     found = torch_product(a, b, torch.float32, fast=True)
     expected = in_fp64(a, b)

@@ -24,7 +24,7 @@ from mt_core.nn.kernels.reference.adamw import (
     round_moment,
     split_halves,
 )
-from mt_core.nn.kernels.triton_kernels.tensor_lists import TableCache
+from mt_core.nn.kernels.triton_kernels.adamw import TableCache
 from mt_core.nn.layout import initialize, normal
 from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.optim.fused_adamw import FusedAdamW

@@ -15,12 +15,11 @@ from torch import Tensor
 from mt_core.errors import ConfigError
 from mt_core.nn import attention
 from mt_core.nn.attention import AttentionPattern, eager_attention
-from mt_core.nn.attention_backends import cudnn, flash, flash_4, flex
-from mt_core.nn.attention_backends.automatic import automatic_backend
-from mt_core.nn.attention_backends.documents import find_documents, window_sides
+from mt_core.nn.attention_backends import cudnn, flash, flex
 from mt_core.nn.attention_backends.flash import FlashAttention
 from mt_core.nn.attention_backends.flex import FlexAttention
-from mt_core.nn.attention_backends.per_pattern import PerPattern
+from mt_core.nn.attention_backends.patterns import PerPattern, find_documents, window_sides
+from mt_core.nn.environment import automatic_backend
 from mt_core.plugins import load_plugins
 from mt_core.specs import AttentionRequest
 
@@ -220,8 +219,8 @@ HOPPER, AMPERE = (9, 0), (8, 0)
         ("eager", AMPERE, ("flash_attn",), {"logit_softcap": 50.0, "dropout": 0.1}),
         ("eager", HOPPER, ("flash_attn",), {"logit_softcap": 50.0, "device_type": "cpu"}),
         ("flex", HOPPER, ("flash_attn_interface", "flash_attn"), {"sinks": True}),
-        ("cudnn", HOPPER, (flash_4.DISTRIBUTION, "flash_attn_interface"), {}),
-        ("flash_attn_4", (10, 0), (flash_4.DISTRIBUTION, "flash_attn"), {"deterministic": True}),
+        ("cudnn", HOPPER, (flash.DISTRIBUTION, "flash_attn_interface"), {}),
+        ("flash_attn_4", (10, 0), (flash.DISTRIBUTION, "flash_attn"), {"deterministic": True}),
         ("eager", HOPPER, (), {"deterministic": True}),
         ("sdpa", HOPPER, ("flash_attn",), {"device_type": "cpu"}),
         ("eager", HOPPER, (), {"device_type": "cpu", "sinks": True}),
@@ -230,7 +229,7 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 def test_auto_takes_the_fastest_that_serves(expected, capability, installed, asked, monkeypatch) -> None:
     spec = ModuleSpec("package", None, origin="somewhere")
     monkeypatch.setattr(flash, "find_spec", lambda name: spec if name in installed else None)
-    monkeypatch.setattr(flash_4, "is_installed", lambda: flash_4.DISTRIBUTION in installed)
+    monkeypatch.setattr(flash, "is_installed", lambda: flash.DISTRIBUTION in installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     name, refused = automatic_backend(request(**asked), load_plugins())
     assert name == expected

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mt_core.errors import ConfigError
-from mt_core.nn.kernels import support
+from mt_core.nn.kernels import request
 from mt_core.nn.kernels.catalogue import KERNELS
 from mt_core.nn.kernels.choice import Kernels, able, choose, refusals
 from mt_core.nn.kernels.request import Feature, KernelName, KernelRequest
@@ -23,7 +23,7 @@ CPU = KernelRequest(device_type="cpu", dtype="float32", width=64)
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Packages that are there, whatever this machine has."""
     names = {"triton"}
-    monkeypatch.setattr(support, "_installed", lambda module, part="": module in names)
+    monkeypatch.setattr(request, "_installed", lambda module, part="": module in names)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     return names
 

@@ -19,10 +19,13 @@ triton = pytest.importorskip("triton")
 
 from tests.core.nn.kernels.cubin import bytes_of_stack  # noqa: E402
 
-from mt_core.nn.kernels.support import WIDEST_ROW  # noqa: E402
+from mt_core.nn.kernels.request import WIDEST_ROW  # noqa: E402
 from mt_core.nn.kernels.triton_kernels import fp8_activations, fp8_casts, layer_norm, rms_norm, softmax  # noqa: E402
-from mt_core.nn.kernels.triton_kernels.launch import warps_for  # noqa: E402
-from mt_core.nn.kernels.triton_kernels.row_tiles import WIDE_BLOCK, WIDE_WARPS  # noqa: E402
+from mt_core.nn.kernels.triton_kernels.launch import (  # noqa: E402
+    WIDE_BLOCK,
+    WIDE_WARPS,
+    warps_for,
+)
 
 HALF, SINGLE, ADDRESSES = "*bf16", "*fp32", "*i64"
 NORM = {
@@ -71,7 +74,7 @@ def cases() -> Iterator[Case]:
             yield "activation", f"_activation_{way}", NORM, shape, 4
         rows = {**NORM, "weights": SINGLE, "dweights": SINGLE}
         whole = {"NAME": "swiglu", "GATED": True, "BLOCK": 1024}
-        yield "weighted_activation", f"_weighted_activation_{way}", rows, whole, 4
+        yield "activation", f"_weighted_activation_{way}", rows, whole, 4
         drop = {"BIAS": True, "DROP": True, "BLOCK": 1024} if way == "forward" else {"BLOCK": 1024}
         yield "residual", f"_bias_dropout_add_{way}", {**RESIDUAL, "probability": "fp32"}, drop, 4
     for width in (4096, 32768):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionPattern, eager_attention
-from mt_core.nn.attention_backends import flash, flash_4
-from mt_core.nn.attention_backends.flash_4 import flash_attention_4, supports_flash_4
+from mt_core.nn.attention_backends import flash
+from mt_core.nn.attention_backends.flash import flash_attention_4, supports_flash_4
 from mt_core.plugins import load_plugins
 
 Window = tuple[int | None, int | None]
@@ -62,7 +62,7 @@ def test_what_depends_on_the_batch_is_refused() -> None:
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(flash_4, "is_installed", lambda: True)
+    monkeypatch.setattr(flash, "is_installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 
 
@@ -102,7 +102,7 @@ def test_refusals_say_why(
 
 
 def test_it_is_registered_and_not_installed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_4, "is_installed", lambda: False)
+    monkeypatch.setattr(flash, "is_installed", lambda: False)
     spec = load_plugins().attention_backends.get("flash_attn_4", key="model.attention_backend")
     assert "flash-attn-4) is not installed" in str(spec.supports.load()(request()))
 

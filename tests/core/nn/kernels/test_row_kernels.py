@@ -12,7 +12,7 @@ from tests.core.nn.kernels.comparison import assert_agrees, random
 from tests.core.nn.kernels.interpreter import fused, implementation, run_interpreted
 from torch import Tensor
 
-from mt_core.nn.kernels.reference.rotary import HeadNorms
+from mt_core.nn.kernels.reference.layers import HeadNorms
 from mt_core.nn.kernels.request import KernelName
 
 IMPLEMENTATIONS = ("torch", "triton")

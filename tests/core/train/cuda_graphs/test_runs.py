@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
 from mt_core.nn.dropout import Dropout
-from mt_core.nn.numbered_layers import NumberedLayers
+from mt_core.nn.model import NumberedLayers
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.train import Callback, Trainer
 from mt_core.train.checkpoint.resume import differences

@@ -12,7 +12,7 @@ from mt_core.config.schema import Config, OptimizerConfig
 from mt_core.data.training_length import total_train_samples
 from mt_core.errors import CheckpointError
 from mt_core.optim.configs import AdamConfig
-from mt_core.optim.group_schedules import weight_decay_schedule
+from mt_core.optim.param_groups import weight_decay_schedule
 from mt_core.optim.schedules import Horizon, span_of
 from mt_core.plugins import PluginHost
 from mt_core.train.build import lr_schedule

@@ -134,7 +134,7 @@ def load(host: PluginHost, path: Path | None, preset: str | None, overrides: lis
 def check_names(loaded: LoadedConfig, host: PluginHost) -> None:
     """Raise PluginError for a name that no plugin registers, among those that training looks up as it starts."""
     from mt_core.config.metrics import configured_loss
-    from mt_core.nn.attention_backends.automatic import AUTO
+    from mt_core.nn.kernels.choice import AUTO
 
     config = loaded.config
     configured_loss(config, host)

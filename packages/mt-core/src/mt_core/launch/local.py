@@ -20,12 +20,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mt_core.errors import ConfigError
-from mt_core.launch import slurm
+from mt_core.launch import environment
 from mt_core.launch.environment import AGENT_STORE, ATTEMPT, LAUNCHED_BY_MT
 from mt_core.launch.failure import ERRORS, forget_failure
-from mt_core.launch.logs import LOGS, DelayedView, keep_previous, log_path
 from mt_core.launch.process_group import run_store
-from mt_core.launch.processes import RankProcesses
+from mt_core.launch.processes import LOGS, DelayedView, RankProcesses, keep_previous, log_path
 from mt_core.launch.signals import ForwardedSignals
 from mt_core.launch.supervisor import Supervisor
 
@@ -104,8 +103,8 @@ def check_placement(placement: Placement, environ: Mapping[str, str]) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         if name in environ:
             raise ConfigError(f"{name}={environ[name]} is set: this process is a rank already; drop --nproc")
-    tasks = slurm.first_of(environ, slurm.WORLD_SIZE)
-    if slurm.is_step(environ) and tasks and int(environ[tasks]) != placement.nnodes:
+    tasks = environment.first_of(environ, environment.WORLD_SIZE)
+    if environment.is_step(environ) and tasks and int(environ[tasks]) != placement.nnodes:
         raise ConfigError(
             f"{tasks}={environ[tasks]}: srun runs this command as so many tasks, each of which would start "
             f"{placement.nproc} ranks of --nnodes {placement.nnodes}; drop --nproc, and each task is a rank"

@@ -16,10 +16,9 @@ import torch.distributed as dist
 
 from mt_core.errors import TrainingError
 from mt_core.launch.environment import RankEnvironment
-from mt_core.launch.failure import Failure, describe_failure
+from mt_core.launch.failure import Failure, describe_failure, followed_by, ranks
 from mt_core.launch.phases import Phases, Position
 from mt_core.launch.recorder import FAILED, STORE_SECONDS, FailureRecorder
-from mt_core.launch.report import followed_by, ranks
 
 INTERVAL = 1.0
 RANKS_PER_SECOND = 2000

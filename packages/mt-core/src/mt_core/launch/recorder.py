@@ -15,9 +15,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from mt_core.launch.environment import RankEnvironment
-from mt_core.launch.failure import Failure, describe_failure, write_failure
+from mt_core.launch.failure import Failure, describe_failure, followed_by, report, write_failure
 from mt_core.launch.phases import Phases
-from mt_core.launch.report import followed_by, report
 
 FAILED = "failed"
 ELASTIC_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"

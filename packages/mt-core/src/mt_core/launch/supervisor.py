@@ -13,14 +13,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mt_core.launch.failure import ERRORS, Failure, lost_peer, read_failures, write_failure
-from mt_core.launch.logs import LOGS, DelayedView, log_path, tail
+from mt_core.launch.failure import ERRORS, Failure, in_order, lost_peer, read_failures, report, write_failure
 from mt_core.launch.monitor import position_key
 from mt_core.launch.phases import Position
 from mt_core.launch.process_group import wait_until_left
-from mt_core.launch.processes import RankProcesses
+from mt_core.launch.processes import LOGS, DelayedView, RankProcesses, log_path, tail
 from mt_core.launch.recorder import LINGER_SECONDS, announce
-from mt_core.launch.report import in_order, report
 from mt_core.launch.signals import INTERRUPTED_STATUS, PASSED_AS, ForwardedSignals, signal_name
 
 POLL_SECONDS = 0.05

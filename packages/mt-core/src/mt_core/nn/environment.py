@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,11 +11,9 @@ from torch import nn
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore
-from mt_core.nn.attention_backends.automatic import AUTO, automatic_backend
 from mt_core.nn.context_parallel.core import check_dropout
 from mt_core.nn.context_parallel.zigzag import check_sequence_length
-from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.kernels.use import configured_kernels
+from mt_core.nn.kernels.choice import AUTO, Kernels, configured_kernels
 from mt_core.nn.recompute import Recompute, recomputed
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
@@ -171,3 +169,30 @@ def _automatic_choice(backend: str, refused: Mapping[str, str]) -> str:
     """A line for the summary of the run."""
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     return f"attention {backend} (auto{f', not {reasons}' if reasons else ''})"
+
+
+# `model.attention_backend=auto`: the first backend of an order that serves a request.
+
+ON_CUDA = ("cudnn", "flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "flex", "eager")
+ELSEWHERE = ("sdpa", "eager")
+FLASH = frozenset({"flash_attn_4", "flash_attn_3", "flash_attn_2"})
+"""Taken for causal attention without a bias alone: padded keys and relative biases come with a batch, and these
+packages have no masks."""
+
+
+def automatic_backend(request: AttentionRequest, host: PluginHost) -> tuple[str, Mapping[str, str]]:
+    """(name, why those before it in the order do not serve). Fastest first, as others have measured them on Hopper."""
+    refused: dict[str, str] = {}
+    for name in _order(request):
+        answer = host.attention_backends.get(name, key="model.attention_backend").supports.load()(request)
+        if answer is True:
+            return name, refused
+        refused[name] = str(answer)
+    # supports_eager is always True, and eager ends both orders.
+    raise AssertionError("eager serves every request")
+
+
+def _order(request: AttentionRequest) -> Iterator[str]:
+    names = ON_CUDA if request.device_type == "cuda" else ELSEWHERE
+    plain = request.causal and not request.bias
+    return (name for name in names if plain or name not in FLASH)

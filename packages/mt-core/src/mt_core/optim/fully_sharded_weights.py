@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
-from mt_core.nn.model import is_pipelined
-from mt_core.nn.numbered_layers import NumberedLayers
+from mt_core.nn.model import NumberedLayers, is_pipelined
 from mt_core.optim.finalize_grads import SHARDS
 from mt_core.optim.master_weights import UnshardedWeights, trained_parameters
 from mt_core.parallel.context import AxisName, ParallelContext

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_core.nn.kernels.reference.adamw import AdamWOptions, AdamWTensors, TorchAdamW, join_halves, split_halves
-from mt_core.optim.functional import FunctionalOptimizer
+from mt_core.optim.base import FunctionalOptimizer
 from mt_core.optim.param_groups import ParamGroup
 
 

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.nn.main_grad import MainGrad, attach_main_grad, call_after_gradient, clear_all
-from mt_core.optim.buckets import Bucket, ShardAndReplicateAxes, Slot
+from mt_core.optim.buckets import Bucket, GatherOrder, ShardAndReplicateAxes, Slot
 from mt_core.optim.finalize_grads import SHARDS
-from mt_core.optim.gather_order import GatherOrder
 from mt_core.optim.master_weights import UnshardedWeights, trained_parameters
 from mt_core.parallel.communicators import user_buffers
 from mt_core.parallel.context import AxisName, ParallelContext

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -101,3 +102,22 @@ def user_buffers(group: dist.ProcessGroup, device: torch.device) -> Iterator[tor
     with torch.cuda.use_mem_pool(pool, device):
         yield pool
     backend.register_mem_pool(pool)
+
+
+# Whether GPUs read and write one another's memory, as products overlapped with collectives do.
+
+
+def peer_access_objection(ranks: Sequence[int], ranks_of_host: int) -> str | None:
+    """Why the GPUs of these ranks cannot read one another's memory; None if they can.
+
+    ranks_of_host: of the world on each host, which are consecutive and have a GPU each.
+    """
+    # torchrun's numbering: rank = host * ranks_of_host + local rank, and local rank i uses GPU i.
+    hosts = {rank // ranks_of_host for rank in ranks}
+    if len(hosts) > 1:
+        return f"ranks {', '.join(map(str, ranks))} are on {len(hosts)} hosts, and memory is shared inside one host"
+    devices = [rank % ranks_of_host for rank in ranks]
+    for reader, owner in permutations(devices, 2):
+        if not torch.cuda.can_device_access_peer(reader, owner):
+            return f"GPU {reader} has no peer access to the memory of GPU {owner}"
+    return None

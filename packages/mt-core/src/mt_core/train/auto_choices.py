@@ -13,7 +13,7 @@ from mt_core.config.schema import AUTO_LOSS, Config
 from mt_core.errors import ConfigError
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.model import contract, model_options
-from mt_core.optim.checks import remainders_objection
+from mt_core.optim.configs import remainders_objection
 from mt_core.parallel.pipeline.schedules import splits_backward
 from mt_core.plugins import PluginHost
 

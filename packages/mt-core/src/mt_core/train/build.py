@@ -22,18 +22,15 @@ from mt_core.launch.environment import read_environment
 from mt_core.launch.process_group import local_device
 from mt_core.nn.auxiliary import RunsUncompiled
 from mt_core.nn.batch_invariance import require_batch_invariance
-from mt_core.nn.context_parallel.hierarchical import build_hierarchical_axes
+from mt_core.nn.context_parallel.core import build_hierarchical_axes
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.fp8.use import use_fp8
-from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.kernels.use import use_kernels
+from mt_core.nn.kernels.choice import Kernels, use_kernels
 from mt_core.nn.layout import initialize
-from mt_core.nn.numbered_layers import NumberedLayers
-from mt_core.optim.environment import OptimizerEnvironment
-from mt_core.optim.finalize_grads import SHARDS
+from mt_core.nn.model import NumberedLayers
+from mt_core.optim.base import Optimizer, OptimizerEnvironment
+from mt_core.optim.finalize_grads import SHARDS, TiedWeights
 from mt_core.optim.fully_sharded_weights import FullyShardedWeights, ShardOptions, ends_when_told
-from mt_core.optim.functional import Optimizer
-from mt_core.optim.group_schedules import GroupSchedules, weight_decay_schedule
 from mt_core.optim.master_weights import (
     Fp32RemainderWeights,
     MasterWeights,
@@ -41,14 +38,12 @@ from mt_core.optim.master_weights import (
     build_master_weights,
 )
 from mt_core.optim.param_and_grad_buffer import BufferOptions, ParamAndGradBuffer
-from mt_core.optim.param_groups import matches, param_groups
+from mt_core.optim.param_groups import GroupSchedules, matches, param_groups, weight_decay_schedule
 from mt_core.optim.schedules import Horizon, LRSchedule
-from mt_core.parallel.communicators import CommunicatorOptions
+from mt_core.parallel.communicators import CommunicatorOptions, peer_access_objection
 from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, build_parallel_context
-from mt_core.parallel.peer_access import peer_access_objection
 from mt_core.parallel.pipeline.schedules import configured_schedule, splits_backward
 from mt_core.parallel.pipeline.stage import Stage
-from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader, Tokenizer
 from mt_core.train.auto_choices import REMAINDERS

@@ -31,22 +31,19 @@ from mt_core.data.loss_weights import LossCounts, LossNormalization
 from mt_core.data.training_length import BatchSizeSchedule, build_batch_size, total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.nn.dropout import DropoutStreams, use_streams
-from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.kernels.use import configured_kernels
+from mt_core.nn.kernels.choice import Kernels, configured_kernels
 from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
 from mt_core.nn.loss import Loss, ReportsEvaluation
 from mt_core.nn.plain_module import adopt_plain_module, is_plain, require_whole
-from mt_core.optim.environment import OptimizerEnvironment
-from mt_core.optim.finalize_grads import GradFinalizer
-from mt_core.optim.functional import Optimizer
-from mt_core.optim.group_schedules import GroupSchedules
+from mt_core.optim.base import Optimizer, OptimizerEnvironment
+from mt_core.optim.finalize_grads import GradFinalizer, TiedWeights, find_tied_weights
 from mt_core.optim.loss_scale import LossScaler, build_loss_scaler
 from mt_core.optim.master_weights import MasterWeights
+from mt_core.optim.param_groups import GroupSchedules
 from mt_core.optim.schedules import LRSchedule
 from mt_core.parallel.collectives import all_gather
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.first_rank import on_first_rank
-from mt_core.parallel.tied_weights import TiedWeights, find_tied_weights
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import CheckpointReader, Dataset, Tokenizer
 from mt_core.train import build

@@ -13,11 +13,10 @@ from mt_core.config.metrics import configured_loss
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.embedding import gather_logits
-from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.kernels.use import use_kernels
+from mt_core.nn.kernels.choice import Kernels, use_kernels
 from mt_core.nn.loss import Loss
 from mt_core.nn.model import contract, model_options
-from mt_core.optim.environment import OptimizerEnvironment
+from mt_core.optim.base import OptimizerEnvironment
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.train.auto_choices import require_options, with_logits_loss, with_resolved_loss

@@ -18,10 +18,10 @@ from mt_core._torch_compat import free_cuda_bytes
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.layout import parameter_layouts
+from mt_core.optim.base import probe_state
 from mt_core.optim.finalize_grads import SHARDS
 from mt_core.optim.master_weights import trained_parameters
 from mt_core.optim.muon import is_matrix
-from mt_core.optim.state_bytes import probe_state
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.train.auto_choices import REMAINDERS

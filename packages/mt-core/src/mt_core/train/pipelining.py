@@ -16,10 +16,9 @@ from mt_core.nn.loss import Loss
 from mt_core.nn.model import contract, is_pipelined, model_options
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.pipeline.layout_string import stages_from_layout
-from mt_core.parallel.pipeline.partition import balanced_stages, stages_by_keys
+from mt_core.parallel.pipeline.partition import balanced_stages, stages_by_keys, stages_from_layout
 from mt_core.parallel.pipeline.pipeline import Pipeline
-from mt_core.parallel.pipeline.placement import stages_of_rank
+from mt_core.parallel.pipeline.schedule_tables import stages_of_rank
 from mt_core.parallel.pipeline.schedules import PipelineSchedule, configured_schedule
 from mt_core.parallel.pipeline.stage import Pipelined, Stage
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace

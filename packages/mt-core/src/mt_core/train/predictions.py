@@ -13,7 +13,7 @@ from mt_core.data.loss_weights import WEIGHTS
 from mt_core.nn.loss import Loss, weighted_sum
 from mt_core.nn.model import contract
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.data import sum_over
+from mt_core.parallel.reductions import sum_over
 from mt_core.train.step.forward_backward import Batch, ForwardBackward
 
 OUTPUTS, LOSSES = "outputs", "losses"

@@ -32,8 +32,8 @@ from mt_core.launch.phases import Phases
 from mt_core.nn.loss import Loss
 from mt_core.nn.model import required_inputs
 from mt_core.parallel.context import ParallelContext, is_writer, wait_for_all
-from mt_core.parallel.data import any_over
 from mt_core.parallel.first_rank import on_first_rank
+from mt_core.parallel.reductions import any_over
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import CheckpointReader, Dataset
 from mt_core.train.callbacks import Callback, CallbackList, configured_callbacks

@@ -247,7 +247,7 @@ def _virtual_stages(values: Values) -> int | None:
 def _stages_of_layout(layout: str) -> int:
     """Stages of a text such as Ett|(tt|)*2tL: one more than its bars, with what is repeated written out."""
     # Here, since the module brings torch along.
-    from mt_core.parallel.pipeline.layout_string import expand
+    from mt_core.parallel.pipeline.partition import expand
 
     return expand(layout).count("|") + 1
 

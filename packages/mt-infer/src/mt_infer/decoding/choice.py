@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mt_core.nn.kernels.request import KernelRequest
-from mt_core.nn.kernels.support import supports_triton
+from mt_core.nn.kernels.request import KernelRequest, supports_triton
 from mt_infer.decoding.paged_attention import PagedAttention, plain_paged_attention
 
 

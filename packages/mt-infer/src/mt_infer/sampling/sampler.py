@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mt_core.nn.kernels.request import KernelRequest
-from mt_core.nn.kernels.support import supports_triton
+from mt_core.nn.kernels.request import KernelRequest, supports_triton
 from mt_infer.requests import LogProbs
 from mt_infer.sampling.adjustments import adjust
 from mt_infer.sampling.rows import SamplingRow

@@ -13,7 +13,7 @@ from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.parallel.collectives import all_gather, gather_from
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.data import sum_over
+from mt_core.parallel.reductions import sum_over
 from mt_models.biencoder.config import BiencoderConfig
 from mt_models.biencoder.model import Vectors
 

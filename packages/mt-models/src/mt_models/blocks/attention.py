@@ -11,7 +11,7 @@ from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.cache import Cache, PagedScores, Pages, PositionState
 from mt_core.nn.dropout import AttentionDropout
 from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.kernels.reference.rotary import HeadNorms
+from mt_core.nn.kernels.reference.layers import HeadNorms
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.norm import Norm, Normalization, build_head_norm

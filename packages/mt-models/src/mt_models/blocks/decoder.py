@@ -13,7 +13,7 @@ from mt_core.nn.cache import Cache
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput, project_to_vocab
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, normal
-from mt_core.nn.linear_loss import Unprojected
+from mt_core.nn.loss import Unprojected
 from mt_core.nn.model import Model
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage, whole

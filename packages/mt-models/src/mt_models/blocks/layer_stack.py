@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
-from mt_core.nn.numbered_layers import NumberedLayers
+from mt_core.nn.model import NumberedLayers
 from mt_core.nn.recompute import Call, Recompute
 from mt_core.parallel.pipeline.stage import Stage
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mt_core.nn.context_parallel.zigzag import check_sequence_length
 from mt_core.nn.environment import ModelEnvironment
-from mt_core.nn.linear_loss import Unprojected
+from mt_core.nn.loss import Unprojected
 from mt_core.nn.norm import Normalization
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
 

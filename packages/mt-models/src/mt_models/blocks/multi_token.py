@@ -22,8 +22,8 @@ from mt_core.nn.auxiliary import AuxiliaryLoss
 from mt_core.nn.cache import Cache
 from mt_core.nn.layout import normal
 from mt_core.nn.loss import Loss, weighted_mean
+from mt_core.nn.model import NumberedLayers
 from mt_core.nn.norm import Normalization, build_norm
-from mt_core.nn.numbered_layers import NumberedLayers
 from mt_core.nn.recompute import Recompute
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.replicated import ReplicatedLinear

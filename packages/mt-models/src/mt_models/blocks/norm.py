@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.kernels.reference.rms_norm import rms_norm
+from mt_core.nn.kernels.reference.layers import rms_norm
 from mt_core.nn.layout import ParameterLayout, zeros
 from mt_core.nn.linear import sequence_axes
 from mt_core.nn.norm import Norm

@@ -12,7 +12,7 @@ from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.cache import Cache
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.kernels.reference.residual import bias_dropout_add
+from mt_core.nn.kernels.reference.layers import bias_dropout_add
 from mt_core.nn.norm import Norm, build_norm
 from mt_core.nn.recompute import Recompute
 from mt_core.parallel.context import ParallelContext

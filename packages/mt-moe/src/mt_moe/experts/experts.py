@@ -157,7 +157,7 @@ class Experts(RunsUncompiled, nn.Module):
         )
 
     def use_kernels(self, kernels: Kernels) -> None:
-        """See mt_core.nn.kernels.use.UsesKernels."""
+        """See mt_core.nn.kernels.choice.UsesKernels."""
         self.activate = pick_activation(self.activation, self.device_type, kernels)
 
     def forward(self, x: Tensor, weights: Tensor, counts: Tensor, order: RowOrder | None = None) -> Tensor:

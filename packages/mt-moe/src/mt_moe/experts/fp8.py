@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_core._torch_compat import gradients_wanted, scaled_grouped_mm
-from mt_core.nn.fp8.casts import ALIGNMENT, cast_rows
-from mt_core.nn.fp8.formats import E4M3, scale_of, to_fp8
+from mt_core.nn.fp8.multiply import emulated_product
 from mt_core.nn.fp8.options import Fp8Options
-from mt_core.nn.fp8.products import emulated_product
+from mt_core.nn.kernels.reference.fp8_casts import ALIGNMENT, E4M3, cast_rows, scale_of, to_fp8
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_moe.experts import grouped, loop
 from mt_moe.experts.groups import Groups

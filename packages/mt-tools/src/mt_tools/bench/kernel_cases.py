@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_core.nn.fp8.cast_implementations import Casts
-from mt_core.nn.fp8.formats import E4M3
 from mt_core.nn.kernels.reference.adamw import AdamWOptions, AdamWTensors, split_halves
+from mt_core.nn.kernels.reference.fp8_casts import E4M3, Casts
 from mt_core.nn.kernels.request import Feature, KernelName
 from mt_core.parallel.context import Axis
 from mt_tools.bench.machine import Machine

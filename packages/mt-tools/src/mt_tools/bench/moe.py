@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.nn.environment import ModelEnvironment
-from mt_core.nn.kernels.use import use_kernels
+from mt_core.nn.kernels.choice import use_kernels
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost

@@ -21,9 +21,8 @@ from mt_core.errors import ConfigError
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.parallel.pipeline.pipeline import Pipeline
 from mt_core.parallel.pipeline.schedules import PipelineSchedule
-from mt_core.parallel.pipeline.simulator import StageTimes, simulate
 from mt_core.parallel.pipeline.stage import Stage
-from mt_core.parallel.pipeline.timeline import Timeline
+from mt_core.parallel.pipeline.timeline import StageTimes, Timeline, simulate
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks

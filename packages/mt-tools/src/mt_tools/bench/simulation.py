@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
-from mt_core.parallel.pipeline.simulator import StageTimes, simulate
+from mt_core.parallel.pipeline.timeline import StageTimes, simulate
 from mt_core.plugins import PluginHost
 from mt_tools.bench.report import Case
 from mt_tools.plan.layouts import Planner

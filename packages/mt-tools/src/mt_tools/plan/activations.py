@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mt_core._torch_compat import UncompiledDispatchMode
-from mt_core.parallel.pipeline.activations import Activations, ActivationsForm, form_of, tensors_of
+from mt_core.parallel.pipeline.stage import Activations, ActivationsForm, form_of, tensors_of
 from mt_tools.plan.fakes import PlannedKernels
 from mt_tools.plan.ledger import Flow, Ledger
 from mt_tools.plan.result_cache import tensors_in

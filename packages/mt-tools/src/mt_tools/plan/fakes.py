@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore, AttentionPattern, eager_attention, expand_groups, with_sinks
-from mt_core.nn.attention_backends.automatic import AUTO
 from mt_core.nn.context_parallel.ulysses import ulysses_attention
 from mt_core.nn.dropout import DropoutStreams
 from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.kernels.choice import AUTO
 from mt_core.nn.recompute import recomputed
 from mt_core.parallel.context import Axis
 from mt_tools.plan.ledger import Ledger

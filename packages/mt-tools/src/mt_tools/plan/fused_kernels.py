@@ -26,17 +26,13 @@ from torch import Tensor, nn
 from mt_core.config.schema import Config
 from mt_core.nn.activations import is_gated
 from mt_core.nn.feed_forward import DenseFeedForward
-from mt_core.nn.fp8.activated import Activated, Matrix
-from mt_core.nn.fp8.cast_implementations import Along, WholeCast
-from mt_core.nn.fp8.casts import BLOCK, Granularity, Scaled
 from mt_core.nn.fp8.feed_forward import Fp8FeedForward
 from mt_core.nn.fp8.multiply import Fp8Multiply
-from mt_core.nn.kernels.choice import AUTO, Kernels
+from mt_core.nn.kernels.choice import AUTO, Kernels, configured_kernels
 from mt_core.nn.kernels.chunked_loss import chunked_losses, chunked_weighted_sum
-from mt_core.nn.kernels.reference.rotary import HeadNorms
-from mt_core.nn.kernels.request import Feature, KernelName
-from mt_core.nn.kernels.support import WIDEST_ROW
-from mt_core.nn.kernels.use import configured_kernels
+from mt_core.nn.kernels.reference.fp8_casts import BLOCK, Activated, Along, Granularity, Matrix, Scaled, WholeCast
+from mt_core.nn.kernels.reference.layers import HeadNorms
+from mt_core.nn.kernels.request import WIDEST_ROW, Feature, KernelName
 from mt_core.nn.kernels.vocab_parallel import RowKernels, cross_entropy_by
 from mt_core.nn.linear import LinearModule
 from mt_core.parallel.context import Axis, ParallelContext

@@ -17,15 +17,14 @@ from mt_core.data.building import build_tokenizer, unsuitable_data
 from mt_core.data.training_length import build_batch_size, total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.nn.model import required_inputs
-from mt_core.optim.state_bytes import StateBytes, probe_state
+from mt_core.optim.base import StateBytes, probe_state
+from mt_core.optim.finalize_grads import TiedWeights
 from mt_core.parallel.context import Axis, AxisName, ParallelContext
 from mt_core.parallel.pipeline.gc_control import without_garbage_collection
-from mt_core.parallel.pipeline.placement import stages_of_rank
-from mt_core.parallel.pipeline.schedule_tables import Action, Kind, ScheduleTable
+from mt_core.parallel.pipeline.schedule_tables import Action, Kind, ScheduleTable, stages_of_rank
 from mt_core.parallel.pipeline.schedules import configured_schedule
-from mt_core.parallel.pipeline.simulator import simulate
 from mt_core.parallel.pipeline.stage import Stage
-from mt_core.parallel.tied_weights import TiedWeights
+from mt_core.parallel.pipeline.timeline import simulate
 from mt_core.plugins import PluginHost
 from mt_core.train.auto_choices import with_resolved_main_weights
 from mt_core.train.build import DTYPES, axis_sizes, with_vocab_size

@@ -16,14 +16,12 @@ from mt_core.errors import ConfigError
 from mt_core.nn.dropout import use_streams
 from mt_core.nn.fp8.options import SLOWER_UP_TO
 from mt_core.nn.fp8.use import use_fp8
-from mt_core.nn.kernels.use import use_kernels
+from mt_core.nn.kernels.choice import use_kernels
 from mt_core.nn.layout import parameter_layouts
-from mt_core.nn.linear_loss import Unprojected
-from mt_core.nn.loss import Loss, weighted_sum
+from mt_core.nn.loss import Loss, Unprojected, weighted_sum
 from mt_core.nn.model import as_pipelined, contract, model_options
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.pipeline.activations import ActivationsForm
-from mt_core.parallel.pipeline.stage import Pipelined, Stage, whole
+from mt_core.parallel.pipeline.stage import ActivationsForm, Pipelined, Stage, whole
 from mt_core.plugins import PluginHost
 from mt_core.specs import SampleField
 from mt_core.train.auto_choices import with_resolved_loss

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from mt_core.config.schema import Config
 from mt_core.parallel.context import AxisName
-from mt_core.parallel.pipeline.simulator import StageTimes
+from mt_core.parallel.pipeline.timeline import StageTimes
 from mt_tools.plan.activations import StageCost
 from mt_tools.plan.ledger import Flow, sent_bytes
 from mt_tools.plan.machines import Machine

@@ -13,17 +13,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mt_core.config.schema import Config
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
-from mt_core.nn.numbered_layers import NumberedLayers
+from mt_core.nn.model import NumberedLayers
+from mt_core.optim.base import StateBytes
 from mt_core.optim.buckets import Bucket
 from mt_core.optim.configs import MuonConfig
-from mt_core.optim.finalize_grads import GradFinalizer
+from mt_core.optim.finalize_grads import GradFinalizer, TiedWeights
 from mt_core.optim.master_weights import Fp32RemainderWeights, Fp32Weights, MasterWeights, trained_parameters
 from mt_core.optim.muon import is_matrix
 from mt_core.optim.param_and_grad_buffer import SHARDS, ParamAndGradBuffer
-from mt_core.optim.state_bytes import StateBytes
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.schedules import splits_backward
-from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.plugins import PluginHost
 from mt_core.train.build import DTYPES, build_weights, shards_state
 from mt_tools.plan.ledger import Flow, Ledger

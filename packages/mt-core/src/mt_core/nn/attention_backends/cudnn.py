@@ -12,8 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mt_core._torch_compat import packed_attention
 from mt_core.nn.attention import AttentionCore, AttentionPattern, sdpa_attention
-from mt_core.nn.attention_backends.documents import Documents, find_documents, is_packed, window_sides
-from mt_core.nn.attention_backends.per_pattern import PerPattern
+from mt_core.nn.attention_backends.patterns import Documents, PerPattern, find_documents, is_packed, window_sides
 from mt_core.specs import AttentionRequest
 
 ORDER = [

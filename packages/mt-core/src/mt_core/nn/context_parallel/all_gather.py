@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_core.nn.context_parallel.blocks import BlockBackend
+from mt_core.nn.context_parallel.blocks import BackwardPass, BlockBackend, ForwardPass, pack, unpack
 from mt_core.nn.context_parallel.masks import ShardedPattern
-from mt_core.nn.context_parallel.passes import BackwardPass, ForwardPass, pack, unpack
 from mt_core.parallel.context import Axis
 
 

@@ -9,11 +9,12 @@ a2a+p2p: a2a over an inner axis, p2p over an outer one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from torch import Tensor
 
+from mt_core.config.checks import divisors
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore, AttentionPattern, sdpa_attention
 from mt_core.nn.context_parallel.all_gather import AllGatherAttention
@@ -21,7 +22,7 @@ from mt_core.nn.context_parallel.blocks import BlockBackend
 from mt_core.nn.context_parallel.masks import SegmentGatherer, shard_pattern
 from mt_core.nn.context_parallel.p2p import PointToPointAttention
 from mt_core.nn.context_parallel.ulysses import check_heads, ulysses_attention
-from mt_core.parallel.context import Axis
+from mt_core.parallel.context import Axis, Groups
 
 Method = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 
@@ -35,8 +36,8 @@ def context_parallel_attention(
     window and ALiBi go by places in the whole sequence. Dropout has to be 0. Build one core and give it to all layers.
     It takes sinks [N] where `core` does; p2p and all_gather, which do without it, always.
 
-    axes: the context-parallel axis; for "a2a+p2p" (inner, outer), see `hierarchical`. core: what computes whole
-    sequences, for "a2a" and for axes of one process. backend: what computes blocks of keys, for the others.
+    axes: the context-parallel axis; for "a2a+p2p" (inner, outer), see `build_hierarchical_axes`. core: what computes
+    whole sequences, for "a2a" and for axes of one process. backend: what computes blocks of keys, for the others.
     Every rank of the axes calls it, in the same order. Raises ConfigError for an unknown method, dropout, or
     (when called) heads that "a2a" cannot divide.
     """
@@ -44,7 +45,7 @@ def context_parallel_attention(
         raise ConfigError(f'parallel.cp_comm_type="{method}" is unknown; it can be p2p, all_gather, a2a or a2a+p2p')
     if method == "a2a+p2p":
         inner, outer = axes
-        # The point-to-point core sees the outer rank's chunks in order, as the shards nest (`hierarchical`).
+        # The point-to-point core sees the outer rank's chunks in order, as the shards nest (`build_hierarchical_axes`).
         return context_parallel_attention(
             "a2a", [inner], core=context_parallel_attention("p2p", [outer], core=core, backend=backend)
         )
@@ -126,3 +127,50 @@ def check_dropout(dropout: float, size: int) -> None:
             "weights are dropped is drawn inside the attention of one block of keys, so the ranks would drop others "
             "than one process does, and others in each layout; set model.attention_dropout to 0"
         )
+
+
+# Two axes in place of one: all-to-all within an inner axis, point to point over an outer one.
+#
+# The ranks of a context-parallel axis of size inner * outer are numbered with the inner axis fastest:
+# rank = outer_rank * inner + inner_rank, so that inner neighbours can be processes of one machine. The zig-zag
+# shards of the whole axis nest: those of the inner ranks, put in order, are the outer rank's two chunks.
+#
+#     inner 2, outer 2    chunk        0  1  2  3  4  5  6  7
+#                         rank         0  1  2  3  3  2  1  0
+#                         outer rank   0  0  1  1  1  1  0  0
+
+Members = list[tuple[int, ...]]
+
+
+def check_hierarchy(sizes: tuple[int, ...], size: int) -> None:
+    """Raises ConfigError unless sizes are (inner, outer) with the product `size`."""
+    if len(sizes) == 2 and sizes[0] * sizes[1] == size:
+        return
+    legal = ", ".join(f"[{inner}, {size // inner}]" for inner in divisors(size))
+    raise ConfigError(
+        f"parallel.hierarchical_context_parallel_sizes={list(sizes)}: [ranks of an all-to-all, ranks of a "
+        f"point-to-point round] have to have the product parallel.context_parallel_size={size}; they can be {legal}"
+    )
+
+
+def hierarchical_members(axes: Iterable[tuple[int, ...]], inner: int) -> tuple[Members, Members]:
+    """Members of each context-parallel axis of the world -> those of the inner and of the outer axes."""
+    inner_axes: Members = []
+    outer_axes: Members = []
+    for ranks in axes:
+        # Neighbours are an inner axis, ranks at a distance of `inner` an outer one.
+        inner_axes += [ranks[start : start + inner] for start in range(0, len(ranks), inner)]
+        outer_axes += [ranks[start::inner] for start in range(inner)]
+    return inner_axes, outer_axes
+
+
+def build_hierarchical_axes(axes: Iterable[tuple[int, ...]], sizes: tuple[int, ...]) -> tuple[Axis, Axis]:
+    """(inner, outer) axis of this process. `axes`: as from `axis_members(...)["cp"]`.
+
+    Collective over the world. Raises ConfigError when sizes do not fit.
+    """
+    listed_axes = list(axes)
+    check_hierarchy(sizes, len(listed_axes[0]))
+    inner, outer = hierarchical_members(listed_axes, sizes[0])
+    groups = Groups()
+    return groups.axis(inner), groups.axis(outer)

@@ -4,9 +4,9 @@
     inside    some heads   of all tokens                   q [B, S, N / CP, D]
     after     all heads    of the tokens of this rank
 
-Inside, any attention core works: that of one process, or that of an outer axis (`hierarchical`). Heads have to be
-divisible by CP. Key-value groups that are not are repeated, as often as is needed for a rank to get the groups of
-its own heads, and no more; gradients of the copies are summed.
+Inside, any attention core works: that of one process, or that of an outer axis (`core.build_hierarchical_axes`).
+Heads have to be divisible by CP. Key-value groups that are not are repeated, as often as is needed for a rank to get
+the groups of its own heads, and no more; gradients of the copies are summed.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.activations import FUSED, is_gated
 from mt_core.nn.feed_forward import DenseFeedForward
-from mt_core.nn.fp8.activated import Activated
 from mt_core.nn.fp8.multiply import Fp8Multiply, LayerCall, SavedProduct, backward_products, forward_product
 from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.kernels.reference.activation import FusedActivation
+from mt_core.nn.kernels.reference.fp8_casts import Activated
+from mt_core.nn.kernels.reference.layers import FusedActivation
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 
 

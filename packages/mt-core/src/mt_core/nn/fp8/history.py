@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core._torch_compat import zero_all_
-from mt_core.nn.fp8.cast_implementations import note
-from mt_core.nn.fp8.formats import ROLES, Role
+from mt_core.nn.kernels.reference.fp8_casts import ROLES, Role, note
 from mt_core.nn.layout import LayoutModule, ParameterLayout
 from mt_core.parallel.context import Axis, ParallelContext
 

@@ -10,15 +10,12 @@ import torch
 from mt_core._torch_compat import has_scaled_mm_on_cpu
 from mt_core.config.schema import PrecisionConfig
 from mt_core.errors import ConfigError
-from mt_core.nn.fp8.cast_implementations import TORCH_CASTS, Casts
-from mt_core.nn.fp8.casts import ALIGNMENT, BLOCK
 from mt_core.nn.fp8.external import MODULES, borrowed_linear, external_objection
-from mt_core.nn.fp8.formats import FORMATS, Role
 from mt_core.nn.fp8.history import AmaxHistory
-from mt_core.nn.fp8.multiply import Fp8Multiply
-from mt_core.nn.fp8.products import Product, emulated_product, torch_product
+from mt_core.nn.fp8.multiply import Fp8Multiply, Product, emulated_product, torch_product
 from mt_core.nn.fp8.scaling import BlockScaling, CurrentScaling, DelayedScaling, RowScaling, Scaling
 from mt_core.nn.kernels.choice import Kernels
+from mt_core.nn.kernels.reference.fp8_casts import ALIGNMENT, BLOCK, FORMATS, TORCH_CASTS, Casts, Role
 from mt_core.nn.linear import LinearModule, Multiply
 from mt_core.parallel.context import ParallelContext
 

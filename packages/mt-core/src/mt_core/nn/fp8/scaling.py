@@ -9,11 +9,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mt_core.nn.fp8.activated import Matrix
-from mt_core.nn.fp8.cast_implementations import TORCH_CASTS, Along, Cast, Casts, Map, restored_cast
-from mt_core.nn.fp8.casts import Scaled
-from mt_core.nn.fp8.formats import Role, scale_of
 from mt_core.nn.fp8.history import AmaxHistory, largest_over
+from mt_core.nn.kernels.reference.fp8_casts import (
+    TORCH_CASTS,
+    Along,
+    Cast,
+    Casts,
+    Map,
+    Matrix,
+    Role,
+    Scaled,
+    restored_cast,
+    scale_of,
+)
 from mt_core.parallel.context import SINGLE, Axis
 
 

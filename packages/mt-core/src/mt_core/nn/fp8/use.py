@@ -17,7 +17,7 @@ from mt_core.nn.fp8.history import AdvanceHistories, AmaxHistory
 from mt_core.nn.fp8.options import PRODUCTS, Fp8Options, resolve_options
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.linear import LinearModule
-from mt_core.nn.numbered_layers import NumberedLayers
+from mt_core.nn.model import NumberedLayers
 from mt_core.parallel.context import ParallelContext
 
 FIRST_OR_LAST = "a first or last layer"

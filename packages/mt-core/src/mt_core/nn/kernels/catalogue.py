@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mt_core.nn.kernels.request import KernelName
-from mt_core.nn.kernels.support import (
+from mt_core.nn.kernels.request import (
+    KernelName,
     Supports,
     needs_apex,
     needs_liger,
@@ -63,12 +63,12 @@ def _external(package: str, function: str, supports: Supports) -> Implementation
 
 
 _WEIGHTED_ACTIVATION: Lazy[Callable[..., Any]] = Lazy(
-    "mt_core.nn.kernels.triton_kernels.weighted_activation:weighted_activation"
+    "mt_core.nn.kernels.triton_kernels.activation:weighted_activation"
 )
 
 KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
     "rms_norm": (
-        _torch("rms_norm:rms_norm"),
+        _torch("layers:rms_norm"),
         _triton_norm("rms_norm"),
         # The arguments of needs_*: features that the package's kernel lacks.
         _external("te", "rms_norm", needs_te()),
@@ -76,30 +76,30 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
         _external("liger", "rms_norm", needs_liger()),
     ),
     "layer_norm": (
-        _torch("layer_norm:layer_norm"),
+        _torch("layers:layer_norm"),
         _triton_norm("layer_norm"),
         _external("te", "layer_norm", needs_te()),
         _external("apex", "layer_norm", needs_apex("zero_centered")),
         _external("liger", "layer_norm", needs_liger("zero_centered")),
     ),
     "rotary": (
-        _torch("rotary:rotary"),
+        _torch("layers:rotary"),
         replace(_triton("rotary:rotary"), fused=Lazy("mt_core.nn.kernels.triton_kernels.rotary_of_qkv:rotary_of_qkv")),
         _external("apex", "rotary", needs_apex("interleaved", "batched_angles")),
         _external("liger", "rotary", needs_liger("interleaved", "partial")),
     ),
     "activation": (
-        _torch("activation:activation"),
+        _torch("layers:activation"),
         replace(_triton("activation:activation"), fused=_WEIGHTED_ACTIVATION),
         _external("te", "activation", needs_te("bias", "geglu", "clamped_swiglu")),
         _external("liger", "activation", needs_liger("bias", "geglu", "clamped_swiglu")),
     ),
     "bias_dropout_add": (
-        _torch("residual:bias_dropout_add"),
+        _torch("layers:bias_dropout_add"),
         _triton("residual:bias_dropout_add"),
     ),
     "softmax": (
-        _torch("softmax:scaled_masked_softmax"),
+        _torch("layers:scaled_masked_softmax"),
         _triton("softmax:scaled_masked_softmax", supports_triton_rows),
     ),
     "cross_entropy": (
@@ -109,19 +109,19 @@ KERNELS: Mapping[KernelName, tuple[Implementation, ...]] = {
         _external("liger", "cross_entropy", needs_liger("parallel")),
     ),
     "linear_cross_entropy": (
-        _torch("linear_cross_entropy:linear_cross_entropy"),
-        _triton("linear_cross_entropy:linear_cross_entropy"),
+        _torch("cross_entropy:linear_cross_entropy"),
+        _triton("cross_entropy:linear_cross_entropy"),
     ),
     "linear_cross_entropy_sum": (
-        _torch("linear_cross_entropy:linear_cross_entropy_sum"),
-        _triton("linear_cross_entropy:linear_cross_entropy_sum"),
+        _torch("cross_entropy:linear_cross_entropy_sum"),
+        _triton("cross_entropy:linear_cross_entropy_sum"),
     ),
     "adamw": (
         _torch("adamw:TorchAdamW"),
         _triton("adamw:TritonAdamW", supports_triton_adamw),
     ),
     "fp8_cast": (
-        Implementation("torch", supports_torch, Lazy("mt_core.nn.fp8.cast_implementations:TorchCasts")),
+        Implementation("torch", supports_torch, Lazy("mt_core.nn.kernels.reference.fp8_casts:TorchCasts")),
         _triton_fp8_cast(),
     ),
 }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from mt_core.errors import ConfigError
 from mt_core.nn.kernels.catalogue import KERNELS, Implementation
@@ -12,6 +12,10 @@ from mt_core.nn.kernels.request import Feature, KernelName, KernelRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from mt_core.config.schema import Config
+    from mt_core.parallel.context import ParallelContext
+
 
 AUTO = "auto"
 
@@ -154,3 +158,30 @@ class Kernels:
     def choices(self) -> list[Choice]:
         """One for each kind of use, in the order in which they were first requested."""
         return list(self._choices.values())
+
+
+# Assigning kernels to models, losses and optimizers after they are built.
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class UsesKernels(Protocol):
+    """A module, loss or optimizer that uses kernels with several implementations. The default is plain torch."""
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Pick what it needs. Raises ConfigError when a named implementation cannot serve."""
+        ...
+
+
+def configured_kernels(config: Config, ctx: ParallelContext) -> Kernels:
+    """What the section `kernels` selects, on the device and in the dtype of the run."""
+    wanted = cast(Mapping[KernelName, str], config.kernels.model_dump())
+    return Kernels(wanted, ctx.device.type, DTYPES[config.precision.dtype])
+
+
+def use_kernels(parts: Iterable[object], kernels: Kernels) -> None:
+    """Call `use_kernels` of each part that has it."""
+    for part in parts:
+        # hasattr, since isinstance of a Protocol costs 30 us in Python 3.11, and some models have 10,000 modules.
+        if hasattr(part, "use_kernels"):
+            cast(UsesKernels, part).use_kernels(kernels)

@@ -1,10 +1,10 @@
-from .layout_string import stages_from_layout as stages_from_layout
 from .partition import balanced_stages as balanced_stages
 from .partition import even_stages as even_stages
+from .partition import stages_from_layout as stages_from_layout
 from .pipeline import Pipeline as Pipeline
-from .placement import stages_of_rank as stages_of_rank
 from .schedule_tables import Action as Action
 from .schedule_tables import Kind as Kind
+from .schedule_tables import stages_of_rank as stages_of_rank
 from .schedules import PipelineSchedule as PipelineSchedule
-from .simulator import StageTimes as StageTimes
-from .simulator import simulate as simulate
+from .timeline import StageTimes as StageTimes
+from .timeline import simulate as simulate

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core.parallel.context import Axis
-from mt_core.parallel.pipeline.activations import HEADER_LENGTH, Activations, ActivationsForm, form_of, tensors_of
+from mt_core.parallel.pipeline.stage import HEADER_LENGTH, Activations, ActivationsForm, form_of, tensors_of
 
 
 @dataclass

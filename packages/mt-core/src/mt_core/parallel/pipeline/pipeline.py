@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.pipeline.activations import Activations
 from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
-from mt_core.parallel.pipeline.placement import ranks_of_stages
 from mt_core.parallel.pipeline.schedule_run import Batch, LossFn, Recorder, ScheduleRun, StageRunner
-from mt_core.parallel.pipeline.schedule_tables import Action
+from mt_core.parallel.pipeline.schedule_tables import Action, ranks_of_stages
 from mt_core.parallel.pipeline.schedules import PipelineSchedule, rank_actions
-from mt_core.parallel.pipeline.stage import Pipelined, Stage
+from mt_core.parallel.pipeline.stage import Activations, Pipelined, Stage
 
 
 class Unrecorded:

@@ -24,16 +24,17 @@ from mt_core._torch_compat import torch_pipeline_order
 from mt_core.config.schema import ParallelConfig
 from mt_core.errors import ConfigError
 from mt_core.parallel.pipeline.gc_control import without_garbage_collection
-from mt_core.parallel.pipeline.p2p_plan import with_communication
-from mt_core.parallel.pipeline.placement import Placement, ranks_of_stages
 from mt_core.parallel.pipeline.schedule_tables import (
     Action,
     Kind,
+    Placement,
     ScheduleTable,
     forward_only,
     gpipe,
     of_micro_batches,
     one_forward_one_backward,
+    ranks_of_stages,
+    with_communication,
 )
 from mt_core.plugins import PluginHost
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import Axis
-from mt_core.parallel.pipeline.plot import draw
 from mt_core.parallel.pipeline.schedule_tables import Action, Kind
-from mt_core.parallel.pipeline.timeline import Span, Timeline
+from mt_core.parallel.pipeline.timeline import Span, Timeline, draw
 
 Moment = Callable[[], float]
 """Returns seconds since the recording began; on a GPU known once the device has reached the event."""

@@ -22,7 +22,7 @@ from mt_core.checkpoint_lookup import (
 from mt_core.config.loading import LoadedConfig
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.data import any_over
+from mt_core.parallel.reductions import any_over
 from mt_core.paths import as_path, is_remote, sync_directory, write_whole
 
 CONFIG_FILE = "config.json"

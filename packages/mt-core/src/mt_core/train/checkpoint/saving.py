@@ -27,8 +27,8 @@ from mt_core.checkpoint_lookup import best_name
 from mt_core.config.schema import CheckpointConfig
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.parallel.context import Axis, ParallelContext
-from mt_core.parallel.data import any_over
 from mt_core.parallel.first_rank import on_first_rank, raise_on_all_ranks
+from mt_core.parallel.reductions import any_over
 from mt_core.plugins import PluginHost
 from mt_core.specs import Fragment, SaveCheckpoint, ShardedSave
 from mt_core.tensor_slice import TensorSlice

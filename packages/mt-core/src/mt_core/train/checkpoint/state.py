@@ -19,7 +19,7 @@ from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
 from mt_core.nn.plain_module import persistent_buffers
-from mt_core.optim.functional import Optimizer
+from mt_core.optim.base import Optimizer
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import AxisName, ParallelContext

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.data import any_over
+from mt_core.parallel.reductions import any_over
 from mt_core.specs import Fragment
 from mt_core.tensor_slice import TensorSlice
 

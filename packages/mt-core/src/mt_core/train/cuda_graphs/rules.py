@@ -11,8 +11,8 @@ from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.auxiliary import PostStepHook, ReportsGraphObjection
 from mt_core.nn.dropout import Dropout
-from mt_core.nn.numbered_layers import NumberedLayers
-from mt_core.optim.functional import Optimizer
+from mt_core.nn.model import NumberedLayers
+from mt_core.optim.base import Optimizer
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage

@@ -22,12 +22,11 @@ from mt_core.data.loss_weights import WEIGHTS, LossCounts
 from mt_core.errors import ConfigError
 from mt_core.nn.auxiliary import AuxiliaryLoss, PostStepHook, auxiliary_losses
 from mt_core.nn.loss import weighted_sum
-from mt_core.optim.finalize_grads import GradFinalizer
-from mt_core.optim.functional import Optimizer
+from mt_core.optim.base import Optimizer
+from mt_core.optim.finalize_grads import GradFinalizer, TiedWeights
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import Axis, ParallelContext
-from mt_core.parallel.tied_weights import TiedWeights
 from mt_core.train.host_transfer import HostTransfer, device_scalar, sum_of_host_numbers, sum_on_device
 from mt_core.train.step.forward_backward import Batch, ForwardBackward
 

@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Cross entropy: forward reads the logits once (online softmax), backward turns them into their gradient in place."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mt_core.nn.kernels.chunked_loss import chunked_losses, chunked_weighted_sum
 from mt_core.nn.kernels.triton_kernels.launch import on_device
 from mt_core.nn.kernels.vocab_parallel import RowKernels, reduce_statistics
 from mt_core.parallel.context import Axis
@@ -144,3 +147,26 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:
     """As mt_core.nn.kernels.reference.cross_entropy."""
     return _CrossEntropy.apply(logits, columns, axis, overwrite)
+
+
+# The output projection and its cross entropy in one, with our kernels on the rows.
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, columns: Tensor, axis: Axis, chunk: int | None = None, ids: int | None = None
+) -> Tensor:
+    """As mt_core.nn.kernels.reference.cross_entropy."""
+    return chunked_losses(hidden, weight, columns, axis, ROWS, chunk, ids)
+
+
+def linear_cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    loss_weights: Tensor,
+    axis: Axis,
+    chunk: int | None = None,
+    ids: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As mt_core.nn.kernels.reference.cross_entropy."""
+    return chunked_weighted_sum(hidden, weight, columns, loss_weights, axis, ROWS, chunk, ids)

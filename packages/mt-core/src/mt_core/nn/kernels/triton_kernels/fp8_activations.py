@@ -14,9 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mt_core.nn.fp8.activated import Activated, Matrix
-from mt_core.nn.fp8.cast_implementations import Along, WholeCast
-from mt_core.nn.fp8.casts import ALIGNMENT, BLOCK, Granularity, Scaled
+from mt_core.nn.kernels.reference.fp8_casts import (
+    ALIGNMENT,
+    BLOCK,
+    Activated,
+    Along,
+    Granularity,
+    Matrix,
+    Scaled,
+    WholeCast,
+)
 from mt_core.nn.kernels.triton_kernels.activation import gate_slope, gate_value, through_factor, up_factor
 from mt_core.nn.kernels.triton_kernels.fp8_casts import (
     AMAX_PROGRAMS,

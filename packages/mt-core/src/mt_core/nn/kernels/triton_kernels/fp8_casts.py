@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mt_core.nn.fp8.cast_implementations import Along, WholeCast
-from mt_core.nn.fp8.casts import ALIGNMENT, BLOCK, Granularity, Scaled
+from mt_core.nn.kernels.reference.fp8_casts import ALIGNMENT, BLOCK, Along, Granularity, Scaled, WholeCast
 from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, on_device
 
 _AMAX_BLOCK, AMAX_WARPS = 8192, 16
@@ -241,7 +240,7 @@ def _fp8_cast_rows(
 
 
 class TritonCasts:
-    """As mt_core.nn.fp8.cast_implementations.TorchCasts."""
+    """As mt_core.nn.kernels.reference.fp8_casts.TorchCasts."""
 
     # Launches: by amaxes, _fp8_amax and _fp8_cast, which takes the maximum of its parts; by the past, _fp8_cast and
     # _fp8_note; by row or block, one for each product.

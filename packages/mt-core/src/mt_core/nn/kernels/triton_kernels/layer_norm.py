@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mt_core.nn.kernels.triton_kernels.launch import on_device
-from mt_core.nn.kernels.triton_kernels.row_tiles import WIDE_BLOCK, WIDE_WARPS, RowTiles, rows_of
+from mt_core.nn.kernels.triton_kernels.launch import WIDE_BLOCK, WIDE_WARPS, RowTiles, on_device, rows_of
 
 WIDEST_FORWARD, WIDEST_BACKWARD = 16384, 8192
 """Columns that a program holds in registers; from the next power of two on they spill."""
@@ -282,7 +281,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-    """As mt_core.nn.kernels.reference.layer_norm."""
+    """As mt_core.nn.kernels.reference.layers."""
     return _LayerNorm.apply(x, weight.contiguous(), bias.contiguous(), eps, zero_centered)
 
 

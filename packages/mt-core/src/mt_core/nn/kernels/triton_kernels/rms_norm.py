@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mt_core.nn.kernels.triton_kernels.launch import on_device
-from mt_core.nn.kernels.triton_kernels.row_tiles import RowTiles, rows_of
+from mt_core.nn.kernels.triton_kernels.launch import RowTiles, on_device, rows_of
 
 WIDEST_SUM, WIDEST_BACKWARD = 16384, 8192
 """Columns that a program holds in registers, of a forward pass that adds and of a backward pass; from the next power of
@@ -207,7 +206,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-    """As mt_core.nn.kernels.reference.rms_norm."""
+    """As mt_core.nn.kernels.reference.layers."""
     return _RMSNorm.apply(x, weight.contiguous(), eps, zero_centered)
 
 

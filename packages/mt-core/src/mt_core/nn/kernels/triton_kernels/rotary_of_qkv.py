@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mt_core.nn.kernels.reference.rotary import HeadNorms
+from mt_core.nn.kernels.reference.layers import HeadNorms
 from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, on_device
 from mt_core.nn.kernels.triton_kernels.rotary import HEADS, angle, copy, load_pairs, place, store_pairs, turn
 

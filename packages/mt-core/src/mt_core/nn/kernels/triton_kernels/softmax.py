@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mt_core.nn.kernels.triton_kernels.launch import on_device, warps_for
-from mt_core.nn.kernels.triton_kernels.row_tiles import WIDE_BLOCK
+from mt_core.nn.kernels.triton_kernels.launch import WIDE_BLOCK, on_device, warps_for
 
 WIDEST_BACKWARD = 16384
 """Keys that a program of the backward pass holds in registers; from the next power of two on they spill."""
@@ -113,7 +112,7 @@ class _ScaledMaskedSoftmax(torch.autograd.Function):
 
 
 def scaled_masked_softmax(scores: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """As mt_core.nn.kernels.reference.softmax."""
+    """As mt_core.nn.kernels.reference.layers."""
     # The kernel steps through keys one element at a time.
     if mask is not None and mask.stride(-1) != 1:
         mask = mask.contiguous()

@@ -1,18 +1,79 @@
-"""Bytes of optimizer state per parameter."""
+"""The optimizer interface of the trainer, and a base for optimizers over torch's functional kernels."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mt_core.config.schema import Config
+from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.layout import ParameterLayout, ones
-from mt_core.optim.environment import OptimizerEnvironment
-from mt_core.optim.master_weights import Fp32Weights
+from mt_core.optim.master_weights import Fp32Weights, MasterWeights
+from mt_core.optim.param_groups import ParamGroup
+from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
+
+
+class Optimizer(Protocol):
+    """The optimizer interface of the trainer, which torch.optim's classes satisfy."""
+
+    param_groups: list[ParamGroup]
+    """Each with `params`, `names`, `lr` and `weight_decay`."""
+    state: Any
+    """parameter -> {name: tensor}, empty until the first step."""
+
+    def step(self) -> Any: ...
+
+
+class FunctionalOptimizer:
+    """An optimizer over torch's functional kernels.
+
+    Not torch.optim's classes: they import torch's compiler at construction, which takes seconds in every process.
+    """
+
+    def __init__(self, groups: list[ParamGroup], lr: float) -> None:
+        # A group's own lr wins.
+        self.param_groups: list[ParamGroup] = [{"lr": lr, **group} for group in groups]
+        self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self.update(parameters, [parameter.grad for parameter in parameters], group)
+
+    def update(self, parameters: list[Tensor], gradients: list[Tensor], group: ParamGroup) -> None:
+        raise NotImplementedError
+
+
+# Layouts and context for optimizers that need whole weights (Muon) where a rank holds shards.
+
+
+@dataclass(frozen=True)
+class OptimizerEnvironment:
+    """layouts: of the model's parameters, by canonical name. weights: the master weights that are optimized."""
+
+    model: nn.Module
+    weights: MasterWeights
+    layouts: Mapping[str, ParameterLayout]
+    ctx: ParallelContext = field(default_factory=ParallelContext)
+    kernels: Kernels = field(default_factory=lambda: Kernels({}, "cpu", "float32"))
+    """Those of the run."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Canonical name -> shape of the whole weight."""
+        return {name: layout.shape for name, layout in self.layouts.items()}
+
+
+# Bytes of optimizer state per parameter.
 
 
 @dataclass(frozen=True)
