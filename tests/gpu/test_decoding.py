@@ -57,8 +57,8 @@ def test_graphs_give_the_same_first_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("second", [0, 64])
 def test_paged_attention_is_plain_torchs(second: int) -> None:
-    from mt_infer.decoding.paged_attention import PageTable, plain_paged_attention
-    from mt_infer.decoding.triton_attention import triton_paged_attention
+    from mt_infer.cache.paged_attention import PageTable, plain_paged_attention
+    from mt_infer.cache.triton_attention import triton_paged_attention
 
     rows, heads, groups, width = 3, 16, 1 if second else 4, 512 if second else 128
     blocks = torch.randperm(3 * 64, device="cuda").view(rows, 64).int()
@@ -76,7 +76,7 @@ def test_paged_attention_is_plain_torchs(second: int) -> None:
 
 
 def test_the_fused_sampler_draws_plain_torchs_tokens_without_waiting() -> None:
-    from mt_infer.cache.tables import PrefixKeys
+    from mt_infer.blocks import PrefixKeys
     from mt_infer.requests import Request, RunningSequence
     from mt_infer.sampling.rows import SamplingRow
     from mt_infer.sampling.sampler import choose

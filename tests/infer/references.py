@@ -18,7 +18,7 @@ from mt_core.config.schema import InferenceConfig
 from mt_core.plugins import load_plugins
 from mt_core.specs import SpecialTokens
 from mt_core.train.trained_model import TrainedModel, load_trained_model
-from mt_infer.cache.tables import PrefixKeys
+from mt_infer.blocks import PrefixKeys
 from mt_infer.engine import InferenceEngine
 from mt_infer.requests import Request, RunningSequence
 from mt_infer.sampling.noise import uniform

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
-from mt_infer.cache.blocks import BlockPool
-from mt_infer.cache.building import build_caches
-from mt_infer.cache.manager import CacheManager
-from mt_infer.cache.tables import BlockTable, shared_counts
+from mt_infer.blocks import BlockPool, BlockTable, shared_counts
+from mt_infer.cache.manager import CacheManager, build_caches
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.speculation.building import DraftModel

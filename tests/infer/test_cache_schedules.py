@@ -22,7 +22,7 @@ from mt_core.testing import run_ranks
 from mt_infer.cache.layout import SNAPSHOTS, CacheLimits, cache_layout
 from mt_infer.cache.manager import CacheManager
 from mt_infer.engine import InferenceEngine
-from mt_infer.new_sequences import NewSequences
+from mt_infer.new_requests import NewSequences
 from mt_infer.requests import FinishReason
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.scheduler import Scheduler

@@ -18,7 +18,7 @@ from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_data.tokenizers.null import NullConfig, NullTokenizer
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
-from mt_infer.new_sequences import NewSequences
+from mt_infer.new_requests import NewSequences
 from mt_infer.sampling.constraints import Constraints
 from mt_infer.sampling.parameters import SamplingParameters
 

@@ -15,8 +15,7 @@ from torch import nn
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
-from mt_infer.decoding.graphs import DecodeGraphs, batch_sizes
-from mt_infer.decoding.objections import layer_objections, uses_graphs
+from mt_infer.decode_graphs import DecodeGraphs, batch_sizes, layer_objections, uses_graphs
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 

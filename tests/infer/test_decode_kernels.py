@@ -10,7 +10,7 @@ from tests.core.nn.kernels.interpreter import run_interpreted
 from tests.infer.references import row_of
 
 from mt_core.nn.cache import PagedScores
-from mt_infer.decoding.paged_attention import PageTable, plain_paged_attention
+from mt_infer.cache.paged_attention import PageTable, plain_paged_attention
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.sampling.sampler import choose
 
@@ -66,7 +66,7 @@ def plain_attention(queries, keys, values, table: PageTable, scores: PagedScores
 
 
 def errors_of_attention(rank: int, world: int) -> dict[str, float]:
-    from mt_infer.decoding.triton_attention import triton_paged_attention
+    from mt_infer.cache.triton_attention import triton_paged_attention
 
     found = {}
     for name, (groups, dims, width, scores) in ATTENTION.items():

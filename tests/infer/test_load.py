@@ -10,8 +10,7 @@ from tests.infer.engines import run, tokens_of
 from tests.infer.test_batch_files import generator  # noqa: F401
 from tests.infer.test_decode_graphs import engines
 
-from mt_infer.load_test import LoadResult, Served, arrivals, run_load
-from mt_infer.pass_times import PassTimes
+from mt_infer.measurements import LoadResult, PassTimes, Served, arrivals, run_load
 from mt_infer.sampling.parameters import SamplingParameters
 
 

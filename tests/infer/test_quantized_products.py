@@ -26,8 +26,7 @@ from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
 from mt_core.train import build
-from mt_infer.decoding.graphs import DecodeGraphs
-from mt_infer.decoding.objections import layer_objections
+from mt_infer.decode_graphs import DecodeGraphs, layer_objections
 from mt_infer.quantization import weights as quantized_weights
 from mt_infer.quantization.groups import dequantize, quantize
 from mt_infer.quantization.weights import quantize_weights

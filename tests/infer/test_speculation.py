@@ -20,9 +20,9 @@ from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.sampling.sampler import Sampled, probabilities
-from mt_infer.speculation import verification
+from mt_infer.speculation import drafter
 from mt_infer.speculation.building import DraftModel
-from mt_infer.speculation.ngram import continuation
+from mt_infer.speculation.drafter import continuation
 from mt_infer.text import TextGenerator
 
 SAMPLING = [
@@ -191,7 +191,7 @@ def test_distribution_is_the_models() -> None:
 
 @pytest.mark.slow
 def test_a_wrong_rule_of_acceptance_changes_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "accepted", always)
+    monkeypatch.setattr(drafter, "accepted", always)
     assert chi_square("llama", "gpt2") > QUANTILE
 
 

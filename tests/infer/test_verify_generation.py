@@ -20,7 +20,7 @@ from mt_core.train import build
 from mt_core.train.pipelining import build_stages
 from mt_core.train.trained_model import TrainedModel
 from mt_data.tokenizers.null import NullConfig, NullTokenizer
-from mt_infer.cache.formats import PlainStore
+from mt_infer.cache.storage import PlainStore
 from mt_infer.quantization.weights import QuantizedWeight
 from mt_infer.runner import placed_stages
 from mt_infer.speculation.draft_model import ModelDrafter

@@ -26,14 +26,13 @@ from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.chat.chat_format import ChatFormat
 from mt_infer.embedding import TextEmbedder
-from mt_infer.requests import FinishReason
+from mt_infer.requests import EngineStatistics, FinishReason
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.app import create_app
 from mt_infer.server.options import ServerOptions
 from mt_infer.server.running import Server, address_of, listen
 from mt_infer.server.served_model import ServedModel
 from mt_infer.server.service import Service
-from mt_infer.statistics import EngineStatistics
 from mt_infer.text import TextEvent, TextGenerator
 
 if TYPE_CHECKING:

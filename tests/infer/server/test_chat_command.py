@@ -18,8 +18,7 @@ from mt_core.errors import ConfigError
 from mt_infer.chat.chat_format import load_chat_format
 from mt_infer.chat.conversation import Conversation
 from mt_infer.chat.local_model import LocalModel
-from mt_infer.chat.partners import ChatSettings
-from mt_infer.chat.remote_model import RemoteModel
+from mt_infer.chat.partners import ChatSettings, RemoteModel
 
 
 class Echo:

@@ -17,8 +17,18 @@ from mt_infer.server.openai.completions import CompletionBody
 from mt_infer.server.openai.embeddings import EmbeddingBody
 from mt_infer.server.openai.fields import IgnoredFields, JsonSchema, StreamOptions
 from mt_infer.server.openai.messages import ImagePart, ImageUrl, Message, MessageToolCall, RefusalPart, TextPart
-from mt_infer.server.openai.response_fields import FunctionTool, Reasoning, ResponseBody, TextFormat, TextOptions
-from mt_infer.server.openai.response_items import FunctionCall, FunctionOutput, InputImage, InputText, MessageItem
+from mt_infer.server.openai.response_fields import (
+    FunctionCall,
+    FunctionOutput,
+    FunctionTool,
+    InputImage,
+    InputText,
+    MessageItem,
+    Reasoning,
+    ResponseBody,
+    TextFormat,
+    TextOptions,
+)
 
 PAGE = Path(__file__).parents[3] / "docs/commands/serve.md"
 BODIES: list[tuple[type[BaseModel], str, str]] = [

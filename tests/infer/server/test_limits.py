@@ -37,12 +37,10 @@ from mt_data.tokenizers.null import NullConfig, NullTokenizer
 from mt_infer.chat.chat_format import ChatFormat
 from mt_infer.sampling.constraints import Constraints
 from mt_infer.sampling.parameters import SamplingParameters
-from mt_infer.server.ending import AnsweredWhenCancelled
-from mt_infer.server.errors import ApiError
-from mt_infer.server.loading import model_names
+from mt_infer.server.errors import AnsweredWhenCancelled, ApiError
 from mt_infer.server.options import ServerOptions
 from mt_infer.server.running import listen
-from mt_infer.server.served_model import ServedModel
+from mt_infer.server.served_model import ServedModel, model_names
 from mt_infer.text import TextGenerator
 
 SAMPLING = SamplingParameters(temperature=0.0, max_tokens=4)

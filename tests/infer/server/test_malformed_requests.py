@@ -16,9 +16,8 @@ from mt_infer.server.megatron import MegatronBody
 from mt_infer.server.openai.batches import BatchBody
 from mt_infer.server.openai.chat import ChatBody
 from mt_infer.server.openai.completions import CompletionBody
-from mt_infer.server.openai.embeddings import EmbeddingBody
+from mt_infer.server.openai.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from mt_infer.server.openai.response_fields import ResponseBody
-from mt_infer.server.openai.scores import RerankBody, ScoreBody
 from mt_infer.server.openai.tokens import DetokenizeBody, TokenizeBody
 from mt_infer.server.options import ServerOptions
 

@@ -20,7 +20,7 @@ from mt_cli.main import run
 from mt_core.testing import run_ranks
 from mt_infer.commands import serve as command
 from mt_infer.sampling.parameters import SamplingParameters
-from mt_infer.server import loading
+from mt_infer.server import served_model
 from mt_infer.text import TextGenerator
 
 pytestmark = pytest.mark.slow
@@ -104,14 +104,14 @@ def test_two_ranks_answer_as_one_and_sigterm_drains(run_dir: Path) -> None:
 )
 def test_only_a_server_of_a_network_answers_to_any_host(host, any_host, monkeypatch: pytest.MonkeyPatch) -> None:
     served = []
-    monkeypatch.setattr(loading, "load_models", lambda paths, **options: [])
+    monkeypatch.setattr(served_model, "load_models", lambda paths, **options: [])
     monkeypatch.setattr(command, "_serve", lambda models, options, *others: served.append(options))
     assert run(["serve", "anything", "--port", "0", *host]) == 0
     assert [options.any_host for options in served] == [any_host]
 
 
 def test_a_chat_template_that_is_missing_is_said_before_models_are_loaded(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(loading, "load_models", lambda paths, **options: pytest.fail("models are loaded"))
+    monkeypatch.setattr(served_model, "load_models", lambda paths, **options: pytest.fail("models are loaded"))
     assert run(["serve", "anything", "--chat-template", "no-such-file.jinja"]) == 2
     assert "neither a file nor one of" in capsys.readouterr().err
 

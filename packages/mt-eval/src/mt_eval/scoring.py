@@ -11,8 +11,8 @@ from torch import Tensor
 from mt_core.errors import ConfigError
 from mt_infer.completions import Completion
 from mt_infer.in_order import complete
-from mt_infer.requests import LogProbs
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.sampling.sampler import LogProbs
 from mt_infer.text import TextGenerator
 
 

@@ -26,9 +26,8 @@ from mt_infer.job_record import job_of, require_same_job
 from mt_infer.neighbors import with_neighbors
 from mt_infer.parquet_output import write_parquet
 from mt_infer.prompts import Prompt
-from mt_infer.sampling.lists import is_integer
 from mt_infer.sampling.noise import request_seed
-from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.sampling.parameters import SamplingParameters, is_integer
 from mt_infer.text import TextGenerator
 
 PARQUET = ".parquet"

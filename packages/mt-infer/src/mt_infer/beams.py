@@ -9,14 +9,13 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from mt_infer.cache.blocks import OutOfBlocksError
+from mt_infer.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
-from mt_infer.requests import SAMPLING_FAILED, BeamGroup, FinishReason, LogProbs, RunningSequence, TokenEvent
+from mt_infer.requests import SAMPLING_FAILED, BeamGroup, FinishReason, RunningSequence, TokenEvent, failed
 from mt_infer.sampling.beam_search import Candidate, Continuation, Hypothesis, ScoredToken
 from mt_infer.sampling.rows import SamplingRow
-from mt_infer.sampling.sampler import adjusted
+from mt_infer.sampling.sampler import LogProbs, adjusted
 from mt_infer.scheduler import Scheduler
-from mt_infer.token_events import failed
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mt_infer.beams import beam_candidates
 from mt_infer.cache.batch import Chunk
-from mt_infer.requests import DIVERGED, SAMPLING_FAILED, LogProbs, RunningSequence
+from mt_infer.requests import DIVERGED, SAMPLING_FAILED, RunningSequence
 from mt_infer.sampling.beam_search import Candidate
-from mt_infer.sampling.sampler import NOT_FINITE, Sampled, log_probabilities
-from mt_infer.speculation.verification import verify
+from mt_infer.sampling.sampler import NOT_FINITE, LogProbs, Sampled, log_probabilities
+from mt_infer.speculation.drafter import verify
 
 log = logging.getLogger(__name__)
 

@@ -18,26 +18,31 @@ from mt_core.specs import Tokenizer
 from mt_core.train.cuda_graphs.capture import CudaRecorder
 from mt_infer.beams import advance_beams
 from mt_infer.cache.batch import Chunk
-from mt_infer.cache.building import build_caches
+from mt_infer.cache.manager import build_caches
 from mt_infer.chunk_results import ChunkResult, results_from_logits
-from mt_infer.decoding.graphs import DecodeGraphs
-from mt_infer.decoding.objections import uses_graphs
-from mt_infer.new_sequences import NewSequences
-from mt_infer.request_checks import (
+from mt_infer.decode_graphs import DecodeGraphs, uses_graphs
+from mt_infer.new_requests import (
+    NewSequences,
     check_products,
     check_request,
     refuse_context_parallel,
     refuse_invariant_quantization,
 )
-from mt_infer.requests import FinishReason, Request, RunningSequence, TokenEvent
+from mt_infer.requests import (
+    EngineStatistics,
+    FinishReason,
+    Request,
+    RunningSequence,
+    TokenEvent,
+    append_sampled,
+    failed,
+)
 from mt_infer.runner import ModelRunner, PlacedStages
 from mt_infer.sampling.noise import new_seed
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.scheduler import Scheduler
 from mt_infer.speculation.building import DraftModel, build_drafter
-from mt_infer.speculation.verification import SpeculationStatistics
-from mt_infer.statistics import EngineStatistics
-from mt_infer.token_events import append_sampled, failed
+from mt_infer.speculation.drafter import SpeculationStatistics
 
 REQUESTS_RUN = "weights cannot change while requests run; finish or cancel them first"
 

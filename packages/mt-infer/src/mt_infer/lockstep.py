@@ -17,10 +17,9 @@ from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_infer.engine import REQUESTS_RUN, InferenceEngine
-from mt_infer.requests import Request, TokenEvent
+from mt_infer.requests import EngineStatistics, Request, TokenEvent
 from mt_infer.sampling.noise import new_seed
 from mt_infer.sampling.parameters import SamplingParameters
-from mt_infer.statistics import EngineStatistics
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ def mt_register_commands() -> list[CommandSpec]:
         CommandSpec(
             name="bench generate",
             doc="Measure generation under a load of requests",
-            app=Lazy("mt_infer.commands.bench:bench_generate"),
+            app=Lazy("mt_infer.commands.measure:bench_generate"),
         ),
         CommandSpec(
             name="verify generation",
             doc="Check that generation has the tokens and probabilities of training, however it is computed",
-            app=Lazy("mt_infer.commands.verify:verify_generation"),
+            app=Lazy("mt_infer.commands.measure:verify_generation"),
         ),
         CommandSpec(
             name="quantization",
             doc="Show what quantized weights and a quantized cache cost in perplexity",
-            app=Lazy("mt_infer.commands.quantization:quantization"),
+            app=Lazy("mt_infer.commands.measure:quantization"),
         ),
         CommandSpec(
             name="generate",

@@ -1,18 +1,19 @@
-"""Requests, the sequences that answer them, and what is reported of each token."""
+"""Requests, the sequences that answer them, and the events that report each token."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from torch import Tensor
 
 from mt_core.nn.cache import Conditioning
-from mt_infer.cache.tables import BlockTable, PrefixKeys
+from mt_infer.blocks import BlockTable, PrefixKeys
 from mt_infer.sampling.beam_search import BeamSearch, Candidate
 from mt_infer.sampling.constraints import Matcher
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.sampling.sampler import LogProbs, Sampled
 
 
 class FinishReason(StrEnum):
@@ -45,15 +46,6 @@ class Request:
     tokens: tuple[int, ...]
     sampling: SamplingParameters
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class LogProbs:
-    """Of one token: its own log-probability under the model (before temperature and the like), and of the likeliest. Of
-    a token of a beam, as the search adds it: after penalties and the like."""
-
-    token: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,3 +148,52 @@ class BeamGroup:
     @property
     def is_ready(self) -> bool:
         return len(self.candidates) == len(self.members)
+
+
+def append_sampled(sequence: RunningSequence, sampled: Sampled, longest: int) -> TokenEvent:
+    """Adds a sampled token to its sequence. longest: positions of a sequence."""
+    event = _event_of(sequence, sampled, longest)
+    if event.token is None:
+        return event
+    sequence.tokens.append(event.token)
+    return replace(event, finish=FinishReason.STOP) if sampled.is_end else event
+
+
+def failed(request: int, index: int, error: str) -> TokenEvent:
+    """The end of a sequence that cannot be continued."""
+    return TokenEvent(request, index, None, finish=FinishReason.ERROR, error=error)
+
+
+def _event_of(sequence: RunningSequence, sampled: Sampled, longest: int) -> TokenEvent:
+    sampling, done = sequence.request.sampling, len(sequence.tokens) - sequence.prompt_length + 1
+    finish: FinishReason | None = None
+    token: int | None = sampled.token
+    # The prompt was scored; a token was sampled with its last logits, and is dropped.
+    if sampling.max_tokens == 0:
+        token, finish = None, FinishReason.LENGTH
+    elif sampled.token in sequence.stop_ids:
+        token, finish = None, FinishReason.STOP
+    # The token is reported with the end.
+    elif done == sampling.max_tokens or sequence.prompt_length + done >= longest:
+        finish = FinishReason.LENGTH
+    prompt = None
+    if sampling.prompt_logprobs is not None and done == 1:
+        prompt = (None, *sequence.prompt_logprobs)
+    logprobs = sampled.logprobs if token is not None else None
+    return TokenEvent(sequence.request.id, sequence.index, token, logprobs, finish, prompt)
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """running, waiting: sequences. preemptions: so far. used_blocks: of the `blocks` of the cache. Tokens so far:
+    queried of sequences that began, and cached ones among them; drafted, and accepted ones among them."""
+
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    used_blocks: int = 0
+    blocks: int = 0
+    queried_tokens: int = 0
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -19,8 +19,8 @@ from mt_core.parallel.pipeline.schedule_tables import ranks_of_stages
 from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_core.train.pipelining import Stages
 from mt_infer.cache.batch import CachedBatch, Chunk
+from mt_infer.cache.decode_batch import DecodeBatch
 from mt_infer.cache.manager import CacheManager
-from mt_infer.decoding.batch import DecodeBatch
 
 ValueT = TypeVar("ValueT")
 

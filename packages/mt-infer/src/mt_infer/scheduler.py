@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from operator import attrgetter
 
 from mt_core.errors import ConfigError
+from mt_infer.blocks import OutOfBlocksError
 from mt_infer.cache.batch import Chunk
-from mt_infer.cache.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
 from mt_infer.requests import RunningSequence
 
@@ -24,7 +24,7 @@ PRIORITY = attrgetter("priority")
 
 # Why decisions may not depend on time, on memory of the device or on sampled values that differ between ranks: ranks of
 # a model run the same chunks in one forward pass, with collectives in it. All inputs (requests, tokens, sizes of pools)
-# are the same on each of them, see mt_infer.cache.agreement.
+# are the same on each of them, see mt_infer.cache.layout.
 class Scheduler:
     """Sequences by priority, then in order of arrival: running ones, and those that wait.
 

@@ -20,8 +20,7 @@ from mt_core.train import build
 from mt_core.train.pipelining import Stages, build_stages
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_core.train.trainer import Trainer
-from mt_infer.best_of import BestOf
-from mt_infer.completions import Completion, TextEvent
+from mt_infer.completions import BestOf, Completion, TextEvent
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.engine import InferenceEngine
 from mt_infer.job_record import checkpoint_fingerprint
@@ -33,8 +32,7 @@ from mt_infer.refit import Refit
 from mt_infer.requests import TEXT_FAILED, FinishReason, TokenEvent
 from mt_infer.runner import placed_stages
 from mt_infer.sampling.parameters import SamplingParameters
-from mt_infer.speculation.building import DraftModel
-from mt_infer.speculation.loading import load_draft_model
+from mt_infer.speculation.building import DraftModel, load_draft_model
 
 log = logging.getLogger(__name__)
 

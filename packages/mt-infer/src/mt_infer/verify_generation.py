@@ -22,8 +22,7 @@ from mt_core.train.pipelining import build_forward_backward
 from mt_core.train.step.batches import FIRST_SAMPLE
 from mt_core.train.step.forward_backward import Batch
 from mt_core.train.trained_model import TrainedModel
-from mt_infer.cache.agreement import agree
-from mt_infer.cache.layout import CacheLimits, cache_layout
+from mt_infer.cache.layout import CacheLimits, agree, cache_layout
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.requests import TokenEvent

@@ -11,8 +11,7 @@ from mt_core.commands import host_of, need
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path, writing
 from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, named_files, show
-from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, layout_of_ranks, start_ranks
-from mt_infer.commands.progress import progress_bar
+from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, layout_of_ranks, progress_bar, start_ranks
 
 NEEDED = ("torch", "mt-models", "mt-data", "mt-ckpt")
 PREDICTIONS = Annotated[

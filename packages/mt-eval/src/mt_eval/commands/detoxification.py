@@ -11,8 +11,7 @@ import typer
 from mt_core.commands import host_of, need
 from mt_core.paths import as_path
 from mt_eval.commands.options import AS_JSON, CHECKPOINT, named_options
-from mt_infer.commands.layout import NPROC, SETTINGS
-from mt_infer.commands.progress import progress_bar
+from mt_infer.commands.layout import NPROC, SETTINGS, progress_bar
 
 if TYPE_CHECKING:
     from mt_core.specs import TextScorer

@@ -11,7 +11,7 @@ from mt_core.commands import need
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path
 from mt_eval.commands.options import AS_JSON, OUTPUT, need_extra, show
-from mt_infer.commands.progress import progress_bar
+from mt_infer.commands.layout import progress_bar
 
 CODE = "Generated programs"
 

@@ -11,8 +11,7 @@ import typer
 from mt_core.commands import need
 from mt_core.paths import as_path
 from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, OUTPUT, need_extra
-from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks
-from mt_infer.commands.progress import progress_bar
+from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks, progress_bar
 
 if TYPE_CHECKING:
     from mt_infer.text import TextGenerator

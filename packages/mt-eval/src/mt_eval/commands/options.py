@@ -15,8 +15,7 @@ from rich.table import Table
 from mt_core.commands import listed, need
 from mt_core.errors import ConfigError, PluginError
 from mt_core.paths import as_path
-from mt_infer.commands.layout import engine_settings, on_ranks
-from mt_infer.commands.progress import progress_bar
+from mt_infer.commands.layout import engine_settings, on_ranks, progress_bar
 
 if TYPE_CHECKING:
     from mt_eval.results import Evaluation

@@ -1,4 +1,8 @@
-"""What the layers of a model keep, grouped by how long they need it, and how many blocks fit the memory."""
+"""What the layers of a model keep, grouped by how long they need it, and how many blocks fit the memory.
+
+Each rank of a model has a scheduler, and all make the same decisions. The layers of pipeline stages differ in number
+and kind, and ranks differ in free memory, so each rank counts blocks as the rank with the least room (`agree`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from mt_core.errors import ConfigError
 from mt_core.nn.cache import KeepsState, PositionState, SequenceState
 from mt_core.nn.model import as_generator
-from mt_infer.cache.formats import bytes_of
+from mt_core.parallel.context import Axis
+from mt_infer.quantization.groups import FORMATS
 
 
 @dataclass(frozen=True)
@@ -53,8 +60,16 @@ def cache_layout(model: nn.Module, format: str = "auto") -> CacheLayout:
 
 def _group(window: int | None, layers: Sequence[tuple[KeepsState, PositionState]], format: str) -> CacheGroup:
     states = tuple(state for _, state in layers)
-    size = sum(bytes_of(format, shape, state.dtype) for state in states for shape in state.shapes)
+    size = sum(bytes_of_position(format, shape, state.dtype) for state in states for shape in state.shapes)
     return CacheGroup(window, tuple(layer for layer, _ in layers), states, format, size)
+
+
+def bytes_of_position(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of one position's tensor in the cache. name: inference.cache_dtype."""
+    if name == "auto":
+        return math.prod(shape) * dtype.itemsize
+    # The stored numbers, and an fp32 scale for each vector.
+    return math.prod(shape) * FORMATS[name].bits // 8 + math.prod(shape[:-1]) * torch.float32.itemsize
 
 
 def widest_first(windows: Iterable[int | None]) -> list[int | None]:
@@ -157,3 +172,43 @@ def blocks_of_sequence(group: CacheGroup, limits: CacheLimits, longest: int) -> 
         # most a whole step), and a part of a block at the beginning of the window.
         longest = min(longest, group.window + limits.unread + limits.step + limits.block_size)
     return -(-longest // limits.block_size)
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """Of a rank: bytes of a position in each group, by its window; of a sequence; and what it has in all."""
+
+    positions: dict[int | None, int]
+    sequence: int
+    memory: int
+
+
+def agree(layout: CacheLayout, limits: CacheLimits, axis: Axis) -> tuple[CacheLayout, CacheLimits]:
+    """Collective over the axis, the ranks of one model. The layout has the groups of all ranks, some without layers."""
+    # `axis` is "model": all ranks along tp and pp.
+    if axis.size == 1:
+        return layout, limits
+    own = _Needs(
+        {group.window: group.bytes_per_position for group in layout.groups}, layout.bytes_per_sequence, limits.memory
+    )
+    found: list[_Needs | None] = [None] * axis.size
+    # Example, pp=2: stage 0 has a group of full attention with 4 KiB a position, stage 1 one of full attention with 8
+    # KiB and one of a window. Both count 8 KiB and the window's bytes, and have as many blocks of either; the tensors
+    # of stage 0 take less.
+    dist.all_gather_object(found, own, group=axis.group)
+    ranks = [one for one in found if one is not None]
+    groups = tuple(
+        _agreed_group(window, layout, ranks) for window in widest_first(key for one in ranks for key in one.positions)
+    )
+    sequence = max(one.sequence for one in ranks)
+    agreed = replace(layout, groups=groups, bytes_per_sequence=sequence)
+    # The smallest memory: a rank with more of it leaves the difference unused.
+    return agreed, replace(limits, memory=min(one.memory for one in ranks))
+
+
+def _agreed_group(window: int | None, layout: CacheLayout, ranks: Sequence[_Needs]) -> CacheGroup:
+    size = max(one.positions.get(window, 0) for one in ranks)
+    own = [group for group in layout.groups if group.window == window]
+    # Without layers no tensors are allocated, but sequences have tables in the group: they run out of blocks, and are
+    # preempted, at the same step as on the ranks that have the layers.
+    return replace(own[0], bytes_per_position=size) if own else CacheGroup(window, (), (), "auto", size)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mt_infer.cache.blocks import BlockPool, Key, OutOfBlocksError
-from mt_infer.cache.layout import CacheLayout, CacheLimits, blocks_of_sequence, sizes_within
+from mt_core._torch_compat import free_cuda_bytes
+from mt_core.config.schema import InferenceConfig
+from mt_core.nn.attention_backends.batch_invariant import KEYS
+from mt_core.parallel.context import ParallelContext
+from mt_infer.blocks import BlockPool, BlockTable, Key, OutOfBlocksError, PrefixKeys, shared_counts
+from mt_infer.cache.layout import (
+    CacheLayout,
+    CacheLimits,
+    agree,
+    blocks_of_sequence,
+    cache_layout,
+    sizes_within,
+    split_memory,
+)
 from mt_infer.cache.storage import GroupStorage, StateStorage
-from mt_infer.cache.tables import BlockTable, PrefixKeys, shared_counts
 
 if TYPE_CHECKING:
     from mt_infer.requests import RunningSequence
@@ -196,3 +208,47 @@ class CacheManager:
             self._snapshots.popitem(last=False)
         if self._most_snapshots:
             self._snapshots[key] = self.states.snapshot(sequence.slot)
+
+
+SHARE_OF_FREE = 0.5
+"""Of the free memory, when the configuration does not say."""
+
+
+def cache_bytes(options: InferenceConfig, device: torch.device) -> int:
+    if options.cache_memory_gb is not None:
+        return int(options.cache_memory_gb * 2**30)
+    return int(free_bytes(device) * SHARE_OF_FREE)
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return free_cuda_bytes(device)
+    # Pages that are free without reclaiming the page cache: an underestimate, on the safe side.
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def build_caches(
+    model: nn.Module, draft_model: nn.Module | None, options: InferenceConfig, ctx: ParallelContext, longest: int
+) -> tuple[CacheManager, CacheManager | None]:
+    """Collective over the ranks of the model, which get caches of the same size. Raises ConfigError for a memory that
+    does not hold one sequence."""
+    own_limits = CacheLimits(
+        cache_bytes(options, ctx.device),
+        options.cache_block_size,
+        options.max_requests,
+        longest,
+        options.max_tokens_per_step,
+        unread=KEYS if options.batch_invariant else 0,
+    )
+    axis = ctx.axis("model")
+    # The order of the collectives is that of the calls: the model first, then the draft model.
+    layout, limits = agree(cache_layout(model, options.cache_dtype), own_limits, axis)
+    if draft_model is None:
+        return CacheManager(layout, limits, ctx.device, share_prefixes=options.prefix_caching), None
+    of_drafts, limits = agree(cache_layout(draft_model), limits, axis)
+    # Both within cache_memory_gb.
+    own, drafts = split_memory(limits, (layout, of_drafts))
+    return (
+        CacheManager(layout, own, ctx.device, share_prefixes=options.prefix_caching),
+        CacheManager(of_drafts, drafts, ctx.device, share_prefixes=False),
+    )

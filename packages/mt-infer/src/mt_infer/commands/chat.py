@@ -63,7 +63,7 @@ def _partner(
         wrong = [name for name, value in (("--chat-template", chat_template), ("--set", set_)) if value]
         if wrong:
             raise ConfigError(f"{' and '.join(wrong)}: the server at {place} decides that; leave it out")
-        from mt_infer.chat.remote_model import RemoteModel
+        from mt_infer.chat.partners import RemoteModel
 
         yield RemoteModel(place, model, api_key)
         return

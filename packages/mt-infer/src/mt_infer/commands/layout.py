@@ -1,4 +1,4 @@
-"""Options that the commands share: settings of the engine, and the ranks that run it."""
+"""Options that the commands share: settings of the engine, the ranks that run it, and progress bars."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from mt_core.commands import typed_words
 from mt_core.config.sources import parse_override
 
 if TYPE_CHECKING:
     from mt_infer.text import TextGenerator
+
 
 SETTINGS = Annotated[
     list[str] | None,
@@ -93,3 +96,13 @@ def _without_nproc(arguments: Sequence[str]) -> list[str]:
             continue
         kept.append(argument)
     return kept
+
+
+def progress_bar(*more: ProgressColumn, shown: bool = True, transient: bool = False) -> Progress:
+    """A line for each task, with what is done and the time left, on standard error, if that is a terminal.
+
+    more: columns between the two. transient: lines are removed at the end.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *more, TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=transient, disable=not (shown and console.is_terminal))

@@ -70,10 +70,10 @@ def serve(
     from mt_core.launch.session import rank_session
     from mt_core.train.build import resolve_device
     from mt_infer.chat.chat_format import require_template
-    from mt_infer.server.loading import load_models, model_names
     from mt_infer.server.options import ServerOptions
     from mt_infer.server.running import listen
     from mt_infer.server.security import is_loopback
+    from mt_infer.server.served_model import load_models, model_names
 
     options = ServerOptions(
         api_key=api_key or None,

@@ -5,17 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
-from mt_infer.requests import RunningSequence
+from mt_infer.sampling.constraints import Matcher
 from mt_infer.sampling.noise import uniform
 from mt_infer.sampling.parameters import SamplingParameters
+
+
+class SampledRequest(Protocol):
+    @property
+    def sampling(self) -> SamplingParameters: ...
+
+
+class SampledSequence(Protocol):
+    """What sampling reads of a sequence (mt_infer.requests.RunningSequence, which documents each)."""
+
+    tokens: list[int]
+    stop_ids: frozenset[int]
+    matcher: Matcher | None
+
+    @property
+    def request(self) -> SampledRequest: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def prompt_length(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class SamplingRow:
     """The position behind a sequence's tokens, or behind drafted ones that follow these."""
 
-    sequence: RunningSequence
+    sequence: SampledSequence
     drafted: tuple[int, ...] = ()
 
     @property

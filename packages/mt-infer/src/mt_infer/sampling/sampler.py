@@ -12,13 +12,20 @@ import torch
 from torch import Tensor
 
 from mt_core.nn.kernels.request import KernelRequest, supports_triton
-from mt_infer.requests import LogProbs
-from mt_infer.sampling.adjustments import adjust
+from mt_infer.sampling.logits_processors import adjust, truncate
 from mt_infer.sampling.rows import SamplingRow
-from mt_infer.sampling.truncation import truncate
 
 NOT_FINITE = -1
 """In place of a token where the row has no distribution: a logit is nan or inf, or all are -inf."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Of one token: its own log-probability under the model (before temperature and the like), and of the likeliest. Of
+    a token of a beam, as the search adds it: after penalties and the like."""
+
+    token: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

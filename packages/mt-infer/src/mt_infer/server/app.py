@@ -14,18 +14,22 @@ from starlette.responses import JSONResponse, Response
 
 from mt_infer.server import megatron
 from mt_infer.server.errors import MEGATRON_PATH, add_error_handlers
-from mt_infer.server.in_process import post
 from mt_infer.server.openai import tokens
-from mt_infer.server.openai.batches import Answer, BatchBody, Batches
+from mt_infer.server.openai.batches import Answer, BatchBody, Batches, post
 from mt_infer.server.openai.chat import ChatBody, create_chat_completion
 from mt_infer.server.openai.completions import CompletionBody, create_completion
-from mt_infer.server.openai.embeddings import EmbeddingBody, create_embeddings
+from mt_infer.server.openai.embeddings import (
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+    create_embeddings,
+    create_ranking,
+    create_scores,
+)
 from mt_infer.server.openai.files import MOST_LISTED, StoredFiles, create_file, page_of
-from mt_infer.server.openai.models import describe, list_models
 from mt_infer.server.openai.response_fields import ResponseBody
-from mt_infer.server.openai.responses import create_response
-from mt_infer.server.openai.scores import RerankBody, ScoreBody, create_ranking, create_scores
-from mt_infer.server.openai.tokens import DetokenizeBody, TokenizeBody
+from mt_infer.server.openai.responses import StoredResponses, create_response
+from mt_infer.server.openai.tokens import DetokenizeBody, TokenizeBody, describe, list_models
 from mt_infer.server.page import page
 from mt_infer.server.security import RequestChecks
 from mt_infer.server.service import Service
@@ -72,6 +76,8 @@ def _lifespan(service: Service, files: StoredFiles, batches: Batches) -> Any:
 
 
 def _add_openai(app: FastAPI, service: Service) -> None:
+    stored = StoredResponses()
+
     async def completions(body: CompletionBody, http: Request) -> Response:
         return await create_completion(service, body, http)
 
@@ -82,13 +88,13 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         return await create_embeddings(service, body, http)
 
     async def responses(body: ResponseBody, http: Request) -> Response:
-        return await create_response(service, body, http)
+        return await create_response(service, stored, body, http)
 
     async def response(number: str) -> dict[str, Any]:
-        return service.responses.find(number).response
+        return stored.find(number).response
 
     async def delete_response(number: str) -> dict[str, Any]:
-        return service.responses.remove(number)
+        return stored.remove(number)
 
     async def models() -> dict[str, Any]:
         return list_models(service)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from mt_core.errors import MtError
 from mt_infer.sampling.parameters import SamplingParameters
-from mt_infer.server.ending import STOPPED
-from mt_infer.server.errors import ApiError, end_of_text
+from mt_infer.server.errors import STOPPED, ApiError, end_of_text
 from mt_infer.text import Prompt, TextEvent, TextGenerator
 
 log = logging.getLogger(__name__)

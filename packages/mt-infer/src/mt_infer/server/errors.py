@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mt_core.errors import MtError
 from mt_infer.requests import DIVERGED, SAMPLING_FAILED, TEXT_FAILED
@@ -92,3 +94,28 @@ def add_error_handlers(app: FastAPI) -> None:
 
     for kind in (ApiError, MtError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
+
+
+STOPPED = "the server has stopped"
+
+
+class AnsweredWhenCancelled:
+    """ASGI middleware around all others: uvicorn, which cancels what does not end, would log a traceback for each."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, sending)
+        except asyncio.CancelledError:
+            # An answer that has begun cannot become an error any more: its connection ends.
+            if scope["type"] == "http" and not has_started:
+                await ApiError(STOPPED, status=503).response()(scope, receive, send)

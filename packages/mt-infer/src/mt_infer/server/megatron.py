@@ -17,10 +17,9 @@ from starlette.responses import JSONResponse, Response
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.errors import ApiError
-from mt_infer.server.openai.answers import finite
+from mt_infer.server.openai.answers import finite, token_texts
 from mt_infer.server.openai.fields import RequestBody, TokenId
 from mt_infer.server.openai.sampling import given_parameters, longest_prompt
-from mt_infer.server.openai.token_texts import token_texts
 from mt_infer.server.served_model import ServedModel
 from mt_infer.server.service import Service, until_disconnect
 from mt_infer.text import Completion

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from mt_core.errors import ConfigError, TrainingError
 from mt_infer.server.app import create_app
-from mt_infer.server.ending import AnsweredWhenCancelled
+from mt_infer.server.errors import AnsweredWhenCancelled
 from mt_infer.server.service import Service
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -1,22 +1,24 @@
-"""What the endpoints share: models, limits, and generating for one HTTP request."""
+"""What the endpoints share: models, limits, generating for one HTTP request, and streams of server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
 from mt_core.errors import MtError
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.engine_thread import EngineThread, Event, Request
-from mt_infer.server.errors import ApiError
+from mt_infer.server.errors import ApiError, as_api_error
 from mt_infer.server.metrics import RequestClock, ServerMetrics
-from mt_infer.server.openai.stored_responses import StoredResponses
 from mt_infer.server.options import ServerOptions
 from mt_infer.server.served_model import ServedModel, ServedModels
 from mt_infer.text import TextEvent, TextGenerator
@@ -35,7 +37,6 @@ class Service:
         self.engine = EngineThread(self.models.generators)
         self.decoding = asyncio.Lock()
         """Held while images are decoded."""
-        self.responses = StoredResponses()
         self._open = 0
         """Sequences of requests that have not ended, those among which the best are chosen included."""
 
@@ -182,3 +183,71 @@ async def disconnected(receive: Receive) -> None:
     """Returns when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+log = logging.getLogger(__name__)
+DONE = b"data: [DONE]\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx sends on what it gets
+]
+
+
+def event_lines(value: Any) -> bytes:
+    """With its type as the name of the event, as streams of /v1/responses have it."""
+    return f"event: {value.get('type', 'error')}\n".encode() + data_line(value)
+
+
+def data_line(value: Any) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends each object of `pieces` as an event, then [DONE]. named: events have names, and the last one is the end.
+
+    An error before the first piece is an answer with its status; later ones are events. A client that goes away ends
+    the pieces.
+    """
+
+    def __init__(self, pieces: AsyncGenerator[dict[str, Any], None], *, named: bool = False) -> None:
+        super().__init__()
+        self.pieces = pieces
+        self._lines, self._end = (event_lines, b"") if named else (data_line, DONE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A stream has nothing to read, so that a client that goes away is seen only by waiting for its disconnect.
+        sending = asyncio.ensure_future(self._send(scope, receive, send))
+        watching = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, watching):
+                task.cancel()
+            # Both have ended before the pieces are closed, which cancels the requests in the engine.
+            await asyncio.gather(sending, watching, return_exceptions=True)
+            await self.pieces.aclose()
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+        try:
+            async for piece in self.pieces:
+                if not started:
+                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                    started = True
+                await _send_part(send, self._lines(piece))
+        except Exception as error:
+            answer = as_api_error(error)
+            # Unexpected exceptions only: an ApiError is an answer that was meant, for instance that the queue is full.
+            if answer.status >= 500 and answer is not error:
+                log.exception("a stream failed")
+            # No header has been sent yet: a proper status can be.
+            if not started:
+                await answer.response()(scope, receive, send)
+                return
+            await _send_part(send, self._lines(answer.body()))
+        await send({"type": "http.response.body", "body": self._end, "more_body": False})
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})

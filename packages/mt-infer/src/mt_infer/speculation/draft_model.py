@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from mt_infer.blocks import OutOfBlocksError
 from mt_infer.cache.batch import Chunk
-from mt_infer.cache.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
 from mt_infer.requests import Request, RunningSequence
 from mt_infer.runner import ModelRunner

@@ -1,12 +1,23 @@
-"""What guesses tokens."""
+"""Drafters, which guess the next tokens, and the verification of their drafts.
+
+At each drafted position the model's own token is sampled, with that position's uniform number. A draft is accepted
+while it is that token. So tokens are those that are sampled one at a time, for the same seed, and their distribution is
+the model's, whatever drafts are like.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 
-from mt_infer.cache.batch import CachedBatch
+import numpy as np
+from torch import Tensor
+
+from mt_infer.cache.batch import CachedBatch, Chunk
 from mt_infer.requests import RunningSequence
-from mt_infer.sampling.sampler import Sampled
+from mt_infer.sampling.rows import SamplingRow
+from mt_infer.sampling.sampler import Sampled, sample
 
 Draft = tuple[int, ...]
 
@@ -43,3 +54,75 @@ class Drafter:
         Those that the last step left out have drafts still.
         """
         return [one for one in running if one.waiting == 1 and not one.drafts and self.usable(one, len(one.tokens))]
+
+
+class NgramDrafter(Drafter):
+    """Drafts from the text itself: what followed the last tokens where they stood before (prompt lookup, Saxena, 2023).
+
+    longest: number of last tokens that are looked up; fewer where that many are not found.
+    """
+
+    def __init__(self, most: int, longest: int, image_token: int | None = None) -> None:
+        super().__init__(most, image_token)
+        self.longest = longest
+
+    def propose(self, running: Sequence[RunningSequence]) -> None:
+        for sequence in self.ready(running):
+            followed = continuation(sequence.tokens, self.longest)[: self.usable(sequence, len(sequence.tokens))]
+            sequence.drafts = tuple(takewhile(lambda token: token != self.image_token, followed))
+
+
+def continuation(tokens: Sequence[int], longest: int) -> list[int]:
+    """What followed the latest earlier place of the longest n-gram, of up to `longest` tokens, that ends the text."""
+    text = np.asarray(tokens)
+    # Places at which an earlier n-gram may end; the last token of the text itself is not one of them.
+    ends = np.arange(len(text) - 1)
+    found: int | None = None
+    # Longer and longer n-grams: places whose token `back` before the end is also that of the text. `found` is the
+    # latest place of the longest that exists. Example: text 1 2 3 9 2 3, longest=3: ends [2] for "3", [2] for "2 3",
+    # none for "9 2 3"; 9 2 3 follows place 2.
+    for back in range(min(longest, len(text) - 1)):
+        ends = ends[(ends >= back) & (text[ends - back] == text[-1 - back])]
+        if not len(ends):
+            break
+        found = int(ends[-1])
+    return [] if found is None else text[found + 1 :].tolist()
+
+
+def verify(logits: Tensor, chunks: Sequence[Chunk], shares: Sequence[int] = ()) -> list[list[Sampled]]:
+    """logits [R, vocab] behind each chunk's last token and each of its drafts -> its next tokens, one at least.
+
+    shares: see log_probabilities.
+    """
+    # One row for each position behind the known tokens: row `count` is behind `count` drafts, with their penalties and
+    # index.
+    rows = [
+        SamplingRow(chunk.sequence, chunk.drafts[:count]) for chunk in chunks for count in range(len(chunk.drafts) + 1)
+    ]
+    sampled = iter(sample(logits, rows, shares))
+    return [accepted(chunk.drafts, [next(sampled) for _ in range(len(chunk.drafts) + 1)]) for chunk in chunks]
+
+
+def accepted(drafts: Sequence[int], sampled: Sequence[Sampled]) -> list[Sampled]:
+    """The sampled tokens up to the first that differs from its draft: that one is right, those behind it are not."""
+    count = 0
+    # Example: drafts a b c, sampled a b x y -> a b x. y was sampled behind c, which is not in the text.
+    while count < len(drafts) and sampled[count].token == drafts[count]:
+        count += 1
+    return list(sampled[: count + 1])
+
+
+@dataclass
+class SpeculationStatistics:
+    """Drafted tokens so far, and how many of them were right."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def count(self, drafted: int, accepted: int) -> None:
+        self.drafted += drafted
+        self.accepted += accepted
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted else None

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mt_core.paths import as_path
-from mt_infer.commands.progress import progress_bar as bars
+from mt_infer.commands.layout import progress_bar as bars
 
 INDEX = Annotated[
     Path,

@@ -17,18 +17,15 @@ from torch import Tensor
 from mt_data.datasets.images.tiles import Grid
 from mt_infer.chat.tool_calls import ToolCall, ToolCallParser, call_constraint, offered_constraint
 from mt_infer.prompts import ImageViews, image_data, views_of
-from mt_infer.requests import LogProbs
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.sampling.sampler import LogProbs
 from mt_infer.server.errors import ApiError
-from mt_infer.server.event_stream import EventStream
-from mt_infer.server.openai.answers import Piece, chat_logprob, envelope, prompt_rows, usage
+from mt_infer.server.openai.answers import Piece, TokenTexts, chat_logprob, envelope, prompt_rows, usage
 from mt_infer.server.openai.fields import Body, Count, SamplingFields
-from mt_infer.server.openai.images import read_image_urls
-from mt_infer.server.openai.messages import Message, Messages, for_template, image_urls
+from mt_infer.server.openai.messages import Message, Messages, for_template, image_urls, read_image_urls
 from mt_infer.server.openai.sampling import constraint, sampling_of, tokens_to_generate
-from mt_infer.server.openai.token_texts import TokenTexts
 from mt_infer.server.served_model import ServedModel
-from mt_infer.server.service import Service, until_disconnect
+from mt_infer.server.service import EventStream, Service, until_disconnect
 from mt_infer.text import TextEvent
 
 

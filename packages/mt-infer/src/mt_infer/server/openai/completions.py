@@ -12,15 +12,21 @@ from pydantic import Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from mt_infer.requests import LogProbs
 from mt_infer.sampling.parameters import SamplingParameters
-from mt_infer.server.event_stream import EventStream
-from mt_infer.server.openai.answers import CompletionLogProbs, Piece, envelope, prompt_rows, usage
+from mt_infer.sampling.sampler import LogProbs
+from mt_infer.server.openai.answers import (
+    CompletionLogProbs,
+    Piece,
+    TokenTexts,
+    envelope,
+    prompt_rows,
+    token_texts,
+    usage,
+)
 from mt_infer.server.openai.fields import Count, Ids, SamplingFields
 from mt_infer.server.openai.sampling import refuse_encoder, sampling_of, tokens_to_generate
-from mt_infer.server.openai.token_texts import TokenTexts, token_texts
 from mt_infer.server.served_model import ServedModel
-from mt_infer.server.service import Service, until_disconnect
+from mt_infer.server.service import EventStream, Service, until_disconnect
 from mt_infer.text import Completion, Prompt, TextEvent
 
 DEFAULT_TOKENS = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -14,15 +15,53 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from mt_infer.server.errors import ApiError, as_api_error
-from mt_infer.server.event_stream import EventStream
 from mt_infer.server.openai.answers import Piece
 from mt_infer.server.openai.chat import Choice, Job, new_job
 from mt_infer.server.openai.messages import CalledFunction, Message, MessageToolCall
-from mt_infer.server.openai.response_fields import ResponseBody
-from mt_infer.server.openai.response_items import messages_of
-from mt_infer.server.openai.stored_responses import Stored
-from mt_infer.server.service import Service, until_disconnect
+from mt_infer.server.openai.response_fields import ResponseBody, messages_of
+from mt_infer.server.service import EventStream, Service, until_disconnect
 from mt_infer.text import TextEvent
+
+MOST_STORED = 1000
+"""Responses that a server keeps; the oldest is forgotten first."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A response and the conversation up to its end, without instructions, which are of one response."""
+
+    response: Piece
+    messages: tuple[Message, ...]
+
+
+class StoredResponses:
+    """The last responses, by their ids, in memory: they end with the server."""
+
+    def __init__(self) -> None:
+        self._by_id: OrderedDict[str, Stored] = OrderedDict()
+
+    def add(self, stored: Stored) -> None:
+        self._by_id[stored.response["id"]] = stored
+        if len(self._by_id) > MOST_STORED:
+            self._by_id.popitem(last=False)
+
+    def find(self, number: str, param: str | None = None) -> Stored:
+        """Raises ApiError."""
+        if number not in self._by_id:
+            raise ApiError(
+                f'there is no response "{number[:100]}"; this server keeps the last {MOST_STORED} that were made with '
+                "store=true",
+                status=404,
+                param=param,
+                code="not_found",
+            )
+        return self._by_id[number]
+
+    def remove(self, number: str) -> Piece:
+        self.find(number)
+        del self._by_id[number]
+        return {"id": number, "object": "response.deleted", "deleted": True}
+
 
 log = logging.getLogger(__name__)
 ECHOED = (
@@ -38,6 +77,7 @@ class Conversation:
     body: ResponseBody
     messages: list[Message]
     job: Job
+    stored: StoredResponses
     id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -46,22 +86,22 @@ def new_id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(16)}"
 
 
-async def create_response(service: Service, body: ResponseBody, http: HttpRequest) -> Response:
-    before = () if body.previous_response_id is None else _stored_messages(service, body.previous_response_id)
+async def create_response(service: Service, stored: StoredResponses, body: ResponseBody, http: HttpRequest) -> Response:
+    before = () if body.previous_response_id is None else _stored_messages(stored, body.previous_response_id)
     given = [Message(role="user", content=body.input)] if isinstance(body.input, str) else messages_of(body.input)
     messages = [*before, *given]
     system = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
     if not messages:
         raise ApiError("input has no message", param="input")
     job = await new_job(service, body.as_chat([*system, *messages]))
-    conversation = Conversation(body, messages, job)
+    conversation = Conversation(body, messages, job, stored)
     if body.stream:
         return EventStream(_events(service, conversation), named=True)
     return await until_disconnect(http, _whole(service, conversation))
 
 
-def _stored_messages(service: Service, number: str) -> tuple[Message, ...]:
-    return service.responses.find(number, "previous_response_id").messages
+def _stored_messages(stored: StoredResponses, number: str) -> tuple[Message, ...]:
+    return stored.find(number, "previous_response_id").messages
 
 
 class Output:
@@ -172,7 +212,7 @@ def described(conversation: Conversation, status: str, output: Sequence[Piece] =
     }
 
 
-def _ended(service: Service, conversation: Conversation, output: Output, generated: int) -> Piece:
+def _ended(conversation: Conversation, output: Output, generated: int) -> Piece:
     """The response at its end, which is kept unless store=false."""
     prompt = len(conversation.job.prompt)
     used = {
@@ -187,7 +227,7 @@ def _ended(service: Service, conversation: Conversation, output: Output, generat
     status = "incomplete" if output.is_cut else "completed"
     response = described(conversation, status, output.items, usage=used, **end)
     if conversation.body.store is not False:
-        service.responses.add(Stored(response, (*conversation.messages, output.as_message())))
+        conversation.stored.add(Stored(response, (*conversation.messages, output.as_message())))
     return response
 
 
@@ -199,7 +239,7 @@ async def _whole(service: Service, conversation: Conversation) -> Response:
             generated += event.token is not None
             for _ in output.add(event):
                 pass
-    return JSONResponse(_ended(service, conversation, output, generated))
+    return JSONResponse(_ended(conversation, output, generated))
 
 
 async def _events(service: Service, conversation: Conversation) -> AsyncGenerator[Piece, None]:
@@ -234,5 +274,5 @@ async def _unnumbered(service: Service, conversation: Conversation) -> AsyncGene
         failed = described(conversation, "failed", error={"code": "server_error", "message": str(found)})
         yield {"type": "response.failed", "response": failed}
         return
-    response = _ended(service, conversation, output, generated)
+    response = _ended(conversation, output, generated)
     yield {"type": f"response.{response['status']}", "response": response}

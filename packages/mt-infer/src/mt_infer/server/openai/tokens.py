@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, with vLLM's fields."""
+"""POST /tokenize and /detokenize, with vLLM's fields, and GET /v1/models."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pydantic import Field, model_validator
 
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.server.errors import ApiError
+from mt_infer.server.openai.answers import token_texts
 from mt_infer.server.openai.chat import Tool, chat_prompt
 from mt_infer.server.openai.fields import Name, RequestBody, TokenId
 from mt_infer.server.openai.messages import Messages, image_urls
-from mt_infer.server.openai.token_texts import token_texts
 from mt_infer.server.served_model import ServedModel
 from mt_infer.server.service import Service
 
@@ -82,3 +82,21 @@ def _ids(model: ServedModel, body: TokenizeBody) -> list[int]:
     if model.generator is None:
         return model.require_embedder().tokens(body.prompt)
     return model.generator.prompt_tokens(body.prompt)
+
+
+def list_models(service: Service) -> dict[str, Any]:
+    return {"object": "list", "data": [describe(model) for model in service.models.by_name.values()]}
+
+
+def describe(model: ServedModel) -> dict[str, Any]:
+    """OpenAI's fields; max_model_len is vLLM's, and the rest says which endpoints the model has."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "mt",
+        "max_model_len": model.longest,
+        "generates": model.generator is not None,
+        "has_chat_template": model.chat is not None,
+        "takes_images": model.generator is not None and model.generator.prompts.takes_images,
+    }

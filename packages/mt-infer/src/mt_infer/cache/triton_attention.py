@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mt_core.nn.cache import PagedScores
 from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, on_device
-from mt_infer.decoding.paged_attention import PageTable
+from mt_infer.cache.paged_attention import PageTable
 
 MOST_SPLITS = 64
 WIDE = 256
@@ -148,7 +148,7 @@ def _paged_attention_combine(
 def triton_paged_attention(
     queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: Tensor, table: PageTable, scores: PagedScores
 ) -> Tensor:
-    """As mt_infer.decoding.paged_attention.plain_paged_attention, for one or two queries and keys."""
+    """As mt_infer.cache.paged_attention.plain_paged_attention, for one or two queries and keys."""
     queries = tuple(query if query.stride(-1) == 1 else query.contiguous() for query in queries)
     (q, k), (q_second, k_second) = (queries[0], keys[0]), (queries[-1], keys[-1])
     second = q_second.shape[-1] if len(queries) > 1 else 0

@@ -1,1 +1,0 @@
-"""Decode steps with static shapes: one new position of each sequence, in CUDA graphs."""
