@@ -24,7 +24,7 @@ from mt_core.nn.model import as_pipelined
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import load_plugins
-from mt_models.blocks.decoder_config import DecoderConfig
+from mt_models.blocks.config import DecoderConfig
 from mt_tools.plan.ledger import Ledger, fake_context
 
 

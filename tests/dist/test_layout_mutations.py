@@ -28,7 +28,7 @@ from mt_core.optim import finalize_grads, param_and_grad_buffer
 from mt_core.optim.buckets import Bucket
 from mt_core.optim.finalize_grads import GradFinalizer
 from mt_core.parallel import collectives
-from mt_moe.routing import load
+from mt_moe.routing import balance
 from mt_moe.routing.balance import AuxLoss, Scored
 from mt_tools.verify.comparison import compare
 from mt_tools.verify.run_record import RunRecord, record_run
@@ -92,7 +92,7 @@ def scale_the_balance_loss_by_tp(patch: pytest.MonkeyPatch) -> None:
 
 def count_the_load_of_one_rank(patch: pytest.MonkeyPatch) -> None:
     """The expert bias moves by it."""
-    patch.setattr(load, "all_reduce", lambda x, axis: x)
+    patch.setattr(balance, "all_reduce", lambda x, axis: x)
 
 
 MUTATIONS: dict[str, tuple[tuple[str, ...], Callable[[pytest.MonkeyPatch], None]]] = {

@@ -75,7 +75,7 @@ def host() -> PluginHost:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The preset that snippets train is small here, and its runs short."""
-    from mt_models.gpt.presets import PRESETS
+    from mt_models.gpt.config import PRESETS
 
     tiny = PRESETS["gpt-tiny"]
     sections = {

@@ -56,7 +56,7 @@ def test_products_are_those_of_one_after_another(keys: dict[str, object], accumu
 
 
 def test_what_is_taken_by_default() -> None:
-    from mt_moe.experts.groups import PermutingProduct
+    from mt_moe.experts.loop import PermutingProduct
 
     hopper = torch.cuda.get_device_capability()[0] in (9, 10)
     assert layer().experts.product == "triton"
@@ -70,8 +70,8 @@ def test_what_is_taken_by_default() -> None:
 
 def test_rows_that_belong_to_no_expert_change_nothing() -> None:
     """As many as the router drops, and more: they are behind those of all experts and may hold anything."""
-    from mt_moe.experts.choose import load_product
-    from mt_moe.experts.groups import Groups
+    from mt_moe.experts.experts import load_product
+    from mt_moe.experts.loop import Groups
 
     generator = torch.Generator("cuda").manual_seed(2)
     counts = torch.tensor([70, 0, 129, 1], device="cuda")
@@ -118,8 +118,8 @@ def test_every_tile_gives_the_same_bits(gathered: bool, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("hidden", [HIDDEN, HIDDEN + 4], ids=["by TMA", "by pointers"])
 def test_operands_by_tma_and_by_pointers(hidden: int) -> None:
     """Widths whose rows begin at multiples of 16 bytes, and others."""
-    from mt_moe.experts.choose import load_product
-    from mt_moe.experts.groups import Groups
+    from mt_moe.experts.experts import load_product
+    from mt_moe.experts.loop import Groups
 
     generator = torch.Generator("cuda").manual_seed(3)
     counts = torch.tensor([700, 0, 129, 1], device="cuda")

@@ -19,7 +19,7 @@ from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.parallel.context import ParallelContext
 from mt_core.train import Trainer
 from mt_moe.experts.fp8 import EmulatedGroups, Fp8GroupedProduct, TorchGroups
-from mt_moe.experts.groups import Groups
+from mt_moe.experts.loop import Groups
 
 pytestmark = [
     pytest.mark.gpu,

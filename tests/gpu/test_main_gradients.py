@@ -11,8 +11,8 @@ from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.nn.main_grad import attach_main_grad
 from mt_core.optim.master_weights import Fp32MasterWeights
 from mt_core.parallel.context import ParallelContext
-from mt_moe.experts.choose import load_product
-from mt_moe.experts.groups import Groups
+from mt_moe.experts.experts import load_product
+from mt_moe.experts.loop import Groups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -23,8 +23,8 @@ from mt_core.config.loading import load_config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
+from mt_models.bert.config import PRESETS
 from mt_models.bert.hugging_face import HUGGING_FACE
-from mt_models.bert.presets import PRESETS
 from mt_models.hugging_face import load_reference
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 101, "max_position_embeddings": 16}

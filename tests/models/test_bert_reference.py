@@ -17,7 +17,7 @@ from tests.models.bert_reference import (
 
 from mt_core.nn.loss import weighted_sum
 from mt_models.bert.hugging_face import HUGGING_FACE
-from mt_models.bert.loss import build_bert_loss
+from mt_models.bert.model import build_bert_loss
 from mt_models.hugging_face import load_reference
 
 pytest.importorskip("transformers")

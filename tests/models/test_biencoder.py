@@ -11,8 +11,7 @@ from torch import Tensor
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.testing import run_ranks
-from mt_models.biencoder.loss import RetrievalLoss, build_retrieval_loss
-from mt_models.biencoder.model import Vectors
+from mt_models.biencoder.model import RetrievalLoss, Vectors, build_retrieval_loss
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50, "max_position_embeddings": 16}
 RETRIEVAL = "train.loss=retrieval"

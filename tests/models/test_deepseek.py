@@ -16,8 +16,8 @@ from mt_core.nn.auxiliary import auxiliary_losses
 from mt_core.nn.layout import parameter_layouts
 from mt_infer.cache.layout import cache_layout
 from mt_models.blocks.latent_attention import LatentAttention
-from mt_models.blocks.moe_flops import inactive_parameters
-from mt_models.deepseek.flops import flops_per_token
+from mt_models.deepseek.config import flops_per_token
+from mt_models.flops import inactive_parameters
 from mt_models.hugging_face import load_reference
 
 transformers = pytest.importorskip("transformers")

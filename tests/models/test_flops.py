@@ -11,12 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionPattern
-from mt_models.bert import flops as bert_flops
-from mt_models.biencoder import flops as biencoder_flops
+from mt_models.bert import config as bert_flops
+from mt_models.biencoder import config as biencoder_flops
 from mt_models.flops import flops_per_token
-from mt_models.heads import flops as heads_flops
-from mt_models.retro import flops as retro_flops
-from mt_models.t5 import flops as t5_flops
+from mt_models.heads import config as heads_flops
+from mt_models.retro import config as retro_flops
+from mt_models.t5 import config as t5_flops
 
 # Products have the padding of a vocabulary, which is not among the model's FLOPs.
 UNPADDED = {"vocab_size": 301, "make_vocab_size_divisible_by": 1}

@@ -9,7 +9,7 @@ import torch
 from tests.infer.decoding import cached_logits
 
 from mt_core.errors import ConfigError, PluginError
-from mt_models.blocks.alibi import alibi_slopes
+from mt_models.blocks.position_bias import alibi_slopes
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies, rotate
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 50}

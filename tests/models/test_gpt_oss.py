@@ -9,10 +9,9 @@ from tests.models import moe_reference as ref
 from torch import Tensor, nn
 
 from mt_core.errors import CheckpointError, ConfigError
-from mt_models.blocks.moe_flops import inactive_parameters, moe_flops
-from mt_models.flops import flops_per_token
+from mt_models.flops import flops_per_token, inactive_parameters, moe_flops
+from mt_models.gpt_oss.expert_tensors import dequantize
 from mt_models.gpt_oss.hugging_face import expert_rules
-from mt_models.gpt_oss.mxfp4 import dequantize
 from mt_models.hugging_face import load_reference, to_reference
 
 transformers = pytest.importorskip("transformers")

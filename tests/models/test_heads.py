@@ -20,7 +20,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.loss import weighted_sum
 from mt_core.nn.model import as_generator
 from mt_models.heads import hugging_face as maps
-from mt_models.heads.loss import classification_loss
+from mt_models.heads.model import classification_loss
 
 pytest.importorskip("transformers")
 

@@ -13,8 +13,8 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.parallel.pipeline.partition import stages_from_layout
 from mt_infer.cache.layout import cache_layout
 from mt_models.hugging_face import load_reference
+from mt_models.hybrid.config import check_pattern, layers_of, stages_of
 from mt_models.hybrid.hugging_face import HUGGING_FACE
-from mt_models.hybrid.pattern import check_pattern, layers_of, stages_of
 
 transformers = pytest.importorskip("transformers")
 

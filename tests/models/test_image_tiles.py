@@ -35,7 +35,7 @@ from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.hugging_face import load_reference, to_reference
 from mt_models.internvl import hugging_face as internvl
-from mt_models.llava.flops import flops_per_sample
+from mt_models.llava.config import flops_per_sample
 from mt_models.smolvlm import hugging_face as smolvlm
 from mt_models.vision import hugging_face as vision
 

@@ -8,7 +8,7 @@ from tests.models import decoder_reference as ref
 
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
-from mt_models.blocks.rotary_scaling import build_rotary
+from mt_models.blocks.rotary import build_rotary
 from mt_models.hugging_face import load_reference
 
 transformers = pytest.importorskip("transformers")

@@ -36,7 +36,7 @@ from mt_core.specs import SplitRequest
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.hugging_face import load_reference
-from mt_models.llava.flops import flops_per_sample
+from mt_models.llava.config import flops_per_sample
 from mt_models.llava.hugging_face import HUGGING_FACE
 
 transformers = pytest.importorskip("transformers")

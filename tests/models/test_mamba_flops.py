@@ -8,8 +8,8 @@ from tests.models.mamba_reference import build, configure
 from torch.utils.flop_counter import FlopCounterMode
 
 from mt_core.errors import ConfigError
-from mt_models.hybrid import flops as hybrid_flops
-from mt_models.mamba import flops as mamba_flops
+from mt_models.hybrid import config as hybrid_flops
+from mt_models.mamba import config as mamba_flops
 
 MAMBA = {
     "hidden_size": 64,

@@ -7,8 +7,7 @@ from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
 
 from mt_core.errors import ConfigError
-from mt_models.blocks.moe_flops import inactive_parameters, moe_flops
-from mt_models.flops import flops_per_token
+from mt_models.flops import flops_per_token, inactive_parameters, moe_flops
 
 transformers = pytest.importorskip("transformers")
 

@@ -35,9 +35,9 @@ from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError, DataError
 from mt_models.hugging_face import load_reference, to_reference
-from mt_models.qwen_vl.flops import flops_per_sample
+from mt_models.qwen_vl.config import flops_per_sample
 from mt_models.qwen_vl.hugging_face import HUGGING_FACE
-from mt_models.qwen_vl.positions import multimodal_positions
+from mt_models.qwen_vl.model import multimodal_positions
 
 transformers = pytest.importorskip("transformers")
 

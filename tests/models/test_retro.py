@@ -19,8 +19,8 @@ from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
-from mt_models.retro.chunks import attending_chunks, chunks, from_attending_chunks
-from mt_models.retro.presets import PRESETS
+from mt_models.retro.attention import attending_chunks, chunks, from_attending_chunks
+from mt_models.retro.config import PRESETS
 
 CHUNK, K, R = 4, 2, 8
 DATA = ["data.dataset_type=builtin_retro", f"data.retro_chunk_length={CHUNK}"]

@@ -26,10 +26,10 @@ from mt_core.nn.loss import cross_entropy, weighted_sum
 from mt_core.parallel.context import ParallelContext
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
-from mt_models.blocks.relative_bias import buckets_of
+from mt_models.blocks.position_bias import buckets_of
 from mt_models.hugging_face import load_reference
+from mt_models.t5.config import PRESETS
 from mt_models.t5.hugging_face import HUGGING_FACE
-from mt_models.t5.presets import PRESETS
 
 transformers = pytest.importorskip("transformers")
 

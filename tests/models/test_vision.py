@@ -28,9 +28,9 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import SplitRequest
-from mt_models.heads.loss import classification_loss
+from mt_models.heads.model import classification_loss
 from mt_models.hugging_face import load_reference
-from mt_models.vision.flops import flops_per_image
+from mt_models.vision.config import flops_per_image
 from mt_models.vision.hugging_face import HUGGING_FACE
 from mt_models.vision.layers import PatchEmbedding
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from mt_moe.experts.groups import GroupedProduct
+from mt_moe.experts.loop import GroupedProduct
 
 
 def act_as_a_gpu(patch: Callable[[Any, str, Any], None], launched: Counter[str]) -> None:
@@ -15,11 +15,11 @@ def act_as_a_gpu(patch: Callable[[Any, str, Any], None], launched: Counter[str])
     from triton.runtime.jit import JITFunction
 
     from mt_moe import layer
-    from mt_moe.experts import choose, experts
-    from mt_moe.kernels import tma
+    from mt_moe.experts import experts
+    from mt_moe.kernels import tiles
     from mt_moe.kernels.rows import TRITON_ROWS
 
-    load = choose.load_product
+    load = experts.load_product
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         launched[self.fn.__name__] += 1
@@ -34,4 +34,4 @@ def act_as_a_gpu(patch: Callable[[Any, str, Any], None], launched: Counter[str])
     patch(Autotuner, "run", run_timed)
     patch(layer, "row_kernels", lambda config, ctx: TRITON_ROWS)
     patch(experts, "load_product", product_of_a_gpu)
-    patch(tma, "has_tma", lambda x: True)
+    patch(tiles, "has_tma", lambda x: True)

@@ -11,8 +11,8 @@ from tests.moe.moe_cases import Shape, options
 
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
-from mt_moe.experts import choose
-from mt_moe.experts.choose import resolve_product
+from mt_moe.experts import experts
+from mt_moe.experts.experts import resolve_product
 from mt_moe.layer import MoeLayer, build_dispatcher
 
 BF16 = torch.bfloat16
@@ -40,7 +40,7 @@ def test_auto_by_gpu_dtype_and_sizes(capability, dtype, sizes, with_triton, with
     """On the GPU that the meta device represents; None: on a CPU."""
     ctx = ParallelContext(device=torch.device("meta"), params_dtype=dtype)
     assert resolve_product("auto", ctx, sizes, capability) == with_triton
-    monkeypatch.setattr(choose, "triton_objection", lambda device_type: "Triton is not installed")
+    monkeypatch.setattr(experts, "triton_objection", lambda device_type: "Triton is not installed")
     assert resolve_product("auto", ctx, sizes, capability) == without
 
 

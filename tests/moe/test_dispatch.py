@@ -10,10 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mt_core.parallel.context import ParallelContext
 from mt_moe.experts.grouped import grouped_product
-from mt_moe.experts.groups import Groups
-from mt_moe.experts.loop import loop_product
-from mt_moe.permutation import RowKernels, permute, sort_by_expert, unpermute
-from mt_moe.routing.result import Routing
+from mt_moe.experts.loop import Groups, loop_product
+from mt_moe.permutation import Routing, RowKernels, permute, sort_by_expert, unpermute
 from mt_moe.tokens import share_tokens
 
 DISPATCHERS = ["alltoall", "allgather"]

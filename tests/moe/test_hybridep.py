@@ -18,9 +18,8 @@ from mt_core.errors import ConfigError
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
-from mt_moe.dispatchers.flex import build_flex
-from mt_moe.dispatchers.flex_config import FlexConfig
-from mt_moe.dispatchers.hybridep import HybridEPDispatcher
+from mt_moe.dispatchers.config import FlexConfig
+from mt_moe.dispatchers.flex import HybridEPDispatcher, build_flex
 from mt_moe.dispatchers.interface import ExpertPlacement
 from mt_moe.layer import build_dispatcher
 

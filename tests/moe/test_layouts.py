@@ -21,7 +21,7 @@ from mt_core.testing import run_ranks
 from mt_moe.dispatchers import alltoall
 from mt_moe.experts.experts import ExpertLinear
 from mt_moe.layer import MoeLayer
-from mt_moe.routing import load, router
+from mt_moe.routing import balance, router
 from mt_moe.routing.balance import AuxLoss, Scored
 
 pytestmark = pytest.mark.dist
@@ -289,7 +289,7 @@ def mutations() -> dict[str, tuple[Any, str, Any, str]]:
         "expert gradients over the dense group": (ExpertLinear, "__init__", over_dense_group, "experts.linear_fc1"),
         "balance loss scaled by tp": (AuxLoss, "forward", scaled_by_tp, "value of aux_loss"),
         "router gradients not summed over tp": (router, "partial_gradient_axes", lambda ctx: (), "router.weight"),
-        "bias moved by the local load": (load, "all_reduce", lambda x, axis: x, "expert bias"),
+        "bias moved by the local load": (balance, "all_reduce", lambda x, axis: x, "expert bias"),
         "results not summed over etp": (
             alltoall,
             "sum_rows_to",

@@ -21,7 +21,7 @@ from mt_core.nn.auxiliary import auxiliary_losses
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.testing import run_ranks
 from mt_core.train.trainer import Trainer
-from mt_moe.dispatchers.deepep import DeepEPDispatcher
+from mt_moe.dispatchers.flex import DeepEPDispatcher
 from mt_moe.dispatchers.interface import expert_placement
 from mt_moe.layer import MoeLayer
 from mt_moe.permutation import RowKernels

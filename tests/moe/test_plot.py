@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mt_core.errors import DataError
-from mt_moe.commands import app
-from mt_moe.plot import MOST_COLUMNS, draw, read_history
+from mt_moe.plot import MOST_COLUMNS, app, draw, read_history
 
 SVG = "{http://www.w3.org/2000/svg}"
 

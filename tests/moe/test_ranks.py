@@ -19,11 +19,11 @@ from torch import Tensor
 
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.testing import run_ranks
-from mt_moe.dispatchers.deepep import DeepEPDispatcher
+from mt_moe.dispatchers.flex import DeepEPDispatcher
 from mt_moe.dispatchers.interface import expert_placement
 from mt_moe.layer import MoeLayer
 from mt_moe.permutation import RowKernels
-from mt_moe.routing.capacity import expert_capacity, keep_within
+from mt_moe.routing.selection import expert_capacity, keep_within
 from mt_moe.tokens import share_tokens
 
 pytestmark = pytest.mark.dist
@@ -55,7 +55,7 @@ def overlapped(rank: int, world: int, dispatcher: str) -> tuple[bool, list[str]]
 
 
 def watch(layer: MoeLayer, events: list[str]) -> None:
-    from mt_moe.exchange import AllToAll
+    from mt_moe.dispatchers.exchange import AllToAll
 
     begin, end = AllToAll.begin, AllToAll.end
 
@@ -391,8 +391,8 @@ def test_half_a_capacity_drops_all_of_some_tokens() -> None:
 
 def test_flex_without_deepep_says_so() -> None:
     from mt_core.errors import ConfigError
+    from mt_moe.dispatchers.config import FlexConfig
     from mt_moe.dispatchers.flex import build_flex
-    from mt_moe.dispatchers.flex_config import FlexConfig
     from mt_moe.dispatchers.interface import ExpertPlacement
 
     words = r"flex needs DeepEP \(module deep_ep, .*not installed; use alltoall or allgather"

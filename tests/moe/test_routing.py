@@ -12,12 +12,19 @@ from torch import Tensor
 from mt_core.errors import TrainingError
 from mt_core.nn.auxiliary import PostStepHook, ReportsMetrics
 from mt_core.parallel.context import ParallelContext
-from mt_moe.routing.capacity import expert_capacity, keep_within
-from mt_moe.routing.choice import choose_experts, deal_in_turn, draw_at_random
-from mt_moe.routing.load import Load
+from mt_moe.routing.balance import Load
 from mt_moe.routing.router import Router
-from mt_moe.routing.scores import distribution, expert_weights, log_scores
-from mt_moe.routing.sinkhorn import sinkhorn
+from mt_moe.routing.selection import (
+    choose_experts,
+    deal_in_turn,
+    distribution,
+    draw_at_random,
+    expert_capacity,
+    expert_weights,
+    keep_within,
+    log_scores,
+    sinkhorn,
+)
 from mt_moe.tokens import share_tokens
 
 FUNCTIONS = {

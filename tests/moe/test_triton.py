@@ -13,10 +13,8 @@ from tests.moe.moe_cases import HIDDEN, Shape, build_layer, options, tokens_of
 from mt_core.nn.main_grad import attach_main_grad, clear_all
 from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
-from mt_moe.experts.groups import Groups
-from mt_moe.experts.loop import loop_product
-from mt_moe.permutation import RowKernels, RowOrder, gather_rows, permute, sort_by_expert, sum_rows, unpermute
-from mt_moe.routing.result import Routing
+from mt_moe.experts.loop import Groups, loop_product
+from mt_moe.permutation import Routing, RowKernels, RowOrder, gather_rows, permute, sort_by_expert, sum_rows, unpermute
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -83,7 +81,7 @@ def rounding_apart(mine: torch.Tensor, wanted: torch.Tensor) -> float:
 def products() -> dict[str, float]:
     """Rows that belong to no expert are last, and widths are such that TMA can load them, or not."""
     from mt_moe.experts.triton import TritonProduct
-    from mt_moe.kernels.tma import describe
+    from mt_moe.kernels.tiles import describe
 
     found = {}
     for counts, width in (([5, 0, 70, 1], 40), ([5, 0, 70, 1], 41), ([0, 0, 0, 3], 40)):

@@ -24,7 +24,7 @@ from mt_core.checkpoint_lookup import open_with
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.specs import ConvertOptions
-from mt_models.blocks.rotary_scaling import build_rotary
+from mt_models.blocks.rotary import build_rotary
 
 HIDDEN, HEADS, GROUPS, SIZE, VOCAB, EXPERTS, INNER = 16, 4, 2, 6, 40, 2, 8
 QKV = (HEADS + 2 * GROUPS) * SIZE

@@ -26,11 +26,10 @@ from mt_core.nn.linear import linear
 from mt_core.nn.main_grad import call_after_gradient, main_gradient_of, with_main_gradient
 from mt_core.parallel.context import SINGLE
 from mt_core.parallel.pipeline.split_backward import backward_of_inputs
-from mt_models.blocks.replicated import whole_linear
+from mt_models.blocks.linear import whole_linear
 from mt_moe.experts.fp8 import EmulatedGroups, Fp8GroupedProduct
 from mt_moe.experts.grouped import grouped_product
-from mt_moe.experts.groups import Groups
-from mt_moe.experts.loop import loop_product
+from mt_moe.experts.loop import Groups, loop_product
 
 IN, OUT, ROWS_OF_X = 32, 48, 12
 UNEVEN, EVEN, IDLE = (5, 0, 6, 1), (3, 3, 3, 3), (0, 0, 12, 0)

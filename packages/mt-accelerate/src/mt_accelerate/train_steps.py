@@ -27,7 +27,7 @@ from mt_accelerate.batches import (
 from mt_accelerate.data_parallel import avg_losses_across_data_parallel_group
 from mt_core.errors import ConfigError, DataError
 from mt_core.nn.loss import weighted_mean
-from mt_models.heads.loss import classification_loss, regression_loss
+from mt_models.heads.model import classification_loss, regression_loss
 
 GetBatch = Callable[[Iterator[Mapping[str, Tensor]]], tuple[Any, ...]]
 LossFunc = Callable[..., Any]

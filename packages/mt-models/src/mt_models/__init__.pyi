@@ -1,7 +1,7 @@
 from .blocks.attention import SelfAttention as SelfAttention
+from .blocks.config import DecoderConfig as DecoderConfig
 from .blocks.decoder import CausalDecoder as CausalDecoder
 from .blocks.decoder import TokenEmbedding as TokenEmbedding
-from .blocks.decoder_config import DecoderConfig as DecoderConfig
 from .blocks.transformer import TransformerLayer as TransformerLayer
 from .blocks.transformer import TransformerStack as TransformerStack
 from .flops import flops_per_token as flops_per_token

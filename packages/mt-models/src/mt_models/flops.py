@@ -7,10 +7,12 @@ softmax are left out, as usual. Backward is twice forward; recomputation is not 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.activations import is_gated
+from mt_models.blocks.moe import MoEConfigLike, MoEOptions
 
 Convention = Literal["full", "seen"]
 """Which scores count. full: all S x S, as a kernel that ignores the mask computes them (the convention of
@@ -136,3 +138,50 @@ def mean_keys(seq_length: int, window: int | None, convention: Convention) -> fl
     reach = seq_length if window is None else min(window, seq_length)
     # 1, 2, ... reach for the first positions, then reach for each.
     return (reach * (reach + 1) / 2 + (seq_length - reach) * reach) / seq_length
+
+
+# FLOPs of the feed-forwards of a model with MoE layers: those of a token's active experts, not of all.
+
+
+class MoEFlopConfigLike(MoEConfigLike, Protocol):
+    """What is read from the configuration of a model."""
+
+    @property
+    def activation(self) -> str: ...
+
+
+def moe_flops(config: MoEFlopConfigLike) -> float:
+    """Forward FLOPs for each token of one feed-forward, the mean over the layers: router, the chosen experts, shared
+    experts and their gate; of dense layers the dense block."""
+    moe, matrices = MoEOptions(config), 3 if is_gated(config.activation) else 2
+    hidden, latent = config.hidden_size, moe["moe_latent_size"]
+    width = latent or hidden
+    # With a latent the experts are `latent` wide, between a down and an up projection that all experts share.
+    experts = 2 * matrices * width * moe.ffn_size * moe.topk + (4 * hidden * latent if latent else 0)
+    shared = 2 * matrices * hidden * (moe.shared_size or 0)
+    # The router has a row for each expert, whether chosen or not; the gate of the shared expert is one row.
+    gates = 2 * hidden * (moe.num_experts + bool(moe["moe_shared_expert_gate"]))
+    dense = 2 * matrices * hidden * config.ffn_size
+    sparse_layers = sum(moe.layers)
+    total = sparse_layers * (experts + shared + gates) + (config.num_layers - sparse_layers) * dense
+    return total / config.num_layers
+
+
+def inactive_parameters(config: MoEFlopConfigLike) -> int:
+    """Weights of the experts that a token does not use: total parameters minus these are the active ones."""
+    moe, matrices = MoEOptions(config), 3 if is_gated(config.activation) else 2
+    width = moe["moe_latent_size"] or config.hidden_size
+    return sum(moe.layers) * (moe.num_experts - moe.topk) * matrices * width * moe.ffn_size
+
+
+def training_flops(config: Config) -> float:
+    """FLOPs of training on a sample, for decoders whose layers are all alike but for experts and windows
+    (`ModelSpec.training_flops`)."""
+    model: Any = config.model
+    length = config.data.seq_length
+    return length * flops_per_token(model, length, feed_forward=experts_flops(model)).training
+
+
+def experts_flops(model: Any) -> float | None:
+    """Forward FLOPs for each token of a layer's feed-forward, on average; None for a dense model."""
+    return moe_flops(model) if getattr(model, "moe", None) is not None else None

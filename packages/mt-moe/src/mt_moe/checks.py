@@ -9,8 +9,7 @@ from mt_core.config.checks import divisors, listed, must_divide
 from mt_core.config.layer_pattern import layers_with_experts
 from mt_core.errors import ConfigError
 from mt_moe.config import MoeConfig, read_moe_config
-from mt_moe.dispatchers.config import OPTIONS, ExchangeConfig, read_options
-from mt_moe.dispatchers.flex_config import FlexConfig, check_flex
+from mt_moe.dispatchers.config import OPTIONS, ExchangeConfig, FlexConfig, check_flex, read_options
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config

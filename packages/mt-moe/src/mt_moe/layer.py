@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from mt_core.config.layer_pattern import layers_with_experts
 from mt_core.errors import ConfigError, TrainingError
+from mt_core.nn.activations import activate, is_gated
 from mt_core.nn.feed_forward import FeedForwardShape
-from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
-from mt_core.nn.linear import linear
+from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, sequence_axes
+from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
 from mt_core.parallel.context import ParallelContext
 from mt_moe.config import MoeConfig, read_moe_config
 from mt_moe.dispatchers.config import OPTIONS as DISPATCHER_OPTIONS
@@ -21,15 +22,45 @@ from mt_moe.dispatchers.config import read_options
 from mt_moe.dispatchers.interface import Dispatched, Dispatcher, OverlappingDispatcher, expert_placement
 from mt_moe.experts.experts import Experts
 from mt_moe.kernels.availability import triton_objection
-from mt_moe.permutation import RowKernels
-from mt_moe.routing.result import Routing
+from mt_moe.permutation import Routing, RowKernels
 from mt_moe.routing.router import Router
-from mt_moe.shared_experts import SharedExperts
 from mt_moe.tokens import join_tokens, partial_gradient_axes, share_tokens
 
 if TYPE_CHECKING:
     from mt_core.nn.environment import ModelEnvironment
     from mt_core.plugins import PluginHost
+
+
+# Shared experts: a dense feed-forward that is applied to every token, in addition to the routed experts.
+
+
+class SharedExperts(LayoutModule):
+    """linear_fc2(activation(linear_fc1(x))), times sigmoid(x gate_weight^T) if gated: [B, S, H] -> the same.
+
+    gate_weight: [1, H], replicated over tp. Several shared experts are one feed-forward of their total width.
+    """
+
+    gate_weight: Tensor | None
+
+    def __init__(self, shape: FeedForwardShape, ffn_size: int, ctx: ParallelContext, *, gate: bool) -> None:
+        super().__init__(ctx)
+        self.activation = shape.activation
+        blocks = 2 if is_gated(shape.activation) else 1
+        hidden, bias = shape.hidden_size, shape.add_bias_linear
+        self.linear_fc1 = ColumnParallelLinear(
+            hidden, blocks * ffn_size, ctx, bias=bias, init=normal(shape.init_method_std), sections=blocks
+        )
+        self.linear_fc2 = RowParallelLinear(ffn_size, hidden, ctx, bias=bias, init=normal(shape.output_init_std))
+        # With sequence parallelism each tensor-parallel rank applies the gate to other positions, so its gradient is
+        # partial.
+        layout = ParameterLayout((1, hidden), normal(shape.init_method_std), partial_gradient=sequence_axes(ctx))
+        self.declare("gate_weight", layout if gate else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [B, S, H]
+        out = self.linear_fc2(activate(self.activation, self.linear_fc1(x)))
+        return out if self.gate_weight is None else out * linear(x, self.gate_weight, None).sigmoid()
+
 
 Recomputed = Literal["moe", "shared_experts", "moe_act"]
 RANK_CAPACITY = f"{DISPATCHER_OPTIONS}.expert_rank_capacity_factor"

@@ -43,7 +43,7 @@ def mt_register_moe_dispatchers() -> list[MoeDispatcherSpec]:
         MoeDispatcherSpec(
             name="flex",
             doc="The kernels of DeepEP or HybridEP, where they are installed",
-            config_type=Lazy("mt_moe.dispatchers.flex_config:FlexConfig"),
+            config_type=Lazy("mt_moe.dispatchers.config:FlexConfig"),
             build=Lazy("mt_moe.dispatchers.flex:build_flex"),
         ),
     ]
@@ -51,7 +51,7 @@ def mt_register_moe_dispatchers() -> list[MoeDispatcherSpec]:
 
 @hookimpl
 def mt_register_commands() -> list[CommandSpec]:
-    return [CommandSpec(name="moe", doc="Look at the load of experts", app=Lazy("mt_moe.commands:app"))]
+    return [CommandSpec(name="moe", doc="Look at the load of experts", app=Lazy("mt_moe.plot:app"))]
 
 
 @hookimpl

@@ -17,8 +17,7 @@ from mt_core.train import Trainer
 from mt_core.train.build import build_model
 from mt_moe.experts import fp8
 from mt_moe.experts.fp8 import EmulatedGroups, Fp8GroupedProduct, TorchGroups, fp8_grouped_product
-from mt_moe.experts.groups import Groups
-from mt_moe.experts.loop import loop_product
+from mt_moe.experts.loop import Groups, loop_product
 
 COUNTS = (5, 0, 33, 1, 16)
 """Rows of each expert: none, one, and no multiples of 16."""

@@ -79,7 +79,7 @@ def quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 class QuantizedGroupedProduct:
-    """A product with the matrices of experts (mt_moe.experts.groups.GroupedProduct): x [R, in], weight [E, out, in].
+    """A product with the matrices of experts (mt_moe.experts.loop.GroupedProduct): x [R, in], weight [E, out, in].
 
     dense: of dequantized matrices, for many rows. What a launch reads are the matrices of experts that have rows.
     """

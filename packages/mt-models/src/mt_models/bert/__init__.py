@@ -9,15 +9,15 @@ SPEC = ModelSpec(
     build=Lazy("mt_models.bert.model:build_bert"),
     default_loss="bert",
     check=Lazy("mt_models.bert.config:check_bert"),
-    presets=Lazy("mt_models.bert.presets:PRESETS"),
+    presets=Lazy("mt_models.bert.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.bert.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:BERT"),
     },
-    training_flops=Lazy("mt_models.training_flops:bert_flops"),
+    training_flops=Lazy("mt_models.bert.config:training_flops"),
 )
 LOSS = LossSpec(
     name="bert",
     doc="Cross entropy of masked words and of the order of two texts",
-    build=Lazy("mt_models.bert.loss:build_bert_loss"),
+    build=Lazy("mt_models.bert.model:build_bert_loss"),
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from mt_core.config.checks import divisors, listed
 from mt_core.config.schema import Activation, Config, ModelConfig, NonNegativeInt, PositiveInt, Probability
 from mt_core.errors import ConfigError
-from mt_models.blocks.checks import check_tensor_parallel
-from mt_models.blocks.encoder_checks import refuse_divided_sequences
-from mt_models.blocks.encoder_config import EncoderConfig
+from mt_models.blocks.config import EncoderConfig, check_tensor_parallel, refuse_divided_sequences
+from mt_models.flops import Flops, core_flops, dense_feed_forward_flops, output_flops, projection_flops
 
 
 class BertConfig(ModelConfig, EncoderConfig):
@@ -94,3 +94,105 @@ def _check_objective(config: Config, model: BertConfig) -> None:
             f"data.bert_binary_head={str(pairs).lower()} and model.bert_binary_head="
             f"{str(model.bert_binary_head).lower()} must be equal: the head learns from pairs of texts"
         )
+
+
+# Published shapes: the original BERTs (post-norm) and Megatron's 345M (pre-norm), and a small one for a CPU.
+
+
+def _original(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "max_position_embeddings": 512,
+            "layernorm_placement": "post",
+            "norm_epsilon": 1e-12,
+            "use_scaled_init_method": False,
+            "vocab_size": vocab,
+        },
+        "data": {"seq_length": 512},
+    }
+
+
+def _megatron(vocab: int) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": 24,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 512,
+            "norm_epsilon": 1e-12,
+            "vocab_size": vocab,
+        },
+        "data": {"seq_length": 512},
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "bert-base-uncased": _original(12, 768, 12, 30522),
+    "bert-base-cased": _original(12, 768, 12, 28996),
+    "bert-large-uncased": _original(24, 1024, 16, 30522),
+    "bert-large-cased": _original(24, 1024, 16, 28996),
+    "megatron-bert-345m-uncased": _megatron(30592),
+    "megatron-bert-345m-cased": _megatron(29056),
+}
+
+
+# Floating-point operations of BERT and the biencoder, from their configuration (counted as in mt_models.flops).
+#
+# Every position attends to all others, so that there is one convention. Operations per sequence are averaged over its
+# tokens.
+
+
+@dataclass(frozen=True)
+class EncoderFlops(Flops):
+    """Forward FLOPs for each token, over all layers."""
+
+    attention_projections: float
+    """Queries, keys, values and the output of attention."""
+    attention_core: float
+    """Scores and their product with the values."""
+    feed_forward: float
+
+
+@dataclass(frozen=True)
+class BertFlops(EncoderFlops):
+    """Forward FLOPs for each token, over all layers, and of the heads."""
+
+    lm_head: float
+    """The layer before the MLM logits."""
+    output: float
+    """MLM logits."""
+    pooler: float
+    binary_head: float
+
+
+def flops_per_token(config: BertConfig, seq_length: int) -> BertFlops:
+    """The mean over the tokens of a sequence. Raises ConfigError when the vocabulary is unknown."""
+    hidden, layers = config.hidden_size, encoder_flops(config, seq_length)
+    return BertFlops(
+        attention_projections=layers.attention_projections,
+        attention_core=layers.attention_core,
+        feed_forward=layers.feed_forward,
+        lm_head=2 * hidden**2 if config.add_lm_head else 0.0,
+        output=output_flops(hidden, config.vocab_size) if config.add_lm_head else 0.0,
+        # One position of the sequence, averaged over its tokens
+        pooler=2 * hidden**2 / seq_length if config.has_pooler else 0.0,
+        binary_head=4 * hidden / seq_length if config.bert_binary_head else 0.0,
+    )
+
+
+def encoder_flops(config: BertConfig, seq_length: int) -> EncoderFlops:
+    """Of the layers."""
+    return EncoderFlops(
+        attention_projections=config.num_layers * projection_flops(config),
+        attention_core=config.num_layers * core_flops(config, seq_length),
+        feed_forward=config.num_layers * dense_feed_forward_flops(config),
+    )
+
+
+def training_flops(config: Config) -> float:
+    """See `ModelSpec.training_flops`."""
+    model: Any = config.model
+    return config.data.seq_length * flops_per_token(model, config.data.seq_length).training

@@ -6,30 +6,70 @@ parallelism hidden states between the layers are sharded along S.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.nn.activations import activate
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.embedding import VocabParallelEmbedding
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
+from mt_core.nn.loss import Loss, build_cross_entropy
 from mt_core.nn.model import Model
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.bert.config import BertConfig
-from mt_models.bert.heads import BinaryHead, MaskedWordHead, Pooler
 from mt_models.blocks.decoder import TokenEmbedding
-from mt_models.blocks.post_norm import PostNormLayer, PostNormStack
-from mt_models.blocks.tables import LearnedTable, like_token_embeddings
-from mt_models.blocks.tied_output import TiedOutput
-from mt_models.blocks.transformer import TransformerLayer, TransformerStack
+from mt_models.blocks.embedding import LearnedTable, TiedOutput, like_token_embeddings
+from mt_models.blocks.linear import ReplicatedLinear
+from mt_models.blocks.transformer import PostNormLayer, PostNormStack, TransformerLayer, TransformerStack
+
+# BERT's heads: MLM, the pooler of the first position, sentence order.
+
+
+class MaskedWordHead(nn.Module):
+    """norm(activation(W x + b)), the input of the output layer: [B, S, H] -> the same."""
+
+    def __init__(self, config: BertConfig, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.activation = config.activation
+        width = config.hidden_size
+        # Replicated, as in Megatron; it is applied to S sharded over ranks,
+        # unlike the pooler, which reads one position.
+        self.dense = ReplicatedLinear(width, width, ctx, init=normal(config.init_method_std), on_sequence=True)
+        self.layer_norm = build_norm(config.normalization, width, config.norm_epsilon, ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer_norm(activate(self.activation, self.dense(x)))
+
+
+class Pooler(nn.Module):
+    """tanh(W x + b) of one position: [B, H] -> [B, H]."""
+
+    def __init__(self, config: BertConfig, ctx: ParallelContext) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.dense = ReplicatedLinear(width, width, ctx, init=normal(config.init_method_std))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(x).tanh()
+
+
+class BinaryHead(ReplicatedLinear):
+    """Logits of "in order" and "exchanged": [B, H] -> [B, 2]."""
+
+    def __init__(self, config: BertConfig, ctx: ParallelContext) -> None:
+        super().__init__(config.hidden_size, 2, ctx, init=normal(config.init_method_std))
 
 
 class BertEmbedding(nn.Module):
@@ -231,3 +271,38 @@ def build_layers(config: BertConfig, environment: ModelEnvironment) -> PostNormS
 
 def build_bert(config: BertConfig, environment: ModelEnvironment) -> BertModel:
     return BertModel(config, environment)
+
+
+# BERT's loss: MLM, and sentence order.
+
+
+class BertLoss:
+    """Cross entropy of each masked token, plus that of its sample's order: [B, S], counted at masked tokens.
+
+    Masked, summed and divided by the number of masked tokens, this is the mean over tokens plus a mean over
+    samples weighted by their numbers of masked tokens. Both are independent of how the
+    global batch is split into micro-batches. With equally many masked tokens in every sample it is the sum of the
+    two plain means, which is what Megatron takes for each micro-batch.
+    """
+
+    def __init__(self, words: Loss) -> None:
+        self.words = words
+
+    def __call__(self, output: BertOutput, batch: Mapping[str, Tensor]) -> Tensor:
+        if output.logits is None:
+            raise ConfigError('train.loss="bert" needs the masked-word head; set model.add_lm_head=true')
+        losses = self.words(output.logits, batch)
+        if output.binary_logits is None:
+            return losses
+        if "is_random" not in batch:
+            raise ConfigError(
+                "model.bert_binary_head=true learns whether the second segment of a sample follows its first, and the "
+                "data set gives no is_random; use data.dataset_type=bert, or set model.bert_binary_head=false"
+            )
+        order = F.cross_entropy(output.binary_logits.float(), batch["is_random"], reduction="none")
+        # [B, S] + [B, 1]: added at every position; the loss mask leaves the masked tokens of the sample.
+        return losses + order[:, None]
+
+
+def build_bert_loss(config: Config, parallel: ParallelContext | None = None) -> BertLoss:
+    return BertLoss(build_cross_entropy(config, parallel))

@@ -10,13 +10,13 @@ SPEC = ModelSpec(
     default_loss="retrieval",
     check=Lazy("mt_models.biencoder.config:check_biencoder"),
     adapt=Lazy("mt_models.biencoder.towers:towers_of_bert"),
-    presets=Lazy("mt_models.biencoder.presets:PRESETS"),
-    training_flops=Lazy("mt_models.training_flops:biencoder_flops"),
+    presets=Lazy("mt_models.biencoder.config:PRESETS"),
+    training_flops=Lazy("mt_models.biencoder.config:training_flops"),
     name_maps={"megatron": Lazy("mt_models.megatron:BIENCODER")},
 )
 LOSS = LossSpec(
     name="retrieval",
     doc="Cross entropy of each question's own text among those of the micro-batch on all ranks",
-    build=Lazy("mt_models.biencoder.loss:build_retrieval_loss"),
+    build=Lazy("mt_models.biencoder.model:build_retrieval_loss"),
     compares_samples=True,
 )

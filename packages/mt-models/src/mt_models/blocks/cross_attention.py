@@ -19,8 +19,7 @@ from mt_core.nn.recompute import Recompute
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.attention import AttentionShape, SelfAttention
-from mt_models.blocks.layer_stack import LayerStack
-from mt_models.blocks.transformer import LayerShape, TransformerLayer, block_norm
+from mt_models.blocks.transformer import LayerShape, LayerStack, TransformerLayer, block_norm
 
 
 class CrossAttention(nn.Module):

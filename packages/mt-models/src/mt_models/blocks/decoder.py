@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.cache import Cache
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput, project_to_vocab
 from mt_core.nn.environment import ModelEnvironment
@@ -17,8 +18,10 @@ from mt_core.nn.loss import Unprojected
 from mt_core.nn.model import Model
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage, whole
-from mt_models.blocks.rotary import RotaryAngles
-from mt_models.blocks.transformer import LayerShape, TransformerStack
+from mt_models.blocks.attention import SelfAttention
+from mt_models.blocks.config import DecoderConfig
+from mt_models.blocks.rotary import RotaryAngles, build_rotary
+from mt_models.blocks.transformer import LayerShape, TransformerLayer, TransformerStack
 
 
 class EmbeddingConfigLike(Protocol):
@@ -205,3 +208,79 @@ class CausalDecoder(Model):
     @property
     def decoded_layers(self) -> int:
         return self.config.num_layers
+
+
+# The decoder of Llama-like families: RMSNorm, a gated feed-forward, rotary positions.
+
+
+class RotaryDecoder(CausalDecoder):
+    """tokens [B, S] -> logits [B, S, vocab].
+
+    layer: builds layer number i; default: `rotary_layer`, which is all that Llama, Mistral, Mixtral and Qwen need.
+    """
+
+    config: DecoderConfig
+
+    def __init__(
+        self, config: DecoderConfig, environment: ModelEnvironment, layer: Callable[[int], nn.Module] | None = None
+    ) -> None:
+        super().__init__(
+            config, environment, TokenEmbedding, layer or (lambda number: rotary_layer(config, environment, number))
+        )
+        self.rotary = build_rotary(config)
+
+    def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
+        return self.rotary.angles(position_ids, capacity)
+
+    @property
+    def max_sequence_length(self) -> int:
+        return self.config.max_sequence_length
+
+
+def attention_core(
+    config: DecoderConfig,
+    environment: ModelEnvironment,
+    *,
+    window: int | None = None,
+    logit_softcap: float | None = None,
+    sinks: bool = False,
+) -> AttentionCore:
+    """The core of the backend that the configuration names."""
+    return environment.attention(
+        config.attention_backend,
+        num_heads=config.num_attention_heads,
+        num_query_groups=config.query_groups,
+        head_dim=config.head_dim,
+        dropout=config.attention_dropout,
+        window=window,
+        logit_softcap=logit_softcap,
+        sinks=sinks,
+    )
+
+
+# Freezes parts of a model.
+
+
+def freeze(module: nn.Module) -> None:
+    """Disable gradients of the module's parameters; they are saved and resumed like all others."""
+    for part in module.modules():
+        if isinstance(part, LayoutModule):
+            # The layouts state it too: checkpoints and the run's summary read it there.
+            part.layouts = {name: replace(layout, trained=False) for name, layout in part.layouts.items()}
+    module.requires_grad_(False)
+
+
+def rotary_layer(config: DecoderConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); biases, norms of heads, the window and the feed-forward
+    (dense or MoE) are those of the configuration."""
+    ctx, window = environment.parallel, config.window_of(number)
+    core = attention_core(config, environment, window=window)
+    attention = SelfAttention(
+        config, core, ctx, window=window, qkv_bias=config.add_qkv_bias, output_bias=config.add_attention_output_bias
+    )
+    return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config, number), ctx, attention)
+
+
+def build_rotary_decoder(config: DecoderConfig, environment: ModelEnvironment) -> RotaryDecoder:
+    """See `ModelSpec.build`."""
+    return RotaryDecoder(config, environment)

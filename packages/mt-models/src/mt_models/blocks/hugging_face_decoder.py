@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from mt_core.config_map import Field, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import Concatenate, GroupedQKV, NameMap, Rule, Same
-from mt_models.blocks.decoder_config import DecoderConfig
+from mt_models.blocks.config import DecoderConfig
 from mt_models.hugging_face import per_layer
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -16,7 +16,7 @@ from torch import Tensor
 from mt_core.config_map import Fixed
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import Concatenate, Rule, Same
-from mt_models.blocks.decoder_config import DecoderConfig
+from mt_models.blocks.config import DecoderConfig
 from mt_models.blocks.hugging_face_decoder import OURS, THEIRS, feed_forward_rules
 from mt_models.blocks.moe import MoEOptions
 

@@ -30,7 +30,7 @@ from mt_core.nn.norm import Normalization, build_norm
 from mt_core.nn.recompute import remade
 from mt_core.parallel.collectives import copy_to, gather_from
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.replicated import ReplicatedLinear
+from mt_models.blocks.linear import ReplicatedLinear
 from mt_models.blocks.rotary import RotaryAngles, rotate
 
 

@@ -15,11 +15,10 @@ from mt_core.nn.cache import Cache, SequenceState
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal, ones
 from mt_core.nn.linear import RowParallelLinear
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.gated_norm import GatedRMSNorm
+from mt_models.blocks.linear import PackedColumnParallelLinear, packed_layout
 from mt_models.blocks.mamba_config import MambaLayerConfig
-from mt_models.blocks.mamba_context_parallel import ContextParallelScan
-from mt_models.blocks.mamba_scan import MambaScan, ScanInputs, ScanState, ScanWeights
-from mt_models.blocks.packed_linear import PackedColumnParallelLinear, packed_layout
+from mt_models.blocks.mamba_scan import ContextParallelScan, MambaScan, ScanInputs, ScanState, ScanWeights
+from mt_models.blocks.norm import GatedRMSNorm
 
 
 class MambaMixer(LayoutModule):

@@ -26,7 +26,7 @@ from mt_core.nn.model import NumberedLayers
 from mt_core.nn.norm import Normalization, build_norm
 from mt_core.nn.recompute import Recompute
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.replicated import ReplicatedLinear
+from mt_models.blocks.linear import ReplicatedLinear
 from mt_models.blocks.rotary import RotaryAngles
 
 Embed = Callable[[Tensor], Tensor]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.layers import rms_norm
-from mt_core.nn.layout import ParameterLayout, zeros
+from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, ones, zeros
 from mt_core.nn.linear import sequence_axes
-from mt_core.nn.norm import Norm
+from mt_core.nn.norm import Norm, plain_rms_norm
+from mt_core.parallel.collectives import copy_to, reduce_from
 from mt_core.parallel.context import AxisName, ParallelContext
 
 
@@ -41,3 +44,62 @@ class ZeroCenteredRMSNorm(Norm):
 
     def operands(self) -> tuple[Any, ...]:
         return self.weight, self.eps, True
+
+
+# RMSNorm over all heads of a position together, sharded by heads over tensor-parallel ranks.
+
+
+class WideRMSNorm(LayoutModule):
+    """x / sqrt(mean(x^2) + eps) * weight, the mean over heads and channels [..., heads, size] in fp32.
+
+    weight: [heads * size], sharded over tp as the heads are.
+    """
+
+    weight: Tensor
+
+    def __init__(self, heads: int, size: int, eps: float, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.eps, self.width = eps, heads * size
+        self.kernel: Callable[..., Tensor] = plain_rms_norm
+        self.declare("weight", ParameterLayout((heads * size,), ones, (Split(dim=0, axis="tp"),)))
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        if self.ctx.tp.size == 1:
+            self.kernel = kernels.pick("rms_norm", width=self.width, plain=plain_rms_norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, heads of this rank, size] -> the same"""
+        wide = x.flatten(-2)  # [B, S, heads of this rank * size]
+        normed = self.kernel(wide, self.weight, self.eps) if self.ctx.tp.size == 1 else self._over_ranks(wide)
+        return normed.view_as(x)
+
+    def _over_ranks(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        # Each rank uses the all-reduced sum for its own heads, so that its gradient has to be all-reduced too.
+        squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.ctx.tp), self.ctx.tp)
+        # `width` counts the channels of all ranks; squares [B, S, 1].
+        return (wide * (squares / self.width + self.eps).rsqrt() * self.weight.float()).to(x.dtype)
+
+
+# The gated norm at the end of a Mamba-2 mixer.
+
+
+class GatedRMSNorm(LayoutModule):
+    """RMSNorm of x * silu(gate), the mean square over each of `groups` equal parts of the channels, in fp32.
+
+    Tensor parallelism gives each rank whole groups. (The norm is applied after the gate: norm_before_gate=False.)
+    """
+
+    weight: Tensor
+
+    def __init__(self, size: int, groups: int, eps: float, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.group_size, self.eps = size // groups, eps
+        self.declare("weight", ParameterLayout((size,), ones, (Split(dim=0, axis="tp"),)))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x and gate [..., channels of this rank]"""
+        # [..., C] -> [..., groups of this rank, C / groups]. Whole groups: the mean square needs no all-reduce over tp.
+        gated = (x.float() * F.silu(gate.float())).unflatten(-1, (-1, self.group_size))
+        normed = F.rms_norm(gated, (self.group_size,), eps=self.eps).flatten(-2)
+        return (normed * self.weight.float()).to(x.dtype)

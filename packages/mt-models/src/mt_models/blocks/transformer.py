@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -13,13 +13,42 @@ from mt_core.nn.cache import Cache
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.layers import bias_dropout_add
+from mt_core.nn.model import NumberedLayers
 from mt_core.nn.norm import Norm, build_norm
-from mt_core.nn.recompute import Recompute
+from mt_core.nn.recompute import Call, Recompute
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.attention import AttentionShape, SelfAttention
-from mt_models.blocks.layer_stack import LayerStack
 from mt_models.blocks.rotary import RotaryAngles
+
+# Layers by their numbers, one after another.
+
+
+class LayerStack(nn.Module):
+    """The layers that are held here, and the norm behind the last of the model if it is here and there is one."""
+
+    def __init__(
+        self, layers: Mapping[int, nn.Module], recompute: Recompute, final_layernorm: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.layers = NumberedLayers(layers.items())
+        self.final_layernorm = final_layernorm
+
+    def through(self, x: Tensor, call: Call, stage: Stage | None) -> Tensor:
+        """[B, S, H] -> [B, S, H] through the layers of the stage, each by `call`; default: all of them."""
+        # With interleaved stages a process holds the layers of several, of which one pass runs those of one.
+        numbers = self.layers.numbers() if stage is None else stage.layers
+        x = self.recompute.run([(number, self.layers[number]) for number in numbers], x, call)
+        if self.final_layernorm is None or (stage is not None and not stage.last):
+            return x
+        return self.final_layernorm(x)
+
+    def stage_modules(self, stage: Stage) -> Iterator[nn.Module]:
+        """The layers of the stage, and the norm behind the last."""
+        yield from (self.layers[number] for number in stage.layers)
+        if stage.last and self.final_layernorm is not None:
+            yield self.final_layernorm
 
 
 class LayerShape(AttentionShape, Protocol):
@@ -137,3 +166,32 @@ class TransformerStack(LayerStack):
             return layer(x, pattern, angles, cache)
 
         return self.through(x, call, stage)
+
+
+# The post-norm transformer layer of the original transformer and of BERT, and a stack of them.
+
+
+class PostNormLayer(nn.Module):
+    """norm(x + attention(x)), then norm(x + feed_forward(x)): [batch, sequence, hidden] -> the same."""
+
+    def __init__(self, config: LayerShape, core: AttentionCore, feed_forward: nn.Module, ctx: ParallelContext) -> None:
+        super().__init__()
+        self.attention_dropout = Dropout(config.hidden_dropout, ctx)
+        self.mlp_dropout = Dropout(config.hidden_dropout, ctx)
+        self.self_attention = SelfAttention(config, core, ctx)
+        self.post_attention_layernorm = block_norm(config, ctx)
+        self.mlp = feed_forward
+        self.post_mlp_layernorm = block_norm(config, ctx)
+
+    def forward(self, x: Tensor, pattern: AttentionPattern) -> Tensor:
+        x = self.post_attention_layernorm(x + self.attention_dropout(self.self_attention(x, pattern, None, None)))
+        return self.post_mlp_layernorm(x + self.mlp_dropout(self.mlp(x)))
+
+
+class PostNormStack(LayerStack):
+    """A stack without a final norm: each layer ends in a norm."""
+
+    def forward(self, x: Tensor, pattern: AttentionPattern, stage: Stage | None = None) -> Tensor:
+        """[B, S, H] -> [B, S, H] through the layers of the stage; default: all of them."""
+        # No angles and no cache: encoders alone are post-norm, with learned positions.
+        return self.through(x, lambda number, layer, x: layer(x, pattern), stage)

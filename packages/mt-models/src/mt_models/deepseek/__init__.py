@@ -8,11 +8,11 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.deepseek.config:DeepseekConfig"),
     build=Lazy("mt_models.deepseek.model:build_deepseek"),
     check=Lazy("mt_models.deepseek.config:check_deepseek"),
-    presets=Lazy("mt_models.deepseek.presets:PRESETS"),
+    presets=Lazy("mt_models.deepseek.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.deepseek.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:DEEPSEEK"),
     },
-    shrink=Lazy("mt_models.deepseek.shrink:shrink_deepseek"),
-    training_flops=Lazy("mt_models.training_flops:deepseek_flops"),
+    shrink=Lazy("mt_models.deepseek.config:shrink_deepseek"),
+    training_flops=Lazy("mt_models.deepseek.config:training_flops"),
 )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
 from mt_core.errors import ConfigError
-from mt_models.blocks.decoder_config import DecoderConfig, check_decoder
+from mt_models.blocks.config import DecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions, frequency_of
+from mt_models.flops import Convention, TokenFlops, dense_feed_forward_flops, moe_flops
 
 
 class DeepseekConfig(DecoderConfig):
@@ -121,3 +124,167 @@ def _check_prediction(config: Config, model: DeepseekConfig) -> None:
         raise ConfigError(
             f"model.mtp_num_layers={model.mtp_num_layers} has to be below data.seq_length={config.data.seq_length}"
         )
+
+
+# A small DeepSeek for checks: the sizes of its latents and heads. Imports no torch.
+
+SIZES = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
+
+
+def shrink_deepseek(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
+    """q_lora_rank stays null if it is, since that is another code path."""
+    return {key: size for key, size in SIZES.items() if model[key]}
+
+
+# Shapes of the DeepSeek models, as published (base models).
+
+_YARN = {
+    "rope_scaling_type": "yarn",
+    "rope_scaling_factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "max_position_embeddings": 163840,
+}
+
+
+def _deepseek(
+    layers: int, hidden: int, heads: int, ffn: int, vocab: int, dense: int, moe: dict[str, Any], **keys: Any
+) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "ffn_hidden_size": ffn,
+            "vocab_size": vocab,
+            "moe": {**moe, "moe_layer_freq": f"([0]*{dense}+[1]*{layers - dense})"},
+            **_YARN,
+            **keys,
+        },
+        "data": {"seq_length": 4096},
+    }
+
+
+def _v2_experts(num: int, ffn: int, scale: float, **keys: Any) -> dict[str, Any]:
+    """6 of `num` experts per token, and 2 shared ones."""
+    return {
+        "num_experts": num,
+        "moe_router_topk": 6,
+        "moe_router_pre_softmax": True,
+        "moe_router_topk_scaling_factor": scale,
+        "moe_ffn_hidden_size": ffn,
+        "moe_shared_expert_intermediate_size": 2 * ffn,
+        "moe_router_load_balancing_type": ["seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.001],
+        **keys,
+    }
+
+
+_V2_GROUPS = {"moe_router_num_groups": 8, "moe_router_group_topk": 3, "moe_router_group_score_topk": 1}
+_V3_EXPERTS = {
+    "num_experts": 256,
+    "moe_router_topk": 8,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 8,
+    "moe_router_group_topk": 4,
+    "moe_router_group_score_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+    "moe_router_load_balancing_type": ["seq_aux_loss"],
+    "moe_aux_loss_coeff": [0.0001],
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "deepseek-v2-lite": _deepseek(
+        27, 2048, 16, 10944, 102400, 1, _v2_experts(64, 1408, 1.0), rope_mscale=0.707, rope_mscale_all_dim=0.707
+    ),
+    "deepseek-v2": _deepseek(
+        60,
+        5120,
+        128,
+        12288,
+        102400,
+        1,
+        _v2_experts(160, 1536, 16.0, **_V2_GROUPS),
+        q_lora_rank=1536,
+        rope_mscale=0.707,
+        rope_mscale_all_dim=0.707,
+    ),
+    "deepseek-v3": _deepseek(
+        61,
+        7168,
+        128,
+        18432,
+        129280,
+        3,
+        _V3_EXPERTS,
+        q_lora_rank=1536,
+        mtp_num_layers=1,
+        rope_mscale=1.0,
+        rope_mscale_all_dim=1.0,
+    ),
+}
+
+
+# FLOPs of DeepSeek for each token, from its configuration (counted as in mt_models.flops).
+
+
+@dataclass(frozen=True)
+class DeepseekFlops(TokenFlops):
+    """Forward FLOPs for each token, over all layers."""
+
+    prediction: float = 0.0
+    """Layers of multi-token prediction and their logits, in training."""
+
+    @property
+    def forward(self) -> float:
+        """Of the model without multi-token prediction."""
+        return super().forward - self.prediction
+
+    @property
+    def training(self) -> float:
+        """Forward and backward, MTP included."""
+        return 3 * (self.forward + self.prediction)
+
+
+def flops_per_token(config: DeepseekConfig, seq_length: int, *, convention: Convention = "seen") -> DeepseekFlops:
+    """The mean over the tokens of a sequence of `seq_length`. Raises ConfigError when the vocabulary is unknown."""
+    if config.vocab_size is None:
+        raise ConfigError("model.vocab_size is not set, and the output layer's FLOPs depend on it")
+    layers, projections = config.num_layers, projection_flops(config)
+    keys = seq_length if convention == "full" else (seq_length + 1) / 2
+    core = 2 * keys * config.num_attention_heads * (config.head_dim + config.v_head_dim)
+    output = 2 * config.hidden_size * config.vocab_size
+    counted = config.with_predicted_layers()
+    feed_forward, with_predicted = layers * _feed_forward(config), counted.num_layers * _feed_forward(counted)
+    # 4 H^2: eh_proj, [H, 2 H]. Each depth computes logits of its own with the model's LM head.
+    each_depth = projections + core + 4 * config.hidden_size**2 + output
+    return DeepseekFlops(
+        attention_projections=layers * projections,
+        attention_core=layers * core,
+        feed_forward=feed_forward,
+        output=output,
+        prediction=config.mtp_num_layers * each_depth + with_predicted - feed_forward,
+    )
+
+
+def projection_flops(config: DeepseekConfig) -> float:
+    """One layer's attention: the down and up projections, and the output projection."""
+    hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    rank, query = config.q_lora_rank, heads * config.head_dim
+    queries = hidden * query if rank is None else hidden * rank + rank * query
+    # The expanded form, which training uses; decoding's absorbed form has other products.
+    keys_values = hidden * (latent + config.qk_pos_emb_head_dim)
+    keys_values += latent * heads * (config.qk_head_dim + config.v_head_dim)
+    return 2.0 * (queries + keys_values + heads * config.v_head_dim * hidden)
+
+
+def _feed_forward(config: DeepseekConfig) -> float:
+    return dense_feed_forward_flops(config) if config.moe is None else moe_flops(config)
+
+
+def training_flops(config: Config) -> float:
+    """See `ModelSpec.training_flops`."""
+    model: Any = config.model
+    return config.data.seq_length * flops_per_token(model, config.data.seq_length).training

@@ -12,10 +12,9 @@ from mt_core.nn.cache import Cache
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.loss import build_cross_entropy
 from mt_core.parallel.pipeline.stage import Stage, whole
-from mt_models.blocks.decoder import TokenEmbedding
+from mt_models.blocks.decoder import RotaryDecoder, TokenEmbedding, attention_core
 from mt_models.blocks.latent_attention import LatentAttention
 from mt_models.blocks.multi_token import MultiTokenPrediction
-from mt_models.blocks.rotary_decoder import RotaryDecoder, attention_core
 from mt_models.blocks.transformer import TransformerLayer
 from mt_models.deepseek.config import DeepseekConfig
 

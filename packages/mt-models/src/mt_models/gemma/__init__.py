@@ -8,10 +8,10 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.gemma.config:GemmaConfig"),
     build=Lazy("mt_models.gemma.model:build_gemma"),
     check=Lazy("mt_models.gemma.config:check_gemma"),
-    presets=Lazy("mt_models.gemma.presets:PRESETS"),
+    presets=Lazy("mt_models.gemma.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.gemma.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:GEMMA"),
     },
-    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
+    training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -19,11 +19,9 @@ from mt_core.nn.cache import Cache, PagedScores
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
-from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
+from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding, attention_core
 from mt_models.blocks.norm import ZeroCenteredRMSNorm
-from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
-from mt_models.blocks.rotary_decoder import attention_core
-from mt_models.blocks.rotary_scaling import FixedRotary, build_rotary
+from mt_models.blocks.rotary import FixedRotary, RotaryAngles, build_rotary, inverse_frequencies
 from mt_models.gemma.config import GemmaConfig
 
 

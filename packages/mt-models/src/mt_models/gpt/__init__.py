@@ -8,10 +8,10 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.gpt.config:GPTConfig"),
     build=Lazy("mt_models.gpt.model:build_gpt"),
     check=Lazy("mt_models.gpt.config:check_gpt"),
-    presets=Lazy("mt_models.gpt.presets:PRESETS"),
+    presets=Lazy("mt_models.gpt.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.gpt.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:GPT"),
     },
-    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
+    training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mt_models.blocks.decoder_config import DecoderConfig
+from mt_models.blocks.config import DecoderConfig
 from mt_models.gpt.config import GPTConfig
 from mt_models.hugging_face import HuggingFaceFamily
 from mt_models.llama.config import LlamaConfig

@@ -11,11 +11,10 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.alibi import alibi_slopes
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
-from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
-from mt_models.blocks.rotary_scaling import FixedRotary
-from mt_models.blocks.tables import LearnedTable, like_token_embeddings
+from mt_models.blocks.embedding import LearnedTable, like_token_embeddings
+from mt_models.blocks.position_bias import alibi_slopes
+from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
 from mt_models.blocks.transformer import ParallelResidualLayer, TransformerLayer
 from mt_models.gpt.config import GPTConfig
 

@@ -8,10 +8,10 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.gpt_oss.config:GptOssConfig"),
     build=Lazy("mt_models.gpt_oss.model:build_gpt_oss"),
     check=Lazy("mt_models.gpt_oss.config:check_gpt_oss"),
-    presets=Lazy("mt_models.gpt_oss.presets:PRESETS"),
+    presets=Lazy("mt_models.gpt_oss.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.gpt_oss.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:GPT_OSS"),
     },
-    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
+    training_flops=Lazy("mt_models.flops:training_flops"),
 )

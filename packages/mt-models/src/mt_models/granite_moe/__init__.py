@@ -8,10 +8,10 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.granite_moe.config:GraniteMoeConfig"),
     build=Lazy("mt_models.granite_moe.model:build_granite_moe"),
     check=Lazy("mt_models.granite_moe.config:check_granite_moe"),
-    presets=Lazy("mt_models.granite_moe.presets:PRESETS"),
+    presets=Lazy("mt_models.granite_moe.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.granite_moe.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:GRANITE_MOE"),
     },
-    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
+    training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from mt_core.config.schema import Config
-from mt_models.blocks.decoder_config import DecoderConfig, check_decoder
+from mt_models.blocks.config import DecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions
 
 Factor = Annotated[float, Field(gt=0)]
@@ -41,3 +41,38 @@ def check_granite_moe(config: Config) -> None:
     model = config.model
     assert isinstance(model, GraniteMoeConfig)
     MoEOptions(model)
+
+
+# Shapes of the Granite-MoE models, as published.
+
+
+def _granite(layers: int, hidden: int, heads: int, experts: int, residual: float, logits: float) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_query_groups": 8,
+            "ffn_hidden_size": 512,
+            "max_position_embeddings": 4096,
+            "vocab_size": 49155,
+            "untie_embeddings_and_output_weights": False,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.015625,
+            "residual_multiplier": residual,
+            "logits_scaling": logits,
+            "moe": {
+                "num_experts": experts,
+                "moe_router_topk": 8,
+                "moe_router_load_balancing_type": ["aux_loss"],
+                "moe_aux_loss_coeff": [0.0],
+            },
+        },
+        "data": {"seq_length": 4096},
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "granite-3.0-1b-a400m": _granite(24, 1024, 16, 32, 0.22, 6.0),
+    "granite-3.0-3b-a800m": _granite(32, 1536, 24, 40, 0.22, 6.0),
+}

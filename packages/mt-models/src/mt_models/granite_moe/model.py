@@ -12,10 +12,8 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.norm import Norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
-from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
-from mt_models.blocks.rotary import RotaryAngles
-from mt_models.blocks.rotary_decoder import attention_core
-from mt_models.blocks.rotary_scaling import build_rotary
+from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding, attention_core
+from mt_models.blocks.rotary import RotaryAngles, build_rotary
 from mt_models.blocks.transformer import TransformerLayer
 from mt_models.granite_moe.config import GraniteMoeConfig
 

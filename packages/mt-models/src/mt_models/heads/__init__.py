@@ -19,7 +19,7 @@ def _spec(name: str, config: str, build: str, name_map: str | None = None, prese
         build=Lazy(f"mt_models.heads.model:{build}"),
         default_loss="classification",
         check=Lazy("mt_models.heads.config:check_choice"),
-        presets=Lazy(f"mt_models.heads.presets:{presets}"),
+        presets=Lazy(f"mt_models.heads.config:{presets}"),
         name_maps={"megatron": Lazy("mt_models.megatron:HEADS"), **hugging_face},
         starts_from=(
             StartsFrom(
@@ -60,13 +60,13 @@ LOSSES = (
     LossSpec(
         name="classification",
         doc="Cross entropy of the right class or text, one number a sample",
-        build=Lazy("mt_models.heads.loss:build_classification_loss"),
+        build=Lazy("mt_models.heads.model:build_classification_loss"),
         metrics=_metrics("accuracy", "f1", "matthews"),
     ),
     LossSpec(
         name="regression",
         doc="Squared error of a predicted number, one number a sample",
-        build=Lazy("mt_models.heads.loss:build_regression_loss"),
+        build=Lazy("mt_models.heads.model:build_regression_loss"),
         metrics=_metrics("pearson", "spearman"),
     ),
 )

@@ -3,12 +3,16 @@ preset of the base applies: `preset = "bert-base-uncased"` with `model.family = 
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from mt_core.config.schema import Config, DataConfig, ModelConfig, PositiveInt, Probability
 from mt_core.errors import ConfigError
-from mt_models.bert.config import BertConfig, check_encoder
-from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
+from mt_models.bert.config import PRESETS as BERT
+from mt_models.bert.config import BertConfig, check_encoder, encoder_flops
+from mt_models.blocks.config import refuse_divided_sequences_and_layers
+from mt_models.flops import Convention, Flops
+from mt_models.flops import flops_per_token as decoder_flops_per_token
 from mt_models.gpt.config import GPTConfig, check_gpt
 from mt_models.llama.config import LlamaConfig, check_llama
 
@@ -117,3 +121,90 @@ def _check_regression(config: Config) -> None:
             f"model.num_classes={getattr(config.model, 'num_classes', 'none')}: regression predicts a number with "
             'model.num_classes=1 and train.loss="regression"; classes take train.loss="classification"'
         )
+
+
+# Finetuning of BERT with the hyper-parameters of Megatron-LM's examples for MNLI and RACE; QQP has those of MNLI.
+#
+# The name says task and size: `base` and `345m` are the shapes of the published models, `tiny` one for a CPU. Shape and
+# tokenizer give way to those of checkpoint.load.
+
+Tree = dict[str, dict[str, Any]]
+
+TINY_MODEL = {**BERT["bert-base-uncased"]["model"], "num_layers": 2, "hidden_size": 128, "num_attention_heads": 2}
+SIZES: dict[str, Tree] = {
+    "base": BERT["bert-base-uncased"],
+    "345m": BERT["megatron-bert-345m-uncased"],
+    "tiny": {"model": TINY_MODEL, "data": {"seq_length": 128}},
+}
+
+
+def _recipe(task: str, size: str, *, epochs: int, batch: int, lr: float, warmup: float, **model: Any) -> Tree:
+    shape = SIZES[size]
+    return {
+        "model": {**shape["model"], **model},
+        "data": {**shape["data"], "dataset_type": task},
+        "train": {
+            "train_epochs": epochs,
+            "micro_batch_size": batch // 8,  # of the eight GPUs of the examples
+            "global_batch_size": batch,
+            "eval_interval": None,
+            "full_validation": True,
+        },
+        "optimizer": {"lr": lr, "weight_decay": 0.1, "clip_grad": 1.0},
+        "lr_schedule": {"lr_decay_style": "linear", "lr_warmup_fraction": warmup},
+        "checkpoint": {"save_interval": None, "keep_last": 1, "best_metric": "accuracy"},
+    }
+
+
+def _pairs(task: str, size: str, classes: int) -> Tree:
+    return _recipe(task, size, epochs=5, batch=64, lr=5e-5, warmup=0.065, num_classes=classes)
+
+
+CLASSIFICATION = {
+    f"{task}-bert-{size}": _pairs(task, size, classes) for task, classes in (("mnli", 3), ("qqp", 2)) for size in SIZES
+}
+MULTIPLE_CHOICE = {
+    f"race-bert-{size}": _recipe("race", size, epochs=3, batch=32, lr=1e-5, warmup=0.06) for size in SIZES
+}
+NONE: dict[str, Tree] = {}
+"""Heads on decoders: use presets of the base model, with model.family set to the head's."""
+
+
+# Floating-point operations of classification and multiple-choice models, from their configuration (counted as in
+# mt_models.flops). The head's are averaged over the tokens of a text.
+
+
+@dataclass(frozen=True)
+class TextFlops(Flops):
+    """Forward FLOPs for each token of a text."""
+
+    attention_projections: float
+    """Queries, keys, values and the output of attention."""
+    attention_core: float
+    """Scores and their product with the values."""
+    feed_forward: float
+    pooler: float
+    head: float
+
+
+def flops_per_token(config: Any, seq_length: int, *, convention: Convention = "seen") -> TextFlops:
+    """The mean over the tokens of a text (of one option, where there are several to choose from).
+
+    config: of any family of mt_models.heads. convention: of decoders; BERT's positions see all others.
+    """
+    outputs = config.num_classes if isinstance(config, ClassificationConfig) else 1
+    layers, pooler = _layers(config, seq_length, convention)
+    return TextFlops(
+        attention_projections=layers.attention_projections,
+        attention_core=layers.attention_core,
+        feed_forward=layers.feed_forward,
+        pooler=pooler / seq_length,
+        head=2 * config.hidden_size * outputs / seq_length,
+    )
+
+
+def _layers(config: Any, seq_length: int, convention: Convention) -> tuple[Any, float]:
+    """FLOPs of the layers per token, and of the pooler per text."""
+    if isinstance(config, BertConfig):
+        return encoder_flops(config, seq_length), 2 * config.hidden_size**2
+    return decoder_flops_per_token(config, seq_length, convention=convention), 0.0

@@ -5,23 +5,26 @@ Shapes: B batch, C classes, N texts to choose from, S sequence, H hidden.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from mt_core.config.schema import Config
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
+from mt_core.nn.loss import Loss, seen_labels
 from mt_core.nn.model import Model
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import whole
-from mt_models.bert.heads import Pooler
-from mt_models.bert.model import BertEncoder, first_position
-from mt_models.blocks.decoder import CausalDecoder
-from mt_models.blocks.replicated import ReplicatedLinear
+from mt_models.bert.model import BertEncoder, Pooler, first_position
+from mt_models.blocks.decoder import CausalDecoder, RotaryDecoder
+from mt_models.blocks.linear import ReplicatedLinear
 from mt_models.gpt.model import GPTModel
 from mt_models.heads.config import (
     BertClassificationConfig,
@@ -31,7 +34,6 @@ from mt_models.heads.config import (
     LlamaClassificationConfig,
     LlamaMultipleChoiceConfig,
 )
-from mt_models.llama.model import LlamaModel
 
 
 class FeatureDropout(Dropout):
@@ -174,13 +176,13 @@ class GPTChooser(Chooser, DecoderText, GPTModel):  # type: ignore[misc]
     inputs = DecoderText.inputs
 
 
-class LlamaClassifier(Classifier, DecoderText, LlamaModel):  # type: ignore[misc]
+class LlamaClassifier(Classifier, DecoderText, RotaryDecoder):  # type: ignore[misc]
     """Llama with a class for each text."""
 
     inputs = DecoderText.inputs
 
 
-class LlamaChooser(Chooser, DecoderText, LlamaModel):  # type: ignore[misc]
+class LlamaChooser(Chooser, DecoderText, RotaryDecoder):  # type: ignore[misc]
     """Llama with a score for each of several texts."""
 
     inputs = DecoderText.inputs
@@ -208,3 +210,24 @@ def build_llama_classifier(config: LlamaClassificationConfig, environment: Model
 
 def build_llama_chooser(config: LlamaMultipleChoiceConfig, environment: ModelEnvironment) -> LlamaChooser:
     return LlamaChooser(config, environment)
+
+
+# The losses of classification, multiple choice and regression, one value per sample.
+
+
+def classification_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """logits [B, C], batch["labels"] [B] -> losses [B] in fp32; loss_mask [B] leaves out samples without a label."""
+    return F.cross_entropy(logits.float(), seen_labels(batch), reduction="none")
+
+
+def build_classification_loss(config: Config, parallel: ParallelContext | None = None) -> Loss:
+    return classification_loss
+
+
+def regression_loss(outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """outputs [B, 1], batch["labels"] [B] -> squared errors [B] in fp32."""
+    return F.mse_loss(outputs[:, 0].float(), batch["labels"].float(), reduction="none")
+
+
+def build_regression_loss(config: Config, parallel: ParallelContext | None = None) -> Loss:
+    return regression_loss

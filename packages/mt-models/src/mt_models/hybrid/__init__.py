@@ -8,10 +8,10 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.hybrid.config:HybridConfig"),
     build=Lazy("mt_models.hybrid.model:build_hybrid"),
     check=Lazy("mt_models.hybrid.config:check_hybrid"),
-    presets=Lazy("mt_models.hybrid.presets:PRESETS"),
+    presets=Lazy("mt_models.hybrid.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.hybrid.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:HYBRID"),
     },
-    training_flops=Lazy("mt_models.training_flops:hybrid_flops"),
+    training_flops=Lazy("mt_models.hybrid.config:training_flops"),
 )

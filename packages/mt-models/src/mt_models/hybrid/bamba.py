@@ -24,8 +24,7 @@ from mt_models.blocks.hugging_face_mamba import (
     mixer_rules,
 )
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_GENERATION, require_value
-from mt_models.hybrid.config import NEUTRAL_FACTORS, HybridConfig
-from mt_models.hybrid.pattern import ATTENTION, FEED_FORWARD, MAMBA
+from mt_models.hybrid.config import ATTENTION, FEED_FORWARD, MAMBA, NEUTRAL_FACTORS, HybridConfig
 from mt_models.hybrid.rules import attention_rules, gated_feed_forward_rules
 
 ROTATED = 0.5

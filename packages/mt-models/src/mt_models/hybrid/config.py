@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -11,9 +12,61 @@ from pydantic import Field
 from mt_core.config.checks import divisors, listed, must_divide
 from mt_core.config.schema import Activation, Config, PositiveInt, Probability, used_when
 from mt_core.errors import ConfigError
-from mt_models.blocks.checks import check_tensor_parallel
+from mt_core.nn.activations import is_gated
+from mt_models.blocks.config import check_tensor_parallel
 from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
-from mt_models.hybrid.pattern import EXPERTS, STAGE, check_pattern, layers_of, stages_of
+from mt_models.flops import Convention, Flops, experts_flops
+from mt_models.mamba.config import convolution_flops, output_flops, projection_flops, scan_flops
+
+# The pattern of layer kinds, in Megatron's notation: `M-M-*-|M-M-*-`.
+#
+# A symbol is a layer; `|` begins a new pipeline stage.
+
+MAMBA, ATTENTION, FEED_FORWARD, EXPERTS, STAGE = "M", "*", "-", "E", "|"
+
+KINDS: Mapping[str, str] = {
+    MAMBA: "Mamba-2",
+    ATTENTION: "attention",
+    FEED_FORWARD: "feed-forward",
+    EXPERTS: "mixture of experts",
+}
+MEGATRON_ONLY: Mapping[str, str] = {
+    "G": "gated delta net",
+    "D": "DeepSeek sparse attention",
+    "+": "multi-head latent attention",
+    "/": "multi-token prediction",
+}
+"""Symbols of Megatron that are not supported here."""
+
+
+def layers_of(pattern: str) -> str:
+    """The symbols of the layers, without stage boundaries."""
+    return pattern.replace(STAGE, "")
+
+
+def stages_of(pattern: str) -> list[int]:
+    """How many layers stand in each part between `|`."""
+    return [len(part) for part in pattern.split(STAGE)]
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise ConfigError for an unknown symbol, or a part without layers."""
+    known = ", ".join(f"{symbol} ({kind})" for symbol, kind in KINDS.items())
+    # Symbols that Megatron has and this family does not are named by their meaning, so that the
+    # reader of a Megatron launch script sees what is missing.
+    for place, symbol in enumerate(layers_of(pattern)):
+        if symbol not in KINDS:
+            meaning = f" ({MEGATRON_ONLY[symbol]})" if symbol in MEGATRON_ONLY else ""
+            raise ConfigError(
+                f"model.hybrid_layer_pattern={pattern!r} has {symbol!r}{meaning} as layer {place}; a layer can be "
+                f"{known}, and {STAGE} begins a pipeline stage"
+            )
+    if 0 in stages_of(pattern):
+        raise ConfigError(
+            f"model.hybrid_layer_pattern={pattern!r} has a stage without layers; there is at least one symbol of "
+            f"{', '.join(KINDS)} before, between and after {STAGE}"
+        )
+
 
 Factor = Annotated[float, Field(gt=0)]
 
@@ -187,3 +240,108 @@ def _check_experts(model: HybridConfig) -> None:
     if model.moe is None:
         raise ConfigError(f"{pattern} has layers of experts (E); set model.moe, their options")
     raise ConfigError(f"model.moe is set, but {pattern} has no layer of experts; put E where they go")
+
+
+# Shapes of hybrid models, as published.
+
+_NEMOTRON_H_8B = "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-"
+_BAMBA = "".join("*-" if layer in (9, 18, 27) else "M-" for layer in range(32))
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "nemotron-h-8b": {
+        "model": {
+            "hybrid_layer_pattern": _NEMOTRON_H_8B,
+            "hidden_size": 4096,
+            "vocab_size": 131072,
+            "num_attention_heads": 32,
+            "num_query_groups": 8,
+            "kv_channels": 128,
+            "ffn_hidden_size": 21504,
+            "mamba_num_heads": 128,
+        },
+        "data": {"seq_length": 8192},
+    },
+    "bamba-9b": {
+        "model": {
+            "hybrid_layer_pattern": _BAMBA,
+            "hidden_size": 4096,
+            "vocab_size": 128256,
+            "num_attention_heads": 32,
+            "num_query_groups": 8,
+            "position_embedding_type": "rope",
+            "rotary_percent": 0.5,
+            "ffn_hidden_size": 14336,
+            "activation": "swiglu",
+            "mamba_num_heads": 128,
+            "mamba_num_groups": 1,
+            "mamba_chunk_size": 256,
+        },
+        "data": {"seq_length": 4096},
+    },
+}
+
+
+# Floating-point operations of a hybrid for each token, from its configuration.
+#
+# Counted as for transformers (mt_models.flops) and Mamba (mt_models.mamba.config), each layer by its kind.
+
+
+@dataclass(frozen=True)
+class HybridFlops(Flops):
+    """Forward FLOPs for each token, over all layers."""
+
+    mamba_projections: float
+    mamba_convolution: float
+    mamba_scan: float
+    attention_projections: float
+    """Queries, keys, values and the output of attention."""
+    attention_core: float
+    """Scores and their product with the values."""
+    feed_forward: float
+    """Experts included."""
+    output: float
+    """Logits."""
+
+
+def flops_per_token(
+    config: HybridConfig, seq_length: int, *, convention: Convention = "seen", experts: float | None = None
+) -> HybridFlops:
+    """The mean over the tokens of a sequence.
+
+    experts: forward FLOPs for each token of one layer of experts. Raises ConfigError when it is missing though the
+    pattern has such layers, or the vocabulary is unknown.
+    """
+    count = config.layers.count
+    if count(EXPERTS) and experts is None:
+        raise ConfigError(
+            "layers of experts (E) are counted by the plugin that brings them; pass their FLOPs as experts"
+        )
+    mamba, attention = count(MAMBA), count(ATTENTION)
+    keys = seq_length if convention == "full" else (seq_length + 1) / 2
+    heads = config.num_attention_heads * config.head_dim
+    return HybridFlops(
+        mamba_projections=mamba * projection_flops(config),
+        mamba_convolution=mamba * convolution_flops(config),
+        mamba_scan=mamba * scan_flops(config, seq_length, convention),
+        attention_projections=attention * 4 * config.hidden_size * (heads + config.query_groups * config.head_dim),
+        attention_core=attention * 4 * heads * keys,
+        feed_forward=count(FEED_FORWARD) * feed_forward_flops(config) + count(EXPERTS) * (experts or 0.0),
+        output=output_flops(config),
+    )
+
+
+def feed_forward_flops(config: HybridConfig) -> float:
+    """Of one layer."""
+    matrices = 3 if is_gated(config.activation) else 2
+    return 2 * matrices * config.hidden_size * config.ffn_size
+
+
+def training_flops(config: Config) -> float:
+    """See `ModelSpec.training_flops`. Experts are the feed-forward of layers of their own, so that a layer of them is
+    counted as if all were."""
+    model: Any = config.model
+    length = config.data.seq_length
+    # moe_flops takes the mean over layers, dense ones included; with
+    # frequency 1 the mean is that of a layer of experts.
+    every_layer = model.moe and model.model_copy(update={"moe": {**model.moe, "moe_layer_freq": 1}})
+    return length * flops_per_token(model, length, experts=experts_flops(every_layer)).training

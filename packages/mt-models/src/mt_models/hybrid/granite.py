@@ -22,8 +22,7 @@ from mt_models.blocks.hugging_face_mamba import (
     mixer_rules,
 )
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, require_value
-from mt_models.hybrid.config import HybridConfig
-from mt_models.hybrid.pattern import ATTENTION, FEED_FORWARD, MAMBA
+from mt_models.hybrid.config import ATTENTION, FEED_FORWARD, MAMBA, HybridConfig
 from mt_models.hybrid.rules import attention_rules
 
 KIND = "granitemoehybrid"

@@ -11,12 +11,9 @@ from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.decoder import TokenEmbedding
 from mt_models.blocks.mamba_mixer import MambaMixer
-from mt_models.blocks.mixed_decoder import MixedDecoder
-from mt_models.blocks.residual_layer import AttentionLayer, FeedForwardLayer, MambaLayer, scaled
-from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
-from mt_models.blocks.rotary_scaling import FixedRotary
-from mt_models.hybrid import pattern
-from mt_models.hybrid.config import HybridConfig
+from mt_models.blocks.mixed_decoder import AttentionLayer, FeedForwardLayer, MambaLayer, MixedDecoder, scaled
+from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
+from mt_models.hybrid.config import ATTENTION, EXPERTS, MAMBA, HybridConfig
 
 
 class HybridEmbedding(TokenEmbedding):
@@ -61,17 +58,14 @@ def hybrid_layer(config: HybridConfig, environment: ModelEnvironment, number: in
     """The layer that the pattern has at this place."""
     ctx = environment.parallel
     common = config.hidden_size, config.norm_epsilon, ctx, config.residual_multiplier
-    match config.layers[number]:
-        case pattern.MAMBA:
-            mixer = MambaMixer(config, ctx, config.output_init_std)
-            return MambaLayer(mixer, *common)
-        case pattern.ATTENTION:
-            return AttentionLayer(self_attention(config, environment), *common)
-        # - or E; check_pattern has refused other symbols.
-        case symbol:
-            kind = "moe" if symbol == pattern.EXPERTS else "dense"
-            feed_forward = environment.feed_forward(kind, config, number)
-            return FeedForwardLayer(feed_forward, *common)
+    symbol = config.layers[number]
+    if symbol == MAMBA:
+        return MambaLayer(MambaMixer(config, ctx, config.output_init_std), *common)
+    if symbol == ATTENTION:
+        return AttentionLayer(self_attention(config, environment), *common)
+    # - or E; check_pattern has refused other symbols.
+    feed_forward = environment.feed_forward("moe" if symbol == EXPERTS else "dense", config, number)
+    return FeedForwardLayer(feed_forward, *common)
 
 
 def self_attention(config: HybridConfig, environment: ModelEnvironment) -> SelfAttention:

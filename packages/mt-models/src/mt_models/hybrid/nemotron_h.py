@@ -11,8 +11,7 @@ from mt_core.name_map import NameMap, Rule, Same
 from mt_models.blocks.hugging_face_decoder import POSITIONS, longest_sequence, one_of
 from mt_models.blocks.hugging_face_mamba import KERNELS, OF_MAMBA1, mixer_rules
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_GENERATION, require_value
-from mt_models.hybrid.config import NEUTRAL_FACTORS, HybridConfig
-from mt_models.hybrid.pattern import ATTENTION, EXPERTS, FEED_FORWARD, MAMBA
+from mt_models.hybrid.config import ATTENTION, EXPERTS, FEED_FORWARD, MAMBA, NEUTRAL_FACTORS, HybridConfig
 from mt_models.hybrid.rules import attention_rules, plain_feed_forward_rules
 
 NORMS = {MAMBA: "norm", ATTENTION: "input_layernorm", FEED_FORWARD: "pre_mlp_layernorm"}

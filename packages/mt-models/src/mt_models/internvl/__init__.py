@@ -8,8 +8,8 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.internvl.config:InternVLConfig"),
     build=Lazy("mt_models.internvl.model:build_internvl"),
     check=Lazy("mt_models.internvl.config:check_internvl"),
-    shrink=Lazy("mt_models.llava.shrink:shrink_squares"),
-    presets=Lazy("mt_models.internvl.presets:PRESETS"),
+    shrink=Lazy("mt_models.llava.config:shrink_squares"),
+    presets=Lazy("mt_models.internvl.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.internvl.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:IMAGE_TILES"),

@@ -14,9 +14,9 @@ from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.internvl.config import InternVLConfig
-from mt_models.llava.projection import ProjectionMLP
+from mt_models.llava.model import ProjectionMLP
 from mt_models.llava.vision_language import FixedSizeImageModel
-from mt_models.vision.pixel_shuffle import pixel_shuffle
+from mt_models.vision.model import pixel_shuffle
 
 NORM_EPSILON = 1e-5
 

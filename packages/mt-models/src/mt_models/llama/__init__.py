@@ -6,12 +6,12 @@ SPEC = ModelSpec(
     name="llama",
     doc="Llama 1, 2 and 3: grouped queries, SwiGLU, rotary positions with their scalings",
     config_type=Lazy("mt_models.llama.config:LlamaConfig"),
-    build=Lazy("mt_models.llama.model:build_llama"),
+    build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
     check=Lazy("mt_models.llama.config:check_llama"),
-    presets=Lazy("mt_models.llama.presets:PRESETS"),
+    presets=Lazy("mt_models.llama.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.llama.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:ROTARY"),
     },
-    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
+    training_flops=Lazy("mt_models.flops:training_flops"),
 )

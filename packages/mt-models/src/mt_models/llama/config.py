@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mt_core.config.schema import Config
-from mt_models.blocks.decoder_config import DecoderConfig, check_decoder
+from mt_models.blocks.config import DecoderConfig, check_decoder
 
 
 class LlamaConfig(DecoderConfig):
@@ -23,9 +25,72 @@ class LlamaConfig(DecoderConfig):
         return self.attention_bias
 
     @property
+    def add_attention_output_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
     def qk_layernorm(self) -> bool:
         return False
 
 
 def check_llama(config: Config) -> None:
     check_decoder(config)
+
+
+# Shapes of the Llama models, as published.
+
+
+def _llama(layers: int, hidden: int, heads: int, groups: int, ffn: int, positions: int, **keys: Any) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_query_groups": groups,
+            "ffn_hidden_size": ffn,
+            "max_position_embeddings": positions,
+            "norm_epsilon": 1e-5,
+            **keys,
+        },
+        "data": {"seq_length": min(positions, 8192)},
+    }
+
+
+def _llama1(layers: int, hidden: int, heads: int, ffn: int, epsilon: float = 1e-6) -> dict[str, Any]:
+    return _llama(layers, hidden, heads, heads, ffn, 2048, vocab_size=32000, norm_epsilon=epsilon)
+
+
+def _llama2(layers: int, hidden: int, heads: int, groups: int, ffn: int) -> dict[str, Any]:
+    return _llama(layers, hidden, heads, groups, ffn, 4096, vocab_size=32000)
+
+
+def _llama3(layers: int, hidden: int, heads: int, ffn: int, **keys: Any) -> dict[str, Any]:
+    return _llama(layers, hidden, heads, 8, ffn, 8192, **{"vocab_size": 128256, "rotary_base": 500000.0, **keys})
+
+
+def _llama31(layers: int, hidden: int, heads: int, ffn: int, factor: float = 8.0, **keys: Any) -> dict[str, Any]:
+    scaling = {
+        "rope_scaling_type": "llama3",
+        "rope_scaling_factor": factor,
+        "original_max_position_embeddings": 8192,
+        "max_position_embeddings": 131072,
+    }
+    return _llama3(layers, hidden, heads, ffn, **scaling, **keys)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama1-7b": _llama1(32, 4096, 32, 11008),
+    "llama1-13b": _llama1(40, 5120, 40, 13824),
+    "llama1-33b": _llama1(60, 6656, 52, 17920),
+    "llama1-65b": _llama1(80, 8192, 64, 22016, 1e-5),
+    "llama2-7b": _llama2(32, 4096, 32, 32, 11008),
+    "llama2-13b": _llama2(40, 5120, 40, 40, 13824),
+    "llama2-70b": _llama2(80, 8192, 64, 8, 28672),
+    "llama3-8b": _llama3(32, 4096, 32, 14336),
+    "llama3-70b": _llama3(80, 8192, 64, 28672),
+    "llama3.1-8b": _llama31(32, 4096, 32, 14336),
+    "llama3.1-70b": _llama31(80, 8192, 64, 28672),
+    "llama3.1-405b": _llama31(126, 16384, 128, 53248),
+    "llama3.2-1b": _llama31(16, 2048, 32, 8192, 32.0, untie_embeddings_and_output_weights=False),
+    "llama3.2-3b": _llama31(28, 3072, 24, 8192, 32.0, untie_embeddings_and_output_weights=False),
+}

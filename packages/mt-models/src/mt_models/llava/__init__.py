@@ -8,8 +8,8 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.llava.config:LlavaConfig"),
     build=Lazy("mt_models.llava.model:build_llava"),
     check=Lazy("mt_models.llava.config:check_llava"),
-    shrink=Lazy("mt_models.llava.shrink:shrink_llava"),
-    presets=Lazy("mt_models.llava.presets:PRESETS"),
+    shrink=Lazy("mt_models.llava.config:shrink_llava"),
+    presets=Lazy("mt_models.llava.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.llava.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:LLAVA"),

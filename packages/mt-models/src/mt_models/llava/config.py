@@ -6,6 +6,8 @@ VisionLanguageConfig is what other families of images and text have in common wi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
@@ -15,7 +17,15 @@ from mt_core.config.messages import validation_message
 from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, PositiveInt, used_when
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
-from mt_models.vision.config import VisionEncoderConfig, check_encoder, check_images
+from mt_models.flops import Convention, Flops, TokenFlops, flops_per_token
+from mt_models.vision.config import (
+    CLIP_LARGE_336,
+    ImageFlops,
+    VisionEncoderConfig,
+    check_encoder,
+    check_images,
+    tower_flops,
+)
 
 Part = Literal["vision_model", "vision_projection", "language_model"]
 ProjectionActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
@@ -269,3 +279,103 @@ def check_decoder(model: VisionLanguageConfig, config: Config) -> None:
         load_plugins().check_config(config.model_copy(update={"model": model.decoder}))
     except ConfigError as error:
         raise ConfigError(f"in model.language_model, which is [model] in what follows: {error}") from None
+
+
+# LLaVA 1.5: CLIP's large tower at 336 pixels, a two-layer projection, Vicuna (which is Llama 2).
+
+
+def _llava15(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, Any]:
+    decoder = {
+        "family": "llama",
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": ffn,
+        "max_position_embeddings": 4096,
+        "norm_epsilon": 1e-5,
+    }
+    return {
+        "model": {
+            "vision_model": CLIP_LARGE_336,
+            "language_model": decoder,
+            # 32000 tokens, the image token, the padding, and the rest of a multiple of 64.
+            "vocab_size": 32064,
+            "image_token_index": 32000,
+        },
+        "data": {"seq_length": 2048},
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "llava-1.5-7b": _llava15(32, 4096, 32, 11008),
+    "llava-1.5-13b": _llava15(40, 5120, 40, 13824),
+}
+
+
+# Small models of images and text for checks: images of few patches. Imports no torch.
+
+
+def shrink_llava(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
+    """The last state of the tower is projected."""
+    return {**shrink_images(model), "vision_feature_layers": [-1]}
+
+
+def shrink_squares(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
+    """Of a family whose features are squares of patches: of two by two, where these fill the image."""
+    shrunk = shrink_images(model)
+    tower = shrunk["vision_model"]
+    rows, columns = tower["img_h"] // tower["patch_dim"], tower["img_w"] // tower["patch_dim"]
+    return {**shrunk, "scale_factor": gcd(rows, columns, 2)}
+
+
+def shrink_images(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of [model] for two by two patches, or as near as the proportions of the image allow. The image token is
+    behind every vocabulary."""
+    tower = model["vision_model"]
+    return {
+        "vision_model": {**tower, "patch_dim": max(1, min(tower["img_h"], tower["img_w"]) // 2)},
+        "image_token_index": max(model["image_token_index"], 100_000),
+    }
+
+
+# Floating-point operations of LLaVA, SmolVLM and InternVL for each sample, from their configuration (counted as in
+# mt_models.flops).
+
+
+@dataclass(frozen=True)
+class SampleFlops(Flops):
+    """Forward FLOPs for each sample."""
+
+    vision_model: ImageFlops
+    """For each image, up to the last state that the projection reads."""
+    vision_projection: float
+    """For each image."""
+    language_model: TokenFlops
+    """For each position, those of images included."""
+    images: int
+    positions: int
+
+    @property
+    def forward(self) -> float:
+        per_image = self.vision_model.forward + self.vision_projection
+        return self.images * per_image + self.positions * self.language_model.forward
+
+
+def flops_per_sample(
+    config: VisionLanguageConfig,
+    seq_length: int,
+    *,
+    images: int = 1,
+    convention: Convention = "seen",
+    feed_forward: float | None = None,
+) -> SampleFlops:
+    """seq_length: with the positions of images. images: views, which are tiles and whole images. convention,
+    feed_forward: see mt_models.flops.flops_per_token."""
+    return SampleFlops(
+        vision_model=tower_flops(config.vision_model, config.tower_layers),
+        # Each weight is used once for a feature.
+        vision_projection=2.0 * config.image_seq_length * config.projection_weights,
+        language_model=flops_per_token(config.decoder, seq_length, convention=convention, feed_forward=feed_forward),
+        images=images,
+        positions=seq_length,
+    )

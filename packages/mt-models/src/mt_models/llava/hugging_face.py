@@ -15,18 +15,58 @@ Modules of transformers 5 call them `model.vision_tower.`, `model.multi_modal_pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, require_known
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
+from mt_core.specs import Lazy
 from mt_models.hugging_face import FURTHER_ACTIVATIONS, IGNORED, NOT_A_CHOICE, HuggingFaceFamily, Preprocessor
 from mt_models.llava.config import LlavaConfig, VisionLanguageConfig
-from mt_models.llava.decoders import decoder_maps, read_decoder
 from mt_models.llava.image_processor import read_processor, require_size, trained_keys, written_processor
 from mt_models.vision import hugging_face as vision
+
+# The decoders that LLaVA can have in Hugging Face's format.
+
+DECODERS: Mapping[str, Lazy[HuggingFaceFamily]] = {
+    name: Lazy(f"mt_models.{name}.hugging_face:HUGGING_FACE") for name in ("llama", "mistral", "qwen", "gemma", "gpt")
+}
+"""Family -> its maps. Others can be trained as LLaVA's decoder, but not exported."""
+
+LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+    },
+}
+"""model_type -> what published files of LLaVA leave out, since it is the type's default."""
+
+
+def decoder_maps(family: str) -> HuggingFaceFamily:
+    """Raises ConfigError for a family that cannot be written as a part of LLaVA."""
+    if family not in DECODERS:
+        raise ConfigError(
+            f"model.language_model.family={family} cannot be written as the decoder of a Hugging Face llava; it can "
+            f"be {', '.join(DECODERS)}"
+        )
+    return DECODERS[family].load()
+
+
+def read_decoder(external: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of [model.language_model] from `text_config`."""
+    kinds = {kind: maps for maps in _all() for kind in maps.model_types}
+    kind = require_known("text_config.model_type", str(external.get("model_type", "llama")), kinds)
+    return kinds[kind].read_config({"model_type": kind, **LEFT_OUT.get(kind, {}), **external})
+
+
+def _all() -> Iterator[HuggingFaceFamily]:
+    return (maps.load() for maps in DECODERS.values())
+
 
 TOWER, PROJECTION, DECODER = "vision_tower.", "multi_modal_projector.", "language_model."
 STEM, OUTPUT = "model.", "lm_head.weight"

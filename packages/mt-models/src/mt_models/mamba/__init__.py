@@ -8,10 +8,10 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.mamba.config:MambaConfig"),
     build=Lazy("mt_models.mamba.model:build_mamba"),
     check=Lazy("mt_models.mamba.config:check_mamba"),
-    presets=Lazy("mt_models.mamba.presets:PRESETS"),
+    presets=Lazy("mt_models.mamba.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.mamba.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:MAMBA"),
     },
-    training_flops=Lazy("mt_models.training_flops:mamba_flops"),
+    training_flops=Lazy("mt_models.mamba.config:training_flops"),
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mt_core.nn.environment import ModelEnvironment
 from mt_models.blocks.mamba_mixer import MambaMixer
-from mt_models.blocks.mixed_decoder import MixedDecoder
-from mt_models.blocks.residual_layer import MambaLayer
+from mt_models.blocks.mixed_decoder import MambaLayer, MixedDecoder
 from mt_models.mamba.config import MambaConfig
 
 

@@ -6,12 +6,12 @@ SPEC = ModelSpec(
     name="mistral",
     doc="Mistral 7B: Llama with attention over a sliding window",
     config_type=Lazy("mt_models.mistral.config:MistralConfig"),
-    build=Lazy("mt_models.mistral.model:build_mistral"),
+    build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
     check=Lazy("mt_models.mistral.config:check_mistral"),
-    presets=Lazy("mt_models.mistral.presets:PRESETS"),
+    presets=Lazy("mt_models.mistral.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.mistral.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:ROTARY"),
     },
-    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
+    training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mt_core.config.schema import Config, PositiveInt
-from mt_models.blocks.decoder_config import DecoderConfig, check_decoder
+from mt_models.blocks.config import DecoderConfig, check_decoder
 
 
 class MistralConfig(DecoderConfig):
@@ -26,3 +28,30 @@ class MistralConfig(DecoderConfig):
 
 def check_mistral(config: Config) -> None:
     check_decoder(config)
+
+
+# Shapes of the Mistral models, as published.
+
+
+def _mistral_7b(vocab: int, **keys: Any) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_query_groups": 8,
+            "ffn_hidden_size": 14336,
+            "max_position_embeddings": 32768,
+            "norm_epsilon": 1e-5,
+            "vocab_size": vocab,
+            **keys,
+        },
+        "data": {"seq_length": 8192},
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "mistral-7b-v0.1": _mistral_7b(32000, sliding_window=4096),
+    "mistral-7b-v0.2": _mistral_7b(32000, rotary_base=1000000.0),
+    "mistral-7b-v0.3": _mistral_7b(32768, rotary_base=1000000.0),
+}

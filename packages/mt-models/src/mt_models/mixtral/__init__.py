@@ -6,12 +6,12 @@ SPEC = ModelSpec(
     name="mixtral",
     doc="Mixtral: Mistral with 8 experts in every layer",
     config_type=Lazy("mt_models.mixtral.config:MixtralConfig"),
-    build=Lazy("mt_models.mixtral.model:build_mixtral"),
+    build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
     check=Lazy("mt_models.mixtral.config:check_mixtral"),
-    presets=Lazy("mt_models.mixtral.presets:PRESETS"),
+    presets=Lazy("mt_models.mixtral.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.mixtral.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:ROTARY"),
     },
-    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
+    training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.schema import Config
-from mt_models.blocks.decoder_config import check_decoder
+from mt_models.blocks.config import check_decoder
 from mt_models.blocks.moe import MoEOptions
 from mt_models.mistral.config import MistralConfig
 
@@ -22,3 +22,35 @@ def check_mixtral(config: Config) -> None:
     model = config.model
     assert isinstance(model, MixtralConfig)
     MoEOptions(model)
+
+
+# Shapes of the Mixtral models, as published.
+
+
+def _mixtral(layers: int, hidden: int, heads: int, ffn: int, vocab: int, positions: int) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_query_groups": 8,
+            "ffn_hidden_size": ffn,
+            "max_position_embeddings": positions,
+            "rotary_base": 1000000.0,
+            "norm_epsilon": 1e-5,
+            "vocab_size": vocab,
+            "moe": {
+                "num_experts": 8,
+                "moe_router_topk": 2,
+                "moe_router_load_balancing_type": ["aux_loss"],
+                "moe_aux_loss_coeff": [0.02],
+            },
+        },
+        "data": {"seq_length": 8192},
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32000, 32768),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32768, 65536),
+}

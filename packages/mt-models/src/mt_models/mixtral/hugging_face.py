@@ -9,7 +9,7 @@ from typing import Any
 from mt_core.config.schema import ModelConfig
 from mt_core.config_map import ConfigMap, Field
 from mt_core.name_map import NameMap
-from mt_models.blocks.decoder_config import DecoderConfig
+from mt_models.blocks.config import DecoderConfig
 from mt_models.blocks.hugging_face_decoder import (
     PRE_NORMS,
     ROPE_KEYS,

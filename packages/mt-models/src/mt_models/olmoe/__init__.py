@@ -8,10 +8,10 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.olmoe.config:OlmoeConfig"),
     build=Lazy("mt_models.olmoe.model:build_olmoe"),
     check=Lazy("mt_models.olmoe.config:check_olmoe"),
-    presets=Lazy("mt_models.olmoe.presets:PRESETS"),
+    presets=Lazy("mt_models.olmoe.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.olmoe.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:OLMOE"),
     },
-    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
+    training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from mt_core.config.checks import must_divide
 from mt_core.config.schema import Config
-from mt_models.blocks.decoder_config import DecoderConfig, check_decoder
+from mt_models.blocks.config import DecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions
 
 
@@ -39,3 +39,30 @@ def check_olmoe(config: Config) -> None:
     # The norm of the keys is sharded as the keys are: whole heads for each rank.
     size = config.parallel.tensor_model_parallel_size
     must_divide("parallel.tensor_model_parallel_size", size, "model.num_query_groups", model.query_groups)
+
+
+# Shapes of the OLMoE models, as published.
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "olmoe-1b-7b": {
+        "model": {
+            "num_layers": 16,
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_query_groups": 16,
+            "ffn_hidden_size": 1024,
+            "max_position_embeddings": 4096,
+            "norm_epsilon": 1e-5,
+            "vocab_size": 50304,
+            "moe": {
+                "num_experts": 64,
+                "moe_router_topk": 8,
+                "moe_router_pre_softmax": True,
+                "moe_router_load_balancing_type": ["aux_loss"],
+                "moe_aux_loss_coeff": [0.01],
+                "moe_z_loss_coeff": 0.001,
+            },
+        },
+        "data": {"seq_length": 4096},
+    },
+}

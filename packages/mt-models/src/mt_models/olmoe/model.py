@@ -8,9 +8,9 @@ from mt_core.nn.attention import AttentionCore
 from mt_core.nn.environment import ModelEnvironment
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
-from mt_models.blocks.rotary_decoder import RotaryDecoder, attention_core
+from mt_models.blocks.decoder import RotaryDecoder, attention_core
+from mt_models.blocks.norm import WideRMSNorm
 from mt_models.blocks.transformer import TransformerLayer
-from mt_models.blocks.wide_norm import WideRMSNorm
 from mt_models.olmoe.config import OlmoeConfig
 
 

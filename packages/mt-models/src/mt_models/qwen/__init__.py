@@ -6,12 +6,12 @@ SPEC = ModelSpec(
     name="qwen",
     doc="Qwen 2, 2.5 and 3, dense: Llama with biases on queries, keys and values, or normalized heads",
     config_type=Lazy("mt_models.qwen.config:QwenConfig"),
-    build=Lazy("mt_models.qwen.model:build_qwen"),
+    build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
     check=Lazy("mt_models.qwen.config:check_qwen"),
-    presets=Lazy("mt_models.qwen.presets:PRESETS"),
+    presets=Lazy("mt_models.qwen.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.qwen.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:ROTARY"),
     },
-    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
+    training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -6,12 +6,12 @@ SPEC = ModelSpec(
     name="qwen_moe",
     doc="Qwen2-MoE and Qwen3-MoE: many small experts, with a shared one in Qwen2",
     config_type=Lazy("mt_models.qwen_moe.config:QwenMoeConfig"),
-    build=Lazy("mt_models.qwen_moe.model:build_qwen_moe"),
+    build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
     check=Lazy("mt_models.qwen_moe.config:check_qwen_moe"),
-    presets=Lazy("mt_models.qwen_moe.presets:PRESETS"),
+    presets=Lazy("mt_models.qwen_moe.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.qwen_moe.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:ROTARY"),
     },
-    training_flops=Lazy("mt_models.training_flops:decoder_flops"),
+    training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_models.blocks.decoder_config import DecoderConfig, check_decoder
+from mt_models.blocks.config import DecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions
 
 
@@ -45,3 +45,60 @@ def check_qwen_moe(config: Config) -> None:
             f"model.rotary_percent={model.rotary_percent} of {model.head_dim} channels leaves none to rotate; "
             f"at least {2 / model.head_dim:.3g} is needed"
         )
+
+
+# Shapes of the Qwen-MoE models, as published (base models).
+
+
+def _qwen_moe(layers: int, hidden: int, heads: int, groups: int, ffn: int, **keys: Any) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_query_groups": groups,
+            "ffn_hidden_size": ffn,
+            "vocab_size": 151936,
+            "rotary_base": 1000000.0,
+            **keys,
+        },
+        "data": {"seq_length": 4096},
+    }
+
+
+def _qwen2(
+    layers: int, hidden: int, heads: int, groups: int, *, experts: int, topk: int, expert_ffn: int, shared: int,
+    positions: int,
+) -> dict[str, Any]:  # fmt: skip
+    moe = {
+        "num_experts": experts,
+        "moe_router_topk": topk,
+        "moe_router_pre_softmax": True,
+        "moe_ffn_hidden_size": expert_ffn,
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": True,
+        "moe_router_load_balancing_type": ["aux_loss"],
+        "moe_aux_loss_coeff": [0.001],
+    }
+    own = {"add_qkv_bias": True, "qk_layernorm": False, "max_position_embeddings": positions}
+    return _qwen_moe(layers, hidden, heads, groups, shared, moe=moe, **own)
+
+
+def _qwen3(layers: int, hidden: int, heads: int, ffn: int, expert_ffn: int) -> dict[str, Any]:
+    moe = {
+        "num_experts": 128,
+        "moe_router_topk": 8,
+        "moe_ffn_hidden_size": expert_ffn,
+        "moe_router_load_balancing_type": ["global_aux_loss"],
+        "moe_aux_loss_coeff": [0.001],
+    }
+    own = {"kv_channels": 128, "max_position_embeddings": 32768}
+    return _qwen_moe(layers, hidden, heads, 4, ffn, moe=moe, **own)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen1.5-moe-a2.7b": _qwen2(24, 2048, 16, 16, experts=60, topk=4, expert_ffn=1408, shared=5632, positions=8192),
+    "qwen2-57b-a14b": _qwen2(28, 3584, 28, 4, experts=64, topk=8, expert_ffn=2560, shared=20480, positions=131072),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 6144, 768),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12288, 1536),
+}

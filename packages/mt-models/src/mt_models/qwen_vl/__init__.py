@@ -8,8 +8,8 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.qwen_vl.config:QwenVLConfig"),
     build=Lazy("mt_models.qwen_vl.model:build_qwen_vl"),
     check=Lazy("mt_models.qwen_vl.config:check_qwen_vl"),
-    shrink=Lazy("mt_models.qwen_vl.shrink:shrink_qwen_vl"),
-    presets=Lazy("mt_models.qwen_vl.presets:PRESETS"),
+    shrink=Lazy("mt_models.qwen_vl.config:shrink_qwen_vl"),
+    presets=Lazy("mt_models.qwen_vl.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.qwen_vl.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:QWEN_VL"),

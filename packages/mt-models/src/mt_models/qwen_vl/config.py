@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -10,7 +11,8 @@ from pydantic import BeforeValidator, Field
 from mt_core.config.checks import must_divide
 from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
 from mt_core.errors import ConfigError
-from mt_models.blocks.encoder_config import EncoderConfig
+from mt_models.blocks.config import EncoderConfig
+from mt_models.flops import Convention, Flops, TokenFlops, flops_per_token
 from mt_models.llava.config import (
     CLIP_MEAN,
     CLIP_STD,
@@ -21,7 +23,7 @@ from mt_models.llava.config import (
     validated,
 )
 from mt_models.qwen.config import QwenConfig
-from mt_models.vision.config import check_tensor_parallel
+from mt_models.vision.config import ImageFlops, check_tensor_parallel
 
 
 class QwenVisionConfig(EncoderConfig):
@@ -206,3 +208,130 @@ def _check_samples(model: QwenVLConfig, config: Config) -> None:
             "num_channels": (model.vision_model.num_channels, "model.vision_model.num_channels"),
         },
     )
+
+
+# Shapes of Qwen2.5-VL, as published.
+
+LAYERS = {"num_layers": 32, "hidden_size": 1280, "num_attention_heads": 16}
+
+
+def _qwen25_vl(
+    layers: int,
+    hidden: int,
+    heads: int,
+    groups: int,
+    ffn: int,
+    vision_ffn: int,
+    *,
+    vocab: int = 152064,
+    tied: bool = False,
+) -> dict[str, Any]:
+    return {
+        "model": {
+            "vision_model": {**LAYERS, "ffn_hidden_size": vision_ffn},
+            "language_model": {
+                "num_layers": layers,
+                "hidden_size": hidden,
+                "num_attention_heads": heads,
+                "num_query_groups": groups,
+                "ffn_hidden_size": ffn,
+                "untie_embeddings_and_output_weights": not tied,
+            },
+            "vocab_size": vocab,
+            "image_token_index": 151655,
+        },
+        "data": {"seq_length": 4096},
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen2.5-vl-3b": _qwen25_vl(36, 2048, 16, 2, 11008, 3420, vocab=151936, tied=True),
+    "qwen2.5-vl-7b": _qwen25_vl(28, 3584, 28, 4, 18944, 3420),
+    "qwen2.5-vl-32b": _qwen25_vl(64, 5120, 40, 8, 27648, 3456),
+    "qwen2.5-vl-72b": _qwen25_vl(80, 8192, 64, 8, 29568, 3456),
+}
+
+
+# A small Qwen2.5-VL for checks: cells of few pixels, windows of two cells. Imports no torch.
+
+
+def shrink_qwen_vl(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
+    """Both kinds of attention stay. The image token is behind every vocabulary."""
+    tower, decoder = dict(model["vision_model"]), dict(model["language_model"])
+    merge = tower["spatial_merge_size"]
+    tower |= {"patch_dim": 2, "window_size": 4 * merge, "full_attention_layers": [tower["num_layers"] - 1]}
+    heads = decoder.get("kv_channels") or decoder["hidden_size"] // decoder["num_attention_heads"]
+    height = heads // 2 // 3
+    decoder["mrope_section"] = [heads // 2 - 2 * height, height, height]
+    return {
+        "vision_model": tower,
+        "language_model": decoder,
+        "image_token_index": max(model["image_token_index"], 100_000),
+    }
+
+
+# Floating-point operations of Qwen2.5-VL for each sample, from its configuration (counted as in mt_models.flops).
+
+Grid = tuple[int, int]
+"""Rows and columns of merged patches of an image."""
+
+
+@dataclass(frozen=True)
+class SampleFlops(Flops):
+    """Forward FLOPs for each sample."""
+
+    vision_model: tuple[ImageFlops, ...]
+    """Of each image."""
+    vision_projection: float
+    """Of all images."""
+    language_model: TokenFlops
+    """For each position, those of images included."""
+    positions: int
+
+    @property
+    def forward(self) -> float:
+        images = sum(image.forward for image in self.vision_model) + self.vision_projection
+        return images + self.positions * self.language_model.forward
+
+
+def flops_per_sample(
+    config: QwenVLConfig, seq_length: int, grids: Sequence[Grid] = (), *, convention: Convention = "seen"
+) -> SampleFlops:
+    """seq_length: with the positions of images. grids: of the images. convention: see mt_models.flops."""
+    vision, cells = config.vision_model, sum(rows * columns for rows, columns in grids)
+    width = vision.hidden_size * vision.merged_patches
+    return SampleFlops(
+        vision_model=tuple(image_flops(vision, grid) for grid in grids),
+        vision_projection=2.0 * cells * width * (width + config.decoder.hidden_size),
+        language_model=flops_per_token(config.decoder, seq_length, convention=convention),
+        positions=seq_length,
+    )
+
+
+def image_flops(config: QwenVisionConfig, grid: Grid) -> ImageFlops:
+    """Scores count for the patches of the same window, in layers of full attention for all of the image. Patches
+    are embedded once, not once a frame."""
+    hidden, merged = config.hidden_size, config.merged_patches
+    patches = grid[0] * grid[1] * merged
+    full = len(set(config.full_attention_layers))
+    # Pairs of patches: of the whole image in layers of full attention; elsewhere m^2 x m^2 for each pair of cells.
+    scores = full * patches**2 + (config.num_layers - full) * merged**2 * _pairs_in_windows(grid, config.window_side)
+    return ImageFlops(
+        patches=2 * patches * config.num_channels * config.patch_dim**2 * hidden,
+        attention_projections=config.num_layers * patches * 8 * hidden**2,
+        attention_core=4 * scores * hidden,
+        feed_forward=config.num_layers * patches * 6 * hidden * config.ffn_size,
+        pooler=0.0,
+        output=0.0,
+    )
+
+
+def _pairs_in_windows(grid: Grid, side: int) -> int:
+    """Pairs of merged patches that are in one window."""
+
+    def squares(length: int) -> int:
+        # Windows are products of a range of rows and one of columns, so that pairs in them are a product
+        # too; the last window of each direction has what is left over.
+        return length // side * side**2 + (length % side) ** 2
+
+    return squares(grid[0]) * squares(grid[1])

@@ -11,12 +11,12 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.retro.config:RetroConfig"),
     build=Lazy("mt_models.retro.model:build_retro"),
     check=Lazy("mt_models.retro.config:check_retro"),
-    presets=Lazy("mt_models.retro.presets:PRESETS"),
+    presets=Lazy("mt_models.retro.config:PRESETS"),
     name_maps={"megatron": Lazy("mt_models.megatron:RETRO")},
     starts_from=(
         StartsFrom(family="gpt", initialized=ADDED),
         StartsFrom(family="llama", initialized=ADDED, keys=Lazy("mt_models.retro.llama_keys:retro_keys_of_llama")),
     ),
-    shrink=Lazy("mt_models.retro.shrink:shrink_retro"),
-    training_flops=Lazy("mt_models.training_flops:retro_flops"),
+    shrink=Lazy("mt_models.retro.config:shrink_retro"),
+    training_flops=Lazy("mt_models.retro.config:training_flops"),
 )

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from mt_core.config.checks import listed
 from mt_core.config.schema import Config, PositiveInt, Probability
 from mt_core.errors import ConfigError
-from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
+from mt_models.blocks.config import refuse_divided_sequences_and_layers
+from mt_models.flops import (
+    Convention,
+    Flops,
+    core_flops,
+    dense_feed_forward_flops,
+    projection_flops,
+)
+from mt_models.flops import (
+    flops_per_token as decoder_flops_per_token,
+)
 from mt_models.gpt.config import GPTConfig, check_gpt
 
 SHARED_WITH_DATA = ("retro_chunk_length", "retro_num_neighbors", "retro_num_retrieved_chunks")
@@ -148,3 +160,146 @@ def _check_samples(model: RetroConfig, config: Config) -> None:
             raise ConfigError(
                 f"data.{key}={getattr(data, key)} and model.{key}={getattr(model, key)} differ; set both to one value"
             )
+
+
+# Shapes: the decoders of Borgeaud et al. (2022), table 1, the one of Megatron's example of pretraining, and a small
+# one that trains in minutes on two CPU cores.
+#
+# The encoder of neighbours is as wide as the decoder, as in Megatron; the paper's is 896 wide in all sizes, and its
+# attention has relative positions, which are learned positions here.
+
+
+def _paper(layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "kv_channels": head_dim,
+            "max_position_embeddings": 2048,
+            "normalization": "RMSNorm",
+            "vocab_size": 128000,
+        },
+        "data": {"dataset_type": "retro", "seq_length": 2048},
+    }
+
+
+MEGATRON: dict[str, Any] = {
+    "model": {
+        "num_layers": 24,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "init_method_std": 0.007,
+    },
+    "data": {"dataset_type": "retro", "seq_length": 512},
+}
+
+TINY: dict[str, Any] = {
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "retro_chunk_length": 32,
+        "retro_cross_attention_layers": [3],
+    },
+    "data": {"dataset_type": "builtin_retro", "seq_length": 128, "retro_chunk_length": 32},
+    "train": {"micro_batch_size": 16, "train_iters": 300},
+    "optimizer": {"lr": 3e-3, "min_lr": 3e-4, "weight_decay": 0.1, "adam_beta2": 0.95},
+    "lr_schedule": {"lr_decay_style": "cosine", "lr_warmup_iters": 20},
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "retro-tiny": TINY,
+    "retro-172m": _paper(12, 896, 16, 64),
+    "retro-425m": _paper(12, 1536, 12, 128),
+    "retro-1.5b": _paper(24, 2048, 16, 128),
+    "retro-7.5b": _paper(32, 4096, 32, 128),
+    "retro-megatron-353m": MEGATRON,
+}
+
+
+# A small RETRO for checks: its sizes depend on one another and on those of its samples. Imports no torch.
+
+CHUNKS = 2
+"""Of a short sequence, so that one of them reads what was found for the one before."""
+
+
+def shrink_retro(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
+    """A chunk is half of a sequence, and the last layer attends to neighbours."""
+    return {
+        "retro_chunk_length": seq_length // CHUNKS,
+        "retro_cross_attention_layers": [model["num_layers"]],
+        "retro_encoder_num_layers": 1,
+        "max_position_embeddings": model["max_position_embeddings"] and seq_length * CHUNKS,
+    }
+
+
+# Floating-point operations of RETRO for each token, from its configuration (counted as in mt_models.flops).
+#
+# A chunk of m tokens has K neighbours of r tokens, so that a token of the text brings K r / m tokens to the encoder.
+
+
+@dataclass(frozen=True)
+class RetroFlops(Flops):
+    """Forward FLOPs for each token of the text, over all layers."""
+
+    attention_projections: float
+    """Of the decoder's self-attention."""
+    attention_core: float
+    feed_forward: float
+    output: float
+    """Logits."""
+    cross_attention_projections: float
+    """Of the text's attention to neighbours; keys and values of neighbours included."""
+    cross_attention_core: float
+    encoder_attention_projections: float
+    """Of the encoder of neighbours."""
+    encoder_attention_core: float
+    encoder_feed_forward: float
+    encoder_cross_attention_projections: float
+    """Of the neighbours' attention to the text; keys and values of the text included."""
+    encoder_cross_attention_core: float
+
+
+def flops_per_token(config: RetroConfig, seq_length: int, *, convention: Convention = "seen") -> RetroFlops:
+    """The mean over the tokens of a sequence of whole chunks, all with neighbours.
+
+    convention: also of the attention to neighbours, which the first m - 1 tokens have not. Raises ConfigError when the
+    vocabulary is unknown.
+    """
+    chunk, retrieved = config.retro_chunk_length, config.retro_num_neighbors * config.retrieved_length
+    ratio = retrieved / chunk
+    decoder = decoder_flops_per_token(config, seq_length, convention=convention)
+    pair = 4 * config.hidden_size * config.num_attention_heads * config.head_dim  # queries and output; keys and values
+    # Positions m - 1 and later attend to neighbours: S - m + 1 of S.
+    attending = 1.0 if convention == "full" else (seq_length - chunk + 1) / seq_length
+    crossing, encoder = len(config.cross_attention_layers), config.retro_encoder_num_layers
+    return RetroFlops(
+        attention_projections=decoder.attention_projections,
+        attention_core=decoder.attention_core,
+        feed_forward=decoder.feed_forward,
+        output=decoder.output,
+        cross_attention_projections=crossing * pair * (1 + ratio),
+        cross_attention_core=crossing * attending * core_flops(config, retrieved),
+        encoder_attention_projections=encoder * ratio * projection_flops(config),
+        encoder_attention_core=encoder * ratio * core_flops(config, config.retrieved_length),
+        encoder_feed_forward=encoder * ratio * dense_feed_forward_flops(config),
+        # Once: the first layer of the encoder alone attends to the text.
+        encoder_cross_attention_projections=pair * (1 + ratio),
+        encoder_cross_attention_core=ratio * core_flops(config, chunk),
+    )
+
+
+def training_flops(config: Config) -> float:
+    """See `ModelSpec.training_flops`."""
+    model: Any = config.model
+    return config.data.seq_length * flops_per_token(model, config.data.seq_length).training

@@ -23,13 +23,11 @@ from mt_core.nn.layout import normal
 from mt_core.nn.model import Model
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.pipeline.stage import Stage
-from mt_models.blocks.freeze import freeze
-from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
-from mt_models.blocks.rotary_scaling import FixedRotary
-from mt_models.blocks.tables import like_token_embeddings
+from mt_models.blocks.decoder import freeze
+from mt_models.blocks.embedding import like_token_embeddings
+from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
 from mt_models.gpt.model import GPTEmbedding, gpt_layer
-from mt_models.retro.attention import BatchNeighbors, Neighbors, TextChunks
-from mt_models.retro.chunks import from_attending_chunks
+from mt_models.retro.attention import BatchNeighbors, Neighbors, TextChunks, from_attending_chunks
 from mt_models.retro.config import RetroConfig, check_layers
 from mt_models.retro.decoding import CachedNeighbors, completed_text, new_positions
 from mt_models.retro.layers import NeighborEncoder, RetrievalLayer

@@ -8,8 +8,8 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.smolvlm.config:SmolVLMConfig"),
     build=Lazy("mt_models.smolvlm.model:build_smolvlm"),
     check=Lazy("mt_models.smolvlm.config:check_smolvlm"),
-    shrink=Lazy("mt_models.llava.shrink:shrink_squares"),
-    presets=Lazy("mt_models.smolvlm.presets:PRESETS"),
+    shrink=Lazy("mt_models.llava.config:shrink_squares"),
+    presets=Lazy("mt_models.smolvlm.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.smolvlm.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:IMAGE_TILES"),

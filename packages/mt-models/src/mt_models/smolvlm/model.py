@@ -17,7 +17,7 @@ from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 from mt_models.llava.vision_language import FixedSizeImageModel
 from mt_models.smolvlm.config import SmolVLMConfig
-from mt_models.vision.pixel_shuffle import pixel_shuffle
+from mt_models.vision.model import pixel_shuffle
 
 
 class SmolVLMProjection(nn.Module):

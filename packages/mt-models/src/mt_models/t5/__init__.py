@@ -8,10 +8,10 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.t5.config:T5Config"),
     build=Lazy("mt_models.t5.model:build_t5"),
     check=Lazy("mt_models.t5.config:check_t5"),
-    presets=Lazy("mt_models.t5.presets:PRESETS"),
+    presets=Lazy("mt_models.t5.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.t5.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:T5"),
     },
-    training_flops=Lazy("mt_models.training_flops:t5_flops"),
+    training_flops=Lazy("mt_models.t5.config:training_flops"),
 )

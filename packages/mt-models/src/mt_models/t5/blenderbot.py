@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mt_core.config_map import ConfigMap, Field, Fixed, require_known
@@ -17,7 +18,24 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import GroupedQKV, NameMap, Rule, Same
 from mt_models.hugging_face import FURTHER_ACTIVATIONS, IGNORED, NOT_A_CHOICE, OF_GENERATION, OF_HEADS, require_value
 from mt_models.t5.config import T5Config
-from mt_models.t5.cross_attention_rule import HeadwiseKV
+
+# The layout of keys and values of cross attention in Hugging Face's formats.
+
+
+@dataclass(frozen=True)
+class HeadwiseKV(Rule):
+    """Key and value matrices (or biases) there; rows head by head here, a head's keys before its values."""
+
+    heads: int = 1
+
+    def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
+        # [N D, H] twice -> [N, D, H] twice -> [N, 2 D, H] -> [N 2 D, H]; of biases without H
+        return torch.cat([x.unflatten(0, (self.heads, -1)) for x in tensors], dim=1).flatten(0, 1)
+
+    def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
+        by_head = tensor.unflatten(0, (self.heads, 2, -1))
+        return [by_head[:, part].flatten(0, 1).contiguous() for part in (0, 1)]
+
 
 KIND = "blenderbot"
 KINDS = ("weight", "bias")

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from mt_core.config.checks import divisors, listed
 from mt_core.config.schema import Activation, Config, ModelConfig, PositiveInt, Probability, used_when
 from mt_core.errors import ConfigError
-from mt_models.blocks.checks import check_tensor_parallel
-from mt_models.blocks.encoder_checks import refuse_divided_sequences
+from mt_models.blocks.config import check_tensor_parallel, refuse_divided_sequences
+from mt_models.flops import (
+    Convention,
+    Flops,
+    core_flops,
+    dense_feed_forward_flops,
+    mean_keys,
+    output_flops,
+    projection_flops,
+)
 
 
 class T5Config(ModelConfig):
@@ -171,3 +180,101 @@ def _check_buckets(model: T5Config) -> None:
             f"{buckets // 2}, half of model.relative_attention_num_buckets={buckets}: nearer distances have biases of "
             "their own"
         )
+
+
+# Published shapes: T5, T5 1.1, and Megatron's T5.
+
+
+def _t5(layers: int, hidden: int, ffn: int, heads: int, head: int = 64, **keys: Any) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "ffn_hidden_size": ffn,
+            "num_attention_heads": heads,
+            "kv_channels": head,
+            "vocab_size": 32128,
+            **keys,
+        },
+        "data": {"seq_length": 512},
+    }
+
+
+def _t5_1_1(layers: int, hidden: int, ffn: int, heads: int) -> dict[str, Any]:
+    return _t5(layers, hidden, ffn, heads, activation="geglu_tanh", untie_embeddings_and_output_weights=True)
+
+
+MEGATRON: dict[str, Any] = {
+    "position_embedding_type": "learned_absolute",
+    "max_position_embeddings": 512,
+    "normalization": "LayerNorm",
+    "norm_epsilon": 1e-5,
+    "activation": "gelu",
+    "add_bias_linear": True,
+    "scale_attention_scores": True,
+    "scale_output": False,
+    "add_output_bias": True,
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "t5-small": _t5(6, 512, 2048, 8),
+    "t5-base": _t5(12, 768, 3072, 12),
+    "t5-large": _t5(24, 1024, 4096, 16),
+    "t5-3b": _t5(24, 1024, 16384, 32, 128),
+    "t5-11b": _t5(24, 1024, 65536, 128, 128),
+    "t5-v1.1-small": _t5_1_1(8, 512, 1024, 6),
+    "t5-v1.1-base": _t5_1_1(12, 768, 2048, 12),
+    "t5-v1.1-large": _t5_1_1(24, 1024, 2816, 16),
+    "t5-v1.1-xl": _t5_1_1(24, 2048, 5120, 32),
+    "t5-v1.1-xxl": _t5_1_1(24, 4096, 10240, 64),
+    "megatron-t5-220m": _t5(12, 768, 3072, 12, **MEGATRON),
+}
+
+
+# Floating-point operations of T5 for each sample, from its configuration (counted as in mt_models.flops).
+
+
+@dataclass(frozen=True)
+class SampleFlops(Flops):
+    """Forward FLOPs for each sample, over all positions and layers."""
+
+    encoder_attention_projections: float
+    encoder_attention_core: float
+    encoder_feed_forward: float
+    decoder_attention_projections: float
+    decoder_attention_core: float
+    cross_attention_projections: float
+    """Queries and output at the decoder's positions, keys and values at the encoder's."""
+    cross_attention_core: float
+    decoder_feed_forward: float
+    output: float
+    """Logits."""
+
+
+def flops_per_sample(
+    config: T5Config, seq_length: int, decoder_seq_length: int, *, convention: Convention = "seen"
+) -> SampleFlops:
+    """seq_length, decoder_seq_length: positions of encoder and decoder, padding included. convention: of the decoder's
+    self-attention. Raises ConfigError when the vocabulary is unknown."""
+    encoder, decoder = config.num_layers, config.decoder_layers
+    # Two matrices [H, N D] for each position: queries and output in the decoder, keys and values in the encoder.
+    width = 4 * config.hidden_size * config.num_attention_heads * config.head_dim
+    own_keys = mean_keys(decoder_seq_length, None, convention)
+    return SampleFlops(
+        encoder_attention_projections=encoder * seq_length * projection_flops(config),
+        encoder_attention_core=encoder * seq_length * core_flops(config, seq_length),
+        encoder_feed_forward=encoder * seq_length * dense_feed_forward_flops(config),
+        decoder_attention_projections=decoder * decoder_seq_length * projection_flops(config),
+        decoder_attention_core=decoder * decoder_seq_length * core_flops(config, own_keys),
+        cross_attention_projections=decoder * width * (decoder_seq_length + seq_length),
+        cross_attention_core=decoder * decoder_seq_length * core_flops(config, seq_length),
+        decoder_feed_forward=decoder * decoder_seq_length * dense_feed_forward_flops(config),
+        output=decoder_seq_length * output_flops(config.hidden_size, config.vocab_size),
+    )
+
+
+def training_flops(config: Config) -> float:
+    """See `ModelSpec.training_flops`. A data set without data.decoder_seq_length has texts of one length."""
+    model: Any = config.model
+    length = config.data.seq_length
+    return flops_per_sample(model, length, getattr(config.data, "decoder_seq_length", length)).training

@@ -18,8 +18,8 @@ from mt_models.hugging_face import (
     require_value,
 )
 from mt_models.t5 import blenderbot
+from mt_models.t5.blenderbot import HeadwiseKV
 from mt_models.t5.config import T5Config
-from mt_models.t5.cross_attention_rule import HeadwiseKV
 
 PADDING = 0
 """The id with which T5's decoder begins, unless the tokenizer says otherwise."""

@@ -24,9 +24,8 @@ from mt_core.nn.model import Model
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.blocks.cross_attention import CrossAttentionLayer, DecoderStack, ScaledQueryAttention
-from mt_models.blocks.relative_bias import RelativeBias
-from mt_models.blocks.tables import LearnedTable, like_token_embeddings
-from mt_models.blocks.tied_output import TiedOutput
+from mt_models.blocks.embedding import LearnedTable, TiedOutput, like_token_embeddings
+from mt_models.blocks.position_bias import RelativeBias
 from mt_models.blocks.transformer import TransformerLayer, TransformerStack
 from mt_models.t5.config import T5Config
 

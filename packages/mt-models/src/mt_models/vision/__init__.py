@@ -9,10 +9,10 @@ SPEC = ModelSpec(
     build=Lazy("mt_models.vision.model:build_vision"),
     default_loss="classification",
     check=Lazy("mt_models.vision.config:check_vision"),
-    presets=Lazy("mt_models.vision.presets:PRESETS"),
+    presets=Lazy("mt_models.vision.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.vision.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.megatron:VISION"),
     },
-    training_flops=Lazy("mt_models.training_flops:vision_flops"),
+    training_flops=Lazy("mt_models.vision.config:training_flops"),
 )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide_all
 from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
 from mt_core.errors import ConfigError
-from mt_models.blocks.encoder_checks import refuse_divided_sequences_and_layers
-from mt_models.blocks.encoder_config import EncoderConfig
+from mt_models.blocks.config import EncoderConfig, refuse_divided_sequences_and_layers
+from mt_models.flops import Flops
 
 VisionActivation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 
@@ -147,3 +148,114 @@ def check_images(model: VisionEncoderConfig, config: Config, section: str) -> No
                 f"data.{key}={given} and {section}.{key}={wanted} must be equal: the model takes the data set's images "
                 "as they are"
             )
+
+
+# Shapes of the image towers of CLIP and SigLIP, as published. They name no data: images come in the tower's size.
+
+LARGE = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16}
+BASE = {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12}
+SO400M = {"num_layers": 27, "hidden_size": 1152, "num_attention_heads": 16, "ffn_hidden_size": 4304}
+
+
+def clip(shape: dict[str, int], patch: int, image: int) -> dict[str, Any]:
+    """Keys of a CLIP tower."""
+    return {"vision_model_type": "clip", **shape, "patch_dim": patch, "img_h": image, "img_w": image}
+
+
+def siglip(shape: dict[str, int], patch: int, image: int) -> dict[str, Any]:
+    """Keys of a SigLIP tower."""
+    return {
+        "vision_model_type": "siglip",
+        **shape,
+        "patch_dim": patch,
+        "img_h": image,
+        "img_w": image,
+        "activation": "gelu_tanh",
+        "norm_epsilon": 1e-6,
+    }
+
+
+CLIP_LARGE_336 = clip(LARGE, 14, 336)
+"""The tower of LLaVA 1.5."""
+
+
+def _preset(tower: dict[str, Any]) -> dict[str, Any]:
+    return {"model": tower}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "clip-vit-base-patch32": _preset(clip(BASE, 32, 224)),
+    "clip-vit-base-patch16": _preset(clip(BASE, 16, 224)),
+    "clip-vit-large-patch14": _preset(clip(LARGE, 14, 224)),
+    "clip-vit-large-patch14-336": _preset(CLIP_LARGE_336),
+    "siglip-base-patch16-224": _preset(siglip(BASE, 16, 224)),
+    "siglip-base-patch16-256": _preset(siglip(BASE, 16, 256)),
+    "siglip-base-patch16-384": _preset(siglip(BASE, 16, 384)),
+    "siglip-base-patch16-512": _preset(siglip(BASE, 16, 512)),
+    "siglip-so400m-patch14-224": _preset(siglip(SO400M, 14, 224)),
+    "siglip-so400m-patch14-384": _preset(siglip(SO400M, 14, 384)),
+}
+
+
+# Floating-point operations of an image tower for each image, from its configuration.
+#
+# Counted as for decoders (mt_models.flops): matrix products only, backward twice forward.
+
+
+@dataclass(frozen=True)
+class ImageFlops(Flops):
+    """Forward FLOPs for each image."""
+
+    patches: float
+    """Patch embeddings."""
+    attention_projections: float
+    """Queries, keys, values and the output of attention, over all layers."""
+    attention_core: float
+    """Scores and their product with the values, over all layers."""
+    feed_forward: float
+    pooler: float
+    """Attention pooling."""
+    output: float
+    """Classification logits."""
+
+
+def tower_flops(config: VisionEncoderConfig, layers: int) -> ImageFlops:
+    """The first `layers` layers, without the final norm and heads."""
+    hidden, positions = config.hidden_size, config.num_positions
+    return ImageFlops(
+        patches=2 * config.num_patches * config.num_channels * config.patch_dim**2 * hidden,
+        attention_projections=layers * positions * 8 * hidden**2,
+        attention_core=layers * positions * 4 * positions * hidden,
+        feed_forward=layers * positions * 4 * hidden * config.ffn_size,
+        pooler=0.0,
+        output=0.0,
+    )
+
+
+def flops_per_image(config: VisionConfig) -> ImageFlops:
+    """Of a model of the family vision."""
+    below = tower_flops(config, config.num_layers)
+    return ImageFlops(
+        patches=below.patches,
+        attention_projections=below.attention_projections,
+        attention_core=below.attention_core,
+        feed_forward=below.feed_forward,
+        pooler=pooler_flops(config),
+        output=2.0 * config.hidden_size * (config.num_classes or 0),
+    )
+
+
+def pooler_flops(config: VisionConfig) -> float:
+    """CLIP's pooler is a norm; SigLIP's has one query, and a feed-forward on one vector."""
+    if config.has_class_token or not config.has_pooler:
+        return 0.0
+    hidden, positions = config.hidden_size, config.num_positions
+    # Query and output of the one probe; keys and values of every position.
+    projections = 2 * hidden**2 * (2 + 2 * positions)
+    return projections + 4 * positions * hidden + 4 * hidden * config.ffn_size
+
+
+def training_flops(config: Config) -> float:
+    """See `ModelSpec.training_flops`."""
+    model: Any = config.model
+    return flops_per_image(model).training

@@ -17,7 +17,7 @@ from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, column_pa
 from mt_core.nn.main_grad import with_main_gradient
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.encoder_config import EncoderConfig
+from mt_models.blocks.config import EncoderConfig
 from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.transformer import TransformerLayer
 from mt_models.vision.config import VisionEncoderConfig

@@ -19,8 +19,8 @@ from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
 from mt_core.nn.model import Model
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import Axis
-from mt_models.blocks.replicated import ReplicatedLinear
-from mt_models.blocks.tables import LearnedTable
+from mt_models.blocks.embedding import LearnedTable
+from mt_models.blocks.linear import ReplicatedLinear
 from mt_models.vision.config import VisionConfig, VisionEncoderConfig
 from mt_models.vision.layers import AttentionPooling, PatchEmbedding, VisionLayers
 
@@ -209,3 +209,18 @@ class VisionClassifier(Model):
 
 def build_vision(config: VisionConfig, environment: ModelEnvironment) -> VisionModel | VisionClassifier:
     return VisionModel(config, environment) if config.num_classes is None else VisionClassifier(config, environment)
+
+
+# Fewer and wider positions: neighbouring patches side by side in one vector.
+
+
+def pixel_shuffle(x: Tensor, grid: tuple[int, int], factor: int) -> Tensor:
+    """[N, P, W] -> [N, P / factor^2, factor^2 W]: squares of factor by factor patches, row by row within each.
+
+    grid: rows and columns of the P patches, which factor divides. The order of InternVL (Chen et al., *How Far Are We
+    to GPT-4V?*, 2024) and Idefics3; torch's pixel_unshuffle has the width W in front of the square.
+    """
+    rows, columns = grid
+    # [N, rows / f, f, columns / f, f, W] -> [N, rows / f, columns / f, f, f, W]
+    squares = x.unflatten(1, (rows // factor, factor, columns // factor, factor))
+    return squares.transpose(2, 3).flatten(3).flatten(1, 2)

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from mt_core.parallel.context import Axis
 from mt_moe.dispatchers.config import ExchangeConfig
-from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
-from mt_moe.dispatchers.rank_capacity import clip_counts, invalidate, rank_capacity
-from mt_moe.exchange import AllToAll, gather_counts, gather_rows_of, start_gather, sum_rows_to
-from mt_moe.permutation import RowOrder, first_positions, permute_numbers, sort_by_expert
-from mt_moe.routing.result import Routing
+from mt_moe.dispatchers.exchange import AllToAll, gather_counts, gather_rows_of, start_gather, sum_rows_to
+from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement, clip_counts, invalidate, rank_capacity
+from mt_moe.permutation import Routing, RowOrder, first_positions, permute_numbers, sort_by_expert
 
 Sizes = list[tuple[Axis, list[int]]]
 """For each gathered axis, the number of tokens of each of its ranks."""

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from mt_core.train.host_transfer import HostTransfer
 from mt_moe.dispatchers.config import ExchangeConfig
-from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement
-from mt_moe.dispatchers.rank_capacity import clip_counts, invalidate, rank_capacity
-from mt_moe.exchange import AllToAll, all_to_all, gather_counts, gather_rows_of, sum_rows_to
+from mt_moe.dispatchers.exchange import AllToAll, all_to_all, gather_counts, gather_rows_of, sum_rows_to
+from mt_moe.dispatchers.interface import Dispatched, ExpertPlacement, clip_counts, invalidate, rank_capacity
 from mt_moe.permutation import (
     Permutation,
+    Routing,
     RowOrder,
     first_positions,
     permute_numbers,
@@ -30,7 +30,6 @@ from mt_moe.permutation import (
     sort_by_rank,
     sort_present,
 )
-from mt_moe.routing.result import Routing
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.config.schema import Activation
+from mt_core.errors import ConfigError
 from mt_core.nn.activations import is_gated
 from mt_core.nn.auxiliary import RunsUncompiled
 from mt_core.nn.fp8.options import Fp8Options
@@ -17,13 +21,77 @@ from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, normal
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_moe.config import MoeConfig
 from mt_moe.experts.activation import pick_activation, plain_activation
-from mt_moe.experts.choose import load_product, resolve_product
 from mt_moe.experts.fp8 import Fp8GroupedProduct, fp8_grouped_product
-from mt_moe.experts.grouped import grouped_product, is_one_kernel
-from mt_moe.experts.groups import GroupedProduct, Groups, PermutingProduct
-from mt_moe.experts.loop import loop_product
-from mt_moe.experts.saved_tensors import recompute_saved
+from mt_moe.experts.grouped import grouped_mm_objection, grouped_product, is_one_kernel
+from mt_moe.experts.loop import GroupedProduct, Groups, PermutingLoop, PermutingProduct, loop_product
+from mt_moe.kernels.availability import triton_objection
 from mt_moe.permutation import RowOrder
+
+# `moe_grouped_gemm`: which grouped GEMM serves the device, the dtype and the sizes of the experts.
+
+KEY = "model.moe.moe_grouped_gemm"
+Name = Literal["loop", "grouped", "triton"]
+
+
+def resolve_product(
+    asked: Literal["auto"] | Name,
+    ctx: ParallelContext,
+    sizes: tuple[int, ...],
+    planned_capability: tuple[int, int] | None = None,
+) -> Name:
+    """sizes: rows and columns of an expert's matrices on this rank. planned_capability: of the GPU that the meta device
+    represents. Raises ConfigError if the choice cannot run."""
+    if asked == "auto":
+        return _automatic(ctx, sizes, planned_capability)
+    objection = None
+    if asked == "grouped":
+        objection = grouped_mm_objection(ctx.params_dtype, sizes)
+    elif asked == "triton":
+        objection = triton_objection(ctx.device.type)
+    if objection is not None:
+        raise ConfigError(f"{KEY}={asked} cannot serve: {objection}; use auto or loop")
+    return asked
+
+
+def _automatic(ctx: ParallelContext, sizes: tuple[int, ...], planned: tuple[int, int] | None) -> Name:
+    capability = torch.cuda.get_device_capability(ctx.device) if ctx.device.type == "cuda" else planned
+    if capability is None:
+        return "loop"
+    # Ampere and later, which have bf16 products.
+    if capability >= (8, 0) and triton_objection(ctx.device.type) is None:
+        return "triton"
+    takes_sizes = grouped_mm_objection(ctx.params_dtype, sizes) is None
+    return "grouped" if takes_sizes and is_one_kernel(capability, ctx.params_dtype) else "loop"
+
+
+def load_product(name: Name, device_type: str = "cuda") -> GroupedProduct:
+    """The implementation; on the meta device the one that is planned in its place."""
+    if device_type == "meta":
+        return PermutingLoop() if name == "triton" else loop_product
+    if name == "triton":
+        from mt_moe.experts.triton import TritonProduct
+
+        return TritonProduct()
+    return {"loop": loop_product, "grouped": grouped_product}[name]
+
+
+# Controls what operations save for their backward passes.
+
+
+def recompute_saved(x: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:
+    """A context in which operations do not save x: their backward passes call `compute` for it, which has to return
+    a bitwise equal tensor."""
+    # What autograd hands to pack may be another tensor object with the same memory, so identity would not find it.
+    memory, shape = x.data_ptr(), x.shape
+
+    def pack(kept: Tensor) -> Tensor | None:
+        return None if kept.data_ptr() == memory and kept.shape == shape else kept
+
+    @torch.no_grad()
+    def unpack(kept: Tensor | None) -> Tensor:
+        return compute() if kept is None else kept
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 class ExpertLinear(LayoutModule):

@@ -19,7 +19,7 @@ from mt_core.nn.fp8.options import Fp8Options
 from mt_core.nn.kernels.reference.fp8_casts import ALIGNMENT, E4M3, cast_rows, scale_of, to_fp8
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_moe.experts import grouped, loop
-from mt_moe.experts.groups import Groups
+from mt_moe.experts.loop import Groups
 
 SERVED = ((9, 0), (10, 0))
 """Compute capabilities of GPUs on which torch's scaled_grouped_mm runs."""

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_moe.experts import loop
-from mt_moe.experts.groups import Groups
+from mt_moe.experts.loop import Groups
 from mt_moe.kernels.availability import triton_objection
 
 ALIGNMENT = 16

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
-from mt_moe.experts.groups import Groups
+from mt_moe.experts.loop import Groups
 from mt_moe.kernels.grouped_product import add_outer_products, outer_products, rows_times
 from mt_moe.permutation import RowOrder
 
@@ -76,7 +76,7 @@ def _weight_gradient(
 
 
 class TritonProduct:
-    """See mt_moe.experts.groups.PermutingProduct."""
+    """See mt_moe.experts.loop.PermutingProduct."""
 
     def __call__(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         return _TritonProduct.apply(x, weight, groups, main_gradient_of(weight), None, None)

@@ -24,6 +24,7 @@ from mt_moe.kernels.tiles import (
     WHOLE_DEPTH,
     Tile,
     ceil_div,
+    describe,
     is_timed,
     mean_rows,
     next_power_of_2,
@@ -31,7 +32,6 @@ from mt_moe.kernels.tiles import (
     resident_programs,
     untimed_tile,
 )
-from mt_moe.kernels.tma import describe
 
 BAND = tl.constexpr(8)
 """So many row tiles take their column tiles in turn, so that both operands stay in the L2 cache."""

@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mt_core.errors import TrainingError
+from mt_core.nn.dropout import SampleNoise
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, zeros
+from mt_core.parallel.context import ParallelContext
 from mt_moe.config import MoeConfig
-from mt_moe.permutation import count_occurrences
-from mt_moe.routing.balance import BalanceLosses, Scored
-from mt_moe.routing.capacity import expert_capacity, keep_within
-from mt_moe.routing.choice import choose_experts, deal_in_turn, draw_at_random
-from mt_moe.routing.jitter import InputJitter
-from mt_moe.routing.load import Load, LoadCounter, on_backward
-from mt_moe.routing.result import Routing
-from mt_moe.routing.scores import distribution, expert_weights
-from mt_moe.routing.sinkhorn import sinkhorn, sinkhorn_weights
-from mt_moe.tokens import TokenShare, partial_gradient_axes
+from mt_moe.permutation import Routing, count_occurrences
+from mt_moe.routing.balance import BalanceLosses, Load, LoadCounter, Scored, on_backward
+from mt_moe.routing.selection import (
+    choose_experts,
+    deal_in_turn,
+    distribution,
+    draw_at_random,
+    expert_capacity,
+    expert_weights,
+    keep_within,
+    sinkhorn,
+    sinkhorn_weights,
+)
+from mt_moe.tokens import TokenShare, own_tokens, partial_gradient_axes
 
-if TYPE_CHECKING:
-    from mt_core.parallel.context import ParallelContext
+# Noise on the router's input (Fedus et al., Switch Transformers, 2022), the same in every parallel layout.
+
+
+class InputJitter(SampleNoise):
+    """In training multiplies each element by a number drawn from [1 - epsilon, 1 + epsilon]."""
+
+    def __init__(self, epsilon: float | None, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.epsilon = epsilon
+
+    def forward(self, share: TokenShare) -> Tensor:
+        """-> this rank's tokens [T, H] with noise. Every rank draws for whole sequences."""
+        if self.epsilon is None or not self.training:
+            return share.tokens
+        self.seed()
+        # [B, S, H] of whole sequences, of which each rank keeps the part of its own tokens: so the noise of a token
+        # does not depend on the layout.
+        shape = (share.num_sequences, share.total // share.num_sequences, share.tokens.shape[1])
+        noise = share.tokens.new_empty(shape).uniform_(1.0 - self.epsilon, 1.0 + self.epsilon)
+        return share.tokens * own_tokens(self.own_positions(noise).flatten(0, 1), self.ctx)
+
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

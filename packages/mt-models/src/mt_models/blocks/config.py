@@ -8,9 +8,32 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide
-from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
+from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, Section, used_when
 from mt_core.errors import ConfigError
-from mt_models.blocks.checks import check_tensor_parallel
+
+# Rules that several families share.
+
+
+def check_tensor_parallel(config: Config, *, query_groups: int, ffn_size: int, heads: int | None = None) -> None:
+    """Raise ConfigError unless each tensor-parallel rank gets whole key-value groups, or the same part of the query
+    heads of one group, and equal feed-forward rows. heads: query heads; default: one a group."""
+    size = config.parallel.tensor_model_parallel_size
+    key = "parallel.tensor_model_parallel_size"
+    heads = heads or query_groups
+    # Of both rules below. Divisors of the groups, and multiples of them that divide the query heads, which have a part
+    # of a group each (SelfAttention's ranks_per_group).
+    legal = [n for n in divisors(math.gcd(heads, ffn_size)) if query_groups % n == 0 or n % query_groups == 0]
+    if ffn_size % size:
+        raise ConfigError(
+            f"{key}={size} does not divide the width of the feed-forward (model.ffn_hidden_size)={ffn_size}; it can be "
+            f"{listed(legal)}"
+        )
+    if size not in legal:
+        raise ConfigError(
+            f"{key}={size} does not fit model.num_query_groups={query_groups} key-value heads (each rank has whole "
+            f"groups, or a part of one) and model.num_attention_heads={heads}; it can be {listed(legal)}"
+        )
+
 
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 SCALED = ("linear", "dynamic", "llama3", "yarn")
@@ -131,8 +154,13 @@ class DecoderConfig(ModelConfig):
 
     @property
     def add_bias_linear(self) -> bool:
-        """Of the feed-forward."""
+        """Biases in the feed-forward."""
         return False
+
+    @property
+    def add_attention_output_bias(self) -> bool:
+        """A bias on the output of attention."""
+        return self.add_bias_linear
 
     @property
     def rotary_interleaved(self) -> bool:
@@ -208,3 +236,91 @@ def _check_rope_scaling(model: DecoderConfig) -> None:
     # The base is raised to D / (D - 2).
     if model.rope_scaling_type == "dynamic" and model.head_dim < 4:
         raise ConfigError(f"model.rope_scaling_type=dynamic needs heads of at least 4 channels, not {model.head_dim}")
+
+
+# Configuration that encoders have in common.
+
+
+class EncoderConfig(Section):
+    """Layers as BERT and vision transformers have them: heads that divide the width among them, LayerNorm, biases in
+    all linear layers, no norms of heads, no rotary positions."""
+
+    num_layers: PositiveInt
+    """Transformer layers."""
+    hidden_size: PositiveInt
+    """Width of the residual stream."""
+    num_attention_heads: PositiveInt
+    """Attention heads."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Inner width of the feed-forward. Default: 4 hidden_size."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the variance."""
+    init_method_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights."""
+    use_scaled_init_method: bool = True
+    """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
+    attention_backend: str = "auto"
+    """Name of the attention backend; auto: the fastest that serves the model on its device."""
+
+    # Fixed values for keys that the shared blocks read.
+
+    @property
+    def normalization(self) -> Literal["LayerNorm"]:
+        return "LayerNorm"
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def add_bias_linear(self) -> bool:
+        return True
+
+    @property
+    def add_qkv_bias(self) -> bool:
+        return True
+
+    @property
+    def qk_layernorm(self) -> bool:
+        return False
+
+    @property
+    def rotary_interleaved(self) -> bool:
+        return False
+
+    @property
+    def output_init_std(self) -> float:
+        # Two matrices of each layer add to the residual stream, whose variance would otherwise grow with depth (GPT-2).
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)
+
+
+# Rules of models that support neither pipeline stages nor context parallelism.
+
+
+def refuse_divided_sequences(config: Config) -> None:
+    """Raise ConfigError for context parallelism, naming the key."""
+    family = config.model.family
+    if (size := config.parallel.context_parallel_size) > 1:
+        raise ConfigError(
+            f"parallel.context_parallel_size={size} divides sequences, and model.family={family} reads whole ones; "
+            "set it to 1"
+        )
+
+
+def refuse_divided_sequences_and_layers(config: Config) -> None:
+    """Raise ConfigError for context parallelism and for pipeline stages, naming the key."""
+    refuse_divided_sequences(config)
+    family = config.model.family
+    if (size := config.parallel.pipeline_model_parallel_size) > 1:
+        raise ConfigError(
+            f"parallel.pipeline_model_parallel_size={size} divides layers into stages, and model.family={family} has "
+            "none; set it to 1"
+        )
