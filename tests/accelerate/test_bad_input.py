@@ -11,7 +11,7 @@ from tests.accelerate.programs import build, samples
 from torch.utils.data import DataLoader
 
 from mt_accelerate import Accelerator, MegatronLMPlugin
-from mt_accelerate.commands.launch import launch_command, launch_variables
+from mt_accelerate.launch import launch_command, launch_variables
 from mt_accelerate.utils import (
     GradientAccumulationPlugin,
     MegatronLMDummyDataLoader,

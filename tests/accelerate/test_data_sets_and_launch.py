@@ -11,7 +11,7 @@ from tests.accelerate import programs
 from tests.accelerate.programs import STEPS, build
 
 from mt_accelerate import Accelerator, MegatronLMPlugin
-from mt_accelerate.data_parallel import on_tensors
+from mt_accelerate.operations import on_tensors
 from mt_accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from mt_cli import main
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from mt_accelerate import Accelerator, MegatronLMPlugin
-from mt_accelerate.decayed_parameters import undecayed_names
+from mt_accelerate.megatron_lm.optimizers import undecayed_names
 from mt_core.plugins import load_plugins
 
 NO_DECAY = ("bias", "LayerNorm.weight", "layer_norm.weight")

@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
 from mt_accelerate import Accelerator, MegatronLMPlugin
-from mt_accelerate.preparation import data_section
-from mt_accelerate.prepared import Prepared
-from mt_accelerate.train_steps import ClassificationTrainStep, mean_classification_loss
+from mt_accelerate.megatron_lm.preparation import Prepared, data_section
+from mt_accelerate.megatron_lm.train_steps import ClassificationTrainStep, mean_classification_loss
 from mt_accelerate.utils import GPTTrainStep, MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from mt_core.errors import CheckpointError, ConfigError, DataError
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mt_cli.machine import torch_facts
-from mt_cli.optional_packages import Package, examine
+from mt_cli.machine import Package, examine, torch_facts
 
 
 @pytest.mark.slow
@@ -78,8 +77,8 @@ def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_report(mt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mt_cli.optional_packages.KERNELS", (Package("kernel_none", "speed and more"),))
-    monkeypatch.setattr("mt_cli.optional_packages.DATA_PACKAGES", ())
+    monkeypatch.setattr("mt_cli.machine.KERNELS", (Package("kernel_none", "speed and more"),))
+    monkeypatch.setattr("mt_cli.machine.DATA_PACKAGES", ())
     outcome = mt("doctor")
     assert outcome.code == 0
     assert ["kernel_none", "missing", "speed", "and", "more"] in outcome.lines

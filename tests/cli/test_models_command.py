@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mt_cli import main
-from mt_cli.model_sizes import part_of
+from mt_cli.presets import part_of
 from mt_core.hookspecs import hookimpl
 from mt_core.plugins import Plugin, load_plugins
 from mt_core.specs import Lazy, ModelSpec
@@ -65,7 +65,7 @@ def test_an_unknown_name(mt) -> None:
 
 
 def test_without_torch_nothing_is_counted(mt, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mt_cli.model_sizes.find_spec", lambda name: None)
+    monkeypatch.setattr("mt_cli.presets.find_spec", lambda name: None)
     outcome = mt("models", "gpt")
     assert ["gpt2-124m", "-", "12", "768", "12", "1024"] in outcome.lines
     assert 'Not counted: torch is missing (pip install "mt-core[train]")' in outcome.out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mt_cli.model_sizes import measured_preset
+from mt_cli.presets import measured_preset
 from mt_core.config.loading import config_from_dict
 from mt_core.config.sources import find_preset, installed_presets
 from mt_core.plugins import load_plugins

@@ -1,8 +1,6 @@
 from .accelerator import Accelerator as Accelerator
 from .big_modeling import init_empty_weights as init_empty_weights
 from .big_modeling import init_on_device as init_on_device
-from .data_loaders import skip_first_batches as skip_first_batches
-from .distributed_type import DistributedType as DistributedType
 from .handlers import AutocastKwargs as AutocastKwargs
 from .handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from .handlers import DDPCommunicationHookType as DDPCommunicationHookType
@@ -10,7 +8,9 @@ from .handlers import DistributedDataParallelKwargs as DistributedDataParallelKw
 from .handlers import GradScalerKwargs as GradScalerKwargs
 from .handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from .handlers import ProfileKwargs as ProfileKwargs
+from .megatron_lm.data_loaders import skip_first_batches as skip_first_batches
 from .megatron_lm_plugin import MegatronLMPlugin as MegatronLMPlugin
+from .state import DistributedType as DistributedType
 from .state import PartialState as PartialState
 from .utils.memory import find_executable_batch_size as find_executable_batch_size
 from .utils.random import synchronize_rng_states as synchronize_rng_states

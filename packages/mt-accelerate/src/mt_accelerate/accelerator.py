@@ -14,25 +14,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_accelerate.data_parallel import (
+from mt_accelerate.checkpointing import load_states, require_states, save_states
+from mt_accelerate.handlers import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    Handlers,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from mt_accelerate.megatron_lm.run import MegatronRun
+from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
+from mt_accelerate.operations import (
     RANKS,
     gather_across_data_parallel_groups,
+    gather_object,
     on_first_rank,
     on_tensors,
     pad_across_data_parallel_group,
     reduce_across_data_parallel_group,
 )
-from mt_accelerate.distributed_type import DistributedType
-from mt_accelerate.gradient_state import GradientState
-from mt_accelerate.handlers import DataLoaderConfiguration, GradientAccumulationPlugin, Handlers, ProfileKwargs
-from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
-from mt_accelerate.megatron_run import MegatronRun
-from mt_accelerate.operations import gather_object
-from mt_accelerate.processes import Processes
-from mt_accelerate.project import ProjectConfiguration
 from mt_accelerate.refused_names import refuse_attribute, refuse_options
-from mt_accelerate.registered_states import load_states, require_states, save_states
-from mt_accelerate.state import AcceleratorState, start_processes, with_megatron
+from mt_accelerate.state import (
+    AcceleratorState,
+    DistributedType,
+    GradientState,
+    Processes,
+    start_processes,
+    with_megatron,
+)
 from mt_accelerate.tracking import GeneralTracker, build_tracker, chosen_trackers
 from mt_accelerate.without_plugin.run import OwnModules
 from mt_core.errors import ConfigError

@@ -12,6 +12,6 @@ def mt_register_commands() -> list[CommandSpec]:
         CommandSpec(
             name="launch",
             doc="Run a script for Accelerate on several processes",
-            app=Lazy("mt_accelerate.commands.launch:launch"),
+            app=Lazy("mt_accelerate.launch:launch"),
         )
     ]

@@ -112,11 +112,7 @@ NAMES: Mapping[str, str] = {
     "add_model_config_to_megatron_parser": "any family of mt is prepared; MegatronLMPlugin has no parser of its own",
     "is_habana_gaudi1": "mt runs on CPUs and CUDA GPUs",
     "is_peft_model": "isinstance(model, peft.PeftModel) says it",
-    **dict.fromkeys(
-        ("accelerator", "big_modeling", "checkpointing", "commands", "data_loader", "hooks", "inference", "launchers"),
-        MODULES,
-    ),
-    **dict.fromkeys(("logging", "optimizer", "parallelism_config", "scheduler", "state", "tracking", "utils"), MODULES),
+    **dict.fromkeys(("commands", "data_loader", "hooks", "inference", "launchers", "optimizer", "scheduler"), MODULES),
     **dict.fromkeys(("ao", "bnb", "constants", "dataclasses", "environment", "fsdp_utils", "imports"), MODULES),
     **dict.fromkeys(("launch", "megatron_lm", "memory", "modeling", "offload", "operations", "other"), MODULES),
     **dict.fromkeys(("random", "torch_xla", "transformer_engine", "versions"), MODULES),

@@ -143,7 +143,7 @@ def _accept_data(draft: Draft, settings: Settings) -> None:
     """Raises ConfigError for data that do not suit the model, where torch can build it."""
     config = draft.config(settings)
     if find_spec("torch") is not None:
-        from mt_cli.training_hint import unsuitable_data_of
+        from mt_cli.presets import unsuitable_data_of
 
         problem = unsuitable_data_of(config, draft.host)
         if problem is not None:
@@ -292,7 +292,7 @@ def _take_length(draft: Draft, answer: str) -> None:
 
 
 def _with_possible_split(draft: Draft, settings: Settings) -> Settings:
-    from mt_cli.training_hint import unusable_files_of
+    from mt_cli.presets import unusable_files_of
 
     problem = unusable_files_of(draft.config(settings), draft.host)
     if problem is None:

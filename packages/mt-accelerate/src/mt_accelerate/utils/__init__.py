@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_accelerate.data_loaders import MegatronLMDummyDataLoader
-from mt_accelerate.data_parallel import avg_losses_across_data_parallel_group, gather_across_data_parallel_groups
-from mt_accelerate.distributed_type import DistributedType
 from mt_accelerate.handlers import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -17,15 +14,21 @@ from mt_accelerate.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
+    ProjectConfiguration,
 )
+from mt_accelerate.megatron_lm.data_loaders import MegatronLMDummyDataLoader
+from mt_accelerate.megatron_lm.schedulers import MegatronLMDummyScheduler
+from mt_accelerate.megatron_lm.train_steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.operations import (
+    avg_losses_across_data_parallel_group,
     broadcast,
     broadcast_object_list,
     concatenate,
     convert_to_fp32,
     find_batch_size,
     find_device,
+    gather_across_data_parallel_groups,
     gather_object,
     honor_type,
     is_namedtuple,
@@ -34,11 +37,9 @@ from mt_accelerate.operations import (
     send_to_device,
     slice_tensors,
 )
-from mt_accelerate.project import ProjectConfiguration
 from mt_accelerate.refused_names import available, refuse_name
-from mt_accelerate.schedulers import MegatronLMDummyScheduler
+from mt_accelerate.state import DistributedType
 from mt_accelerate.tracking import LoggerType
-from mt_accelerate.train_steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
 from mt_accelerate.utils.memory import convert_bytes, find_executable_batch_size, release_memory
 from mt_accelerate.utils.other import (
     MODEL_NAME,

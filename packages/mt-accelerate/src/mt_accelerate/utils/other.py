@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 from safetensors.torch import save_file
 
-from mt_accelerate.data_parallel import (
+from mt_accelerate.operations import (
     gather_across_data_parallel_groups,
     on_tensors,
     pad_across_data_parallel_group,

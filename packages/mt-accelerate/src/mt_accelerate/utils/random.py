@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from mt_accelerate.data_parallel import from_first_rank, is_first_rank
+from mt_accelerate.operations import from_first_rank, is_first_rank
 from mt_core.errors import ConfigError
 
 

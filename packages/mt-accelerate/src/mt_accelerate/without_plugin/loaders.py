@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from mt_accelerate.data_parallel import from_first_rank
-from mt_accelerate.gradient_state import GradientState
 from mt_accelerate.handlers import DataLoaderConfiguration
-from mt_accelerate.operations import find_batch_size, send_to_device, slice_tensors
+from mt_accelerate.operations import find_batch_size, from_first_rank, send_to_device, slice_tensors
+from mt_accelerate.state import GradientState
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import Axis
 

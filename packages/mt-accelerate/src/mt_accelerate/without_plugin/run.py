@@ -14,15 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from mt_accelerate.data_parallel import data_parallel_ranks, on_first_rank
-from mt_accelerate.gradient_state import GradientState
+from mt_accelerate import checkpointing
 from mt_accelerate.handlers import DataLoaderConfiguration, Handlers
-from mt_accelerate.schedulers import MegatronLMDummyScheduler
-from mt_accelerate.state import AcceleratorState
-from mt_accelerate.without_plugin import checkpoints, models
+from mt_accelerate.megatron_lm.schedulers import MegatronLMDummyScheduler
+from mt_accelerate.operations import data_parallel_ranks, on_first_rank
+from mt_accelerate.state import AcceleratorState, GradientState
+from mt_accelerate.without_plugin import models
 from mt_accelerate.without_plugin.loaders import PreparedLoader, rows_without_repetitions
-from mt_accelerate.without_plugin.optimizers import PreparedOptimizer
-from mt_accelerate.without_plugin.schedulers import PreparedScheduler
+from mt_accelerate.without_plugin.optimizers import PreparedOptimizer, PreparedScheduler
 from mt_ckpt.sizes import parse_bytes
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import wait_for_all
@@ -224,29 +223,31 @@ class OwnModules:
         """own_models: those whose weights a hook of the program has not saved itself."""
         path = Path(folder)
         on_first_rank(lambda: self._save(path, own_models))
-        name = f"{checkpoints.RNG_STATE_NAME}_{self.state.process_index}.pkl"
-        torch.save(checkpoints.random_states(), path / name)
+        name = f"{checkpointing.RNG_STATE_NAME}_{self.state.process_index}.pkl"
+        torch.save(checkpointing.random_states(), path / name)
         wait_for_all()
 
     def _save(self, path: Path, own_models: Sequence[nn.Module]) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        checkpoints.save_models([self.unwrap(model, True) for model in own_models], path)
-        checkpoints.save_parts(self._parts(), path)
+        checkpointing.save_models([self.unwrap(model, True) for model in own_models], path)
+        checkpointing.save_parts(self._parts(), path)
 
     def load_state(self, folder: str, own_models: Sequence[nn.Module], *, strict: bool = True) -> None:
         path = Path(folder)
-        checkpoints.load_models([self.unwrap(model, True) for model in own_models], path, strict=strict)
-        checkpoints.load_parts(self._parts(), path)
-        states = path / f"{checkpoints.RNG_STATE_NAME}_{self.state.process_index}.pkl"
+        checkpointing.load_models([self.unwrap(model, True) for model in own_models], path, strict=strict)
+        checkpointing.load_parts(self._parts(), path)
+        states = path / f"{checkpointing.RNG_STATE_NAME}_{self.state.process_index}.pkl"
         # More ranks than wrote the state: theirs go on as they are.
         if states.is_file():
-            checkpoints.set_random_states(checkpoints.read(states))
+            checkpointing.set_random_states(checkpointing.read(states))
 
     def _parts(self) -> dict[str, Any]:
-        name = checkpoints.numbered
-        parts: dict[str, Any] = {name(checkpoints.OPTIMIZER_NAME, i, ".bin"): o for i, o in enumerate(self.optimizers)}
-        parts |= {name(checkpoints.SCHEDULER_NAME, i, ".bin"): s for i, s in enumerate(self.schedulers)}
-        return parts | ({} if self.scaler is None else {checkpoints.SCALER_NAME: self.scaler})
+        name = checkpointing.numbered
+        parts: dict[str, Any] = {
+            name(checkpointing.OPTIMIZER_NAME, i, ".bin"): o for i, o in enumerate(self.optimizers)
+        }
+        parts |= {name(checkpointing.SCHEDULER_NAME, i, ".bin"): s for i, s in enumerate(self.schedulers)}
+        return parts | ({} if self.scaler is None else {checkpointing.SCALER_NAME: self.scaler})
 
     def save_model(self, model: nn.Module, folder: str, max_shard_size: str) -> None:
         """What `from_pretrained` loads, by the module's own save_pretrained where it has one."""
@@ -259,7 +260,7 @@ class OwnModules:
                 # Bytes, as for models of mt: a number without a unit is one of bytes there, too.
                 own.save_pretrained(path, max_shard_size=parse_bytes(max_shard_size, "save_model(max_shard_size=...)"))
             else:
-                checkpoints.save_models([own], path)
+                checkpointing.save_models([own], path)
 
         on_first_rank(write)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mt_cli.versions import distribution_versions
+from mt_cli.machine import distribution_versions
 from mt_core.commands import host_of
 from mt_core.plugins import KINDS
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from mt_cli.optional_packages import Finding
+    from mt_cli.machine import Finding
     from mt_core.plugins import PluginHost
 
 
@@ -24,8 +24,7 @@ def doctor(
     context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """Look at this machine: Python, torch, devices, dtypes, optional kernels and packages, plugins."""
-    from mt_cli.machine import system_facts, torch_facts
-    from mt_cli.optional_packages import DATA_PACKAGES, KERNELS, examine
+    from mt_cli.machine import DATA_PACKAGES, KERNELS, examine, system_facts, torch_facts
 
     host = host_of(context)
     # One call for both, so that all imports run at the same time.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from mt_cli.model_sizes import Preset
+    from mt_cli.presets import Preset
     from mt_core.config import sources as config_presets
     from mt_core.plugins import PluginHost
 
@@ -31,7 +31,7 @@ def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List model families and presets with their exact parameter counts, or show one in detail."""
-    from mt_cli.model_sizes import measured_preset
+    from mt_cli.presets import measured_preset
     from mt_core.parallel.pipeline.gc_control import without_garbage_collection
 
     host = host_of(context)
@@ -144,7 +144,7 @@ def _print_training(preset: Preset, host: PluginHost, console: Console) -> None:
     """The command that trains the preset; what it lacks is found where models can be built."""
     if preset.size is None:
         return
-    from mt_cli.training_hint import training_command
+    from mt_cli.presets import training_command
 
     command, lacks = training_command(preset.name, host)
     console.print(command, markup=False, soft_wrap=True)

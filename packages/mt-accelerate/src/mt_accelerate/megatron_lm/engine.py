@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,28 +11,86 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mt_accelerate.accumulated_step import AccumulatedStep
-from mt_accelerate.batches import ToFields, fields_for
-from mt_accelerate.data_parallel import is_first_rank, on_first_rank
-from mt_accelerate.gradient_state import GradientState
+from mt_accelerate.megatron_lm.batches import ToFields, fields_for
+from mt_accelerate.megatron_lm.step_loss import StepLoss, step_batch
+from mt_accelerate.megatron_lm.train_steps import batch_function, build_handler
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
-from mt_accelerate.step_handler import batch_function, build_handler
-from mt_accelerate.step_loss import StepLoss, step_batch
-from mt_accelerate.training_record import TrainingRecord
+from mt_accelerate.operations import is_first_rank, on_first_rank
+from mt_accelerate.state import GradientState
+from mt_accelerate.tracking import TrainingRecord
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config
 from mt_core.data.loader import RankBatch
-from mt_core.errors import ConfigError
-from mt_core.nn.loss import Loss
+from mt_core.data.loss_weights import WEIGHTS
+from mt_core.errors import ConfigError, TrainingError
+from mt_core.nn.loss import Loss, weighted_sum
 from mt_core.nn.model import contract
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader
 from mt_core.train import Engine
 from mt_core.train.build import ModelProvider
-from mt_core.train.step.optimizer_step import StepOutcome
+from mt_core.train.host_transfer import sum_on_device
+from mt_core.train.step.forward_backward import Batch
+from mt_core.train.step.optimizer_step import StepOutcome, divided
+from mt_core.train.step.split_step import finish_step
 from mt_infer.megatron_generate import megatron_generate
 from mt_infer.text import TextGenerator
+
+# A step of several batches of a program's loader, each of which is one call of the model.
+
+
+class AccumulatedStep:
+    """One update from several batches. divisor: of each batch's loss, the number of batches that the program
+    accumulates. batches: that will come, fewer than those at the end of a loader."""
+
+    def __init__(self, engine: Engine, divisor: int, batches: int) -> None:
+        parallel = engine.config.parallel
+        if parallel.use_torch_fsdp2 or engine.config.train.cuda_graphs != "none":
+            raise ConfigError(
+                f"gradient_accumulation_steps={divisor} with use_custom_fsdp or CUDA graphs: gradients are accumulated "
+                "over the micro-batches of a batch; set MegatronLMPlugin(num_micro_batches=...) in its place"
+            )
+        self.engine, self.divisor, self.batches = engine, divisor, batches
+        self._added = self._samples = 0
+        self._passes: int | None = None
+        self._tokens = 0.0
+        self._contribution = torch.zeros((), dtype=torch.float64, device=engine.device)
+
+    def add(self, batch: RankBatch) -> float:
+        """Backward passes of one batch; its mean loss over the counted tokens of all ranks."""
+        engine = self.engine
+        if self._passes is None:
+            self._passes = len(batch.micro_batches) * self.batches
+            engine.step.begin(self._passes)
+        counts = engine.normalization.counts(batch.micro_batches)
+        divisor, _ = engine.step.global_counts(counts)
+        scale = engine.scaler.scale / self.divisor
+
+        def share(losses: Tensor, micro_batch: Batch) -> Tensor:
+            return divided(weighted_sum(losses, micro_batch[WEIGHTS]) * scale, divisor)
+
+        part = self._run(engine.device_batches.take(batch), share).double().to(engine.device)
+        self._contribution += part
+        self._added, self._tokens = self._added + 1, self._tokens + counts.tokens
+        self._samples += sum(len(samples) for samples in batch.samples)
+        return self._over_ranks(part) / scale
+
+    def _run(self, batches: Sequence[Batch], share: object) -> Tensor:
+        if self.engine.kept_logits is not None:
+            self.engine.kept_logits.begin()
+        return self.engine.forward_backward.forward_backward(batches, share)  # type: ignore[arg-type]
+
+    def _over_ranks(self, part: Tensor) -> float:
+        ctx = self.engine.ctx
+        return float(sum_on_device(sum_on_device(part, ctx.dp_cp), ctx.pp).item())
+
+    def finish(self, learning_rate: float | None) -> StepOutcome:
+        """Updates the weights. learning_rate: in place of the schedule's. Raises TrainingError after another number of
+        batches than was announced."""
+        if self._added != self.batches:
+            raise TrainingError(f"a step of {self.batches} batches ends after {self._added}")
+        return finish_step(self.engine, self._contribution, self._samples, self._tokens, learning_rate)
 
 
 @dataclass(frozen=True)

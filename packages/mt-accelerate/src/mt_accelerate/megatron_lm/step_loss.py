@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mt_accelerate.train_steps import ForwardStep
+from mt_accelerate.megatron_lm.train_steps import ForwardStep
 from mt_core.config.schema import Config
 from mt_core.data.loader import RankBatch
 from mt_core.errors import ConfigError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_accelerate.gradient_state import GradientState
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin, Sections
+from mt_accelerate.state import GradientState
 from mt_core.errors import ConfigError
 from mt_core.train import Engine
 

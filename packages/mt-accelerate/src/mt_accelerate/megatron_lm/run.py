@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mt_accelerate.configuration import data_parallel_size
-from mt_accelerate.data_loaders import DataParallelLoader, SkippedLoader
-from mt_accelerate.data_parallel import RANKS, data_parallel_ranks
-from mt_accelerate.dataset_iterators import dataset_iterators
-from mt_accelerate.gradient_state import GradientState
-from mt_accelerate.hugging_face_export import export
-from mt_accelerate.megatron_engine import MegatronEngine
+from mt_accelerate.megatron_lm.configuration import data_parallel_size
+from mt_accelerate.megatron_lm.data_loaders import DataParallelLoader, ProgramRandom, SkippedLoader, dataset_iterators
+from mt_accelerate.megatron_lm.engine import MegatronEngine
+from mt_accelerate.megatron_lm.optimizers import MegatronLMOptimizerWrapper
+from mt_accelerate.megatron_lm.preparation import Prepared, build_engine
+from mt_accelerate.megatron_lm.schedulers import MegatronLMSchedulerWrapper, OrdinaryScheduler, is_ordinary
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
-from mt_accelerate.optimizers import MegatronLMOptimizerWrapper
-from mt_accelerate.preparation import build_engine
-from mt_accelerate.prepared import Prepared
-from mt_accelerate.program_random import ProgramRandom
-from mt_accelerate.schedulers import MegatronLMSchedulerWrapper, OrdinaryScheduler, is_ordinary
-from mt_accelerate.state import AcceleratorState
+from mt_accelerate.operations import RANKS, data_parallel_ranks, on_first_rank
+from mt_accelerate.state import AcceleratorState, GradientState
+from mt_ckpt.convert.engine import convert
+from mt_ckpt.sizes import parse_bytes
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import SINGLE
+from mt_core.paths import remove_tree
 from mt_core.plugins import PluginHost
+from mt_core.specs import ConvertOptions
+from mt_core.train import Engine
 
 
 class MegatronRun:
@@ -183,3 +183,42 @@ class MegatronRun:
 
     def prepare_model(self, *given: Any, **options: Any) -> nn.Module:
         return self.refuse("prepare_model")
+
+
+# `Accelerator.save_model`: the weights of a prepared model in Hugging Face's format.
+
+
+def export(engine: Engine, folder: Path, max_shard_size: str, host: PluginHost) -> None:
+    """Write what `from_pretrained` loads: whole weights, in the precision of training. Every rank writes its shards
+    beside the folder; the first one converts and removes them. Collective. Raises ConfigError and CheckpointError."""
+    options = ConvertOptions(
+        dtype=engine.config.precision.dtype,
+        max_shard_size=parse_bytes(max_shard_size, "save_model(max_shard_size=...)"),
+    )
+    folder = folder.absolute()  # "." has no name
+    # No rank holds the whole weights, so that they pass through a sharded
+    # checkpoint beside the folder, on the same disk.
+    shards, written = (folder.with_name(f".{folder.name}.{part}") for part in ("shards", "export"))
+    checkpoint = engine.save_state(shards, with_optimizer=False)
+
+    def write() -> None:
+        try:
+            convert(checkpoint, written, saver="hf", options=options, host=host)
+            _replace_files(written, folder)
+        finally:
+            remove_tree(shards)
+            if written.exists():
+                remove_tree(written)
+
+    on_first_rank(write)
+
+
+def _replace_files(written: Path, folder: Path) -> None:
+    """Into a folder that may have files, as Accelerate does: those of the same names, and the weights of an export
+    before, are replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"):
+        for before in folder.glob(pattern):
+            before.unlink()
+    for file in written.iterdir():
+        file.replace(folder / file.name)

@@ -1,0 +1,1 @@
+"""Programs with the Megatron-LM plugin: the program's objects are a configuration of mt, whose engine trains."""
