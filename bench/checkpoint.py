@@ -32,8 +32,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mt_ckpt.native.read import open_checkpoint
-from mt_ckpt.native.save import save_checkpoint
-from mt_ckpt.native.sharded import ShardedSave
+from mt_ckpt.native.save import ShardedSave, save_checkpoint
 from mt_core.config.schema import CheckpointConfig
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.plugins import load_plugins

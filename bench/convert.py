@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from mt_ckpt.convert import convert
-from mt_ckpt.safetensors_files import TensorInfo, split_by_size, write_safetensors
+from mt_ckpt.files.safetensors import TensorInfo, split_by_size, write_safetensors
 from mt_core.plugins import PluginHost, load_plugins
 from mt_tools.bench.report import as_line, conditions
 

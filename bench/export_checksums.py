@@ -18,7 +18,7 @@ from pathlib import Path
 from convert import write_source
 
 from mt_ckpt.convert import convert
-from mt_ckpt.convert.checksums import CHECKSUMS
+from mt_ckpt.files.checksum_file import CHECKSUMS
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.plugins import PluginHost, load_plugins
 

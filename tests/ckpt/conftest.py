@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mt_ckpt.convert.model import expected_parameters
+from mt_ckpt.model import expected_parameters
 from mt_ckpt.native.manifest import read_manifest
-from mt_ckpt.native.read import open_checkpoint
+from mt_ckpt.native.read import find_damage, open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
-from mt_ckpt.native.verify import find_damage
 from mt_core.config.loading import config_from_dict
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import CheckpointReader

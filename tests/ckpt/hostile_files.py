@@ -131,7 +131,7 @@ TOKENIZERS = {
 
 def open_safetensors(header: bytes, length: int | None = None) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
-        from mt_ckpt.safetensors_files import SafetensorsFile
+        from mt_ckpt.files.safetensors import SafetensorsFile
 
         file = folder / "model.safetensors"
         file.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header)
@@ -303,7 +303,7 @@ CATALOGUE: dict[str, Callable[[Path], Any]] = {
 def main() -> None:
     # Before anything is timed.
     for module in (
-        "mt_ckpt.safetensors_files",
+        "mt_ckpt.files.safetensors",
         "mt_data.datasets.images.pixels",
         "mt_data.datasets.sft.jinja_sandbox",
         "mt_data.tokenizers.hugging_face",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_ckpt.convert.model import expected_parameters
+from mt_ckpt.model import expected_parameters
 from mt_core.config.loading import config_from_dict
 from mt_core.plugins import PluginHost
 

@@ -15,8 +15,8 @@ from tests.ckpt.test_convert_gguf import to_gguf
 from tests.ckpt.test_convert_grid import write_meta
 
 from mt_ckpt.convert import convert
-from mt_ckpt.convert.checksums import CHECKSUMS
-from mt_ckpt.convert.model import expected_parameters, model_config
+from mt_ckpt.files.checksum_file import CHECKSUMS
+from mt_ckpt.model import expected_parameters, model_config
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.specs import ConvertOptions
 

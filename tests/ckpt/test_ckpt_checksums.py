@@ -12,7 +12,7 @@ from tests.ckpt.convert_cases import GPT2, LLAMA
 from tests.ckpt.test_ckpt_commands import refusal, run
 
 from mt_ckpt.convert import convert
-from mt_ckpt.convert.checksums import CHECKSUMS, encode_checksums, find_changes, read_checksums
+from mt_ckpt.files.checksum_file import CHECKSUMS, encode_checksums, find_changes, read_checksums
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.errors import CheckpointError
 from mt_core.specs import ConvertOptions
@@ -187,7 +187,7 @@ def test_bytes_that_are_right_and_a_model_that_is_not(written) -> None:
     config = (folder / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3').encode()
     (folder / "config.json").write_bytes(config)
     checksums = read_checksums(folder)
-    from mt_ckpt.native.checksum import checksum
+    from mt_ckpt.files.checksum import checksum
 
     files = {**checksums.files, "config.json": [(len(config), checksum(config))]}
     (folder / CHECKSUMS).write_bytes(encode_checksums(files))

@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from mt_ckpt import plugin
 from mt_ckpt.commands.ckpt import app
+from mt_ckpt.files.sizes import format_bytes
 from mt_ckpt.native.save import save_checkpoint
-from mt_ckpt.sizes import format_bytes
 from mt_core.errors import CheckpointError
 from mt_core.plugins import Plugin, PluginHost
 

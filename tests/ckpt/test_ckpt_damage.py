@@ -14,10 +14,9 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from mt_ckpt.native.checksum import checksum
+from mt_ckpt.files.checksum import checksum
 from mt_ckpt.native.manifest import detect, read_manifest
-from mt_ckpt.native.read import open_checkpoint
-from mt_ckpt.native.verify import find_damage
+from mt_ckpt.native.read import find_damage, open_checkpoint
 from mt_core.errors import CheckpointError
 from mt_core.paths import as_path
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from mt_ckpt.native.manifest import Manifest, read_manifest
-from mt_ckpt.native.read import open_checkpoint
-from mt_ckpt.native.verify import find_damage
+from mt_ckpt.native.read import find_damage, open_checkpoint
 
 GOLDEN = Path(__file__).parent
 

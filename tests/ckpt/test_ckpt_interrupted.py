@@ -18,7 +18,7 @@ import torch
 from tests.ckpt.conftest import Kit
 from tests.small_process import in_small_process
 
-from mt_ckpt.native import staging
+from mt_ckpt.files import staging
 from mt_ckpt.native.save import save_checkpoint
 from mt_core.errors import CheckpointError
 

@@ -94,7 +94,7 @@ def test_layout_on_disk(tmp_path: Path) -> None:
 
 def test_checksum_is_the_published_algorithm() -> None:
     """Test vector of XXH3_128bits for empty input, from the xxHash project."""
-    from mt_ckpt.native.checksum import checksum
+    from mt_ckpt.files.checksum import checksum
 
     assert checksum(b"") == "99aa06d3014798d86001c324468d497f"
 

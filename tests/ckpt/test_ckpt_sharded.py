@@ -19,11 +19,9 @@ from safetensors.torch import load_file
 from tests.small_process import in_small_process
 
 from mt_ckpt.native.manifest import detect, read_manifest
-from mt_ckpt.native.read import open_checkpoint
-from mt_ckpt.native.save import save_checkpoint
-from mt_ckpt.native.sharded import ShardedSave
+from mt_ckpt.native.read import find_damage, open_checkpoint
+from mt_ckpt.native.save import ShardedSave, save_checkpoint
 from mt_ckpt.native.storage_backends import RemotePlace
-from mt_ckpt.native.verify import find_damage
 from mt_core import retention
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path

@@ -16,10 +16,10 @@ from mt_ckpt.commands.ckpt import app
 from mt_ckpt.commands.convert import convert as convert_command
 from mt_ckpt.convert import convert
 from mt_ckpt.difference import differences
+from mt_ckpt.files.sizes import parse_bytes
+from mt_ckpt.locate import checkpoints_of, superfluous
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
-from mt_ckpt.retention import checkpoints_of, superfluous
-from mt_ckpt.sizes import parse_bytes
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path
 from mt_core.plugins import load_plugins

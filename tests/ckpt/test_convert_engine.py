@@ -17,9 +17,9 @@ from tests.ckpt.convert_cases import GPT2, LLAMA
 from tests.covering import covering
 
 from mt_ckpt.convert import convert
-from mt_ckpt.convert.resumable import ResumableFolder
-from mt_ckpt.native.checksum import checksum
+from mt_ckpt.files.checksum import checksum
 from mt_ckpt.native.read import open_checkpoint
+from mt_ckpt.writing.resumable import ResumableFolder
 from mt_core.checkpoint_lookup import open_with
 from mt_core.errors import CheckpointError, ConfigError, PluginError
 from mt_core.plugins import Plugin, load_plugins

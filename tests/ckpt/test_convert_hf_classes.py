@@ -11,7 +11,7 @@ from tests.ckpt.conftest import assert_same_state, tensors_of
 from tests.ckpt.convert_cases import GROUPED, LATENT, MAMBA, SHAPE
 
 from mt_ckpt.convert import convert
-from mt_ckpt.convert.checksums import CHECKSUMS
+from mt_ckpt.files.checksum_file import CHECKSUMS
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.train.trained_model import load_trained_model

@@ -16,11 +16,11 @@ from tests.ckpt.conftest import assert_same_state, tensors_of
 from tests.ckpt.convert_cases import GPT2, LLAMA
 
 from mt_ckpt.convert import convert, reader_loss
-from mt_ckpt.convert.checksums import CHECKSUMS
+from mt_ckpt.files.checksum_file import CHECKSUMS
+from mt_ckpt.files.safetensors import SafetensorsFile, TensorInfo, align, write_safetensors
 from mt_ckpt.hugging_face import family
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.native.read import open_checkpoint
-from mt_ckpt.safetensors_files import SafetensorsFile, TensorInfo, align, write_safetensors
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import load_plugins

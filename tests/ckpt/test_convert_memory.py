@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mt_ckpt import safetensors_files
 from mt_ckpt.convert import convert
+from mt_ckpt.files import safetensors
 from mt_ckpt.native import convert as native
 from mt_core.errors import CheckpointError
 from mt_core.plugins import load_plugins
@@ -20,7 +20,7 @@ from mt_core.testing import run_ranks
 pytestmark = pytest.mark.slow
 
 
-class Sink(safetensors_files.SafetensorsWriter):
+class Sink(safetensors.SafetensorsWriter):
     """Everything but the writing."""
 
     def _write(self, data: memoryview) -> tuple[int, str]:
@@ -35,7 +35,7 @@ def memory(key: str) -> int:
 
 def growth(rank: int, world: int, source: Path, target: Path, saver: str, dtype: str | None) -> int:
     """Bytes by which the peak of a conversion is above what the process had before; it ends with the test."""
-    for module in (safetensors_files, native):
+    for module in (safetensors, native):
         vars(module)["SafetensorsWriter"] = Sink
     host = load_plugins()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here

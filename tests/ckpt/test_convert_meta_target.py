@@ -13,7 +13,7 @@ from tests.ckpt.test_convert_meta import DIM, FFN, GROUPS, HEADS, LAYERS, VOCAB,
 from torch import Tensor
 
 from mt_ckpt.convert import convert
-from mt_ckpt.meta.write_params import feed_forward_params
+from mt_ckpt.meta.params import feed_forward_params
 from mt_ckpt.native.read import open_checkpoint
 from mt_core.errors import ConfigError
 from mt_core.specs import ConvertOptions

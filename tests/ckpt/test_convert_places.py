@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from mt_ckpt.commands.convert import convert as convert_command
 from mt_ckpt.convert import convert
-from mt_ckpt.convert.checksums import CHECKSUMS, find_changes, read_checksums
-from mt_ckpt.convert.remote import REMOTE_RECORD
+from mt_ckpt.files.checksum_file import CHECKSUMS, find_changes, read_checksums
 from mt_ckpt.native import read as native
+from mt_ckpt.writing.output_folders import REMOTE_RECORD
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path

@@ -14,10 +14,10 @@ from tests.ckpt.test_convert_engine import Killed, shards_of
 from tests.covering import EXHAUSTIVE
 
 from mt_ckpt.convert import convert
-from mt_ckpt.convert.files import SafetensorsFiles, _groups
+from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
-from mt_ckpt.safetensors_files import TensorInfo
+from mt_ckpt.writing.file_plans import SafetensorsFiles, _groups
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.specs import ConvertOptions
 from mt_core.testing import rank_context

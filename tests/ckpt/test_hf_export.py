@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.dist.in_turn import one_after_another
 
-from mt_ckpt.hugging_face import export
+from mt_ckpt.convert import export
 from mt_core.config.loading import load_config
 from mt_core.data.building import build_datasets, build_tokenizer
 from mt_core.errors import CheckpointError, ConfigError

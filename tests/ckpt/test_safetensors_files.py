@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mt_ckpt import safetensors_files
-from mt_ckpt.mapped import map_range
-from mt_ckpt.safetensors_files import SafetensorsFile, SafetensorsWriter, TensorInfo, write_safetensors
+from mt_ckpt.files import safetensors
+from mt_ckpt.files.safetensors import SafetensorsFile, SafetensorsWriter, TensorInfo, map_range, write_safetensors
 from mt_core.errors import CheckpointError
 
 TENSORS = {
@@ -32,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture(params=["mapped", "copied"])
 def each_way(request, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "copied":  # as on a system that cannot map
-        monkeypatch.setattr(safetensors_files, "map_range", lambda file, offset, length: None)
+        monkeypatch.setattr(safetensors, "map_range", lambda file, offset, length: None)
     return request.param
 
 
@@ -92,7 +91,7 @@ def test_the_disk_begins_before_the_file_is_whole(tmp_path: Path, monkeypatch: p
     synced: list[int] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real(fd)))
-    monkeypatch.setattr(safetensors_files, "SYNC_BYTES", 1 << 20)
+    monkeypatch.setattr(safetensors, "SYNC_BYTES", 1 << 20)
     infos = {str(i): TensorInfo((1 << 18,), torch.float32) for i in range(6)}
     write_safetensors(tmp_path / "x", infos, (torch.full((1 << 18,), float(i)) for i in range(6)))
     assert len(synced) == 1 + 6
@@ -109,7 +108,7 @@ def test_a_sync_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
             raise error
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(safetensors_files, "SYNC_BYTES", 1 << 20)
+    monkeypatch.setattr(safetensors, "SYNC_BYTES", 1 << 20)
     infos = {str(i): TensorInfo((1 << 18,), torch.float32) for i in range(4)}
     with closing(SafetensorsWriter(tmp_path / "x", infos)) as writer:
         for _ in infos:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 STUBS = sorted(ROOT.glob("packages/*/src/**/__init__.pyi"))
 MODULES_OF_THEIR_OWN = {
     "mt_accelerate.utils": "the names of accelerate.utils, in one module as there",
-    "mt_ckpt.megatron.argument_list": "tables of arguments, shown to say where they are",
+    "mt_ckpt.megatron.arguments": "tables of arguments, shown to say where they are",
 }
 """Modules that documentation imports from although no folder lists their names."""
 

@@ -440,14 +440,14 @@ CONVERSION = (
     ),
     Mutation(
         "Megatron's cut of a multi-token projection is forgotten",
-        f"{CKPT}/megatron/cuts.py",
+        f"{CKPT}/megatron/model.py",
         "return {name: by_rows(layout) if name.endswith(cut) else layout for name, layout in layouts.items()}",
         "return dict(layouts)",
         ("tests/ckpt/megatron/test_families.py",),
     ),
     Mutation(
         "bytes of an export are not checked",
-        f"{CKPT}/convert/checksums.py",
+        f"{CKPT}/files/checksum_file.py",
         "            if found != expected:\n",
         "            if False:\n",
         ("tests/ckpt/test_ckpt_checksums.py", "-k", "changed_file_is_refused"),

@@ -12,8 +12,8 @@ from tests.ckpt.scaled_weights import ScaledWeights
 from tests.peer.environment import older_megatron, peer_python
 from tests.peer.our_outputs import inputs_of, logits_of
 
-from mt_ckpt.convert.model import model_config
 from mt_ckpt.megatron.folder import find_iteration
+from mt_ckpt.model import model_config
 from mt_core.plugins import PluginHost
 from mt_core.specs import ConvertOptions
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mt_ckpt.convert.model import expected_parameters
 from mt_ckpt.megatron.vocabulary_padding import PADDING
+from mt_ckpt.model import expected_parameters
 from mt_core.config.loading import config_from_dict
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import CheckpointReader

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mt_ckpt.megatron_dist.index import METADATA_FILE, read_index
-from mt_ckpt.megatron_dist.write_index import WrittenBlob, WrittenTensor, encode_index
-from mt_ckpt.tiling import tiles
+from mt_ckpt.files.tiling import tiles
+from mt_ckpt.megatron_dist.index import METADATA_FILE, WrittenBlob, WrittenTensor, encode_index, read_index
 from mt_core.errors import CheckpointError
 from mt_core.tensor_slice import TensorSlice
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from tests.ckpt.megatron.conftest import assert_same_tensors
 from tests.covering import covering
 
-from mt_ckpt.convert.model import build_model
+from mt_ckpt.model import build_model
 from mt_ckpt.pickles.torch_file import open_torch_file
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.config.loading import config_from_dict

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from mt_ckpt.convert import convert
 from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.families.windows import windows_of
-from mt_ckpt.megatron.families.yarn import yarn_section
+from mt_ckpt.megatron.families.shared import windows_of, yarn_section
 from mt_ckpt.megatron.reader import open_checkpoint
 from mt_core.checkpoint_lookup import open_with
 from mt_core.config.loading import config_from_dict

@@ -19,8 +19,7 @@ from tests.ckpt.megatron.handmade import (
 )
 from tests.ckpt.megatron.test_rank_files import assert_is
 
-from mt_ckpt.megatron_legacy.qkv import to_grouped
-from mt_ckpt.megatron_legacy.reader import open_checkpoint
+from mt_ckpt.megatron_legacy.reader import open_checkpoint, to_grouped
 from mt_core import checkpoint_lookup
 from mt_core.errors import CheckpointError, ConfigError
 

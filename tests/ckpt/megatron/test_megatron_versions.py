@@ -18,16 +18,14 @@ from tests.ckpt.megatron.test_optimizer import megatrons_buffer
 from tests.ckpt.megatron.test_round_trip import through
 from tests.covering import covering
 
-from mt_ckpt.megatron.order import in_order
 from mt_ckpt.megatron.rank_files import namespace_attributes
-from mt_ckpt.megatron.save import part_entries
-from mt_ckpt.megatron.strict_names import wanted_shapes
+from mt_ckpt.megatron.rank_plan import in_order
+from mt_ckpt.megatron.save import part_entries, wanted_shapes
 from mt_ckpt.megatron.target import Plan, plan
 from mt_ckpt.megatron.versions import HEAD, NEWEST, OLDEST, conventions, parse_version
-from mt_ckpt.megatron_dist.common import read_common
 from mt_ckpt.megatron_dist.dist_plan import dist_plan
 from mt_ckpt.megatron_dist.flat_plan import FULLY_RESHARDABLE
-from mt_ckpt.megatron_dist.index import read_index
+from mt_ckpt.megatron_dist.index import read_common, read_index
 from mt_ckpt.pickles.torch_file import open_torch_file
 from mt_core import checkpoint_lookup
 from mt_core.errors import ConfigError

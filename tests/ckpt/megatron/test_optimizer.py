@@ -13,7 +13,7 @@ from tests.ckpt.megatron.test_rank_files import llama_like
 
 from mt_ckpt.megatron.flat_buffers import Bucketing, FlatParameter, buckets_of
 from mt_ckpt.megatron.names import Style
-from mt_ckpt.megatron.order import in_order
+from mt_ckpt.megatron.rank_plan import in_order
 from mt_ckpt.megatron.reader import open_checkpoint
 from mt_core.errors import CheckpointError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mt_ckpt.megatron.param_scheduler import optimizer_options
+from mt_ckpt.megatron.metadata import optimizer_options
 from mt_core.errors import CheckpointError
 
 GPT = {"family": "gpt", "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 8}

@@ -13,7 +13,7 @@ from tests.ckpt.conftest import assert_same_state, random_weights, tensors_of
 from torch import nn
 
 from mt_ckpt.convert import convert
-from mt_ckpt.convert.model import expected_parameters
+from mt_ckpt.model import expected_parameters
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
 from mt_core.config.loading import config_from_dict

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from mt_ckpt.pickles.encode import OrderedItems, namespace
-from mt_ckpt.pickles.torch_file import open_torch_file, tensors_in
-from mt_ckpt.pickles.torch_writer import TorchWriter
+from mt_ckpt.pickles.torch_file import TorchWriter, open_torch_file, tensors_in
 from mt_core.errors import CheckpointError
 
 DTYPES = [

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from mt_ckpt.convert.source import MODEL
+from mt_ckpt.files.checksum import BLOCK_BYTES
+from mt_ckpt.files.checksum_file import CHECKSUMS
+from mt_ckpt.files.dtypes import format_name
 from mt_ckpt.locate import resolve_run
-from mt_ckpt.native.dtypes import format_name
+from mt_ckpt.model import expected_parameters, model_config
 from mt_ckpt.native.manifest import MANIFEST_NAME
 from mt_ckpt.native.read import NativeReader
 from mt_core.checkpoint_lookup import open_checkpoint, open_with
+from mt_core.errors import CheckpointError
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointLoaderSpec, CheckpointReader
+from mt_core.train.checkpoint.state import require_fit
 
 AUTO = "auto"
 ITERATION = re.compile(r"iter_([0-9]{7,})")
@@ -110,3 +118,87 @@ def iterations_beside(path: Path) -> list[int]:
     folder = path.parent if ITERATION.fullmatch(path.name) else path
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := ITERATION.fullmatch(name)))
+
+
+# Whether a checkpoint of any format is whole, as far as its format can tell.
+
+WITH_CHECKSUMS = {".bin", ".pt", ".pth"}
+"""Archives of torch.save, whose members have a CRC-32 that is compared on reading."""
+
+
+def find_problems(
+    opened: Opened, tensors: list[Entry], host: PluginHost, progress: Callable[[int], None] = lambda num_bytes: None
+) -> list[str]:
+    """One sentence for each: tensors that are not those of the configuration, and those that cannot be read.
+
+    `progress` is called with the number of bytes just read.
+    """
+    reader = opened.reader
+    problems = _misfits(reader, host)
+    for entry in tensors:
+        # One damaged tensor does not end the check: all are listed.
+        try:
+            value = reader.read(entry.name)
+        except CheckpointError as error:
+            problems.append(str(error))
+        else:
+            if tuple(value.shape) != entry.shape:
+                problems.append(f"{entry.name}: read as {list(value.shape)}, listed as {list(entry.shape)}")
+        progress(entry.num_bytes)
+    return problems
+
+
+def configuration_problems(path: Path, host: PluginHost, loader: str) -> list[str]:
+    """What is wrong with the names and shapes of the checkpoint at `path`, of which no tensor is read.
+
+    Nothing is checked of a format that no installed loader reads, unless one is named.
+    """
+    if loader == AUTO and not any(spec.detect.load()(path) for spec in host.checkpoint_loaders):
+        return []
+    return _misfits(open_any(path, host, loader).reader, host)
+
+
+def _misfits(reader: CheckpointReader, host: PluginHost) -> list[str]:
+    try:
+        parameters = expected_parameters(model_config(reader, host), host)
+        require_fit(reader, {name: layout.shape for name, layout in parameters.items()}, MODEL)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def has_checksums(opened: Opened) -> bool:
+    """Whether the weights' files have checksums, so that changed values would have been seen."""
+    # Only the suffixes of files with weights count. A .pt beside safetensors says nothing of those.
+    weights = {Path(file).suffix for file in files_of(opened)} & {*WITH_CHECKSUMS, ".safetensors", ".gguf", ".distcp"}
+    return bool(weights) and weights <= WITH_CHECKSUMS
+
+
+# A hash by which results name the checkpoint that produced them.
+
+
+def checkpoint_fingerprint(path: Path) -> str:
+    """XXH3 (128 bits, hexadecimal) of the names and contents of a checkpoint's files.
+
+    A manifest or checksum file, which holds the checksums of the others, stands for them.
+    """
+    digest = xxhash.xxh3_128()
+    for file in _files(path):
+        # NUL cannot be in a name and the size has a fixed width, so that no two lists of files give the same bytes.
+        digest.update(str(file.relative_to(path)).encode() + b"\0" + file.stat().st_size.to_bytes(8, "little"))
+        _update(digest, file)
+    return digest.hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    listed = [path / name for name in (MANIFEST_NAME, CHECKSUMS) if (path / name).is_file()]
+    # The manifest of the native format comes before the checksums that `mt convert` writes.
+    return listed[:1] or sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def _update(digest: xxhash.xxh3_128, file: Path) -> None:
+    with file.open("rb") as content:
+        while block := content.read(BLOCK_BYTES):
+            digest.update(block)

@@ -27,7 +27,7 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
             doc="Hugging Face: safetensors or .bin files with config.json, whole or in shards",
             detect=Lazy("mt_ckpt.hugging_face.reader:detect"),
             open=Lazy("mt_ckpt.hugging_face.reader:open_checkpoint"),
-            open_module=Lazy("mt_ckpt.hugging_face.module:read_module"),
+            open_module=Lazy("mt_ckpt.hugging_face.reader:read_module"),
             takes_host=True,
         ),
         CheckpointLoaderSpec(
@@ -71,7 +71,7 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
             name="megatron-dist",
             aliases=("torch_dist",),
             doc="Megatron-Core, torch_dist format: a distributed checkpoint, optimizer included",
-            detect=Lazy("mt_ckpt.megatron_dist.common:detect"),
+            detect=Lazy("mt_ckpt.megatron_dist.index:detect"),
             open=Lazy("mt_ckpt.megatron_dist.reader:open_checkpoint"),
             takes_host=True,
         ),
@@ -93,7 +93,7 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
             name="mt",
             doc="mt's own format, staged, synced and renamed into place",
             save=Lazy("mt_ckpt.native.save:save_checkpoint"),
-            save_sharded=Lazy("mt_ckpt.native.sharded:ShardedSave"),
+            save_sharded=Lazy("mt_ckpt.native.save:ShardedSave"),
             convert=Lazy("mt_ckpt.native.convert:convert_checkpoint"),
             plan=Lazy("mt_ckpt.native.convert:plan_files"),
             converts_to_addresses=True,
@@ -132,7 +132,7 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
             convert=Lazy("mt_ckpt.megatron.save:convert_checkpoint"),
             takes_file=Lazy("mt_ckpt.megatron.save:takes_file"),
             plan=Lazy("mt_ckpt.megatron.save:plan_files"),
-            require_strict_names=Lazy("mt_ckpt.megatron.strict_names:require_strict_names"),
+            require_strict_names=Lazy("mt_ckpt.megatron.save:require_strict_names"),
         ),
         CheckpointSaverSpec(
             name="megatron-dist",
@@ -141,7 +141,7 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
             convert=Lazy("mt_ckpt.megatron_dist.save:convert_checkpoint"),
             takes_file=Lazy("mt_ckpt.megatron.save:takes_file"),
             plan=Lazy("mt_ckpt.megatron_dist.save:plan_files"),
-            require_strict_names=Lazy("mt_ckpt.megatron_dist.strict_names:require_strict_names"),
+            require_strict_names=Lazy("mt_ckpt.megatron_dist.save:require_strict_names"),
         ),
         CheckpointSaverSpec(
             name="megatron-legacy",
@@ -160,7 +160,7 @@ def mt_register_callbacks() -> list[CallbackSpec]:
         CallbackSpec(
             name="hf_export",
             doc="Hugging Face folders beside checkpoints, every checkpoint.save_hf_interval steps",
-            build=Lazy("mt_ckpt.hugging_face.export:build_export"),
+            build=Lazy("mt_ckpt.convert.export:build_export"),
             always=True,
         )
     ]

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mt_ckpt.fingerprint import checkpoint_fingerprint
+from mt_ckpt.contents import checkpoint_fingerprint
 from mt_core.checkpoint_lookup import find_checkpoint
 from mt_core.config.schema import Config
 from mt_core.versions import installed_versions

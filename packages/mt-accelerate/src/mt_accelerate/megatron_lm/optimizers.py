@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mt_ckpt.hugging_face.module import read_module
+from mt_ckpt.hugging_face.reader import read_module
 from mt_core.errors import ConfigError
 from mt_core.optim.param_groups import decays, matches
 from mt_core.plugins import PluginHost

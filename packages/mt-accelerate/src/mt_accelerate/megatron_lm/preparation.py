@@ -19,7 +19,7 @@ from mt_accelerate.megatron_lm.schedulers import MegatronLMDummyScheduler, sched
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.operations import from_first_rank
 from mt_accelerate.state import AcceleratorState
-from mt_ckpt.hugging_face.module import read_module
+from mt_ckpt.hugging_face.reader import read_module
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError

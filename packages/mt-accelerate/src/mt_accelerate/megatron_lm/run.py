@@ -20,7 +20,7 @@ from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.operations import RANKS, data_parallel_ranks, on_first_rank
 from mt_accelerate.state import AcceleratorState, GradientState
 from mt_ckpt.convert.engine import convert
-from mt_ckpt.sizes import parse_bytes
+from mt_ckpt.files.sizes import parse_bytes
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import SINGLE
 from mt_core.paths import remove_tree

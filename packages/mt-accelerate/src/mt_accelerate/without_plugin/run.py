@@ -22,7 +22,7 @@ from mt_accelerate.state import AcceleratorState, GradientState
 from mt_accelerate.without_plugin import models
 from mt_accelerate.without_plugin.loaders import PreparedLoader, rows_without_repetitions
 from mt_accelerate.without_plugin.optimizers import PreparedOptimizer, PreparedScheduler
-from mt_ckpt.sizes import parse_bytes
+from mt_ckpt.files.sizes import parse_bytes
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import wait_for_all
 

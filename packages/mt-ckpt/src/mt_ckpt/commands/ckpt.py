@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mt_ckpt.sizes import format_bytes
+from mt_ckpt.files.sizes import format_bytes
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from mt_ckpt.average import Average
     from mt_ckpt.contents import Entry, Opened
-    from mt_ckpt.convert.checksums import Checksums
     from mt_ckpt.difference import Difference
+    from mt_ckpt.files.checksum_file import Checksums
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, verify, compare, average and thin out checkpoints.")
 
@@ -65,7 +65,7 @@ def inspect(
 def verify(path: AnyCheckpoint, loader: Loader = "auto") -> None:
     """Read every tensor of a checkpoint; compare with its checksums, where it has any, and with its configuration."""
     from mt_ckpt.contents import open_any
-    from mt_ckpt.convert.checksums import read_checksums
+    from mt_ckpt.files.checksum_file import read_checksums
     from mt_ckpt.locate import resolve_run
     from mt_ckpt.native.manifest import detect
 
@@ -82,7 +82,7 @@ def verify(path: AnyCheckpoint, loader: Loader = "auto") -> None:
 def _verify_every_byte(checkpoint: Path) -> str:
     """Of mt's own format. Raises CheckpointError that names the damaged files."""
     from mt_ckpt.native.manifest import read_manifest
-    from mt_ckpt.native.verify import find_damage
+    from mt_ckpt.native.read import find_damage
 
     manifest = read_manifest(checkpoint)
     num_bytes = sum(manifest.sizes.values())
@@ -97,8 +97,8 @@ def _verify_every_byte(checkpoint: Path) -> str:
 
 def _verify_written_files(path: Path, checksums: Checksums, loader: str) -> str:
     """Of a conversion's result in a format without checksums. Raises CheckpointError that names the changed files."""
-    from mt_ckpt.completeness import configuration_problems
-    from mt_ckpt.convert.checksums import CHECKSUMS, find_changes
+    from mt_ckpt.contents import configuration_problems
+    from mt_ckpt.files.checksum_file import CHECKSUMS, find_changes
 
     with _progress() as progress:
         bar = progress.add_task("verifying", total=checksums.num_bytes)
@@ -112,8 +112,7 @@ def _verify_written_files(path: Path, checksums: Checksums, loader: str) -> str:
 
 def _verify_every_tensor(opened: Opened) -> str:
     """Of another format. Raises CheckpointError that names what is missing, unknown or unreadable."""
-    from mt_ckpt.completeness import find_problems, has_checksums
-    from mt_ckpt.contents import entries, files_of
+    from mt_ckpt.contents import entries, files_of, find_problems, has_checksums
 
     tensors, files = list(entries(opened.reader)), files_of(opened)
     with _progress() as progress:
@@ -166,7 +165,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
 ) -> None:
     """Remove old checkpoints of a run; never the one that `latest` names."""
-    from mt_ckpt.retention import checkpoints_of, superfluous
+    from mt_ckpt.locate import checkpoints_of, superfluous
     from mt_core.retention import remove
 
     checkpoints = checkpoints_of(run, load_plugins())
@@ -193,7 +192,7 @@ def average(
 ) -> None:
     """Write the mean of the weights of several checkpoints of one model."""
     from mt_ckpt.average import Average
-    from mt_ckpt.convert.targets import require_free, target_path
+    from mt_ckpt.writing.output_folders import require_free, target_path
 
     host = load_plugins()
     spec = host.checkpoint_savers.get(saver, key="--saver")
@@ -220,7 +219,7 @@ def _left_out(mean: Average, saver: CheckpointSaverSpec) -> Iterator[str]:
 
 
 def _chosen(paths: list[Path], last: int | None) -> list[Path]:
-    from mt_ckpt.retention import checkpoints_of
+    from mt_ckpt.locate import checkpoints_of
 
     if last is None:
         if len(paths) < 2:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from mt_ckpt.sizes import format_bytes, parse_bytes
+from mt_ckpt.files.sizes import format_bytes, parse_bytes
 from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
 from mt_core.specs import ConvertOptions, VocabPadding
@@ -221,7 +221,7 @@ def _outputs(number: int) -> str:
 
 
 def _group(name: str) -> str:
-    from mt_ckpt.convert.histories import HISTORY
+    from mt_ckpt.convert.wrapped_readers import HISTORY
 
     if name.endswith(HISTORY):
         return HISTORY.removeprefix(".")

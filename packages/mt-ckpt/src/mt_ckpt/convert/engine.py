@@ -11,18 +11,18 @@ from typing import Any
 
 from torch import Tensor
 
-from mt_ckpt.convert.histories import histories_of
 from mt_ckpt.convert.prepare import AUTO, Prepared, Request, open_named, prepare, shapes_of
 from mt_ckpt.convert.source import MODEL, Progress, Source
-from mt_ckpt.convert.targets import require_free, target_path
 from mt_ckpt.convert.verify import Verification, verify_conversion
 from mt_ckpt.convert.workers import Workers
+from mt_ckpt.convert.wrapped_readers import histories_of
 from mt_ckpt.dcp.reader import READ_FROM
 from mt_ckpt.hugging_face.family import FORMAT as HUGGING_FACE
 from mt_ckpt.hugging_face.reader import detect
 from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, GENERATION
 from mt_ckpt.locate import resolve_run
 from mt_ckpt.megatron.metadata import optimizer_left_out
+from mt_ckpt.writing.output_folders import require_free, target_path
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import absolute, as_path, is_remote
 from mt_core.plugins import PluginHost, load_plugins

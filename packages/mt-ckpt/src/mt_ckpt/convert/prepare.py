@@ -6,11 +6,9 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mt_ckpt.convert.histories import without_histories
-from mt_ckpt.convert.model import expected_parameters, model_config
 from mt_ckpt.convert.source import MODEL, Progress, Source, identity_of
-from mt_ckpt.convert.tokenizer import with_tokenizer
-from mt_ckpt.convert.vocabulary import with_vocab_size, without_padding
+from mt_ckpt.convert.wrapped_readers import with_tokenizer, with_vocab_size, without_histories, without_padding
+from mt_ckpt.model import expected_parameters, model_config
 from mt_core.checkpoint_lookup import open_checkpoint, open_with
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError

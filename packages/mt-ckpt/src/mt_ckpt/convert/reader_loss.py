@@ -6,6 +6,7 @@ the configuration beside the tensors says.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mt_ckpt.convert.model import build_model, model_config
 from mt_ckpt.convert.source import MODEL
-from mt_ckpt.convert.token_inputs import token_inputs
-from mt_ckpt.convert.vocabulary import num_padding_rows, with_vocab_size
+from mt_ckpt.convert.wrapped_readers import num_padding_rows, with_vocab_size
+from mt_ckpt.model import build_model, model_config
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
@@ -29,6 +29,29 @@ from mt_core.paths import is_remote
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader
 from mt_core.train.checkpoint.state import load_parameters
+
+# A few token ids for any model whose only inputs are token ids.
+
+NUM_TOKENS = 8
+CHOOSING_HEAD = "multichoice_head"
+"""Canonical name of the head that gives a score to each of several texts."""
+
+
+def token_inputs(model: nn.Module, vocab_size: int) -> dict[str, Tensor] | None:
+    """The same few ids for every input that must be given; None if something else must be given.
+
+    int64 [1, NUM_TOKENS], or [1, 2, NUM_TOKENS] for a model that chooses one of several texts.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    # Inputs without a default; a mask or positions may be left out.
+    needed = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    if not needed or not all(name.endswith("tokens") for name in needed):
+        return None
+    # Seeded: both models of a comparison get the same ids.
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 2, NUM_TOKENS) if hasattr(model, CHOOSING_HEAD) else (1, NUM_TOKENS)
+    return {name: torch.randint(0, vocab_size, shape, generator=generator) for name in needed}
+
 
 TOLERANCE = 1e-3
 """Tolerance in nats, for another order of summation."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mt_ckpt.convert.resumable import work_key
+from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.megatron.vocabulary_padding import PADDING
-from mt_ckpt.safetensors_files import TensorInfo
+from mt_ckpt.writing.file_plans import PartWriter
+from mt_ckpt.writing.resumable import work_key
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.specs import CheckpointReader, FilePart, FilePlan
+from mt_core.specs import CheckpointReader
 
 MODEL = "model."
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -22,16 +23,6 @@ BLOCK = 1 << 22
 """Elements checked at once."""
 Progress = Callable[[int, int], None]
 """(bytes read so far, bytes of all that will be read)"""
-
-
-class PartWriter(Protocol):
-    """Processes that write parts of the files at the same time (`mt_ckpt.convert.workers.Workers`)."""
-
-    def write(
-        self, folder: Path, parts: Sequence[FilePart], plan: FilePlan, note_read: Callable[[str, int], None]
-    ) -> Iterator[tuple[FilePart, Any]]:
-        """Gives each part with what its writer returned, as they are written."""
-        ...
 
 
 class Source:

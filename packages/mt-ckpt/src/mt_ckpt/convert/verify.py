@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mt_ckpt.convert.model import build_model, model_config
 from mt_ckpt.convert.prepare import open_named
-from mt_ckpt.convert.reader_loss import ReaderLoss, reader_loss
+from mt_ckpt.convert.reader_loss import ReaderLoss, reader_loss, token_inputs
 from mt_ckpt.convert.source import MODEL
-from mt_ckpt.convert.token_inputs import token_inputs
 from mt_ckpt.megatron.vocabulary_padding import PADDING
+from mt_ckpt.model import build_model, model_config
 from mt_core.config.schema import Config, ModelConfig
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import parameter_layouts

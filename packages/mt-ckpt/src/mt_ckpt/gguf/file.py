@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.gguf.quantization import TYPES, BlockType
-from mt_ckpt.safetensors_files import TensorInfo
 from mt_core.errors import CheckpointError
 
 MAGIC = b"GGUF"

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.gguf.file import GGUFFile
-from mt_ckpt.gguf.metadata import T, value_of
-from mt_ckpt.gguf.tokenizer import tokenizer_files
+from mt_ckpt.gguf.tokenizer import T, tokenizer_files, value_of
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.hugging_face.reader import HuggingFaceReader
 from mt_ckpt.hugging_face.tokenizer import tokenizer_config
 from mt_ckpt.meta.reader import neighbours_to_halves
-from mt_ckpt.safetensors_files import TensorInfo
 from mt_core.config_map import require_known
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost

@@ -6,18 +6,18 @@ import json
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mt_ckpt.convert.checksums import WrittenFiles
+from mt_ckpt.files.checksum_file import WrittenFiles
+from mt_ckpt.files.safetensors import SafetensorsFile, TensorInfo
 from mt_ckpt.hugging_face.family import Family, identify, require_names
-from mt_ckpt.hugging_face.shapes import infer
-from mt_ckpt.hugging_face.tensors import ExternalTensors, TensorFile, TensorFiles
+from mt_ckpt.hugging_face.tensors import ExternalTensors, TensorFile, TensorFiles, infer
 from mt_ckpt.hugging_face.tokenizer import image_processor, read_tokenizer_files, tokenizer_config
-from mt_ckpt.safetensors_files import SafetensorsFile, TensorInfo
-from mt_ckpt.torch_files import TorchFile
+from mt_ckpt.pickles.torch_file import NamedTensorsFile
+from mt_core.config_map import tokenizer_section
 from mt_core.errors import CheckpointError, did_you_mean
 from mt_core.name_map import Rule
 from mt_core.plugins import PluginHost
@@ -199,7 +199,7 @@ def _open_tensors(path: Path, written: WrittenFiles) -> TensorFiles:
 
 def open_tensor_file(file: Path, written: WrittenFiles) -> TensorFile:
     # Files of torch.save have checksums of their own.
-    return SafetensorsFile(file, written.require) if file.suffix == ".safetensors" else TorchFile(file)
+    return SafetensorsFile(file, written.require) if file.suffix == ".safetensors" else NamedTensorsFile(file)
 
 
 def _inside(path: Path, name: str, index: Path) -> Path:
@@ -224,3 +224,46 @@ def _read_json(file: Path, written: WrittenFiles) -> dict[str, Any]:
 def _number_or_object(entries: dict[str, Any]) -> Any:
     """Since version 5 transformers writes an infinite number as {"__float__": "Infinity"}."""
     return float(entries[SPECIAL_FLOAT]) if set(entries) == {SPECIAL_FLOAT} else entries
+
+
+# A module of transformers in memory as a canonical checkpoint: its weights without a file.
+
+
+class PreTrainedConfigLike(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class PreTrainedModelLike(Protocol):
+    """A `transformers.PreTrainedModel`."""
+
+    @property
+    def config(self) -> PreTrainedConfigLike: ...
+
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+
+
+class ModuleTensors:
+    """The state dict of a module, under its own names (see ExternalTensors)."""
+
+    def __init__(self, module: PreTrainedModelLike) -> None:
+        self._state = module.state_dict()
+        # state_dict has tied parameters under each of their names, as files may have.
+        self.infos = {name: TensorInfo(tuple(x.shape), x.dtype) for name, x in self._state.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._state[name].detach().cpu().contiguous()
+
+
+def read_module(module: PreTrainedModelLike, host: PluginHost) -> HuggingFaceReader:
+    """The weights of a transformers model under canonical names; `metadata["config"]` has its [model] and [tokenizer].
+
+    The reader looks at the module's memory: it is to be kept until the weights are read. Raises ConfigError for a
+    model_type without a name map, and CheckpointError for tensors that do not fit its configuration.
+    """
+    # The class is the architecture, also of a module that was built and not loaded.
+    external = {**module.config.to_dict(), "architectures": [type(module).__name__]}
+    tensors = ModuleTensors(module)
+    family, config = identify(external, tensors.infos, host)
+    model = {"family": family.family, **config.model.model_dump(mode="json", exclude_defaults=True)}
+    sections = {"model": model, "tokenizer": tokenizer_section(external, config.model.vocab_size)}
+    return HuggingFaceReader(tensors, family, config.model, {"iteration": 0, "config": sections}, {})

@@ -14,25 +14,24 @@ from typing import Any, Protocol
 
 import torch
 
-from mt_ckpt.convert.checksums import Parts
-from mt_ckpt.convert.options import refuse
-from mt_ckpt.convert.resumable import ResumableFolder, work_key
-from mt_ckpt.convert.whole_files import FinishedFiles, files_together, write_whole_files
+from mt_ckpt.files.checksum_file import Parts
 from mt_ckpt.megatron.folder import OPTIMIZER_FILE, RANK_FILE, RELEASE, TRACKER, iteration_name, rank_name
-from mt_ckpt.megatron.metadata import KEY
+from mt_ckpt.megatron.metadata import KEY, scheduler_value
 from mt_ckpt.megatron.names import EXPERTS, duplicates
 from mt_ckpt.megatron.optimizer import MAIN
-from mt_ckpt.megatron.param_scheduler import scheduler_value
 from mt_ckpt.megatron.rank_plan import Naming, RankEntry, extra_states
 from mt_ckpt.megatron.target import DISTRIBUTED, NO_OPTIMIZER, Plan, plan
-from mt_ckpt.megatron.write_flat import FlatRank, write_flat
-from mt_ckpt.megatron.write_optimizer import groups_value, optimizer_groups, optimizer_value
-from mt_ckpt.megatron.written_file import WrittenFile
+from mt_ckpt.megatron.versions import shown
+from mt_ckpt.megatron.write_optimizer import FlatRank, groups_value, optimizer_groups, optimizer_value, write_flat
 from mt_ckpt.pickles.encode import Call, OrderedItems, namespace
-from mt_ckpt.pickles.torch_writer import TorchWriter
+from mt_ckpt.pickles.torch_file import StoredTensor, TorchWriter, open_torch_file
+from mt_ckpt.writing.file_plans import FinishedFiles, WrittenFile, files_together, write_whole_files
+from mt_ckpt.writing.options import refuse
+from mt_ckpt.writing.resumable import ResumableFolder, work_key
+from mt_core.errors import CheckpointError
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions, FilePart
+from mt_core.specs import CheckpointReader, ConvertOptions, FilePart, StrictNames
 
 CHECKPOINT_VERSION = 3.0
 
@@ -290,3 +289,68 @@ def core_model(weights: Mapping[str, Any], entries: Sequence[RankEntry], made: P
         items |= {again: weights[once] for again, once in twice.items() if once in weights}
     heads = ("output_layer", *(("lm_head.output_layer",) if is_t5 else ())) if last else ()
     return OrderedItems({**items, **dict.fromkeys(extra_states(entries, heads))})
+
+
+# The names that a strict load of Megatron-Core wants in the files of ranks, compared with those that are there.
+#
+# Our own reader takes the names of every version and of both kinds of layers; a strict load takes those of one. Which
+# these are follows from `versions.py`, the model and the options, not from the files.
+
+Shapes = Mapping[str, tuple[int, ...] | None]
+"""Name -> shape of a tensor; None: of what is no tensor, such as the empty FP8 states of linear layers."""
+SHOWN = 8
+
+
+def require_strict_names(
+    path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost
+) -> StrictNames:
+    """Of the `torch` format: each model part of each rank has the names and shapes of its modules' state dictionary.
+
+    Raises CheckpointError as `mt_core.specs.RequireStrictNames` does.
+    """
+    made = plan(source, options, host, "torch")
+    number = 0
+    for stage in range(made.target.pipeline.stages):
+        for name, place in stage_files(made, iteration_name(made.iteration), stage).items():
+            value = open_torch_file(path / name).value
+            for part in range(made.target.pipeline.parts):
+                wanted = wanted_shapes(made, stage, part, made.target.grid.context(place))
+                found = {key: shape_of(entry) for key, entry in value[model_key(made, part)].items()}
+                require_wanted(path / name, found, wanted, made)
+                number += len(wanted)
+    return StrictNames(reader_of(made), number)
+
+
+def wanted_shapes(made: Plan, stage: int, part: int, rank: ParallelContext) -> Shapes:
+    """What the modules of a model part have on a rank, by the names of the `torch` format."""
+    entries = part_entries(made, stage, part)
+    local = {entry: made.layout_of(entry.name).local_shape(rank) for entry in entries}
+    # Experts are stored one by one: [experts, ...] -> [...].
+    shapes = {entry.stored: shape if entry.expert is None else shape[1:] for entry, shape in local.items()}
+    # core_model takes shapes in the tensors' places: the same function makes what is written.
+    return dict(core_model(shapes, entries, made, is_last(made, stage, part)).items)
+
+
+def shape_of(entry: Any) -> tuple[int, ...] | None:
+    return entry.shape if isinstance(entry, StoredTensor) else None
+
+
+def require_wanted(file: Path, found: Shapes, wanted: Shapes, made: Plan) -> None:
+    """Raises CheckpointError unless both have the same names with the same shapes."""
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} is there and not wanted" for name in found if name not in wanted]
+    problems += [
+        f"{name} has the shape {found[name]}, wanted is {shape}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise CheckpointError(
+            f"{file}: a strict load of {reader_of(made)} would fail: {'; '.join(problems[:SHOWN])}{more}"
+        )
+
+
+def reader_of(made: Plan) -> str:
+    """The program that the files are for."""
+    return f"Megatron-Core {shown(made.version.version)} with --transformer-impl {made.args['transformer_impl']}"

@@ -9,13 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mt_ckpt.megatron.cuts import as_written
 from mt_ckpt.megatron.families.choice import require_writable
-from mt_ckpt.megatron.model import Grid, layouts_of, load_model_config, require_divisible
+from mt_ckpt.megatron.metadata import optimizer_options
+from mt_ckpt.megatron.model import Grid, as_written, layouts_of, load_model_config, require_divisible
 from mt_ckpt.megatron.names import DIST_RENAMED, EMBEDDING, OUTPUT, Style, norms_apart, torch_renamed
 from mt_ckpt.megatron.optimizer import MAIN
-from mt_ckpt.megatron.order import Pipeline, split_layers
-from mt_ckpt.megatron.param_scheduler import optimizer_options
+from mt_ckpt.megatron.rank_plan import Pipeline, split_layers
 from mt_ckpt.megatron.reader import MODEL, OPTIMIZER, require_same_names
 from mt_ckpt.megatron.versions import Conventions, conventions, parse_version, require_known
 from mt_ckpt.megatron.vocabulary_padding import Padding, choose_padding

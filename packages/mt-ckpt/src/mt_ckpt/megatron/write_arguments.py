@@ -17,7 +17,7 @@ import torch
 from mt_ckpt.megatron.families.choice import model_arguments
 from mt_ckpt.megatron.metadata import KEY
 from mt_ckpt.megatron.model import Grid
-from mt_ckpt.megatron.order import Pipeline
+from mt_ckpt.megatron.rank_plan import Pipeline
 from mt_ckpt.megatron.run_arguments import run_arguments
 from mt_ckpt.megatron.versions import Conventions
 from mt_core.config.schema import Config

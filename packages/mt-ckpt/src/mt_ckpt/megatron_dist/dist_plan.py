@@ -15,9 +15,8 @@ from mt_ckpt.megatron.rank_plan import is_linear
 from mt_ckpt.megatron.target import Plan
 from mt_ckpt.megatron.versions import shown
 from mt_ckpt.megatron_dist.flat_plan import DP_RESHARDABLE, PLAIN, FlatItem, FlatRankPlan, flat_plans
-from mt_ckpt.megatron_dist.keys import Place, are_alike, place_of
-from mt_ckpt.megatron_dist.sections import Rows, require_one_rank, rows_of, whole
-from mt_ckpt.megatron_dist.write_index import WrittenTensor
+from mt_ckpt.megatron_dist.index import WrittenTensor
+from mt_ckpt.megatron_dist.keys import Place, Rows, are_alike, place_of, require_one_rank, rows_of, whole
 from mt_core.parallel.context import ParallelContext
 
 STATE_KEYS = {MAIN: "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

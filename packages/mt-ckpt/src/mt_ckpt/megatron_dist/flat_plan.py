@@ -20,8 +20,7 @@ from mt_ckpt.megatron.optimizer import FLAT_STATES
 from mt_ckpt.megatron.rank_plan import RankEntry
 from mt_ckpt.megatron.save import part_entries
 from mt_ckpt.megatron.target import Plan
-from mt_ckpt.megatron.write_flat import belongs, buffer_dtypes, flat_parameters
-from mt_ckpt.megatron.write_optimizer import optimizer_groups
+from mt_ckpt.megatron.write_optimizer import belongs, buffer_dtypes, flat_parameters, optimizer_groups
 from mt_core.parallel.context import ParallelContext
 
 DP_RESHARDABLE, FULLY_RESHARDABLE, PLAIN = "dp_reshardable", "fully_reshardable", "plain"

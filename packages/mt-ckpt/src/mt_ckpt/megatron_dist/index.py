@@ -8,8 +8,9 @@ wrote. Data files are such pieces end to end.
 from __future__ import annotations
 
 import io
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_ckpt.convert.checksums import WrittenFiles
+from mt_ckpt.files.checksum_file import WrittenFiles
+from mt_ckpt.files.tiling import tiles
+from mt_ckpt.megatron.folder import find_iteration
+from mt_ckpt.megatron.versions import Conventions, all_conventions
+from mt_ckpt.pickles.encode import Call, Global, Object, encode
 from mt_ckpt.pickles.inert_objects import Inert
 from mt_ckpt.pickles.storages import Extent
 from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
 from mt_ckpt.pickles.unpickler import SafeUnpickler
-from mt_ckpt.tiling import tiles
 from mt_core.errors import CheckpointError
 from mt_core.tensor_slice import TensorSlice
 
@@ -196,3 +200,147 @@ def _read_part(chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> Tensor:
     # A cut through other dimensions: the chunk is read whole, then sliced.
     part = stored.read()
     return part[tuple(slice(b, b + s) for b, s in zip(begin, size, strict=True))]
+
+
+# The non-tensor part of a distributed checkpoint: arguments, iteration, schedule, optimizer groups.
+
+COMMON_FILE = "common.pt"
+"""Until Megatron-Core 0.18; since 0.19 the same is an object in the index."""
+COMMON_KEY = "common_state/shard_0_1"
+MARK_FILE = "metadata.json"
+"""Written last, so that a checkpoint with it is complete."""
+BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+
+
+def detect(path: Path) -> bool:
+    """Whether `path` is, or its tracker names, a distributed checkpoint."""
+    try:
+        folder = find_iteration(path)
+    except CheckpointError:
+        return False
+    # Both files: any other program's DCP folder has an index, but no mark.
+    return (folder / METADATA_FILE).is_file() and (folder / MARK_FILE).is_file()
+
+
+def require_backend(folder: Path) -> None:
+    """Raises CheckpointError unless the folder says that it is complete and of the format that is read here."""
+    file = folder / MARK_FILE
+    try:
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: incomplete: it has no {MARK_FILE}, which Megatron writes last") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(found, dict) or found.get("sharded_backend") != BACKEND["sharded_backend"]:
+        raise CheckpointError(f"{file}: sharded_backend is not torch_dist: {found}")
+
+
+def newest_that_writes(folder: Path) -> Conventions:
+    """What the version that wrote a folder can have been, as far as the folder shows."""
+    with_file = (folder / COMMON_FILE).is_file()
+    # The newest of those that agree with the folder: whether common.pt exists is all that it shows.
+    return next(rules for rules in all_conventions() if rules.common_file == with_file)
+
+
+def read_common(index: Index) -> Mapping[str, Any]:
+    """Raises CheckpointError when it is missing."""
+    file = index.folder / COMMON_FILE
+    if file.is_file():
+        value = open_torch_file(file).value
+    elif COMMON_KEY in index.objects:
+        value = index.objects[COMMON_KEY].value()
+    else:
+        raise CheckpointError(f"{index.folder}: has neither {COMMON_FILE} nor {COMMON_KEY}: no checkpoint of Megatron")
+    # An object of the index is saved as a list of one (see `DistPlan`), the file holds the dictionary.
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{index.folder}: its common state is a {type(value).__name__}, expected a dictionary")
+    return value
+
+
+# Writes the index of a PyTorch distributed checkpoint (DCP), as `mt_ckpt.megatron_dist.index` reads it.
+
+METADATA = "torch.distributed.checkpoint.metadata"
+FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+CONTIGUOUS = 0
+"""The enum value of torch.contiguous_format."""
+
+
+@dataclass(frozen=True)
+class WrittenTensor:
+    """A whole tensor, of which chunks are written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class WrittenBlob:
+    """What one torch.save wrote: a chunk of the tensor `key`, or with offsets None the object `key`."""
+
+    key: str
+    offsets: tuple[int, ...] | None
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    num_bytes: int
+
+
+def encode_index(tensors: Mapping[str, WrittenTensor], blobs: Iterable[WrittenBlob]) -> bytes:
+    """The content of `.metadata`."""
+    listed = list(blobs)
+    chunks: dict[str, list[Object]] = {key: [] for key in tensors}
+    for blob in listed:
+        if blob.offsets is not None:
+            place = {"offsets": _size(blob.offsets), "sizes": _size(blob.sizes)}
+            chunks[blob.key].append(Object(Global(METADATA, "ChunkStorageMetadata"), place))
+    state = {key: _written_tensor(tensor, chunks[key]) for key, tensor in tensors.items()}
+    state |= {b.key: Object(Global(METADATA, "BytesStorageMetadata"), None) for b in listed if b.offsets is None}
+    storage = {_index(blob): _info(blob) for blob in listed}
+    fields = {
+        "state_dict_metadata": state,
+        "planner_data": None,
+        "storage_data": storage,
+        "storage_meta": None,
+        "version": "1.0.0",
+    }
+    return encode(Object(Global(METADATA, "Metadata"), fields))
+
+
+def _written_tensor(tensor: WrittenTensor, chunks: list[Object]) -> Object:
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = Call(Global(METADATA, "_MEM_FORMAT_ENCODING"), (CONTIGUOUS,))
+    # The state of TensorProperties is a tuple (its __getstate__): dtype, layout, requires_grad, memory format,
+    # pin_memory. Newer versions of torch append strides and take both lengths.
+    properties = Object(Global(METADATA, "TensorProperties"), (tensor.dtype, layout, False, memory_format, False))
+    fields = {"properties": properties, "size": _size(tensor.shape), "chunks": chunks}
+    return Object(Global(METADATA, "TensorStorageMetadata"), fields)
+
+
+class _Key(Object):
+    """A MetadataIndex as the key of a dictionary, distinct from every other."""
+
+    # The dataclass would hash its fields, of which one is a dictionary.
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def _index(blob: WrittenBlob) -> Object:
+    # `index` is a hint for lookups, which MetadataIndex does not compare. An object has no `offset`: the class's
+    # default is None.
+    fields = {"fqn": blob.key, "index": None}
+    if blob.offsets is not None:
+        fields["offset"] = _size(blob.offsets)  # type: ignore[assignment]
+    return _Key(Global(METADATA, "MetadataIndex"), fields)
+
+
+def _info(blob: WrittenBlob) -> Object:
+    fields = {"relative_path": blob.file, "offset": blob.offset, "length": blob.num_bytes}
+    return Object(Global(FILESYSTEM, "_StorageInfo"), fields)
+
+
+def _size(numbers: tuple[int, ...]) -> Call:
+    return Call(Global("torch", "Size"), (numbers,))

@@ -17,16 +17,13 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.cuts import as_written
 from mt_ckpt.megatron.flat_buffers import Bucket, FlatParameter, bucketing, buckets_of, shared_matrices
-from mt_ckpt.megatron.model import Grid
+from mt_ckpt.megatron.model import Grid, as_written
 from mt_ckpt.megatron.names import EMBEDDING, EXPERTS, Style, norms_apart, torch_renamed
 from mt_ckpt.megatron.optimizer import COMPARED_ELEMENTS, FLAT_STATES
-from mt_ckpt.megatron.order import Pipeline, split_layers
 from mt_ckpt.megatron.pieces import Entry, Gathered, Held, Piece, choose, hold
-from mt_ckpt.megatron.rank_plan import Naming, RankEntry
-from mt_ckpt.megatron_dist.common import newest_that_writes
-from mt_ckpt.megatron_dist.index import ChunkedTensor, Index
+from mt_ckpt.megatron.rank_plan import Naming, Pipeline, RankEntry, split_layers
+from mt_ckpt.megatron_dist.index import ChunkedTensor, Index, newest_that_writes
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import ParameterLayout
 from mt_core.parallel.context import AxisName

@@ -19,27 +19,33 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from mt_ckpt.convert.resumable import ResumableFolder, work_key
-from mt_ckpt.convert.whole_files import FinishedFiles, files_together, write_whole_files
-from mt_ckpt.megatron.folder import RELEASE, TRACKER, iteration_name
-from mt_ckpt.megatron.metadata import KEY
+from mt_ckpt.megatron.folder import RELEASE, TRACKER, find_iteration, iteration_name
+from mt_ckpt.megatron.metadata import KEY, scheduler_value
 from mt_ckpt.megatron.optimizer import MAIN
-from mt_ckpt.megatron.param_scheduler import scheduler_value
-from mt_ckpt.megatron.save import CHECKPOINT_VERSION
+from mt_ckpt.megatron.save import CHECKPOINT_VERSION, Shapes, reader_of, require_wanted
 from mt_ckpt.megatron.target import NO_OPTIMIZER, Plan, plan
 from mt_ckpt.megatron.versions import shown
 from mt_ckpt.megatron.write_optimizer import optimizer_groups
-from mt_ckpt.megatron.written_file import WrittenFile
-from mt_ckpt.megatron_dist.common import BACKEND, COMMON_FILE, COMMON_KEY, MARK_FILE
 from mt_ckpt.megatron_dist.dist_plan import ChunkItem, Source, common_optimizer, dist_plan, split_by_bytes
 from mt_ckpt.megatron_dist.flat_plan import FULLY_RESHARDABLE, PLAIN
-from mt_ckpt.megatron_dist.index import METADATA_FILE
-from mt_ckpt.megatron_dist.write_index import WrittenBlob, WrittenTensor, encode_index
+from mt_ckpt.megatron_dist.index import (
+    BACKEND,
+    COMMON_FILE,
+    COMMON_KEY,
+    MARK_FILE,
+    METADATA_FILE,
+    WrittenBlob,
+    WrittenTensor,
+    encode_index,
+    read_index,
+)
 from mt_ckpt.pickles.encode import namespace
-from mt_ckpt.pickles.torch_writer import TorchWriter, write_object
+from mt_ckpt.pickles.torch_file import TorchWriter, write_object
+from mt_ckpt.writing.file_plans import FinishedFiles, WrittenFile, files_together, write_whole_files
+from mt_ckpt.writing.resumable import ResumableFolder, work_key
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions, FilePart
+from mt_core.specs import CheckpointReader, ConvertOptions, FilePart, StrictNames
 
 MAX_FILE_BYTES = 4 << 30
 
@@ -198,3 +204,25 @@ def _from_json(entry: dict[str, Any]) -> WrittenBlob:
     return WrittenBlob(
         **{**entry, "offsets": None if offsets is None else tuple(offsets), "sizes": tuple(entry["sizes"])}
     )
+
+
+# The keys that a strict load of Megatron-Core wants in a distributed checkpoint, compared with those of the index.
+
+
+def require_strict_names(
+    path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost
+) -> StrictNames:
+    """Of the `torch_dist` format, the optimizer's state included: --dist-ckpt-strictness raise_all passes.
+
+    Raises CheckpointError as `mt_core.specs.RequireStrictNames` does.
+    """
+    made = plan(source, options, host, "torch_dist")
+    planned = dist_plan(made, chosen_optimizer_format(made, options))
+    common = {} if made.version.common_file else {COMMON_KEY: None}
+    objects = dict.fromkeys(planned.objects)
+    wanted: Shapes = {key: tensor.shape for key, tensor in planned.tensors.items()} | objects | common
+    folder = find_iteration(path)
+    index = read_index(folder)
+    found: Shapes = {key: tensor.shape for key, tensor in index.tensors.items()} | dict.fromkeys(index.objects)
+    require_wanted(folder / METADATA_FILE, found, wanted, made)
+    return StrictNames(reader_of(made), len(wanted))

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mt_ckpt.convert.options import refuse_megatron
 from mt_ckpt.megatron.names import OUTPUT
 from mt_ckpt.megatron.rank_plan import RankEntry
 from mt_ckpt.megatron.save import RankFiles, save_ranks
@@ -19,6 +18,7 @@ from mt_ckpt.megatron.target import Plan, plan
 from mt_ckpt.megatron.write_arguments import LOCAL
 from mt_ckpt.megatron_legacy.names import is_bert, nested, to_old
 from mt_ckpt.pickles.encode import Call
+from mt_ckpt.writing.options import refuse_megatron
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader, ConvertOptions

@@ -8,22 +8,67 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mt_ckpt.convert.checksums import WrittenFiles
+from mt_ckpt.files.checksum_file import WrittenFiles
+from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.hugging_face.family import identify
-from mt_ckpt.hugging_face.reader import HuggingFaceReader, open_tensor_file
+from mt_ckpt.hugging_face.reader import HuggingFaceReader, open_tensor_file, same_bits
 from mt_ckpt.hugging_face.tensors import ExternalTensors, Renamed, TensorFile
 from mt_ckpt.meta.params import EMBEDDING, OUTPUT, to_hugging_face
-from mt_ckpt.meta.shards import MergedShards
-from mt_ckpt.torch_files import TorchFile
+from mt_ckpt.pickles.torch_file import NamedTensorsFile
 from mt_core.errors import CheckpointError
 from mt_core.plugins import PluginHost
+
+# Tensors cut over several files, as model parallel training left them.
+
+CutAlong = Callable[[str, tuple[int, ...]], int | None]
+"""(name, shape of a part) -> the dimension along which it is cut; None: every file holds the same whole tensor"""
+
+
+class MergedShards:
+    """The whole tensors of files that each hold a part of every one (an ExternalTensors).
+
+    Raises CheckpointError when the files do not hold the same names.
+    """
+
+    def __init__(self, shards: Sequence[TensorFile], cut_along: CutAlong) -> None:
+        names = set(shards[0].tensors)
+        for number, shard in enumerate(shards):
+            if different := sorted(names ^ set(shard.tensors)):
+                raise CheckpointError(f"shards 0 and {number} do not hold the same tensors: {', '.join(different[:8])}")
+        self._shards, self._cut_along = shards, cut_along
+        self.infos: Mapping[str, TensorInfo] = {name: self._info(name) for name in shards[0].tensors}
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor. Raises CheckpointError when copies of one that is not cut differ."""
+        dim = self._dim(name)
+        if dim is None:
+            # Norms are on every rank; copies that differ mean that the files are of different checkpoints.
+            first, *others = (shard.read(name) for shard in self._shards)
+            if not all(same_bits(first, other) for other in others):
+                raise CheckpointError(f"{name}: the shards' copies of this tensor differ")
+            return first
+        return torch.cat([shard.read(name) for shard in self._shards], dim)
+
+    def _dim(self, name: str) -> int | None:
+        # One file holds whole tensors: `cut_along` could not tell a part from a whole.
+        return self._cut_along(name, self._shards[0].tensors[name].shape) if len(self._shards) > 1 else None
+
+    def _info(self, name: str) -> TensorInfo:
+        parts = [shard.tensors[name] for shard in self._shards]
+        dim = self._dim(name)
+        if dim is None or len(parts) == 1:
+            return parts[0]
+        size = sum(part.shape[dim] for part in parts)
+        shape = parts[0].shape
+        return TensorInfo((*shape[:dim], size, *shape[dim + 1 :]), parts[0].dtype)
+
 
 PARAMS = "params.json"
 SAFETENSORS = "consolidated.safetensors"
@@ -137,7 +182,7 @@ def cut_along(name: str) -> int:
 def _without_tied_output(shards: Sequence[TensorFile]) -> Iterator[str]:
     """Names of the tensors; the output is none of them where it is the embedding's own storage in every file."""
     # Meta's module has an output of its own; tied ones share the storage in the file.
-    tied = all(isinstance(shard, TorchFile) and shard.same_storage(EMBEDDING, OUTPUT) for shard in shards)
+    tied = all(isinstance(shard, NamedTensorsFile) and shard.same_storage(EMBEDDING, OUTPUT) for shard in shards)
     return (name for name in shards[0].tensors if not (tied and name == OUTPUT) and name != FREQUENCIES)
 
 

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_ckpt.convert.model import model_config
-from mt_ckpt.convert.options import refuse
-from mt_ckpt.convert.resumable import ResumableFolder, work_key
 from mt_ckpt.hugging_face.family import family_named
-from mt_ckpt.hugging_face.outputs import Outputs
-from mt_ckpt.megatron.written_file import WrittenFile
-from mt_ckpt.meta.params import EMBEDDING, OUTPUT
+from mt_ckpt.hugging_face.save import Outputs
+from mt_ckpt.meta.params import EMBEDDING, OUTPUT, from_hugging_face, of_llama_3
 from mt_ckpt.meta.reader import IN_LAYER, PARAMS, TOP, cut_along
-from mt_ckpt.meta.write_params import from_hugging_face, of_llama_3
+from mt_ckpt.model import model_config
 from mt_ckpt.pickles.encode import Call, OrderedItems
-from mt_ckpt.pickles.torch_writer import TorchWriter
+from mt_ckpt.pickles.torch_file import TorchWriter
+from mt_ckpt.writing.file_plans import WrittenFile
+from mt_ckpt.writing.options import refuse
+from mt_ckpt.writing.resumable import ResumableFolder, work_key
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader, ConvertOptions

@@ -8,16 +8,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mt_ckpt.convert.files import SafetensorsFiles, write_files
-from mt_ckpt.convert.options import refuse_layout
-from mt_ckpt.convert.resumable import work_key
-from mt_ckpt.convert.targets import output_folder
+from mt_ckpt.files.checksum import checksum
+from mt_ckpt.files.dtypes import format_name
+from mt_ckpt.files.safetensors import Part, TensorInfo, align, split_by_size
 from mt_ckpt.native import manifest as manifests
-from mt_ckpt.native.checksum import checksum
-from mt_ckpt.native.dtypes import format_name
 from mt_ckpt.native.manifest import MANIFEST_NAME, Manifest, StoredFile, StoredPiece, StoredShard, StoredTensor
 from mt_ckpt.native.save import MAX_SHARD_BYTES, small_files
-from mt_ckpt.safetensors_files import Part, TensorInfo, align, split_by_size
+from mt_ckpt.writing.file_plans import SafetensorsFiles, write_files
+from mt_ckpt.writing.options import refuse_layout
+from mt_ckpt.writing.output_folders import output_folder
+from mt_ckpt.writing.resumable import work_key
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader, ConvertOptions
 

@@ -17,9 +17,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mt_ckpt.native.checksum import ALGORITHM, checksum
-from mt_ckpt.native.dtypes import ELEMENT_TYPES
-from mt_ckpt.tiling import tiles
+from mt_ckpt.files.checksum import ALGORITHM, checksum, parse_json
+from mt_ckpt.files.dtypes import ELEMENT_TYPES
+from mt_ckpt.files.tiling import tiles
 from mt_core.errors import CheckpointError
 from mt_core.tensor_slice import TensorSlice
 
@@ -173,17 +173,6 @@ def read_manifest(path: Path) -> Manifest:
         )
     # The first line opens the object with its brace; the other lines lack it.
     return _parse(file, parse_json(file, b"{" + content))
-
-
-def parse_json(file: Path, data: bytes) -> dict[str, Any]:
-    """The JSON object that is the content of `file`; raises CheckpointError when it is none."""
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: not a JSON object")
-    return content
 
 
 def _no_manifest(path: Path) -> str:

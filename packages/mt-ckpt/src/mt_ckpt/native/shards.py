@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from mt_ckpt.native.checksum import BLOCK_BYTES, checksum
-from mt_ckpt.native.dtypes import ELEMENT_TYPES, format_name
+from mt_ckpt.files.checksum import BLOCK_BYTES, checksum
+from mt_ckpt.files.dtypes import ELEMENT_TYPES, format_name
 from mt_ckpt.native.manifest import StoredPiece, StoredShard, StoredTensor, piece_name
 from mt_core.errors import CheckpointError
 from mt_core.tensor_slice import TensorSlice

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from mt_ckpt.files.staging import STAGING_PREFIX, Staging, write_file
 from mt_ckpt.native.manifest import MANIFEST_NAME
-from mt_ckpt.native.staging import STAGING_PREFIX, Staging, write_file
 from mt_core.paths import children, is_remote, remove_tree, write_whole
 
 REPORTS = ".reports"

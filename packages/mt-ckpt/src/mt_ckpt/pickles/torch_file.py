@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_ckpt.files.safetensors import TensorInfo
+from mt_ckpt.pickles.archive import ArchiveWriter, ByteSink, MemberWriter
+from mt_ckpt.pickles.encode import STORAGE_NAMES, Call, Storage, encode, tensor_call
 from mt_ckpt.pickles.storages import Contents, Extent, read_contents, read_range, require_intact
 from mt_ckpt.pickles.unpickler import TensorReference
 from mt_core.errors import CheckpointError
+from mt_core.paths import is_remote
 
 
 @dataclass(frozen=True)
@@ -133,3 +137,118 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         # max(..., 1): torch's strides of an empty tensor are those of a tensor of size 1 there.
         stride[dim] = stride[dim + 1] * max(shape[dim + 1], 1)
     return tuple(stride)
+
+
+# Writes files as torch.save does, a tensor at a time: each is written before the next is made.
+
+
+class TorchWriter:
+    """Writes one saved object at the present end of `stream`; several may follow one another in a stream.
+
+    `add` each tensor, then `finish` with the object, which holds what `add` returned in the tensors' places. name: of
+    the archive within the file.
+    """
+
+    def __init__(self, stream: ByteSink, name: str = "archive") -> None:
+        self._archive, self._name, self._count = ArchiveWriter(stream), name, 0
+
+    def add(self, tensor: Tensor) -> Call:
+        """Write the elements of a dense tensor on CPU.
+
+        Raises OSError, and CheckpointError for a dtype that has no storage of its own in torch's format.
+        """
+        if tensor.dtype not in STORAGE_NAMES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORAGE_NAMES)
+            raise CheckpointError(f"a tensor of {tensor.dtype} cannot be written in this format; these can: {known}")
+        shape = tuple(tensor.shape)
+        storage = self._storage(tensor.dtype, tensor.numel())
+        self._write(f"data/{storage.key}", _bytes_of(tensor))
+        # Strides of the written elements: `_bytes_of` makes them contiguous.
+        return tensor_call(storage, shape, contiguous_stride(shape))
+
+    def begin_flat(self, dtype: torch.dtype, numel: int) -> FlatWriter:
+        """A tensor of one dimension that comes in pieces. Nothing else may be added before its end."""
+        storage = self._storage(dtype, numel)
+        member = self._archive.begin(f"{self._name}/data/{storage.key}", numel * dtype.itemsize)
+        return FlatWriter(member, storage, numel)
+
+    def _storage(self, dtype: torch.dtype, numel: int) -> Storage:
+        self._count += 1
+        return Storage(str(self._count - 1), dtype, numel)
+
+    def finish(self, value: Any) -> None:
+        """Write the object and the end of the archive; the stream stays open."""
+        # Behind the storages, since the object has to name them; torch's reader finds members by the directory.
+        self._write("data.pkl", memoryview(encode(value)))
+        self._write("byteorder", memoryview(b"little"))
+        # The version of the archive, without which torch does not take it for a file of torch.save.
+        self._write("version", memoryview(b"3\n"))
+        self._archive.finish()
+
+    def _write(self, member: str, data: memoryview) -> None:
+        self._archive.add(f"{self._name}/{member}", data)
+
+
+class FlatWriter:
+    """A flat tensor, while its pieces come."""
+
+    def __init__(self, member: MemberWriter, storage: Storage, numel: int) -> None:
+        self._member, self._storage, self._numel = member, storage, numel
+
+    def write(self, piece: Tensor) -> None:
+        """All elements of a dense tensor on CPU of the flat one's dtype. Raises OSError."""
+        self._member.write(_bytes_of(piece))
+
+    def finish(self) -> Call:
+        self._member.finish()
+        return tensor_call(self._storage, (self._numel,), (1,))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    dense = tensor.detach().contiguous()
+    # as_strided in place of reshape, which keeps a stride of 0 for one element; view(uint8) needs stride 1.
+    flat = dense.as_strided((dense.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def write_object(stream: ByteSink, value: Any) -> None:
+    """Write one object without tensors."""
+    TorchWriter(stream).finish(value)
+
+
+# Files of torch.save that hold named tensors and nothing else, as `pytorch_model.bin` does.
+
+
+class NamedTensorsFile:
+    """A file whose content is a dictionary of tensors, which are read one at a time; nothing in it is executed.
+
+    Raises CheckpointError for a file that is damaged, names code, or holds anything else.
+    """
+
+    def __init__(self, file: Path) -> None:
+        if is_remote(file):
+            raise CheckpointError(f"{file}: files of torch.save are read from disks only; copy the checkpoint to one")
+        self._stored = _only_tensors(file, open_torch_file(file).value)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: TensorInfo(stored.shape, stored.dtype) for name, stored in self._stored.items()}
+
+    def same_storage(self, first: str, second: str) -> bool:
+        """Whether two tensors are both there and are the same elements of one storage."""
+        # Both tensors are equal StoredTensor values: the same bytes of the same file, shape and stride.
+        return first in self._stored and self._stored[first] == self._stored.get(second)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor on CPU, contiguous, in memory of its own."""
+        return self._stored[name].read()
+
+
+def _only_tensors(file: Path, content: Any) -> dict[str, StoredTensor]:
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{file}: holds a {type(content).__name__}, expected named tensors")
+    for name, value in content.items():
+        if not isinstance(value, StoredTensor):
+            kind = type(value).__name__
+            raise CheckpointError(f"{file}: {name} is a {kind}, expected named tensors and nothing else")
+    return dict(content)

@@ -16,9 +16,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from mt_ckpt.pickles.hash_costs import check_hash_costs
 from mt_ckpt.pickles.inert_objects import Inert, inert_class
-from mt_ckpt.pickles.structure import check_structure
+from mt_ckpt.pickles.limits import check_hash_costs, check_structure
 from mt_core.errors import CheckpointError
 
 DTYPES: Mapping[str, torch.dtype] = {

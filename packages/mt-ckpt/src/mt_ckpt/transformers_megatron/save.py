@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_ckpt.convert.model import model_config
-from mt_ckpt.convert.options import NOT_MEGATRON, refuse, refuse_megatron
-from mt_ckpt.convert.resumable import ResumableFolder, work_key
+from mt_ckpt.files.checksum import checksum_range
+from mt_ckpt.files.staging import sync_file
 from mt_ckpt.hugging_face.family import family_named
-from mt_ckpt.native.checksum import checksum_range
-from mt_ckpt.native.staging import sync_file
+from mt_ckpt.model import model_config
 from mt_ckpt.pickles.encode import Global, Object
-from mt_ckpt.pickles.torch_writer import TorchWriter
-from mt_ckpt.transformers_megatron.names import CUT_ALONG, EMBEDDING, ENCODER, HEAD, POSITIONS, WORDS, layer_of
+from mt_ckpt.pickles.torch_file import TorchWriter
+from mt_ckpt.transformers_megatron.reader import CUT_ALONG, EMBEDDING, ENCODER, HEAD, POSITIONS, WORDS, layer_of
+from mt_ckpt.writing.options import NOT_MEGATRON, refuse, refuse_megatron
+from mt_ckpt.writing.resumable import ResumableFolder, work_key
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader, ConvertOptions

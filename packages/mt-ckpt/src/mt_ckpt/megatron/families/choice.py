@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mt_ckpt.megatron.argument_list import refuse_others
-from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.families import encoders, gpt, gpt_oss, latent, rotary, state_space
+from mt_ckpt.megatron.arguments import Arguments, refuse_others
+from mt_ckpt.megatron.families import encoders, gpt, latent, rotary, state_space
 from mt_core.config.schema import Config
 from mt_core.config_map import require_known
 from mt_core.errors import ConfigError
@@ -19,7 +18,7 @@ WRITERS: Mapping[str, WriteArguments] = {
     "gpt": gpt.gpt_arguments,
     "rotary": rotary.rotary_arguments,
     "granite": rotary.granite_arguments,
-    "gpt_oss": gpt_oss.gpt_oss_arguments,
+    "gpt_oss": rotary.gpt_oss_arguments,
     "latent": latent.latent_arguments,
     "mamba": state_space.mamba_arguments,
     "hybrid": state_space.hybrid_arguments,
@@ -64,9 +63,9 @@ def _section(args: Arguments, names: Collection[str]) -> dict[str, Any]:
     if args.get("multi_latent_attention", False):
         refuse_others(args, latent.READ)
         return latent.latent_section(args)
-    if gpt_oss.has_sinks(args):
-        refuse_others(args, gpt_oss.READ)
-        return gpt_oss.gpt_oss_section(args)
+    if rotary.has_sinks(args):
+        refuse_others(args, rotary.READ)
+        return rotary.gpt_oss_section(args)
     refuse_others(args)
     if any(name.startswith("encoder.") for name in names):
         decoder = any(name.startswith("decoder.") for name in names)

@@ -19,8 +19,8 @@ from mt_ckpt.megatron.families.shared import (
     require,
     shared_arguments,
     shared_section,
+    window_arguments,
 )
-from mt_ckpt.megatron.families.windows import window_arguments
 
 
 def depth_and_heads(args: Arguments) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from mt_ckpt.megatron.arguments import Arguments
 from mt_ckpt.megatron.families.moe import moe_arguments, moe_section
 from mt_ckpt.megatron.families.shared import (
     depth_arguments,
+    mscale_arguments,
+    mscale_section,
     need_values,
     position_arguments,
     positions,
@@ -16,7 +18,6 @@ from mt_ckpt.megatron.families.shared import (
     shared_arguments,
     shared_section,
 )
-from mt_ckpt.megatron.families.yarn import mscale_arguments, mscale_section
 from mt_core.errors import ConfigError
 
 READ = ("multi_latent_attention", "mtp_num_layers")

@@ -8,14 +8,19 @@ from typing import Any
 from mt_ckpt.megatron.arguments import Arguments
 from mt_ckpt.megatron.families.gpt import decoder_arguments, depth_and_heads
 from mt_ckpt.megatron.families.shared import (
+    ACTIVATIONS,
+    YARN,
+    need_values,
     position_arguments,
     position_type,
     positions,
     require,
     shared_section,
+    windows_of,
+    yarn_arguments,
+    yarn_section,
 )
-from mt_ckpt.megatron.families.windows import windows_of
-from mt_ckpt.megatron.families.yarn import YARN, yarn_arguments, yarn_section
+from mt_core.config.layer_pattern import pattern_of
 from mt_core.errors import ConfigError
 
 VALUES: Mapping[str, Any] = {
@@ -190,3 +195,52 @@ def _rope_scaling_arguments(model: Any) -> dict[str, Any]:
         "rope_scaling_factor": model.rope_scaling_factor,
         "rotary_seq_len_interpolation_factor": None,
     }
+
+
+# GPT-OSS: MoE with attention sinks, a clamped SwiGLU, biases everywhere and sliding windows in some layers.
+
+SOFTMAX, LEARNABLE = "softmax_type", "learnable"
+READ = (SOFTMAX, *ACTIVATIONS["clamped_swiglu"])
+"""Arguments that other families need off."""
+GRANTED: Mapping[str, tuple[Any, Any]] = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "swiglu": (False, False),
+    "quick_geglu": (False, True),
+    "glu_linear_offset": (0.0, 1.0),
+    "activation_func_clamp_value": (None, 7.0),
+    "add_bias_linear": (True, True),
+    "qk_layernorm": (False, False),
+    "hidden_dropout": (0.1, 0.0),
+    "rotary_percent": (1.0, 1.0),
+    "rotary_interleaved": (False, False),
+}
+
+
+def has_sinks(args: Arguments) -> bool:
+    """Whether each head has a learned attention sink."""
+    return bool(args.get(SOFTMAX) == LEARNABLE)
+
+
+def gpt_oss_section(args: Arguments) -> dict[str, Any]:
+    need_values(args, "a model with attention sinks", GRANTED)
+    section = rotary_decoder_section(args)
+    if "moe" not in section:
+        raise ConfigError(
+            f"{args.origin}: {SOFTMAX}={LEARNABLE!r} is read of mixtures of experts; num_experts has to be set"
+        )
+    return {"family": "gpt_oss", **section, **_windows(args, section["num_layers"])}
+
+
+def _windows(args: Arguments, num_layers: int) -> dict[str, Any]:
+    windows = windows_of(args, num_layers)
+    # `windows_of` gives one size or None for each layer, so there is at most one.
+    sizes = {window for window in windows if window is not None}
+    if not sizes:
+        return {"window_attn_skip_freq": 1}
+    given = args.values.get("window_attn_skip_freq")
+    pattern = given if isinstance(given, int) else pattern_of([window is not None for window in windows])
+    return {"sliding_window": sizes.pop(), "window_attn_skip_freq": pattern}
+
+
+def gpt_oss_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
+    return {**rotary_arguments(model, parameters, kept), SOFTMAX: LEARNABLE}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mt_ckpt.megatron.arguments import Arguments
+from mt_core.config.layer_pattern import read_pattern
 from mt_core.errors import ConfigError
 
 LEARNED = "learned_absolute"
@@ -175,3 +176,129 @@ def require(model: Any, key: str, allowed: tuple[Any, ...]) -> None:
     if given not in allowed:
         legal = ", ".join(str(value) for value in allowed)
         raise ConfigError(f"model.{key}={given} cannot be written as Megatron's arguments; it can be {legal}")
+
+
+# Sliding windows: Megatron's window_size and window_attn_skip_freq, and the window of each of our layers.
+
+SKIPPED = "window_attn_skip_freq"
+
+
+def windows_of(args: Arguments, num_layers: int) -> list[int | None]:
+    """Of each layer the positions that a query sees, itself included; None: everything before it.
+
+    Megatron's window_size counts those before the query and those after it, -1 for all; window_attn_skip_freq is None
+    (all layers have the window), n (every n-th has none), or a 1 for each layer that has it. Raises ConfigError.
+    """
+    window = args.values.get("window_size")
+    if window is None:
+        return [None] * num_layers
+    if len(window) != 2 or window[1] not in (0, -1):
+        raise ConfigError(f"{args.origin}: window_size={window!r} is not read; it can be (left, 0)")
+    # Megatron's left counts positions before the query: left 127 is a window of 128 with the query.
+    size = int(window[0]) + 1 if window[0] >= 0 else None
+    return [size if has_it else None for has_it in _layers_with_window(args, num_layers)]
+
+
+def _layers_with_window(args: Arguments, num_layers: int) -> list[bool]:
+    given = args.values.get(SKIPPED)
+    if given is None:
+        return [True] * num_layers
+    if isinstance(given, str):
+        return read_pattern(given, num_layers, SKIPPED)
+    if isinstance(given, list | tuple) and len(given) == num_layers:
+        return [bool(entry) for entry in given]
+    if isinstance(given, int) and given > 0:
+        # Megatron numbers layers from 1 here: with n = 4 the layers 4, 8, ... (3, 7, ... from 0) have no window.
+        return [(layer + 1) % given != 0 for layer in range(num_layers)]
+    raise ConfigError(
+        f"{args.origin}: {SKIPPED}={given!r} is not read; it can be None, a number above 0, or a list with an entry "
+        f"for each of the {num_layers} layers"
+    )
+
+
+def window_arguments(model: Any) -> dict[str, Any]:
+    """The same of our model. Raises ConfigError for windows of several sizes, which no argument says."""
+    windows = [model.window_of(layer) for layer in range(model.num_layers)]
+    sizes = {window for window in windows if window is not None}
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"model.family={model.family} with windows of {' and '.join(map(str, sorted(sizes)))} positions cannot be "
+            "written as Megatron's arguments, which have one size"
+        )
+    if not sizes:
+        return {"window_size": None, SKIPPED: None}
+    return {"window_size": (sizes.pop() - 1, 0), SKIPPED: _skipped([window is not None for window in windows])}
+
+
+def _skipped(layers: Sequence[bool]) -> int | list[int] | None:
+    """A number where one says it, else a list."""
+    if all(layers):
+        return None
+    # n = len(layers): only the last layer has none.
+    for every in range(2, len(layers) + 1):
+        if list(layers) == [(layer + 1) % every != 0 for layer in range(len(layers))]:
+            return every
+    return [int(has_it) for has_it in layers]
+
+
+# YaRN: rotary positions stretched for longer sequences (Peng et al., 2023), as Megatron's arguments say it.
+#
+# Attention with heads has --position-embedding-type yarn and says everything; latent attention has --rope-type yarn and
+# takes some of it for granted. The two mscale arguments are the same for both.
+
+YARN = "yarn"
+PLAIN = (1.0, 0.0)
+"""mscale and mscale_all_dim that mean what our configuration does without rope_mscale keys: m(1)."""
+
+
+def yarn_section(args: Arguments) -> dict[str, Any]:
+    """Of position_embedding_type yarn, whose arguments Megatron has no defaults for."""
+    return {
+        "rope_scaling_type": YARN,
+        "rope_scaling_factor": float(args.get("rotary_scaling_factor", 1.0)),
+        "original_max_position_embeddings": int(args.need("yarn_original_max_position_embeddings")),
+        "rope_beta_fast": float(args.need("yarn_beta_fast")),
+        "rope_beta_slow": float(args.need("yarn_beta_slow")),
+        "rope_truncate": bool(args.need("yarn_correction_range_round_to_int")),
+        **mscale_section(args),
+    }
+
+
+def mscale_section(args: Arguments) -> dict[str, Any]:
+    """Megatron's factor is m(mscale) / m(mscale_all_dim) always; ours only with both above 0, else m(1)."""
+    # m(x) = 0.1 x ln(factor) + 1, and m(0) = 1.
+    given = float(args.get("mscale", PLAIN[0])), float(args.get("mscale_all_dim", PLAIN[1]))
+    if given == PLAIN:
+        return {}
+    if not all(given):
+        raise ConfigError(
+            f"{args.origin}: mscale={given[0]:g} with mscale_all_dim={given[1]:g} is not read; both have to be above "
+            "0, or they have to be 1 and 0"
+        )
+    return {"rope_mscale": given[0], "rope_mscale_all_dim": given[1]}
+
+
+def yarn_arguments(model: Any) -> dict[str, Any]:
+    """The other way. Raises ConfigError for a factor on queries and keys that is given as such."""
+    require(model, "rope_attention_factor", (None,))
+    return {
+        "rotary_scaling_factor": model.rope_scaling_factor,
+        "yarn_original_max_position_embeddings": model.original_max_position_embeddings
+        or model.max_position_embeddings,
+        "yarn_beta_fast": model.rope_beta_fast,
+        "yarn_beta_slow": model.rope_beta_slow,
+        "yarn_correction_range_round_to_int": model.rope_truncate,
+        **mscale_arguments(model),
+    }
+
+
+def mscale_arguments(model: Any) -> dict[str, Any]:
+    one, all_dim = model.rope_mscale, model.rope_mscale_all_dim
+    if all_dim and not one:
+        raise ConfigError(
+            f"model.rope_mscale_all_dim={all_dim} without model.rope_mscale cannot be written as Megatron's arguments; "
+            "set model.rope_mscale too"
+        )
+    # Without both, ours multiplies by m(1): Megatron's m(1) / m(0).
+    mscale, mscale_all_dim = (one, all_dim) if one and all_dim else PLAIN
+    return {"mscale": mscale, "mscale_all_dim": mscale_all_dim}

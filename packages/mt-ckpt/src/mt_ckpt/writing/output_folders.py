@@ -7,11 +7,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mt_ckpt.convert.checksums import CHECKSUMS, Parts, encode_checksums
-from mt_ckpt.convert.resumable import RECORD, Entry, checksums_of, finished_entries, new_entry, record_bytes
-from mt_ckpt.native.checksum import checksum
-from mt_core.errors import CheckpointError
-from mt_core.paths import children, remove_tree
+from mt_ckpt.files.checksum import checksum
+from mt_ckpt.files.checksum_file import CHECKSUMS, Parts, encode_checksums
+from mt_ckpt.writing.resumable import (
+    RECORD,
+    Entry,
+    ResumableFolder,
+    checksums_of,
+    finished_entries,
+    new_entry,
+    record_bytes,
+    require_free_folder,
+)
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.paths import absolute, as_path, children, is_remote, remove_tree
+from mt_core.specs import CheckpointSaverSpec
 
 REMOTE_RECORD = f".mt-convert-{RECORD}"
 
@@ -102,3 +112,32 @@ def _size(file: Any) -> int | None:
         return int(file.stat().st_size)
     except FileNotFoundError:
         return None
+
+
+# Where a conversion writes: a local folder, or one in an object store.
+
+OutputFolder = ResumableFolder | RemoteFolder
+
+
+def target_path(save_dir: str | Path, saver: CheckpointSaverSpec) -> Path:
+    """The absolute target. Raises ConfigError for the address of an object store in a format that needs a disk."""
+    path = absolute(as_path(save_dir))
+    if is_remote(path) and not saver.converts_to_addresses:
+        raise ConfigError(
+            f"--save-dir {save_dir}: --saver {saver.name} writes local folders; copy the result there (mt and hf write "
+            "to addresses)"
+        )
+    return path
+
+
+def require_free(path: Path) -> None:
+    """Raises CheckpointError if the target exists."""
+    (require_free_place if is_remote(path) else require_free_folder)(path)
+
+
+def output_folder(path: Path, key: str | None, *, checksums: bool = True) -> OutputFolder:
+    """The folder that becomes `path`; key: identifies its inputs, None: it cannot be resumed after a kill.
+
+    checksums: whether a file of checksums of all others goes along, since the format has none.
+    """
+    return (RemoteFolder if is_remote(path) else ResumableFolder)(path, key, checksums=checksums)

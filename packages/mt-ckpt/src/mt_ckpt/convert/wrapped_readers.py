@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mt_ckpt.convert.model import expected_parameters, model_config
 from mt_ckpt.convert.source import MODEL
+from mt_ckpt.hugging_face.tokenizer import FILES, GENERATION, read_tokenizer_files, tokenizer_config
 from mt_ckpt.megatron.vocabulary_padding import PADDING
+from mt_ckpt.model import expected_parameters, model_config
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost
 from mt_core.specs import CheckpointReader
+from mt_core.train.build import restore_tokenizer
 
-FLAG = "--trim-vocabulary"
+TRIM = "--trim-vocabulary"
 TRUE_SIZE = "--true-vocab-size"
 
 
@@ -49,7 +52,7 @@ def without_padding(
     """
     tables = padded_tables(reader, shapes, vocab_size)
     if trim and not tables:
-        raise ConfigError(f"{FLAG}: no table has more than the model's vocab_size={vocab_size} rows; leave it out")
+        raise ConfigError(f"{TRIM}: no table has more than the model's vocab_size={vocab_size} rows; leave it out")
     if not tables:
         return reader
     assert vocab_size is not None
@@ -57,7 +60,7 @@ def without_padding(
         name, rows = next(iter(tables.items()))
         raise CheckpointError(
             f"{name} has {rows} rows, but the configuration says vocab_size={vocab_size}; if the others are padding, "
-            f"{FLAG} drops them; if they are words, set vocab_size to {rows} in the checkpoint's configuration"
+            f"{TRIM} drops them; if they are words, set vocab_size to {rows} in the checkpoint's configuration"
         )
     return _Trimmed(reader, tables, vocab_size)
 
@@ -178,3 +181,100 @@ class _Recounted:
 
     def files(self) -> Mapping[str, bytes]:
         return self._reader.files()
+
+
+# The amax histories of delayed FP8 scaling, which are stored among the parameters.
+#
+# They determine a run's next scales. The model is the same without them.
+
+HISTORY = ".fp8.amax_history"
+"""Suffix of the name of a linear layer's history."""
+Value = TypeVar("Value")
+
+
+def histories_of(reader: CheckpointReader) -> list[str]:
+    return [name for name in reader.shapes() if name.endswith(HISTORY)]
+
+
+def without_histories(reader: CheckpointReader) -> CheckpointReader:
+    """The checkpoint without histories."""
+    return _WithoutHistories(reader) if histories_of(reader) else reader
+
+
+class _WithoutHistories:
+    """A `mt_core.specs.CheckpointReader`."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self._reader.metadata
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return _kept(self._reader.shapes())
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return _kept(self._reader.dtypes())
+
+    def read(self, name: str) -> Tensor:
+        return self._reader.read(name)
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._reader.files()
+
+
+def _kept(entries: Mapping[str, Value]) -> dict[str, Value]:
+    return {name: value for name, value in entries.items() if not name.endswith(HISTORY)}
+
+
+# A checkpoint with its tokenizer replaced: `mt convert --tokenizer`.
+
+TOKENIZER = "--tokenizer"
+
+
+def with_tokenizer(reader: CheckpointReader, path: Path, vocab_size: int | None, host: PluginHost) -> CheckpointReader:
+    """`reader` with the tokenizer whose files are in the folder `path`, instead of its tokenizer.
+
+    vocab_size: of the model. Raises ConfigError for a folder without a tokenizer, and for one that has more ids than
+    the model.
+    """
+    files = read_tokenizer_files(path, {})
+    if not set(files) - {GENERATION}:
+        raise ConfigError(
+            f"{TOKENIZER} {path}: there is no tokenizer; a folder with one of these is needed: {listed()}"
+        )
+    chosen = tokenizer_config(path, files, vocab_size)
+    config = config_from_dict({"model": reader.metadata["config"]["model"], "tokenizer": chosen}, host)
+    # The tokenizer is built, so that broken files are found before anything is written.
+    size = restore_tokenizer(config, files, host).vocab_size
+    if vocab_size is not None and size > vocab_size:
+        raise ConfigError(
+            f"{TOKENIZER} {path}: this tokenizer has {size} ids, but the model's vocab_size is {vocab_size}"
+        )
+    return _WithTokenizer(reader, chosen, files)
+
+
+def listed() -> str:
+    return ", ".join(name for name in FILES if name.startswith(("tokenizer.", "vocab.", "spiece.")))
+
+
+class _WithTokenizer:
+    """A `mt_core.specs.CheckpointReader`."""
+
+    def __init__(self, reader: CheckpointReader, chosen: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        self._reader, self._files = reader, files
+        config = {**reader.metadata["config"], "tokenizer": dict(chosen)}
+        self.metadata: Mapping[str, Any] = {**reader.metadata, "config": config}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._reader.shapes()
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return self._reader.dtypes()
+
+    def read(self, name: str) -> Tensor:
+        return self._reader.read(name)
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._files

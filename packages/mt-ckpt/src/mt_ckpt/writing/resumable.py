@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mt_ckpt.convert.checksums import CHECKSUMS, Parts, encode_checksums
-from mt_ckpt.native.checksum import checksum, checksum_range
-from mt_ckpt.native.staging import sync_directory, write_file
+from mt_ckpt.files.checksum import checksum, checksum_range
+from mt_ckpt.files.checksum_file import CHECKSUMS, Parts, encode_checksums
+from mt_ckpt.files.staging import sync_directory, write_file
 from mt_core.errors import CheckpointError
 from mt_core.paths import write_whole
 

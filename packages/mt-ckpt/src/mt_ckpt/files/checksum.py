@@ -7,6 +7,7 @@ write matching checksums.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -72,6 +73,28 @@ def checksum_range(file: Path, offset: int, length: int, progress: Callable[[int
             progress(len(block))
             offset, length = offset + len(block), length - len(block)
     return hasher.hexdigest()
+
+
+def check_size(file: Path, num_bytes: int) -> None:
+    """Raises CheckpointError when `file` is missing or has another size."""
+    try:
+        found = file.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{file}: missing or unreadable: {error.strerror or error}") from None
+    if found != num_bytes:
+        kind = "truncated" if found < num_bytes else "damaged"
+        raise CheckpointError(f"{file}: {kind}: {found} bytes instead of {num_bytes}")
+
+
+def parse_json(file: Path, data: bytes) -> dict[str, Any]:
+    """The JSON object that is the content of `file`; raises CheckpointError when it is none."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: not a JSON object")
+    return content
 
 
 @contextmanager

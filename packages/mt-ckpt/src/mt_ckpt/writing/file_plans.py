@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import xxhash
 from torch import Tensor
 
-from mt_ckpt.convert.targets import OutputFolder
-from mt_ckpt.convert.workers import Workers
-from mt_ckpt.native.staging import sync_file
-from mt_ckpt.safetensors_files import (
+from mt_ckpt.files.checksum_file import Parts
+from mt_ckpt.files.safetensors import (
     Part,
     TensorInfo,
     begin_safetensors,
     write_safetensors,
     write_tensors,
 )
-from mt_core.specs import CheckpointReader, FilePart
+from mt_ckpt.files.staging import sync_file
+from mt_ckpt.writing.output_folders import OutputFolder
+from mt_ckpt.writing.resumable import ResumableFolder
+from mt_core.specs import CheckpointReader, FilePart, FilePlan
 
 MAX_PART_BYTES = 256 << 20
 PARTS_A_PROCESS = 4
 """Parts per process, so that the processes finish at about the same time."""
 About = Callable[[Mapping[str, TensorInfo], list[Part]], Mapping[str, Any]]
 """(tensors of a file, its parts: the header and each tensor) -> what `ResumableFolder.finish` is to keep of it"""
+
+
+class PartWriter(Protocol):
+    """Processes that write parts of the files at the same time (`mt_ckpt.convert.workers.Workers`). count: of them."""
+
+    count: int
+
+    def write(
+        self, folder: Path, parts: Sequence[FilePart], plan: FilePlan, note_read: Callable[[str, int], None]
+    ) -> Iterator[tuple[FilePart, Any]]:
+        """Gives each part with what its writer returned, as they are written."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,7 @@ def write_files(
     """Write the files that are not finished yet; returns the records of all files."""
     kept = {file: folder.finished(file) for file in plan.files}
     missing = {file: plan.files[file] for file, entry in kept.items() if entry is None}
-    workers: Workers | None = getattr(source, "workers", None)
+    workers: PartWriter | None = getattr(source, "workers", None)
     written = _write_here(folder, plan, missing) if workers is None else _share(folder, plan, missing, source, workers)
     # A file is recorded as soon as it is complete: a kill costs at most the files that are being written.
     for file, parts in written:
@@ -74,7 +90,7 @@ def _share(
     plan: SafetensorsFiles,
     files: Mapping[str, Mapping[str, TensorInfo]],
     source: Any,
-    workers: Workers,
+    workers: PartWriter,
 ) -> Iterator[tuple[str, list[Part]]]:
     """Yields a file after all of its parts are written and synced."""
     # All files exist with their final size before a worker opens one; workers write disjoint ranges.
@@ -122,3 +138,76 @@ def _groups(
         num_bytes += info.num_bytes
     if group:
         yield tuple(group)
+
+
+# Writes the files of a format whose files are each made by one process, in one process or in several.
+
+FinishedFiles = Mapping[str, tuple[Parts, Mapping[str, Any]]]
+"""File -> what `ResumableFolder.finish` takes of it."""
+
+
+class WholeFiles(Protocol):
+    """A `mt_core.specs.FilePlan` whose parts are files that are written together, `FilePart.names`."""
+
+    def write(self, folder: Path, part: FilePart) -> FinishedFiles: ...
+
+
+def files_together(names: Sequence[str]) -> FilePart:
+    return FilePart(names[0], 0, tuple(names))
+
+
+def write_whole_files(
+    folder: ResumableFolder, plan: WholeFiles, parts: Sequence[FilePart], source: CheckpointReader
+) -> dict[str, Mapping[str, Any]]:
+    """Write the parts of which a file is not finished yet; returns what is recorded of each file."""
+    recorded = {name: folder.finished(name) for part in parts for name in part.names}
+    # Files of a part are written together, so that one that is missing costs all of them.
+    missing = [part for part in parts if any(recorded[name] is None for name in part.names)]
+    workers: PartWriter | None = getattr(source, "workers", None)
+    if workers is None:
+        # A generator: each part is finished and recorded before the next is written.
+        written = ((part, plan.write(folder.content, part)) for part in missing)
+    else:
+        note_read = source.note_read  # type: ignore[attr-defined]
+        written = workers.write(folder.content, missing, plan, note_read)  # type: ignore[assignment]
+    for _, files in written:
+        for name, (checksums, about) in files.items():
+            folder.finish(name, checksums, about)
+            recorded[name] = about
+    return {name: about or {} for name, about in recorded.items()}
+
+
+# A new file, whose checksum is computed while it is written.
+
+
+class WrittenFile(io.RawIOBase):
+    """Written from beginning to end; the folders above it are made. `sync` when it is whole, `close` in any case."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Buffered: the archive writer makes many small writes, of headers and directory entries.
+        self._stream = path.open("wb")
+        self._hasher, self._size = xxhash.xxh3_128(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def write(self, data: Any) -> int:
+        # Hashed as it is written, so that the file is not read again.
+        self._hasher.update(data)
+        self._size += len(data)
+        return self._stream.write(data)
+
+    def sync(self) -> list[tuple[int, str]]:
+        """Wait until all is on the disk; returns what `ResumableFolder.finish` takes. Raises OSError."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        return [(self._size, self._hasher.hexdigest())]
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()

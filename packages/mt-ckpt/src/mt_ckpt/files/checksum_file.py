@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 
-from mt_ckpt.native.checksum import ALGORITHM, checksum, checksum_range
-from mt_ckpt.native.manifest import parse_json
-from mt_ckpt.native.read import check_size
+from mt_ckpt.files.checksum import ALGORITHM, check_size, checksum, checksum_range, parse_json
 from mt_core.errors import CheckpointError
 
 CHECKSUMS = "mt-checksums.json"
