@@ -20,7 +20,8 @@ from cases import CP, EP, ETP, EXPERTS, GPT_OSS, LLAMA, MODEL, MOE, PAIRS, PP, T
 from counting import SMALLEST, Counted, count
 from tests.dist.in_turn import InTurn
 
-from mt_tools.plan.layouts import LayoutPlan, RankPlan
+from mt_tools.plan.layouts import LayoutPlan
+from mt_tools.plan.rank_plan import RankPlan
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -1,11 +1,13 @@
-"""`plan_layout`: memory, communication and compute of every rank of a configured layout."""
+"""Planner: memory, communication and compute of every rank of a configured layout."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +18,10 @@ from mt_core.config.schema import Config, ParallelConfig, RecomputeConfig
 from mt_core.data.building import build_tokenizer, unsuitable_data
 from mt_core.data.training_length import build_batch_size, total_train_samples
 from mt_core.errors import ConfigError
+from mt_core.nn.layout import parameter_layouts
 from mt_core.nn.model import required_inputs
 from mt_core.optim.base import StateBytes, probe_state
-from mt_core.optim.finalize_grads import TiedWeights
-from mt_core.parallel.context import Axis, AxisName, ParallelContext
+from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.parallel.pipeline.gc_control import without_garbage_collection
 from mt_core.parallel.pipeline.schedule_tables import Action, Kind, ScheduleTable, stages_of_rank
 from mt_core.parallel.pipeline.schedules import configured_schedule
@@ -32,69 +34,49 @@ from mt_core.train.pipelining import model_stages
 from mt_tools.plan.activations import StageCost
 from mt_tools.plan.fakes import PlannedKernels
 from mt_tools.plan.fused_kernels import ConfiguredKernels
-from mt_tools.plan.ledger import Flow, Ledger, all_axis_sizes, fake_axis, fake_context
+from mt_tools.plan.ledger import Ledger, all_axis_sizes, fake_context, fake_tied_weights
 from mt_tools.plan.machines import GIB, Machine
-from mt_tools.plan.parameters import ParameterCount, count_parameters
+from mt_tools.plan.rank_plan import RankPlan, merged, plan_rank, with_expert_imbalance
 from mt_tools.plan.result_cache import ResultCache
 from mt_tools.plan.routing import Assignment, assign_round_robin, assign_to_few
 from mt_tools.plan.stages import Kind as LayerKind
 from mt_tools.plan.stages import Runs, SharedRuns, StageCosts, build_on_meta, has_experts, layer_kinds, only_stage
-from mt_tools.plan.timing import Clock
+from mt_tools.plan.timing import Clock, StepTime, step_time
 from mt_tools.plan.weights import GradientMemory, WeightCost, weight_cost
 
 WITHOUT_RECOMPUTING = RecomputeConfig(recompute_granularity="none", cpu_offloading_num_layers=0)
 
 
 @dataclass(frozen=True)
-class RankPlan:
-    """Pipeline stages whose ranks have the same costs; numbers are those of the first of them.
+class ParameterCount:
+    """total: of the whole model. experts: parameters of routed experts among these. active: used by one token."""
 
-    activations: bytes by part at peak. in_flight: micro-batches whose activations are kept at that moment, over its
-    stages.
-    """
-
-    pp_ranks: tuple[int, ...]
-    count: int
-    layers: tuple[range, ...]
-    weights: WeightCost
-    activations: Mapping[str, float]
-    in_flight: int
-    temporary: float
-    """Bytes that a layer or the loss holds at most while it runs, above what is kept."""
-    buffers: float
-    flow: Flow
-    """Messages of a step."""
-    imbalanced_activations: float | None = None
-    """Bytes instead of `activation_bytes` if all tokens chose this rank's experts; None: not an MoE model, or not
-    computed."""
-
-    @property
-    def activation_bytes(self) -> float:
-        return sum(self.activations.values())
-
-    @property
-    def total(self) -> float:
-        """Bytes at the peak: of the passes or of the optimizer's update."""
-        # Of the late gradients `temporary` has those that are there at the peak.
-        before = self.weights.total - self.weights.late_gradients
-        passes = before + self.activation_bytes + self.temporary + self.buffers
-        return max(passes, self.weights.total + self.weights.update)
+    total: int
+    experts: int
+    active: int
+    experts_of_a_layer: int = 0
+    """Number of routed experts."""
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Estimated seconds of a step, on its busiest pipeline rank."""
+def count_parameters(config: Config, host: PluginHost, model: nn.Module) -> ParameterCount:
+    """Counts a model built in one process, without padding of its vocabulary. Expert parameters are those that expert
+    parallelism shards."""
+    sizes = [(layout, prod(layout.shape)) for layout in parameter_layouts(model).values()]
+    total = sum(size for _, size in sizes)
+    experts = sum(size for layout, size in sizes if any(split.axis == "ep" for split in layout.splits))
+    of_a_layer, share = experts_of_a_layer(config, host)
+    # A token uses top-k of the experts of each layer.
+    return ParameterCount(total, experts, total - experts + round(experts * share), of_a_layer)
 
-    products: float
-    messages: float
-    waiting: float
-    """Pipeline bubble: waiting for other stages."""
-    end: float
-    """Exposed gradient reduction, the optimizer update, the parameter all-gather."""
 
-    @property
-    def total(self) -> float:
-        return self.products + self.messages + self.waiting + self.end
+def experts_of_a_layer(config: Config, host: PluginHost) -> tuple[int, float]:
+    """(routed experts, fraction of them that a token uses); 0 and 1 for a model without experts."""
+    options: dict[str, Any] | None = getattr(config.model, "moe", None)
+    if options is None:
+        return 0, 1.0
+    defaults: Any = host.feed_forwards.get("moe", asker="model.moe").config_type.load()
+    values = defaults.model_validate(options)
+    return values.num_experts, values.moe_router_topk / values.num_experts
 
 
 @dataclass(frozen=True)
@@ -223,23 +205,23 @@ class Planner:
         stages = model_stages(config, self.host) if pp > 1 else [only_stage(config)]
         self._require_pipelined(config, pp)
         placement = configured_schedule(config.parallel, self.host).placement if pp > 1 else "loop"
-        own = [stages_of_rank(rank, len(stages), pp, placement) for rank in range(pp)]
+        by_rank = [stages_of_rank(rank, len(stages), pp, placement) for rank in range(pp)]
         # Micro-batches of a step.
         passes = build_batch_size(config).full // (config.train.micro_batch_size * data_parallel_size(config))
-        weights = self.weights(config, world, stages, own, passes)
+        weights = self.weights(config, world, stages, by_rank, passes)
         gradients = weights[0].gradient_memory
         costs = self.stage_costs(config, world, gradients=gradients)
         by_stage = [costs.of(stage) for stage in stages]
         clock = Clock(self.machine, sizes)
         order, bubble, seconds = self.start_times(config, pp, by_stage, passes, clock)
-        ranks = [self._rank(stages, own, order, by_stage, weights, rank, passes) for rank in range(pp)]
+        ranks = [plan_rank(stages, by_rank, order, by_stage, weights, rank, passes) for rank in range(pp)]
         imbalanced = self.imbalanced_costs(config, world, gradients)
         if imbalanced is not None:
             ranks = [
                 with_expert_imbalance(rank, order[rank.pp_ranks[0]], stages, by_stage, imbalanced) for rank in ranks
             ]
         batch = build_batch_size(config)
-        costs_of_ranks = [[by_stage[number] for number in numbers] for numbers in own]
+        costs_of_ranks = [[by_stage[number] for number in numbers] for numbers in by_rank]
         return LayoutPlan(
             config,
             world,
@@ -249,7 +231,7 @@ class Planner:
             self.flops_per_token,
             self.flops_per_token * batch.full * config.data.seq_length,
             bubble,
-            _step_time(config, clock, costs_of_ranks, ranks, passes, seconds),
+            step_time(config, clock, costs_of_ranks, ranks, passes, seconds),
             self.parameters,
         )
 
@@ -321,169 +303,50 @@ class Planner:
         return order, timeline.bubble_fraction, timeline.makespan
 
     def weights(
-        self, config: Config, world: int, stages: Sequence[Stage], own: Sequence[tuple[int, ...]], passes: int
+        self, config: Config, world: int, stages: Sequence[Stage], by_rank: Sequence[tuple[int, ...]], passes: int
     ) -> list[WeightCost]:
-        """Of each pipeline rank; computed once for layouts that differ in micro-batches and recomputation only."""
+        """Costs of each rank; computed once for layouts that differ in micro-batches and recomputation only."""
         # passes > 1: FSDP2 then keeps unsharded gradients between micro-batches.
         key = (repr(config.parallel), world, passes > 1)
         if key not in self._weights:
-            self._weights[key] = self._weigh(config, world, stages, own, passes)
+            self._weights[key] = self._weigh(config, world, stages, by_rank, passes)
         return self._weights[key]
 
     def _weigh(
-        self, config: Config, world: int, stages: Sequence[Stage], own: Sequence[tuple[int, ...]], passes: int
+        self, config: Config, world: int, stages: Sequence[Stage], by_rank: Sequence[tuple[int, ...]], passes: int
     ) -> list[WeightCost]:
         """Pipeline ranks with the same kinds of layers are computed once."""
         ledger = Ledger()
         # A middle rank of a deep pipeline is like its neighbours: one model is built for all of them.
-        kinds = [self._kind_of_rank([stages[number] for number in numbers]) for numbers in own]
+        kinds = [self._kind_of_rank([stages[number] for number in numbers]) for numbers in by_rank]
         models = {
             kind: build_on_meta(
                 config,
                 self.host,
                 fake_context(config, world, kinds.index(kind), ledger),
                 PlannedKernels(ledger),
-                tuple(stages[number] for number in own[kinds.index(kind)]) if self.kinds else None,
+                tuple(stages[number] for number in by_rank[kinds.index(kind)]) if self.kinds else None,
             )
             for kind in dict.fromkeys(kinds)
         }
         # Outside of layers: embeddings, norms, the LM head.
         names = [{name for name, _ in models[kind].named_parameters() if not _is_numbered(name)} for kind in kinds]
-        found: dict[object, WeightCost] = {}
+        costs: dict[object, WeightCost] = {}
         for kind, model in models.items():
             rank = kinds.index(kind)
-            copies = fake_copies(names, rank, ledger)
+            copies = fake_tied_weights(names, rank, ledger)
             ctx = fake_context(config, world, rank, ledger)
-            found[kind] = weight_cost(config, self.host, model, ctx, ledger, copies, self.state, passes)
-        return [found[kind] for kind in kinds]
+            costs[kind] = weight_cost(config, self.host, model, ctx, ledger, copies, self.state, passes)
+        return [costs[kind] for kind in kinds]
 
     def _kind_of_rank(self, stages: Sequence[Stage]) -> object:
         return tuple(
             (stage.first, stage.last, tuple(self.kinds.get(number) for number in stage.layers)) for stage in stages
         )
 
-    def _rank(
-        self,
-        stages: Sequence[Stage],
-        own: Sequence[tuple[int, ...]],
-        order: ScheduleTable,
-        by_stage: Sequence[StageCost],
-        weights: Sequence[WeightCost],
-        rank: int,
-        passes: int,
-    ) -> RankPlan:
-        in_flight = peak_in_flight(order[rank], by_stage)  # stage -> micro-batches
-        kept: Counter[str] = Counter()
-        for stage, count in in_flight.items():
-            for part, size in by_stage[stage].kept.items():
-                kept[part] += count * size  # type: ignore[assignment]
-        passing = Flow()
-        for number in own[rank]:
-            passing = passing + by_stage[number].forward + by_stage[number].backward
-        sends = messages_between_stages(own, by_stage, rank)
-        cost = weights[rank]
-        # Every micro-batch passes all stages of the rank; the rest is once per step.
-        flow = (passing + sends + cost.micro_batch) * passes + cost.step
-        temporary = [by_stage[number].temporary for number in own[rank]]
-        boundary = max((by_stage[number].sent for number in own[rank]), default=0.0) if len(stages) > 1 else 0.0
-        return RankPlan(
-            (rank,),
-            0,
-            tuple(stages[number].layers for number in own[rank]),
-            cost,
-            dict(kept),
-            sum(in_flight.values()),
-            max((max(each.forward, each.backward) for each in temporary), default=0.0),
-            # boundary twice: hidden states that are received while others are sent.
-            cost.buffers + 2 * boundary,
-            flow,
-        )
-
-
-def _step_time(
-    config: Config,
-    clock: Clock,
-    stages: Sequence[Sequence[StageCost]],
-    ranks: Sequence[RankPlan],
-    passes: int,
-    simulated: float,
-) -> StepTime:
-    """stages: the stages of each pipeline rank. simulated: seconds from the first pass to the last."""
-    # One micro-batch through each rank.
-    one = [sum((cost.forward + cost.backward for cost in costs), Flow()) for costs in stages]
-    busiest = max(one, key=lambda flow: clock.compute(flow) + clock.messages(flow))
-    products, messages = passes * clock.compute(busiest), passes * clock.messages(busiest)
-    # Of one micro-batch: a forward pass is about a third.
-    backward = 2 / 3 * (products + messages) / passes
-    collecting = passes * max(clock.messages(rank.weights.micro_batch) for rank in ranks)
-    end = max(clock.step_end(config, rank.weights, backward / 2, backward) for rank in ranks)
-    # The bubble is what the simulated schedule takes beyond the busiest rank's own work.
-    return StepTime(products, messages + collecting, max(0.0, simulated - products - messages), end)
-
-
-def with_expert_imbalance(
-    rank: RankPlan, actions: Sequence[Action], stages: Sequence[Stage], by_stage: Sequence[StageCost], costs: StageCosts
-) -> RankPlan:
-    in_flight = peak_in_flight(actions, by_stage)
-    kept = sum(count * costs.of(stages[number]).kept_bytes for number, count in in_flight.items())
-    return replace(rank, imbalanced_activations=kept)
-
 
 def _is_numbered(name: str) -> bool:
     return any(part.isdigit() for part in name.split("."))
-
-
-def fake_copies(names: Sequence[set[str]], rank: int, ledger: Ledger) -> TiedWeights:
-    """Weights that several pipeline ranks hold (tied weights), given those of each rank outside of its layers."""
-    axes: dict[str, Axis] = {}
-    for name in sorted(names[rank]):
-        # The word embeddings of the first stage and the tied LM head of the last, for instance.
-        holders = [place for place, of_rank in enumerate(names) if name in of_rank]
-        if len(holders) > 1:
-            axes[name] = fake_axis("stage_copies", len(holders), holders.index(rank), ledger)  # type: ignore[arg-type]
-    return TiedWeights(axes)
-
-
-def peak_in_flight(actions: Sequence[Action], by_stage: Sequence[StageCost]) -> dict[int, int]:
-    """Stage -> micro-batches in flight at the peak of activation memory."""
-    kept = [cost.kept_bytes for cost in by_stage]
-    in_flight: Counter[int] = Counter()
-    peak, most = dict(in_flight), -1.0
-    size = 0.0
-    for action in actions:
-        if action.kind is Kind.FORWARD:
-            in_flight[action.stage] += 1
-            size += kept[action.stage]
-        # A split backward pass frees activations with its second half, the weights' gradients.
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            in_flight[action.stage] -= 1
-            size -= kept[action.stage]
-        if size > most:
-            peak, most = dict(in_flight), size
-    return peak
-
-
-def messages_between_stages(own: Sequence[tuple[int, ...]], by_stage: Sequence[StageCost], rank: int) -> Flow:
-    """Hidden states to the next stage and gradients to the previous one, of one micro-batch, if on another rank."""
-    ledger = Ledger()
-    for number in own[rank]:
-        if number + 1 < len(by_stage) and number + 1 not in own[rank]:
-            ledger.sent("pp", "send", by_stage[number].sent)  # hidden states forward
-        if number > 0 and number - 1 not in own[rank]:
-            ledger.sent("pp", "send", by_stage[number - 1].sent)  # their gradients back
-    return ledger.take()
-
-
-def merged(ranks: Sequence[RankPlan], ranks_of_stage: int) -> list[RankPlan]:
-    """One row for the pipeline ranks that have the same numbers."""
-    rows: dict[object, list[RankPlan]] = {}
-    for rank in ranks:
-        alike = (rank.weights, tuple(rank.activations.items()), rank.in_flight, rank.temporary)
-        rows.setdefault(repr(alike), []).append(rank)
-    return [
-        replace(row[0], pp_ranks=tuple(rank.pp_ranks[0] for rank in row), count=len(row) * ranks_of_stage)
-        for row in rows.values()
-    ]
 
 
 def ramp_up(config: Config) -> list[tuple[int, int]]:

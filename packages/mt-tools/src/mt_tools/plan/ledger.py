@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core.config.schema import Config
+from mt_core.optim.finalize_grads import TiedWeights
 from mt_core.parallel.context import Axis, AxisName, AxisSizes, ParallelContext
 from mt_core.train.build import DTYPES, axis_sizes
 
@@ -192,3 +193,14 @@ def fake_axis(name: AxisName, size: int, rank: int, ledger: Ledger) -> Axis:
     # An axis of one rank has no group: the runtime then calls no collective.
     group = RecordingGroup(SHOWN_AS.get(name, name), size, ledger, rank) if size > 1 else None
     return Axis(size, rank, group, tuple(range(size)) if size > 1 else (0,))
+
+
+def fake_tied_weights(names: Sequence[set[str]], rank: int, ledger: Ledger) -> TiedWeights:
+    """Weights that several pipeline ranks hold (tied weights), given those of each rank outside of its layers."""
+    axes: dict[str, Axis] = {}
+    for name in sorted(names[rank]):
+        # The word embeddings of the first stage and the tied LM head of the last, for instance.
+        holders = [place for place, of_rank in enumerate(names) if name in of_rank]
+        if len(holders) > 1:
+            axes[name] = fake_axis("stage_copies", len(holders), holders.index(rank), ledger)  # type: ignore[arg-type]
+    return TiedWeights(axes)

@@ -12,7 +12,7 @@ update        bytes that the optimizer reads and writes / memory_speed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mt_core.config.schema import Config
@@ -21,6 +21,7 @@ from mt_core.parallel.pipeline.timeline import StageTimes
 from mt_tools.plan.activations import StageCost
 from mt_tools.plan.ledger import Flow, sent_bytes
 from mt_tools.plan.machines import Machine
+from mt_tools.plan.rank_plan import RankPlan
 from mt_tools.plan.weights import WeightCost
 
 UPDATE_BYTES = 28
@@ -39,7 +40,7 @@ class Clock:
         return flow.flops / (self.machine.flops * self.machine.efficiency)
 
     def messages(self, flow: Flow, axes: frozenset[str] | None = None) -> float:
-        """Of some axes; default: all."""
+        """Seconds of the messages of some axes; default: all."""
         seconds = 0.0
         for (axis, operation), payload in flow.bytes.items():
             if axes is None or axis in axes:
@@ -89,3 +90,40 @@ class Clock:
         # pp is the slowest axis: a stage is world / pp neighbours.
         strides = {"tp": 1, "cp": tp, "dp": tp, "etp": 1, "ep": etp, "edp": etp * ep}
         return strides.get(axis, self.sizes["world"] // self.sizes["pp"])
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Estimated seconds of a step, on its busiest pipeline rank."""
+
+    products: float
+    messages: float
+    waiting: float
+    """Pipeline bubble: waiting for other stages."""
+    end: float
+    """Exposed gradient reduction, the optimizer update, the parameter all-gather."""
+
+    @property
+    def total(self) -> float:
+        return self.products + self.messages + self.waiting + self.end
+
+
+def step_time(
+    config: Config,
+    clock: Clock,
+    stages: Sequence[Sequence[StageCost]],
+    ranks: Sequence[RankPlan],
+    passes: int,
+    simulated: float,
+) -> StepTime:
+    """stages: the stages of each pipeline rank. simulated: seconds from the first pass to the last."""
+    # One micro-batch through each rank.
+    one = [sum((cost.forward + cost.backward for cost in costs), Flow()) for costs in stages]
+    busiest = max(one, key=lambda flow: clock.compute(flow) + clock.messages(flow))
+    products, messages = passes * clock.compute(busiest), passes * clock.messages(busiest)
+    # Of one micro-batch: a forward pass is about a third.
+    backward = 2 / 3 * (products + messages) / passes
+    collecting = passes * max(clock.messages(rank.weights.micro_batch) for rank in ranks)
+    end = max(clock.step_end(config, rank.weights, backward / 2, backward) for rank in ranks)
+    # The bubble is what the simulated schedule takes beyond the busiest rank's own work.
+    return StepTime(products, messages + collecting, max(0.0, simulated - products - messages), end)
