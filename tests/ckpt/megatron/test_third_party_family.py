@@ -18,9 +18,9 @@ from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import ModelConfig, PositiveInt
+from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_core.hookspecs import hookimpl
-from mt_core.name_map import MegatronMap
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput
 from mt_core.nn.layout import normal
 from mt_core.nn.norm import RMSNorm

@@ -3,6 +3,7 @@ from .checkpoint_lookup import open_checkpoint as open_checkpoint
 from .config_map import ConfigMap as ConfigMap
 from .config_map import Field as Field
 from .config_map import Fixed as Fixed
+from .config_map import MegatronMap as MegatronMap
 from .errors import CheckpointError as CheckpointError
 from .errors import ConfigError as ConfigError
 from .errors import DataError as DataError
@@ -12,7 +13,6 @@ from .errors import TrainingError as TrainingError
 from .hookspecs import hookimpl as hookimpl
 from .name_map import Concatenate as Concatenate
 from .name_map import GroupedQKV as GroupedQKV
-from .name_map import MegatronMap as MegatronMap
 from .name_map import NameMap as NameMap
 from .name_map import Same as Same
 from .name_map import Transpose as Transpose

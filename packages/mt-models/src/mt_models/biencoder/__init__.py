@@ -12,7 +12,7 @@ SPEC = ModelSpec(
     adapt=Lazy("mt_models.biencoder.towers:towers_of_bert"),
     presets=Lazy("mt_models.biencoder.config:PRESETS"),
     training_flops=Lazy("mt_models.biencoder.config:training_flops"),
-    name_maps={"megatron": Lazy("mt_models.megatron:BIENCODER")},
+    name_maps={"megatron": Lazy("mt_models.biencoder.config:MEGATRON")},
 )
 LOSS = LossSpec(
     name="retrieval",

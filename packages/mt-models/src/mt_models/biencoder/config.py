@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
+from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.bert.config import PRESETS as BERTS
 from mt_models.bert.config import BertConfig, EncoderFlops, check_encoder, encoder_flops
@@ -147,3 +148,8 @@ def training_flops(config: Config) -> float:
     negatives = getattr(config.data, "train_hard_neg", 0)
     compared = config.train.micro_batch_size * (1 + negatives)
     return flops_per_question(model, config.data.seq_length, compared=compared, hard_negatives=negatives).training
+
+
+MEGATRON = MegatronMap(
+    unsupported="Megatron-Core never had two encoders in one checkpoint; Megatron-LM removed its biencoder"
+)

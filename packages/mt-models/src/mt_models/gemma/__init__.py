@@ -11,7 +11,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.gemma.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.gemma.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:GEMMA"),
+        "megatron": Lazy("mt_models.gemma.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),
 )

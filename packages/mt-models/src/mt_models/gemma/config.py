@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mt_core.config.schema import Config, PositiveInt
+from mt_core.config_map import MegatronMap
 from mt_models.blocks.config import DecoderConfig, check_decoder
 
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -110,3 +111,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gemma3-12b": _gemma3(48, 3840, 16, 256, 15360),
     "gemma3-27b": _gemma3(62, 5376, 32, 128, 21504, 168.0),
 }
+
+
+MEGATRON = MegatronMap(
+    unsupported="Megatron has its zero-centered norms (apply_layernorm_1p), but no norms behind attention and "
+    "feed-forward, no gated tanh GELU, no rotary base for each kind of layer and no scale on token embeddings"
+)

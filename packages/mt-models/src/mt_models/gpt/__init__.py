@@ -11,7 +11,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.gpt.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.gpt.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:GPT"),
+        "megatron": Lazy("mt_models.gpt.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -11,7 +11,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.gpt_oss.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.gpt_oss.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:GPT_OSS"),
+        "megatron": Lazy("mt_models.gpt_oss.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -11,7 +11,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.granite_moe.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.granite_moe.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:GRANITE_MOE"),
+        "megatron": Lazy("mt_models.granite_moe.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -20,7 +20,7 @@ def _spec(name: str, config: str, build: str, name_map: str | None = None, prese
         default_loss="classification",
         check=Lazy("mt_models.heads.config:check_choice"),
         presets=Lazy(f"mt_models.heads.config:{presets}"),
-        name_maps={"megatron": Lazy("mt_models.megatron:HEADS"), **hugging_face},
+        name_maps={"megatron": Lazy("mt_models.heads.config:MEGATRON"), **hugging_face},
         starts_from=(
             StartsFrom(
                 family=base,

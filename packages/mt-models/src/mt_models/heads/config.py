@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mt_core.config.schema import Config, DataConfig, ModelConfig, PositiveInt, Probability
+from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.bert.config import PRESETS as BERT
 from mt_models.bert.config import BertConfig, check_encoder, encoder_flops
@@ -208,3 +209,6 @@ def _layers(config: Any, seq_length: int, convention: Convention) -> tuple[Any, 
     if isinstance(config, BertConfig):
         return encoder_flops(config, seq_length), 2 * config.hidden_size**2
     return decoder_flops_per_token(config, seq_length, convention=convention), 0.0
+
+
+MEGATRON = MegatronMap(unsupported="Megatron-Core has no heads that choose a class or a text")

@@ -11,7 +11,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.hybrid.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.hybrid.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:HYBRID"),
+        "megatron": Lazy("mt_models.hybrid.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.hybrid.config:training_flops"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.schema import Config
+from mt_core.config_map import MegatronMap
 from mt_models.llava.config import PixelShuffleConfig, ProjectionActivation, check_parts, check_squares
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -94,3 +95,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "internvl3-8b": _internvl3(28, 3584, 28, 4, 18944),
     "internvl3-14b": _internvl3(48, 5120, 40, 8, 13824),
 }
+
+
+MEGATRON = MegatronMap(
+    unsupported="Megatron's models of images and text are made by its example scripts, in sizes that these list by "
+    "name, and which id stands for an image only their tokenizer says"
+)

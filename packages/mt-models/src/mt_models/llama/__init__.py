@@ -11,7 +11,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.llama.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.llama.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:ROTARY"),
+        "megatron": Lazy("mt_models.llama.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.schema import Config
+from mt_core.config_map import MegatronMap
 from mt_models.blocks.config import DecoderConfig, check_decoder
 
 
@@ -94,3 +95,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3.2-1b": _llama31(16, 2048, 32, 8192, 32.0, untie_embeddings_and_output_weights=False),
     "llama3.2-3b": _llama31(28, 3072, 24, 8192, 32.0, untie_embeddings_and_output_weights=False),
 }
+
+
+MEGATRON = MegatronMap(arguments="rotary")
+"""Megatron's arguments for Llama-like decoders, dense or MoE."""

@@ -12,6 +12,6 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.llava.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.llava.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:LLAVA"),
+        "megatron": Lazy("mt_models.llava.config:MEGATRON"),
     },
 )

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, mo
 from mt_core.config.checks import divisors, listed
 from mt_core.config.messages import validation_message
 from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, PositiveInt, used_when
+from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_models.flops import Convention, Flops, TokenFlops, flops_per_token
@@ -379,3 +380,10 @@ def flops_per_sample(
         images=images,
         positions=seq_length,
     )
+
+
+MEGATRON = MegatronMap(
+    unsupported="Megatron's models of images and text are made by its example scripts, in sizes that these list by "
+    "name; all their projections have a norm in front or another inner width than the decoder's, and which id stands "
+    "for an image only their tokenizer says"
+)

@@ -11,7 +11,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.mamba.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.mamba.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:MAMBA"),
+        "megatron": Lazy("mt_models.mamba.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.mamba.config:training_flops"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.schema import Config, PositiveInt
+from mt_core.config_map import MegatronMap
 from mt_models.blocks.config import DecoderConfig, check_decoder
 
 
@@ -55,3 +56,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mistral-7b-v0.2": _mistral_7b(32000, rotary_base=1000000.0),
     "mistral-7b-v0.3": _mistral_7b(32768, rotary_base=1000000.0),
 }
+
+
+MEGATRON = MegatronMap(arguments="rotary")
+"""Megatron's arguments for Llama-like decoders, dense or MoE."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.schema import Config
+from mt_core.config_map import MegatronMap
 from mt_models.blocks.config import check_decoder
 from mt_models.blocks.moe import MoEOptions
 from mt_models.mistral.config import MistralConfig
@@ -54,3 +55,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32000, 32768),
     "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32768, 65536),
 }
+
+
+MEGATRON = MegatronMap(arguments="rotary")
+"""Megatron's arguments for Llama-like decoders, dense or MoE."""

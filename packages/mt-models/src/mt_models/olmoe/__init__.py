@@ -11,7 +11,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.olmoe.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.olmoe.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:OLMOE"),
+        "megatron": Lazy("mt_models.olmoe.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),
 )

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from mt_core.config.checks import must_divide
 from mt_core.config.schema import Config
+from mt_core.config_map import MegatronMap
 from mt_models.blocks.config import DecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions
 
@@ -66,3 +67,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": {"seq_length": 4096},
     },
 }
+
+
+MEGATRON = MegatronMap(
+    unsupported="Megatron normalizes queries and keys head by head, this family over all heads together"
+)

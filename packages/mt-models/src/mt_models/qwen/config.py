@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
+from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import DecoderConfig, check_decoder
 
@@ -93,3 +94,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-14b": _qwen3(40, 5120, 40, 17408, tied=False),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600, tied=False),
 }
+
+
+MEGATRON = MegatronMap(arguments="rotary")
+"""Megatron's arguments for Llama-like decoders, dense or MoE."""

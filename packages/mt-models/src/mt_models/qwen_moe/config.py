@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from mt_core.config.schema import Config
+from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import DecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions
@@ -102,3 +103,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _qwen3(48, 2048, 32, 6144, 768),
     "qwen3-235b-a22b": _qwen3(94, 4096, 64, 12288, 1536),
 }
+
+
+MEGATRON = MegatronMap(arguments="rotary")
+"""Megatron's arguments for Llama-like decoders, dense or MoE."""

@@ -12,6 +12,6 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.qwen_vl.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.qwen_vl.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:QWEN_VL"),
+        "megatron": Lazy("mt_models.qwen_vl.config:MEGATRON"),
     },
 )

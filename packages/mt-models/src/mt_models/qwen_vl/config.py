@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from mt_core.config.checks import must_divide
 from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
+from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import EncoderConfig
 from mt_models.flops import Convention, Flops, TokenFlops, flops_per_token
@@ -335,3 +336,6 @@ def _pairs_in_windows(grid: Grid, side: int) -> int:
         return length // side * side**2 + (length % side) ** 2
 
     return squares(grid[0]) * squares(grid[1])
+
+
+MEGATRON = MegatronMap(unsupported="Megatron-Core has no vision transformer with windows and rotary positions")

@@ -12,7 +12,7 @@ SPEC = ModelSpec(
     build=Lazy("mt_models.retro.model:build_retro"),
     check=Lazy("mt_models.retro.config:check_retro"),
     presets=Lazy("mt_models.retro.config:PRESETS"),
-    name_maps={"megatron": Lazy("mt_models.megatron:RETRO")},
+    name_maps={"megatron": Lazy("mt_models.retro.config:MEGATRON")},
     starts_from=(
         StartsFrom(family="gpt", initialized=ADDED),
         StartsFrom(family="llama", initialized=ADDED, keys=Lazy("mt_models.retro.llama_keys:retro_keys_of_llama")),

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from mt_core.config.checks import listed
 from mt_core.config.schema import Config, PositiveInt, Probability
+from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import refuse_divided_sequences_and_layers
 from mt_models.flops import (
@@ -303,3 +304,8 @@ def training_flops(config: Config) -> float:
     """See `ModelSpec.training_flops`."""
     model: Any = config.model
     return config.data.seq_length * flops_per_token(model, config.data.seq_length).training
+
+
+MEGATRON = MegatronMap(
+    unsupported="Megatron-Core removed RETRO in January 2026, and its chunked attention had other parameters"
+)

@@ -12,6 +12,6 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.smolvlm.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.smolvlm.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:IMAGE_TILES"),
+        "megatron": Lazy("mt_models.smolvlm.config:MEGATRON"),
     },
 )

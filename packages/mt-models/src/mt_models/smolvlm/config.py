@@ -6,6 +6,7 @@ from typing import Any
 
 from mt_core.config.checks import must_divide
 from mt_core.config.schema import Config, PositiveInt
+from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.llava.config import PixelShuffleConfig, check_parts, check_squares
 from mt_models.vision.config import BASE, SO400M, siglip
@@ -117,3 +118,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         siglip(SO400M, 14, 364), LLAMA3_8B, vocab_size=128259, image_token_index=128257, scale_factor=2
     ),
 }
+
+
+MEGATRON = MegatronMap(
+    unsupported="Megatron's models of images and text are made by its example scripts, in sizes that these list by "
+    "name, and which id stands for an image only their tokenizer says"
+)

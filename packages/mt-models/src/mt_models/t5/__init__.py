@@ -11,7 +11,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.t5.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.t5.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:T5"),
+        "megatron": Lazy("mt_models.t5.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.t5.config:training_flops"),
 )

@@ -12,7 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.vision.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.vision.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.megatron:VISION"),
+        "megatron": Lazy("mt_models.vision.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.vision.config:training_flops"),
 )

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide_all
 from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
+from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import EncoderConfig, refuse_divided_sequences_and_layers
 from mt_models.flops import Flops
@@ -259,3 +260,6 @@ def training_flops(config: Config) -> float:
     """See `ModelSpec.training_flops`."""
     model: Any = config.model
     return flops_per_image(model).training
+
+
+MEGATRON = MegatronMap(unsupported="Megatron-Core has image towers only within a model of images and text")

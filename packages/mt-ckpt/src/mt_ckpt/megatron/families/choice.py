@@ -9,9 +9,8 @@ from typing import Any
 from mt_ckpt.megatron.arguments import Arguments, refuse_others
 from mt_ckpt.megatron.families import encoders, gpt, latent, rotary, state_space
 from mt_core.config.schema import Config
-from mt_core.config_map import require_known
+from mt_core.config_map import MEGATRON_FORMAT, MegatronMap, WriteArguments, require_known
 from mt_core.errors import ConfigError
-from mt_core.name_map import MEGATRON_FORMAT, MegatronMap, WriteArguments
 from mt_core.plugins import PluginHost
 
 WRITERS: Mapping[str, WriteArguments] = {
