@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_core.nn.activations import is_gated
 from mt_models.blocks.moe import MoEConfigLike, MoEOptions
 
 Convention = Literal["full", "seen"]
@@ -110,8 +109,16 @@ def core_flops(config: LayerFlopShape, keys: float) -> float:
 
 def dense_feed_forward_flops(config: LayerFlopShape) -> float:
     """Of one layer."""
-    matrices = 3 if is_gated(config.activation) else 2
+    matrices = feed_forward_matrices(config.activation)
     return 2 * matrices * config.hidden_size * config.ffn_size
+
+
+def feed_forward_matrices(activation: str) -> int:
+    """3 for gated activations (gate, up, down), else 2."""
+    # Imported here, since it needs torch, and configurations do without.
+    from mt_core.nn.activations import is_gated
+
+    return 3 if is_gated(activation) else 2
 
 
 def output_flops(hidden_size: int, vocab_size: int | None) -> float:
@@ -153,7 +160,7 @@ class MoEFlopConfigLike(MoEConfigLike, Protocol):
 def moe_flops(config: MoEFlopConfigLike) -> float:
     """Forward FLOPs for each token of one feed-forward, the mean over the layers: router, the chosen experts, shared
     experts and their gate; of dense layers the dense block."""
-    moe, matrices = MoEOptions(config), 3 if is_gated(config.activation) else 2
+    moe, matrices = MoEOptions(config), feed_forward_matrices(config.activation)
     hidden, latent = config.hidden_size, moe["moe_latent_size"]
     width = latent or hidden
     # With a latent the experts are `latent` wide, between a down and an up projection that all experts share.
@@ -169,7 +176,7 @@ def moe_flops(config: MoEFlopConfigLike) -> float:
 
 def inactive_parameters(config: MoEFlopConfigLike) -> int:
     """Weights of the experts that a token does not use: total parameters minus these are the active ones."""
-    moe, matrices = MoEOptions(config), 3 if is_gated(config.activation) else 2
+    moe, matrices = MoEOptions(config), feed_forward_matrices(config.activation)
     width = moe["moe_latent_size"] or config.hidden_size
     return sum(moe.layers) * (moe.num_experts - moe.topk) * matrices * width * moe.ffn_size
 

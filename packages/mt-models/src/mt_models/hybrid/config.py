@@ -13,10 +13,9 @@ from mt_core.config.checks import divisors, listed, must_divide
 from mt_core.config.schema import Activation, Config, PositiveInt, Probability, used_when
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
-from mt_core.nn.activations import is_gated
 from mt_models.blocks.config import check_tensor_parallel
 from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
-from mt_models.flops import Convention, Flops, experts_flops
+from mt_models.flops import Convention, Flops, dense_feed_forward_flops, experts_flops
 from mt_models.mamba.config import convolution_flops, output_flops, projection_flops, scan_flops
 
 # The pattern of layer kinds, in Megatron's notation: `M-M-*-|M-M-*-`.
@@ -326,15 +325,9 @@ def flops_per_token(
         mamba_scan=mamba * scan_flops(config, seq_length, convention),
         attention_projections=attention * 4 * config.hidden_size * (heads + config.query_groups * config.head_dim),
         attention_core=attention * 4 * heads * keys,
-        feed_forward=count(FEED_FORWARD) * feed_forward_flops(config) + count(EXPERTS) * (experts or 0.0),
+        feed_forward=count(FEED_FORWARD) * dense_feed_forward_flops(config) + count(EXPERTS) * (experts or 0.0),
         output=output_flops(config),
     )
-
-
-def feed_forward_flops(config: HybridConfig) -> float:
-    """Of one layer."""
-    matrices = 3 if is_gated(config.activation) else 2
-    return 2 * matrices * config.hidden_size * config.ffn_size
 
 
 def training_flops(config: Config) -> float:
