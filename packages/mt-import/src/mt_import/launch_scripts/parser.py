@@ -6,12 +6,8 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from mt_core.errors import ConfigError
 from mt_import.launch_scripts.arithmetic import assigned_names
 from mt_import.launch_scripts.syntax import (
-    INDIRECT,
-    LENGTH,
-    Arithmetic,
     Assignment,
     Case,
     Chain,
@@ -20,25 +16,18 @@ from mt_import.launch_scripts.syntax import (
     Heredoc,
     If,
     Loop,
-    Parameter,
     Simple,
     Statement,
-    Substitution,
     Text,
     Word,
 )
+from mt_import.launch_scripts.words import ENDS_WORD, INDEX, WordReader
 
-_SPECIAL = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_INDEX = r"\[([^]]*)\]"
-_ASSIGNMENT = re.compile(rf"([A-Za-z_]\w*)(?:{_INDEX})?(\+?)=")
+_ASSIGNMENT = re.compile(rf"([A-Za-z_]\w*)(?:{INDEX})?(\+?)=")
 _FUNCTION = re.compile(r"(?:function[ \t]+([\w-]+)(?:[ \t]*\(\))?|([A-Za-z_][\w-]*)[ \t]*\(\))")
 # Longest first: <<< is followed by a text, << by the end of a heredoc, < by a file.
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:<<<|<<-?|>>|>&|<&|&>|>\||<|>)")
-# Longest first: ## before #.
-_OPERATOR = re.compile(r":[-=?+]|%%|##|//|\^\^|,,|[-=?+%#/^,:]")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "v": "\v"}
-_ENDS_WORD = frozenset(" \t\n;&|<>()")
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 _MAX_DEPTH = 40
 
@@ -48,35 +37,15 @@ def parse_script(text: str, origin: str) -> tuple[Statement, ...]:
     return _Parser(text, origin).script()
 
 
-class _Parser:
+class _Parser(WordReader):
     """Recursive descent over the characters of a script."""
 
-    def __init__(self, text: str, origin: str, depth: int = 0) -> None:
+    def __init__(self, text: str, origin: str) -> None:
         # Scripts that were edited on Windows.
-        self.text = text.replace("\r\n", "\n")
-        self.origin = origin
-        self.at = 0
-        self.depth = depth
+        super().__init__(text.replace("\r\n", "\n"), origin)
+        self.depth = 0
         # Named in the line that is read: (last line, whether it was quoted, whether leading tabs are removed, text).
         self.heredocs: list[tuple[str, bool, bool, Heredoc]] = []
-
-    # -- characters ------------------------------------------------------------------------------------
-
-    @property
-    def line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
-
-    def error(self, problem: str) -> ConfigError:
-        return ConfigError(f"{self.origin}, line {self.line}: {problem}")
-
-    def peek(self, length: int = 1) -> str:
-        return self.text[self.at : self.at + length]
-
-    def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        found = pattern.match(self.text, self.at)
-        if found:
-            self.at = found.end()
-        return found
 
     def skip_blanks(self) -> None:
         """Blanks, continued lines and comments."""
@@ -139,7 +108,7 @@ class _Parser:
             if self.text.startswith(end, self.at):
                 after = self.text[self.at + len(end) : self.at + len(end) + 1]
                 # A keyword ends where a word ends: `done`, not `donely`.
-                if not end.isalpha() or after in _ENDS_WORD or not after:
+                if not end.isalpha() or after in ENDS_WORD or not after:
                     return True
         return False
 
@@ -278,7 +247,7 @@ class _Parser:
 
     def skip_words(self) -> None:
         self.skip_blanks()
-        while self.at < len(self.text) and self.peek() not in _ENDS_WORD:
+        while self.at < len(self.text) and self.peek() not in ENDS_WORD:
             self.word()
             self.skip_blanks()
 
@@ -305,7 +274,7 @@ class _Parser:
             # name=value is an assignment before the command's name, and behind export and the like.
             if (not words or words[0] in _DECLARING) and (found := self.assignment()):
                 assignments.append(found)
-            elif self.at >= len(self.text) or self.peek() in _ENDS_WORD:
+            elif self.at >= len(self.text) or self.peek() in ENDS_WORD:
                 break
             else:
                 words.append(self.word())
@@ -384,161 +353,8 @@ class _Parser:
             lines.append(line)
         raise self.error(f"the text of a heredoc has no line {end}")
 
-    # -- words -----------------------------------------------------------------------------------------
-
-    def inner(self, text: str) -> _Parser:
-        return _Parser(text, self.origin, self.depth + 1)
-
-    def word(self, ends: Collection[str] = _ENDS_WORD) -> Word:
-        """Quoted and unquoted pieces up to a blank or an operator."""
-        parts: list[Text | Parameter | Arithmetic | Substitution] = []
-        while self.at < len(self.text) and self.peek() not in ends:
-            character = self.peek()
-            if self.peek(2) == "$'":
-                parts.append(self.escaped_quotes())
-            elif self.peek(2) == '$"':
-                self.at += 1  # a text to translate
-            elif character == "'":
-                parts.append(Text(self.up_to("'"), quoted=True))
-            elif character == '"':
-                self.at += 1
-                parts += self.double_quoted('"') or (Text("", quoted=True),)
-            elif character == "\\":
-                parts += self.escaped()
-            elif character in "$`":
-                parts.append(self.expansion(quoted=False))
-            else:
-                self.at += 1
-                parts.append(Text(character))  # single characters; _joined merges them
-        return _joined(parts)
-
-    def up_to(self, quote: str) -> str:
-        """The text between two quotes, of which the first stands here."""
-        # No escapes: in single quotes and between backquotes the next one ends the text.
-        end = self.text.find(quote, self.at + 1)
-        if end < 0:
-            raise self.error(f"{quote} has no partner")
-        text = self.text[self.at + 1 : end]
-        self.at = end + 1
-        return text
-
-    def escaped_quotes(self) -> Text:
-        """$'text', with the escapes of C"""
-        end = self.at + 2
-        while end < len(self.text) and self.text[end] != "'":
-            end += 2 if self.text[end] == "\\" else 1
-        if end >= len(self.text):
-            raise self.error("' has no partner")
-        text, self.at = self.text[self.at + 2 : end], end + 1
-        return Text(
-            re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), text, flags=re.DOTALL), quoted=True
-        )
-
-    def escaped(self) -> tuple[Text, ...]:
-        follows = self.peek(2)[1:]
-        self.at += 2
-        return () if follows == "\n" else (Text(follows, quoted=True),)
-
-    def double_quoted(self, end: str) -> Word:
-        """Up to the quote `end`, or to the end of the text."""
-        parts: list[Text | Parameter | Arithmetic | Substitution] = []
-        while self.at < len(self.text):
-            character = self.peek()
-            if end and character == end:
-                self.at += 1
-                return _joined(parts)
-            # In double quotes a backslash before another character is a character.
-            if character == "\\" and self.peek(2)[1:] in tuple('$`"\\\n'):
-                parts += self.escaped()
-            # A dollar sign before a blank, a quote or the end stands for itself.
-            elif character == "`" or (character == "$" and self.peek(2)[1:2] not in ("", " ", '"')):
-                parts.append(self.expansion(quoted=True))
-            else:
-                self.at += 1
-                parts.append(Text(character, quoted=True))
-        if end:
-            raise self.error('" has no partner')
-        return _joined(parts)
-
-    def expansion(self, quoted: bool) -> Text | Parameter | Arithmetic | Substitution:
-        """What begins with $ or `."""
-        if self.peek() == "`":
-            return Substitution(self.up_to("`"), quoted)
-        if self.peek(3) == "$((":
-            return self.arithmetic(self.balanced("((", "))"), quoted)
-        if self.peek(2) == "$[":
-            return self.arithmetic(self.balanced("[", "]"), quoted)
-        if self.peek(2) == "$(":
-            return Substitution(self.balanced("(", ")"), quoted)
-        if self.peek(2) == "${":
-            return self.inner(self.balanced("{", "}")).parameter(quoted)
-        self.at += 1
-        found = self.take(_SPECIAL)
-        if found is None:
-            return Text("$", quoted)
-        return Parameter(found[0], every=found[0] in "@*", joined=found[0] == "*", quoted=quoted)
-
-    def arithmetic(self, text: str, quoted: bool) -> Arithmetic:
-        # Words are not split in arithmetic, so that it is read as if it were quoted.
-        return Arithmetic(self.inner(text).double_quoted(""), quoted)
-
-    def balanced(self, opening: str, closing: str, sign: str = "$") -> str:
-        """The text between $( and ), which may contain others and quotes."""
-        # level counts the brackets that were opened behind the first one.
-        start = self.at = self.at + len(sign) + len(opening)
-        level = 1
-        while self.at < len(self.text):
-            if self.peek() == "\\":
-                self.at += 2
-            # In "${x:-it's}" a single quote is a character.
-            elif self.peek() == "'" and opening != "{":
-                self.up_to("'")
-            elif self.peek() == '"':
-                self.at += 1
-                self.double_quoted('"')
-            elif self.text.startswith(closing, self.at) and level == 1:
-                text = self.text[start : self.at]
-                self.at += len(closing)
-                return text
-            else:
-                level += (self.peek() == opening[0]) - (self.peek() == closing[0])
-                self.at += 1
-        self.at = start
-        raise self.error(f"{sign}{opening} has no {closing}")
-
-    def parameter(self, quoted: bool) -> Parameter:
-        """The text between ${ and }."""
-        # ${#name} and ${!name}; ${#} and ${!} alone are variables.
-        before = {"#": LENGTH, "!": INDIRECT}.get(self.peek(), "") if len(self.text) > 1 else ""
-        self.at += bool(before)
-        found = self.take(_SPECIAL)
-        if found is None:
-            raise self.error(f"${{{self.text}}} is not read")
-        index = self.take(re.compile(_INDEX))  # ${a[0]}, ${a[@]}
-        elements = found[0] if index is None else index[1]
-        every = elements in ("@", "*")
-        operator = self.take(_OPERATOR)
-        if (operator is None or before) and self.at < len(self.text):
-            raise self.error(f"${{{self.text}}} is not read")
-        argument = self.word(ends=()) if operator else ()
-        place = self.inner(elements).double_quoted("") if index is not None and not every else ()
-        sign = operator[0] if operator else before
-        return Parameter(found[0], sign, argument, place, every, elements == "*", quoted)
-
 
 _DECLARING = tuple((Text(word),) for word in _DECLARES)
-
-
-def _joined(parts: list[Text | Parameter | Arithmetic | Substitution]) -> Word:
-    """Neighbouring characters as one text."""
-    found: list[Text | Parameter | Arithmetic | Substitution] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if isinstance(part, Text) and isinstance(last, Text) and last.quoted == part.quoted:
-            found[-1] = Text(last.text + part.text, part.quoted)
-        else:
-            found.append(part)
-    return tuple(found)
 
 
 def _piped(commands: list[Statement]) -> tuple[Statement, ...]:

@@ -1,6 +1,7 @@
 """Every argument of Megatron-LM: how its parser reads it, and what it stands for here.
 
-The data is in arguments.csv, with these columns:
+Facts of Megatron-LM core_v0.12.2 (2025-06) and of its main branch of 2026-08; options of older versions and of those
+between are in the table, too. The data is in arguments.csv, with these columns:
 
     option, dest        as typed, without dashes; the attribute that it sets
     takes               int, float, text, pattern (a number or a list of 0 and 1), window (two integers); with * or +
