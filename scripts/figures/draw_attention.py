@@ -13,8 +13,8 @@ from torch import Tensor
 from mt_core.config.loading import load_config
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.context_parallel.zigzag import shard_positions, visible_rows
-from mt_models.blocks.alibi import alibi_slopes
-from mt_models.blocks.rotary_scaling import inverse_frequencies, llama3_frequencies, yarn_frequencies
+from mt_models.blocks.position_bias import alibi_slopes
+from mt_models.blocks.rotary import inverse_frequencies, llama3_frequencies, yarn_frequencies
 
 SIZE = 12
 

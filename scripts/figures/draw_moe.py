@@ -9,11 +9,8 @@ from scripts.figures.registry import figure, recorded
 from scripts.figures.svg import Canvas
 
 from mt_moe.config import MoeConfig
-from mt_moe.permutation import RowKernels, sort_by_expert
-from mt_moe.routing.capacity import expert_capacity, keep_within
-from mt_moe.routing.choice import choose_experts
-from mt_moe.routing.result import Routing
-from mt_moe.routing.scores import expert_weights
+from mt_moe.permutation import Routing, RowKernels, sort_by_expert
+from mt_moe.routing.selection import choose_experts, expert_capacity, expert_weights, keep_within
 
 TOKENS, EXPERTS, TOPK, RANKS = 12, 8, 2, 4
 

@@ -7,8 +7,7 @@ from scripts.figures.registry import figure
 from scripts.figures.svg import Canvas
 
 from mt_core.parallel.pipeline.partition import balanced_stages
-from mt_core.parallel.pipeline.placement import ranks_of_stages
-from mt_core.parallel.pipeline.schedule_tables import Kind
+from mt_core.parallel.pipeline.schedule_tables import Kind, ranks_of_stages
 from mt_core.parallel.pipeline.schedules import (
     DUALPIPE_V,
     GPIPE,
@@ -18,8 +17,7 @@ from mt_core.parallel.pipeline.schedules import (
     ZBV_ZERO_BUBBLE,
     PipelineSchedule,
 )
-from mt_core.parallel.pipeline.simulator import StageTimes, simulate
-from mt_core.parallel.pipeline.timeline import Timeline
+from mt_core.parallel.pipeline.timeline import StageTimes, Timeline, simulate
 
 RANKS, MICRO_BATCHES = 4, 8
 FILLS = {

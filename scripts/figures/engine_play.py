@@ -10,7 +10,7 @@ import torch
 from mt_infer.cache.batch import Chunk
 from mt_infer.cache.layout import CacheGroup, CacheLayout, CacheLimits
 from mt_infer.cache.manager import CacheManager
-from mt_infer.new_sequences import NewSequences
+from mt_infer.new_requests import NewSequences
 from mt_infer.requests import Request, RunningSequence
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.scheduler import Scheduler
