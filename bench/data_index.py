@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
+from mt_data.datasets.gpt import IndexEngine, build_index
 from mt_data.datasets.gpt_index import GPTIndex, GPTIndexPlan
-from mt_data.datasets.index_engine import IndexEngine, build_index
 from mt_tools.bench.report import as_line, conditions
 
 SOURCE = r"""

@@ -34,9 +34,9 @@ from pathlib import Path
 
 import tiktoken
 
+from mt_data.tokenizers.engines import PATTERNS
 from mt_data.tokenizers.gpt2_bpe import END_OF_TEXT
 from mt_data.tokenizers.merges import parse_vocab_and_merges
-from mt_data.tokenizers.patterns import PATTERNS
 
 COMMAND = """
 import sys

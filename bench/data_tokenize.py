@@ -24,9 +24,9 @@ from typing import Any
 
 import tiktoken
 
+from mt_data.tokenizers.engines import PATTERNS
 from mt_data.tokenizers.gpt2_bpe import GPT2BPEConfig, build_gpt2_bpe
 from mt_data.tokenizers.merges import parse_vocab_and_merges
-from mt_data.tokenizers.patterns import PATTERNS
 from mt_data.tokenizers.training import TrainOptions, train
 from mt_tools.bench.report import as_line, conditions
 from mt_tools.bench.timing import Call, alternating, elapsed, ratio

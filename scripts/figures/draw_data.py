@@ -9,7 +9,7 @@ from scripts.figures.registry import figure
 from scripts.figures.svg import Canvas
 
 from mt_core.data.loader import micro_batch_samples
-from mt_data.datasets.blend_index import build_blend_index
+from mt_data.datasets.blend import build_blend_index
 from mt_data.datasets.gpt_index import GPTIndexPlan, build_gpt_index
 
 LENGTHS = np.array([9, 4, 13, 6, 11, 7], dtype=np.int32)

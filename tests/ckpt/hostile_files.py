@@ -267,8 +267,7 @@ INDEXED = {
 
 def open_npy(shape: str, suffix: str = ".npy") -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
-        from mt_data.datasets.images.image_file import ImageFile
-        from mt_data.datasets.images.pixels import read_image
+        from mt_data.datasets.images.pixels import ImageFile, read_image
 
         head = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".encode()
         data = b"\x93NUMPY\x02\x00" + struct.pack("<I", len(head)) + head

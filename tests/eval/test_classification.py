@@ -18,8 +18,8 @@ from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.train import Trainer
 from mt_core.train.trained_model import load_trained_model
-from mt_eval.detoxification.classifier_scorer import build_classifier
-from mt_eval.results import read_evaluation
+from mt_eval.detoxification.scorers import build_classifier
+from mt_eval.evaluation import read_evaluation
 
 LABELS = ["contradiction", "entailment", "neutral"]
 

@@ -14,8 +14,7 @@ import pytest
 from mt_cli.main import run
 from mt_core.errors import DataError
 from mt_eval.comparison import Bootstrap, compare, paired_bootstrap
-from mt_eval.journal import Journal
-from mt_eval.tasks import Sample
+from mt_eval.tasks import Journal, Sample
 
 
 def write(path: Path, samples: Sequence[Sample], data_hash: str = "h", task: str = "t") -> Path:

@@ -23,12 +23,10 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
 from mt_core.train import Trainer
 from mt_core.train.trained_model import load_trained_model
-from mt_eval.detoxification import http_scorers, loop
-from mt_eval.detoxification.annotation import annotate, read_lines
-from mt_eval.detoxification.classifier_scorer import build_classifier
+from mt_eval.detoxification import loop, scorers
+from mt_eval.detoxification.annotation import annotate, read_lines, select_least_toxic, toxicity_metrics
 from mt_eval.detoxification.loop import FINETUNING, Detoxification, Plan
-from mt_eval.detoxification.metrics import toxicity_metrics
-from mt_eval.detoxification.selection import select_least_toxic
+from mt_eval.detoxification.scorers import build_classifier
 
 
 class WordScorer:
@@ -154,27 +152,27 @@ class Greeting(socketserver.BaseRequestHandler):
 
 def test_scorers_over_http(server, monkeypatch: pytest.MonkeyPatch) -> None:
     url, requests, answers = server
-    monkeypatch.setattr(http_scorers, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(scorers, "FIRST_WAIT", 0.0)
     answers += [(503, {}), (200, {"scores": [{"toxicity": 0.25}, None]})]
-    assert http_scorers.HttpScorer(url).scores(["a", "b"]) == [{"toxicity": 0.25}, None]
+    assert scorers.HttpScorer(url).scores(["a", "b"]) == [{"toxicity": 0.25}, None]
     assert requests == [{"texts": ["a", "b"]}] * 2
     for answer, words in (([], "2 entries"), ({"scores": [{}]}, "2 entries"), ({"scores": [{"t": 2}, None]}, "0 to 1")):
         answers.append((200, answer))
         with pytest.raises(DataError, match=words):
-            http_scorers.HttpScorer(url).scores(["a", "b"])
+            scorers.HttpScorer(url).scores(["a", "b"])
     answers.append((403, {}))
     with pytest.raises(DataError, match="status 403"):
-        http_scorers.HttpScorer(url).scores(["a"])
+        scorers.HttpScorer(url).scores(["a"])
 
 
 def test_an_answer_of_another_protocol_ends_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(http_scorers, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(scorers, "time", SimpleNamespace(sleep=waits.append))
     with socketserver.TCPServer(("127.0.0.1", 0), Greeting) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,)).start()
         try:
             with pytest.raises(DataError, match="no answer after 6 attempts: hello"):
-                http_scorers.HttpScorer(f"http://127.0.0.1:{server.server_address[1]}").scores(["a"])
+                scorers.HttpScorer(f"http://127.0.0.1:{server.server_address[1]}").scores(["a"])
         finally:
             server.shutdown()
     assert waits == [1, 2, 4, 8, 16]  # none behind the last attempt
@@ -183,12 +181,12 @@ def test_an_answer_of_another_protocol_ends_with_a_message(monkeypatch: pytest.M
 def test_perspective_is_requested_for_six_attributes(server) -> None:
     url, requests, answers = server
     value = {"summaryScore": {"value": 0.5}}
-    answers += [(200, {"attributeScores": {name.upper(): value for name in http_scorers.ATTRIBUTES}}), (400, {})]
-    scorer = http_scorers.PerspectiveScorer("secret", url, workers=1)
+    answers += [(200, {"attributeScores": {name.upper(): value for name in scorers.ATTRIBUTES}}), (400, {})]
+    scorer = scorers.PerspectiveScorer("secret", url, workers=1)
     text = "\N{LATIN SMALL LETTER U WITH DIAERESIS}" * 20000
-    assert scorer.scores([text, "klingon"]) == [dict.fromkeys(http_scorers.ATTRIBUTES, 0.5), None]
+    assert scorer.scores([text, "klingon"]) == [dict.fromkeys(scorers.ATTRIBUTES, 0.5), None]
     assert len(requests[0]["comment"]["text"].encode()) == 20480
-    assert set(requests[0]["requestedAttributes"]) == {name.upper() for name in http_scorers.ATTRIBUTES}
+    assert set(requests[0]["requestedAttributes"]) == {name.upper() for name in scorers.ATTRIBUTES}
     answers += [(403, {})]
     with pytest.raises(DataError) as failed:
         scorer.scores(["a"])

@@ -17,10 +17,9 @@ import pytest
 from mt_cli.main import run
 from mt_core.errors import ConfigError, DataError
 from mt_eval.metrics import code_execution
-from mt_eval.metrics.answers import exact_match, f1
 from mt_eval.metrics.code_execution import Limits, ProgramRunner
-from mt_eval.metrics.generation import Generation, measure_generation
-from mt_eval.metrics.pass_at_k import pass_at_k
+from mt_eval.metrics.generation import Generation, measure_generation, pass_at_k
+from mt_eval.metrics.texts import exact_match, f1
 
 
 def write(path: Path, lines: list[dict[str, object]]) -> Path:

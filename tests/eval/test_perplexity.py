@@ -16,9 +16,9 @@ from tests.eval.conftest import KEYS
 from mt_core.errors import ConfigError, DataError
 from mt_data.indexed import IndexedDatasetWriter
 from mt_eval import Perplexity, TextSet, evaluate
-from mt_eval.perplexity.detokenizers import ptb, wikitext
-from mt_eval.perplexity.windows import windows
-from mt_eval.results import read_evaluation, samples_path
+from mt_eval.evaluation import read_evaluation, samples_path
+from mt_eval.perplexity.task import windows
+from mt_eval.perplexity.texts import ptb, wikitext
 from mt_infer.text import TextGenerator
 
 LENGTH = 32

@@ -17,9 +17,8 @@ from tests.docs.blocks import ROOT, blocks, mt_commands
 from mt_cli import main
 from mt_core.data.building import build_datasets
 from mt_core.plugins import load_plugins
-from mt_eval.metrics.answers import exact_match
-from mt_eval.qa.answers import f1_of_first, prediction_of
-from mt_eval.qa.task import QuestionAnswering
+from mt_eval.metrics.texts import exact_match
+from mt_eval.qa import QuestionAnswering, f1_of_first, prediction_of
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 

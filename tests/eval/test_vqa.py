@@ -12,7 +12,7 @@ from tests.built_once import built_once
 from tests.docs.blocks import ROOT, blocks, mt_commands
 
 from mt_cli import main
-from mt_eval.vqa.answers import exact_match, normalized, vqa_accuracy
+from mt_eval.vqa import exact_match, normalized, vqa_accuracy
 
 PAGE = [block for block in blocks() if block.page == "docs/guides/multimodal.md"]
 QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1", "--set", "train.eval_interval=null"]

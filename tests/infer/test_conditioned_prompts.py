@@ -19,8 +19,8 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import SplitRequest
 from mt_core.train import build
-from mt_data.datasets.images.image_file import ImageFile
 from mt_data.datasets.images.image_text import ImageTextDataConfig, build_image_text
+from mt_data.datasets.images.pixels import ImageFile
 from mt_data.datasets.images.shapes import draw
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.prompts import IMAGES, WHOLE, PromptEncoder, all_views, deal_images, read_images

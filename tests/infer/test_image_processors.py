@@ -25,7 +25,7 @@ from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.train.build import restore_tokenizer
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
-from mt_eval.vqa.task import VisualQuestions
+from mt_eval.vqa import VisualQuestions
 from mt_infer.prompts import PromptEncoder, image_data, views_of
 from mt_infer.sampling.parameters import SamplingParameters
 

@@ -10,9 +10,9 @@ import pytest
 from mt_core.config.loading import load_config
 from mt_core.data.building import build_datasets, build_tokenizer
 from mt_core.errors import ConfigError, DataError
-from mt_data.datasets.retro.nearest import Chunks, chunks_of, nearest_chunks, signatures_of
-from mt_data.datasets.retro.stream import TokenStream
-from mt_data.indexed.memory import MemoryIndexedDataset
+from mt_data.datasets.retro.builtin import Chunks, chunks_of, nearest_chunks, signatures_of
+from mt_data.datasets.retro.database import TokenStream
+from mt_data.indexed.reader import MemoryIndexedDataset
 from mt_data.indexed.writer import IndexedDatasetWriter
 
 SMALL = [

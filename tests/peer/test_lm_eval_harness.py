@@ -17,7 +17,7 @@ from tests.peer.environment import python_beside_this
 
 from mt_ckpt.convert import convert
 from mt_core.plugins import load_plugins
-from mt_eval.journal import read_journal
+from mt_eval.tasks import read_journal
 
 PACKAGES = ("lm_eval>=0.4.13,<0.5", "accelerate>=1.0", "transformers>=5.0")
 PROCESS = Path(__file__).parent / "lm_eval_process"

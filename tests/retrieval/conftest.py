@@ -16,7 +16,7 @@ from tests.retrieval.corpus import World, write_world
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.train import Trainer
 from mt_core.train.callbacks import Callback
-from mt_retrieval.embeddings.writer import embed_evidence
+from mt_retrieval.embedding_writer import embed_evidence
 from mt_retrieval.encoder import Encoder
 from mt_retrieval.retriever import evidence_of
 

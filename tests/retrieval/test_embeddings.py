@@ -15,11 +15,11 @@ from tests.retrieval.corpus import PASSAGES, write_passages
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.testing import RankFailureError, run_ranks
-from mt_retrieval.embeddings.reader import Embeddings
-from mt_retrieval.embeddings.writer import embed_evidence
+from mt_retrieval.embedding_writer import embed_evidence
+from mt_retrieval.embeddings import Embeddings
 from mt_retrieval.encoder import Encoder
-from mt_retrieval.evidence.tsv import TSVEvidence
-from mt_retrieval.index.exact import ExactIndex
+from mt_retrieval.evidence import TSVEvidence
+from mt_retrieval.index import ExactIndex
 from mt_retrieval.retriever import Retriever, evidence_of
 
 

@@ -13,10 +13,9 @@ from tests.retrieval.corpus import PASSAGES, TRAINED
 
 from mt_core.errors import DataError
 from mt_data.questions import Question, read_questions
-from mt_retrieval.answers import has_answer
-from mt_retrieval.dpr.files import read_training_questions
-from mt_retrieval.evaluation import measure_recall
-from mt_retrieval.evidence.tsv import TSVEvidence
+from mt_retrieval.dpr import read_training_questions
+from mt_retrieval.evaluation import has_answer, measure_recall
+from mt_retrieval.evidence import TSVEvidence
 from mt_retrieval.retriever import Retriever
 
 

@@ -10,18 +10,16 @@ from tests.retrieval.conftest import Trained, training_config
 
 from mt_core.errors import ConfigError, DataError, MtError
 from mt_core.train import Trainer
-from mt_retrieval.embeddings.reader import Embeddings
-from mt_retrieval.index import exact
-from mt_retrieval.index.exact import ExactIndex
-from mt_retrieval.index.faiss_index import INDEX_FILE, build_index, factory_of
-from mt_retrieval.index.opening import open_index
+from mt_retrieval import index
+from mt_retrieval.embeddings import Embeddings
+from mt_retrieval.index import INDEX_FILE, ExactIndex, build_index, factory_of, open_index
 from mt_retrieval.retriever import Retriever
 
 
 @pytest.mark.parametrize("k", [1, 7, 60])
 def test_exact_search_is_a_sorted_product(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     """Over matrices that are cut into blocks in the middle; of equal scores the lower row comes first."""
-    monkeypatch.setattr(exact, "BLOCK_ROWS", 8)
+    monkeypatch.setattr(index, "BLOCK_ROWS", 8)
     random = np.random.default_rng(1)
     rows = random.integers(-3, 4, (50, 5)).astype(np.float16)
     questions = random.integers(-3, 4, (4, 5)).astype(np.float32)

@@ -14,9 +14,9 @@ from mt_core.config.loading import load_config
 from mt_core.train import Trainer
 from mt_data.indexed.writer import IndexedDatasetWriter
 from mt_data.tokenizers.bert_wordpiece import BertWordPieceConfig, build_bert_wordpiece
-from mt_retrieval.embeddings.writer import embed_evidence
+from mt_retrieval.embedding_writer import embed_evidence
 from mt_retrieval.encoder import Encoder
-from mt_retrieval.index.exact import ExactIndex
+from mt_retrieval.index import ExactIndex
 from mt_retrieval.retriever import Retriever, evidence_of
 
 DOCUMENTS, TRAINED = 160, 120

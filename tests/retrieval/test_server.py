@@ -14,8 +14,7 @@ from tests.retrieval.conftest import Trained
 
 from mt_core.errors import ConfigError
 from mt_infer.server.options import ServerOptions
-from mt_retrieval.passage_retriever import build_index_retriever
-from mt_retrieval.retriever import Retriever
+from mt_retrieval.retriever import Retriever, build_index_retriever
 from mt_retrieval.server import create_app
 
 

@@ -24,10 +24,7 @@ from mt_core.specs import SplitRequest
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 from mt_data.tokenizers.bert_wordpiece import BertWordPieceConfig, build_bert_wordpiece
-from mt_retrieval.dpr.config import DPRDataConfig, RefreshConfig
-from mt_retrieval.dpr.dataset import build_dpr
-from mt_retrieval.dpr.files import Context
-from mt_retrieval.dpr.mined import MinedNegatives, mined_file
+from mt_retrieval.dpr import Context, DPRDataConfig, MinedNegatives, RefreshConfig, build_dpr, mined_file
 from mt_retrieval.encoder import Encoder
 from mt_retrieval.refresh import Mining, RefreshNegatives, build_refresh
 

@@ -12,10 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mt_data.commands.clean import clean
-from mt_data.commands.decontaminate import decontaminate
-from mt_data.commands.dedup import dedup
-from mt_data.commands.filter_urls import filter_urls
+from mt_data.commands.corpora import clean, decontaminate, dedup, filter_urls
 from mt_data.commands.preprocess import preprocess
 
 PAGE = Path(__file__).parents[3] / "docs/data/building-corpora.md"

@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
-from mt_data.corpora.clean_options import PRESETS, CleanOptions, preset
 from mt_data.corpora.cleaning import Cleaner
-from mt_data.corpora.document import Document
-from mt_data.corpora.line_rules import filter_lines
-from mt_data.corpora.repetition_rules import duplicate_ngram_share, duplicate_shares, top_ngram_share
+from mt_data.corpora.options import PRESETS, CleanOptions, preset
+from mt_data.corpora.rules import Document, duplicate_ngram_share, duplicate_shares, filter_lines, top_ngram_share
 
 CITED = {"removed_citation": 3}
 UNENDED = {"line_without_terminal_punctuation": 2}

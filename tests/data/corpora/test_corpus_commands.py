@@ -13,10 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from mt_core.errors import ConfigError
-from mt_data.commands.clean import clean
-from mt_data.commands.decontaminate import decontaminate
-from mt_data.commands.dedup import dedup
-from mt_data.commands.filter_urls import filter_urls
+from mt_data.commands.corpora import clean, decontaminate, dedup, filter_urls
 
 SENTENCE = "The people of the old city have lived with the river number {} and will be there for ever. "
 
@@ -77,7 +74,7 @@ def test_from_a_crawl_to_training_text(write_jsonl: Any, tmp_path: Path) -> None
 
 
 def test_rules_lists_every_rule() -> None:
-    from mt_data.corpora.clean_options import CleanOptions
+    from mt_data.corpora.options import CleanOptions
 
     out = type_in("clean", "--rules")
     assert all(name[:10] in out for name in CleanOptions.model_fields)
@@ -95,10 +92,9 @@ def test_flags_reach_the_library(write_jsonl: Any, tmp_path: Path) -> None:
 
 
 def test_neither_torch_nor_optional_packages_are_imported_to_show_help() -> None:
-    modules = "clean", "dedup", "decontaminate", "filter_urls"
-    code = f"""
+    code = """
 import sys
-for name in {modules}: __import__(f"mt_data.commands.{{name}}")
+import mt_data.commands.corpora
 print([m for m in ("torch", "numpy", "scipy", "ftfy", "py3langid", "datasketch", "pydantic") if m in sys.modules])
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
@@ -112,11 +108,11 @@ import sys
 sys.modules["torch"] = None
 from pathlib import Path
 from mt_data.corpora.cleaning import clean
-from mt_data.corpora.clean_options import preset
+from mt_data.corpora.options import preset
 from mt_data.corpora.decontamination import decontaminate
 from mt_data.corpora.deduplication import dedup
-from mt_data.corpora.dedup_options import DedupOptions
-from mt_data.corpora.overlap_options import OverlapOptions
+from mt_data.corpora.options import DedupOptions
+from mt_data.corpora.options import OverlapOptions
 from mt_data.corpora.running import RunOptions
 from mt_data.corpora.url_filter import UrlLists, filter_urls
 path, out = Path(sys.argv[1]), Path(sys.argv[2])

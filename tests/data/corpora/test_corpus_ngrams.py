@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mt_data.corpora.disjoint_sets import DisjointSets
-from mt_data.corpora.grouping import iter_equal_groups
-from mt_data.corpora.ngram_hashes import character_hashes, ngram_hashes, word_hashes
-from mt_data.corpora.words import iter_word_spans, normalized_words
+from mt_data.corpora.grouping import DisjointSets, iter_equal_groups
+from mt_data.corpora.words import character_hashes, iter_word_spans, ngram_hashes, normalized_words, word_hashes
 
 WORDS = st.lists(st.sampled_from(["a", "b", "ab", "ba", "é", "😀"]), min_size=1, max_size=30)
 

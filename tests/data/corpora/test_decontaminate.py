@@ -13,18 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
-from mt_data.corpora.cutting import covered_share, cut_pieces, merged
-from mt_data.corpora.decontamination import decontaminate
-from mt_data.corpora.ngram_table import GramTable, collect_grams, count_documents, without_frequent
-from mt_data.corpora.overlap_options import OverlapOptions
-from mt_data.corpora.words import normalized_words
+from mt_data.corpora.decontamination import GramTable, collect_grams, count_documents, decontaminate, without_frequent
+from mt_data.corpora.options import OverlapOptions
+from mt_data.corpora.words import covered_share, cut_pieces, merged, normalized_words
 
 WORDS = st.lists(st.sampled_from("abcd"), max_size=40)
 
 
 @given(st.lists(WORDS, min_size=1, max_size=5), WORDS, st.integers(1, 4))
 def test_matches_are_all_shared_ngrams(evaluation: list[list[str]], document: list[str], n: int) -> None:
-    from mt_data.corpora.ngram_hashes import ngram_hashes, word_hashes
+    from mt_data.corpora.words import ngram_hashes, word_hashes
 
     hashes = np.unique(np.concatenate([ngram_hashes(word_hashes(words), n) for words in evaluation]))
     found = [

@@ -16,11 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError
-from mt_data.corpora.dedup_exact import mark_exact
-from mt_data.corpora.dedup_minhash import Signer, band_keys, mark_near, shingles, table_shape
-from mt_data.corpora.dedup_options import DedupOptions
-from mt_data.corpora.deduplication import dedup
-from mt_data.corpora.fingerprints import RowFiles
+from mt_data.corpora.deduplication import Signer, band_keys, dedup, mark_exact, mark_near, shingles, table_shape
+from mt_data.corpora.grouping import RowFiles
+from mt_data.corpora.options import DedupOptions
 
 
 def rows_on_disk(folder: Path, name: str, rows: np.ndarray, files: int = 2) -> RowFiles:
@@ -217,10 +215,10 @@ import sys
 from pathlib import Path
 import numpy as np
 from mt_data.corpora.deduplication import _new_originals
-from mt_data.corpora.dedup_exact import mark_exact
-from mt_data.corpora.dedup_minhash import mark_near
-from mt_data.corpora.dedup_options import DedupOptions
-from mt_data.corpora.fingerprints import RowFiles
+from mt_data.corpora.deduplication import mark_exact
+from mt_data.corpora.deduplication import mark_near
+from mt_data.corpora.options import DedupOptions
+from mt_data.corpora.grouping import RowFiles
 
 folder, method, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
-from mt_data.corpora.url_filter import Blacklist, UrlLists, filter_urls
-from mt_data.corpora.urls import parse_url
+from mt_data.corpora.url_filter import Blacklist, UrlLists, filter_urls, parse_url
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from mt_data.datasets.bigram import bigram_loss, bigram_probabilities
+from mt_data.datasets.builtin import bigram_loss, bigram_probabilities
 
 
 def test_counts_with_one_added() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mt_data.datasets.blend_index import build_blend_index, build_exhaustive_blend_index
+from mt_data.datasets.blend import build_blend_index, build_exhaustive_blend_index
 
 
 def plain(weights: list[float], size: int, limits: list[int] | None = None) -> np.ndarray:
@@ -70,9 +70,9 @@ def test_long_exhaustive_order_walked_side_by_side() -> None:
 
 def test_wrong_guesses_of_starts_are_put_right(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without a warm-up and with starts that are off, every chain but the first begins wrong.
-    monkeypatch.setattr("mt_data.datasets.blend_index._WARM_UP", 1e-9)
+    monkeypatch.setattr("mt_data.datasets.blend._WARM_UP", 1e-9)
     monkeypatch.setattr(
-        "mt_data.datasets.blend_index._guess",
+        "mt_data.datasets.blend._guess",
         lambda weights, limits, places: np.stack([places, *[np.zeros_like(places)] * (len(weights) - 1)]),
     )
     weights = [0.2, 0.5, 0.3]

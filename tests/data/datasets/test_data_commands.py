@@ -14,9 +14,7 @@ from typer.testing import CliRunner
 
 from mt_core.errors import MtError
 from mt_core.plugins import load_plugins
-from mt_data.commands.build_index import build_index
-from mt_data.commands.preview import preview
-from mt_data.commands.where import where
+from mt_data.commands.run_data import build_index, preview, where
 
 app = typer.Typer()
 app.command()(preview)

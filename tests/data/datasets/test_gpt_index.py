@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mt_data.datasets import legacy_random
+from mt_data.datasets import mersenne_twister
 from mt_data.datasets.gpt_index import GPTIndex, GPTIndexPlan, build_gpt_index
-from mt_data.datasets.legacy_random import LegacyShuffler
+from mt_data.datasets.mersenne_twister import LegacyShuffler
 
 
 def walked_rows(documents: np.ndarray, lengths: np.ndarray, plan: GPTIndexPlan) -> list[tuple[int, int]]:
@@ -101,9 +101,11 @@ def test_part_of_the_documents_in_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("sizes", [[5, 1, 0, 70_000], [200_003, 3000], [131_072, 131_073]])
 def test_shuffles_are_numpys(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(legacy_random, "NUMPY_STEPS", 2000)  # so that small arrays take the quick way, where most meet
-    monkeypatch.setattr(legacy_random, "_DRAWS", 5000)
-    monkeypatch.setattr(legacy_random, "_BLOCK", 700)
+    monkeypatch.setattr(
+        mersenne_twister, "NUMPY_STEPS", 2000
+    )  # so that small arrays take the quick way, where most meet
+    monkeypatch.setattr(mersenne_twister, "_DRAWS", 5000)
+    monkeypatch.setattr(mersenne_twister, "_BLOCK", 700)
     ours, numpys = LegacyShuffler(99), np.random.RandomState(99)
     for size in sizes:
         mine, theirs = np.arange(size), np.arange(size)
@@ -115,8 +117,8 @@ def test_shuffles_are_numpys(sizes: list[int], monkeypatch: pytest.MonkeyPatch) 
 
 def test_words_behind_the_last_draw_of_a_mask_are_left_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # Eight steps of the first mask: some seeds accept exactly eight of the first sixteen draws and reject the last.
-    monkeypatch.setattr(legacy_random, "NUMPY_STEPS", 64)
-    monkeypatch.setattr(legacy_random, "_DRAWS", 16)
+    monkeypatch.setattr(mersenne_twister, "NUMPY_STEPS", 64)
+    monkeypatch.setattr(mersenne_twister, "_DRAWS", 16)
     for seed in range(100):
         mine, theirs = np.arange(72), np.arange(72)
         LegacyShuffler(seed).shuffle(mine)

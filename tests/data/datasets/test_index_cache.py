@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mt_data.datasets.index_cache import IndexCache
+from mt_data.datasets.cache import IndexCache
 
 KEY = {"kind": "test", "data": "abc", "sizes": [1, 2]}
 EXPECTED = {"rows": np.arange(1000, dtype=np.int32).reshape(-1, 2), "order": np.zeros(0, np.uint32)}

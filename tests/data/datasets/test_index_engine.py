@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError
-from mt_data.datasets import index_engine
+from mt_data.datasets import gpt
+from mt_data.datasets.gpt import build_index
 from mt_data.datasets.gpt_index import GPTIndexPlan, build_gpt_index
-from mt_data.datasets.index_engine import build_index
 
 LENGTHS = np.array([3, 0, 5, 9], np.int32)
 PLAN = GPTIndexPlan(17, 4, 40, 7)
@@ -84,7 +84,7 @@ def test_engines_agree(compiled: Any) -> None:
 
 
 def test_numba_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_engine, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpt, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'data\.index_engine="numba" needs numba: pip install "mt-data\[fast\]"'):
         arrays("numba")
 
@@ -102,15 +102,15 @@ def test_auto_says_what_it_takes(
 ) -> None:
     """chosen None: NumPy without a word, for an index that is built at once anyway."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(index_engine, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(index_engine, "WORTH_COMPILING", worth)
-    assert index_engine._resolved("auto", 1000) == (chosen or "numpy")
+    monkeypatch.setattr(gpt, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(gpt, "WORTH_COMPILING", worth)
+    assert gpt._resolved("auto", 1000) == (chosen or "numpy")
     said = [record.message.split(" for ")[0] for record in caplog.records]
     assert said == ([f'data.index_engine="auto" is {chosen}'] if chosen else [])
     assert ("mt-data[fast]" in caplog.text) == (chosen == "numpy")
 
 
 def test_auto_leaves_what_is_too_long_for_32_bits_to_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_engine, "find_spec", lambda name: True)
-    assert index_engine._resolved("auto", 1 << 32) == "numba"
-    assert index_engine._resolved("auto", (1 << 32) + 1) == "numpy"
+    monkeypatch.setattr(gpt, "find_spec", lambda name: True)
+    assert gpt._resolved("auto", 1 << 32) == "numba"
+    assert gpt._resolved("auto", (1 << 32) + 1) == "numpy"

@@ -14,9 +14,8 @@ from pydantic import ValidationError
 from mt_core.errors import DataError
 from mt_core.specs import SplitRequest
 from mt_data.datasets.gpt import GPTDataConfig, build_gpt
-from mt_data.datasets.splits import parse_split
-from mt_data.datasets.token_range import range_of_split
-from mt_data.indexed.memory import MemoryIndexedDataset
+from mt_data.datasets.splits import parse_split, range_of_split
+from mt_data.indexed.reader import MemoryIndexedDataset
 from mt_data.preprocess import PreprocessOptions, preprocess
 from mt_data.preprocess.encodings import MARKS
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
 from mt_core.specs import SplitRequest
-from mt_data.datasets.images.dynamic_resolution import DynamicResolution
 from mt_data.datasets.images.image_text import ImageTextDataConfig
 from mt_data.datasets.images.pixels import as_input
 from mt_data.datasets.images.shapes import draw
+from mt_data.datasets.images.tiles import DynamicResolution
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 
 transformers = pytest.importorskip("transformers")

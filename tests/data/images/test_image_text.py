@@ -23,10 +23,10 @@ from mt_core.data.loader import BatchReader
 from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
 from mt_core.specs import SplitRequest
-from mt_data.datasets.display import render_sample
+from mt_data.commands.display import render_sample
 from mt_data.datasets.images.encoded import UnusableRecords
 from mt_data.datasets.images.records import read_image_texts
-from mt_data.datasets.images.text_encoding import ImageTextEncoder
+from mt_data.datasets.images.text import ImageTextEncoder
 from mt_data.datasets.images.tiles import Grid, LongestEdgeTiling, Tiling
 from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer

@@ -14,11 +14,9 @@ from PIL import Image
 from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
 from mt_core.specs import SplitRequest
-from mt_data.datasets.images.image_file import ImageFile
-from mt_data.datasets.images.pixels import decode_image, fit, image_size, read_image, resize
-from mt_data.datasets.images.resampling import cubic
+from mt_data.datasets.images.pixels import ImageFile, cubic, decode_image, fit, image_size, read_image, resize
 from mt_data.datasets.images.shapes import COLOURS, KINDS, draw
-from mt_data.datasets.images.specs import IMAGE_DATASETS
+from mt_data.datasets.specs import IMAGE_DATASETS
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 
 TOKENIZER = ByteLevelTokenizer()

@@ -15,8 +15,7 @@ from mt_core.errors import DataError
 from mt_core.plugins import load_plugins
 from mt_core.specs import SplitRequest
 from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, verify
-from mt_data.indexed.blocks import BLOCK_BYTES, BlockChecksummer
-from mt_data.indexed.manifest import manifest_path
+from mt_data.indexed.manifest import BLOCK_BYTES, BlockChecksummer, manifest_path
 
 SEQUENCES = 20
 LENGTH = 5000

@@ -11,9 +11,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from mt_core.errors import ConfigError, DataError
-from mt_data.commands.inspect import inspect
-from mt_data.commands.merge import MergeCommand, merge
-from mt_data.commands.verify import verify
+from mt_data.commands.token_files import MergeCommand, inspect, merge, verify
 from mt_data.indexed import IndexedDataset
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 

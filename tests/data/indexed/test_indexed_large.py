@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, verify
-from mt_data.indexed.scan import Scan
+from mt_data.indexed.dataset import Scan
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,7 @@ from hypothesis.extra import numpy as hnp
 from mt_core.errors import DataError
 from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, verify
 from mt_data.indexed.layout import dtype_for_vocab
-from mt_data.indexed.memory import MemoryIndexedDataset
-from mt_data.indexed.reader import SequenceReader
+from mt_data.indexed.reader import MemoryIndexedDataset, SequenceReader
 
 # Written out once more, from the format's description and not from the code.
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}

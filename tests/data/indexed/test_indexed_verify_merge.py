@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as hnp
 
 from mt_core.errors import DataError
 from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, verify
+from mt_data.indexed.inspection import length_statistics
 from mt_data.indexed.merging import find_prefixes, merge
-from mt_data.indexed.statistics import length_statistics
 
 
 def patch(path: str, offset: int, data: bytes) -> None:

@@ -78,8 +78,8 @@ def test_a_part_without_a_document(tmp_path: Path) -> None:
 def test_a_terminal_shows_rates_live() -> None:
     from rich.console import Console
 
+    from mt_data.commands.display import RichProgress
     from mt_data.preprocess.options import Counts
-    from mt_data.preprocess.rich_progress import RichProgress
 
     console = Console(force_terminal=True, width=100, file=io.StringIO())
     with RichProgress(console) as progress:

@@ -24,9 +24,8 @@ from tests.small_process import in_small_process
 from mt_core.errors import DataError, PluginError
 from mt_data.preprocess.executors import InlineExecutor
 from mt_data.preprocess.options import Counts, PreprocessOptions
-from mt_data.preprocess.progress import SilentProgress
 from mt_data.preprocess.readers import MalformedRecord
-from mt_data.preprocess.run import preprocess
+from mt_data.preprocess.run import SilentProgress, preprocess
 
 pytestmark = pytest.mark.slow
 

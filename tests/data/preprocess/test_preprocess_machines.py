@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mt_core.errors import ConfigError
-from mt_data.preprocess.machine import machine_share
+from mt_data.preprocess.options import machine_share
 from mt_data.preprocess.parts import Shard
 from mt_data.preprocess.plan import Job, share_of_machine
 

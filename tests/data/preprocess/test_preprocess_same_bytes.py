@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from mt_data.indexed import IndexedDatasetWriter
 from mt_data.preprocess.options import PreprocessOptions
 from mt_data.preprocess.parts import PartReader, ReadOptions, Shard
-from mt_data.preprocess.plan import CutStream, examine, plan_jobs
+from mt_data.preprocess.plan import CutStream, cut_stream, examine, plan_jobs
 from mt_data.preprocess.readers import MalformedRecord
 from mt_data.preprocess.run import preprocess
-from mt_data.preprocess.streams import cut_stream
 
 Options = Callable[..., PreprocessOptions]
 TINY = 0.0005  # MiB: about half a KiB of input in a shard

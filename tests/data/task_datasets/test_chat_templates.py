@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import SpecialTokens, Tokenizer
 from mt_data.datasets.sft.answers import ConversationEncoder, answer_spans
-from mt_data.datasets.sft.builtin_templates import BUILTIN_TEMPLATES
-from mt_data.datasets.sft.chat_templates import ChatTemplate, load_chat_template
+from mt_data.datasets.sft.chat_templates import BUILTIN_TEMPLATES, ChatTemplate, load_chat_template
 from mt_data.datasets.sft.conversations import Conversation
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_data.tokenizers.hugging_face import HuggingFaceConfig, build_hugging_face

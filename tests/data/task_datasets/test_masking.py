@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import SplitRequest
 from mt_data.datasets.bert import BertDataConfig, build_bert, truncate_pair
-from mt_data.datasets.masked_config import masking_rules
-from mt_data.datasets.masking import MaskingRules, SpanMasker
+from mt_data.datasets.masking import MaskingRules, SpanMasker, masking_rules
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 
 VOCAB = 200

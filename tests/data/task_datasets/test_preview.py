@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mt_data.commands.preview import preview
+from mt_data.commands.run_data import preview
 
 app = typer.Typer()
 app.command()(preview)

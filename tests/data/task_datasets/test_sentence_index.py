@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_core.errors import DataError
-from mt_data.datasets import sentence_index
+from mt_data.datasets import sentences
 from mt_data.datasets.mersenne_twister import Mt19937, Mt1993764
-from mt_data.datasets.sentence_index import (
+from mt_data.datasets.sentences import (
     LONG_SENTENCE,
     BlockIndexPlan,
     SentenceIndexPlan,
@@ -121,7 +121,7 @@ def test_sentence_index_is_that_of_the_plain_loop(
 ) -> None:
     plan = SentenceIndexPlan(max_length, min_sentences, probability, num_samples, seed=11)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sentence_index, "_BLOCK", block)
+        patch.setattr(sentences, "_BLOCK", block)
         check(lambda: build_sentence_index(*arrays(documents), plan), plain_sentence_index(documents, plan))
 
 
@@ -140,7 +140,7 @@ def test_block_index_is_that_of_the_plain_loop(
     plan = BlockIndexPlan(max_length, min_sentences, num_samples, seed=5)
     titles = [3 + number % 5 for number in range(len(documents))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sentence_index, "_BLOCK", block)
+        patch.setattr(sentences, "_BLOCK", block)
         check(
             lambda: build_block_index(*arrays(documents), np.array(titles, np.int32), plan),
             plain_block_index(documents, titles, plan),

@@ -11,7 +11,7 @@ import pytest
 
 from mt_core.specs import SplitRequest
 from mt_data.datasets.glue_tasks import GLUE
-from mt_data.datasets.task_specs import TASK_DATASETS
+from mt_data.datasets.specs import TASK_DATASETS
 
 LENGTH = 48
 

@@ -20,7 +20,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from mt_core.errors import ConfigError, DataError
 from mt_data.tokenizers import engines
-from mt_data.tokenizers.patterns import ENGINE_PATTERNS, PATTERNS, PatternName
+from mt_data.tokenizers.engines import ENGINE_PATTERNS, PATTERNS, PatternName
 from mt_data.tokenizers.tik_token import TikTokenConfig, TikTokenizer, build_tik_token
 
 

@@ -13,7 +13,7 @@ from tests.retrieval.retro.project import CHUNK, EOD, SAMPLE, random_documents, 
 
 from mt_cli.main import run
 from mt_data.tokenizers.null import NullConfig, NullTokenizer
-from mt_retrieval.retro.embedder import open_embedder
+from mt_retrieval.retro.embeddings import open_embedder
 
 SMALL = {
     "model": {

@@ -33,9 +33,8 @@ from mt_core.errors import ConfigError, DataError, MtError
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.testing import run_ranks
 from mt_data.datasets.retro.project import read_neighbors
-from mt_retrieval.retro.chunks import BLANK, ChunkCutter
-from mt_retrieval.retro.database import build_database, database_tokenizer, open_database
-from mt_retrieval.retro.hashed_ngrams import HashedNgrams
+from mt_retrieval.retro.database import BLANK, ChunkCutter, build_database, database_tokenizer, open_database
+from mt_retrieval.retro.embeddings import HashedNgrams
 from mt_retrieval.retro.index import add_to_index, train_index
 from mt_retrieval.retro.query import find_neighbors
 from mt_retrieval.retro.verify import verify_project

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from mt_core.hookspecs import hookimpl
 from mt_core.specs import CAUSAL_LM_SAMPLE, CommandSpec, DatasetSpec, Lazy, TokenizerSpec
-from mt_data.datasets.images.specs import IMAGE_DATASETS
-from mt_data.datasets.retro.specs import RETRO_DATASETS
-from mt_data.datasets.retro_sft.specs import RETRO_SFT_DATASET
-from mt_data.datasets.task_specs import TASK_DATASETS
+from mt_data.datasets.specs import IMAGE_DATASETS, RETRO_DATASETS, RETRO_SFT_DATASET, TASK_DATASETS
 
 
 def _tokenizer(name: str, module: str, stem: str, doc: str) -> TokenizerSpec:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mt_core.errors import DataError
 from mt_core.paths import write_whole
-from mt_data.indexed.blocks import BlockChecksummer, BlockChecksums
+from mt_data.indexed.manifest import BlockChecksummer, BlockChecksums
 
 PIECE = 2**20
 """Bytes that are read at a time."""

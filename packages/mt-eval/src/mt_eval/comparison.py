@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, DataError
-from mt_eval.journal import Recorded, read_journal
-from mt_eval.results import samples_path
-from mt_eval.tasks import Sample
+from mt_eval.evaluation import samples_path
+from mt_eval.tasks import Recorded, Sample, read_journal
 
 LOG_LIKELIHOOD, PERPLEXITY = "log_likelihood", "perplexity"
 DRAWS_AT_ONCE = 1 << 22

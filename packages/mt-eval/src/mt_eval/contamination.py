@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.corpora.decontamination import document_counts
-from mt_data.corpora.ngram_table import GramTable, collect_grams, eval_texts, save_grams
-from mt_data.corpora.overlap_options import OverlapOptions
+from mt_data.corpora.decontamination import GramTable, collect_grams, document_counts, eval_texts, save_grams
+from mt_data.corpora.options import OverlapOptions
 from mt_data.corpora.running import RunOptions
 from mt_data.corpora.state import locked
 from mt_data.corpora.words import normalized_words

@@ -23,12 +23,12 @@ def mt_register_evaluators() -> list[EvaluatorSpec]:
         EvaluatorSpec(
             name="perplexity",
             doc="Perplexity of the texts that eval.perplexity names",
-            build=Lazy("mt_eval.perplexity.evaluator:build_evaluator"),
+            build=Lazy("mt_eval.perplexity.evaluators:build_evaluator"),
         ),
         EvaluatorSpec(
             name="without_neighbors",
             doc="Loss on validation sets without neighbours, as eval.without_neighbors requests",
-            build=Lazy("mt_eval.perplexity.without_neighbors:build_evaluator"),
+            build=Lazy("mt_eval.perplexity.evaluators:build_without_neighbors"),
         ),
     ]
 
@@ -39,16 +39,16 @@ def mt_register_text_scorers() -> list[TextScorerSpec]:
         TextScorerSpec(
             name="classifier",
             doc="A classifier finetuned by mt; options checkpoint, attribute, class",
-            build=Lazy("mt_eval.detoxification.classifier_scorer:build_classifier"),
+            build=Lazy("mt_eval.detoxification.scorers:build_classifier"),
         ),
         TextScorerSpec(
             name="http",
             doc="A server: POST {texts} -> {scores}; option url",
-            build=Lazy("mt_eval.detoxification.http_scorers:build_http"),
+            build=Lazy("mt_eval.detoxification.scorers:build_http"),
         ),
         TextScorerSpec(
             name="perspective",
             doc="Google's Perspective API, with the key in PERSPECTIVE_API_KEY; options workers, language",
-            build=Lazy("mt_eval.detoxification.http_scorers:build_perspective"),
+            build=Lazy("mt_eval.detoxification.scorers:build_perspective"),
         ),
     ]

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mt_core.errors import ConfigError, DataError
-from mt_data.datasets.retro_sft.neighbors import NeighborShape
-from mt_data.datasets.retro_sft.prompts import filled_up, filler_of
+from mt_data.datasets.retro_sft.prompts import NeighborShape, filled_up, filler_of
 from mt_data.datasets.retro_sft.records import passage_of
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.prompts import Prompt

@@ -17,11 +17,10 @@ from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.specs import Tokenizer
 from mt_data.datasets.images.config import ImageDataConfig, ImageTextKeys
-from mt_data.datasets.images.image_file import ImageFile
 from mt_data.datasets.images.image_text import ImageTextDataConfig
-from mt_data.datasets.images.image_tokens import IMAGE, ImageTokens
-from mt_data.datasets.images.pixels import as_input, read_image
+from mt_data.datasets.images.pixels import ImageFile, as_input, read_image
 from mt_data.datasets.images.records import MARK
+from mt_data.datasets.images.text import IMAGE, ImageTokens
 from mt_data.datasets.images.tiles import Grid
 from mt_data.datasets.text_files import Encode, bare_encoder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import Tokenizer
+from mt_core.specs import CheckpointReader, Tokenizer
 from mt_core.train.trained_model import TrainedModel, load_trained_model
+from mt_core.versions import installed_versions
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.embedding import InputType, TextEmbedder
 from mt_models.bert.model import BertEncoder
-from mt_retrieval.provenance import encoder_fingerprint
-from mt_retrieval.text_pairs import TextPairs, bare_question
+from mt_retrieval.evidence import TextPairs, bare_question
 
 
 class Encoder:
@@ -117,3 +118,36 @@ class Encoder:
             ((states[:, :-1] * inner[..., None])[:, 1:].sum(1) / inner[:, 1:].sum(1, keepdim=True)).cpu().numpy()
         )
         return means
+
+
+# What identifies an encoder, and what a result records of its origin.
+
+DISTRIBUTIONS = ("mt-core", "mt-data", "mt-infer", "mt-models", "mt-retrieval", "torch", "numpy", "faiss-cpu")
+WEIGHTS = "model."
+
+
+def encoder_fingerprint(reader: CheckpointReader, tokenizer: Tokenizer) -> str:
+    """SHA-256 of the weights as they are stored and of the tokenizer, whatever the format and place of the files."""
+    digest = sha256(tokenizer.fingerprint().encode())
+    # Sorted, and without optimizer state: the same weights in another format or file layout have the same hash.
+    for name in sorted(name for name in reader.shapes() if name.startswith(WEIGHTS)):
+        tensor = reader.read(name).contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        # Bytes, since NumPy has no bf16.
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Of what is installed."""
+    return installed_versions(DISTRIBUTIONS)
+
+
+def computation(config: Config, ctx: ParallelContext) -> dict[str, Any]:
+    """Versions, layout and precision of a computation by a model."""
+    return {
+        "versions": versions(),
+        "layout": {name: ctx.axis(name).size for name in ("tp", "dp")},
+        "precision": config.precision.dtype,
+        "device": ctx.device.type,
+    }

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.paths import write_whole
-from mt_retrieval.answers import has_answer, normalized_tokens
-from mt_retrieval.dpr.files import Context, TrainingQuestion, read_training_questions
+from mt_retrieval.dpr import Context, TrainingQuestion, read_training_questions
+from mt_retrieval.evaluation import has_answer, normalized_tokens
 from mt_retrieval.retriever import Retriever, ScoredPassage
 
 CANDIDATES = 4

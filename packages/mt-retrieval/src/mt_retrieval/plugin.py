@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from mt_core.hookspecs import hookimpl
-from mt_core.specs import CallbackSpec, CommandSpec, DatasetSpec, Lazy, PassageRetrieverSpec
-from mt_retrieval.dpr.sample import DPR_SAMPLE
+from mt_core.specs import CallbackSpec, CommandSpec, DatasetSpec, Lazy, PassageRetrieverSpec, SampleField
+
+# The fields of a sample. Read whenever plugins are listed, so that nothing heavy is imported here.
+
+DPR_SAMPLE = (
+    SampleField("query_tokens", "int64", "[sequence_length]", "CLS question SEP, padded"),
+    SampleField("query_tokentype_ids", "int64", "[sequence_length]", "0"),
+    SampleField("query_padding_mask", "int64", "[sequence_length]", "1 for tokens, 0 for padding"),
+    SampleField("context_tokens", "int64", "[passages, sequence_length]", "CLS title SEP text SEP, the positive first"),
+    SampleField("context_tokentype_ids", "int64", "[passages, sequence_length]", "0"),
+    SampleField("context_padding_mask", "int64", "[passages, sequence_length]", "1 for tokens, 0 for padding"),
+    SampleField("context_mask", "int64", "[passages]", "1 for passages, 0 where a question has fewer negatives"),
+    SampleField("loss_mask", "float32", "[]", "1"),
+)
 
 
 @hookimpl
@@ -13,8 +25,8 @@ def mt_register_datasets() -> list[DatasetSpec]:
         DatasetSpec(
             name="dpr",
             doc="Questions with positive and negative passages, from files in the format of DPR",
-            config_type=Lazy("mt_retrieval.dpr.config:DPRDataConfig"),
-            build=Lazy("mt_retrieval.dpr.dataset:build_dpr"),
+            config_type=Lazy("mt_retrieval.dpr:DPRDataConfig"),
+            build=Lazy("mt_retrieval.dpr:build_dpr"),
             sample=DPR_SAMPLE,
         )
     ]
@@ -38,7 +50,7 @@ def mt_register_passage_retrievers() -> list[PassageRetrieverSpec]:
         PassageRetrieverSpec(
             name="index",
             doc="An index of mt retrieve index; options path, checkpoint, evidence, search_parameters",
-            build=Lazy("mt_retrieval.passage_retriever:build_index_retriever"),
+            build=Lazy("mt_retrieval.retriever:build_index_retriever"),
         )
     ]
 
@@ -49,11 +61,11 @@ def mt_register_commands() -> list[CommandSpec]:
         CommandSpec(
             name="retrieve",
             doc="Embed, index and search passages; measure recall",
-            app=Lazy("mt_retrieval.commands.app:app"),
+            app=Lazy("mt_retrieval.commands.retrieve:app"),
         ),
         CommandSpec(
             name="retro",
             doc="Chunk database, index and neighbours of a Retro project",
-            app=Lazy("mt_retrieval.commands.retro.app:app"),
+            app=Lazy("mt_retrieval.commands.retro:app"),
         ),
     ]

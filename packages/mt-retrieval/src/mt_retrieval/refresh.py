@@ -1,7 +1,7 @@
 """Mines hard negatives anew while training runs (REALM's asynchronous refresh; ANCE, Xiong et al., 2021).
 
 After a checkpoint, a process embeds the evidence with it, searches it for the training questions, and writes what it
-found as a file of negatives (`mt_retrieval.dpr.mined`), which is used from a sample on that no rank has read yet.
+found as a file of negatives (`mt_retrieval.dpr`), which is used from a sample on that no rank has read yet.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from mt_core.config.schema import Config
 from mt_core.errors import ConfigError, TrainingError
 from mt_core.train.callbacks import Callback, Metrics, Run
 from mt_core.train.state import TrainResult
-from mt_retrieval.dpr.config import DPRDataConfig, RefreshConfig
-from mt_retrieval.dpr.mined import MinedNegatives, mined_file
+from mt_retrieval.dpr import DPRDataConfig, MinedNegatives, RefreshConfig, mined_file
 
 STEPS_AHEAD = 2
 """Steps that ranks may be ahead of the first one, beside the batches that they prefetch."""

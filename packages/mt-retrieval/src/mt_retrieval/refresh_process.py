@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from mt_core.errors import MtError
-from mt_retrieval.embeddings.options import BATCH_SIZE, SHARD_ROWS
-from mt_retrieval.embeddings.writer import embed_evidence
+from mt_retrieval.embedding_writer import embed_evidence
+from mt_retrieval.embeddings import BATCH_SIZE, SHARD_ROWS
 from mt_retrieval.encoder import Encoder
-from mt_retrieval.index.exact import ExactIndex
+from mt_retrieval.index import ExactIndex
 from mt_retrieval.mining import mine_negatives
 from mt_retrieval.retriever import Retriever, evidence_of
 

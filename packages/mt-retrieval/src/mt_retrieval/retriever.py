@@ -10,13 +10,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, did_you_mean
 from mt_data.records import Origin
 from mt_retrieval.encoder import Encoder
-from mt_retrieval.evidence.opening import open_evidence
-from mt_retrieval.evidence.passages import Evidence, Passage
-from mt_retrieval.index.opening import open_index
-from mt_retrieval.index.search import Index, SearchResult
+from mt_retrieval.evidence import Evidence, Passage, open_evidence
+from mt_retrieval.index import Index, SearchResult, open_index
 
 BATCH = 128
 """Questions that are embedded and searched at a time."""
@@ -151,3 +149,43 @@ def require_same(what: str, origin: Origin, found: str, path: str) -> None:
             f"the index is of another {what}: SHA-256 {origin.sha256[:16]}... ({origin.path}), and {path} has "
             f"{found[:16]}...; give the {what} of the index with {option}, or embed the evidence again"
         )
+
+
+# An index of embedded passages as a retriever of other distributions (`--retriever index` of `mt eval qa`).
+
+OPTIONS = ("path", "checkpoint", "evidence", "search_parameters")
+
+
+@dataclass(frozen=True)
+class IndexRetriever:
+    """Implements mt_core.specs.PassageRetriever."""
+
+    retriever: Retriever
+    options: Mapping[str, str]
+
+    def passages(self, questions: Sequence[str], k: int) -> list[list[tuple[str, str]]]:
+        found = self.retriever.search(questions, k)
+        return [[(one.passage.title, one.passage.text) for one in passages] for passages in found]
+
+    def description(self) -> Mapping[str, str]:
+        return {"retriever": "index", **self.options, "evidence_hash": self.retriever.evidence.fingerprint()}
+
+
+def build_index_retriever(options: Mapping[str, str], device: str) -> IndexRetriever:
+    """options: those of `mt retrieve search`, path for its index. Raises ConfigError for others, or without a path."""
+    for option in options:
+        if option not in OPTIONS:
+            hint = did_you_mean(option, OPTIONS)
+            raise ConfigError(f"--retriever index has no option {option}{hint}; it has {', '.join(OPTIONS)}")
+    if "path" not in options:
+        raise ConfigError("--retriever index needs --retriever-option path=INDEX, an index of mt retrieve index")
+    return IndexRetriever(
+        Retriever.open(
+            options["path"],
+            checkpoint=options.get("checkpoint"),
+            evidence=options.get("evidence"),
+            device=device,
+            search_parameters=options.get("search_parameters"),
+        ),
+        options,
+    )

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from mt_data.commands.build_index import build_index
-from mt_data.commands.clean import clean
-from mt_data.commands.decontaminate import decontaminate
-from mt_data.commands.dedup import dedup
-from mt_data.commands.filter_urls import filter_urls
-from mt_data.commands.inspect import inspect
-from mt_data.commands.merge import MergeCommand, merge
+from mt_data.commands.corpora import clean, decontaminate, dedup, filter_urls
 from mt_data.commands.preprocess import PreprocessCommand, preprocess
-from mt_data.commands.preview import preview
+from mt_data.commands.run_data import build_index, preview, where
+from mt_data.commands.token_files import MergeCommand, inspect, merge, verify
 from mt_data.commands.train_tokenizer import train_tokenizer
-from mt_data.commands.verify import verify
-from mt_data.commands.where import where
 
 app = typer.Typer(no_args_is_help=True, help="Prepare, inspect, verify and filter data.")
 

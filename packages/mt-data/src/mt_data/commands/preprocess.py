@@ -185,7 +185,7 @@ def run(options: PreprocessOptions) -> None:
     """Do it with a progress bar; what Ctrl-C or SIGTERM leaves is explained."""
     from rich.console import Console
 
-    from mt_data.preprocess.rich_progress import RichProgress
+    from mt_data.commands.display import RichProgress
     from mt_data.preprocess.run import preprocess as run_preprocess
 
     console = Console(stderr=True)

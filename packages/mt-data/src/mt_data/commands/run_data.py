@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from mt_data.datasets.splits import SPLITS
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
     from mt_core.plugins import PluginHost
+
 
 ConfigArgument = Annotated[Path | None, typer.Argument(help="TOML or JSON file, as for mt train.", show_default=False)]
 PresetOption = Annotated[str | None, typer.Option(help="Values to start from; mt models lists presets.")]
@@ -96,3 +98,81 @@ def checked_sample(dataset: Dataset, number: int, split: str) -> int:
     if not 0 <= number < len(dataset):
         raise DataError(f"there is no sample {number}; the {split} split has samples 0 to {len(dataset) - 1}")
     return number
+
+
+# `mt data build-index`.
+
+
+def build_index(
+    config: ConfigArgument = None,
+    preset: PresetOption = None,
+    set_: SetOption = None,
+    split: Annotated[list[str] | None, typer.Option(help="Only this split; repeatable. Default: all three.")] = None,
+) -> None:
+    """Build the sample indices of a run ahead of it, into the cache folder, on a machine without GPUs.
+
+    The run must use the same number of samples: set train.global_batch_size, which else depends on the
+    number of processes.
+    """
+    data = load_run_data(config, preset, set_)
+    for wanted in map(checked_split, split or SPLITS):
+        start = time.perf_counter()
+        built = data.build(wanted)
+        seconds = time.perf_counter() - start
+        for name, dataset in built.items():
+            title = wanted if name == wanted else f"{wanted} {name}"
+            typer.echo(f"{title}: {len(dataset):,} samples, {seconds:.2f} s")
+        if not built:
+            typer.echo(f"{wanted}: no data")
+
+
+# `mt data preview`.
+
+
+def preview(
+    config: ConfigArgument = None,
+    preset: PresetOption = None,
+    set_: SetOption = None,
+    split: SplitOption = "train",
+    name: Annotated[str | None, typer.Option(help="One of several validation sets.")] = None,
+    first: Annotated[int, typer.Option(min=0, help="First sample, from 0, in the order of training.")] = 0,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="How many samples. Default: one global batch, at most 4.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens shown of each sample.")] = 512,
+) -> None:
+    """Show samples as the model will see them: text, what counts in the loss, and where documents end."""
+    from rich.console import Console
+
+    from mt_core.config.checks import global_batch_size
+    from mt_data.commands.display import render_sample
+
+    data = load_run_data(config, preset, set_)
+    dataset = data.build_one(split, name)
+    checked_sample(dataset, first, split)
+    fields = data.host.datasets.get(data.config.data.dataset_type, key="data.dataset_type").sample
+    count = samples or min(4, global_batch_size(data.config))
+    console = Console(highlight=False)
+    for index in range(first, min(first + count, len(dataset))):
+        console.print(f"sample {index}: {dataset.describe(index)}", style="bold", markup=False)
+        console.print(render_sample(dataset[index], fields, data.tokenizer, max_tokens))
+        console.print()
+
+
+# `mt data where`.
+
+
+def where(
+    sample: Annotated[int, typer.Option(min=0, help="Number of the sample, from 0, in the order of training.")],
+    config: ConfigArgument = None,
+    preset: PresetOption = None,
+    set_: SetOption = None,
+    split: SplitOption = "train",
+    name: Annotated[str | None, typer.Option(help="One of several validation sets.")] = None,
+) -> None:
+    """Say which file, document and tokens a sample was made of; of a blend, also which data set."""
+    dataset = load_run_data(config, preset, set_).build_one(split, name)
+    checked_sample(dataset, sample, split)
+    typer.echo(f"sample {sample} of {len(dataset):,} ({split})")
+    for step in dataset.describe(sample).split(" -> "):
+        typer.echo(f"  {step}")

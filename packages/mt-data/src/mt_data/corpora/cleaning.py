@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
-from mt_data.corpora.clean_options import CleanOptions
-from mt_data.corpora.document import Document
-from mt_data.corpora.document_rules import DOCUMENT_RULES, Rule
-from mt_data.corpora.filtering import Verdict, batch_filter, drop
-from mt_data.corpora.language import LanguageRule
-from mt_data.corpora.line_rules import filter_lines, line_rules, remove_citations
-from mt_data.corpora.repetition_rules import REPETITION_RULES
+from mt_data.corpora.options import CleanOptions
 from mt_data.corpora.report import CorpusReport
 from mt_data.corpora.requires import require, versions
-from mt_data.corpora.running import RunOptions, run_locked_filter
+from mt_data.corpora.rules import (
+    DOCUMENT_RULES,
+    REPETITION_RULES,
+    Document,
+    LanguageRule,
+    Rule,
+    filter_lines,
+    line_rules,
+    remove_citations,
+)
+from mt_data.corpora.running import RunOptions, Verdict, batch_filter, drop, run_locked_filter
 from mt_data.corpora.state import source_identity
 from mt_data.corpora.streaming import Reading, RunBatch, opened
 from mt_data.preprocess.readers import Record, expand_globs

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.corpora.ngram_hashes import U64
+from mt_data.corpora.words import U64
 
 Ids = NDArray[np.int64]
 Chunks = Callable[[], Iterable[tuple[int, U64]]]
@@ -46,3 +50,106 @@ def _groups_of(keys: U64, ids: Ids) -> Iterator[Ids]:
     starts = np.concatenate([[0], np.flatnonzero(differs) + 1, [len(ids)]])
     for group in np.flatnonzero(np.diff(starts) > 1):
         yield ids[order[starts[group] : starts[group + 1]]]
+
+
+# Union-find over document ids, 8 bytes each; the smallest id stands for its set.
+
+
+class DisjointSets:
+    """`count` sets of one id each, to be united. A parent is never larger than its child."""
+
+    def __init__(self, count: int) -> None:
+        self.parent: Ids = np.arange(count, dtype=np.int64)
+
+    def find(self, item: int) -> int:
+        """The smallest id of the set that `item` is in; halves the path on the way."""
+        parent = self.parent
+        while parent[item] != item:
+            # Path halving: paths stay short without a second pass and without ranks in memory.
+            parent[item] = parent[parent[item]]
+            item = int(parent[item])
+        return item
+
+    def union(self, one: int, other: int) -> None:
+        one, other = self.find(one), self.find(other)
+        # The smaller id becomes the root, which keeps "a parent is never larger than its child".
+        self.parent[max(one, other)] = min(one, other)
+
+    def flatten(self, chunk: int = 2**20) -> Ids:
+        """The smallest id of each id's set. One pass, since parents come before their children."""
+        for start in range(0, len(self.parent), chunk):
+            rows = self.parent[start : start + chunk]
+            while True:
+                # Chunks before this one hold roots already; within the chunk chains are shortened until nothing
+                # changes.
+                above = self.parent[rows]
+                if np.array_equal(above, rows):
+                    break
+                rows[:] = above
+        return self.parent
+
+
+# Fingerprints of documents on disk: per input file, raw little-endian rows, a document each, in its order.
+
+CHUNK_BYTES = 2**22
+MAPS_AT_ONCE = 10_000
+
+
+@dataclass(frozen=True)
+class RowFiles:
+    """One kind of rows over all input files. paths: a file each; width: values a row."""
+
+    paths: tuple[Path, ...]
+    dtype: str
+    width: int
+
+    @property
+    def row_bytes(self) -> int:
+        return np.dtype(self.dtype).itemsize * self.width
+
+    @cached_property
+    def offsets(self) -> Ids:
+        """The id of the first row of each file, and the number of all rows: int64 [files + 1]."""
+        counts = [path.stat().st_size // self.row_bytes for path in self.paths]
+        return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+    @property
+    def total(self) -> int:
+        return int(self.offsets[-1])
+
+    def iter_chunks(self, columns: slice = slice(None)) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(id of the first row, some columns of the rows) over all files, by plain reads of bounded size."""
+        rows_at_once = max(1, CHUNK_BYTES // self.row_bytes)
+        for path, first in zip(self.paths, self.offsets, strict=False):
+            with open(path, "rb") as stream:
+                # Plain reads for passes from end to end; maps, in `gather`, for single rows at random places.
+                while (rows := np.fromfile(stream, self.dtype, rows_at_once * self.width)).size:
+                    rows = rows.reshape(-1, self.width)
+                    yield int(first), rows[:, columns]
+                    first += len(rows)
+
+    def gather(self, ids: Ids) -> NDArray[Any]:
+        """The rows of some ids: [ids, width]. A file that none of them is in is not opened."""
+        found = np.empty((len(ids), self.width), self.dtype)
+        # [ids]; side="right" passes empty files, whose offset is that of the next one.
+        files = np.searchsorted(self.offsets, ids, side="right") - 1
+        for file in set(files.tolist()):
+            inside = files == file
+            found[inside] = self._mapped(file)[ids[inside] - self.offsets[file]]
+        return found
+
+    def place(self, row: int) -> int:
+        """The number of the file that a row is in."""
+        return int(np.searchsorted(self.offsets, row, side="right")) - 1
+
+    def _mapped(self, file: int) -> NDArray[Any]:
+        if file not in self._maps:
+            # Below vm.max_map_count, 65530 by default on Linux; arrays in use keep their maps.
+            if len(self._maps) >= MAPS_AT_ONCE:
+                self._maps.clear()
+            self._maps[file] = np.memmap(self.paths[file], self.dtype, "r").reshape(-1, self.width)
+        return self._maps[file]
+
+    @cached_property
+    def _maps(self) -> dict[int, NDArray[Any]]:
+        return {}

@@ -12,7 +12,7 @@ from typing import IO, Any, BinaryIO, cast
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.paths import is_remote
-from mt_data.preprocess.zstd import create_zstd
+from mt_data.preprocess.formats import create_zstd
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _INPUT_ENDINGS = (".jsonl", ".json", ".ndjson", ".parquet", ".txt")

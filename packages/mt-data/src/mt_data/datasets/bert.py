@@ -11,12 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from mt_core.specs import SplitRequest, Tokenizer
-from mt_data.datasets.masked_config import MaskedDataConfig, check_length, masking_rules
-from mt_data.datasets.masking import MaskingRules, SpanMasker
+from mt_data.datasets.masking import MaskedDataConfig, MaskingRules, SpanMasker, check_length, masking_rules
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.pair_encoding import special_ids
-from mt_data.datasets.sentence_index import SentenceIndexPlan
-from mt_data.datasets.sentences import SentenceDataset, SentenceSamples, build_sentence_datasets
+from mt_data.datasets.sentences import SentenceDataset, SentenceIndexPlan, SentenceSamples, build_sentence_datasets
 
 NOT_PREDICTED = -1
 """Label of a position that is not masked."""

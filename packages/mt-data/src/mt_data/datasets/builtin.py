@@ -22,11 +22,10 @@ from pydantic import PositiveInt
 from mt_core.config.schema import DataConfig
 from mt_core.errors import DataError
 from mt_core.specs import Split, SplitRequest, Tokenizer
-from mt_data.datasets.bigram import LARGEST_VOCABULARY, bigram_loss
 from mt_data.datasets.gpt import GPTDataset, plan_index
 from mt_data.datasets.gpt_index import build_gpt_index
 from mt_data.datasets.samples import SampleRules
-from mt_data.indexed.memory import MemoryIndexedDataset
+from mt_data.indexed.reader import MemoryIndexedDataset
 
 NAME = "the built-in corpus"
 SKIPPED_FOLDERS = frozenset(
@@ -170,3 +169,24 @@ def _encode(tokenizer: Tokenizer, text: str) -> NDArray[np.integer]:
     ids = np.asarray(encode(text))
     eod = tokenizer.special.eod
     return ids if eod is None else np.append(ids, np.asarray([eod], ids.dtype))
+
+
+# The loss of a bigram model, as a yardstick: what counting pairs of tokens gives on the same text.
+
+LARGEST_VOCABULARY = 1024
+"""Pairs are counted in a dense table; larger vocabularies get no yardstick."""
+
+
+def bigram_probabilities(tokens: NDArray[np.integer], vocab_size: int) -> NDArray[np.float64]:
+    """[vocab, vocab] P(next | current) from counts of neighbours, one added to each count (Laplace)."""
+    # A pair as one number, so that bincount makes the table [vocab * vocab] in one pass.
+    pairs = tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
+    counts = np.bincount(pairs, minlength=vocab_size**2).reshape(vocab_size, vocab_size) + 1.0
+    return counts / counts.sum(axis=1, keepdims=True)
+
+
+def bigram_loss(tokens: NDArray[np.integer], windows: Iterable[NDArray[np.integer]], vocab_size: int) -> float:
+    """Mean -log P over the transitions inside `windows`, of a model counted on `tokens`, in nats."""
+    log_probabilities = np.log(bigram_probabilities(tokens, vocab_size))
+    losses = [-log_probabilities[window[:-1], window[1:]] for window in windows]
+    return float(np.concatenate(losses).mean())

@@ -7,16 +7,16 @@ stream are the samples; a second shuffle orders the samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_data.datasets.background import run_ahead
-from mt_data.datasets.legacy_random import LegacyShuffler, apply_steps
+from mt_data.datasets.mersenne_twister import LegacyShuffler, apply_steps
 
 Progress = Callable[[int, int], None]
 
@@ -236,3 +236,32 @@ def shuffle_index(plan: GPTIndexPlan, random: Shuffler) -> NDArray[np.integer]:
         random.shuffle(order[:before])
         random.shuffle(order[before:])
     return order
+
+
+# Working ahead in a thread.
+
+T = TypeVar("T")
+_END: Any = object()
+
+
+def run_ahead(executor: Executor, iterator: Iterator[T]) -> Iterator[T]:
+    """What `iterator` yields, computed in `executor` from now on; its exception is raised here."""
+    # Not bounded: the producer never waits, so an abandoned consumer cannot block the executor's shutdown.
+    queue: SimpleQueue[T] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            for item in iterator:
+                queue.put(item)
+        finally:
+            # After an error too, so that the consumer wakes up; result() then raises it there.
+            queue.put(_END)
+
+    future = executor.submit(work)
+
+    def items() -> Iterator[T]:
+        while (item := queue.get()) is not _END:
+            yield item
+        future.result()
+
+    return items()

@@ -16,12 +16,11 @@ from pydantic import model_validator
 from mt_core.config.schema import Probability
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import SplitRequest, Tokenizer
+from mt_data.datasets.cache import combined
 from mt_data.datasets.config import IndexedDataConfig
-from mt_data.datasets.fingerprints import combined
 from mt_data.datasets.opening import BuiltSplit, OpenedTokens, build_from_files, open_tokens
 from mt_data.datasets.pair_encoding import special_ids
-from mt_data.datasets.sentence_index import BlockIndexPlan, build_block_index
-from mt_data.datasets.sentences import SentenceDataset, SentenceSamples
+from mt_data.datasets.sentences import BlockIndexPlan, SentenceDataset, SentenceSamples, build_block_index
 from mt_data.datasets.text_files import STREAM_KEYS, refuse_unused
 from mt_data.indexed.reader import SequenceReader
 

@@ -20,10 +20,10 @@ from pydantic import PositiveInt
 
 from mt_core.errors import DataError
 from mt_core.specs import SplitRequest, Tokenizer
-from mt_data.datasets.epochs import epoch_order
-from mt_data.datasets.fingerprints import combined
+from mt_data.datasets.cache import combined
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.pair_encoding import PairRules, SequenceFormat, clean_text, encode_pair
+from mt_data.datasets.splits import epoch_order
 from mt_data.datasets.text_files import Encode, TextDataConfig, TextSource, bare_encoder, build_from_text
 
 LETTERS = "ABCD"

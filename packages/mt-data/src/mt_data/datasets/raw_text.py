@@ -20,8 +20,7 @@ from typing import Any
 from mt_core.errors import ConfigError, DataError
 from mt_core.paths import as_path
 from mt_core.specs import Tokenizer
-from mt_data.datasets.content_cache import ContentCache
-from mt_data.datasets.progress import index_progress
+from mt_data.datasets.cache import ContentCache, index_progress
 from mt_data.indexed.dataset import IndexedDataset
 from mt_data.indexed.layout import dtype_for_vocab
 from mt_data.indexed.writer import IndexedDatasetWriter
@@ -30,11 +29,10 @@ from mt_data.preprocess.encodings import UTF8
 from mt_data.preprocess.executors import Executor, InlineExecutor, ProcessExecutor
 from mt_data.preprocess.formats import detect_format
 from mt_data.preprocess.parts import ReadOptions, Shard
-from mt_data.preprocess.plan import Job, default_shard_bytes, examine, plan_jobs
+from mt_data.preprocess.plan import Job, cut_stream, default_shard_bytes, examine, plan_jobs
 from mt_data.preprocess.readers import MAX_LINE_BYTES, expand_globs
 from mt_data.preprocess.run_plan import BYTES_WORTH_A_WORKER, cores
 from mt_data.preprocess.shards import Task, build_encoder, shard_prefix
-from mt_data.preprocess.streams import cut_stream
 
 STEM = "text_document"
 LEVEL = "document"

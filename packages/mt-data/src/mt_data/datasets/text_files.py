@@ -12,10 +12,9 @@ from mt_core.config.schema import DataConfig
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer
 from mt_data.datasets.blend import build_blend
+from mt_data.datasets.cache import IndexCache
 from mt_data.datasets.config import BlendEntry, IndexedDataConfig
-from mt_data.datasets.index_cache import IndexCache
-from mt_data.datasets.opening import BuiltSplit
-from mt_data.datasets.sources import SplitSources, cache_folder, split_sources
+from mt_data.datasets.opening import BuiltSplit, SplitSources, cache_folder, split_sources
 from mt_data.datasets.splits import WHOLE, SplitFractions
 
 Encode = Callable[[str], list[int]]

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from mt_core.errors import DataError
-from mt_data.indexed.blocks import BlockChecksummer
-from mt_data.indexed.manifest import FileRecord
+from mt_data.indexed.manifest import BlockChecksummer, FileRecord
 from mt_data.indexed.storage import CHUNK_BYTES
 
 SUFFIX = ".tmp"

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_data.indexed.dataset import IndexedDataset
+from mt_data.indexed.dataset import IndexedDataset, Scan
 from mt_data.indexed.layout import Sizes, data_path, index_path
 from mt_data.indexed.manifest import Manifest, manifest_path
-from mt_data.indexed.scan import Scan
 
 
 @dataclass

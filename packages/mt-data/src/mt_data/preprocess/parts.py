@@ -162,7 +162,7 @@ class PartReader:
         return iter_lines(stream, part.path, self._renumbered, self.options.max_line_bytes, first_line=part.first_line)
 
     def _row_groups(self, part: RowGroups) -> Iterator[Record]:
-        from mt_data.preprocess.parquet import iter_rows, open_parquet
+        from mt_data.preprocess.formats import iter_rows, open_parquet
 
         path = as_path(part.path)
         with open_parquet(path) as file:

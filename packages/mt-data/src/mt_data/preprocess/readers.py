@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import glob
 import json
+import logging
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,8 +21,7 @@ import orjson
 from mt_core.errors import DataError
 from mt_core.paths import as_path
 from mt_data.preprocess.encodings import UTF8, UndecodableError, decode, is_utf8
-from mt_data.preprocess.folders import text_files_below
-from mt_data.preprocess.formats import InputFormat, examine_format, open_stream
+from mt_data.preprocess.formats import ENDINGS, InputFormat, detect_format, examine_format, open_stream
 
 MAX_LINE_BYTES = 256 * 2**20
 """A longer line (or text file) is malformed, unless the caller allows more: it bounds memory."""
@@ -286,8 +288,58 @@ def _text_file_record(path: Path, found: InputFormat, on_malformed: OnMalformed,
 
 
 def _parquet_records(path: Path, columns: Iterable[str] | None) -> Iterator[Record]:
-    from mt_data.preprocess.parquet import iter_rows, open_parquet
+    from mt_data.preprocess.formats import iter_rows, open_parquet
 
     with open_parquet(path) as file:
         for row, value in iter_rows(file, path, columns):
             yield Record(value, str(path), row)
+
+
+# The files of text below a folder.
+
+RUN = "config-origins.json"
+"""Is in each run directory of mt train, whose logs and metrics are no text to train on."""
+CACHE = ("cache", "mt")
+"""Where tokens of raw text are kept, by default beside the text."""
+log = logging.getLogger(__name__)
+
+
+def text_files_below(folder: Path, input_format: str = "auto") -> list[Path]:
+    """All files of a known ending below a folder, or all files where the format is named, by name.
+
+    Left out: hidden files and folders, caches and runs of mt, manifests of token files. Files of other endings are
+    counted in a message of the log. Raises DataError where no file is left.
+    """
+    taken, others = [], Counter[str]()
+    for path in sorted(_files_below(folder)):
+        if input_format != "auto" or _is_known(path):
+            taken.append(path)
+        else:
+            others[path.suffix or "no ending"] += 1
+    left_out = ", ".join(f"{ending} ({count})" for ending, count in others.most_common(8))
+    if not taken:
+        raise DataError(
+            f"{folder} has no text: {f'its files end in {left_out}' if others else 'no file is in it'}; text ends in "
+            f"{', '.join(ENDINGS)} (also .gz, .zst), and --input-format text (data.input_format) takes all files"
+        )
+    if others:
+        log.warning("%s: %d files are read, files of other endings are left out: %s", folder, len(taken), left_out)
+    return taken
+
+
+def _is_known(path: Path) -> bool:
+    try:
+        detect_format(path)
+    except DataError:
+        return False
+    return not path.name.endswith(".manifest.json")
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for place, folders, files in os.walk(folder):
+        if RUN in files:
+            folders.clear()
+            continue
+        hidden = [name for name in folders if name.startswith(".") or (Path(place).name, name) == CACHE]
+        folders[:] = [name for name in folders if name not in hidden]
+        yield from (Path(place, name) for name in files if not name.startswith("."))

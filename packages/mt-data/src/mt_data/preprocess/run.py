@@ -2,21 +2,58 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 from mt_core.errors import DataError
-from mt_data.preprocess.joining import join_run, refuse_existing
+from mt_data.indexed import IndexedDatasetWriter
 from mt_data.preprocess.options import Counts, PreprocessOptions, PreprocessReport
 from mt_data.preprocess.partial import PartialFolder, lock_partial_folder
 from mt_data.preprocess.parts import Shard, shard_name
-from mt_data.preprocess.plan import CutStream
-from mt_data.preprocess.progress import Progress, SilentProgress
+from mt_data.preprocess.plan import CutStream, cut_stream, interleave
 from mt_data.preprocess.run_plan import RunPlan, plan_run
-from mt_data.preprocess.shards import ShardResult
-from mt_data.preprocess.streams import cut_stream, interleave
+from mt_data.preprocess.shards import ShardResult, output_files, skipped_path
+
+# The progress of a run, as it is shown.
+
+
+class Progress(Protocol):
+    """Called from the thread that runs `preprocess`. `rich_progress` draws it; `SilentProgress` does nothing."""
+
+    def note(self, text: str) -> None:
+        """A sentence for the user, such as which part of the corpus is done."""
+        ...
+
+    def begin(self, total_bytes: int) -> None:
+        """The plan is made: this many bytes of input are to be worked through."""
+        ...
+
+    def advance(self, counts: Counts, reused: bool) -> None:
+        """A shard is done, or (reused) was done by an earlier run."""
+        ...
+
+    def join(self, shards: int) -> None:
+        """All shards are done and are now joined into the outputs."""
+        ...
+
+
+class SilentProgress:
+    """Watches without a word."""
+
+    def note(self, text: str) -> None: ...
+
+    def begin(self, total_bytes: int) -> None: ...
+
+    def advance(self, counts: Counts, reused: bool) -> None: ...
+
+    def join(self, shards: int) -> None: ...
+
 
 WORKERS_PER_STREAM = 16
 """Workers that one decompressing thread keeps busy, roughly."""
@@ -169,3 +206,67 @@ class _Work:
         if result is not None and result.counts.skipped and self.plan.options.on_error == "raise":
             return None
         return result
+
+
+# Joins the shards of a run, in the order of the input, into the outputs.
+
+
+def refuse_existing(prefixes: Iterable[Path]) -> None:
+    """DataError when an output is there already."""
+    for prefix in prefixes:
+        for file in output_files(prefix):
+            if file.exists():
+                raise DataError(f"{file} exists; give another --output-prefix, or --overwrite to replace it")
+
+
+def join_run(plan: RunPlan, folder: PartialFolder, results: list[ShardResult]) -> tuple[Counts, int]:
+    """Write the outputs and the list of skipped lines; (sums over the shards, their number)."""
+    zero = dict.fromkeys(plan.outputs, 0)
+    counts = Counts(sequences=dict(zero), tokens=dict(zero))
+    for result in results:
+        counts.add(result.counts)
+    if not counts.documents and plan.share.count == 1:
+        raise DataError(
+            f"the inputs hold no document that can be used ({counts.skipped} were skipped); give --input files with "
+            "texts, and --json-keys the keys that hold them"
+        )
+    names = [result.name for result in results]
+    # One output after the other; a kill in between leaves those before it finished, and all are written again by the
+    # next run, since run.json does not say "joined" yet.
+    for key, prefix in plan.outputs.items():
+        with IndexedDatasetWriter(prefix, plan.task.dtype) as writer:
+            for name in names:
+                writer.append(folder.prefix(name, key, plan.task.level))
+            writer.finish(tokenizer=plan.tokenizer_record, extra=_origin(plan, key, counts))
+    _join_skipped(plan.skipped_report, [skipped_path(folder.path, r.name) for r in results if r.counts.skipped])
+    folder.record_joined(counts, len(results))
+    return counts, len(results)
+
+
+def _origin(plan: RunPlan, key: str, counts: Counts) -> dict[str, Any]:
+    """What the manifest says of how an output was made."""
+    return {
+        "made_by": "mt data preprocess",
+        "json_key": key,
+        "level": plan.task.level,
+        "append_eod": plan.options.append_eod,
+        "eod": plan.eod,
+        "sentences": plan.identity()["sentences"],
+        "inputs": [{"path": str(file.path), "size": file.size} for file in plan.files],
+        "part": {"index": plan.share.index, "of": plan.share.count},
+        "skipped": counts.skipped,
+    }
+
+
+def _join_skipped(path: Path, parts: list[Path]) -> None:
+    """A JSON line for each skipped line of the input; no file when none was."""
+    if not parts:
+        # A report that an earlier run left would otherwise look like this run's.
+        path.unlink(missing_ok=True)
+        return
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as joined:
+        for part in parts:
+            with open(part, "rb") as file:
+                shutil.copyfileobj(file, joined)
+    os.replace(temporary, path)

@@ -13,8 +13,7 @@ from mt_core.specs import Tokenizer
 from mt_data.indexed.layout import dtype_for_vocab
 from mt_data.preprocess.encoder import DocumentEncoder, TokenizerChoice
 from mt_data.preprocess.executors import Executor, InlineExecutor, ProcessExecutor
-from mt_data.preprocess.machine import MachineShare, machine_share
-from mt_data.preprocess.options import PreprocessOptions
+from mt_data.preprocess.options import MachineShare, PreprocessOptions, machine_share
 from mt_data.preprocess.parts import ReadOptions, Shard
 from mt_data.preprocess.plan import (
     InputFile,

@@ -10,11 +10,10 @@ from pydantic import NonNegativeInt
 
 from mt_core.errors import DataError
 from mt_core.specs import SpecialTokens
-from mt_data.tokenizers import special_tokens as names
+from mt_data.tokenizers import base as names
 from mt_data.tokenizers.base import BaseTokenizer, FileTokenizerConfig, read_file
-from mt_data.tokenizers.engines import Engine, TiktokenEngine, TokenizersEngine, prefix_free
+from mt_data.tokenizers.engines import ENGINE_PATTERNS, Engine, TiktokenEngine, TokenizersEngine, prefix_free
 from mt_data.tokenizers.merges import BytePairVocabulary, parse_vocab_and_merges
-from mt_data.tokenizers.patterns import ENGINE_PATTERNS
 
 END_OF_TEXT = "<|endoftext|>"
 

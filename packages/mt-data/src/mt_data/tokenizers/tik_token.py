@@ -11,10 +11,9 @@ import numpy as np
 from pydantic import NonNegativeInt, PositiveInt
 
 from mt_core.errors import ConfigError, DataError
-from mt_data.tokenizers import special_tokens as names
+from mt_data.tokenizers import base as names
 from mt_data.tokenizers.base import BaseTokenizer, FileTokenizerConfig, decode_utf8, parse_json, read_file
-from mt_data.tokenizers.engines import TiktokenEngine, prefix_free
-from mt_data.tokenizers.patterns import ENGINE_PATTERNS, PATTERNS, PatternName
+from mt_data.tokenizers.engines import ENGINE_PATTERNS, PATTERNS, PatternName, TiktokenEngine, prefix_free
 
 KEY = "tokenizer_model"
 JSON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mt_core.errors import ConfigError, DataError
+from mt_data.tokenizers.base import sentinel_names
 from mt_data.tokenizers.bert_wordpiece import REQUIRED
 from mt_data.tokenizers.gpt2_bpe import END_OF_TEXT
-from mt_data.tokenizers.special_tokens import sentinel_names
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -5,15 +5,11 @@ from __future__ import annotations
 import typer
 
 from mt_eval.commands.classification import classification, ensemble, finetune
-from mt_eval.commands.compare import compare
-from mt_eval.commands.contamination import contamination
+from mt_eval.commands.comparison import compare, contamination
 from mt_eval.commands.detoxification import detoxify, toxicity
-from mt_eval.commands.generation import generation
+from mt_eval.commands.generation import generation, qa, vqa
 from mt_eval.commands.harness import harness
-from mt_eval.commands.lambada import lambada
-from mt_eval.commands.perplexity import ppl, wikitext103
-from mt_eval.commands.qa import qa
-from mt_eval.commands.vqa import vqa
+from mt_eval.commands.perplexity import lambada, ppl, wikitext103
 
 app = typer.Typer(no_args_is_help=True, help="Measure a trained model.")
 app.command()(ppl)

@@ -79,8 +79,7 @@ def ensemble(
     ] = None,
 ) -> None:
     """Averages the probabilities that several models gave to the same samples."""
-    from mt_eval.classification.ensemble import read_ensemble
-    from mt_eval.classification.predictions import write_predictions, write_table
+    from mt_eval.classification.predictions import read_ensemble, write_predictions, write_table
 
     found = read_ensemble(files)
     loss = host_of(context).losses.get("regression" if found.is_regression else "classification")
@@ -122,8 +121,7 @@ def finetune(
     from mt_core.launch.session import rank_session
     from mt_core.parallel.context import is_writer
     from mt_core.train.build import resolve_device
-    from mt_eval.classification.report import seeds_evaluation
-    from mt_eval.classification.seeds import finetune_seeds
+    from mt_eval.classification.evaluation import finetune_seeds, seeds_evaluation
 
     host = host_of(context)
 

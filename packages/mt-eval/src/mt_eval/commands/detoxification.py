@@ -37,8 +37,7 @@ def toxicity(
 ) -> None:
     """Expected maximum toxicity and toxicity probability of generated texts."""
     need("torch", "mt-infer", command="mt eval toxicity")
-    from mt_eval.detoxification.annotation import annotate, read_lines
-    from mt_eval.detoxification.metrics import toxicity_metrics
+    from mt_eval.detoxification.annotation import annotate, read_lines, toxicity_metrics
     from mt_infer.batch_files import count_lines
 
     judge = build_scorer(context, scorer, scorer_option or [])

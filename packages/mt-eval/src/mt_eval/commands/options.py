@@ -18,7 +18,7 @@ from mt_core.paths import as_path
 from mt_infer.commands.layout import engine_settings, on_ranks, progress_bar
 
 if TYPE_CHECKING:
-    from mt_eval.results import Evaluation
+    from mt_eval.evaluation import Evaluation
     from mt_eval.tasks import Task
     from mt_infer.text import TextGenerator
 
@@ -56,7 +56,7 @@ def run_tasks(
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt eval")
 
     def use(generator: TextGenerator) -> None:
-        from mt_eval.running import evaluate
+        from mt_eval.evaluation import evaluate
 
         tasks = build(generator)
         with progress_bar() as bar:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mt_eval.tasks import Task
     from mt_infer.text import TextGenerator
 
+
 SPLITS = ("train", "valid", "test")
 MEGATRON_OVERLAP = 32
 """Megatron-LM's default of --overlapping-eval."""
@@ -134,5 +135,34 @@ def wikitext103(
         length = window_length(generator, seq_length)
         # A stride above the window would leave tokens out; models with fewer positions than 32 have no overlap.
         return [Perplexity(texts, generator.tokenizer, length, stride=min(overlapping_eval, length), limit=limit)]
+
+    run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)
+
+
+# `mt eval lambada`.
+
+
+def lambada(
+    context: typer.Context,
+    path: CHECKPOINT,
+    data: Annotated[Path, typer.Argument(parser=as_path, metavar="FILE", help='JSON lines with "text".')],
+    strict: Annotated[
+        bool, typer.Option("--strict/--loose", help="The whole last word, or its last token only.")
+    ] = True,
+    seq_length: SEQ_LENGTH = None,
+    limit: LIMIT = None,
+    output: OUTPUT = None,
+    as_json: AS_JSON = False,
+    set_: SETTINGS = None,
+    device: DEVICE = "auto",
+    nproc: NPROC = None,
+) -> None:
+    """LAMBADA: how often the last word of a passage is the likeliest one."""
+
+    def build(generator: TextGenerator) -> Sequence[Task]:
+        from mt_eval.lambada import Lambada
+
+        length = window_length(generator, seq_length)
+        return [Lambada(data, generator.tokenizer, length, is_strict=strict, limit=limit)]
 
     run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,9 @@ from lm_eval.utils import handle_non_serializable
 
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.paths import write_whole
+from mt_eval.evaluation import describe_model, describe_run, samples_path
 from mt_eval.harness.language_model import HarnessModel, OnAnswer
-from mt_eval.harness.samples import samples_of
-from mt_eval.journal import Journal
-from mt_eval.provenance import describe_model, describe_run
-from mt_eval.results import samples_path
+from mt_eval.tasks import Journal, Sample
 from mt_infer.chat.chat_format import ChatFormat, load_chat_format
 from mt_infer.text import TextGenerator
 
@@ -171,3 +170,53 @@ def _settings(task: str, documents: Sequence[Mapping[str, Any]], results: Mappin
     # lm_eval's hash of each document: equal for two models on the same documents.
     digest = sha256("".join(document["doc_hash"] for document in documents).encode()).hexdigest()
     return {"task": "harness", "data_hash": digest, "num_fewshot": results["n-shot"].get(task)}
+
+
+# What lm_eval logs of a document, as a sample of an evaluation.
+
+BYTES, LOG_LIKELIHOOD = "byte_perplexity", "log_likelihood"
+DETAILS = ("doc", "target", "arguments", "resps", "filtered_resps")
+
+
+def samples_of(logged: Iterable[Mapping[str, Any]], with_details: bool) -> list[Sample]:
+    """One for each document; of its metrics those that are numbers, under the names of the results ("acc,none").
+
+    Of a text whose byte perplexity is measured: log_likelihood of a byte, weighted by the number of bytes. logged: an
+    entry for each document and filter.
+    """
+    found: dict[int, Sample] = {}
+    for entry in logged:
+        number = entry["doc_id"]
+        values, weight = _values(entry)
+        # One entry per filter; the values of a document's filters are put together.
+        before = found.get(number)
+        details = _details(entry) if with_details else {}
+        found[number] = Sample(
+            f"document {number}",
+            {**(before.values if before else {}), **values},
+            weight,
+            details={**(before.details if before else {}), **details},
+        )
+    return list(found.values())
+
+
+def _values(entry: Mapping[str, Any]) -> tuple[dict[str, float], float]:
+    """Metrics, and the sample's weight."""
+    kept, weight = {}, 1.0
+    for metric in entry["metrics"]:
+        value = entry[metric]
+        # Others are intermediate values, such as (log-likelihood, bytes), that lm_eval aggregates itself.
+        if isinstance(value, Real):
+            kept[f"{metric},{entry['filter']}"] = float(value)
+        elif metric == BYTES:
+            log_likelihood, num_bytes = value
+            # Per byte, with the bytes as weight: the weighted mean is the corpus' value.
+            kept[LOG_LIKELIHOOD], weight = log_likelihood / num_bytes, float(num_bytes)
+    return kept, weight
+
+
+def _details(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON values."""
+    return {
+        entry["filter"]: json.loads(json.dumps({key: entry[key] for key in DETAILS}, default=handle_non_serializable))
+    }

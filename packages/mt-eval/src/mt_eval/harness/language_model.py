@@ -13,14 +13,13 @@ from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from mt_core.errors import ConfigError, DataError
+from mt_core.errors import ConfigError, DataError, did_you_mean
 from mt_data.datasets.text_files import bare_encoder
-from mt_eval.harness.sampling import sampling_of
-from mt_eval.journal import Journal
 from mt_eval.scoring import Continuation, cut_to, require_decoder, score
-from mt_eval.tasks import Sample
+from mt_eval.tasks import Journal, Sample
 from mt_infer.chat.chat_format import ChatFormat
 from mt_infer.in_order import complete
 from mt_infer.sampling.noise import request_seed
@@ -246,3 +245,49 @@ def _special_texts(generator: TextGenerator) -> list[str]:
     special = generator.tokenizer.special
     ids = {special.eod, special.bos, special.eos, special.pad, special.mask, special.cls, special.sep}
     return sorted(text for token in ids if token is not None and (text := generator.tokenizer.decode([token])))
+
+
+# How a task of lm_eval has texts generated, as sampling parameters of the engine.
+
+MAX_GEN_TOKS = 256
+"""lm_eval's default for tasks that do not say."""
+OF_HARNESS = ("until", "do_sample", "max_gen_toks", "temperature")
+RENAMED = {"min_new_tokens": "min_tokens"}
+"""transformers' word -> the engine's."""
+SAME_NAME = (
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "num_beams",
+    "length_penalty",
+    "early_stopping",
+)
+
+
+def sampling_of(gen_kwargs: Mapping[str, Any], seed: int) -> SamplingParameters:
+    """Greedy, unless `do_sample` or a temperature above 0 is given. The end of a document ends a text too.
+
+    Raises ConfigError for a keyword that the engine has not, and for values that it does not take.
+    """
+    try:
+        given: dict[str, Any] = {**normalize_gen_kwargs(dict(gen_kwargs), MAX_GEN_TOKS)}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"gen_kwargs: {error}; check their values in --gen-kwargs") from error
+    # normalize_gen_kwargs always sets do_sample, until and max_gen_toks.
+    is_sampled, temperature = given.pop("do_sample"), given.pop("temperature", 1.0)
+    # An empty stop text would end every answer before it begins.
+    stop = tuple(text for text in given.pop("until") if text)
+    max_tokens = given.pop("max_gen_toks")
+    named: dict[str, Any] = {RENAMED.get(name, name): value for name, value in given.items()}
+    for name in named:
+        if name not in (*SAME_NAME, *RENAMED.values()):
+            known = [*OF_HARNESS, *RENAMED, *SAME_NAME]
+            raise ConfigError(
+                f"gen_kwargs: {name}{did_you_mean(name, known)} is no option of the engine; it has {', '.join(known)}"
+            )
+    temperature = temperature if is_sampled else 0.0
+    return SamplingParameters(temperature=temperature, max_tokens=max_tokens, stop=stop, seed=seed, **named)

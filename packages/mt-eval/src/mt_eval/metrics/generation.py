@@ -6,6 +6,7 @@ them the references (a text or a list of texts), or the test of a program.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -15,13 +16,10 @@ from typing import Any
 
 from mt_core.errors import ConfigError, DataError, did_you_mean
 from mt_data.preprocess.readers import iter_records
-from mt_eval.journal import Journal
-from mt_eval.metrics.answers import exact_match, f1
+from mt_eval.evaluation import Evaluation, describe_run, result_of, samples_path
 from mt_eval.metrics.code_execution import ProgramRunner
-from mt_eval.metrics.pass_at_k import pass_at_k
-from mt_eval.provenance import describe_run
-from mt_eval.results import Evaluation, result_of, samples_path
-from mt_eval.tasks import Sample, weighted_mean
+from mt_eval.metrics.texts import exact_match, f1
+from mt_eval.tasks import Journal, Sample, weighted_mean
 
 ANSWERS: Mapping[str, Callable[[str, Sequence[str]], float]] = {"exact_match": exact_match, "f1": f1}
 BLEU, ROUGE, PASS = "bleu", "rouge", "pass@k"
@@ -146,17 +144,17 @@ class Generation:
     def _of_text(self, text: str, references: Sequence[str]) -> dict[str, float]:
         values = {name: measure(text, references) for name, measure in ANSWERS.items() if name in self.chosen}
         if BLEU in self.chosen:
-            from mt_eval.metrics.overlap import sentence_bleu
+            from mt_eval.metrics.texts import sentence_bleu
 
             values["sentence_bleu"] = sentence_bleu(text, references)
         if ROUGE in self.chosen:
-            from mt_eval.metrics.overlap import rouge
+            from mt_eval.metrics.texts import rouge
 
             values |= rouge(text, references)
         return values
 
     def _corpus_bleu(self) -> float:
-        from mt_eval.metrics.overlap import corpus_bleu
+        from mt_eval.metrics.texts import corpus_bleu
 
         pairs = [(text, self._references(one)) for one in self.predictions for text in one.texts]
         return corpus_bleu([text for text, _ in pairs], [references for _, references in pairs])
@@ -203,3 +201,14 @@ def _prediction(path: Path, line: int, values: Mapping[str, Any]) -> Prediction:
     except (KeyError, TypeError) as error:
         raise DataError(f'{path}, {name}: no "completions" with texts, as mt generate --output writes them') from error
     return Prediction(name, texts, values, None if texts else "it has no completions")
+
+
+# pass@k (Chen et al. 2021, Evaluating Large Language Models Trained on Code, section 2.1).
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """1 - C(n - c, k) / C(n, k): the probability that one of k of the n samples is correct, without bias."""
+    if not 1 <= k <= samples:
+        raise ValueError(f"k={k} must be from 1 to the number of samples, {samples}")
+    # comb is 0 for fewer wrong samples than k: one of any k is right. Whole numbers, exact up to the division.
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)

@@ -8,10 +8,10 @@ from typing import Any
 from mt_core.config.schema import Config
 from mt_core.parallel.context import is_writer
 from mt_core.train.trainer import Trainer
-from mt_eval.journal import Journal
+from mt_eval.evaluation import measure
 from mt_eval.perplexity.task import Perplexity
 from mt_eval.perplexity.texts import TextSet
-from mt_eval.running import measure
+from mt_eval.tasks import Journal
 from mt_infer.text import TextGenerator
 
 REPLICAS: Mapping[str, Any] = {"tensor_model_parallel_size": 1}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
+from mt_core.errors import ConfigError
 from mt_core.specs import Tokenizer
 from mt_eval.perplexity.texts import TextSet, read_documents
-from mt_eval.perplexity.windows import Window, windows
 from mt_eval.scoring import Continuation, score
 from mt_eval.tasks import Sample, weighted_mean
 from mt_infer.text import TextGenerator
@@ -101,3 +102,38 @@ class Perplexity:
 
 def bounded_exp(loss: float) -> float:
     return math.exp(min(LARGEST_EXPONENT, loss))
+
+
+# Windows of a model's length over a longer text, which predict each token once.
+
+
+@dataclass(frozen=True)
+class Window:
+    """Numbers of tokens: the model is given those from `start` to `end` (exclusive), the last one as a target only, and
+    predicts those from `first` on."""
+
+    start: int
+    first: int
+    end: int
+
+    @property
+    def targets(self) -> int:
+        return self.end - self.first
+
+
+def windows(num_tokens: int, length: int, stride: int) -> Iterator[Window]:
+    """Over a text whose first token is not predicted.
+
+    length: positions of the model. stride: targets of each window but the first, which has `length`; with stride ==
+    length windows do not overlap. Window i begins at token i * stride, as in Megatron-LM's zero-shot tasks. Raises
+    ConfigError for a stride above the length, which would leave tokens out.
+    """
+    if not 1 <= stride <= length:
+        raise ConfigError(f"overlapping_eval={stride} must be from 1 to the window's {length} tokens")
+    start, first = 0, 1
+    while first < num_tokens:
+        # length inputs and one more token, which is a target only.
+        end = min(start + length + 1, num_tokens)
+        # length 4, stride 2, 8 tokens: [0, 5) predicts 1 to 4, [2, 7) predicts 5 and 6, [4, 8) predicts 7.
+        yield Window(start, first, end)
+        start, first = start + stride, end

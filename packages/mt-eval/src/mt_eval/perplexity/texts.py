@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
@@ -15,7 +16,6 @@ from mt_core.specs import Tokenizer
 from mt_data.indexed.dataset import IndexedDataset
 from mt_data.preprocess.formats import detect_format
 from mt_data.preprocess.readers import expand_globs, iter_records
-from mt_eval.perplexity.detokenizers import DETOKENIZERS
 
 INDEXED = (".bin", ".idx")
 KEYED = ("jsonl", "parquet")
@@ -142,3 +142,74 @@ def _document(text: str, texts: TextSet, tokenizer: Tokenizer, start: list[int])
         return Document(np.array(ids, dtype=np.int32), num_bytes, words)
     # Without a prefix the first token is not predicted: its bytes, and one word, are not counted.
     return Document(np.array(ids, dtype=np.int32), num_bytes - len(tokenizer.decode(ids[:1]).encode()), words - 1)
+
+
+# Undoing the tokenization of the WikiText and Penn Treebank files, as Megatron-LM's zero-shot tasks did.
+#
+# The rules are applied in order to the whole file, each from left to right once.
+
+Detokenize = Callable[[str], str]
+
+_PAIRS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(\()\s*([^)]*?)\s*(\))",
+        r"(\[)\s*([^\]]*?)\s*(\])",
+        r"(\{)\s*([^}]*?)\s*(\})",
+        r'(")\s*([^"]*?)\s*(")',
+        r"(')\s*([^']*?)\s*(')",
+    )
+)
+"""Brackets, then quotes: without the white space next to them on the inside."""
+_WIKITEXT_BEFORE = (
+    ("s '", "s'"),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
+)
+_WIKITEXT_AFTER = (
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+_PTB = (
+    (" '", "'"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" n't", "n't"),
+    (" N ", "1 "),
+    ("$ 1", "$1"),
+    ("# 1", "#1"),
+)
+
+
+def wikitext(text: str) -> str:
+    """Of the WikiText files; quotes are paired across lines."""
+    text = _replaced(text, _WIKITEXT_BEFORE)
+    for pair in _PAIRS:
+        text = pair.sub(r"\1\2\3", text)
+    return _replaced(text, _WIKITEXT_AFTER)
+
+
+def ptb(text: str) -> str:
+    """Of the Penn Treebank files."""
+    return _replaced(text, _PTB)
+
+
+def unchanged(text: str) -> str:
+    return text
+
+
+DETOKENIZERS: dict[str, Detokenize] = {"none": unchanged, "wikitext": wikitext, "ptb": ptb}
+
+
+def _replaced(text: str, rules: tuple[tuple[str, str], ...]) -> str:
+    for found, replacement in rules:
+        text = text.replace(found, replacement)
+    return text

@@ -10,14 +10,14 @@ from typing import Any
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import Tokenizer
 from mt_data.datasets.images.records import MARK
-from mt_data.datasets.sft.builtin_templates import BUILTIN_TEMPLATES
 from mt_data.datasets.sft.chat_templates import (
+    BUILTIN_TEMPLATES,
     OF_TOKENIZER,
     ChatTemplate,
     NoChatTemplateError,
     load_chat_template,
 )
-from mt_data.datasets.sft.checkpoint_files import CONVERSATION, END_MARK, PROBE
+from mt_data.datasets.sft.config import CONVERSATION, END_MARK, PROBE
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.chat.partners import Message
 from mt_infer.chat.template_process import TemplateProcess

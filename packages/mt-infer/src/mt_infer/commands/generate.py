@@ -224,7 +224,7 @@ def show(generator: TextGenerator, requests: list[Request], sampling: SamplingPa
 
 def _requests(generator: TextGenerator, texts: list[str], images: list[Path]) -> list[Request]:
     """Raises ConfigError for images that the model does not take."""
-    from mt_data.datasets.images.image_file import ImageFile
+    from mt_data.datasets.images.pixels import ImageFile
     from mt_infer.prompts import deal_images, image_data, read_images, takes_no_images
 
     if not images:

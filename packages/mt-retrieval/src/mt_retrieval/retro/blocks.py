@@ -12,11 +12,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
-from mt_core.errors import DataError
+from mt_core.errors import ConfigError, DataError
 from mt_core.parallel.context import wait_for_all
-from mt_data.records import StoredFile, is_unchanged, read_record, require_unchanged, write_array, write_record
+from mt_data.records import Record, StoredFile, is_unchanged, read_record, require_unchanged, write_array, write_record
+
+# Defaults of `mt retro`; Megatron's, where it has them.
+
+SPLIT = "969, 30, 1"
+CHUNK_LENGTH = 64
+DOCUMENTS_OF_BLOCK = 100_000
+ROWS_OF_BLOCK = 8192
+"""Chunks that are embedded, or whose neighbours are found: what a killed run may lose on each rank."""
+BATCH_SIZE = 128
+NUM_NEIGHBORS = 20
+NUM_NEIGHBORS_QUERY = 200
+EXACT = "exact"
+
 
 DIGITS = 5
 OnProgress = Callable[[int, int], None]
@@ -108,3 +122,30 @@ def write_blocks(
 def ranges(count: int, size: int) -> list[range]:
     """0 ... count in blocks of `size`, the last one shorter."""
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+# A folder belongs to one job: what its files depend on.
+
+
+def require_same_job(folder: Path, stored: Record, job: Record) -> None:
+    """Raises ConfigError that names what differs from the job whose files are in the folder."""
+    differences = [f"{name}: {was} there, {now} now" for name, was, now in _compared(stored, job) if was != now]
+    if differences:
+        raise ConfigError(f"{folder} is of another job ({'; '.join(differences)}); remove it, or give another project")
+
+
+def _compared(stored: Record, job: Record) -> Iterator[tuple[str, str, str]]:
+    for name in type(job).model_fields:
+        yield name, _shown(getattr(stored, name)), _shown(getattr(job, name))
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+# The ranks of the world as writers of blocks.
+
+
+def share_of_world() -> Share:
+    """Where each process computes on its own."""
+    return Share(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Share()

@@ -9,18 +9,19 @@ from typing import Any
 
 from mt_data.datasets.retro.project import NeighborsManifest
 from mt_data.indexed.dataset import IndexedDataset
-from mt_retrieval.retro.blocks import Bars, no_bars
-from mt_retrieval.retro.database import build_database, tokenizer_of
-from mt_retrieval.retro.embedder import open_embedder
-from mt_retrieval.retro.index import add_to_index, require_index, train_index
-from mt_retrieval.retro.options import (
+from mt_retrieval.retro.blocks import (
     BATCH_SIZE,
     CHUNK_LENGTH,
     EXACT,
     NUM_NEIGHBORS,
     NUM_NEIGHBORS_QUERY,
     ROWS_OF_BLOCK,
+    Bars,
+    no_bars,
 )
+from mt_retrieval.retro.database import build_database, tokenizer_of
+from mt_retrieval.retro.embeddings import open_embedder
+from mt_retrieval.retro.index import add_to_index, require_index, train_index
 from mt_retrieval.retro.query import find_neighbors, require_numbers
 
 

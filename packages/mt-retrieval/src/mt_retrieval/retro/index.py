@@ -17,16 +17,21 @@ from mt_core.paths import writing
 from mt_data.datasets.retro.database import ChunkDatabase
 from mt_data.datasets.retro.project import MANIFEST
 from mt_data.records import Origin, Record, StoredFile, is_unchanged, read_record, require_unchanged, write_record
-from mt_retrieval.index.exact import ExactL2Index
-from mt_retrieval.index.faiss_index import faiss, set_parameters, write_index
-from mt_retrieval.index.search import SearchResult
-from mt_retrieval.provenance import versions
-from mt_retrieval.retro.blocks import Bars, Blocks, OnProgress, Share, no_bars, write_blocks
+from mt_retrieval.encoder import versions
+from mt_retrieval.index import ExactL2Index, SearchResult, faiss, set_parameters, write_index
+from mt_retrieval.retro.blocks import (
+    EXACT,
+    ROWS_OF_BLOCK,
+    Bars,
+    Blocks,
+    OnProgress,
+    Share,
+    no_bars,
+    require_same_job,
+    write_blocks,
+)
 from mt_retrieval.retro.database import open_database
-from mt_retrieval.retro.embedder import ChunkEmbedder
-from mt_retrieval.retro.embeddings import ChunkEmbeddings, begin_embeddings
-from mt_retrieval.retro.jobs import require_same_job
-from mt_retrieval.retro.options import EXACT, ROWS_OF_BLOCK
+from mt_retrieval.retro.embeddings import ChunkEmbedder, ChunkEmbeddings, begin_embeddings
 
 EMPTY, ADDED = "empty.faissindex", "added.faissindex"
 CURE = "run mt retro index train and mt retro index add again"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mt_core.errors import ConfigError, DataError
 from mt_core.parallel.context import is_writer, wait_for_all
 from mt_core.paths import writing
-from mt_data.datasets.retro.database import ChunkDatabase
+from mt_data.datasets.retro.database import ChunkDatabase, TokenStream
 from mt_data.datasets.retro.project import (
     MANIFEST,
     NEIGHBORS,
@@ -22,15 +22,23 @@ from mt_data.datasets.retro.project import (
     neighbors_folder,
     read_neighbors,
 )
-from mt_data.datasets.retro.stream import TokenStream
 from mt_data.indexed.dataset import IndexedDataset
 from mt_data.records import blocked_file, is_unchanged, read_record, write_record
-from mt_retrieval.retro.blocks import Bars, Blocks, OnProgress, no_bars, ranges, write_blocks
+from mt_retrieval.retro.blocks import (
+    NUM_NEIGHBORS,
+    NUM_NEIGHBORS_QUERY,
+    ROWS_OF_BLOCK,
+    Bars,
+    Blocks,
+    OnProgress,
+    no_bars,
+    ranges,
+    require_same_job,
+    write_blocks,
+)
 from mt_retrieval.retro.database import open_database
-from mt_retrieval.retro.embedder import ChunkEmbedder
+from mt_retrieval.retro.embeddings import ChunkEmbedder
 from mt_retrieval.retro.index import Search, open_search, read_index, require_of_index
-from mt_retrieval.retro.jobs import require_same_job
-from mt_retrieval.retro.options import NUM_NEIGHBORS, NUM_NEIGHBORS_QUERY, ROWS_OF_BLOCK
 
 SLICE = 1000
 """Chunks that are searched at a time."""

@@ -17,10 +17,8 @@ from mt_data.datasets.retro.database import ChunkDatabase
 from mt_data.datasets.retro.project import MANIFEST, database_folder, read_neighbors
 from mt_data.records import require_unchanged
 from mt_retrieval.retro.blocks import Bars, Blocks, no_bars, ranges
-from mt_retrieval.retro.chunks import ChunkCutter
-from mt_retrieval.retro.database import DatabaseBlocks, database_tokenizer, open_database
-from mt_retrieval.retro.embedder import ChunkEmbedder
-from mt_retrieval.retro.embeddings import ChunkEmbeddings, recorded_embedder
+from mt_retrieval.retro.database import ChunkCutter, DatabaseBlocks, database_tokenizer, open_database
+from mt_retrieval.retro.embeddings import ChunkEmbedder, ChunkEmbeddings, recorded_embedder
 from mt_retrieval.retro.index import CURE, EXACT, index_folder, open_search, read_index, require_of_index
 from mt_retrieval.retro.query import NeighborQuery, open_text
 

@@ -17,16 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_data.datasets.fingerprints import combined, file_checksum
-from mt_data.datasets.images.image_file import ImageFile
-from mt_data.datasets.images.image_tokens import IMAGE, ImageTokens
-from mt_data.datasets.images.pixels import image_size
+from mt_data.datasets.cache import Arrays, IndexCache, combined, file_checksum, index_progress
+from mt_data.datasets.images.pixels import ImageFile, image_size
 from mt_data.datasets.images.records import ImageText, is_shard, place, read_image_texts
 from mt_data.datasets.images.sample import EncodedText
-from mt_data.datasets.images.text_encoding import ImageTextEncoder
+from mt_data.datasets.images.text import IMAGE, ImageTextEncoder, ImageTokens
 from mt_data.datasets.images.tiles import Grid
-from mt_data.datasets.index_cache import Arrays, IndexCache
-from mt_data.datasets.progress import index_progress
 
 FORMAT = 3
 """Raised when the same files give other arrays than before."""

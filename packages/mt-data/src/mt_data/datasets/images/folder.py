@@ -14,15 +14,12 @@ from pydantic import PositiveInt
 from mt_core.errors import DataError
 from mt_core.specs import SplitRequest, Tokenizer
 from mt_data.datasets.config import BlendEntry
-from mt_data.datasets.epochs import epoch_order
 from mt_data.datasets.images.config import ImageDataConfig, Resize
-from mt_data.datasets.images.image_file import SUFFIXES, ImageFile
-from mt_data.datasets.images.pixels import as_input, fit, read_image
+from mt_data.datasets.images.pixels import SUFFIXES, ImageFile, as_input, fit, read_image
 from mt_data.datasets.images.records import text_of
 from mt_data.datasets.images.sample import labelled
-from mt_data.datasets.opening import BuiltSplit
-from mt_data.datasets.sources import split_sources
-from mt_data.datasets.splits import SPLITS
+from mt_data.datasets.opening import BuiltSplit, split_sources
+from mt_data.datasets.splits import SPLITS, epoch_order
 from mt_data.datasets.text_files import TextDataConfig, TextSource, build_from_text
 from mt_data.preprocess.readers import iter_records
 

@@ -16,10 +16,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from mt_core.config.schema import used_when
 from mt_core.errors import DataError
 from mt_core.specs import SplitRequest, Tokenizer
-from mt_data.datasets.epochs import epoch_order
-from mt_data.datasets.fingerprints import combined
+from mt_data.datasets.cache import combined
 from mt_data.datasets.images.config import ImageMarkers, ImageTextKeys, Resample, Resize
-from mt_data.datasets.images.dynamic_resolution import DynamicResolution, padded_grids
 from mt_data.datasets.images.encoded import (
     ENCODED_IMAGE,
     EncodedRecords,
@@ -28,15 +26,14 @@ from mt_data.datasets.images.encoded import (
     cached_records,
     encode_files,
 )
-from mt_data.datasets.images.image_file import ImageFile
-from mt_data.datasets.images.image_tokens import ImageTokens
-from mt_data.datasets.images.pixels import as_input, read_image
+from mt_data.datasets.images.pixels import ImageFile, as_input, read_image
 from mt_data.datasets.images.sample import SampleShape
-from mt_data.datasets.images.text_encoding import ImageTextEncoder
-from mt_data.datasets.images.tiles import Grid, LongestEdgeTiling, Tiling
+from mt_data.datasets.images.text import ImageTextEncoder, ImageTokens
+from mt_data.datasets.images.tiles import DynamicResolution, Grid, LongestEdgeTiling, Tiling, padded_grids
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.datasets.sft.packing import Packing, pack_best_fit, pack_singly
+from mt_data.datasets.splits import epoch_order
 from mt_data.datasets.text_files import Encode, TextDataConfig, TextSource, bare_encoder, build_from_text
 from mt_data.preprocess.readers import expand_globs
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_core.specs import Split
+from mt_core.errors import ConfigError
+from mt_core.specs import Split, SplitRequest, Tokenizer
+from mt_data.datasets.images.config import ImageDataConfig, ImageTextKeys
+from mt_data.datasets.images.pixels import as_input
+from mt_data.datasets.images.sample import EncodedText, SampleShape, labelled
+from mt_data.datasets.images.tiles import DynamicResolution, Grid, grids, padded_grids
 from mt_data.datasets.splits import SPLITS
+from mt_data.datasets.text_files import Encode, bare_encoder
 
 Distances = NDArray[np.float64]
 
@@ -69,3 +75,127 @@ def draw(height: int, width: int, *, seed: int, split: Split, index: int) -> Pic
     plain = np.where(inside[..., None], COLOURS[colour], background)
     noisy = plain + random.randint(-NOISE, NOISE + 1, size=(height, width, 3))
     return Picture(noisy.clip(0, 255).astype(np.uint8), kind, colour, PLACES[place])
+
+
+# Synthetic images with texts that describe them.
+
+MAX_PROPORTION = 3
+"""Of images in dynamic resolution: the longer side in units of the shorter."""
+
+
+class CaptionedShapesDataConfig(ImageTextKeys):
+    """Synthetic images of one shape each, and a text that says which: "a red circle at the top left". In dynamic
+    resolution each has a size of its own."""
+
+    dataset_type: str = "captioned_shapes"
+
+
+class CaptionedShapesDataset:
+    """Sample k is picture k of the split: the image, its caption, the end-of-document id."""
+
+    def __init__(
+        self, config: CaptionedShapesDataConfig, encode: Encode, eod: int, shape: SampleShape, request: SplitRequest
+    ) -> None:
+        self.config, self.encode, self.eod, self.shape = config, encode, eod, shape
+        self.split, self.seed = request.split, request.seed
+        self.length = EPOCH if request.num_samples is None else request.num_samples
+        self.sizes = sizes_in_cells(config) if config.dynamic_resolution else [Grid(1, 1)]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of captioned shapes, of which there are {len(self)}")
+        grid = self._grid(index)
+        height, width = grid.rows * self.config.img_h, grid.columns * self.config.img_w
+        picture = draw(height, width, seed=self.seed, split=self.split, index=index)
+        caption = [*self.encode(picture.caption), self.eod]
+        # In dynamic resolution each cell is a view with image_length features.
+        image = EncodedText(self.shape.image.tokens * grid.tiles, self.shape.image.counted * grid.tiles)
+        sample = self.shape.arrays(image + EncodedText(caption, [True] * len(caption)))
+        if not self.config.dynamic_resolution:
+            return {**sample, "images": as_input(picture.pixels, self.config)}
+        return {**sample, "images": self._cells(picture.pixels, grid), "image_grids": padded_grids([grid], 1)}
+
+    def _cells(self, pixels: NDArray[np.uint8], grid: Grid) -> NDArray[np.float32]:
+        """[most_cells, 3, img_h, img_w], the rest is 0."""
+        images = np.zeros((self.config.most_cells, 3, self.config.img_h, self.config.img_w), np.float32)
+        views = DynamicResolution.of(self.config).views(pixels, grid)
+        images[: len(views)] = [as_input(view, self.config) for view in views]
+        return images
+
+    def _grid(self, index: int) -> Grid:
+        """The size of picture `index`, in cells."""
+        # The last number keeps this stream apart from the one that draws the picture (shapes.draw).
+        random = np.random.RandomState([self.seed % 2**32, SPLITS.index(self.split), index, 1])
+        return self.sizes[random.randint(len(self.sizes))]
+
+    def describe(self, index: int) -> str:
+        return f"fake picture {index} of the {self.split} split with seed {self.seed}"
+
+
+def sizes_in_cells(config: CaptionedShapesDataConfig) -> list[Grid]:
+    """Of pictures in dynamic resolution. Raises ConfigError where none is allowed."""
+    sizes = [
+        grid
+        for grid in grids(config.most_cells)
+        if grid.tiles >= config.fewest_cells and max(grid) <= MAX_PROPORTION * min(grid)
+    ]
+    if not sizes:
+        raise ConfigError(
+            f"data.min_pixels={config.min_pixels} makes pictures of {config.fewest_cells} cells at least, and "
+            f"data.max_pixels={config.max_pixels} with data.seq_length={config.seq_length} allows {config.most_cells}, "
+            f"with one side at most {MAX_PROPORTION} times as long as the other; make data.min_pixels smaller"
+        )
+    return sizes
+
+
+def build_captioned_shapes(
+    config: CaptionedShapesDataConfig, tokenizer: Tokenizer, request: SplitRequest
+) -> CaptionedShapesDataset:
+    """Samples of IMAGE_TEXT_SAMPLE; splits differ in every picture. Raises ConfigError without an eod id, and for
+    sizes that cannot be."""
+    if (eod := tokenizer.special.eod) is None:
+        raise ConfigError('data.dataset_type="captioned_shapes" ends captions, and the tokenizer has no id for that')
+    shape = SampleShape.of(config, tokenizer, request.sequence_length)
+    return CaptionedShapesDataset(config, bare_encoder(tokenizer), eod, shape, request)
+
+
+# Synthetic images with classes.
+
+
+class ShapesDataConfig(ImageDataConfig):
+    """Synthetic images of one shape each; its kind is the class."""
+
+    dataset_type: str = "shapes"
+
+    @property
+    def num_classes(self) -> int:
+        return len(KINDS)
+
+
+class ShapesDataset:
+    """Sample k is picture k of the split."""
+
+    def __init__(self, config: ShapesDataConfig, request: SplitRequest) -> None:
+        self.config = config
+        self.split, self.seed = request.split, request.seed
+        self.length = EPOCH if request.num_samples is None else request.num_samples
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of fake shapes, of which there are {len(self)}")
+        picture = draw(self.config.img_h, self.config.img_w, seed=self.seed, split=self.split, index=index)
+        return labelled(as_input(picture.pixels, self.config), list(KINDS).index(picture.kind))
+
+    def describe(self, index: int) -> str:
+        return f"fake picture {index} of the {self.split} split with seed {self.seed}"
+
+
+def build_shapes(config: ShapesDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> ShapesDataset:
+    """Samples of IMAGE_CLASS_SAMPLE; splits differ in every picture."""
+    return ShapesDataset(config, request)

@@ -1,3 +1,3 @@
-from .nearest import chunks_of as chunks_of
-from .nearest import nearest_chunks as nearest_chunks
-from .stream import TokenStream as TokenStream
+from .builtin import chunks_of as chunks_of
+from .builtin import nearest_chunks as nearest_chunks
+from .database import TokenStream as TokenStream

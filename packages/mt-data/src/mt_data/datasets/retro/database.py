@@ -11,9 +11,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_data.datasets.retro.checked_rows import CheckedRows, Rows
 from mt_data.datasets.retro.project import CHUNKS, MANIFEST, DatabaseManifest
-from mt_data.datasets.retro.stream import TokenSource, TokenStream
+from mt_data.indexed.manifest import CheckedBlocks
+from mt_data.indexed.storage import MappedFile
+from mt_data.records import BlockedFile
+
+# A token file as one stream: all sequences one behind the other, in the order of the file.
+
+
+class TokenSource(Protocol):
+    """What is read of an indexed dataset (mt_data.indexed)."""
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]: ...
+
+    def read(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray: ...
+
+    def fingerprint(self) -> str: ...
+
+
+class TokenStream:
+    """Tokens by their place in the stream."""
+
+    def __init__(self, source: TokenSource, name: str) -> None:
+        self.source = source
+        self.name = name
+        self.ends: NDArray[np.int64] = np.cumsum(source.sequence_lengths, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def sequences_at(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n] places -> [n] numbers of the sequences that they are in."""
+        # side="right" passes empty sequences and takes the one that begins at its predecessor's end.
+        return np.searchsorted(self.ends, places, side="right")
+
+    def read(self, start: int, length: int) -> NDArray[np.int64]:
+        """Tokens [at most length] from place `start` on; fewer at the end of the stream."""
+        stop = min(start + length, len(self))
+        if stop <= start:
+            return np.zeros(0, np.int64)
+        first, last = (int(number) for number in self.sequences_at(np.array([start, stop - 1])))
+        parts = []
+        for number in range(first, last + 1):
+            end = int(self.ends[number])
+            begin = end - int(self.source.sequence_lengths[number])
+            offset = max(start - begin, 0)
+            parts.append(self.source.read(number, offset, min(stop, end) - begin - offset))
+        return np.concatenate(parts).astype(np.int64)
 
 
 class Database(Protocol):
@@ -112,3 +157,41 @@ def open_chunks(
         assert manifest.chunks is not None
         rows = CheckedRows(rows, 4, manifest.chunks, folder / MANIFEST, "copy or build the database again")
     return ChunkDatabase(str(folder), manifest, rows, texts)
+
+
+# Rows of a `.npy` file whose blocks are compared with their checksums.
+
+
+class Rows(Protocol):
+    """A two-dimensional array, of which rows are read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> NDArray[np.integer]: ...
+
+
+class CheckedRows:
+    """The first `columns` columns of an array that is mapped into memory. A block is compared at its first use.
+
+    array: as np.load gives it with mmap_mode. stored: its record in `manifest`. cure: what to do about damage.
+    """
+
+    def __init__(self, array: np.memmap, columns: int, stored: BlockedFile, manifest: Path, cure: str) -> None:
+        self.dtype, self.shape, self.columns = array.dtype, array.shape, columns
+        path = Path(str(array.filename))
+        file = MappedFile(str(path), path.stat().st_size)
+        self._blocks = CheckedBlocks(file, str(manifest), lambda: stored.blocks, cure)
+        # Byte of the file at which NumPy's header ends and the rows begin.
+        self._begin = array.offset
+        self._row_bytes = array.shape[1] * array.dtype.itemsize
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, rows: slice, /) -> NDArray[np.integer]:
+        """Raises DataError for damage in them."""
+        # Python's rules for slices past the end; all callers use step 1.
+        first, stop, _ = rows.indices(len(self))
+        data = self._blocks.view(self._begin + first * self._row_bytes, max(stop - first, 0) * self._row_bytes)
+        # [rows, columns]; a C-ordered array has its rows one behind the other, so a range of rows is a range of bytes.
+        return np.frombuffer(data, self.dtype).reshape(-1, self.shape[1])[:, : self.columns]

@@ -10,13 +10,11 @@ from numpy.typing import NDArray
 
 from mt_core.errors import DataError
 from mt_core.specs import Split, SplitRequest
-from mt_data.datasets.epochs import epoch_order
-from mt_data.datasets.fingerprints import combined
-from mt_data.datasets.retro.checked_rows import Rows
+from mt_data.datasets.cache import combined
 from mt_data.datasets.retro.config import NeighborKeys
-from mt_data.datasets.retro.database import Database
-from mt_data.datasets.retro.stream import TokenStream
+from mt_data.datasets.retro.database import Database, Rows, TokenStream
 from mt_data.datasets.samples import SampleRules, causal_sample
+from mt_data.datasets.splits import epoch_order
 
 
 @dataclass(frozen=True)

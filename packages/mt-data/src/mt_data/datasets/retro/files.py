@@ -10,15 +10,20 @@ from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import SplitRequest, Tokenizer
-from mt_data.datasets.fingerprints import combined
+from mt_data.datasets.cache import combined
 from mt_data.datasets.opening import open_tokens
-from mt_data.datasets.retro.checked_rows import CheckedRows, Rows
 from mt_data.datasets.retro.config import RetroDataConfig
-from mt_data.datasets.retro.database import ChunkDatabase, Database, StreamDatabase, open_chunks
+from mt_data.datasets.retro.database import (
+    CheckedRows,
+    ChunkDatabase,
+    Database,
+    Rows,
+    StreamDatabase,
+    TokenStream,
+    open_chunks,
+)
 from mt_data.datasets.retro.dataset import Retrieval, RetroDataset, items_of, retro_dataset
-from mt_data.datasets.retro.project import MANIFEST, NEIGHBORS, read_database, read_neighbors
-from mt_data.datasets.retro.project_paths import with_project_paths
-from mt_data.datasets.retro.stream import TokenStream
+from mt_data.datasets.retro.project import MANIFEST, NEIGHBORS, read_database, read_neighbors, with_project_paths
 from mt_data.datasets.samples import SampleRules
 from mt_data.datasets.splits import parse_split
 from mt_data.records import BlockedFile

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import model_validator
 
-from mt_core.errors import ConfigError
-from mt_data.datasets.sft.chat_templates import OF_TOKENIZER
-from mt_data.datasets.text_files import TextDataConfig
+from mt_core.errors import ConfigError, DataError
+from mt_core.specs import TRAINED_TEMPLATE, Tokenizer
+from mt_data.datasets.sft.chat_templates import OF_TOKENIZER, ChatTemplate, load_chat_template
+from mt_data.datasets.sft.conversations import Conversation
+from mt_data.datasets.text_files import TextDataConfig, bare_encoder
 
 
 class ChatTemplateKeys(TextDataConfig):
@@ -48,3 +53,73 @@ class SFTDataConfig(ChatTemplateKeys):
 
     on_error: Literal["raise", "skip"] = "raise"
     """skip: leave out lines that are no usable conversation, with a warning that counts them and names the first."""
+
+
+# What checkpoints of fine-tuning on conversations hold beside the tokenizer: the chat template, and which ids end an
+# answer, so that whoever generates with the model writes and ends conversations as it was trained.
+
+GENERATION = "generation_config.json"
+END_MARK = re.compile(r"\s*(<[^<>\s]+>)")
+"""A mark such as <|im_end|> or </s>."""
+PROBE = "answer"
+CONVERSATION = ({"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE})
+
+
+def checkpoint_files(config: ChatTemplateKeys, tokenizer: Tokenizer, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    """`files` with the template of data.chat_template, and generation_config.json with the ids that end an answer.
+
+    Raises ConfigError for a data.chat_template_file that cannot be read or is no Jinja.
+    """
+    files = {name: data for name, data in files.items() if name != TRAINED_TEMPLATE}
+    own = config.chat_template_file is None and config.chat_template == OF_TOKENIZER
+    try:
+        template = load_chat_template(
+            config.chat_template, config.chat_template_file, tokenizer, config.eod_after_answer
+        )
+    except ConfigError:
+        if own:  # the tokenizer brings none along, which the data set reports when it is built
+            return files
+        raise
+    if not own:
+        files[TRAINED_TEMPLATE] = template.source.encode()
+    if ends := end_ids(template, tokenizer):
+        files[GENERATION] = _with_ends(_generation(files, tokenizer), ends)
+    return files
+
+
+def end_ids(template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
+    """The ids that end an answer in training: of the mark that the template writes behind it, where that is one token,
+    and of the end of a document. A template that refuses the probe has no mark."""
+    try:
+        text, _ = template.render(Conversation([*CONVERSATION], None, "the probe", 1), CONVERSATION)
+    except DataError:
+        text = ""
+    mark = END_MARK.match(text.rpartition(PROBE)[2]) if PROBE in text else None
+    ids = [] if mark is None else bare_encoder(tokenizer)(mark[1])
+    eod = tokenizer.special.eod if template.eod_after_answer else None
+    return [*(ids if len(ids) == 1 else ()), *([] if eod is None else [eod])]
+
+
+def _generation(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The content of generation_config.json; without it, the ids that the tokenizer names."""
+    if GENERATION in files:
+        try:
+            content = json.loads(files[GENERATION])
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{GENERATION} of the checkpoint is no JSON ({error}); correct it") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{GENERATION} of the checkpoint holds no JSON object; correct it")
+        return content
+    special = tokenizer.special
+    ids = {"bos_token_id": special.bos, "eos_token_id": special.eos, "pad_token_id": special.pad}
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def _with_ends(content: dict[str, Any], ends: list[int]) -> bytes:
+    """The trained ends first: programs that take one id take the first."""
+    before = content.get("eos_token_id")
+    others = before if isinstance(before, list) else [] if before is None else [before]
+    ids = list(dict.fromkeys([*ends, *others]))
+    # Ids of config.json would replace these, if the mark stayed that says that they are from there.
+    kept = {name: value for name, value in content.items() if name != "_from_model_config"}
+    return (json.dumps({**kept, "eos_token_id": ids[0] if len(ids) == 1 else ids}, indent=2) + "\n").encode()

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from mt_core.errors import DataError
 from mt_core.specs import SplitRequest, Tokenizer
-from mt_data.datasets.epochs import epoch_order
-from mt_data.datasets.fingerprints import combined
+from mt_data.datasets.cache import combined
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.sft.config import SFTDataConfig
 from mt_data.datasets.sft.encoding import Conversations, load_conversations
 from mt_data.datasets.sft.packing import Packing, pack_best_fit, pack_singly
+from mt_data.datasets.splits import epoch_order
 from mt_data.datasets.text_files import TextSource, build_from_text
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from mt_core.errors import DataError
 from mt_core.specs import Tokenizer
-from mt_data.datasets.fingerprints import file_checksum
-from mt_data.datasets.index_cache import IndexCache
+from mt_data.datasets.cache import IndexCache, file_checksum
 from mt_data.datasets.sft.answers import ConversationEncoder, EncodedConversation
 from mt_data.datasets.sft.chat_templates import ChatTemplate, load_chat_template
 from mt_data.datasets.sft.config import SFTDataConfig

@@ -1,0 +1,171 @@
+"""Texts and conversations as ids, with images in their places."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.errors import ConfigError, DataError
+from mt_core.specs import Tokenizer
+from mt_data.datasets.images.config import ImageMarkers
+from mt_data.datasets.images.records import MARK, ImageText
+from mt_data.datasets.images.sample import EncodedText
+from mt_data.datasets.images.tiles import Grid, Tiling
+from mt_data.datasets.sft.answers import answer_spans, encode_with_cuts
+from mt_data.datasets.sft.chat_templates import ChatTemplate, Span
+from mt_data.datasets.sft.conversations import Conversation
+from mt_data.datasets.text_files import Encode, bare_encoder
+
+# The tokens of an image in a text: a place for each feature of each of its views, and markers around them.
+#
+# Markers are those of the processors of the published models. They are encoded by the tokenizer; where it has a token
+# for a marker, that is what comes out.
+
+IMAGE = -1
+"""Stands for a feature, and in a text that is not expanded for an image."""
+VIEW = "\0"
+"""Stands for the features of a view in the text of an image."""
+
+
+def no_markers(grid: Grid, views: int) -> str:
+    return VIEW * views
+
+
+def internvl_markers(grid: Grid, views: int) -> str:
+    """InternVL's: one pair around all views."""
+    return f"<img>{VIEW * views}</img>"
+
+
+def idefics3_markers(grid: Grid, views: int) -> str:
+    """Those of Idefics3 and SmolVLM: row and column before a tile, and the whole image last."""
+    around = "<fake_token_around_image>"
+    whole = f"{around}<global-img>{VIEW}{around}"
+    if views == 1:
+        return whole
+    # transformers: Idefics3Processor. Rows are separated by a line end, and the whole image by an empty line.
+    rows = (
+        "".join(f"{around}<row_{row}_col_{column}>{VIEW}" for column in range(1, grid.columns + 1))
+        for row in range(1, grid.rows + 1)
+    )
+    return "\n".join([*rows, f"\n{whole}"])
+
+
+def qwen2_vl_markers(grid: Grid, views: int) -> str:
+    """Those of Qwen2-VL: one pair around all cells of an image."""
+    return f"<|vision_start|>{VIEW * views}<|vision_end|>"
+
+
+MARKERS: dict[ImageMarkers, Callable[[Grid, int], str]] = {
+    "none": no_markers,
+    "idefics3": idefics3_markers,
+    "internvl": internvl_markers,
+    "qwen2_vl": qwen2_vl_markers,
+}
+IN_TEMPLATES: dict[ImageMarkers, str] = {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+"""What the chat templates of the published models write for an image, where that is not "<image>"."""
+
+
+class ImageTokens:
+    """The tokens of images by their grids. features: of a view. encode: of a text within another one."""
+
+    def __init__(self, tiling: Tiling, features: int, markers: ImageMarkers, encode: Encode) -> None:
+        self.tiling, self.features = tiling, features
+        self.markers, self.encode = MARKERS[markers], encode
+        self.in_templates = IN_TEMPLATES.get(markers)
+        # Per object: a cache on the method would keep every object alive.
+        self.of = lru_cache(maxsize=256)(self._of)
+
+    def _of(self, grid: Grid) -> NDArray[np.int32]:
+        """[n], IMAGE once for each feature of each view."""
+        text = self.markers(grid, self.tiling.num_views(grid))
+        # The group keeps the separators in the result.
+        pieces = re.split(f"({VIEW})", text)
+        parts = [[IMAGE] * self.features if piece == VIEW else self.encode(piece) for piece in pieces if piece]
+        return np.concatenate([np.array(part, np.int32) for part in parts])
+
+    def expand(
+        self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], grids: Sequence[Grid]
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """A text [n] with IMAGE once for each image -> with the tokens of each, which do not count."""
+        places = np.flatnonzero(tokens == IMAGE)
+        images = [self.of(grid) for grid in grids]
+        uncounted = [np.zeros(len(image), np.bool_) for image in images]
+        return replaced(tokens, places, images), replaced(counted, places, uncounted)
+
+
+def replaced(values: NDArray[Any], places: NDArray[np.int64], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """values [n] with a part in place of each of the elements at `places`."""
+    # np.split cuts before each place, so that each further part begins with the element that is replaced: after[1:].
+    first, *rest = np.split(values, places)
+    return np.concatenate([first, *(one for part, after in zip(parts, rest, strict=True) for one in (part, after[1:]))])
+
+
+class ImageTextEncoder:
+    """A text counts whole, a conversation in its answers.
+
+    image: what stands in the place of a mark. Raises ConfigError when the template needs an end-of-document id that
+    the tokenizer does not have.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, image: EncodedText) -> None:
+        self.template, self.image = template, image
+        self.eod = tokenizer.special.eod
+        self._encode = bare_encoder(tokenizer)
+        if template.eod_after_answer and self.eod is None:
+            raise ConfigError(
+                f"{template.name} needs an end-of-document id after each answer, and the tokenizer has none; set "
+                "data.eod_after_answer=false, or choose another template or tokenizer"
+            )
+
+    def __call__(self, pair: ImageText) -> EncodedText:
+        """Raises DataError for a conversation without an answer, or whose template leaves an image out."""
+        if isinstance(pair.text, Conversation):
+            return self._conversation(pair.text, len(pair.images))
+        return self._pieces(pair.text, [(0, len(pair.text))], [len(pair.text)])
+
+    def prompt(self, pair: ImageText) -> EncodedText:
+        """What is to be continued by the last answer of a conversation; of a text, what is before its last part. The
+        tokens are those of training."""
+        text = self(pair)
+        # The last run of counted tokens is the answer to be continued: first is where it begins.
+        last = len(text.counted) - 1 - text.counted[::-1].index(True)
+        first = next((place for place in range(last, -1, -1) if not text.counted[place]), -1) + 1
+        return EncodedText(text.tokens[:first], text.counted[:first])
+
+    def _conversation(self, conversation: Conversation, images: int) -> EncodedText:
+        text, answers = answer_spans(conversation, self.template)
+        if not answers:
+            raise DataError(f"{conversation.where} has no answer of the assistant, so nothing would be learnt of it")
+        if text.count(MARK) != images:
+            raise DataError(
+                f'{conversation.where}: {self.template.name} writes "{MARK}" {text.count(MARK)} times, and the '
+                f"number of images is {images}; correct the template"
+            )
+        return self._pieces(text, answers, [end for _, end in answers] if self.template.eod_after_answer else [])
+
+    def _pieces(self, text: str, counted: Sequence[Span], ends: Sequence[int]) -> EncodedText:
+        """The text is encoded in pieces, cut at marks and at `ends`, behind which the end-of-document id goes."""
+        marks = [found.span() for found in re.finditer(re.escape(MARK), text)]
+        starts = {start for start, _ in marks}
+        whole = EncodedText([], [])
+        # Cut at marks, so that no token reaches over an image, and at the ends of answers, as generation ends there.
+        for start, end in pairwise(sorted({0, *(cut for mark in marks for cut in mark), *ends, len(text)})):
+            whole += self.image if start in starts else self._piece(text, start, end, counted)
+            if end in ends and self.eod is not None:
+                whole += EncodedText([self.eod], [True])
+        return whole
+
+    def _piece(self, text: str, start: int, end: int, counted: Sequence[Span]) -> EncodedText:
+        # Counted spans that meet this piece, in characters of the piece.
+        within = [(max(a, start) - start, min(b, end) - start) for a, b in counted if a < end and b > start]
+        tokens, places = encode_with_cuts(text[start:end], [cut for span in within for cut in span], self._encode)
+        learnt = [False] * len(tokens)
+        for first, last in zip(places[::2], places[1::2], strict=True):
+            learnt[first:last] = [True] * (last - first)
+        return EncodedText(tokens, learnt)

@@ -1,0 +1,128 @@
+"""`mt eval compare`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mt_core.commands import need
+from mt_core.paths import as_path, write_whole
+from mt_data.commands.corpus_options import InputFormat, OnError, TextKey, Workers, progress, run_options
+
+if TYPE_CHECKING:
+    from mt_eval.comparison import Difference
+
+
+RESULTS = "A result file of mt eval, with its samples beside it."
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(parser=as_path, metavar="A.json", help=RESULTS)],
+    second: Annotated[Path, typer.Argument(parser=as_path, metavar="B.json", help=RESULTS)],
+    resamples: Annotated[int, typer.Option(help="Sets of samples that are drawn.")] = 10_000,
+    confidence: Annotated[float, typer.Option(help="Of the intervals.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Differences B - A between two evaluations of the same samples, with confidence intervals."""
+    need("torch", command="mt eval compare")
+    from mt_eval.comparison import Bootstrap
+    from mt_eval.comparison import compare as compare_files
+
+    found = compare_files(first, second, Bootstrap(resamples, confidence, seed))
+    if as_json:
+        settings = {"first": str(first), "second": str(second), "resamples": resamples, "seed": seed}
+        tasks = {task: {metric: asdict(one) for metric, one in own.items()} for task, own in found.items()}
+        typer.echo(json.dumps({**settings, "confidence": confidence, "tasks": tasks}, indent=2))
+    else:
+        show(found, confidence)
+
+
+def show(found: dict[str, dict[str, Difference]], confidence: float) -> None:
+    """An interval without 0 (of perplexity's ratio: without 1) is marked."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from mt_eval.comparison import PERPLEXITY
+
+    table = Table("task", "metric", "A", "B", "B - A", f"{confidence:.0%} interval", "", "samples", box=None)
+    for task, metrics in found.items():
+        for metric, one in metrics.items():
+            is_ratio = metric == PERPLEXITY
+            differs = not one.low <= (1.0 if is_ratio else 0.0) <= one.high
+            change = f"{'x ' if is_ratio else ''}{one.difference:.4f}"
+            values = (f"{one.first:.4f}", f"{one.second:.4f}", change, f"{one.low:.4f} to {one.high:.4f}")
+            table.add_row(task, metric, *values, "*" if differs else "", f"{one.samples:,}")
+    Console().print(table)
+
+
+# `mt eval contamination`.
+
+SHOWN = 10
+"""Samples that are printed; all are in the result file."""
+
+
+def contamination(
+    task: Annotated[Path, typer.Argument(parser=as_path, metavar="TASKFILE", help="JSON lines or Parquet.")],
+    train: Annotated[list[str], typer.Option(help="Training files or quoted globs. Repeatable.", show_default=False)],
+    output: Annotated[Path, typer.Option(help="Result file (JSON), which lists the samples.", metavar="FILE")],
+    eval_keys: Annotated[
+        list[str],
+        typer.Option(help="Key of the task's records with text to search for. Repeatable.", show_default=False),
+    ],
+    ngram: Annotated[int, typer.Option(help="Words of the n-grams.")] = 13,
+    min_ngram: Annotated[int, typer.Option(help="Shorter texts of at least so many words count as one n-gram.")] = 8,
+    max_documents: Annotated[
+        int, typer.Option(help="Ignore n-grams in more training documents than this, as common phrases; 0: no limit.")
+    ] = 10,
+    text_key: TextKey = "text",
+    input_format: InputFormat = "auto",
+    on_error: OnError = "raise",
+    workers: Workers = 1,
+) -> None:
+    """Which samples of a task are in a training set, by shared n-grams."""
+    from mt_data.corpora.options import OverlapOptions
+    from mt_eval.contamination import find_contamination
+
+    options = OverlapOptions(ngram=ngram, min_ngram=min_ngram, max_documents=max_documents or None)
+    work = output.with_suffix(".work")
+    with progress("contamination") as advance:
+        run = run_options(work, None, None, text_key, input_format, on_error, workers, True, None, advance)
+        found = find_contamination(task, eval_keys, train, options, run).to_dict()
+    settings = {"ngram": ngram, "min_ngram": min_ngram, "max_documents": max_documents, "eval_keys": eval_keys}
+    content = {"task": str(task), "train": train, **settings, **found}
+    write_whole(output, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+    show_contamination(found)
+
+
+def show_contamination(found: dict[str, object]) -> None:
+    overlaps = found["overlaps"]
+    assert isinstance(overlaps, list)
+    typer.echo(
+        f"{found['contaminated']:,} of {found['samples']:,} samples share n-grams with the training set; "
+        f"{found['too_short']:,} are too short to be searched for"
+    )
+    _print_table(overlaps, "first shared words")
+    common = found["ignored_as_common"]
+    assert isinstance(common, dict)
+    if common["ngrams"]:
+        typer.echo(
+            f"{common['ngrams']:,} n-grams of {common['samples']:,} samples are in more training documents than "
+            "--max-documents, and were ignored as common phrases:"
+        )
+        _print_table(common["overlaps"], "first ignored words")
+    typer.echo(f"words were compared in {found['normalization']}")
+
+
+def _print_table(overlaps: list[dict[str, Any]], words: str) -> None:
+    table = Table("sample", "share", words, box=None)
+    for one in overlaps[:SHOWN]:
+        table.add_row(one["name"], f"{one['share']:.0%}", one["words"])
+    if overlaps:
+        Console().print(table)

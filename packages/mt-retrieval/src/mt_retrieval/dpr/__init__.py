@@ -1,1 +1,0 @@
-"""Supervised training of retrievers: questions with positive and negative passages (Karpukhin et al., 2020)."""

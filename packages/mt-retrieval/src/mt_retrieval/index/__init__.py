@@ -1,1 +1,0 @@
-"""Indices of embeddings by inner product: exact with NumPy, or those of faiss."""
