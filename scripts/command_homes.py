@@ -1,7 +1,7 @@
 """Writes `mt_cli/command_homes.py`: every command of mt, and the distribution that registers it.
 
 `mt` must name the distribution of a command whose distribution is not installed, and then nothing else can tell.
-Run it after adding a command; `tests/cli/test_command_homes.py` compares.
+Run it after adding a command; `tests/cli/test_main.py` compares.
 
     uv run scripts/command_homes.py
 """

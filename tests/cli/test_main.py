@@ -261,7 +261,7 @@ def test_mts_commands_say_where_they_come_from(with_commands) -> None:
 
 def test_help_says_that_a_plugin_is_missing(monkeypatch, mt_process) -> None:
     assert (
-        "Left out by MT_PLUGINS: accelerate, ckpt, core, data, eval, infer, models, moe, retrieval, tools."
+        "Left out by MT_PLUGINS: accelerate, ckpt, core, data, eval, import, infer, models, moe, retrieval, tools."
         in mt_process("--help", MT_PLUGINS="cli").out
     )
     host = PluginHost()

@@ -225,7 +225,7 @@ def mt_register_losses() -> list[LossSpec]:
 
 
 def _tracker(name: str, doc: str) -> CallbackSpec:
-    return CallbackSpec(name=name, doc=doc, build=Lazy(f"mt_core.train.trackers.{name}:build_{name}"))
+    return CallbackSpec(name=name, doc=doc, build=Lazy(f"mt_core.train.trackers.services:build_{name}"))
 
 
 @hookimpl
