@@ -225,7 +225,8 @@ def mt_register_losses() -> list[LossSpec]:
 
 
 def _tracker(name: str, doc: str) -> CallbackSpec:
-    return CallbackSpec(name=name, doc=doc, build=Lazy(f"mt_core.train.trackers.services:build_{name}"))
+    module = "mt_core.train.trackers.services"
+    return CallbackSpec(name=name, doc=doc, build=Lazy(f"{module}:build_{name}"))
 
 
 @hookimpl
