@@ -91,7 +91,8 @@ def shards() -> Canvas:
     canvas.text(
         12,
         132,
-        "reduce-scatter: each rank gets the sum of its shard; all-gather: each rank gets the updated weights of the others",
+        "reduce-scatter: each rank gets the sum of its shard; "
+        "all-gather: each rank gets the updated weights of the others",
         style="muted small",
     )
     return canvas
