@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.ckpt.convert_cases import LLAMA
+from tests.ckpt.convert_cases import LLAMA, MODELS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
@@ -18,6 +18,7 @@ from mt_core.plugins import PluginHost
 from mt_core.train.trainer import Trainer
 
 OWN = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}<end>{% endfor %}"
+NUMBERED = "{% for m in messages %}{{ loop.index }}.{{ m['content'] }}<end>{% endfor %}"
 MESSAGES = [{"role": "user", "content": "the cat?"}, {"role": "assistant", "content": "sat"}]
 SPECIAL = ["<s>", "</s>", "<end>", "<|im_start|>", "<|im_end|>"]
 
@@ -38,6 +39,8 @@ def chat_model(make_model: Any, host: PluginHost, tmp_path: Path) -> Path:
     tokenizer.save(str(parts / "tokenizer.json"))
     (parts / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     (parts / "chat_template.jinja").write_text(OWN)
+    (parts / "additional_chat_templates").mkdir()
+    (parts / "additional_chat_templates" / "numbered.jinja").write_text(NUMBERED)
     (parts / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7], "temperature": 0.25}))
     model = make_model(**{**LLAMA, "vocab_size": 264})
     convert(model, tmp_path / "chat", saver="hf", tokenizer=parts, host=host)
@@ -58,11 +61,11 @@ def tuned(start: Path, host: PluginHost, run: Path, **data: Any) -> Path:
     return run
 
 
-def rendered(folder: Path) -> str:
+def rendered(folder: Path, template: str | None = None) -> str:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return str(tokenizer.apply_chat_template(MESSAGES, tokenize=False))
+    return str(tokenizer.apply_chat_template(MESSAGES, chat_template=template, tokenize=False))
 
 
 def test_a_tuned_chat_model_keeps_template_and_ends(chat_model: Path, host: PluginHost, tmp_path: Path) -> None:
@@ -70,6 +73,7 @@ def test_a_tuned_chat_model_keeps_template_and_ends(chat_model: Path, host: Plug
 
     convert(tuned(chat_model, host, tmp_path / "run"), tmp_path / "out", saver="hf", host=host)
     assert rendered(tmp_path / "out") == rendered(chat_model) == "<s>[user] the cat?<end>[assistant] sat<end>"
+    assert rendered(tmp_path / "out", "numbered") == "1.the cat?<end>2.sat<end>"
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert generation.temperature == 0.25
     # The id of <end>, with which answers end in training, and those that the model had.
@@ -95,6 +99,36 @@ def test_the_template_of_the_data_goes_with_the_model(
     }
     assert rendered(tmp_path / "out") == expected[next(iter(keys))]
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [4, 1, 7]
+
+
+@pytest.mark.parametrize("saver", ["mt", "hf", "megatron", "meta", "trtllm"])
+def test_further_templates_are_carried_or_named(chat_model: Path, host: PluginHost, tmp_path: Path, saver: str) -> None:
+    name = "additional_chat_templates/numbered.jinja"
+    report = convert(chat_model, tmp_path / "out", saver=saver, host=host)
+    dry = convert(chat_model, tmp_path / "dry", saver=saver, dry_run=True, host=host)
+    assert dry.files_left_out == report.files_left_out
+    folder = {"mt": "files", "hf": ".", "trtllm": "."}.get(saver)
+    if folder is None:
+        assert name in report.files_left_out
+    else:
+        assert (tmp_path / "out" / folder / name).read_text() == NUMBERED
+
+
+def test_a_processor_keeps_its_templates(make_model: Any, host: PluginHost, chat_model: Path, tmp_path: Path) -> None:
+    import transformers
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    start = tmp_path / "start"
+    convert(make_model(**{**MODELS["llava"], "vocab_size": 264}), start, saver="hf", host=host)
+    (start / "mt-checksums.json").unlink()  # the processor changes the files
+    templates = {"default": OWN, "numbered": NUMBERED}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat_model)
+    images = CLIPImageProcessorPil(size=8, crop_size=8)
+    transformers.LlavaProcessor(images, tokenizer, patch_size=4, chat_template=templates).save_pretrained(start)
+    for target, saver in (("mt", "mt"), ("out", "hf")):
+        assert convert(start, tmp_path / target, saver=saver, host=host).files_left_out == ()
+        start = tmp_path / target
+    assert transformers.LlavaProcessor.from_pretrained(start).chat_template == templates
 
 
 def test_a_mean_names_what_it_leaves_out(chat_model: Path, host: PluginHost, tmp_path: Path) -> None:

@@ -66,7 +66,12 @@ def write(tokenizer: Tokenizer, file: Path, name: str, *, add_bos: bool | None =
     writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    writer.add_chat_template("{{ messages[0].content }}")
+    writer.add_chat_template(
+        [
+            {"name": "default", "template": "{{ messages[0].content }}"},
+            {"name": "tool_use", "template": "{{ tools }}"},
+        ]
+    )
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
     writer.write_header_to_file()
@@ -93,6 +98,7 @@ def test_roles_and_the_chat_template_come_along(tmp_path: Path) -> None:
     settings = json.loads(files["tokenizer_config.json"])
     assert (settings["bos_token"], settings["eos_token"]) == ("<|im_start|>", "<|im_end|>")
     assert settings["chat_template"] == "{{ messages[0].content }}"
+    assert files["additional_chat_templates/tool_use.jinja"] == b"{{ tools }}"
     generation = json.loads(files["generation_config.json"])
     assert (generation["bos_token_id"], generation["eos_token_id"]) == (0, 1)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mt_ckpt.hugging_face.tokenizer import GENERATION, generation_defaults
+from mt_ckpt.hugging_face.tokenizer import GENERATION, MORE_TEMPLATES, generation_defaults
 from mt_core.errors import CheckpointError
 
 # Values of a GGUF file's metadata, of the types that the format's description gives them.
@@ -116,10 +117,21 @@ def tokenizer_files(values: Mapping[str, Any]) -> dict[str, bytes]:
         "chat_template": value_of(values, "tokenizer.chat_template", str),
     }
     return {
+        **_further_templates(values),
         "tokenizer.json": _json(_tokenizer(values, tokens, merges, splitting, roles)),
         "tokenizer_config.json": _json({key: value for key, value in settings.items() if value is not None}),
         **_defaults_of_generation(roles),
     }
+
+
+def _further_templates(values: Mapping[str, Any]) -> dict[str, bytes]:
+    """Files of the templates beside the default one; a file of GGUF has each under its name."""
+    prefix = "tokenizer.chat_template."
+    names = [key.removeprefix(prefix) for key in values if key.startswith(prefix)]
+    if unsafe := [name for name in names if not re.fullmatch(r"\w[\w.-]*", name)]:
+        raise CheckpointError(f"the chat template's name {unsafe[0]!r} is not that of a file")
+    templates = {name: value_of(values, prefix + name, str) or "" for name in names}
+    return {f"{MORE_TEMPLATES}/{name}.jinja": text.encode(errors="surrogatepass") for name, text in templates.items()}
 
 
 def _role_ids(values: Mapping[str, Any], size: int) -> dict[str, int]:

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import CheckpointError
+from mt_core.paths import children
 from mt_core.specs import TRAINED_TEMPLATE
 
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 """By which processors make images for the model; the second, of newer versions, has the content of the first as
 `image_processor`."""
+VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
+"""Without it processors of models that also take videos cannot be loaded."""
 CHAT_TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of further templates, NAME.jinja, which tokenizers and processors know as NAME."""
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -28,6 +33,7 @@ FILES = (
     "spiece.model",
     PREPROCESSOR,
     PROCESSOR,
+    VIDEO_PREPROCESSOR,
 )
 GENERATION = "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -43,6 +49,8 @@ def read_tokenizer_files(
     read: gives the content of a file.
     """
     files = {name: read(path / name) for name in (*FILES, GENERATION) if (path / name).is_file()}
+    templates = sorted(file.name for file in children(path / MORE_TEMPLATES) if file.name.endswith(".jinja"))
+    files |= {f"{MORE_TEMPLATES}/{name}": read(path / MORE_TEMPLATES / name) for name in templates}
     if GENERATION not in files:
         ids = {key: external[key] for key in (*SPECIAL_IDS, DECODER_START) if external.get(key) is not None}
         if ids:
@@ -118,7 +126,7 @@ CLASSES = {
 
 def files_to_write(files: Mapping[str, bytes], tokenizer: Mapping[str, Any]) -> dict[str, bytes]:
     """The tokenizer's files under Hugging Face's names, with the tokenizer's class named."""
-    written = {name: data for name, data in files.items() if name in (*FILES, GENERATION)}
+    written = {name: data for name, data in files.items() if takes_file(name) and name != TRAINED_TEMPLATE}
     # What the model was trained with has the last word; transformers prefers this file to tokenizer_config.json.
     if TRAINED_TEMPLATE in files:
         written[CHAT_TEMPLATE] = files[TRAINED_TEMPLATE]
@@ -130,7 +138,7 @@ def files_to_write(files: Mapping[str, bytes], tokenizer: Mapping[str, Any]) -> 
 
 
 def takes_file(name: str) -> bool:
-    return name in (*FILES, GENERATION, TRAINED_TEMPLATE)
+    return name in (*FILES, GENERATION, TRAINED_TEMPLATE) or name.startswith(f"{MORE_TEMPLATES}/")
 
 
 def special_ids(files: Mapping[str, bytes]) -> dict[str, Any]:

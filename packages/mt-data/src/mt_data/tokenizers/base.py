@@ -129,8 +129,9 @@ def materialize(config: ConfigT, files: Mapping[str, bytes], directory: Path) ->
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         # Names may come from a checkpoint that somebody else wrote; "../x" must not leave the directory.
-        if Path(name).name != name:
-            raise DataError(f"a tokenizer's file is named {name!r}; it must be a plain file name without folders")
+        if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).name:
+            raise DataError(f"a tokenizer's file is named {name!r}; it must be a plain file name or below a folder")
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(data)
     paths = {}
     for key, name in getattr(config, "file_keys", {}).items():

@@ -55,13 +55,13 @@ class DecoderConfig(ModelConfig):
     """Size of a head. Default: hidden_size / num_attention_heads."""
     ffn_hidden_size: PositiveInt | None = None
     """Inner width of the feed-forward. Default: 8/3 hidden_size rounded down to a multiple of 64 (at least 64)."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    norm_epsilon: Annotated[float, Field(ge=0)] = 1e-6
     """Added to the mean square."""
     attention_dropout: Probability = 0.0
     """Dropout on the attention weights."""
     untie_embeddings_and_output_weights: bool = True
     """The output projection has a matrix of its own."""
-    init_method_std: Annotated[float, Field(gt=0)] = 0.02
+    init_method_std: Annotated[float, Field(ge=0)] = 0.02
     """Standard deviation of the initial weights."""
     use_scaled_init_method: bool = True
     """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
@@ -253,9 +253,9 @@ class EncoderConfig(Section):
     """Attention heads."""
     ffn_hidden_size: PositiveInt | None = None
     """Inner width of the feed-forward. Default: 4 hidden_size."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Annotated[float, Field(ge=0)] = 1e-5
     """Added to the variance."""
-    init_method_std: Annotated[float, Field(gt=0)] = 0.02
+    init_method_std: Annotated[float, Field(ge=0)] = 0.02
     """Standard deviation of the initial weights."""
     use_scaled_init_method: bool = True
     """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide
-from mt_core.config.schema import Config, ModelConfig, PositiveInt
+from mt_core.config.schema import Config, ModelConfig, NonNegativeFloat, PositiveInt
 from mt_core.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0)]
@@ -18,11 +18,11 @@ class MambaLayerConfig(ModelConfig):
 
     hidden_size: PositiveInt
     """Width of the residual stream."""
-    norm_epsilon: Positive = 1e-5
+    norm_epsilon: NonNegativeFloat = 1e-5
     """Added to the mean square."""
     untie_embeddings_and_output_weights: bool = True
     """The output projection has a matrix of its own."""
-    init_method_std: Positive = 0.02
+    init_method_std: NonNegativeFloat = 0.02
     """Standard deviation of the initial weights."""
     use_scaled_init_method: bool = True
     """Matrices that add to the residual stream start with init_method_std / sqrt(num_layers): each layer adds once."""

@@ -48,7 +48,7 @@ class GPTConfig(ModelConfig):
     """Rotate pairs of neighbours (GPT-J) instead of the two halves of a head (GPT-NeoX, Llama)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of normalization."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Annotated[float, Field(ge=0)] = 1e-5
     """Added to the variance."""
     activation: Activation = "gelu"
     """Of the feed-forward; swiglu and geglu are gated. gelu is the exact one, gelu_tanh that of GPT-2."""
@@ -68,7 +68,7 @@ class GPTConfig(ModelConfig):
     """Dropout after the embedding, the attention and the feed-forward."""
     attention_dropout: Probability = 0.0
     """Dropout on the attention weights."""
-    init_method_std: Annotated[float, Field(gt=0)] = 0.02
+    init_method_std: Annotated[float, Field(ge=0)] = 0.02
     """Standard deviation of the initial weights."""
     use_scaled_init_method: bool = True
     """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""

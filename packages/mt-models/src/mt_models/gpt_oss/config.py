@@ -20,7 +20,7 @@ class GptOssConfig(DecoderConfig):
 
     moe: dict[str, Any]
     """Options of the MoE layers; num_experts has to be set."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    norm_epsilon: Annotated[float, Field(ge=0)] = 1e-5
     """Added to the mean square."""
     rotary_base: Annotated[float, Field(gt=0)] = 150000.0
     """Base of the rotary wavelengths."""

@@ -33,7 +33,7 @@ class QwenVisionConfig(EncoderConfig):
 
     ffn_hidden_size: PositiveInt | None = None
     """Inner width of the gated feed-forward. Default: 4 hidden_size."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    norm_epsilon: Annotated[float, Field(ge=0)] = 1e-6
     """Added to the mean square."""
     patch_dim: PositiveInt = 14
     """Side of a patch in pixels."""

@@ -50,7 +50,7 @@ class T5Config(ModelConfig):
     """Rows of the table of learned positions, the longest sequence of encoder and decoder."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     """Kind of normalization."""
-    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-6
+    norm_epsilon: Annotated[float, Field(ge=0)] = 1e-6
     """Added to the variance."""
     activation: Activation = "relu"
     """Of the feed-forward: relu in T5, geglu_tanh in T5 1.1, gelu in Megatron's."""
@@ -69,7 +69,7 @@ class T5Config(ModelConfig):
     """Dropout after the embedding, the attention, the feed-forward, and the last norm of encoder and decoder."""
     attention_dropout: Probability = 0.1
     """Dropout on the attention weights."""
-    init_method_std: Annotated[float, Field(gt=0)] = 0.02
+    init_method_std: Annotated[float, Field(ge=0)] = 0.02
     """Standard deviation of the initial weights."""
     use_scaled_init_method: bool = True
     """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
