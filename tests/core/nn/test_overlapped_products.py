@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mt_core import _torch_compat
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.nn import linear
@@ -30,11 +31,11 @@ def written_out(counts: dict[str, int]) -> None:
         whole, (out,) = symmetric_memory._fused_all_gather_matmul_fallback(x, [matrix], dim, group.group_name)
         return whole, out
 
-    def matmul_scatter(x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    def matmul_reduce_scatter(x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         counts["scatters"] += 1
         return symmetric_memory._fused_matmul_reduce_scatter_fallback(x, matrix, "sum", dim, group.group_name)
 
-    linear.gather_matmul, linear.matmul_scatter = gather_matmul, matmul_scatter
+    linear.gather_matmul, _torch_compat.matmul_reduce_scatter = gather_matmul, matmul_reduce_scatter
 
 
 def differences(rank: int, world: int) -> tuple[dict[str, int], list[float]]:

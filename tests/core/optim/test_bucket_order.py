@@ -82,7 +82,7 @@ class Run:
             monkeypatch.setattr(buckets.dist, call, self._noting(short))
 
     def _noting(self, operation: str) -> Callable[..., Work]:
-        def call(out: Tensor, *rest: Any, group: object, async_op: bool) -> Work:
+        def call(out: Tensor, *rest: Any, group: object, async_op: bool, **options: Any) -> Work:
             assert async_op
             name = self.names[out.untyped_storage().data_ptr()]
             self.events.append((operation, name))

@@ -32,6 +32,7 @@ from mt_accelerate.operations import (
     on_tensors,
     pad_across_data_parallel_group,
     reduce_across_data_parallel_group,
+    world_ranks,
 )
 from mt_accelerate.refused_names import refuse_attribute, refuse_options
 from mt_accelerate.state import (
@@ -46,6 +47,7 @@ from mt_accelerate.tracking import GeneralTracker, build_tracker, chosen_tracker
 from mt_accelerate.without_plugin.run import OwnModules
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import wait_for_all
+from mt_core.parallel.reductions import all_reduce_
 from mt_core.plugins import load_plugins
 
 METRICS = "metrics.jsonl"
@@ -329,8 +331,7 @@ class Accelerator(Processes):
     def check_trigger(self) -> bool:
         """Whether any rank has called `set_trigger`; clears it. Collective."""
         value = torch.tensor([int(self._trigger)])
-        if dist.is_initialized():
-            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        all_reduce_(value, world_ranks(), "max")
         self._trigger = False
         return bool(value.item())
 

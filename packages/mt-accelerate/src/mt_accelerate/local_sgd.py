@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
+from mt_accelerate.operations import world_ranks
 from mt_core.errors import ConfigError
+from mt_core.parallel.reductions import mean_
 
 
 class LocalSGD:
@@ -43,5 +44,4 @@ class LocalSGD:
 
     def _average(self) -> None:
         for parameter in self.model.parameters():
-            dist.all_reduce(parameter.data)
-            parameter.data /= dist.get_world_size()
+            mean_(parameter.data, world_ranks())

@@ -84,7 +84,7 @@ def gather_matmul(x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup)
     return whole, out.contiguous()  # it is, with one sample; else the dimension `dim` comes first in memory
 
 
-def matmul_scatter(x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def matmul_reduce_scatter(x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """x [..., in], matrix [in, out] -> this rank's part, along `dim`, of the sum of products over ranks"""
     out: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, group.group_name)
     return out

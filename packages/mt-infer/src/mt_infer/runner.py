@@ -17,6 +17,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.p2p_communicator import P2PCommunicator
 from mt_core.parallel.pipeline.schedule_tables import ranks_of_stages
 from mt_core.parallel.pipeline.stage import Stage, whole
+from mt_core.parallel.reductions import all_reduce_
 from mt_core.train.pipelining import Stages
 from mt_infer.cache.batch import CachedBatch, Chunk
 from mt_infer.cache.decode_batch import DecodeBatch
@@ -192,7 +193,7 @@ def gather_vocab(logits: Tensor, ctx: ParallelContext) -> GatheredLogits:
     # shapes: pad to the largest, and cut the result. Only the last parts are short, so that padding is at the end.
     counts = torch.zeros(ctx.tp.size, dtype=torch.int64, device=logits.device)
     counts[ctx.tp.rank] = logits.shape[-1]
-    dist.all_reduce(counts, group=ctx.tp.group)
+    all_reduce_(counts, ctx.tp)
     # Waits for the device: a layout with tp has no CUDA graphs of decode steps.
     shares = tuple(counts.tolist())
     share = max(shares)

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_core.parallel.reductions import sum_in_rank_order_
 
 aten = torch.ops.aten
 _ACTIVE: ContextVar[bool] = ContextVar("batch_invariant", default=False)
@@ -296,21 +297,13 @@ def _shaped(pieces: list[Tensor], like: Tensor) -> Tensor:
 
 
 def _all_reduce(func: Any, tensors: list[Tensor], group: Any, operation: Any, *options: Any, **kwargs: Any) -> Any:
-    """Sums in the order of the ranks; a ring adds each part of a tensor in another order."""
+    """Sums in the order of the ranks."""
     members = dist.ProcessGroup.unbox(group)
     # Of two ranks the sum is the same in either order, a + b = b + a; three and more have to be ordered.
     is_sum = operation.op() == dist.ReduceOp.SUM  # torch 2.11 has no ReduceOp.unbox
     if members.size() <= 2 or not is_sum or not tensors[0].is_floating_point():
         return func(tensors, group, operation, *options, **kwargs)
-    outputs = [[torch.empty_like(tensor) for _ in range(members.size())] for tensor in tensors]
-    _, work = torch.ops.c10d.allgather_(outputs, tensors, group, -1)
-    dist.Work.unbox(work).wait()
-    for tensor, parts in zip(tensors, outputs, strict=True):
-        total = parts[0]  # rank 0 first, on every rank
-        for part in parts[1:]:
-            total = total + part
-        tensor.copy_(total)
-    return tensors, work
+    return tensors, sum_in_rank_order_(tensors, group)
 
 
 @cache

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_core._torch_compat import gather_matmul, gradients_wanted, matmul_scatter
+from mt_core._torch_compat import gather_matmul, gradients_wanted
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, sequence_axes, zeros
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.collectives import (
@@ -27,6 +27,7 @@ from mt_core.parallel.collectives import (
     split_shards,
 )
 from mt_core.parallel.context import Axis, ParallelContext
+from mt_core.parallel.reductions import matmul_reduce_scatter, start_all_reduce_, start_reduce_scatter_into
 
 SEQUENCE_DIM = 1
 """Of activations [B, S, H]."""
@@ -214,7 +215,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         if ctx.sequence_parallel and wanted.weight:
             gathered, gathering = _start_gather(x, axis)
         if wanted.x:
-            dx, reducing = _start_sum(_input_gradient(grad, weight), axis, ctx.sequence_parallel)
+            dx, reducing = start_sum(_input_gradient(grad, weight), axis, ctx.sequence_parallel)
         if gathering is not None and gathered is not None:
             gathering.wait()
             x = concat_shards(gathered, SEQUENCE_DIM)  # [B, S, in]
@@ -232,10 +233,9 @@ class _OverlappedRowParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, main: MainGrad | None, axis: Axis) -> Tensor:
-        assert axis.group is not None
         ctx.main, ctx.axis, ctx.has_bias = main, axis, False
         ctx.save_for_backward(x, weight)
-        return matmul_scatter(x.contiguous(), weight.T, SEQUENCE_DIM, axis.group)
+        return matmul_reduce_scatter(x.contiguous(), weight.T, SEQUENCE_DIM, axis)
 
     @staticmethod
     @once_differentiable
@@ -306,12 +306,13 @@ def _start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, dist.Work | None]:
     return shards, dist.all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=axis.group, async_op=True)
 
 
-def _start_sum(dx: Tensor, axis: Axis, sequence_parallel: bool) -> tuple[Tensor, dist.Work | None]:
-    """Start the all-reduce of x's gradient, or with sequence parallelism the reduce-scatter."""
+def start_sum(dx: Tensor, axis: Axis, sequence_parallel: bool) -> tuple[Tensor, dist.Work | None]:
+    """Start the all-reduce of x's gradient [B, S, in], or with sequence parallelism the reduce-scatter along S. Returns
+    the sum, complete once the handle was waited for."""
     if not sequence_parallel:
         # Collectives read memory in order; the product of a transposed gradient may not be contiguous.
         dx = dx.contiguous()
-        return dx, dist.all_reduce(dx, group=axis.group, async_op=True)
+        return dx, start_all_reduce_(dx, axis)
     shards = split_shards(dx, SEQUENCE_DIM, axis.size)
     own = shards.new_empty(shards.shape[1:])  # [B, S / tp, in]
-    return own, dist.reduce_scatter_tensor(own, shards.flatten(0, 1), group=axis.group, async_op=True)
+    return own, start_reduce_scatter_into(own, shards.flatten(0, 1), axis)

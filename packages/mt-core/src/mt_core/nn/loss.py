@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from mt_core.nn.kernels.request import Feature
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.parallel.collectives import copy_to, gather_from
 from mt_core.parallel.context import Axis, ParallelContext
+from mt_core.parallel.reductions import all_reduce_
 
 Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """(model output, batch) -> losses [batch, sequence] in fp32"""
@@ -108,11 +108,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         """columns [B, S]: the label's column on this rank, outside of [0, columns) on the others."""
         # A rank may hold padding alone: 0 columns. It takes part in the collectives all the same.
         largest = logits.amax(-1) if logits.shape[-1] else logits.new_full(columns.shape, float("-inf"))
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)  # [B, S]
+        all_reduce_(largest, axis, "max")  # [B, S]
         exponentials = (logits - largest[..., None]).exp()
         # [2, B, S]: the normalizer, and the label's logit on the rank that has it
         sums = torch.stack((exponentials.sum(-1), _logit_of(logits - largest[..., None], columns)))
-        dist.all_reduce(sums, group=axis.group)
+        all_reduce_(sums, axis)
         # In place: the softmax of this rank's columns.
         ctx.save_for_backward(exponentials.div_(sums[0][..., None]), columns)
         return sums[0].log() - sums[1]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mt_core.nn.model import NumberedLayers
 from mt_core.parallel.context import SINGLE, Axis
+from mt_core.parallel.reductions import start_all_reduce_, start_reduce_scatter_into
 
 ALIGNMENT = 64
 """In elements. Every parameter starts at a multiple of it, so that kernels can use vectorized loads."""
@@ -120,9 +121,9 @@ class Bucket:
         if self.sharded and shard.size > 1:
             # In place: the output is this rank's part of the input, which NCCL and gloo allow. The other parts are left
             # with unreduced values and are not read.
-            self._reducing = dist.reduce_scatter_tensor(self.part(flat), flat, group=shard.group, async_op=True)
+            self._reducing = start_reduce_scatter_into(self.part(flat), flat, shard)
         elif shard.size > 1:
-            self._reducing = dist.all_reduce(flat, group=shard.group, async_op=True)
+            self._reducing = start_all_reduce_(flat, shard)
 
     def start_replicate_reduce(self) -> None:
         """Wait for the reduction over the shard axis and start the all-reduce over the replicas, if there are several.
@@ -135,7 +136,7 @@ class Bucket:
             self._finish()
             # Of this rank's part, which is 1 / shard.size of the bucket where the state is sharded, and in the dtype of
             # the gradients.
-            self._reducing = dist.all_reduce(self.part(self.gradients), group=replicate.group, async_op=True)
+            self._reducing = start_all_reduce_(self.part(self.gradients), replicate)
 
     def finish_reduce(self) -> None:
         """Wait for the reductions. Afterwards the gradients of this rank's shard are those of the global batch."""

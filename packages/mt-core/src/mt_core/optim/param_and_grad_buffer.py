@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
@@ -27,6 +26,7 @@ from mt_core.optim.finalize_grads import SHARDS
 from mt_core.optim.master_weights import UnshardedWeights, trained_parameters
 from mt_core.parallel.communicators import user_buffers
 from mt_core.parallel.context import AxisName, ParallelContext
+from mt_core.parallel.reductions import all_reduce_
 from mt_core.tensor_slice import TensorSlice, slices_of_range
 
 
@@ -259,7 +259,7 @@ class ParamShard:
         if part is not None:
             whole.view(-1)[self.first : self.last] = part
         # Each element is nonzero on one rank only. Summed as integers its bits are preserved; 0.0 + -0.0 would not be.
-        dist.all_reduce(whole.view(torch.int32), group=self.bucket.axes.shard.group)
+        all_reduce_(whole.view(torch.int32), self.bucket.axes.shard)
         return whole
 
     def take_gradient(self) -> None:

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core.parallel.context import Axis
+from mt_core.parallel.reductions import all_reduce_, reduce_scatter_into
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """Sum over the axis, in a new tensor. Not differentiable."""
-    # A copy since dist.all_reduce works in place and autograd may have saved x.
+    # A copy since the collective works in place and autograd may have saved x.
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=axis.group)
+    all_reduce_(total, axis)
     return total
 
 
@@ -35,7 +36,7 @@ def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """This rank's shard, along `dim`, of the sum over the axis. Not differentiable."""
     shards = split_shards(x, dim, axis.size)
     own = shards.new_empty(shards.shape[1:])
-    dist.reduce_scatter_tensor(own, shards.flatten(0, 1), group=axis.group)
+    reduce_scatter_into(own, shards.flatten(0, 1), axis)
     return own
 
 

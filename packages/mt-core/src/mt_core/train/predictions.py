@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core.data.loss_weights import WEIGHTS
 from mt_core.nn.loss import Loss, weighted_sum
 from mt_core.nn.model import contract
 from mt_core.parallel.context import ParallelContext
-from mt_core.parallel.reductions import sum_over
+from mt_core.parallel.reductions import all_reduce_, sum_over
 from mt_core.train.step.forward_backward import Batch, ForwardBackward
 
 OUTPUTS, LOSSES = "outputs", "losses"
@@ -93,7 +92,7 @@ def _sum_over(column: Tensor, ctx: ParallelContext) -> Tensor:
     if ctx.dp.size == 1:
         return column
     summed = column.to(ctx.device)
-    dist.all_reduce(summed, group=ctx.dp.group)
+    all_reduce_(summed, ctx.dp)
     return summed.cpu()
 
 

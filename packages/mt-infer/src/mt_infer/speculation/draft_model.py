@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
+from mt_core.parallel.reductions import all_reduce_
 from mt_infer.blocks import OutOfBlocksError
 from mt_infer.cache.batch import Chunk
 from mt_infer.cache.manager import CacheManager
@@ -129,7 +129,7 @@ class ModelDrafter(Drafter):
             return bool(work)
         # The all-to-all of experts needs every rank of ep, so that all of them go on while one has work.
         count = torch.tensor(len(work), device=self.runner.ctx.device)
-        dist.all_reduce(count, dist.ReduceOp.MAX, group=ep.group)
+        all_reduce_(count, ep, "max")
         return bool(count)
 
     @torch.inference_mode()

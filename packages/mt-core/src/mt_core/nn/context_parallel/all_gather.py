@@ -20,6 +20,7 @@ from torch import Tensor
 from mt_core.nn.context_parallel.blocks import BackwardPass, BlockBackend, ForwardPass, pack, unpack
 from mt_core.nn.context_parallel.masks import ShardedPattern
 from mt_core.parallel.context import Axis
+from mt_core.parallel.reductions import reduce_scatter_into
 
 
 class AllGatherAttention(torch.autograd.Function):
@@ -60,7 +61,7 @@ class AllGatherAttention(torch.autograd.Function):
             visible(dshards, sources, pattern).copy_(queries.add(sources, keys.flatten(0, 1)).view(keys.shape))
         dkv = torch.empty_like(kv)
         # Summed in the dtype of kv, unlike p2p, which sums in fp32.
-        dist.reduce_scatter_tensor(dkv, dshards.flatten(0, 1), group=pattern.axis.group)
+        reduce_scatter_into(dkv, dshards.flatten(0, 1), pattern.axis)
         dk, dv = unpack(dkv, q.shape[-1])
         return queries.dq.to(q.dtype), dk, dv, queries.sink_gradient(sinks), None, None
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core._torch_compat import zero_all_
 from mt_core.nn.kernels.reference.fp8_casts import ROLES, Role, note
 from mt_core.nn.layout import LayoutModule, ParameterLayout
 from mt_core.parallel.context import Axis, ParallelContext
+from mt_core.parallel.reductions import all_reduce_
 
 Algorithm = Literal["most_recent", "max"]
 NOTHING = -1.0
@@ -105,5 +105,5 @@ def largest_over(amax: Tensor, axis: Axis) -> Tensor:
         return amax
     # Reduced in place; the caller's tensor may be the layer's own.
     amax = amax.clone()
-    dist.all_reduce(amax, dist.ReduceOp.MAX, group=axis.group)
+    all_reduce_(amax, axis, "max")
     return amax

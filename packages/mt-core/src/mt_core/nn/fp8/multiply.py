@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 from mt_core._torch_compat import ScalingRecipe, gradients_wanted, scaled_mm
 from mt_core.nn.fp8.scaling import Operand, Scaling
 from mt_core.nn.kernels.reference.fp8_casts import Activated, Along, Granularity, Map, Matrix, Role, Scaled, computed
-from mt_core.nn.linear import SEQUENCE_DIM, Cut, leave_tensor_parallel, weight_gradient
+from mt_core.nn.linear import SEQUENCE_DIM, Cut, leave_tensor_parallel, start_sum, weight_gradient
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
-from mt_core.parallel.collectives import all_gather, split_shards
+from mt_core.parallel.collectives import all_gather
 from mt_core.parallel.context import SINGLE, Axis, ParallelContext
 
 # Products of scaled matrices: a [M, K] times b [N, K] transposed -> [M, N] in a wider format.
@@ -241,11 +241,7 @@ def _leave(dx: Tensor, call: LayerCall) -> tuple[Tensor, dist.Work | None]:
     """Start the all-reduce of x's gradient, or with sequence parallelism the reduce-scatter."""
     if not call.communicates:
         return dx, None
-    if not call.gathers:
-        return dx, dist.all_reduce(dx, group=call.axis.group, async_op=True)
-    shards = split_shards(dx, SEQUENCE_DIM, call.axis.size)  # [tp, B, S / tp, in]
-    own = shards.new_empty(shards.shape[1:])
-    return own, dist.reduce_scatter_tensor(own, shards.flatten(0, 1), group=call.axis.group, async_op=True)
+    return start_sum(dx, call.axis, call.gathers)
 
 
 def _gathered_shape(shape: torch.Size, call: LayerCall) -> list[int]:

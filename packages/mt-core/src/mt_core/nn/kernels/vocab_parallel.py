@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mt_core.parallel.context import Axis
+from mt_core.parallel.reductions import all_reduce_
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ def reduce_statistics(own: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     if axis.size > 1:
         before = largest.clone()
         # Two reductions: the sums can be brought to a common maximum only when it is known.
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
+        all_reduce_(largest, axis, "max")
         # A rank of padding only has m = -inf and s = 0; its factor exp(-inf) is 0.
         sums[0].mul_(torch.exp(before - largest))
-        dist.all_reduce(sums, group=axis.group)
+        all_reduce_(sums, axis)
     # s is at least 1: the rank of the largest logit has exp(0) among its terms.
     log_sum = sums[0].log()
     # m - y first: they are of one size, and may be large beside log s.

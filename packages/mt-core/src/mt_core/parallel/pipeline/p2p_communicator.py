@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mt_core.parallel.context import Axis
 from mt_core.parallel.pipeline.stage import HEADER_LENGTH, Activations, ActivationsForm, form_of, tensors_of
+from mt_core.parallel.reductions import all_reduce_
 
 
 @dataclass
@@ -59,7 +60,7 @@ class P2PCommunicator:
         for axis in {id(axis.group): axis for axis in (self.axis, self._backward) if axis.size > 1}.values():
             # NCCL creates a group's communicator lazily, at its first operation, in which all ranks have to take part.
             # A first send between two ranks would hang; hence a collective before it.
-            dist.all_reduce(torch.zeros((), device=self.device), group=axis.group)
+            all_reduce_(torch.zeros((), device=self.device), axis)
 
     @property
     def _backward(self) -> Axis:
