@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from mt_core.data.loader import BatchReader
+from mt_core.interfaces import Dataset, SplitRequest
 from mt_core.plugins import load_plugins
-from mt_core.specs import Dataset, SplitRequest
+from mt_core.specs import DATASETS, TOKENIZERS
 from mt_data.indexed import IndexedDatasetWriter
 
 SEQUENCE, MICRO_BATCH = 4096, 8
@@ -39,7 +40,7 @@ def write_corpus(prefix: Path, documents: int) -> None:
 
 def open_dataset(prefix: Path, verify_checksums: bool = True) -> Dataset:
     host = load_plugins()
-    tokenizer_spec, dataset_spec = host.tokenizers.get("NullTokenizer"), host.datasets.get("gpt")
+    tokenizer_spec, dataset_spec = host[TOKENIZERS].get("NullTokenizer"), host[DATASETS].get("gpt")
     tokenizer = tokenizer_spec.build.load()(tokenizer_spec.config_type.load()(vocab_size=50001))
     config = dataset_spec.config_type.load()(
         data_path=[str(prefix)], seq_length=SEQUENCE, split="100,0,0", verify_checksums=verify_checksums

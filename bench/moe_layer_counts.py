@@ -22,7 +22,7 @@ from counting import Launches, count
 from tests.moe.fake_gpu import act_as_a_gpu
 
 from mt_core.config.loading import load_config
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.kernels.choice import Kernels, use_kernels
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
@@ -31,7 +31,7 @@ TOKENS, HIDDEN, FFN, EXPERTS, TOPK = 4096, 2048, 768, 128, 8
 PRODUCTS: dict[str, list[str]] = {"default": [], "grouped": ["model.moe.moe_grouped_gemm=grouped"]}
 
 
-class HopperEnvironment(ModelEnvironment):
+class HopperEnvironment(ModelBuildContext):
     @property
     def planned_capability(self) -> tuple[int, int]:
         return (9, 0)

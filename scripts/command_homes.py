@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mt_core.plugins import load_plugins
+from mt_core.specs import COMMANDS
 
 FILE = Path(__file__).parents[1] / "packages/mt-cli/src/mt_cli/command_homes.py"
 HEAD = '''"""The distribution of every command of mt; written by `scripts/command_homes.py`."""
@@ -21,7 +22,7 @@ COMMAND_HOMES = {
 
 def registered_homes() -> dict[str, str]:
     """Command, a space before that of a group, -> distribution, for mt's own distributions that are installed."""
-    commands = load_plugins().commands
+    commands = load_plugins()[COMMANDS]
     homes = {spec.name: commands.owners(spec.name)[0].distribution or "" for spec in commands}
     return {name: home for name, home in sorted(homes.items()) if home.startswith("mt-") and home != "mt-cli"}
 

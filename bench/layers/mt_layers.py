@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mt_core.config.loading import load_config
 from mt_core.config.schema import Config
 from mt_core.nn.attention import AttentionCore, AttentionPattern
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.fp8.history import AmaxHistory
 from mt_core.nn.fp8.options import PRODUCTS
 from mt_core.nn.fp8.use import use_fp8
@@ -24,11 +24,12 @@ from mt_core.nn.model import as_pipelined
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import load_plugins
+from mt_core.specs import MODELS
 from mt_models.blocks.config import DecoderConfig
 from mt_tools.plan.ledger import Ledger, fake_context
 
 
-class OnGPU(ModelEnvironment):
+class OnGPU(ModelBuildContext):
     """Fused attention, counted."""
 
     def attention(self, backend: str, **request: Any) -> AttentionCore:
@@ -63,7 +64,7 @@ def build(
     wanted = cast(Mapping[KernelName, str], config.kernels.model_dump())
     kernels = (SeparateKernels if separate else Kernels)(wanted, "cuda", "bfloat16")
     ctx, stage = fake_context(config, 1, 0, Ledger()), Stage(range(layers), first=False, last=False)
-    make = host.models.get(config.model.family, key="model.family").build.load()
+    make = host[MODELS].get(config.model.family, key="model.family").build.load()
     model: nn.Module = make(config.model, OnGPU(config, ctx, host, (stage,), kernels))
     use_kernels(model.modules(), kernels)
     use_counted_fp8(launches, model, config, ctx, kernels)

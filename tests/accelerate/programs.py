@@ -9,6 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mt_core.specs import MODELS
+
 STEPS, TOTAL, LR, DECAY = 3, 40, 1e-2, 0.1
 GLOBAL_BATCH = 8
 FAMILIES = ("gpt2", "llama", "bert", "t5")
@@ -322,7 +324,7 @@ def provided(family: str, fields: Mapping[str, Any], world: int) -> list[float]:
 
     def model_provider(section: Any, environment: Any) -> Any:
         built.append(section.family)
-        return environment.host.models.get(section.family).build.load()(section, environment)
+        return environment.host[MODELS].get(section.family).build.load()(section, environment)
 
     def data_provider(samples_of_splits: tuple[int, ...]) -> tuple[Any, ...]:
         counts.append(samples_of_splits)

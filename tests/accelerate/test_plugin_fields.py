@@ -18,6 +18,7 @@ from mt_accelerate.megatron_lm.preparation import Prepared, data_section
 from mt_accelerate.megatron_lm.train_steps import ClassificationTrainStep, mean_classification_loss
 from mt_accelerate.utils import GPTTrainStep, MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from mt_core.errors import CheckpointError, ConfigError, DataError
+from mt_core.specs import MODELS
 
 ROWS, END = 4, 95
 
@@ -301,7 +302,7 @@ def test_functions_of_the_program_are_called() -> None:
     made: list[Any] = []
 
     def provide(section: Any, environment: Any) -> torch.nn.Module:
-        made.append(environment.host.models.get(section.family).build.load()(section, environment))
+        made.append(environment.host[MODELS].get(section.family).build.load()(section, environment))
         return made[-1]
 
     def freeze_embeddings(provider: Any) -> torch.nn.Module:

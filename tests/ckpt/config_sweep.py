@@ -28,6 +28,7 @@ from mt_core.errors import MtError
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
+from mt_core.specs import MODELS
 from mt_core.train.checkpoint.state import load_parameters, require_fit
 
 TOLERANCE = 2e-4
@@ -81,7 +82,7 @@ class Sweep:
         self.output = self._theirs(self.base)
         self.known = next(
             maps[model.config.model_type]
-            for spec in host.models
+            for spec in host[MODELS]
             if spec.name == self.case.family
             for maps in [spec.name_maps["hf"].load().model_types]
         )

@@ -17,7 +17,7 @@ LOCAL = {"transformer_impl": "local"}
 
 
 class ScaledWeights:
-    """A `mt_core.specs.CheckpointReader` with weights of about the size that trained ones have, all different.
+    """A `CheckpointReader` with weights of about the size that trained ones have, all different.
 
     logit_offset: moves all logits of a model with a final LayerNorm by about so much, as GPT-2's are near -35.
     arguments: of Megatron's, that its run had; with --transformer-impl local weights are named as its own layers name

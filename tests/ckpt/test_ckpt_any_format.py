@@ -18,7 +18,7 @@ from mt_ckpt.convert import convert
 from mt_ckpt.files.checksum_file import CHECKSUMS
 from mt_ckpt.model import expected_parameters, model_config
 from mt_ckpt.native.read import open_checkpoint
-from mt_core.specs import ConvertOptions
+from mt_core.checkpoint_specs import ConvertOptions
 
 CUT = ConvertOptions(target_tensor_parallel_size=2, target_pipeline_parallel_size=2)
 LAYOUTS = {

@@ -14,8 +14,8 @@ from tests.ckpt.test_ckpt_commands import refusal, run
 from mt_ckpt.convert import convert
 from mt_ckpt.files.checksum_file import CHECKSUMS, encode_checksums, find_changes, read_checksums
 from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import CheckpointError
-from mt_core.specs import ConvertOptions
 
 CUT = ConvertOptions(target_tensor_parallel_size=2, target_pipeline_parallel_size=2)
 FORMATS = {

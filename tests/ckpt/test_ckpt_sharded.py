@@ -23,9 +23,9 @@ from mt_ckpt.native.read import find_damage, open_checkpoint
 from mt_ckpt.native.save import ShardedSave, save_checkpoint
 from mt_ckpt.native.storage_backends import RemotePlace
 from mt_core import retention
+from mt_core.checkpoint_specs import Fragment
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path
-from mt_core.specs import Fragment
 from mt_core.tensor_slice import TensorSlice
 from mt_core.train.checkpoint.run_directory import RunDirectory
 

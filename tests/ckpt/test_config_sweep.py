@@ -17,6 +17,7 @@ from tests.ckpt.config_values import Path as FieldPath
 from tests.ckpt.family_cases import CASES, Case, model_type_of
 
 from mt_core.plugins import load_plugins
+from mt_core.specs import MODELS
 
 MAX_HARMLESS_REFUSALS = 300
 """Of all values of one case for each configuration."""
@@ -103,7 +104,7 @@ def test_telling_fields_changed_by_themselves(host, tmp_path: Path, name: str) -
 
 def test_every_type_of_every_family_has_a_case(host) -> None:
     """A new family is swept as soon as it has a case, which it needs for its conversion too."""
-    maps = {spec.name: spec.name_maps["hf"].load() for spec in host.models if "hf" in spec.name_maps}
+    maps = {spec.name: spec.name_maps["hf"].load() for spec in host[MODELS] if "hf" in spec.name_maps}
     wanted = {(family, kind) for family, found in maps.items() for kind in found.model_types if kind not in NOT_SWEPT}
     classifying = {(family, kind) for family, kind in wanted if family.endswith(("_classification", "_choice"))}
     have = {(case.family, model_type_of(case)) for case in CASES.values()}

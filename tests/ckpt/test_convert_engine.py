@@ -21,9 +21,10 @@ from mt_ckpt.files.checksum import checksum
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.writing.resumable import ResumableFolder
 from mt_core.checkpoint_lookup import open_with
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CHECKPOINT_SAVERS, CheckpointSaverSpec, ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError, PluginError
+from mt_core.kinds import Lazy
 from mt_core.plugins import Plugin, load_plugins
-from mt_core.specs import CheckpointSaverSpec, ConvertOptions, Lazy
 
 SMALL_SHARDS = ConvertOptions(max_shard_size=15_000)
 
@@ -66,7 +67,7 @@ def test_killed_between_the_files_of_ranks(make_model, host, kit, tmp_path: Path
     assert not target.exists()
     run(lambda done, total: None)
     assert not (tmp_path / ".mt-convert-target").exists()
-    loader = host.checkpoint_loaders.get(saver)
+    loader = host[CHECKPOINT_LOADERS].get(saver)
     found = {name: x for name, x in tensors_of(open_with(loader, target, host)).items() if name.startswith("model.")}
     assert_same_state(tensors_of(open_checkpoint(source)), found)
 
@@ -320,10 +321,10 @@ def with_saver(name: str, function, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Lazy, "load", lambda self, load=Lazy.load: function if self.reference == "t:f" else load(self))
     spec = CheckpointSaverSpec(name=name, doc="of a test", convert=Lazy("t:f"))
     if name == "mt":  # in the place of the real one
-        others = [entry for entry in host.checkpoint_savers.registrations if entry.spec.name != "mt"]
-        host.checkpoint_savers.registrations[:] = others
-    host.checkpoint_savers.registrations.append(
-        replace(host.checkpoint_savers.registrations[0], spec=spec, plugin=Plugin("t", "t", "t", "1"))
+        others = [entry for entry in host[CHECKPOINT_SAVERS].registrations if entry.spec.name != "mt"]
+        host[CHECKPOINT_SAVERS].registrations[:] = others
+    host[CHECKPOINT_SAVERS].registrations.append(
+        replace(host[CHECKPOINT_SAVERS].registrations[0], spec=spec, plugin=Plugin("t", "t", "t", "1"))
     )
     return host
 

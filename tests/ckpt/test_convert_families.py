@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mt_ckpt.convert import convert
 from mt_ckpt.native.read import open_checkpoint
-from mt_core.specs import ConvertOptions
+from mt_core.checkpoint_specs import ConvertOptions
+from mt_core.specs import MODELS
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("without_waiting_for_the_disk")
@@ -49,5 +50,5 @@ def used_by(case: Case, model: nn.Module) -> dict[str, Tensor]:
 
 
 def test_every_family_with_a_map_is_here(host) -> None:
-    mapped = {spec.name for spec in host.models if "hf" in spec.name_maps}
+    mapped = {spec.name for spec in host[MODELS] if "hf" in spec.name_maps}
     assert mapped == {case.family for case in CASES.values()}

@@ -21,10 +21,12 @@ from tests.covering import EXHAUSTIVE
 
 from mt_ckpt.convert import convert
 from mt_ckpt.native import read as native
+from mt_core import specs
 from mt_core.checkpoint_lookup import open_with
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CHECKPOINT_SAVERS, CheckpointReader, ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import PLAIN_MODULE, CheckpointReader, ConvertOptions
+from mt_core.specs import PLAIN_MODULE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_waiting_for_the_disk")]
 
@@ -149,8 +151,8 @@ def options(cut: Cut, model: str) -> ConvertOptions:
 
 def formats(host: PluginHost) -> list[str]:
     """What can be both read and written."""
-    readable = {spec.name for spec in host.checkpoint_loaders}
-    return [spec.name for spec in host.checkpoint_savers if spec.convert is not None and spec.name in readable]
+    readable = {spec.name for spec in host[CHECKPOINT_LOADERS]}
+    return [spec.name for spec in host[CHECKPOINT_SAVERS] if spec.convert is not None and spec.name in readable]
 
 
 def one_layout_a_pair(names: list[str], model: str) -> Iterable[tuple[Cut, Cut]]:
@@ -184,14 +186,14 @@ class Sources:
     def path(self, cut: Cut) -> Path:
         if cut not in self._written:
             path = self.folder / f"source-{len(self._written)}"
-            write = self.host.checkpoint_savers.get(cut[0]).convert.load()
+            write = self.host[CHECKPOINT_SAVERS].get(cut[0]).convert.load()
             write(path, self.random, options(cut, self.model), self.host)
             self._written[cut] = path
         return self._written[cut]
 
 
 def opened(path: Path, name: str, host: PluginHost) -> CheckpointReader:
-    return open_with(host.checkpoint_loaders.get(name), path, host)
+    return open_with(host[CHECKPOINT_LOADERS].get(name), path, host)
 
 
 def model_of(reader: CheckpointReader) -> State:
@@ -200,7 +202,9 @@ def model_of(reader: CheckpointReader) -> State:
 
 def test_every_family_is_here(host) -> None:
     given_by_programs = {PLAIN_MODULE}
-    assert {model["family"] for model in CASES.values()} == {spec.name for spec in host.models} - given_by_programs
+    assert {model["family"] for model in CASES.values()} == {
+        spec.name for spec in host[specs.MODELS]
+    } - given_by_programs
 
 
 IN_EVERY_PAIR = ("gpt", "llama")
@@ -230,7 +234,7 @@ def test_every_format_into_what_is_only_written(model: str, host, tmp_path: Path
     sources = Sources(model, host, tmp_path)
     able = [name for name in formats(host) if model not in UNABLE.get(name, ())]
     asked = ConvertOptions(target_tensor_parallel_size=4, target_pipeline_parallel_size=2)
-    host.checkpoint_savers.get("trtllm").convert.load()(tmp_path / "expected", sources.random, asked, host)
+    host[CHECKPOINT_SAVERS].get("trtllm").convert.load()(tmp_path / "expected", sources.random, asked, host)
     for name, layout in zip(able, [*LAYOUTS, *LAYOUTS], strict=False):
         path = tmp_path / f"from-{name}"
         convert(sources.path((name, layout)), path, loader=name, saver="trtllm", options=asked, host=host)

@@ -12,9 +12,9 @@ import pytest
 from mt_ckpt.convert import convert
 from mt_ckpt.files import safetensors
 from mt_ckpt.native import convert as native
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import CheckpointError
 from mt_core.plugins import load_plugins
-from mt_core.specs import ConvertOptions
 from mt_core.testing import run_ranks
 
 pytestmark = pytest.mark.slow

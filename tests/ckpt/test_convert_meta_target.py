@@ -15,8 +15,8 @@ from torch import Tensor
 from mt_ckpt.convert import convert
 from mt_ckpt.meta.params import feed_forward_params
 from mt_ckpt.native.read import open_checkpoint
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import ConfigError
-from mt_core.specs import ConvertOptions
 
 LLAMA_3 = {
     "family": "llama", "num_layers": LAYERS, "hidden_size": DIM, "num_attention_heads": HEADS, "vocab_size": VOCAB,

@@ -20,9 +20,9 @@ from mt_ckpt.files.checksum_file import CHECKSUMS, find_changes, read_checksums
 from mt_ckpt.native import read as native
 from mt_ckpt.writing.output_folders import REMOTE_RECORD
 from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path
-from mt_core.specs import ConvertOptions
 
 IN_SHARDS = ConvertOptions(max_shard_size=20_000)
 MARKER = {"mt": "manifest.json", "hf": "model.safetensors.index.json"}

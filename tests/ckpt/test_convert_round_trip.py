@@ -12,7 +12,7 @@ from tests.ckpt.convert_cases import LLAMA, MODELS
 from mt_ckpt.convert import convert
 from mt_ckpt.convert.verify import Verification
 from mt_ckpt.native.read import open_checkpoint
-from mt_core.specs import ConvertOptions
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.train.trained_model import load_trained_model
 
 

@@ -13,8 +13,8 @@ from tests.ckpt.convert_cases import GPT2, LLAMA, MODELS
 
 from mt_ckpt.convert import convert
 from mt_ckpt.native.read import open_checkpoint
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.specs import ConvertOptions
 
 NAME = "transformers-megatron"
 SHAPE = {**GPT2, "num_layers": 4}
@@ -45,12 +45,12 @@ def test_files_are_distinguished_from_megatrons_by_the_tools_argument(make_model
     convert(source, tmp_path / "m", saver=NAME, options=options(2, 1), host=host)
     convert(tmp_path / "m", tmp_path / "back", saver="mt", host=host)
     assert_same_state(tensors_of(open_checkpoint(source)), tensors_of(open_checkpoint(tmp_path / "back")))
-    assert [spec.name for spec in host.checkpoint_loaders if spec.detect.load()(tmp_path / "m")] == [NAME]
+    assert [spec.name for spec in host[CHECKPOINT_LOADERS] if spec.detect.load()(tmp_path / "m")] == [NAME]
     for file in (tmp_path / "m").rglob("model_optim_rng.pt"):
         content = torch.load(file, weights_only=False)
         del content["args"].orig_vocab_size
         torch.save(content, file)
-    assert [spec.name for spec in host.checkpoint_loaders if spec.detect.load()(tmp_path / "m")] == ["megatron-legacy"]
+    assert [spec.name for spec in host[CHECKPOINT_LOADERS] if spec.detect.load()(tmp_path / "m")] == ["megatron-legacy"]
 
 
 def test_files_as_the_tool_writes_them(make_model, host, tmp_path: Path) -> None:

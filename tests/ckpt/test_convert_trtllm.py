@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from tests.ckpt.convert_cases import GPT2, LLAMA, MODELS
 
 from mt_ckpt.convert import convert
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import ConfigError
-from mt_core.specs import ConvertOptions
 
 
 def options(tp: int = 1, pp: int = 1, **more) -> ConvertOptions:

@@ -14,6 +14,7 @@ from mt_cli.config_fields import section_fields, section_names
 from mt_core.config.schema import SECTIONS
 from mt_core.config.sources import installed_presets
 from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 WORDS = {"train": "train", "convert": "convert", "generate": "generate", "plan": "plan", "verify": "verify"}
@@ -43,7 +44,7 @@ def texts(tree: dict[str, Any], host: PluginHost) -> list[tuple[str, str]]:
     """(command, text) for each help text, its options' and its arguments' included, and for each key's."""
     found = [(name, command.help or "") for name, command in tree.items()]
     found += [(name, getattr(p, "help", None) or "") for name, command in tree.items() for p in command.params]
-    found += [(spec.name, spec.doc) for spec in host.commands]
+    found += [(spec.name, spec.doc) for spec in host[COMMANDS]]
     keys = [field for section in section_names(host) for field in section_fields(section, host)]
     return found + [("", field.doc) for field in keys]
 

@@ -21,8 +21,9 @@ from mt_cli.command_homes import COMMAND_HOMES
 from mt_core.commands import need
 from mt_core.errors import CheckpointError, ConfigError, MtError, PluginError
 from mt_core.hookspecs import hookimpl
+from mt_core.kinds import Lazy
 from mt_core.plugins import Plugin, PluginHost
-from mt_core.specs import CommandSpec, Lazy
+from mt_core.specs import CommandSpec
 
 OWN = ["train", "verify", "plan", "generate", "models", "config", "plugins", "bench", "doctor"]
 OTHERS = ["ckpt", "convert", "data", "moe"]

@@ -9,8 +9,9 @@ import pytest
 from mt_cli import main
 from mt_cli.presets import part_of
 from mt_core.hookspecs import hookimpl
+from mt_core.kinds import Lazy
 from mt_core.plugins import Plugin, load_plugins
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.specs import MODELS, TOKENIZERS, ModelSpec
 
 
 def gpt2_parameters(layers: int, hidden: int, positions: int, vocab: int) -> int:
@@ -38,7 +39,7 @@ def test_a_preset_without_vocabulary_takes_the_tokenizers(mt) -> None:
     (tiny,) = json.loads(mt("models", "gpt-tiny", "--json").out)["presets"]
     assert "vocab_size" not in tiny["values"]["model"]
     host = load_plugins()
-    spec = host.tokenizers.get("ByteLevelTokenizer")
+    spec = host[TOKENIZERS].get("ByteLevelTokenizer")
     tokenizer = spec.build.load()(spec.config_type.load()())
     assert tiny["size"]["vocab_size"] == tokenizer.vocab_size
 
@@ -47,7 +48,7 @@ def test_a_preset_without_vocabulary_takes_the_tokenizers(mt) -> None:
 def test_the_table(mt) -> None:
     lines = mt("models").lines
     assert ["gpt2-124m", "124,439,808", "12", "768", "12", "1024"] in lines
-    presets = {name for spec in load_plugins().models for name in spec.presets.load()}
+    presets = {name for spec in load_plugins()[MODELS] for name in spec.presets.load()}
     assert presets <= {line[0] for line in lines if line}
 
 
@@ -86,7 +87,7 @@ def test_what_is_wrong_with_one_family_hides_no_other(mt, monkeypatch: pytest.Mo
         host.add(family(name, presets), Plugin(name, "m", f"dist-{name}", "1.0"))
     host.add(family("c", f"{__name__}:OTHERS"), Plugin("c", "m", "dist-c", "1.0"))
     few = {"gpt", "c", *broken}  # all are counted in test_the_table
-    host.models.registrations = [one for one in host.models.registrations if one.spec.name in few]
+    host[MODELS].registrations = [one for one in host[MODELS].registrations if one.spec.name in few]
     monkeypatch.setattr(main, "load_plugins", lambda **_: host)
     outcome = mt("models")
     assert outcome.code == 0

@@ -22,8 +22,9 @@ from mt_cli.commands import train as train_command
 from mt_cli.commands.train import _announce, _next_commands, _own_command
 from mt_cli.main import run
 from mt_core import hookimpl
+from mt_core.kinds import Lazy
 from mt_core.plugins import Plugin, load_plugins
-from mt_core.specs import Lazy, LossSpec
+from mt_core.specs import LossSpec
 
 SMALL = {
     "model.num_layers": "1",

@@ -25,7 +25,17 @@ FLOORS = (
 )
 """From the ground up. Two distributions of one floor never import each other, and nothing imports mt_cli."""
 
-WITHOUT_TORCH = ("mt_data", "mt_cli", "mt_core.config", "mt_core.specs", "mt_core.plugins", "mt_core.hookspecs")
+WITHOUT_TORCH = (
+    "mt_data",
+    "mt_cli",
+    "mt_core.config",
+    "mt_core.specs",
+    "mt_core.plugins",
+    "mt_core.hookspecs",
+    "mt_core.kinds",
+    "mt_core.interfaces",
+    "mt_core.checkpoint_specs",
+)
 """Modules and packages that import no torch at their top level: they work where it is not installed."""
 TRAINING_PARTS_OF_CLI = ("mt_cli.progress", "mt_cli.sample")
 """Loaded by a running trainer, which has imported torch."""
@@ -135,6 +145,8 @@ ORDER = (
     {"errors", "versions", "tensor_slice", "_torch_compat", "_huge_pages"},
     {"paths"},
     {"retention"},
+    {"interfaces", "kinds"},
+    {"checkpoint_specs"},
     {"specs"},
     {"hookspecs"},
     {"plugins"},

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from mt_core import hookspecs, specs
-from mt_core.errors import ConfigError
+from mt_core import checkpoint_specs, hookspecs, specs
+from mt_core.errors import ConfigError, PluginError
 from mt_core.hookspecs import hookimpl
-from mt_core.plugins import KINDS, Plugin, PluginHost, load_plugins
-from mt_core.specs import Lazy
+from mt_core.kinds import Kind, Lazy, Spec
+from mt_core.plugins import CORE_KINDS, Plugin, PluginHost, load_plugins
 
 PLUGIN_GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "plugins.md"
 HOOKS = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("mt_")}
@@ -31,8 +31,8 @@ EXAMPLES: Mapping[str, specs.Spec] = {
     "mt_register_models": spec(specs.ModelSpec, config_type=HERE, build=HERE, presets=HERE),
     "mt_register_tokenizers": spec(specs.TokenizerSpec, config_type=HERE, build=HERE),
     "mt_register_datasets": spec(specs.DatasetSpec, config_type=HERE, build=HERE, sample=()),
-    "mt_register_checkpoint_loaders": spec(specs.CheckpointLoaderSpec, detect=HERE, open=HERE),
-    "mt_register_checkpoint_savers": spec(specs.CheckpointSaverSpec, save=HERE),
+    "mt_register_checkpoint_loaders": spec(checkpoint_specs.CheckpointLoaderSpec, detect=HERE, open=HERE),
+    "mt_register_checkpoint_savers": spec(checkpoint_specs.CheckpointSaverSpec, save=HERE),
     "mt_register_moe_dispatchers": spec(specs.MoeDispatcherSpec, config_type=HERE, build=HERE),
     "mt_register_feed_forwards": spec(specs.FeedForwardSpec, config_type=HERE, build=HERE),
     "mt_register_attention_backends": spec(specs.AttentionBackendSpec, supports=HERE, build=HERE),
@@ -43,9 +43,7 @@ EXAMPLES: Mapping[str, specs.Spec] = {
     "mt_register_losses": spec(specs.LossSpec, build=HERE),
     "mt_register_callbacks": spec(specs.CallbackSpec, build=HERE),
     "mt_register_evaluators": spec(specs.EvaluatorSpec, build=HERE),
-    "mt_register_text_scorers": spec(specs.TextScorerSpec, build=HERE),
-    "mt_register_passage_retrievers": spec(specs.PassageRetrieverSpec, build=HERE),
-    "mt_register_key_names": spec(specs.KeyNamesSpec, names=HERE),
+    "mt_register_sections": spec(specs.SectionSpec, config_type=HERE),
     "mt_register_commands": spec(specs.CommandSpec, app=HERE),
 }
 """A registration for each hook that registers; a new hook needs one here."""
@@ -59,17 +57,52 @@ def host_with(**hooks: Any) -> PluginHost:
 
 
 def test_every_hook_is_exercised() -> None:
-    assert set(HOOKS) == {*EXAMPLES, "mt_check_config"}
-    assert {kind.hook for kind in KINDS.values()} == set(EXAMPLES)
+    assert set(HOOKS) == {"mt_declare_kinds", "mt_check_config"}
+    assert {kind.hook for kind in CORE_KINDS} == set(EXAMPLES)
 
 
 @pytest.mark.parametrize("hook", EXAMPLES)
 def test_a_hook_registers(hook: str) -> None:
     host = host_with(**{hook: lambda: [EXAMPLES[hook]]})
-    (kind,) = [name for name, kind in KINDS.items() if kind.hook == hook]
-    assert host.registry(kind).get("example") is EXAMPLES[hook]
-    assert getattr(host, kind) is host.registry(kind)
-    assert [(name, entry.names()) for name in KINDS if (entry := host.registry(name)).names()] == [(kind, ["example"])]
+    (kind,) = [kind for kind in CORE_KINDS if kind.hook == hook]
+    assert host[kind].get("example") is EXAMPLES[hook]
+    assert host.registry(kind.name) is host[kind]
+    assert [(other.name, host[other].names()) for other in CORE_KINDS if host[other].names()] == [
+        (kind.name, ["example"])
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlavourSpec(Spec):
+    """A flavour, selected by nobody."""
+
+
+FLAVOURS = Kind("flavours", "a flavour", FlavourSpec, "nowhere")
+
+
+def test_a_distribution_declares_a_kind_and_others_register_things_of_it() -> None:
+    host = PluginHost(strict=True)
+    sweet = FlavourSpec(name="sweet", doc="of a test")
+    asks = types.SimpleNamespace(mt_declare_kinds=hookimpl(lambda: [FLAVOURS]))
+    host.add(asks, Plugin("asks", "nowhere", "one", "1.0"))
+    host.add(
+        types.SimpleNamespace(mt_register_flavours=hookimpl(lambda: [sweet])), Plugin("has", "nowhere", "two", "1.0")
+    )
+    assert host.registry("flavours") is host[FLAVOURS]
+    assert host[FLAVOURS].get("sweet") is sweet
+    assert all(not plugin.notes for plugin in host.plugins)
+    second = types.SimpleNamespace(mt_declare_kinds=hookimpl(lambda: [dataclasses.replace(FLAVOURS, title="another")]))
+    with pytest.raises(PluginError, match="flavours is declared already"):
+        host.add(second, Plugin("third", "nowhere", "three", "1.0"))
+
+
+def test_a_thing_that_nothing_here_asks_for_is_noted() -> None:
+    host = host_with(mt_register_flavours=lambda: [])
+    (plugin,) = host.plugins
+    assert plugin.loaded
+    assert plugin.notes == ["mt_register_flavours: no installed plugin asks for flavours"]
+    with pytest.raises(PluginError, match="no installed plugin declares the kind flavours"):
+        host.registry("flavours")
 
 
 def test_mt_check_config() -> None:
@@ -92,9 +125,16 @@ def refuse(config: Any) -> None:
     raise ConfigError(f"refused: {config.model.family}")
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+DOCUMENTED = {
+    **{name: inspect.getdoc(hook) for name, hook in HOOKS.items()},
+    **{kind.hook: inspect.getdoc(kind.spec_type) for kind in load_plugins().kinds.values()},
+}
+"""Each hook with what documents it: its own docstring, or that of the specs that it registers."""
+
+
+@pytest.mark.parametrize("hook", DOCUMENTED)
 def test_a_hook_is_documented(hook: str) -> None:
-    assert len((inspect.getdoc(HOOKS[hook]) or "").split()) >= 3, "a hook needs a docstring"
+    assert len((DOCUMENTED[hook] or "").split()) >= 3, "a hook needs a docstring"
     assert f"`{hook}" in PLUGIN_GUIDE.read_text(encoding="utf-8"), f"{hook} is missing in {PLUGIN_GUIDE.name}"
 
 
@@ -114,7 +154,7 @@ def installed() -> PluginHost:
     return load_plugins()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", load_plugins().kinds)
 def test_every_reference_of_an_installed_spec_resolves(installed: PluginHost, kind: str) -> None:
     for found in installed.registry(kind).registrations:
         assert found.spec.doc
@@ -125,7 +165,7 @@ def test_every_reference_of_an_installed_spec_resolves(installed: PluginHost, ki
 
 def test_mts_own_plugins_load_cleanly() -> None:
     host = load_plugins(strict=True)
-    for kind in KINDS:
+    for kind in host.kinds:
         host.registry(kind)
     names = {entry_point.name for entry_point in entry_points(group="mt")}
     assert {"core", "models", "data", "ckpt", "moe", "cli"} <= names
@@ -137,8 +177,8 @@ def test_a_plugin_module_imports_nothing_heavy() -> None:
     import sys
 
     code = (
-        "import sys; from mt_core.plugins import KINDS, load_plugins; host = load_plugins();"
-        "[host.registry(kind) for kind in KINDS]; assert not host.duplicates();"
+        "import sys; from mt_core.plugins import load_plugins; host = load_plugins();"
+        "[host.registry(kind) for kind in host.kinds]; assert not host.duplicates();"
         "print(*{'torch', 'numpy', 'pydantic', 'typer', 'rich'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,6 +14,7 @@ import pytest
 
 from mt_core.errors import ConfigError, PluginError
 from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import CALLBACKS, FEED_FORWARDS, LOSSES, MODELS
 
 GOOD = """
     from mt_core.hookspecs import hookimpl
@@ -57,7 +58,7 @@ def problem_of(host: PluginHost, name: str) -> tuple[str, str]:
 
 def test_a_registration_has_its_owner(install: Install) -> None:
     host = load(install("mine", GOOD.format(name="huber"), version="4.5", requires="mt-core>=0.1"))
-    (registration,) = host.losses.registrations
+    (registration,) = host[LOSSES].registrations
     assert registration.spec.name == "huber"
     plugin = registration.plugin
     assert (plugin.distribution, plugin.version, plugin.mt_core_range) == ("dist-mine", "4.5", ">=0.1")
@@ -158,12 +159,12 @@ def test_the_working_directory_on_the_path_is_the_present_one(tmp_path: Path, mo
 def test_a_broken_plugin_stops_nobody_else(install: Install, stage: str, code: str, says: str) -> None:
     broken, good = install("broken", code), install("zz-good", GOOD.format(name="huber"))
     host = load(broken, good)
-    assert host.losses.names() == ["huber"]
+    assert host[LOSSES].names() == ["huber"]
     assert problem_of(host, "broken")[0] == stage
     assert says in problem_of(host, "broken")[1]
 
     with pytest.raises(PluginError, match=r'plugin "broken" \(dist-broken 1\.2\.3\)') as strict:
-        _ = load(broken, strict=True).losses
+        _ = load(broken, strict=True)[LOSSES]
     assert f"stage {stage}" in str(strict.value)
     assert says in str(strict.value)
 
@@ -171,8 +172,8 @@ def test_a_broken_plugin_stops_nobody_else(install: Install, stage: str, code: s
 def test_a_part_that_fails_leaves_the_other_parts(install: Install) -> None:
     code = GOOD.format(name="huber") + "\n    @hookimpl\n    def mt_register_callbacks(): raise OSError('disk')\n"
     host = load(install("half", code))
-    assert host.callbacks.names() == []
-    assert host.losses.names() == ["huber"]
+    assert host[CALLBACKS].names() == []
+    assert host[LOSSES].names() == ["huber"]
     assert problem_of(host, "half") == ("register", "mt_register_callbacks: disk")
 
 
@@ -187,13 +188,13 @@ def test_a_plugin_of_another_mt_core_is_not_imported(install: Install) -> None:
 
 @pytest.mark.parametrize("requires", ["mt-core>=0.1", "mt_core[train] >=0.1,<100", "mt-core", "mt-core-extras>99"])
 def test_a_fitting_range_loads(install: Install, requires: str) -> None:
-    assert load(install("fits", GOOD.format(name="huber"), requires=requires)).losses.names() == ["huber"]
+    assert load(install("fits", GOOD.format(name="huber"), requires=requires))[LOSSES].names() == ["huber"]
 
 
 def test_one_name_from_two_plugins_names_both(install: Install) -> None:
     host = load(install("a", GOOD.format(name="huber")), install("b", GOOD.format(name="huber"), version="2.0"))
     with pytest.raises(PluginError) as error:
-        host.losses.get("huber", key="train.loss")
+        host[LOSSES].get("huber", key="train.loss")
     message = str(error.value)
     assert message.startswith('train.loss=huber: a loss named "huber" is registered by ')
     assert 'plugin "a" (dist-a 1.2.3) and plugin "b" (dist-b 2.0)' in message
@@ -212,10 +213,10 @@ def test_the_allow_list_leaves_the_others_unimported(install: Install, monkeypat
     entry_points = [install("a", GOOD.format(name="huber")), install("b", "raise SystemExit('imported')")]
     monkeypatch.setenv("MT_PLUGINS", " a,")
     host = load(*entry_points)
-    assert host.losses.names() == ["huber"]
+    assert host[LOSSES].names() == ["huber"]
     assert problem_of(host, "b") == ("allow-list", "not in MT_PLUGINS=a")
     monkeypatch.setenv("MT_PLUGINS", "")
-    assert load(*entry_points).losses.names() == []
+    assert load(*entry_points)[LOSSES].names() == []
 
 
 @pytest.mark.parametrize(
@@ -254,11 +255,11 @@ def test_a_missing_name_says_what_there_is(install: Install) -> None:
     with pytest.raises(
         PluginError, match=r'train\.loss=huber2 needs a loss .*register huber \(did you mean "huber"\?\)'
     ):
-        host.losses.get("huber2", key="train.loss")
+        host[LOSSES].get("huber2", key="train.loss")
     with pytest.raises(PluginError, match=r'needs a feed-forward named "moe"; .*pip install mt-moe'):
-        host.feed_forwards.get("moe")
+        host[FEED_FORWARDS].get("moe")
     with pytest.raises(PluginError, match="no installed plugin registers one .pip install mt-models"):
-        host.models.get("gpt", key="model.family")
+        host[MODELS].get("gpt", key="model.family")
 
 
 def test_check_config_lets_a_plugin_object(install: Install) -> None:

@@ -14,6 +14,7 @@ from mt_core.config.checks import as_world
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.errors import ConfigError, PluginError
 from mt_core.hookspecs import hookimpl
+from mt_core.kinds import Lazy
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.context_parallel.zigzag import in_order, shard_sequence
 from mt_core.parallel.collectives import gather_from
@@ -21,7 +22,7 @@ from mt_core.parallel.context import Axis
 from mt_core.parallel.pipeline.schedule_tables import Action, Kind, ScheduleTable
 from mt_core.parallel.pipeline.schedules import PipelineSchedule
 from mt_core.plugins import Plugin, PluginHost, load_plugins
-from mt_core.specs import ContextParallelMethodSpec, Lazy, PipelineScheduleSpec
+from mt_core.specs import ContextParallelMethodSpec, PipelineScheduleSpec
 from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = pytest.mark.dist

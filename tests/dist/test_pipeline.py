@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.nn.loss import cross_entropy, vocab_parallel_cross_entropy
 from mt_core.optim.master_weights import Fp32MasterWeights
@@ -33,6 +33,7 @@ from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.pipeline.timeline import COMPUTATION, Timeline, simulate
 from mt_core.parallel.pipeline.trace import ScheduleRecorder
 from mt_core.plugins import load_plugins
+from mt_core.specs import MODELS, PIPELINE_SCHEDULES
 from mt_core.testing import run_ranks
 from mt_tools.bench.pipeline import measured, stage_times
 
@@ -63,8 +64,8 @@ def build(host: Any, keys: Mapping[str, Any], ctx: ParallelContext, stages: tupl
     ]
     settings += [f"data.seq_length={SEQUENCE}", "train.train_iters=1"]
     config = load_config(overrides=settings, host=host).config
-    environment = ModelEnvironment(config, ctx, host, stages)
-    model = host.models.get(config.model.family).build.load()(config.model, environment)
+    environment = ModelBuildContext(config, ctx, host, stages)
+    model = host[MODELS].get(config.model.family).build.load()(config.model, environment)
     initialize(model, 3, ctx)
     return model
 
@@ -124,7 +125,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 @cache
 def registered(name: str) -> PipelineSchedule:
-    schedule: PipelineSchedule = load_plugins().pipeline_schedules.get(name).schedule.load()
+    schedule: PipelineSchedule = load_plugins()[PIPELINE_SCHEDULES].get(name).schedule.load()
     return schedule
 
 

@@ -126,7 +126,7 @@ def test_a_line_of_mt_generate_brings_passages(folder: Path) -> None:
 
 
 class Library:
-    """Implements mt_core.specs.PassageRetriever: finds the sentence with the name of the question."""
+    """Implements mt_retrieval.passage_retrievers.PassageRetriever: finds the sentence with the name of the question."""
 
     def __init__(self, folder: Path) -> None:
         self.found: dict[str, str] = {}

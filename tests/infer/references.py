@@ -15,8 +15,8 @@ from tests.infer.engines import OPTIONS
 from torch import Tensor, nn
 
 from mt_core.config.schema import InferenceConfig
+from mt_core.interfaces import SpecialTokens
 from mt_core.plugins import load_plugins
-from mt_core.specs import SpecialTokens
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_infer.blocks import PrefixKeys
 from mt_infer.engine import InferenceEngine

@@ -12,7 +12,7 @@ import torch
 from tests.infer.engines import configuration, engine_of
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import SpecialTokens
+from mt_core.interfaces import SpecialTokens
 from mt_infer import SamplingParameters, TextGenerator
 from mt_infer.batch_files import generate_file
 from mt_infer.detokenizer import Detokenizer

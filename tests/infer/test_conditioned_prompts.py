@@ -14,10 +14,10 @@ from tests.infer.engines import randomize
 
 from mt_cli.main import run
 from mt_core.config.loading import config_from_dict
+from mt_core.interfaces import SplitRequest
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import SplitRequest
 from mt_core.train import build
 from mt_data.datasets.images.image_text import ImageTextDataConfig, build_image_text
 from mt_data.datasets.images.pixels import ImageFile
@@ -127,7 +127,7 @@ class Bytes:
     """T5's special tokens behind the bytes."""
 
     def __init__(self) -> None:
-        from mt_core.specs import SpecialTokens
+        from mt_core.interfaces import SpecialTokens
 
         self.special = SpecialTokens(pad=256, eos=257)
         self.vocab_size = 264

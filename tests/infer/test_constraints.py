@@ -12,7 +12,7 @@ import pytest
 from tests.infer.engines import configuration, engine_of, run, tokens_of
 
 from mt_core.errors import ConfigError
-from mt_core.specs import SpecialTokens
+from mt_core.interfaces import SpecialTokens
 from mt_core.testing import run_ranks
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_data.tokenizers.null import NullConfig, NullTokenizer

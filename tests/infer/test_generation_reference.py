@@ -12,7 +12,7 @@ from tests.infer.references import engine_like, reference, reference_tokens
 from torch import Tensor
 from transformers import StoppingCriteria
 
-from mt_core.specs import SpecialTokens
+from mt_core.interfaces import SpecialTokens
 from mt_infer.requests import TokenEvent
 from mt_infer.sampling.parameters import SamplingParameters
 

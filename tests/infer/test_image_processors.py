@@ -23,6 +23,7 @@ from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
+from mt_core.specs import MODELS
 from mt_core.train.build import restore_tokenizer
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_eval.vqa import VisualQuestions
@@ -149,7 +150,7 @@ def test_values_that_do_not_fit_the_model_are_named(family: str, fields: dict[st
     shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
     tower = shape if family == "qwen_vl" else {**shape, "img_h": 11, "img_w": 11}
     decoder = {**shape, "family": "qwen", "vocab_size": 9} if family != "qwen_vl" else {**shape, "vocab_size": 9}
-    model_type = HOST.models.get(family, key="model.family").config_type.load()
+    model_type = HOST[MODELS].get(family, key="model.family").config_type.load()
     tables = {"vision_model": tower, "language_model": decoder, "image_token_index": 8}
     model = model_type.model_validate({"family": family, **tables})
     with pytest.raises(ConfigError, match=words):

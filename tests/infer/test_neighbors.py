@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mt_core.specs import SpecialTokens
+from mt_core.interfaces import SpecialTokens
 from mt_infer.neighbors import with_neighbors
 
 BOS, EOD = 1, 2

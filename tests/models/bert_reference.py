@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
 from mt_core.config.schema import Config
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
+from mt_core.specs import MODELS
 from mt_models.hugging_face import HuggingFaceFamily, load_reference
 
 BERT_SHAPE = {
@@ -59,7 +60,7 @@ def text(value: Any) -> str:
 
 def built(host: PluginHost, config: Config, device: str = "cpu") -> nn.Module:
     ctx = ParallelContext(device=torch.device(device))
-    return host.models.get(config.model.family).build.load()(config.model, ModelEnvironment(config, ctx, host)).eval()
+    return host[MODELS].get(config.model.family).build.load()(config.model, ModelBuildContext(config, ctx, host)).eval()
 
 
 def from_reference(

@@ -12,9 +12,10 @@ import torch
 from tests.models import plugin_host
 
 from mt_core.config.loading import load_config
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
+from mt_core.specs import MODELS
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +34,7 @@ def build(host):
         common = [f"model.family={family}", "data.seq_length=16", "train.train_iters=1"]
         config = load_config(overrides=[*common, *settings, *overrides], host=host).config
         ctx = ParallelContext()
-        model = host.models.get(family).build.load()(config.model, ModelEnvironment(config, ctx, host))
+        model = host[MODELS].get(family).build.load()(config.model, ModelBuildContext(config, ctx, host))
         initialize(model, 1, ctx)
         return model.eval()
 

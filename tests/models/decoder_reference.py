@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
 from mt_core.config.schema import Config
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
+from mt_core.specs import MODELS
 from mt_models.hugging_face import HuggingFaceFamily, load_reference, to_reference
 
 DECODERS = ("gpt", "llama", "mistral", "qwen", "gemma")
@@ -42,7 +43,7 @@ def make_pair(host, reference: nn.Module, randomize, backend: str = "eager") -> 
 
 
 def family_of(host, model_type: str) -> HuggingFaceFamily:
-    families = [host.models.get(name).name_maps["hf"].load() for name in DECODERS]
+    families = [host[MODELS].get(name).name_maps["hf"].load() for name in DECODERS]
     (family,) = [family for family in families if model_type in family.model_types]
     return family
 
@@ -54,7 +55,7 @@ def build_from(host, keys: dict[str, Any], backend: str = "sdpa", device: str = 
     chosen = [f"model.attention_backend={backend}"]
     config = load_config(overrides=[*common, *settings, *chosen], host=host).config
     ctx = ParallelContext(device=torch.device(device))
-    return host.models.get(keys["family"]).build.load()(config.model, ModelEnvironment(config, ctx, host))
+    return host[MODELS].get(keys["family"]).build.load()(config.model, ModelBuildContext(config, ctx, host))
 
 
 def _toml(value: Any) -> str:
@@ -133,7 +134,7 @@ def build_preset(host, preset: str, *overrides: str) -> nn.Module:
     """On the meta device."""
     config = load(host, *overrides, preset=preset)
     ctx = ParallelContext(device=torch.device("meta"))
-    return host.models.get(config.model.family).build.load()(config.model, ModelEnvironment(config, ctx, host))
+    return host[MODELS].get(config.model.family).build.load()(config.model, ModelBuildContext(config, ctx, host))
 
 
 def without_values(kind: type[nn.Module], config: Any) -> nn.Module:
@@ -148,7 +149,7 @@ def without_values(kind: type[nn.Module], config: Any) -> nn.Module:
 
 def assert_presets_match(host, family: str, published: dict[str, dict], config_type, model_type) -> None:
     """Every preset of a family has the parameter count of the reference built from the published shape."""
-    assert set(host.models.get(family).presets.load()) >= set(published)
+    assert set(host[MODELS].get(family).presets.load()) >= set(published)
     for preset, shape in published.items():
         reference = without_values(model_type, config_type(**shape))
         assert parameter_count(build_preset(host, preset)) == reference.num_parameters(), preset

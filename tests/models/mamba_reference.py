@@ -9,9 +9,10 @@ from tests.models.decoder_reference import Pair, load
 from torch import Tensor, nn
 
 from mt_core.config.schema import Config
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
+from mt_core.specs import MODELS
 from mt_models.hugging_face import load_reference
 
 
@@ -25,7 +26,7 @@ def make_pair(host, family: str, reference: nn.Module, randomize) -> Pair:
                 parameter.uniform_(0.0, 1.5)
             elif name.endswith("dt_bias"):
                 parameter.uniform_(-3.0, 0.5)
-    maps = host.models.get(family).name_maps["hf"].load()
+    maps = host[MODELS].get(family).name_maps["hf"].load()
     model = build(host, configure(host, **maps.read_config(reference.config.to_dict()))).eval()
     load_reference(model, reference.state_dict(), maps)
     return Pair(model, reference, maps)
@@ -43,7 +44,7 @@ def _toml(value: Any) -> str:
 def build(host, config: Config, ctx: ParallelContext | None = None) -> nn.Module:
     """With initial weights."""
     ctx = ctx or ParallelContext()
-    model = host.models.get(config.model.family).build.load()(config.model, ModelEnvironment(config, ctx, host))
+    model = host[MODELS].get(config.model.family).build.load()(config.model, ModelBuildContext(config, ctx, host))
     initialize(model, 1, ctx)
     return model
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mt_core.nn.auxiliary import auxiliary_losses
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
+from mt_core.specs import MODELS
 from mt_models.hugging_face import HuggingFaceFamily, load_reference, to_reference
 
 MOE_MODELS = ("mixtral", "qwen_moe", "olmoe", "deepseek", "gpt_oss", "granite_moe")
@@ -41,7 +42,7 @@ def make_pair(host, reference: nn.Module, randomize, backend: str = "eager") -> 
 
 
 def family_of(host, model_type: str) -> HuggingFaceFamily:
-    known = {spec.name: spec for spec in host.models}
+    known = {spec.name: spec for spec in host[MODELS]}
     families = [known[name].name_maps["hf"].load() for name in MOE_MODELS if name in known]
     (family,) = [family for family in families if model_type in family.model_types]
     return family
@@ -51,7 +52,9 @@ def build_from(host, keys: Mapping[str, Any], backend: str = "eager") -> nn.Modu
     """The model of a [model] section. Raises ConfigError as a training run would."""
     chosen = [f"model.attention_backend={backend}", "data.seq_length=4", f"model.family={keys['family']}"]
     config = load(host, *chosen, *settings({key: value for key, value in keys.items() if key != "family"}))
-    return host.models.get(keys["family"]).build.load()(config.model, ModelEnvironment(config, ParallelContext(), host))
+    return (
+        host[MODELS].get(keys["family"]).build.load()(config.model, ModelBuildContext(config, ParallelContext(), host))
+    )
 
 
 def settings(keys: Mapping[str, Any], section: str = "model") -> list[str]:
@@ -151,7 +154,7 @@ def assert_presets_match(
     """
     from tests.models.decoder_reference import build_preset
 
-    assert set(host.models.get(family).presets.load()) == set(shapes)
+    assert set(host[MODELS].get(family).presets.load()) == set(shapes)
     for preset, (config_type, model_type, shape) in shapes.items():
         reference = without_values(model_type, config_type(**shape))
         biases = sum(b.numel() for n, b in reference.named_buffers() if n.endswith("e_score_correction_bias"))

@@ -23,6 +23,7 @@ from mt_core.config.loading import load_config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
+from mt_core.specs import MODELS
 from mt_models.bert.config import PRESETS
 from mt_models.bert.hugging_face import HUGGING_FACE
 from mt_models.hugging_face import load_reference
@@ -158,7 +159,7 @@ def test_layouts_that_the_family_has_not_are_refused_by_name(host, family, key) 
     config = load_config(overrides=options, host=host).config
     sharded = config.model_copy(update={"parallel": config.parallel.model_copy(update={key: 2})})
     with pytest.raises(ConfigError, match=f"parallel.{key}=2 divides .* model.family={family} .*set it to 1"):
-        host.models.get(family, key="model.family").check.load()(sharded)
+        host[MODELS].get(family, key="model.family").check.load()(sharded)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from tests.models.plugin_host import host
 from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.dropout import DropoutStreams, use_streams
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 
@@ -54,7 +54,7 @@ def loss_and_gradients(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Modu
     family, loss, keys = CASES[case]
     options = [f"model.family={family}", f"train.loss={loss}", *(f"model.{key}" for key in (*SIZES, *keys))]
     config = load_config(overrides=[*options, "data.seq_length=12", "train.train_iters=1"], host=host()).config
-    model = host().models.get(family).build.load()(config.model, ModelEnvironment(config, ctx, host()))
+    model = host().models.get(family).build.load()(config.model, ModelBuildContext(config, ctx, host()))
     initialize(model, 5, ctx)
     use_streams(model, DropoutStreams(5))
     batch = samples()

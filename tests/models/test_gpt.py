@@ -9,6 +9,7 @@ import torch
 from tests.infer.decoding import cached_logits
 
 from mt_core.errors import ConfigError, PluginError
+from mt_core.specs import MODELS
 from mt_models.blocks.position_bias import alibi_slopes
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies, rotate
 
@@ -123,13 +124,13 @@ def test_parameter_names_are_those_of_megatron_core(build) -> None:
 def test_presets_have_their_true_sizes(host, preset, millions) -> None:
     """GPT-2's counts are those of the released checkpoints; GPT-3's paper says 175 billion."""
     from mt_core.config.loading import load_config
-    from mt_core.nn.environment import ModelEnvironment
+    from mt_core.nn.build_context import ModelBuildContext
     from mt_core.nn.layout import parameter_layouts
     from mt_core.parallel.context import ParallelContext
 
     config = load_config(preset=preset, overrides=["train.train_iters=1"], host=host).config
     ctx = ParallelContext(device=torch.device("meta"))
-    model = host.models.get("gpt").build.load()(config.model, ModelEnvironment(config, ctx, host))
+    model = host[MODELS].get("gpt").build.load()(config.model, ModelBuildContext(config, ctx, host))
     count = sum(math.prod(layout.shape) for layout in parameter_layouts(model).values())
     assert count / 1e6 == pytest.approx(millions, rel=1e-3)
 

@@ -9,7 +9,7 @@ import torch
 from tests.models.test_gpt_oss import SHAPE, gpt_oss
 from torch import Tensor, nn
 
-from mt_core.specs import ConvertOptions
+from mt_core.checkpoint_specs import ConvertOptions
 
 convert = pytest.importorskip("mt_ckpt.convert").convert
 transformers = pytest.importorskip("transformers")

@@ -9,8 +9,9 @@ from tests.models.mamba_reference import build, configure, make_pair, segments_o
 from torch import nn
 
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.parallel.pipeline.partition import stages_from_layout
+from mt_core.specs import MODELS
 from mt_infer.cache.layout import cache_layout
 from mt_models.hugging_face import load_reference
 from mt_models.hybrid.config import check_pattern, layers_of, stages_of
@@ -111,8 +112,8 @@ def test_stages_one_after_another_are_the_whole_model(host) -> None:
     assert [stage.layers for stage in stages] == [range(2), range(2, 5), range(5, 6)]
     hidden = None
     for stage in stages:
-        environment = ModelEnvironment(config, whole.embedding.ctx, host, stages=(stage,))
-        part = host.models.get("hybrid").build.load()(config.model, environment).eval()
+        environment = ModelBuildContext(config, whole.embedding.ctx, host, stages=(stage,))
+        part = host[MODELS].get("hybrid").build.load()(config.model, environment).eval()
         with torch.no_grad():
             for name, parameter in part.named_parameters():
                 parameter.copy_(weights[name])
@@ -127,7 +128,7 @@ def test_layers_of_experts_are_requested_by_their_number(host, monkeypatch) -> N
         asked.append((name, layer))
         return nn.Identity()
 
-    monkeypatch.setattr(ModelEnvironment, "feed_forward", feed_forward)
+    monkeypatch.setattr(ModelBuildContext, "feed_forward", feed_forward)
     config = configure(host, **OURS)
     model = config.model.model_copy(update={"hybrid_layer_pattern": "ME-*E", "moe": {"num_moe_experts": 4}})
     build(host, config.model_copy(update={"model": model}))

@@ -31,6 +31,7 @@ from mt_core.config.loading import load_config
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
+from mt_core.specs import MODELS
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.hugging_face import load_reference, to_reference
@@ -190,7 +191,7 @@ PARAMETERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", PARAMETERS)
 def test_presets_have_the_sizes_of_the_published_models(host, family) -> None:
-    spec = host.models.get(family)
+    spec = host[MODELS].get(family)
     assert set(spec.presets.load()) == set(PARAMETERS[family])
     maps = spec.name_maps["hf"].load()
     for preset, size in PARAMETERS[family].items():

@@ -11,12 +11,13 @@ from tests.core.nn.kernels.interpreter import run_interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mt_core.config.loading import load_config
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.kernels.choice import use_kernels
 from mt_core.nn.layout import initialize
 from mt_core.nn.model import Model
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
+from mt_core.specs import MODELS
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies
 
@@ -55,8 +56,8 @@ def built(keys: list[str], *overrides: str) -> Model:
     config = load_config(
         overrides=[*settings, "data.seq_length=8", "train.train_iters=1", *overrides], host=host
     ).config
-    environment = ModelEnvironment(config, ctx, host)
-    model = host.models.get(config.model.family).build.load()(config.model, environment)
+    environment = ModelBuildContext(config, ctx, host)
+    model = host[MODELS].get(config.model.family).build.load()(config.model, environment)
     initialize(model, 1, ctx)
     use_kernels(model.modules(), environment.kernels)
     return model

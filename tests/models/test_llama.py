@@ -8,6 +8,7 @@ from tests.models import decoder_reference as ref
 
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.specs import MODELS
 from mt_models.blocks.rotary import build_rotary
 from mt_models.hugging_face import load_reference
 
@@ -83,7 +84,7 @@ def test_frequencies_are_those_of_the_reference_to_the_last_bit(host, rope, head
     positions = torch.tensor([[0, 1, 7, 8191, 100_000]])
     theirs = LlamaRotaryEmbedding(external)
     cos, sin = theirs(torch.zeros(1), positions)
-    keys = host.models.get("llama").name_maps["hf"].load().read_config(external.to_dict())
+    keys = host[MODELS].get("llama").name_maps["hf"].load().read_config(external.to_dict())
     ours = build_rotary(config_from_dict({"model": keys}, host).model).angles(positions)
     half = head_dim // 2
     assert torch.equal(ours.cos[..., 0, :], cos[..., :half])

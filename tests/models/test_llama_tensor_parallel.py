@@ -11,11 +11,12 @@ from tests.models.decoder_reference import load, random_tokens
 from tests.models.plugin_host import host
 
 from mt_core.config.schema import Config
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.embedding import gather_logits
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
+from mt_core.specs import MODELS
 
 pytestmark = pytest.mark.dist
 
@@ -43,7 +44,7 @@ CASES = {
 
 def forward_backward(config, host, ctx: ParallelContext):
     """Logits over the whole vocabulary, and the model with gradients as the data-parallel step would see them."""
-    model = host.models.get(config.model.family).build.load()(config.model, ModelEnvironment(config, ctx, host))
+    model = host[MODELS].get(config.model.family).build.load()(config.model, ModelBuildContext(config, ctx, host))
     initialize(model, 1, ctx)
     logits = model(random_tokens(SHAPE["vocab_size"], 16))
     weights = torch.randn(2, 16, SHAPE["vocab_size"], generator=torch.Generator().manual_seed(4))

@@ -29,10 +29,11 @@ from mt_core.config.loading import load_config
 from mt_core.config.schema import InferenceConfig
 from mt_core.data.loader import collate
 from mt_core.errors import ConfigError, DataError, PluginError
+from mt_core.interfaces import SplitRequest
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.nn.loss import cross_entropy
 from mt_core.parallel.context import ParallelContext
-from mt_core.specs import SplitRequest
+from mt_core.specs import DATASETS, MODELS, TOKENIZERS
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.hugging_face import load_reference
@@ -281,11 +282,11 @@ def test_a_batch_without_images_has_gradients_of_zero_in_the_tower(host) -> None
 def test_the_recipe_trains_on_what_its_data_set_gives(host) -> None:
     """Its samples fit the model; untrained, it guesses among the ids of bytes."""
     config = load_config(EXAMPLES / "llava.toml", host=host).config
-    tokenizer = host.tokenizers.get("ByteLevelTokenizer").build.load()(config.tokenizer)
+    tokenizer = host[TOKENIZERS].get("ByteLevelTokenizer").build.load()(config.tokenizer)
     config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": tokenizer.vocab_size})})
     model = built(host, config).train()
     initialize(model, 1, ParallelContext())
-    data = host.datasets.get("captioned_shapes").build.load()(config.data, tokenizer, SplitRequest("train", 4, 56, 1))
+    data = host[DATASETS].get("captioned_shapes").build.load()(config.data, tokenizer, SplitRequest("train", 4, 56, 1))
     batch = {name: torch.from_numpy(array) for name, array in collate(data[i] for i in range(4)).items()}
     losses = cross_entropy(model(**{name: batch[name] for name in model.inputs if name in batch}), batch)
     loss = (losses * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
@@ -334,7 +335,7 @@ def test_presets_have_the_sizes_of_the_published_models(host) -> None:
             "num_key_value_heads": 40,
         },
     }  # fmt: skip
-    assert set(host.models.get("llava").presets.load()) == set(texts)
+    assert set(host[MODELS].get("llava").presets.load()) == set(texts)
     common = {"vocab_size": 32064, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "pad_token_id": 32001}
     for preset, shape in texts.items():
         # As the files of the published models are: what is Llama's default is left out.

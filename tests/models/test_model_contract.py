@@ -8,9 +8,10 @@ from tests.ckpt.convert_cases import MODELS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mt_core import specs
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import ConfigError
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.model import Generates, Model, as_generator, contract, is_pipelined
 from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.plugins import load_plugins
@@ -25,7 +26,7 @@ def host():
 def build(host, keys) -> nn.Module:
     config = config_from_dict({"model": keys}, host)
     ctx = ParallelContext(device=torch.device("meta"))
-    return host.models.get(config.model.family).build.load()(config.model, ModelEnvironment(config, ctx, host))
+    return host[specs.MODELS].get(config.model.family).build.load()(config.model, ModelBuildContext(config, ctx, host))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -12,7 +12,7 @@ from tests.models import test_stacked_experts as stacked
 from tests.models.moe_reference import published
 from tests.models.test_gpt_oss import gpt_oss, packed
 
-from mt_core.specs import ConvertOptions
+from mt_core.checkpoint_specs import ConvertOptions
 
 convert = pytest.importorskip("mt_ckpt.convert").convert
 pytest.importorskip("transformers")

@@ -8,6 +8,7 @@ from tests.models.published_configs import BAMBA_9B, PUBLISHED, PYTHIA_160M, SMO
 from mt_ckpt.hugging_face.family import family_named, read_config
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
+from mt_core.specs import MODELS
 
 WRITTEN_OTHERWISE = {"rope_scaling", "time_step_limit", "text_config", "vision_config", "hidden_act"}
 """Keys whose values have several spellings."""
@@ -41,7 +42,7 @@ def test_a_published_file_opens_and_survives_the_way_back(name, host) -> None:
 
 
 def test_every_family_of_hugging_face_has_a_published_file(host) -> None:
-    have = {spec.name for spec in host.models if "hf" in spec.name_maps}
+    have = {spec.name for spec in host[MODELS] if "hf" in spec.name_maps}
     heads = {name for name in have if name.endswith(("_classification", "_multiple_choice"))}
     assert {family for family, _ in PUBLISHED.values()} == have - heads
 

@@ -34,6 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError, DataError
+from mt_core.specs import MODELS
 from mt_models.hugging_face import load_reference, to_reference
 from mt_models.qwen_vl.config import flops_per_sample
 from mt_models.qwen_vl.hugging_face import HUGGING_FACE
@@ -217,7 +218,7 @@ SIZES = {
 
 @pytest.mark.slow
 def test_presets_have_the_sizes_of_the_published_models(host) -> None:
-    assert set(host.models.get("qwen_vl").presets.load()) == set(SIZES)
+    assert set(host[MODELS].get("qwen_vl").presets.load()) == set(SIZES)
     for preset, size in SIZES.items():
         config = load_config(preset=preset, overrides=["train.train_iters=1"], host=host).config
         assert canonical_size(host, config) == size, preset

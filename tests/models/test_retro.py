@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from mt_core.config.loading import load_config
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError, DataError
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
+from mt_core.specs import MODELS
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.retro.attention import attending_chunks, chunks, from_attending_chunks
@@ -295,7 +296,7 @@ def test_a_model_that_nothing_checked_names_the_layers_that_are_missing(host) ->
     config = load_config(overrides=[*base, *DATA, *keys], host=host).config
     model = config.model.model_copy(update={"retro_cross_attention_layers": None})
     with pytest.raises(ConfigError, match="model.num_layers=4 has no 6th layer"):
-        host.models.get("retro").build.load()(model, ModelEnvironment(config, ParallelContext(), host))
+        host[MODELS].get("retro").build.load()(model, ModelBuildContext(config, ParallelContext(), host))
 
 
 # -- generation ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 
@@ -35,7 +35,7 @@ CASES = {
 def loss_and_gradients(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Module]:
     """The model after backward; its partial gradients are summed."""
     config = load_config(overrides=[*BASE, *CASES[case]], host=host()).config
-    model = host().models.get("retro").build.load()(config.model, ModelEnvironment(config, ctx, host()))
+    model = host().models.get("retro").build.load()(config.model, ModelBuildContext(config, ctx, host()))
     initialize(model, 5, ctx)
     batch = samples()
     labels = {"labels": batch["tokens"].roll(-1, 1)}

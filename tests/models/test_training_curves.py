@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mt_core.config.loading import load_config
+from mt_core.specs import MODELS
 from mt_core.train import Callback, Trainer
 from mt_models.hugging_face import to_reference
 
@@ -67,7 +68,7 @@ class Losses(Callback):
 
 def reference_of(trainer: Trainer, name: str, host) -> nn.Module:
     """The class of transformers, from what our maps write: configuration and weights."""
-    family = host.models.get(trainer.config.model.family).name_maps["hf"].load()
+    family = host[MODELS].get(trainer.config.model.family).name_maps["hf"].load()
     kind = getattr(transformers, name)
     external = family.write_config(trainer.config.model)
     reference = kind(kind.config_class(**{key: external[key] for key in external if key != "model_type"}))

@@ -25,9 +25,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from mt_core.config.loading import load_config
 from mt_core.data.loader import collate
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.interfaces import SplitRequest
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
-from mt_core.specs import SplitRequest
+from mt_core.specs import DATASETS, MODELS
 from mt_models.heads.model import classification_loss
 from mt_models.hugging_face import load_reference
 from mt_models.vision.config import flops_per_image
@@ -174,7 +175,7 @@ def test_the_recipe_trains_on_what_its_data_set_gives(host) -> None:
     config = load_config(EXAMPLES / "vision.toml", host=host).config
     model = built(host, config).train()
     initialize(model, 1, ParallelContext())
-    data = host.datasets.get("shapes").build.load()(config.data, None, SplitRequest("train", 8, 1, 1))
+    data = host[DATASETS].get("shapes").build.load()(config.data, None, SplitRequest("train", 8, 1, 1))
     batch = {name: torch.from_numpy(array) for name, array in collate(data[i] for i in range(8)).items()}
     loss = classification_loss(model(batch["images"]), batch).mean()
     assert loss.item() == pytest.approx(math.log(6), abs=0.2)
@@ -202,7 +203,7 @@ PUBLISHED = {
 
 @pytest.mark.slow
 def test_presets_have_the_sizes_of_the_published_models(host) -> None:
-    assert set(host.models.get("vision").presets.load()) == set(PUBLISHED)
+    assert set(host[MODELS].get("vision").presets.load()) == set(PUBLISHED)
     for preset, (kind, shape) in PUBLISHED.items():
         external = getattr(transformers, f"{kind}VisionConfig")(**shape)
         with torch.device("meta"):

@@ -12,9 +12,9 @@ from tests.models.plugin_host import host
 from tests.models.vision_reference import config_from, random_images
 from torch import Tensor, nn
 
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.context_parallel.zigzag import shard_sequence, unshard_sequence
 from mt_core.nn.embedding import gather_logits
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
@@ -75,7 +75,7 @@ def forward_backward(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Module
     """The output, and the model with gradients as the data-parallel step would see them."""
     sections = {"train": {"loss": "classification"}} if case == "classes" else {}
     config = config_from(host(), CASES[case], data={"seq_length": 16}, **sections)
-    model = host().models.get(config.model.family).build.load()(config.model, ModelEnvironment(config, ctx, host()))
+    model = host().models.get(config.model.family).build.load()(config.model, ModelBuildContext(config, ctx, host()))
     initialize(model, 1, ctx)
     out = output(model, case, ctx)
     if case in OF_TEXTS:

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CHECKPOINT_SAVERS, ConvertOptions
 from mt_core.config.loading import load_config
 from mt_core.nn.layout import parameter_layouts
 from mt_core.plugins import load_plugins
-from mt_core.specs import ConvertOptions
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 
@@ -85,10 +85,10 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folder of Megatron's -> the same checkpoint in mt's format."""
     host, found = load_plugins(), {}
     for folder in FOLDERS:
-        (loader,) = [spec for spec in host.checkpoint_loaders if spec.detect.load()(golden() / folder)]
+        (loader,) = [spec for spec in host[CHECKPOINT_LOADERS] if spec.detect.load()(golden() / folder)]
         reader = loader.open.load()(golden() / folder, host, PADDED)
         found[folder] = tmp_path_factory.mktemp("mt") / folder
-        host.checkpoint_savers.get("mt").convert.load()(found[folder], reader, ConvertOptions(), host)
+        host[CHECKPOINT_SAVERS].get("mt").convert.load()(found[folder], reader, ConvertOptions(), host)
     return found
 
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mt_core import specs
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
@@ -55,8 +56,10 @@ def host():
 
 def build(host, section):
     config = config_from_dict({"model": dict(section)}, host)
-    model = host.models.get(config.model.family).build.load()(
-        config.model, ModelEnvironment(config, ParallelContext(), host)
+    model = (
+        host[specs.MODELS]
+        .get(config.model.family)
+        .build.load()(config.model, ModelBuildContext(config, ParallelContext(), host))
     )
     return model.eval()
 

@@ -12,8 +12,8 @@ from tests.peer.cases import CASES, EXPERT, INTERLEAVED, ONE_RANK, PIPELINE, TEN
 from tests.peer.megatron import Answer, Megatron
 from tests.peer.our_outputs import SEQUENCE, inputs_of, logits_of, token_losses
 
+from mt_core.checkpoint_specs import CHECKPOINT_SAVERS, ConvertOptions
 from mt_core.plugins import PluginHost
-from mt_core.specs import ConvertOptions
 
 FORMATS = {"megatron": "torch", "megatron-dist": "torch_dist"}
 SAVERS = list(FORMATS)
@@ -32,7 +32,7 @@ def ask(
     double: bool = False,
 ) -> Answer:
     options = ConvertOptions(**{f"target_{name}": size for name, size in layout.options.items()})
-    host.checkpoint_savers.get(saver).convert.load()(path, source, options, host)
+    host[CHECKPOINT_SAVERS].get(saver).convert.load()(path, source, options, host)
     return megatron.ask(
         case.family,
         world_size=layout.world_size,
@@ -125,7 +125,7 @@ def test_no_padding_no_excess(megatron: Megatron, host: PluginHost, tmp_path: Pa
     """Without a norm with a bias only that makes the loss the same."""
     source = ScaledWeights({**CASES["llama"].model, "vocab_size": 128}, host)
     inputs = inputs_of("llama", 128)
-    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path / "run", source, ConvertOptions(), host)
+    host[CHECKPOINT_SAVERS].get("megatron-dist").convert.load()(tmp_path / "run", source, ConvertOptions(), host)
     answer = megatron.ask("gpt", load=tmp_path / "run", arguments=[f"--seq-length={SEQUENCE}"], inputs=inputs)
     expected = token_losses(logits_of(source, inputs, host), inputs["labels"])
     torch.testing.assert_close(answer.token_losses.double(), expected, rtol=0, atol=LOSS)

@@ -13,8 +13,8 @@ from tests.peer.our_outputs import SEQUENCE, inputs_of, logits_of, token_losses
 
 from mt_ckpt.convert import convert
 from mt_ckpt.native.read import open_checkpoint
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.plugins import PluginHost
-from mt_core.specs import ConvertOptions
 
 VOCAB = 101
 SHAPE = [

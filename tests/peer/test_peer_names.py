@@ -14,8 +14,8 @@ from tests.peer.our_outputs import inputs_of, logits_of
 
 from mt_ckpt.megatron_dist.reader import open_checkpoint as open_torch_dist
 from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.checkpoint_specs import CHECKPOINT_SAVERS, ConvertOptions
 from mt_core.plugins import PluginHost
-from mt_core.specs import ConvertOptions
 
 VOCAB = 101
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCAB, "ffn_hidden_size": 48}
@@ -86,7 +86,7 @@ SAVERS = {"torch": "megatron", "torch_dist": "megatron-dist"}
 
 
 def convert(source: Any, path: Path, load_format: str, host: PluginHost, **options: Any) -> None:
-    host.checkpoint_savers.get(SAVERS[load_format]).convert.load()(path, source, ConvertOptions(**options), host)
+    host[CHECKPOINT_SAVERS].get(SAVERS[load_format]).convert.load()(path, source, ConvertOptions(**options), host)
 
 
 @pytest.mark.parametrize("load_format", SAVERS)

@@ -19,8 +19,8 @@ from tests.retrieval.corpus import PASSAGES, TRAINED, World
 from mt_core.config.loading import load_config
 from mt_core.data.building import counts_tokens
 from mt_core.errors import ConfigError, DataError, TrainingError
+from mt_core.interfaces import SplitRequest
 from mt_core.plugins import load_plugins
-from mt_core.specs import SplitRequest
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 from mt_data.tokenizers.bert_wordpiece import BertWordPieceConfig, build_bert_wordpiece

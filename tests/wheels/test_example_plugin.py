@@ -11,6 +11,8 @@ import pytest
 import torch
 from tests.infer.decoding import cached_logits
 
+from mt_core.specs import CALLBACKS
+
 SOURCE = Path(__file__).parents[2] / "examples" / "mt-plugin-example" / "src"
 KERNEL = 4
 
@@ -81,7 +83,7 @@ def test_every_parameter_has_a_layout(model) -> None:
 
 
 def test_a_resumed_run_writes_no_line_twice(host, tmp_path: Path) -> None:
-    callback = host.callbacks.get("loss_csv").build.load()
+    callback = host[CALLBACKS].get("loss_csv").build.load()
 
     def train(first: int, last: int) -> None:
         directory = SimpleNamespace(path=tmp_path)

@@ -15,9 +15,9 @@ from mt_ckpt.megatron.families.choice import model_section
 from mt_ckpt.megatron.reader import open_checkpoint
 from mt_ckpt.megatron.run_arguments import run_sections
 from mt_ckpt.megatron.target import plan
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import ConfigError
-from mt_core.specs import ConvertOptions
 
 NAMES = (Path(__file__).parent / "argument_names.txt").read_text().split()
 """The attributes of the Namespace of Megatron-Core 0.19.2, and options that versions around it have."""

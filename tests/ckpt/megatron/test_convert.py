@@ -12,6 +12,7 @@ from tests.covering import covering
 
 from mt_ckpt.convert import convert
 from mt_core.checkpoint_lookup import open_with
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 
@@ -27,7 +28,7 @@ def test_from_our_format_and_back_verified(name, tmp_path, host) -> None:
     assert there.num_tensors == len(source.tensors)
     back = convert(tmp_path / name, tmp_path / "back", saver="mt", verify=True, host=host)
     assert back.num_parameters == there.num_parameters
-    assert_same_tensors(open_with(host.checkpoint_loaders.get("mt"), tmp_path / "back", host), source)
+    assert_same_tensors(open_with(host[CHECKPOINT_LOADERS].get("mt"), tmp_path / "back", host), source)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -37,7 +38,7 @@ def test_from_hugging_face_and_back(name, tmp_path, host) -> None:
     through("hf", source, options(), tmp_path / "hf", host)
     convert(tmp_path / "hf", tmp_path / name, saver=name, options=options(2, 2), host=host)
     convert(tmp_path / name, tmp_path / "again", saver="hf", host=host)
-    assert_same_tensors(open_with(host.checkpoint_loaders.get("hf"), tmp_path / "again", host), source)
+    assert_same_tensors(open_with(host[CHECKPOINT_LOADERS].get("hf"), tmp_path / "again", host), source)
 
 
 FAMILIES = (*MOE_MODELS, "llama_yarn", "qwen2_windows", "latent_dense", "mamba", "hybrid")
@@ -52,7 +53,7 @@ def test_the_arguments_compute_what_the_configuration_does(model, name, tmp_path
         source.tensors[key] = tensor * 0.1
     through("mt", source, options(), tmp_path / "mt", host)
     convert(tmp_path / "mt", tmp_path / name, saver=name, options=options(), verify=True, host=host)
-    assert_same_tensors(open_with(host.checkpoint_loaders.get(name), tmp_path / name, host), source)
+    assert_same_tensors(open_with(host[CHECKPOINT_LOADERS].get(name), tmp_path / name, host), source)
 
 
 def test_what_a_dry_run_finds(tmp_path, host) -> None:

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from mt_ckpt.megatron_dist.reader import open_checkpoint
 from mt_ckpt.megatron_dist.save import convert_checkpoint
 from mt_core import checkpoint_lookup
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import CheckpointError
-from mt_core.specs import ConvertOptions
 
 
 def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

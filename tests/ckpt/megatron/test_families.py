@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mt_ckpt.megatron.reader import open_checkpoint
 from mt_core import checkpoint_lookup
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CHECKPOINT_SAVERS, ConvertOptions
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.specs import ConvertOptions
 
 HIDDEN, HEADS, VOCAB = 16, 4, 40
 INNER, SHARED, MAMBA_HEADS = 24, 8, 6
@@ -231,7 +231,7 @@ def test_what_is_written_of_a_hybrid_has_these_keys(tmp_path, host) -> None:
     _, stored = distributed_hybrid()
     save_distributed(tmp_path / "a", stored, arguments(**HYBRID_ARGS))
     source = checkpoint_lookup.open_checkpoint(tmp_path / "a", host)
-    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path / "b", source, ConvertOptions(), host)
+    host[CHECKPOINT_SAVERS].get("megatron-dist").convert.load()(tmp_path / "b", source, ConvertOptions(), host)
     listing = dcp.FileSystemReader(tmp_path / "b/iter_0000005").read_metadata().state_dict_metadata
     written = {key: torch.empty(entry.size) for key, entry in listing.items() if hasattr(entry, "size")}
     assert written.keys() == stored.keys()
@@ -248,7 +248,7 @@ def test_ranks_of_a_written_hybrid_hold_these_slices(version, rename, tmp_path, 
     options = ConvertOptions(
         target_tensor_parallel_size=2, make_vocab_size_divisible_by=4, target_megatron_version=version
     )
-    host.checkpoint_savers.get("megatron").convert.load()(tmp_path / "b", source, options, host)
+    host[CHECKPOINT_SAVERS].get("megatron").convert.load()(tmp_path / "b", source, options, host)
     for rank in range(2):
         held = hybrid_of_rank(whole, packed, rank)
         expected = {rename(name): tensor for name, tensor in held.items() if tensor is not None}
@@ -377,7 +377,7 @@ def test_ranks_of_written_latent_attention_hold_these_slices(impl, rename, cut_d
     options = ConvertOptions(
         target_tensor_parallel_size=2, target_pipeline_parallel_size=2, make_vocab_size_divisible_by=4
     )
-    host.checkpoint_savers.get("megatron").convert.load()(tmp_path / "b", source, options, host)
+    host[CHECKPOINT_SAVERS].get("megatron").convert.load()(tmp_path / "b", source, options, host)
     for stage, parameters in enumerate(latent_stages(tensors)):
         for rank in range(2):
             found = written_model(tmp_path / "b" / f"iter_0000005/mp_rank_{rank:02d}_{stage:03d}")
@@ -417,7 +417,7 @@ def test_experts_under_predicted_layers_in_a_distributed_checkpoint(tmp_path, ho
     """Layers of two kinds: numbers stand in the keys, experts are stacked within each. The layer of a depth keeps the
     name that it had before it was called mtp_model_layer in the modules."""
     source = RandomCheckpoint(MODELS["deepseek_v3"], host)
-    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, ConvertOptions(), host)
+    host[CHECKPOINT_SAVERS].get("megatron-dist").convert.load()(tmp_path, source, ConvertOptions(), host)
     listing = dcp.FileSystemReader(tmp_path / "iter_0000007").read_metadata().state_dict_metadata
     shapes = {key: tuple(entry.size) for key, entry in listing.items() if hasattr(entry, "size")}
     layer = "mtp.layers.1.transformer_layer."
@@ -447,7 +447,7 @@ def test_a_model_of_images_and_text_is_refused_with_the_reason(tmp_path, host) -
         with pytest.raises(
             ConfigError, match=r"has vision_model\..*, of a model with an image tower, .* in sizes that"
         ):
-            checkpoint_lookup.open_with(host.checkpoint_loaders.get(name), tmp_path / name, host)
+            checkpoint_lookup.open_with(host[CHECKPOINT_LOADERS].get(name), tmp_path / name, host)
 
 
 @pytest.mark.parametrize("name", ["apply_layernorm_1p", "layernorm_zero_centered_gamma"])

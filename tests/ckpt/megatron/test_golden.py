@@ -18,12 +18,12 @@ from tests.covering import covering
 from mt_ckpt.model import build_model
 from mt_ckpt.pickles.torch_file import open_torch_file
 from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CHECKPOINT_SAVERS, CheckpointReader, ConvertOptions
 from mt_core.config.loading import config_from_dict
 from mt_core.nn.layout import parameter_layouts
 from mt_core.nn.loss import cross_entropy
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
 from mt_core.train.checkpoint.state import load_parameters
 
 FOLDERS = {
@@ -40,7 +40,7 @@ CASES = [(model, folder) for model, folders in FOLDERS.items() for folder in fol
 
 def opened(path: Path, host, vocab_size: int | None = None):
     """By the loader that takes the path for its own."""
-    (spec,) = [spec for spec in host.checkpoint_loaders if spec.detect.load()(path)]
+    (spec,) = [spec for spec in host[CHECKPOINT_LOADERS] if spec.detect.load()(path)]
     return spec.open.load()(path, host, vocab_size)
 
 
@@ -149,7 +149,7 @@ def test_metadata_says_where_the_run_stood(golden, host) -> None:
 
 def converted(path: Path, saver: str, reader, host, **options) -> Path:
     shutil.rmtree(path, ignore_errors=True)
-    host.checkpoint_savers.get(saver).convert.load()(path, reader, ConvertOptions(**options), host)
+    host[CHECKPOINT_SAVERS].get(saver).convert.load()(path, reader, ConvertOptions(**options), host)
     return path
 
 

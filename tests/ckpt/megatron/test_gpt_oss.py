@@ -20,9 +20,9 @@ from mt_ckpt.megatron.arguments import Arguments
 from mt_ckpt.megatron.families.shared import windows_of, yarn_section
 from mt_ckpt.megatron.reader import open_checkpoint
 from mt_core.checkpoint_lookup import open_with
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CHECKPOINT_SAVERS, ConvertOptions
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.specs import ConvertOptions
 from mt_models.blocks.rotary import build_rotary
 
 HIDDEN, HEADS, GROUPS, SIZE, VOCAB, EXPERTS, INNER = 16, 4, 2, 6, 40, 2, 8
@@ -145,7 +145,7 @@ def test_ranks_that_are_written_hold_these_slices_in_this_order(tmp_path, host) 
     asked = ConvertOptions(
         target_tensor_parallel_size=2, target_expert_tensor_parallel_size=1, make_vocab_size_divisible_by=4
     )
-    host.checkpoint_savers.get("megatron").convert.load()(tmp_path / "b", source, asked, host)
+    host[CHECKPOINT_SAVERS].get("megatron").convert.load()(tmp_path / "b", source, asked, host)
     for rank in range(2):
         expected, found = of_rank(tensors, rank), written_model(tmp_path / f"b/iter_0000005/mp_rank_{rank:02d}")
         assert list(found) == list(expected)
@@ -195,7 +195,7 @@ def test_from_hugging_face_and_back_verified(name, tmp_path, host) -> None:
     through("hf", source, options(), tmp_path / "hf", host)
     convert(tmp_path / "hf", tmp_path / name, saver=name, options=options(2, 2, ep=2), verify=True, host=host)
     convert(tmp_path / name, tmp_path / "again", saver="hf", verify=True, host=host)
-    assert_same_tensors(open_with(host.checkpoint_loaders.get("hf"), tmp_path / "again", host), source)
+    assert_same_tensors(open_with(host[CHECKPOINT_LOADERS].get("hf"), tmp_path / "again", host), source)
 
 
 # -- windows -----------------------------------------------------------------------------------------

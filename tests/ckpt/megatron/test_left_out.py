@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from mt_ckpt.commands.convert import convert as command
 from mt_ckpt.convert import convert
 from mt_core.checkpoint_lookup import open_checkpoint, open_with
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS
 from mt_core.config.loading import load_config
 from mt_core.train import Trainer
 from mt_core.train.checkpoint.run_directory import RunDirectory
@@ -87,7 +88,7 @@ def test_histories_of_fp8_are_left_out_and_listed(saver, fp8_run, tmp_path, host
     report = convert(fp8_run, tmp_path / saver, saver=saver, verify=True, host=host)
     assert histories <= set(report.left_out)
     assert report.verification is not None
-    written = open_with(host.checkpoint_loaders.get(saver), tmp_path / saver, host)
+    written = open_with(host[CHECKPOINT_LOADERS].get(saver), tmp_path / saver, host)
     model = {name for name in source.shapes() if name.startswith("model.")}
     assert {name for name in written.shapes() if name.startswith("model.")} == model - histories
     for name in model - histories:
@@ -104,4 +105,4 @@ def test_a_checkpoint_without_histories_is_read_as_it_is(tmp_path, host) -> None
     source = RandomCheckpoint(LLAMA, host)
     through("mt", source, options(), tmp_path / "mt", host)
     assert convert(tmp_path / "mt", tmp_path / "b", saver="megatron", host=host).left_out == ()
-    assert_same_tensors(open_with(host.checkpoint_loaders.get("megatron"), tmp_path / "b", host), source)
+    assert_same_tensors(open_with(host[CHECKPOINT_LOADERS].get("megatron"), tmp_path / "b", host), source)

@@ -21,6 +21,7 @@ from tests.ckpt.megatron.test_rank_files import assert_is
 
 from mt_ckpt.megatron_legacy.reader import open_checkpoint, to_grouped
 from mt_core import checkpoint_lookup
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS
 from mt_core.errors import CheckpointError, ConfigError
 
 OLDEST = {
@@ -304,4 +305,4 @@ def test_files_are_named_by_what_is_in_them(tmp_path: Path, host) -> None:
     model = old_model(gpt(), 3.0, HEADS, stack="encoder", parts=NEWEST, final="final_norm")
     save_rank(tmp_path / "old", "mp_rank_00", {"args": arguments(), "model": model})
     for folder, expected in (("new", "megatron"), ("old", "megatron-legacy")):
-        assert [s.name for s in host.checkpoint_loaders if s.detect.load()(tmp_path / folder)] == [expected]
+        assert [s.name for s in host[CHECKPOINT_LOADERS] if s.detect.load()(tmp_path / folder)] == [expected]

@@ -28,9 +28,9 @@ from mt_ckpt.megatron_dist.flat_plan import FULLY_RESHARDABLE
 from mt_ckpt.megatron_dist.index import read_common, read_index
 from mt_ckpt.pickles.torch_file import open_torch_file
 from mt_core import checkpoint_lookup
+from mt_core.checkpoint_specs import CHECKPOINT_SAVERS, ConvertOptions
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import ConvertOptions
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "vocab_size": 101}
 LLAMA = {**SHAPE, "family": "llama", "num_query_groups": 2}
@@ -207,7 +207,7 @@ def test_rotary_models_say_what_a_run_says_unless_it_said_otherwise(host) -> Non
 def test_what_is_written_for_a_version_is_read(saver, model, version, implementation, tmp_path, host) -> None:
     source = source_of(model, host)
     options = ConvertOptions(target_megatron_version=version, target_transformer_impl=implementation)
-    host.checkpoint_savers.get(saver).convert.load()(tmp_path, source, options, host)
+    host[CHECKPOINT_SAVERS].get(saver).convert.load()(tmp_path, source, options, host)
     assert_same_tensors(checkpoint_lookup.open_checkpoint(tmp_path, host), source)
     files = {file.name for file in tmp_path.rglob("*")}
     assert ("common.pt" in files) == (saver == "megatron-dist" and version != "0.19")
@@ -226,7 +226,7 @@ def test_flat_buckets_of_the_optimizer_are_read_again(model, sizes, tmp_path, ho
     small = {**MODELS["mamba"], **MIXER, "hidden_size": 32}
     source = RandomCheckpoint(small if model == "mamba_small" else MODELS[model], host, optimizer=True)
     options = ConvertOptions(target_optimizer_format="dp_reshardable", **sizes)
-    spec = host.checkpoint_savers.get("megatron-dist")
+    spec = host[CHECKPOINT_SAVERS].get("megatron-dist")
     spec.convert.load()(tmp_path, source, options, host)
     assert_same_tensors(checkpoint_lookup.open_checkpoint(tmp_path, host), source)
     # The buckets' lengths are objects, which have no shape.
@@ -246,7 +246,7 @@ def test_flat_buckets_of_the_optimizer_are_read_again(model, sizes, tmp_path, ho
 def test_options_that_a_format_cannot_express_are_refused(saver, options, words, tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS["gpt"], host, optimizer=True)
     with pytest.raises(ConfigError, match=words):
-        host.checkpoint_savers.get(saver).convert.load()(tmp_path, source, ConvertOptions(**options), host)
+        host[CHECKPOINT_SAVERS].get(saver).convert.load()(tmp_path, source, ConvertOptions(**options), host)
 
 
 def test_a_mixer_of_several_ranks_before_its_sections_were_apart(host) -> None:
@@ -264,7 +264,7 @@ def test_the_optimizer_is_that_of_the_run(distributed: bool, dtype: torch.dtype,
     source = RandomCheckpoint(MODELS["mixtral"], host, dtype=dtype, optimizer=True)
     source.metadata["config"]["parallel"] = {"use_distributed_optimizer": distributed}
     options = ConvertOptions(target_expert_parallel_size=2)
-    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)
+    host[CHECKPOINT_SAVERS].get("megatron-dist").convert.load()(tmp_path, source, options, host)
     assert_same_tensors(checkpoint_lookup.open_checkpoint(tmp_path, host), source)
     index = read_index(tmp_path / "iter_0000007")
     common = read_common(index)
@@ -297,7 +297,7 @@ def test_flat_buckets_of_experts_are_read_again(model, ranks, implementation, tm
     options = ConvertOptions(
         target_optimizer_format="dp_reshardable", target_transformer_impl=implementation, **EXPERT_RANKS[ranks]
     )
-    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)
+    host[CHECKPOINT_SAVERS].get("megatron-dist").convert.load()(tmp_path, source, options, host)
     read = checkpoint_lookup.open_checkpoint(tmp_path, host)
     assert "optimizer_left_out" not in read.metadata["megatron"]
     assert_same_tensors(read, source)
@@ -308,7 +308,7 @@ def test_flat_buckets_of_experts_are_read_again(model, ranks, implementation, tm
 def test_an_expert_rank_has_its_experts_one_by_one(tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS["mixtral"], host, optimizer=True)
     options = ConvertOptions(target_optimizer_format="dp_reshardable", target_expert_parallel_size=2)
-    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)
+    host[CHECKPOINT_SAVERS].get("megatron-dist").convert.load()(tmp_path, source, options, host)
     stored = read_index(tmp_path / "iter_0000007").tensors
     for rank in (0, 1):
         own = {
@@ -329,7 +329,7 @@ def test_an_expert_rank_has_its_experts_one_by_one(tmp_path, host) -> None:
 def test_an_optimizer_is_left_out_where_that_is_requested(tmp_path, host) -> None:
     source = RandomCheckpoint(MODELS["gpt"], host, optimizer=True)
     options = ConvertOptions(target_optimizer_format="none", target_megatron_version="0.12")
-    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path, source, options, host)
+    host[CHECKPOINT_SAVERS].get("megatron-dist").convert.load()(tmp_path, source, options, host)
     expected = RandomCheckpoint(MODELS["gpt"], host, optimizer=True)
     for name in [name for name in expected.tensors if name.startswith("optimizer.")]:
         del expected.tensors[name]

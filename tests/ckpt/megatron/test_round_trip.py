@@ -22,9 +22,9 @@ from tests.covering import covering
 
 from mt_ckpt.megatron.folder import detect, detect_legacy
 from mt_core.checkpoint_lookup import open_with
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CHECKPOINT_SAVERS, ConvertOptions
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.specs import ConvertOptions
 
 NEVER_OLD = (*MOE_MODELS, "latent_dense", "mamba", "hybrid", "t5", "qwen3", "bert_no_heads")
 """Models that Megatron had only after its names changed, or that the old names do not tell apart."""
@@ -43,8 +43,8 @@ def options(tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, **more) -> Conv
 
 def through(name: str, source, asked: ConvertOptions, path: Path, host):
     """Written in the format `name` and opened again."""
-    host.checkpoint_savers.get(name).convert.load()(path, source, asked, host)
-    return open_with(host.checkpoint_loaders.get(name), path, host)
+    host[CHECKPOINT_SAVERS].get(name).convert.load()(path, source, asked, host)
+    return open_with(host[CHECKPOINT_LOADERS].get(name), path, host)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def attacks(path: Path) -> dict[str, object]:
         "runpy._run_code": Reduces(__import__("runpy")._run_code, (touch(path), {})),
         "numpy.load": Reduces(np.load, (str(path),)),
         "importlib.import_module": Reduces(__import__("importlib").import_module, ("os",)),
-        "mt_core.specs.Lazy": __import__("mt_core.specs").specs.Lazy("os:system"),
+        "mt_core.kinds.Lazy": __import__("mt_core.specs").specs.Lazy("os:system"),
     }
 
 

@@ -15,9 +15,9 @@ from tests.ckpt.megatron.test_megatron_versions import MODELS, source_of
 from tests.ckpt.megatron.test_round_trip import through
 
 from mt_ckpt.convert import convert
+from mt_core.checkpoint_specs import CHECKPOINT_SAVERS, ConvertOptions
 from mt_core.errors import CheckpointError
 from mt_core.plugins import PluginHost
-from mt_core.specs import ConvertOptions
 
 
 def asked(version: str, implementation: Any = "transformer_engine", **more: Any) -> ConvertOptions:
@@ -69,7 +69,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_names_that_mt_reads_and_the_version_does_not(name: str, host: PluginHost, tmp_path: Path) -> None:
     saver, model, written, wanted, words = WRONG[name]
-    spec = host.checkpoint_savers.get(saver)
+    spec = host[CHECKPOINT_SAVERS].get(saver)
     spec.convert.load()(tmp_path / "out", source_of(model, host), written, host)
     check = spec.require_strict_names.load()
     assert check(tmp_path / "out", source_of(model, host), written, host).number > 10
@@ -93,14 +93,14 @@ def test_every_rank_has_what_its_part_of_the_model_requires(name: str, host: Plu
     model, sizes = LAYOUTS[name]
     keys = {**MODELS["llama"], "num_layers": 4} if model == "llama_of_four" else MODELS[model]
     source, options = RandomCheckpoint(keys, host), ConvertOptions(**sizes)
-    spec = host.checkpoint_savers.get("megatron")
+    spec = host[CHECKPOINT_SAVERS].get("megatron")
     spec.convert.load()(tmp_path / "out", source, options, host)
     assert spec.require_strict_names.load()(tmp_path / "out", source, options, host).number > 10
 
 
 def test_a_stage_in_the_place_of_another_is_named(host: PluginHost, tmp_path: Path) -> None:
     options = ConvertOptions(target_pipeline_parallel_size=2)
-    spec = host.checkpoint_savers.get("megatron")
+    spec = host[CHECKPOINT_SAVERS].get("megatron")
     spec.convert.load()(tmp_path, source_of("llama", host), options, host)
     first, second = sorted(tmp_path.rglob("*.pt"))
     first.write_bytes(second.read_bytes())
@@ -113,7 +113,7 @@ def test_verify_of_a_conversion_refuses_them(saver: str, host: PluginHost, tmp_p
     """A saver that ignores the version: its own loader reads the result, Megatron would not. Megatron's names of the
     formats mean the same."""
     through("mt", source_of("hybrid", host), ConvertOptions(), tmp_path / "mt", host)
-    spec = host.checkpoint_savers.get(saver)
+    spec = host[CHECKPOINT_SAVERS].get(saver)
     good = convert(tmp_path / "mt", tmp_path / "good", saver=saver, options=asked("0.14"), verify=True, host=host)
     assert good.verification.strict_names.reader == "Megatron-Core 0.14 with --transformer-impl transformer_engine"
     assert good.verification.loss.num_padding_rows == 27

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from mt_ckpt.convert import convert
 from mt_ckpt.megatron.reader import open_checkpoint
 from mt_ckpt.native.read import open_checkpoint as open_native
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CHECKPOINT_SAVERS, CheckpointReader, ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
 
 TABLE, BIAS = "model.embedding.word_embeddings.weight", "model.output_layer.bias"
 UNTIED = {**GPT, "untie_embeddings_and_output_weights": True}
@@ -29,8 +29,8 @@ VOCAB, ROWS = GPT["vocab_size"], 128
 def through(
     source: CheckpointReader, path: Path, host: PluginHost, saver: str = "megatron", **options: Any
 ) -> CheckpointReader:
-    host.checkpoint_savers.get(saver).convert.load()(path, source, ConvertOptions(**options), host)
-    return host.checkpoint_loaders.get(saver).open.load()(path, host)
+    host[CHECKPOINT_SAVERS].get(saver).convert.load()(path, source, ConvertOptions(**options), host)
+    return host[CHECKPOINT_LOADERS].get(saver).open.load()(path, host)
 
 
 def layer_norm_outputs(source: CheckpointReader, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -155,7 +155,7 @@ def test_trained_rows_and_their_moments_are_kept(host: PluginHost, tmp_path: Pat
     convert(tmp_path / "first", tmp_path / "mt", saver="mt", host=host)
     torch.testing.assert_close(padding_of(open_native(tmp_path / "mt")), expected, rtol=0, atol=0)
     convert(tmp_path / "mt", tmp_path / "second", saver=saver, host=host)
-    second = host.checkpoint_loaders.get(saver).open.load()(tmp_path / "second", host)
+    second = host[CHECKPOINT_LOADERS].get(saver).open.load()(tmp_path / "second", host)
     torch.testing.assert_close(padding_of(second), expected, rtol=0, atol=0)
 
 
@@ -188,7 +188,7 @@ def test_the_number_of_ids_may_be_given(host: PluginHost, tmp_path: Path) -> Non
 @pytest.fixture
 def low_logits(host: PluginHost, tmp_path: Path) -> Path:
     source = ScaledWeights(GPT, host, logit_offset=-35.0)
-    host.checkpoint_savers.get("mt").convert.load()(tmp_path / "mt", source, ConvertOptions(), host)
+    host[CHECKPOINT_SAVERS].get("mt").convert.load()(tmp_path / "mt", source, ConvertOptions(), host)
     return tmp_path / "mt"
 
 

@@ -12,8 +12,9 @@ from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS
 from mt_core.config.sources import find_preset
 from mt_core.errors import ConfigError, MtError, PluginError
 from mt_core.hookspecs import hookimpl
+from mt_core.kinds import Lazy
 from mt_core.plugins import Plugin, PluginHost
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.specs import ModelSpec
 
 
 def refusal(host: PluginHost, *overrides: str, preset: str | None = "gpt-tiny", path: Path | None = None) -> str:

@@ -10,10 +10,10 @@ import pytest
 from tests.core.conftest import LITTLE_TEXT, TINY
 
 from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
+from mt_core.checkpoint_specs import CHECKPOINT_SAVERS, ConvertOptions
 from mt_core.config.loading import LoadedConfig, load_config, load_sections
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import ConvertOptions
 from mt_core.train import Trainer
 
 
@@ -138,7 +138,7 @@ def test_sections_alone_take_the_tokenizer(run: Path, host: PluginHost) -> None:
 
 def test_another_format_brings_its_own(run: Path, host: PluginHost, tmp_path: Path) -> None:
     reader = open_checkpoint(find_checkpoint(run), host)
-    convert = host.checkpoint_savers.get("hf").convert
+    convert = host[CHECKPOINT_SAVERS].get("hf").convert
     assert convert is not None
     convert.load()(tmp_path / "hf", reader, ConvertOptions(), host)
     loaded = load(tmp_path / "hf", host)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
+from mt_core.interfaces import AttentionRequest
 from mt_core.nn.attention import AttentionPattern, eager_attention, supports_eager, supports_sdpa
 from mt_core.nn.attention_backends import cudnn, flash, flex
 from mt_core.nn.attention_backends.flex import FlexAttention
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.plugins import load_plugins
-from mt_core.specs import AttentionRequest
 
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2]])
 PATTERNS = {
@@ -131,7 +131,7 @@ def capped_core(method: str):
     overrides = ["train.train_iters=1", f"parallel.cp_comm_type={method}", "data.seq_length=16"]
     config = load_config(preset="gpt-tiny", overrides=overrides, host=host).config
     ctx = ParallelContext(axes={"cp": Axis(2, 0, None, (0, 1))})
-    environment = ModelEnvironment(config, ctx, host)
+    environment = ModelBuildContext(config, ctx, host)
     return environment.attention("eager", num_heads=4, num_query_groups=2, head_dim=16, logit_softcap=30.0)
 
 

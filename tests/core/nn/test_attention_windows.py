@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from mt_core.interfaces import AttentionRequest
 from mt_core.nn.attention import AttentionPattern, build_eager, eager_attention, sdpa_attention, supports_sdpa
-from mt_core.specs import AttentionRequest
 
 BACKENDS = {"eager": eager_attention(), "sdpa": sdpa_attention}
 

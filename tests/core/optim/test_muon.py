@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, initialize, normal, parameter_layouts, zeros
-from mt_core.optim.base import OptimizerEnvironment
+from mt_core.optim.base import OptimizerBuildContext
 from mt_core.optim.configs import MuonConfig
 from mt_core.optim.master_weights import Fp32Weights
 from mt_core.optim.muon import Muon, Update, build_muon, orthogonalize, scale_factor
@@ -97,7 +97,7 @@ class Table(LayoutModule):
 
 def build(model: nn.Module, config: MuonConfig, weight_decay: float = 0.0):
     weights, layouts = Fp32Weights(model), parameter_layouts(model)
-    environment = OptimizerEnvironment(model, weights, layouts)
+    environment = OptimizerBuildContext(model, weights, layouts)
     groups = param_groups(weights.named_parameters(), weight_decay, environment.shapes)
     return build_muon(config, groups, environment)
 

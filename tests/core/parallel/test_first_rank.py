@@ -11,10 +11,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from mt_core.checkpoint_specs import Fragment
 from mt_core.errors import CheckpointError
 from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.parallel.first_rank import on_first_rank
-from mt_core.specs import Fragment
 from mt_core.tensor_slice import TensorSlice
 from mt_core.testing import run_ranks
 from mt_core.train.checkpoint import saving

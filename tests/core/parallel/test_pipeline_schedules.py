@@ -12,8 +12,11 @@ from mt_core.parallel.pipeline.schedule_tables import Action, Kind, forward_only
 from mt_core.parallel.pipeline.schedules import PipelineSchedule, configured_schedule, rank_actions
 from mt_core.parallel.pipeline.timeline import StageTimes, simulate
 from mt_core.plugins import load_plugins
+from mt_core.specs import PIPELINE_SCHEDULES
 
-SCHEDULES: dict[str, PipelineSchedule] = {spec.name: spec.schedule.load() for spec in load_plugins().pipeline_schedules}
+SCHEDULES: dict[str, PipelineSchedule] = {
+    spec.name: spec.schedule.load() for spec in load_plugins()[PIPELINE_SCHEDULES]
+}
 
 CASES = [
     ("gpipe", 1),

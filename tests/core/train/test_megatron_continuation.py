@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mt_ckpt.megatron_dist.reader import open_checkpoint
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.loading import load_config
-from mt_core.specs import CheckpointReader
 from mt_core.train import Callback, Trainer
 
 pytestmark = pytest.mark.skipif(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mt_core.checkpoint_specs import Fragment
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
-from mt_core.specs import Fragment
 from mt_core.tensor_slice import TensorSlice
 from mt_core.testing import run_ranks
 from mt_core.train.checkpoint.local_shards import whole_fragment

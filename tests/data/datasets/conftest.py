@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mt_core.specs import SpecialTokens
+from mt_core.interfaces import SpecialTokens
 from mt_data.indexed.writer import IndexedDatasetWriter
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mt_core.errors import DataError
-from mt_core.specs import SplitRequest
+from mt_core.interfaces import SplitRequest
 from mt_data.datasets import builtin
 from mt_data.datasets.builtin import BuiltinDataConfig, build_builtin
 from mt_data.datasets.mock import MockDataConfig, MockTokens, build_mock

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError
-from mt_core.specs import SplitRequest
+from mt_core.interfaces import SplitRequest
 from mt_data.datasets.fim import FIMDataConfig, FIMDataset, FIMRules, build_fim, rearrange_documents
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 

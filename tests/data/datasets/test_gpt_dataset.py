@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Dataset, SplitRequest
+from mt_core.interfaces import Dataset, SplitRequest
 from mt_data.datasets.gpt import GPTDataConfig, GPTDataset, build_gpt
 from mt_data.datasets.raw_text import RawTextOptions, tokenized
 from mt_data.preprocess.options import PreprocessOptions

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mt_core.specs import SplitRequest
+from mt_core.interfaces import SplitRequest
 from mt_data.datasets.blend import BlendedDataset
 from mt_data.datasets.config import BlendEntry
 from mt_data.datasets.gpt import GPTDataConfig, build_gpt

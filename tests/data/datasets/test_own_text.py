@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from mt_core.errors import DataError
-from mt_core.specs import SplitRequest
+from mt_core.interfaces import SplitRequest
 from mt_data.datasets.gpt import GPTDataConfig, build_gpt
 from mt_data.datasets.splits import parse_split, range_of_split
 from mt_data.indexed.reader import MemoryIndexedDataset

@@ -16,7 +16,7 @@ from tests.data.images.reference_processors import (
     idefics3_processor,
 )
 
-from mt_core.specs import SplitRequest
+from mt_core.interfaces import SplitRequest
 from mt_data.datasets.images.image_text import ImageTextDataConfig, build_image_text
 from mt_data.tokenizers.hugging_face import HuggingFaceConfig, build_hugging_face
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from mt_core.errors import DataError
+from mt_core.interfaces import SplitRequest
 from mt_core.plugins import load_plugins
-from mt_core.specs import SplitRequest
+from mt_core.specs import DATASETS, TOKENIZERS
 from mt_data.indexed import IndexedDataset, IndexedDatasetWriter, verify
 from mt_data.indexed.manifest import BLOCK_BYTES, BlockChecksummer, manifest_path
 
@@ -124,7 +125,7 @@ def test_the_fingerprint_is_of_the_index_that_was_read(prefix: str) -> None:
 
 def build(prefix: str, **keys: Any) -> Any:
     host = load_plugins()
-    spec, tokenizer = host.datasets.get("gpt"), host.tokenizers.get("NullTokenizer")
+    spec, tokenizer = host[DATASETS].get("gpt"), host[TOKENIZERS].get("NullTokenizer")
     config = spec.config_type.load()(data_path=[prefix], split="1,0,0", seq_length=512, **keys)
     null = tokenizer.build.load()(tokenizer.config_type.load()(vocab_size=60001))
     return spec.build.load()(config, null, SplitRequest("train", None, 512, 1))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mt_core.errors import ConfigError, DataError, PluginError
-from mt_core.specs import SpecialTokens
+from mt_core.interfaces import SpecialTokens
 from mt_data.preprocess.encoder import DocumentEncoder
 from mt_data.preprocess.options import PreprocessOptions
 from mt_data.preprocess.readers import MalformedRecord

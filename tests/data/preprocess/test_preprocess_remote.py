@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.corpora.running import RunOptions
 from mt_data.datasets.raw_text import RawTextOptions, is_raw_text, tokenized
 from mt_data.indexed import IndexedDataset

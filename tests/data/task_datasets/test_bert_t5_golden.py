@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mt_core.specs import Dataset, SplitRequest
+from mt_core.interfaces import Dataset, SplitRequest
 from mt_data.datasets.bert import BertDataConfig, build_bert
 from mt_data.datasets.t5 import T5DataConfig, build_t5
 from mt_data.tokenizers.bert_wordpiece import BertWordPieceConfig, build_bert_wordpiece

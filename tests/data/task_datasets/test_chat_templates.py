@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import SpecialTokens, Tokenizer
+from mt_core.interfaces import SpecialTokens, Tokenizer
 from mt_data.datasets.sft.answers import ConversationEncoder, answer_spans
 from mt_data.datasets.sft.chat_templates import BUILTIN_TEMPLATES, ChatTemplate, load_chat_template
 from mt_data.datasets.sft.conversations import Conversation

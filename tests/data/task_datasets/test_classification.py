@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import SplitRequest
+from mt_core.interfaces import SplitRequest
 from mt_data.datasets.multiple_choice import MultipleChoiceDataConfig, build_multiple_choice
 from mt_data.datasets.pair_encoding import PairRules, clean_text, encode_pair
 from mt_data.datasets.text_classification import (

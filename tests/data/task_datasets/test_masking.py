@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import SplitRequest
+from mt_core.interfaces import SplitRequest
 from mt_data.datasets.bert import BertDataConfig, build_bert, truncate_pair
 from mt_data.datasets.masking import MaskingRules, SpanMasker, masking_rules
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_core.errors import DataError
-from mt_core.specs import SplitRequest
+from mt_core.interfaces import SplitRequest
 from mt_data.datasets.sft.config import SFTDataConfig
 from mt_data.datasets.sft.dataset import SFTDataset, build_sft
 from mt_data.datasets.sft.packing import pack_best_fit

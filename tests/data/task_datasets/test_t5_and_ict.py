@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import SplitRequest
+from mt_core.interfaces import SplitRequest
 from mt_data.datasets.ict import ICTDataConfig, build_ict
 from mt_data.datasets.t5 import T5DataConfig, build_t5
 from mt_data.tokenizers.bert_wordpiece import BertWordPieceConfig, build_bert_wordpiece

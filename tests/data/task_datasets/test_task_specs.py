@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mt_core.specs import SplitRequest
+from mt_core.interfaces import SplitRequest
 from mt_data.datasets.glue_tasks import GLUE
 from mt_data.datasets.specs import TASK_DATASETS
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from mt_core.interfaces import HasTokenBytes
 from mt_core.plugins import load_plugins
-from mt_core.specs import HasTokenBytes
+from mt_core.specs import TOKENIZERS
 
 TEXTS = [
     '{"a": [1, 2.5, "b c"]}',
@@ -19,7 +20,7 @@ TEXTS = [
 
 
 def build(kind: str, **keys: Any) -> Any:
-    spec = load_plugins().tokenizers.get(kind)
+    spec = load_plugins()[TOKENIZERS].get(kind)
     return spec.build.load()(spec.config_type.load()(tokenizer_type=kind, **keys))
 
 

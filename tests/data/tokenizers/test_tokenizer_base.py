@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
+from mt_core.specs import TOKENIZERS
 from mt_data.tokenizers.base import BaseTokenizer, materialize
 from mt_data.tokenizers.byte_level import ByteLevelConfig, build_byte_level
 from mt_data.tokenizers.null import NullConfig, build_null
@@ -97,7 +98,7 @@ def test_every_registered_tokenizer_can_be_copied(
     every_section: dict[str, dict[str, Any]], tmp_path: Path, adversarial: list[str]
 ) -> None:
     """files() and the configuration are enough to build it again elsewhere: same fingerprint, same ids."""
-    registry = load_plugins().tokenizers
+    registry = load_plugins()[TOKENIZERS]
     ours = [name for name in registry.names() if registry.owners(name)[0].distribution == "mt-data"]
     assert set(ours) == set(every_section)
     fingerprints = set()

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
+from mt_core.specs import TOKENIZERS
 from mt_data.commands.train_tokenizer import train_tokenizer
 from mt_data.tokenizers.training import cut_long
 
@@ -61,7 +62,7 @@ def test_what_it_writes_can_be_used(
     printed = run(*options, "--output", str(out))
     section = tomllib.loads(printed[printed.index("[tokenizer]") : printed.index("next:")])["tokenizer"]
     assert section["tokenizer_type"] == tokenizer_type
-    spec = load_plugins().tokenizers.get(tokenizer_type)
+    spec = load_plugins()[TOKENIZERS].get(tokenizer_type)
     tokenizer = spec.build.load()(spec.config_type.load()(**section))
     assert tokenizer.vocab_size == 600
     assert "600 tokens" in printed

@@ -17,10 +17,10 @@ import torch
 
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
+from mt_core.interfaces import Tokenizer
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
-from mt_core.specs import Tokenizer
 from mt_core.train import build
 from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer

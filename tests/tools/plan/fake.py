@@ -9,8 +9,10 @@ import numpy as np
 
 from mt_core.config.schema import DataConfig
 from mt_core.hookspecs import hookimpl
+from mt_core.interfaces import SampleField, SplitRequest, Tokenizer
+from mt_core.kinds import Lazy
 from mt_core.plugins import ENTRY_POINT_GROUP, PluginHost, load_plugins
-from mt_core.specs import DatasetSpec, Lazy, SampleField, SplitRequest, Tokenizer
+from mt_core.specs import DatasetSpec
 
 SAMPLE = (
     SampleField("encoder_tokens", "int64", "[sequence_length]", ""),

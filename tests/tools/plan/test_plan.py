@@ -20,11 +20,12 @@ from mt_core._torch_compat import UncompiledDispatchMode
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
+from mt_core.interfaces import SampleField
 from mt_core.optim.muon import orthogonalize
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import whole
 from mt_core.plugins import load_plugins
-from mt_core.specs import SampleField
+from mt_core.specs import DATASETS
 from mt_tools.plan.activations import StageCost
 from mt_tools.plan.layout_search import QuickPlanner, search, weights_gib
 from mt_tools.plan.layouts import LayoutPlan, Planner
@@ -363,7 +364,7 @@ def test_a_quick_plan_does_not_multiply_what_the_loss_holds_whatever_the_samples
 
 def test_an_unknown_field_of_a_shape_is_refused() -> None:
     spec = replace(
-        load_plugins().datasets.get("mock"), sample=(SampleField("image", "float32", "[rows, columns]", ""),)
+        load_plugins()[DATASETS].get("mock"), sample=(SampleField("image", "float32", "[rows, columns]", ""),)
     )
     host = SimpleNamespace(datasets=SimpleNamespace(get=lambda name, key: spec))
     with pytest.raises(ConfigError, match=r'field image \[rows, columns\] of data.dataset_type=mock is.*number "rows"'):

@@ -17,6 +17,7 @@ from mt_core.config.schema import Config, LoggingConfig
 from mt_core.config.sections import build_sections
 from mt_core.errors import ConfigError, PluginError, Problems, did_you_mean
 from mt_core.plugins import PluginHost
+from mt_core.specs import CALLBACKS
 from mt_core.train import Engine, StepRecord
 from mt_core.train.reporting.step_metrics import StepMetrics
 from mt_core.train.step.optimizer_step import StepOutcome
@@ -154,7 +155,7 @@ def _build(kind: LoggerType, keys: Mapping[str, Any], host: PluginHost) -> tuple
     sections: dict[str, Any] = dict(build_sections(("logging",), {"logging": given}, host, Problems()))
     # Without validation of the whole: a tracker is chosen before there is a model.
     config = Config.model_construct(**sections)
-    tracker = host.callbacks.get(name, key="logging.trackers").build.load()(config)
+    tracker = host[CALLBACKS].get(name, key="logging.trackers").build.load()(config)
     return tracker, config.logging
 
 
@@ -235,7 +236,7 @@ class TrainingRecord:
 
 
 def _open(engine: Engine) -> MetricWriter:
-    tracker = engine.host.callbacks.get("tensorboard", key="MegatronLMPlugin(tensorboard_dir)").build.load()
+    tracker = engine.host[CALLBACKS].get("tensorboard", key="MegatronLMPlugin(tensorboard_dir)").build.load()
     run = TrackedRun(engine.config.logging, engine.config.to_dict(), None, engine.state.iteration, None)
     writer: MetricWriter = tracker(engine.config).open_writer(run)
     return writer

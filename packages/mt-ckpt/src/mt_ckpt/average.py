@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.errors import CheckpointError
-from mt_core.specs import CheckpointReader
 
 MODEL = "model."
 
 
 class Average:
-    """A `mt_core.specs.CheckpointReader` of the weights alone; metadata and files are those of the last checkpoint.
+    """A `CheckpointReader` of the weights alone; metadata and files are those of the last checkpoint.
 
     Sums are in fp32 (fp64 for fp64). What is no floating-point number has to be the same everywhere.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mt_core.specs import CheckpointReader
+from mt_core.checkpoint_specs import CheckpointReader
 
 BLOCK = 1 << 22
 

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader
+from mt_core.specs import MODELS
 
 BACKEND = "attention_backend"
 
@@ -38,8 +39,8 @@ def build_model(config: Config, host: PluginHost, device: str = "cpu") -> nn.Mod
     changes: dict[str, Any] = {BACKEND: "eager"} if BACKEND in type(config.model).model_fields else {}
     chosen = config.model_copy(update={"model": config.model.model_copy(update=changes)})
     ctx = ParallelContext(device=torch.device(device))
-    spec = host.models.get(chosen.model.family, key="model.family")
-    return spec.build.load()(chosen.model, ModelEnvironment(chosen, ctx, host))
+    spec = host[MODELS].get(chosen.model.family, key="model.family")
+    return spec.build.load()(chosen.model, ModelBuildContext(chosen, ctx, host))
 
 
 def expected_parameters(config: Config, host: PluginHost) -> dict[str, ParameterLayout]:

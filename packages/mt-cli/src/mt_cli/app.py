@@ -16,7 +16,7 @@ from mt_cli.machine import version_lines
 from mt_core.commands import REST_OF_LINE, WORDS, host_of, is_strict
 from mt_core.errors import MtError, PluginError
 from mt_core.plugins import ALLOW_LIST_VARIABLE, PluginHost, load_plugins
-from mt_core.specs import CommandSpec
+from mt_core.specs import COMMANDS, CommandSpec
 
 # Parameters that cost nothing when they are not given, and options that take the rest of the line.
 #
@@ -154,10 +154,10 @@ class DeferredCommand(TyperCommand):
 
     def load(self) -> Any:
         """Import the command. Raises PluginError, which names the plugin, if that fails or two plugins have it."""
-        owners = self.host.commands.owners(self.spec.name)
+        owners = self.host[COMMANDS].owners(self.spec.name)
         # `get` raises for a name that two plugins register. Without an owner (DIAGNOSIS while the plugin of mt-cli is
         # left out or broken) the spec at hand is used.
-        spec = self.host.commands.get(self.spec.name) if owners else self.spec
+        spec = self.host[COMMANDS].get(self.spec.name) if owners else self.spec
         try:
             command = as_command(spec.name.rpartition(" ")[2], spec.app.load())
             return with_subcommands(command, spec.name, self.host)
@@ -198,7 +198,7 @@ def build_group(host: PluginHost) -> CommandGroup:
 
 def with_subcommands(command: Any, name: str, host: PluginHost) -> Any:
     """The group with the commands that other plugins add to it, under names such as "verify generation"."""
-    for spec in host.commands:
+    for spec in host[COMMANDS]:
         if spec.name.startswith(f"{name} "):
             command.add_command(DeferredCommand(spec, host), spec.name.rpartition(" ")[2])
     for absent, home in COMMAND_HOMES.items() if isinstance(command, TyperGroup) else ():
@@ -210,7 +210,7 @@ def with_subcommands(command: Any, name: str, host: PluginHost) -> Any:
 def ordered_commands(host: PluginHost) -> list[CommandSpec]:
     """mt-cli's own commands in their order, then the others by name; one for each name."""
     own = plugin.mt_register_commands()
-    found = {spec.name: spec for spec in host.commands if " " not in spec.name}
+    found = {spec.name: spec for spec in host[COMMANDS] if " " not in spec.name}
     # An allow-list can leave mt-cli's own plugin out; the commands that show why stay.
     kept = [spec for spec in own if spec.name in found or spec.name in DIAGNOSIS]
     others = sorted(found.keys() - {spec.name for spec in own})
@@ -239,7 +239,7 @@ def escape(text: str) -> str:
 
 def _epilog(host: PluginHost) -> str:
     """A word about plugins that are missing, or nothing."""
-    _ = host.commands  # so that a failing registration of commands is known
+    _ = host[COMMANDS]  # so that a failing registration of commands is known
     left_out = {p.name for p in host.plugins if any(problem.stage == "allow-list" for problem in p.problems)}
     broken = [plugin.name for plugin in host.plugins if plugin.problems and plugin.name not in left_out]
     sentences = [f"Left out by {ALLOW_LIST_VARIABLE}: {', '.join(sorted(left_out))}."] if left_out else []

@@ -16,6 +16,7 @@ from mt_core.config.messages import MEGATRON_KEYS
 from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Section
 from mt_core.errors import ConfigError, MtError, did_you_mean
 from mt_core.plugins import PluginHost, Registry
+from mt_core.specs import FEED_FORWARDS, MOE_DISPATCHERS
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def _tables(section: str, host: PluginHost) -> list[str]:
 def _feed_forward_keys(host: PluginHost) -> list[str]:
     """Feed-forwards whose options are a key of some model family, such as moe."""
     keys = {key for _, type_ in _plugin_types("model", host) for key in type_.model_fields}
-    return [name for name in host.feed_forwards.names() if name in keys]
+    return [name for name in host[FEED_FORWARDS].names() if name in keys]
 
 
 def selector(section: str) -> str | None:
@@ -126,7 +127,7 @@ def _plugin_types(section: str, host: PluginHost) -> Iterator[tuple[str, type[Se
     if registry is None:
         return
     # A table such as model.moe has one type: that of the feed-forward of this name.
-    names = [section.removeprefix("model.")] if registry is host.feed_forwards else registry.names()
+    names = [section.removeprefix("model.")] if registry is host[FEED_FORWARDS] else registry.names()
     for name in names:
         try:
             yield name, registry.get(name).config_type.load()
@@ -138,8 +139,8 @@ def _registry(section: str, host: PluginHost) -> Registry[Any] | None:
     if section in REGISTRY_OF_SECTION:
         return host.registry(REGISTRY_OF_SECTION[section])
     if section == DISPATCHER_OPTIONS:
-        return host.moe_dispatchers
-    return host.feed_forwards if section.startswith("model.") else None
+        return host[MOE_DISPATCHERS]
+    return host[FEED_FORWARDS] if section.startswith("model.") else None
 
 
 def _also_selected_by(field: ConfigField, name: str) -> ConfigField:
@@ -226,16 +227,21 @@ def _bounds(schema: Mapping[str, Any]) -> str:
 
 def names_of(key: str, host: PluginHost) -> dict[str, Sequence[str]]:
     """Software -> its names for a dotted key, of those that have one."""
-    found = {spec.name: spec.names.load()().get(key, ()) for spec in host.key_names}
+    found = {spec.name: spec.names.load()().get(key, ()) for spec in _key_names(host)}
     return {software: names for software, names in found.items() if names}
 
 
 def keys_called(name: str, host: PluginHost) -> list[str]:
     """The dotted keys that are called so somewhere."""
-    return [key for spec in host.key_names for key, names in spec.names.load()().items() if name in names]
+    return [key for spec in _key_names(host) for key, names in spec.names.load()().items() if name in names]
 
 
 def sentences_about(name: str, host: PluginHost) -> list[str]:
     """What is said of a name that stands for no key."""
-    explained = [(spec.name, spec.explain.load()(name)) for spec in host.key_names if spec.explain is not None]
+    explained = [(spec.name, spec.explain.load()(name)) for spec in _key_names(host) if spec.explain is not None]
     return [f"{name} ({software}): {sentence}" for software, sentence in explained if sentence is not None]
+
+
+def _key_names(host: PluginHost) -> list[Any]:
+    """Specs of the kind key_names; none where mt-import, which declares it, is not installed."""
+    return list(host.registry("key_names")) if "key_names" in host.kinds else []

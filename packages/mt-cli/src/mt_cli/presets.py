@@ -13,8 +13,8 @@ from mt_core.config.loading import config_from_dict, load_config_anywhere
 from mt_core.config.schema import Config
 from mt_core.config.sources import find_preset
 from mt_core.errors import MtError
+from mt_core.interfaces import Split
 from mt_core.plugins import PluginHost
-from mt_core.specs import Split
 
 
 @dataclass(frozen=True)

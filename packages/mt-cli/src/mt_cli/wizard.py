@@ -19,6 +19,7 @@ from mt_core.config.sources import find_preset, installed_presets
 from mt_core.config_map import model_section, read_hf_config
 from mt_core.errors import ConfigError, MtError
 from mt_core.plugins import PluginHost
+from mt_core.specs import DATASETS
 
 TENSOR, PIPELINE, EXPERT = (f"parallel.{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert"))
 Settings = dict[str, Any]
@@ -125,7 +126,7 @@ def _take_model(draft: Draft, answer: str) -> None:
 
 
 def _take_data(draft: Draft, answer: str) -> None:
-    if answer in draft.host.datasets.names():
+    if answer in draft.host[DATASETS].names():
         _accept_data(draft, {"data.dataset_type": answer})
         return
     entries = _entries(answer.split())
@@ -264,7 +265,7 @@ def _needs_json_key(draft: Draft) -> bool:
 
 
 def _take_dataset(draft: Draft, answer: str) -> None:
-    draft.host.datasets.get(answer, key="data.dataset_type")
+    draft.host[DATASETS].get(answer, key="data.dataset_type")
     _accept_data(draft, {"data.dataset_type": answer})
 
 

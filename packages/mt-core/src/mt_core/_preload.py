@@ -13,14 +13,14 @@ from pydantic import BaseModel
 
 from mt_core._huge_pages import move_to_huge_pages
 from mt_core.config.schema import SECTIONS
-from mt_core.plugins import KINDS, load_plugins
-from mt_core.specs import Lazy
+from mt_core.kinds import Lazy
+from mt_core.plugins import load_plugins
 
 
 def load_code() -> None:
     """Import what the specs of all installed plugins point to, but for commands; what cannot be imported is left."""
     host = load_plugins()
-    for kind in KINDS.keys() - {"commands"}:
+    for kind in host.kinds.keys() - {"commands"}:
         for spec in host.registry(kind):
             for value in vars(spec).values():
                 if isinstance(value, Lazy):

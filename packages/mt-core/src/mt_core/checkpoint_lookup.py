@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path, children
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
+    from mt_core.checkpoint_specs import CheckpointLoaderSpec, CheckpointReader
     from mt_core.plugins import PluginHost
-    from mt_core.specs import CheckpointLoaderSpec, CheckpointReader
 
 
 CHECKPOINTS = "checkpoints"
@@ -132,15 +133,13 @@ def open_with(spec: CheckpointLoaderSpec, path: Path, host: PluginHost, config: 
 
     Raises ConfigError for a configuration that the format does not take.
     """
-    if config is not None and not spec.takes_config:
+    if config is None:
+        return spec.open.load()(path, host)
+    if spec.open_described is None:
         raise ConfigError(
             f"--config {config}: checkpoints of the format {spec.name} say what their model is; leave it out"
         )
-    # Optional arguments are passed only if given, so that a loader which takes none of them need not declare them.
-    opener = spec.open.load()
-    further = {"config": config} if config is not None else {}
-    reader: CheckpointReader = opener(path, host, **further) if spec.takes_host else opener(path, **further)
-    return reader
+    return spec.open_described.load()(path, host, config=config)
 
 
 def open_checkpoint(path: Path, host: PluginHost, config: Path | None = None) -> CheckpointReader:
@@ -149,10 +148,10 @@ def open_checkpoint(path: Path, host: PluginHost, config: Path | None = None) ->
     Raises CheckpointError when no loader, or more than one, does.
     """
     # All of them are tried: two that accept one path are an error, and not a choice by order of registration.
-    loaders = [spec for spec in host.checkpoint_loaders if spec.detect.load()(path)]
+    loaders = [spec for spec in host[CHECKPOINT_LOADERS] if spec.detect.load()(path)]
     if len(loaders) == 1:
         return open_with(loaders[0], path, host, config)
-    names = ", ".join(host.checkpoint_loaders.names()) or "none (pip install mt-ckpt)"
+    names = ", ".join(host[CHECKPOINT_LOADERS].names()) or "none (pip install mt-ckpt)"
     if loaders:
         both = " and ".join(spec.name for spec in loaders)
         raise CheckpointError(f"{path}: the loaders {both} both take it for theirs")
@@ -173,7 +172,7 @@ def open_start(load: str | Mapping[str, str], host: PluginHost) -> CheckpointRea
 
 
 class CheckpointParts:
-    """Several checkpoints as that of a model of which each is a part (a mt_core.specs.CheckpointReader).
+    """Several checkpoints as that of a model of which each is a part (a mt_core.checkpoint_specs.CheckpointReader).
 
     The parameters of a part have its name before their own, if they do not begin with it already. The [model] section
     has the section of each checkpoint under the name of its part; tokenizer and files are those of the last part that

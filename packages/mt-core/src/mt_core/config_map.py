@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mt_core.errors import ConfigError
+from mt_core.specs import MODELS
 
 if TYPE_CHECKING:
     from mt_core.plugins import PluginHost
@@ -175,7 +176,7 @@ def model_section(external: Mapping[str, Any], host: PluginHost) -> dict[str, An
     Raises ConfigError for a type that no family has, and for what the family cannot express.
     """
     kind, listed = external["model_type"], external.get("architectures") or [None]
-    families = [spec.name_maps[HF_FORMAT].load() for spec in host.models if HF_FORMAT in spec.name_maps]
+    families = [spec.name_maps[HF_FORMAT].load() for spec in host[MODELS] if HF_FORMAT in spec.name_maps]
     able = [family for family in families if kind in family.model_types]
     if not able:
         known = ", ".join(sorted({name for family in families for name in family.model_types})) or "none"

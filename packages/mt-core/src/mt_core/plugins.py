@@ -1,5 +1,8 @@
 """The plugin host: finds plugins through entry points, loads each one by itself, and keeps what they register.
 
+`host[MODELS]` is the registry of a kind. All plugins are imported before the hooks of the first are checked, since a
+kind may be declared by another plugin than those that register things of it.
+
 A plugin that fails is recorded with its distribution, version, the stage and the error, and stops nobody
 else. `MT_PLUGINS=a,b` loads only the plugins (entry-point names) in the list; an empty value loads none.
 `MT_PLUGINS_STRICT=1` turns every problem into an error.
@@ -11,79 +14,33 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib.metadata import Distribution, EntryPoint, distributions
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal
 
 import pluggy
 
-from mt_core import hookspecs, specs
+from mt_core import checkpoint_specs, hookspecs, specs
 from mt_core.errors import MtError, PluginError, Problems, did_you_mean
-from mt_core.specs import Spec
+from mt_core.kinds import HOOK_PREFIX, Kind, SpecT
+from mt_core.specs import MODELS
 
 ENTRY_POINT_GROUP = "mt"
 ALLOW_LIST_VARIABLE = "MT_PLUGINS"
 STRICT_VARIABLE = "MT_PLUGINS_STRICT"
 
 log = logging.getLogger(__name__)
-SpecT = TypeVar("SpecT", bound=Spec)
 Stage = Literal["allow-list", "version", "import", "hooks", "register"]
 
 
-@dataclass(frozen=True)
-class Kind(Generic[SpecT]):
-    """One kind of registered thing; `home` is the distribution that brings mt's own ones."""
-
-    title: str
-    """Singular, with its article, for messages: "a model family"."""
-    hook: str
-    spec_type: type[SpecT]
-    home: str
-    homes: Mapping[str, str] = field(default_factory=dict)
-    """Names that live in another distribution than `home`."""
-
-
-KINDS: dict[str, Kind[Any]] = {
-    "models": Kind("a model family", "mt_register_models", specs.ModelSpec, "mt-models"),
-    "tokenizers": Kind("a tokenizer", "mt_register_tokenizers", specs.TokenizerSpec, "mt-data"),
-    "datasets": Kind("a data set", "mt_register_datasets", specs.DatasetSpec, "mt-data"),
-    "checkpoint_loaders": Kind(
-        "a checkpoint loader", "mt_register_checkpoint_loaders", specs.CheckpointLoaderSpec, "mt-ckpt"
-    ),
-    "checkpoint_savers": Kind(
-        "a checkpoint saver", "mt_register_checkpoint_savers", specs.CheckpointSaverSpec, "mt-ckpt"
-    ),
-    "moe_dispatchers": Kind("a token dispatcher", "mt_register_moe_dispatchers", specs.MoeDispatcherSpec, "mt-moe"),
-    "feed_forwards": Kind(
-        "a feed-forward", "mt_register_feed_forwards", specs.FeedForwardSpec, "mt-core", {"moe": "mt-moe"}
-    ),
-    "attention_backends": Kind(
-        "an attention backend", "mt_register_attention_backends", specs.AttentionBackendSpec, "mt-core"
-    ),
-    "pipeline_schedules": Kind(
-        "a pipeline schedule", "mt_register_pipeline_schedules", specs.PipelineScheduleSpec, "mt-core"
-    ),
-    "context_parallel_methods": Kind(
-        "a context-parallel method",
-        "mt_register_context_parallel_methods",
-        specs.ContextParallelMethodSpec,
-        "mt-core",
-    ),
-    "optimizers": Kind("an optimizer", "mt_register_optimizers", specs.OptimizerSpec, "mt-core"),
-    "lr_schedules": Kind("a learning-rate schedule", "mt_register_lr_schedules", specs.LRScheduleSpec, "mt-core"),
-    "losses": Kind("a loss", "mt_register_losses", specs.LossSpec, "mt-core"),
-    "callbacks": Kind("a callback", "mt_register_callbacks", specs.CallbackSpec, "mt-core"),
-    "evaluators": Kind("an evaluator", "mt_register_evaluators", specs.EvaluatorSpec, "mt-eval"),
-    "text_scorers": Kind("a text scorer", "mt_register_text_scorers", specs.TextScorerSpec, "mt-eval"),
-    "passage_retrievers": Kind(
-        "a retriever of passages", "mt_register_passage_retrievers", specs.PassageRetrieverSpec, "mt-retrieval"
-    ),
-    "key_names": Kind("a set of names of keys", "mt_register_key_names", specs.KeyNamesSpec, "mt-import"),
-    "commands": Kind("a command", "mt_register_commands", specs.CommandSpec, "mt-cli"),
-}
+CORE_KINDS: tuple[Kind[Any], ...] = tuple(
+    value for module in (specs, checkpoint_specs) for value in vars(module).values() if isinstance(value, Kind)
+)
+"""The kinds of mt-core, in the order of their declarations."""
 
 
 @dataclass
@@ -97,6 +54,8 @@ class Plugin:
     mt_core_range: str | None = None
     """The range of mt-core that its distribution requires; None when it states none."""
     problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Sentences about registrations that nothing here uses."""
     loaded: bool = False
 
     @property
@@ -198,6 +157,7 @@ class PluginHost:
         self.plugins: list[Plugin] = []
         self.unknown_names: list[str] = []
         """A sentence for each name of MT_PLUGINS that no installed plugin has."""
+        self.kinds: dict[str, Kind[Any]] = {kind.name: kind for kind in CORE_KINDS}
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._collected: dict[str, Registry[Any]] = {}
@@ -208,27 +168,40 @@ class PluginHost:
     def _mt_core_version(self) -> str:
         return mt_core_version()
 
-    def load_entry_point(self, entry_point: EntryPoint, plugin: Plugin) -> None:
-        """Load one plugin; a failure of any stage is recorded, not raised (unless the host is strict)."""
+    def import_entry_point(self, entry_point: EntryPoint, plugin: Plugin) -> object | None:
+        """The module of a plugin, whose kinds are known then; None, with the reason recorded, if it has none (an error
+        if the host is strict)."""
         self.plugins.append(plugin)
         if reason := _version_conflict(plugin, self._mt_core_version):
             self._record(plugin, Problem("version", reason))
-            return
+            return None
         try:
-            module = entry_point.load()
+            module: object = entry_point.load()
         except (Exception, SystemExit) as error:  # a plugin may raise anything while it is imported
             self._record(plugin, Problem("import", f"{type(error).__name__}: {error}", error))
+            return None
+        self._declare_kinds(module, plugin)
+        return module
+
+    def _declare_kinds(self, module: object, plugin: Plugin) -> None:
+        declare = getattr(module, hookspecs.mt_declare_kinds.__name__, None)
+        if declare is None:
             return
-        self.add(module, plugin)
+        try:
+            for kind in declare():
+                owner = self.kinds.setdefault(kind.name, kind)
+                if owner != kind:
+                    raise PluginError(f"kind {kind.name} is declared already, for {owner.spec_type.__name__}")
+        except Exception as error:
+            self._record(plugin, Problem("hooks", f"{declare.__name__}: {error}", error))
 
     def add(self, module: object, plugin: Plugin) -> None:
         """Register the hook implementations of an imported plugin (also how tests add one)."""
         if plugin not in self.plugins:
             self.plugins.append(plugin)
+            self._declare_kinds(module, plugin)
         try:
-            unknown = _unknown_hooks(module)
-            if unknown:
-                raise PluginError(unknown)
+            self._require_known_hooks(module, plugin)
             self._manager.register(module, name=plugin.name)
         except Exception as error:
             # pluggy validates after it has added the plugin; a half-registered one would be called.
@@ -237,6 +210,21 @@ class PluginHost:
             self._record(plugin, Problem("hooks", str(error), error))
             return
         plugin.loaded = True
+
+    def _require_known_hooks(self, module: object, plugin: Plugin) -> None:
+        """Raises PluginError for an implementation of `mt_*` that resembles no hook, or takes what its hook has not.
+        A hook of a kind that no plugin here declares is noted: the distribution that asks for it is not installed."""
+        registering = {kind.hook for kind in self.kinds.values()}
+        known = [*registering, hookspecs.mt_declare_kinds.__name__, hookspecs.mt_check_config.__name__]
+        for name in _implemented_hooks(module):
+            if name in registering and (taken := _required_arguments(getattr(module, name))):
+                raise PluginError(f"{name} takes no arguments, and this takes {', '.join(taken)}")
+            if name in known:
+                continue
+            similar = did_you_mean(name, known)
+            if similar or not name.startswith(HOOK_PREFIX):
+                raise PluginError(f"{name} is not a hook of mt{similar}")
+            plugin.notes.append(f"{name}: no installed plugin asks for {name.removeprefix(HOOK_PREFIX)}")
 
     def skip(self, plugin: Plugin, reason: str) -> None:
         plugin.problems.append(Problem("allow-list", reason))
@@ -249,11 +237,20 @@ class PluginHost:
 
     # -- what plugins registered ----------------------------------------------------------------
 
-    def registry(self, kind: str) -> Registry[Any]:
-        """Everything of one kind (a key of KINDS), each with its plugin. Collected once, one plugin at a time."""
-        if kind not in self._collected:
-            self._collected[kind] = Registry(KINDS[kind], self._collect(KINDS[kind]))
-        return self._collected[kind]
+    def __getitem__(self, kind: Kind[SpecT]) -> Registry[SpecT]:
+        """Everything of one kind, each with its plugin. Collected once, one plugin at a time."""
+        if kind.name not in self._collected:
+            self._collected[kind.name] = Registry(kind, self._collect(kind))
+        return self._collected[kind.name]
+
+    def registry(self, name: str) -> Registry[Any]:
+        """Everything of the kind with this name, for code that cannot import the distribution that declares it.
+
+        Raises PluginError for a kind that no installed plugin declares.
+        """
+        if name not in self.kinds:
+            raise PluginError(f"no installed plugin declares the kind {name}{did_you_mean(name, self.kinds)}")
+        return self[self.kinds[name]]
 
     def _collect(self, kind: Kind[SpecT]) -> list[Registration[SpecT]]:
         registrations = []
@@ -271,84 +268,9 @@ class PluginHost:
     def _implementations(self, hook: str) -> list[tuple[Plugin, Callable[..., Any]]]:
         # Names of entry points are those under which plugins were registered.
         by_name = {plugin.name: plugin for plugin in self.plugins if plugin.loaded}
-        caller = getattr(self._manager.hook, hook)
-        return [(by_name[impl.plugin_name], _taking(impl)) for impl in caller.get_hookimpls()]
-
-    @cached_property
-    def models(self) -> Registry[specs.ModelSpec]:
-        return self.registry("models")
-
-    @cached_property
-    def tokenizers(self) -> Registry[specs.TokenizerSpec]:
-        return self.registry("tokenizers")
-
-    @cached_property
-    def datasets(self) -> Registry[specs.DatasetSpec]:
-        return self.registry("datasets")
-
-    @cached_property
-    def checkpoint_loaders(self) -> Registry[specs.CheckpointLoaderSpec]:
-        return self.registry("checkpoint_loaders")
-
-    @cached_property
-    def checkpoint_savers(self) -> Registry[specs.CheckpointSaverSpec]:
-        return self.registry("checkpoint_savers")
-
-    @cached_property
-    def moe_dispatchers(self) -> Registry[specs.MoeDispatcherSpec]:
-        return self.registry("moe_dispatchers")
-
-    @cached_property
-    def feed_forwards(self) -> Registry[specs.FeedForwardSpec]:
-        return self.registry("feed_forwards")
-
-    @cached_property
-    def attention_backends(self) -> Registry[specs.AttentionBackendSpec]:
-        return self.registry("attention_backends")
-
-    @cached_property
-    def pipeline_schedules(self) -> Registry[specs.PipelineScheduleSpec]:
-        return self.registry("pipeline_schedules")
-
-    @cached_property
-    def context_parallel_methods(self) -> Registry[specs.ContextParallelMethodSpec]:
-        return self.registry("context_parallel_methods")
-
-    @cached_property
-    def optimizers(self) -> Registry[specs.OptimizerSpec]:
-        return self.registry("optimizers")
-
-    @cached_property
-    def lr_schedules(self) -> Registry[specs.LRScheduleSpec]:
-        return self.registry("lr_schedules")
-
-    @cached_property
-    def losses(self) -> Registry[specs.LossSpec]:
-        return self.registry("losses")
-
-    @cached_property
-    def callbacks(self) -> Registry[specs.CallbackSpec]:
-        return self.registry("callbacks")
-
-    @cached_property
-    def evaluators(self) -> Registry[specs.EvaluatorSpec]:
-        return self.registry("evaluators")
-
-    @cached_property
-    def text_scorers(self) -> Registry[specs.TextScorerSpec]:
-        return self.registry("text_scorers")
-
-    @cached_property
-    def passage_retrievers(self) -> Registry[specs.PassageRetrieverSpec]:
-        return self.registry("passage_retrievers")
-
-    @cached_property
-    def key_names(self) -> Registry[specs.KeyNamesSpec]:
-        return self.registry("key_names")
-
-    @cached_property
-    def commands(self) -> Registry[specs.CommandSpec]:
-        return self.registry("commands")
+        # None: no plugin implements it.
+        caller = getattr(self._manager.hook, hook, None)
+        return [(by_name[impl.plugin_name], _taking(impl)) for impl in (caller.get_hookimpls() if caller else [])]
 
     def check_config(self, config: Any) -> None:
         """Call the checks of the model's family and of every plugin with the resolved configuration (a
@@ -356,7 +278,8 @@ class PluginHost:
         problems = Problems()
         family = config.model.family
         # An unknown family is reported elsewhere, with the names of the known ones.
-        check = self.models.get(family).check if self.models.owners(family) else None
+        models = self[MODELS]
+        check = models.get(family).check if models.owners(family) else None
         if check is not None:
             with problems.collect():
                 check.load()(config)
@@ -380,7 +303,7 @@ class PluginHost:
     def duplicates(self) -> list[tuple[str, str, list[Plugin]]]:
         """(kind, name, plugins) for each name that more than one plugin registers."""
         found = []
-        for kind in KINDS:
+        for kind in self.kinds:
             registry = self.registry(kind)
             for name in registry.names():
                 owners = registry.owners(name)
@@ -425,13 +348,18 @@ def load_plugins(
     host.unknown_names = _unknown_names(allowed, candidates)
     if checks_names:
         host.require_known_names()
+    modules: list[tuple[object | None, Plugin]] = []
     # Sorted, so that listings and messages do not depend on the order of directories on a disk.
     for candidate in sorted(candidates, key=lambda candidate: (candidate.entry_point.name, candidate.distribution)):
         plugin, entry_point = candidate.plugin(), candidate.entry_point
         if allowed is not None and plugin.name not in allowed:
             host.skip(plugin, f"not in {ALLOW_LIST_VARIABLE}={','.join(sorted(allowed))}")
         else:
-            host.load_entry_point(entry_point, plugin)
+            modules.append((host.import_entry_point(entry_point, plugin), plugin))
+    # All kinds are known now, whichever plugin declares them.
+    for module, plugin in modules:
+        if module is not None:
+            host.add(module, plugin)
     if strict:
         for kind, name, owners in host.duplicates():
             host.registry(kind).get(name)
@@ -549,15 +477,14 @@ def mt_core_version() -> str:
     return version("mt-core")
 
 
-def _unknown_hooks(module: object) -> str | None:
-    """A message about `mt_*` implementations that no hook of mt is named like, else None."""
-    known = [name for name in vars(hookspecs) if name.startswith("mt_")]
-    for name in dir(module):
-        # pluggy's decorator sets this attribute, `<project>_impl`.
-        marked = getattr(getattr(module, name, None), f"{hookspecs.PROJECT}_impl", None)
-        if marked and name not in known:
-            return f"{name} is not a hook of mt{did_you_mean(name, known)}"
-    return None
+def _implemented_hooks(module: object) -> list[str]:
+    """Names of the functions that are marked as implementations of hooks of mt."""
+    # pluggy's decorator sets this attribute, `<project>_impl`.
+    return [name for name in dir(module) if getattr(getattr(module, name, None), f"{hookspecs.PROJECT}_impl", None)]
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    return [name for name, parameter in signature(function).parameters.items() if parameter.default is Parameter.empty]
 
 
 def _check_specs(returned: object, kind: Kind[Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.datasets.text_files import bare_encoder, ids_around
 from mt_data.preprocess.readers import iter_records
 from mt_eval.scoring import Continuation, cut_to, score

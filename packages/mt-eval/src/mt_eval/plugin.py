@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mt_core.hookspecs import hookimpl
-from mt_core.specs import CommandSpec, EvaluatorSpec, Lazy, TextScorerSpec
+from mt_core.kinds import Kind, Lazy
+from mt_core.specs import CommandSpec, EvaluatorSpec
+from mt_eval.text_scorers import TEXT_SCORERS, TextScorerSpec
+
+
+@hookimpl
+def mt_declare_kinds() -> list[Kind[Any]]:
+    return [TEXT_SCORERS]
 
 
 @hookimpl

@@ -9,14 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mt_core.config.schema import Config
 from mt_core.errors import DataError
-from mt_core.specs import PassageRetriever
 from mt_data.datasets.retro.config import NeighborKeys
 from mt_data.datasets.retro_sft.dataset import RetroSFTDataConfig
 from mt_data.datasets.retro_sft.prompts import NeighborShape, PassagePrompts
@@ -81,6 +80,18 @@ def question_data(config: Config, keys: Mapping[str, Any]) -> RetroSFTDataConfig
     if isinstance(data, SFTDataConfig):
         template = data.model_dump(include={"chat_template", "chat_template_file", "eod_after_answer"})
     return RetroSFTDataConfig.model_validate(known | template | dict(keys))
+
+
+class PassageRetriever(Protocol):
+    """Finds passages for questions; plugins register it as a thing of the kind passage_retrievers of mt-retrieval."""
+
+    def passages(self, questions: Sequence[str], k: int) -> list[list[tuple[str, str]]]:
+        """For each question the (title, text) of k passages at most, the best first."""
+        ...
+
+    def description(self) -> Mapping[str, Any]:
+        """JSON values that say what is searched, for results."""
+        ...
 
 
 class QuestionAnswering:

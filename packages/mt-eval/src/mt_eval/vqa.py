@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.datasets.images.encoded import ENCODED_IMAGE
 from mt_data.datasets.images.image_text import ImageTextDataConfig
 from mt_data.datasets.images.records import ImageText, read_image_texts

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mt_core.hookspecs import hookimpl
-from mt_core.specs import CommandSpec, KeyNamesSpec, Lazy
+from mt_core.kinds import Kind, Lazy
+from mt_core.specs import CommandSpec
+from mt_import.key_names import KEY_NAMES, KeyNamesSpec
+
+
+@hookimpl
+def mt_declare_kinds() -> list[Kind[Any]]:
+    return [KEY_NAMES]
 
 
 @hookimpl

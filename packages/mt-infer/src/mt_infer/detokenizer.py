@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 
 INCOMPLETE = "�"
 """What a character decodes to whose bytes are not all there yet."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mt_core.errors import ConfigError
+from mt_core.interfaces import Tokenizer
 from mt_core.nn.model import Embeds, as_embedder, contract
-from mt_core.specs import Tokenizer
 from mt_core.train.trained_model import TrainedModel
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.engine import evaluating

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
+from mt_core.interfaces import Tokenizer
 from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.parallel.context import ParallelContext
-from mt_core.specs import Tokenizer
 from mt_core.train.cuda_graphs.capture import CudaRecorder
 from mt_infer.beams import advance_beams
 from mt_infer.cache.batch import Chunk

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
+from mt_core.interfaces import Tokenizer
 from mt_core.nn.batch_invariance import require_invariant_products
 from mt_core.nn.linear import LinearModule
 from mt_core.nn.model import Generates
 from mt_core.parallel.context import ParallelContext
-from mt_core.specs import Tokenizer
 from mt_infer.cache.manager import CacheManager
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.requests import BeamGroup, Request, RunningSequence

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mt_core.hookspecs import hookimpl
-from mt_core.specs import CommandSpec, Lazy
+from mt_core.kinds import Lazy
+from mt_core.specs import CommandSpec
 
 
 @hookimpl

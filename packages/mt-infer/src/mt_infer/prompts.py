@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_core.interfaces import Tokenizer
 from mt_core.plugins import load_plugins
-from mt_core.specs import Tokenizer
+from mt_core.specs import MODELS
 from mt_data.datasets.images.config import ImageDataConfig, ImageTextKeys
 from mt_data.datasets.images.image_text import ImageTextDataConfig
 from mt_data.datasets.images.pixels import ImageFile, as_input, read_image
@@ -140,7 +141,7 @@ class PromptEncoder:
 
 def takes_no_images(family: str) -> str:
     """An error message for images given to a model of this family, with the families that take some."""
-    with_images = [spec.name for spec in load_plugins().models if has_image_token(spec.config_type.load())]
+    with_images = [spec.name for spec in load_plugins()[MODELS] if has_image_token(spec.config_type.load())]
     return f"model.family={family} takes no images; models of these families do: {', '.join(sorted(with_images))}"
 
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mt_core.checkpoint_specs import Fragment
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import ParallelContext
-from mt_core.specs import Fragment
 from mt_core.tensor_slice import TensorSlice
 from mt_core.train.checkpoint.local_shards import LocalShard, given
 

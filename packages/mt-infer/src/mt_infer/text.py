@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from mt_core.config.schema import Config, InferenceConfig, ParallelConfig
 from mt_core.errors import ConfigError
+from mt_core.interfaces import Tokenizer
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import Tokenizer
 from mt_core.train import build
 from mt_core.train.pipelining import Stages, build_stages
 from mt_core.train.trained_model import TrainedModel, load_trained_model

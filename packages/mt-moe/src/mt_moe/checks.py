@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mt_core.config.checks import divisors, listed, must_divide
 from mt_core.config.layer_pattern import layers_with_experts
 from mt_core.errors import ConfigError
+from mt_core.specs import MOE_DISPATCHERS
 from mt_moe.config import MoeConfig, read_moe_config
 from mt_moe.dispatchers.config import OPTIONS, ExchangeConfig, FlexConfig, check_flex, read_options
 
@@ -39,7 +40,7 @@ def check_moe(config: Config, host: PluginHost) -> None:
 def check_dispatcher(moe: MoeConfig, config: Config, host: PluginHost) -> None:
     """The dispatcher is registered, and accepts its options."""
     name = moe.moe_token_dispatcher_type
-    spec = host.moe_dispatchers.get(name, key=f"{PREFIX}.moe_token_dispatcher_type")
+    spec = host[MOE_DISPATCHERS].get(name, key=f"{PREFIX}.moe_token_dispatcher_type")
     options = read_options(spec.config_type.load(), moe.moe_dispatcher_options)
     if isinstance(options, FlexConfig):
         check_flex(moe, options)

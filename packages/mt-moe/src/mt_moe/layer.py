@@ -16,6 +16,7 @@ from mt_core.nn.feed_forward import FeedForwardShape
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, sequence_axes
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
 from mt_core.parallel.context import ParallelContext
+from mt_core.specs import MOE_DISPATCHERS
 from mt_moe.config import MoeConfig, read_moe_config
 from mt_moe.dispatchers.config import OPTIONS as DISPATCHER_OPTIONS
 from mt_moe.dispatchers.config import read_options
@@ -27,7 +28,7 @@ from mt_moe.routing.router import Router
 from mt_moe.tokens import join_tokens, partial_gradient_axes, share_tokens
 
 if TYPE_CHECKING:
-    from mt_core.nn.environment import ModelEnvironment
+    from mt_core.nn.build_context import ModelBuildContext
     from mt_core.plugins import PluginHost
 
 
@@ -269,7 +270,7 @@ def overlapping_dispatcher(
 def build_dispatcher(config: MoeConfig, ctx: ParallelContext, host: PluginHost) -> Dispatcher:
     """The configured dispatcher. Raises ConfigError for its options, PluginError for its name."""
     key = "model.moe.moe_token_dispatcher_type"
-    spec = host.moe_dispatchers.get(config.moe_token_dispatcher_type, key=key)
+    spec = host[MOE_DISPATCHERS].get(config.moe_token_dispatcher_type, key=key)
     options = read_options(spec.config_type.load(), config.moe_dispatcher_options)
     placement = expert_placement(config.num_experts, ctx, row_kernels(config, ctx))
     return spec.build.load()(options, placement)
@@ -296,7 +297,7 @@ def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
     return TRITON_ROWS
 
 
-def build_moe(shape: MoeShape, environment: ModelEnvironment, layer: int) -> nn.Module:
+def build_moe(shape: MoeShape, environment: ModelBuildContext, layer: int) -> nn.Module:
     """The MoE of layer `layer`, or the dense feed-forward where moe_layer_freq says so."""
     config = read_moe_config(shape.moe or {})
     if not layers_with_experts(config.moe_layer_freq, shape.num_layers)[layer]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mt_core.hookspecs import hookimpl
-from mt_core.specs import CommandSpec, FeedForwardSpec, Lazy, MoeDispatcherSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import CommandSpec, FeedForwardSpec, MoeDispatcherSpec
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.checks import divisors, listed
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.activations import is_gated
 from mt_core.nn.layout import stream_seed
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader
 from mt_moe.config import read_moe_config
 
 MODEL = "model."
@@ -105,7 +105,7 @@ ALLOWED: Mapping[str, Any] = {
 
 
 class UpcycledReader:
-    """A `mt_core.specs.CheckpointReader` of the MoE model over one of the dense model, one tensor at a time.
+    """A `CheckpointReader` of the MoE model over one of the dense model, one tensor at a time.
 
     Optimizer state belongs to the dense weights and is dropped. Raises ConfigError for a model that cannot have experts
     or already has some, CheckpointError for a checkpoint without feed-forwards.

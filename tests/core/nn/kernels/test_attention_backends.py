@@ -13,15 +13,15 @@ from tests.covering import covering
 from torch import Tensor
 
 from mt_core.errors import ConfigError
+from mt_core.interfaces import AttentionRequest
 from mt_core.nn import attention
 from mt_core.nn.attention import AttentionPattern, eager_attention
 from mt_core.nn.attention_backends import cudnn, flash, flex
 from mt_core.nn.attention_backends.flash import FlashAttention
 from mt_core.nn.attention_backends.flex import FlexAttention
 from mt_core.nn.attention_backends.patterns import PerPattern, find_documents, window_sides
-from mt_core.nn.environment import automatic_backend
+from mt_core.nn.build_context import automatic_backend
 from mt_core.plugins import load_plugins
-from mt_core.specs import AttentionRequest
 
 SEGMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 2, 2]])
 

@@ -16,6 +16,7 @@ from mt_core.nn.attention import AttentionPattern, eager_attention
 from mt_core.nn.attention_backends import flash
 from mt_core.nn.attention_backends.flash import flash_attention_4, supports_flash_4
 from mt_core.plugins import load_plugins
+from mt_core.specs import ATTENTION_BACKENDS
 
 Window = tuple[int | None, int | None]
 
@@ -103,7 +104,7 @@ def test_refusals_say_why(
 
 def test_it_is_registered_and_not_installed_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "is_installed", lambda: False)
-    spec = load_plugins().attention_backends.get("flash_attn_4", key="model.attention_backend")
+    spec = load_plugins()[ATTENTION_BACKENDS].get("flash_attn_4", key="model.attention_backend")
     assert "flash-attn-4) is not installed" in str(spec.supports.load()(request()))
 
 

@@ -17,9 +17,9 @@ from mt_accelerate.state import GradientState
 from mt_core.data import building
 from mt_core.data.loader import micro_batch_samples
 from mt_core.errors import ConfigError
+from mt_core.interfaces import Dataset
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import Dataset
 from mt_core.train import Engine
 
 # The random numbers of a program beside those of the engine, which seeds torch's for dropout.

@@ -18,6 +18,7 @@ from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.operations import is_first_rank, on_first_rank
 from mt_accelerate.state import GradientState
 from mt_accelerate.tracking import TrainingRecord
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config
 from mt_core.data.loader import RankBatch
@@ -27,7 +28,6 @@ from mt_core.nn.loss import Loss, weighted_sum
 from mt_core.nn.model import contract
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader
 from mt_core.train import Engine
 from mt_core.train.build import ModelProvider
 from mt_core.train.host_transfer import sum_on_device

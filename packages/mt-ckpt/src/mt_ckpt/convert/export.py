@@ -13,12 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from mt_ckpt.hugging_face.family import FORMAT, family_named
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.config.schema import Config
 from mt_core.errors import MtError
 from mt_core.paths import remove_tree
 from mt_core.plugins import PluginHost
 from mt_core.retention import iteration_of
-from mt_core.specs import ConvertOptions
 from mt_core.train.callbacks import Callback, Run
 from mt_core.train.checkpoint.run_directory import hf_folder
 from mt_core.train.state import TrainResult

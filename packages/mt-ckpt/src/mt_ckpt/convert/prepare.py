@@ -10,11 +10,12 @@ from mt_ckpt.convert.source import MODEL, Progress, Source, identity_of
 from mt_ckpt.convert.wrapped_readers import with_tokenizer, with_vocab_size, without_histories, without_padding
 from mt_ckpt.model import expected_parameters, model_config
 from mt_core.checkpoint_lookup import open_checkpoint, open_with
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CheckpointReader, ConvertOptions
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.layout import ParameterLayout
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
+from mt_core.specs import FEED_FORWARDS
 from mt_core.train.checkpoint.state import require_fit
 
 AUTO = "auto"
@@ -81,7 +82,7 @@ def open_named(path: Path, loader: str, host: PluginHost, config: Path | None = 
     """Open with the named loader, or the one that recognizes the files."""
     if loader == AUTO:
         return open_checkpoint(path, host, config)
-    return open_with(host.checkpoint_loaders.get(loader, key="--loader"), path, host, config)
+    return open_with(host[CHECKPOINT_LOADERS].get(loader, key="--loader"), path, host, config)
 
 
 def shapes_of(parameters: dict[str, ParameterLayout]) -> dict[str, tuple[int, ...]]:
@@ -100,7 +101,7 @@ def upcycled(reader: CheckpointReader, options: ConvertOptions, host: PluginHost
                 "too, or leave it out"
             )
         return reader
-    spec = host.feed_forwards.get("moe", asker="--upcycle-experts")
+    spec = host[FEED_FORWARDS].get("moe", asker="--upcycle-experts")
     assert spec.upcycle is not None
     experts, granularity = options.upcycle_experts, options.granularity
     made: CheckpointReader = spec.upcycle.load()(reader, host, num_experts=experts, granularity=granularity)

@@ -23,9 +23,9 @@ import torch
 
 from mt_ckpt.convert.prepare import Request, prepare
 from mt_ckpt.convert.source import Source
+from mt_core.checkpoint_specs import CHECKPOINT_SAVERS, FilePart, FilePlan
 from mt_core.errors import CheckpointError
 from mt_core.plugins import load_plugins
-from mt_core.specs import FilePart, FilePlan
 
 READ, WRITTEN, FAILED = "read", "written", "failed"
 """What a worker reports: a tensor that it read, a part that it wrote, the error by which it ended."""
@@ -66,7 +66,7 @@ class Workers:
         # Every process opens the checkpoint itself: open files and mappings cannot be pickled.
         source = prepare(self._request, host).source
         _report_reading(source, connection)
-        spec = host.checkpoint_savers.get(self._saver)
+        spec = host[CHECKPOINT_SAVERS].get(self._saver)
         assert spec.plan is not None
         plan = spec.plan.load()(source, self._request.options, host)
         while (part := connection.recv()) is not None:

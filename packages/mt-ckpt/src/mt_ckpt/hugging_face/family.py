@@ -14,6 +14,7 @@ from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.name_map import NameMap
 from mt_core.plugins import PluginHost
+from mt_core.specs import MODELS
 
 FORMAT = "hf"
 PLAUSIBLE_LAYERS = 10_000
@@ -67,9 +68,9 @@ class Family(Protocol):
 
 def family_named(name: str, host: PluginHost) -> Family:
     """The map of `model.family=name`. Raises ConfigError when the family has none."""
-    spec = host.models.get(name, key="model.family")
+    spec = host[MODELS].get(name, key="model.family")
     if FORMAT not in spec.name_maps:
-        able = ", ".join(sorted(other.name for other in host.models if FORMAT in other.name_maps))
+        able = ", ".join(sorted(other.name for other in host[MODELS] if FORMAT in other.name_maps))
         raise ConfigError(f"model.family={name} has no names in Hugging Face's format; these have: {able}")
     return spec.name_maps[FORMAT].load()
 
@@ -111,7 +112,7 @@ def _families(host: PluginHost) -> tuple[list[Family], list[str]]:
     """The maps of all installed families, and what is wrong with those that cannot be imported."""
     families: list[Family] = []
     broken: list[str] = []
-    for spec in host.models:
+    for spec in host[MODELS]:
         if FORMAT not in spec.name_maps:
             continue
         try:

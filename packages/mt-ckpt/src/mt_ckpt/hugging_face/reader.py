@@ -62,7 +62,7 @@ def _image_data(family: Family, model: Any, files: Mapping[str, bytes]) -> dict[
 
 
 class HuggingFaceReader:
-    """Tensors under external names, read under canonical ones (a `mt_core.specs.CheckpointReader`)."""
+    """Tensors under external names, read under canonical ones (a `CheckpointReader`)."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ def core_tensors(part: Mapping[str, Any], file: Path) -> Mapping[str, StoredTens
 
 
 class MegatronReader:
-    """A `mt_core.specs.CheckpointReader`. Threads may read from it at the same time."""
+    """A `CheckpointReader`. Threads may read from it at the same time."""
 
     def __init__(
         self, iteration: Iteration, host: PluginHost, vocab_size: int | None, read_optimizer: ReadOptimizer

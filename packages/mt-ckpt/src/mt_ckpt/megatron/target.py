@@ -19,13 +19,13 @@ from mt_ckpt.megatron.reader import MODEL, OPTIMIZER, require_same_names
 from mt_ckpt.megatron.versions import Conventions, conventions, parse_version, require_known
 from mt_ckpt.megatron.vocabulary_padding import Padding, choose_padding
 from mt_ckpt.megatron.write_arguments import Target, carried_arguments, megatron_arguments, uses_fused_norms
+from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.embedding import padded_vocab_size
 from mt_core.nn.layout import ParameterLayout
 from mt_core.parallel.context import AxisName
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
 
 Fused = Literal["never", "beside", "always"]
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mt_ckpt.megatron.names import EMBEDDING, OUTPUT
 from mt_ckpt.megatron.optimizer import MAIN
+from mt_core.checkpoint_specs import CheckpointReader, VocabPadding
 from mt_core.errors import ConfigError
-from mt_core.specs import CheckpointReader, VocabPadding
 
 PADDING = "padding."
 """Beginning of the name of rows beyond the vocabulary; the name of their tensor follows."""

@@ -55,7 +55,7 @@ class Cropped:
 
 
 class DistReader:
-    """A `mt_core.specs.CheckpointReader`. Threads may read from it at the same time."""
+    """A `CheckpointReader`. Threads may read from it at the same time."""
 
     def __init__(self, index: Index, host: PluginHost, vocab_size: int | None) -> None:
         self.folder = index.folder

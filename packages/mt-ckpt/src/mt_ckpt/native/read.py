@@ -20,11 +20,12 @@ from mt_ckpt.native.manifest import (
     read_manifest,
 )
 from mt_core.errors import CheckpointError, did_you_mean
+from mt_core.plugins import PluginHost
 from mt_core.tensor_slice import TensorSlice
 
 
-def open_checkpoint(path: Path) -> NativeReader:
-    """Open the checkpoint directory `path`.
+def open_checkpoint(path: Path, host: PluginHost | None = None) -> NativeReader:
+    """Open the checkpoint directory `path`. host is not needed: the names are canonical.
 
     The folder is listed once and no shard is opened: all ranks of a run do this, and there may be thousands of
     shards in an object store. The size of a shard and its header are checked when the first tensor of it is read.
@@ -49,7 +50,7 @@ def _require_shards(path: Path, manifest: Manifest) -> None:
 
 
 class NativeReader:
-    """An open checkpoint (a `mt_core.specs.CheckpointReader`). Threads may read from it at the same time."""
+    """An open checkpoint (a `CheckpointReader`). Threads may read from it at the same time."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path

@@ -16,6 +16,7 @@ from mt_ckpt.megatron.folder import is_of_reshaping_tool
 from mt_ckpt.pickles.inert_objects import Inert
 from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
 from mt_core.errors import CheckpointError, ConfigError, did_you_mean
+from mt_core.plugins import PluginHost
 
 # Names of the layout and canonical ones, and how a tensor is cut over tensor-parallel ranks.
 
@@ -93,7 +94,7 @@ def detect(path: Path) -> bool:
     return is_of_reshaping_tool(path)
 
 
-def open_checkpoint(path: Path) -> TransformersMegatronReader:
+def open_checkpoint(path: Path, host: PluginHost | None = None) -> TransformersMegatronReader:
     """Open the folder that the tool wrote, or the `release` folder in it. Raises CheckpointError and ConfigError."""
     stages = _read_ranks(_release(path))
     arguments = stages[0][0].get("args")
@@ -128,7 +129,7 @@ class _Cut:
 
 
 class TransformersMegatronReader:
-    """Canonical tensors (a `mt_core.specs.CheckpointReader`)."""
+    """Canonical tensors (a `CheckpointReader`)."""
 
     def __init__(self, stages: Sequence[Sequence[Mapping[str, Any]]], arguments: Mapping[str, Any]) -> None:
         """stages: for each pipeline stage, what each tensor-parallel rank stored."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import ConfigError
-from mt_core.specs import ConvertOptions
 
 GPT, LLAMA = "GPTForCausalLM", "LlamaForCausalLM"
 """Architectures, the classes that build an engine."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import ConfigError
-from mt_core.specs import ConvertOptions
 
 LAYOUT = {
     "target_tensor_parallel_size": 1,

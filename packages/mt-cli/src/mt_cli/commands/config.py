@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mt_core.checkpoint_specs import CHECKPOINT_SAVERS
 from mt_core.commands import host_of
 from mt_core.config.files import shown, to_toml
 from mt_core.errors import ConfigError
+from mt_core.specs import ATTENTION_BACKENDS, CALLBACKS, COMMANDS, FEED_FORWARDS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -104,11 +106,11 @@ def _tell(problem: str) -> None:
 
 def _show_plan(draft: Draft, out: Path, context: typer.Context, host: PluginHost) -> None:
     """What `mt plan` says of the file, where mt-tools is installed."""
-    if "plan" not in host.commands.names():
+    if "plan" not in host[COMMANDS].names():
         typer.echo("mt plan shows whether this fits into memory: pip install mt-tools")
         return
     # The command's function itself: mt-cli imports no other distribution, and mt-tools may be absent.
-    host.commands.get("plan", key="mt config init").app.load()(
+    host[COMMANDS].get("plan", key="mt config init").app.load()(
         context, config=out, world_size=draft.processes, machine="this"
     )
 
@@ -228,15 +230,15 @@ def check_names(loaded: LoadedConfig, host: PluginHost) -> None:
 
     config = loaded.config
     configured_loss(config, host)
-    host.checkpoint_savers.get(config.checkpoint.ckpt_format, key="checkpoint.ckpt_format")
+    host[CHECKPOINT_SAVERS].get(config.checkpoint.ckpt_format, key="checkpoint.ckpt_format")
     for key, names in (("train.callbacks", config.train.callbacks), ("logging.trackers", config.logging.trackers)):
         for name in names:
-            host.callbacks.get(name, key=key)
+            host[CALLBACKS].get(name, key=key)
     backend = getattr(config.model, "attention_backend", None)
     if backend not in (None, AUTO):
-        host.attention_backends.get(backend, key="model.attention_backend")
+        host[ATTENTION_BACKENDS].get(backend, key="model.attention_backend")
     if getattr(config.model, "moe", None) is not None:
-        host.feed_forwards.get("moe", key="model.moe")
+        host[FEED_FORWARDS].get("moe", key="model.moe")
 
 
 def toml_text(loaded: LoadedConfig, *, origin: bool = False) -> str:

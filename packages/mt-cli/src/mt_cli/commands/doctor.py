@@ -10,7 +10,6 @@ import typer
 
 from mt_cli.machine import distribution_versions
 from mt_core.commands import host_of
-from mt_core.plugins import KINDS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +47,6 @@ def plugin_problems(host: PluginHost) -> list[str]:
     doubled = [
         f"{kind.replace('_', ' ')}: {name} is registered by {' and '.join(owner.label for owner in owners)}"
         for kind, name, owners in host.duplicates()
-        if kind in KINDS
     ]
     missing = [
         f"{plugin.label}, {problem.stage}: {problem.message}" for plugin in host.plugins for problem in plugin.problems

@@ -11,7 +11,7 @@ import typer
 
 from mt_core.commands import host_of
 from mt_core.errors import ConfigError, did_you_mean
-from mt_core.specs import PLAIN_MODULE
+from mt_core.specs import MODELS, PLAIN_MODULE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +41,7 @@ def models(
     if as_json:
         typer.echo(json.dumps({**_listing(host, presets), "problems": problems}, indent=2))
     # A preset and a family may have the same name; the family is then shown.
-    elif name is not None and name not in host.models.names():
+    elif name is not None and name not in host[MODELS].names():
         _print_preset(presets[0], host)
     else:
         _print_families(host, presets, problems)
@@ -52,7 +52,7 @@ def _chosen(name: str | None, host: PluginHost) -> tuple[list[str], list[str]]:
     from mt_core.config.sources import installed_presets
 
     presets, problems = installed_presets(host)
-    families = host.models.names()
+    families = host[MODELS].names()
     if name is not None and name not in families:
         _require_known(name, [*families, *presets], presets)
         return [name], problems
@@ -77,7 +77,7 @@ def _listing(host: PluginHost, presets: list[Preset]) -> dict[str, Any]:
     shown = {preset.family for preset in presets}
     families = [
         {"name": found.spec.name, "doc": found.spec.doc, "distribution": found.plugin.distribution}
-        for found in host.models.registrations
+        for found in host[MODELS].registrations
         if found.spec.name in shown or not presets
     ]
     return {"families": families, "presets": [asdict(preset) for preset in presets]}
@@ -87,7 +87,7 @@ def _print_families(host: PluginHost, presets: list[Preset], problems: list[str]
     from rich.console import Console
 
     console = Console(highlight=False)
-    if not set(host.models.names()) - {PLAIN_MODULE}:
+    if not set(host[MODELS].names()) - {PLAIN_MODULE}:
         console.print("No model family is installed (pip install mt-models).", markup=False)
         return
     console.print(_preset_table(host, presets))
@@ -105,7 +105,7 @@ def _preset_table(host: PluginHost, presets: list[Preset]) -> Table:
     table.add_column("preset", no_wrap=True)
     for column in ("parameters", *SHAPE_COLUMNS.values(), "sequence"):
         table.add_column(column, justify="right", no_wrap=True)
-    for spec in host.models:
+    for spec in host[MODELS]:
         mine = [preset for preset in presets if preset.family == spec.name]
         if mine:
             if table.row_count:

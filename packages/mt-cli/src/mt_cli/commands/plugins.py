@@ -10,7 +10,7 @@ import typer
 
 from mt_core.commands import host_of, is_strict
 from mt_core.errors import ConfigError, did_you_mean
-from mt_core.plugins import ALLOW_LIST_VARIABLE, KINDS, Plugin, PluginHost, mt_core_version
+from mt_core.plugins import ALLOW_LIST_VARIABLE, Plugin, PluginHost, mt_core_version
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,10 +29,10 @@ def plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List plugins and what they register, with the owner of each thing and why one is missing."""
-    if kind is not None and kind not in KINDS:
-        raise ConfigError(f"--kind {kind}: kinds are {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
     host = host_of(context)
-    found = listing(host, [kind] if kind else list(KINDS))
+    if kind is not None and kind not in host.kinds:
+        raise ConfigError(f"--kind {kind}: kinds are {', '.join(host.kinds)}{did_you_mean(kind, host.kinds)}")
+    found = listing(host, [kind] if kind else list(host.kinds))
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -79,6 +79,7 @@ def _plugin(plugin: Plugin) -> dict[str, Any]:
         "version": plugin.version,
         "mt_core_range": plugin.mt_core_range,
         "loaded": plugin.loaded,
+        "notes": plugin.notes,
         "problems": [{"stage": problem.stage, "message": problem.message} for problem in plugin.problems],
     }
 
@@ -149,6 +150,8 @@ def _new_table(*columns: str) -> Table:
 def _print_problems(console: Console, found: dict[str, Any]) -> None:
     for plugin in found["plugins"]:
         label = f'plugin "{plugin["name"]}" ({plugin["distribution"]} {plugin["version"]})'
+        for note in plugin["notes"]:
+            console.print(f"\n{label}: {note}", style="yellow", markup=False)
         for problem in plugin["problems"]:
             if problem["stage"] != "allow-list":
                 console.print(f"\n{label}, {problem['stage']}: {problem['message']}", style="red", markup=False)

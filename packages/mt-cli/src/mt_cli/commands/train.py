@@ -17,6 +17,7 @@ from mt_core.commands import REST_OF_LINE, host_of, need
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.launch.environment import read_environment
 from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import COMMANDS
 
 if TYPE_CHECKING:
     from mt_core.config.loading import LoadedConfig
@@ -196,7 +197,7 @@ def translate_arguments(
         given = "--preset" if config is None else str(config)
         raise ConfigError(f"{given} and --megatron-args both say what to train; keep one of them")
     path = directory / TRANSLATED
-    translate = host_of(context).commands.get("import", key="--megatron-args").app.load()
+    translate = host_of(context)[COMMANDS].get("import", key="--megatron-args").app.load()
     translate(context, output=path, megatron_args=words)
     return path
 
@@ -237,7 +238,7 @@ def convert_checkpoint(
             f"{directory} has no checkpoint and checkpoint.load is not set: there is nothing to convert; give the "
             "--run-dir of a run, or --set checkpoint.load=PATH"
         )
-    convert = host.commands.get("convert", key="--ckpt-convert-format").app.load()
+    convert = host[COMMANDS].get("convert", key="--ckpt-convert-format").app.load()
     convert(load_dir=source, save_dir=save_dir, saver=saver)
 
 

@@ -14,16 +14,18 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from mt_core.checkpoint_lookup import CheckpointParts, open_start
+from mt_core.checkpoint_specs import KeepsFiles
 from mt_core.config.layers import Layer, Merged, merge_layers
 from mt_core.config.schema import SECTIONS
 from mt_core.config.sections import build_sections, section_type
 from mt_core.errors import CheckpointError, ConfigError, MtError, Problems
 from mt_core.paths import as_path
-from mt_core.specs import KeepsFiles
+from mt_core.specs import MODELS, TOKENIZERS
 
 if TYPE_CHECKING:
+    from mt_core.checkpoint_specs import CheckpointReader
     from mt_core.plugins import PluginHost
-    from mt_core.specs import CheckpointReader, StartsFrom
+    from mt_core.specs import StartsFrom
 
 FROM_CHECKPOINT = ("model", "tokenizer")
 
@@ -134,7 +136,7 @@ def _without_base_keys(preset: Layer, base: StartsFrom, host: PluginHost) -> Lay
 
 def _base_of(family: Any, stored: Any, host: PluginHost) -> StartsFrom | None:
     """How a model of `family` starts from a checkpoint of the family `stored`; None if nothing is declared."""
-    declared = [base for spec in host.models if spec.name == family for base in spec.starts_from]
+    declared = [base for spec in host[MODELS] if spec.name == family for base in spec.starts_from]
     return next((base for base in declared if base.family == stored), None)
 
 
@@ -154,7 +156,7 @@ def _stored_sections(load: str | dict[str, str], host: PluginHost) -> dict[str, 
 
 def _with_own_files(tokenizer: dict[str, Any], reader: CheckpointReader, host: PluginHost) -> dict[str, Any]:
     """The section with paths to the files stored in the checkpoint: the original ones may be gone."""
-    spec = host.tokenizers.get(tokenizer["tokenizer_type"], key="tokenizer.tokenizer_type")
+    spec = host[TOKENIZERS].get(tokenizer["tokenizer_type"], key="tokenizer.tokenizer_type")
     if not isinstance(reader, KeepsFiles) or spec.materialize is None or not reader.files():
         return tokenizer
     merged = merge_layers([Layer("stored configuration", {"tokenizer": tokenizer})])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from mt_core.checkpoint_specs import CHECKPOINT_SAVERS
 from mt_core.config.checks import as_world, check_warmup, collect_broken_rules, smallest_world, world_size
 from mt_core.config.layers import DEFAULT, Layer, merge_layers
 from mt_core.config.megatron_words import refuse_foreign_formats, translate
@@ -14,6 +15,7 @@ from mt_core.config.schema import SECTIONS, Config
 from mt_core.config.sections import build_sections, refuse_unused_values
 from mt_core.config.sources import Sources, read_layers
 from mt_core.errors import MtError, Problems
+from mt_core.specs import CALLBACKS, LOSSES, PIPELINE_SCHEDULES
 
 if TYPE_CHECKING:
     from mt_core.plugins import PluginHost, Registry
@@ -63,7 +65,7 @@ def _check(loaded: LoadedConfig, host: PluginHost) -> None:
     problems = Problems()
     refuse_unused_values(loaded.config, SECTIONS, loaded.origin, problems)
     with problems.collect():
-        refuse_foreign_formats(loaded.config.checkpoint.ckpt_format, host.checkpoint_savers.names())
+        refuse_foreign_formats(loaded.config.checkpoint.ckpt_format, host[CHECKPOINT_SAVERS].names())
     collect_broken_rules(loaded.config, problems)
     with problems.collect():
         check_warmup(loaded.config, loaded.origin)
@@ -76,10 +78,10 @@ def _check(loaded: LoadedConfig, host: PluginHost) -> None:
 def _require_registered(config: Config, host: PluginHost, problems: Problems) -> None:
     """Names whose plugin brings no section of its own, which building sections does not look up."""
     named: list[tuple[Registry[Any], str, Sequence[str]]] = [
-        (host.losses, "train.loss", [config.train.loss] if config.train.loss != "auto" else []),
-        (host.callbacks, "train.callbacks", config.train.callbacks),
-        (host.callbacks, "logging.trackers", config.logging.trackers),
-        (host.pipeline_schedules, "parallel.pipeline_schedule", [config.parallel.pipeline_schedule]),
+        (host[LOSSES], "train.loss", [config.train.loss] if config.train.loss != "auto" else []),
+        (host[CALLBACKS], "train.callbacks", config.train.callbacks),
+        (host[CALLBACKS], "logging.trackers", config.logging.trackers),
+        (host[PIPELINE_SCHEDULES], "parallel.pipeline_schedule", [config.parallel.pipeline_schedule]),
     ]
     for registry, key, names in named:
         for name in names:

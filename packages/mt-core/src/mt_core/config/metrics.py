@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from mt_core.config.schema import AUTO_LOSS, Config
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
-from mt_core.specs import LossSpec
+from mt_core.specs import LOSSES, MODELS, LossSpec
 
 # Which registered loss `train.loss` names.
 
@@ -16,8 +16,8 @@ def configured_loss(config: Config, host: PluginHost) -> LossSpec:
     """The loss that `train.loss` names; for `auto` the default of the model family."""
     name = config.train.loss
     if name == AUTO_LOSS:
-        name = host.models.get(config.model.family, key="model.family").default_loss
-    return host.losses.get(name, key="train.loss")
+        name = host[MODELS].get(config.model.family, key="model.family").default_loss
+    return host[LOSSES].get(name, key="train.loss")
 
 
 OVERALL = "overall"

@@ -15,6 +15,7 @@ from mt_core.config.layers import Layer, Merged, merge_layers
 from mt_core.config.megatron_words import translate
 from mt_core.config.sections import build_sections
 from mt_core.errors import ConfigError, Problems, did_you_mean
+from mt_core.specs import MODELS
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Section
@@ -40,7 +41,7 @@ def installed_presets(host: PluginHost) -> tuple[dict[str, list[Preset]], list[s
     """Preset name -> its presets (more than one is a conflict); and why some plugin's could not be read."""
     found: dict[str, list[Preset]] = {}
     problems = []
-    for registration in host.models.registrations:
+    for registration in host[MODELS].registrations:
         family, plugin = registration.spec.name, registration.plugin
         try:
             trees = registration.spec.presets.load()

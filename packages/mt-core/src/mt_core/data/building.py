@@ -8,13 +8,14 @@ from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config
 from mt_core.data.training_length import EpochDataset, iterations_of_epoch, total_train_samples, with_train_iters
 from mt_core.errors import DataError
+from mt_core.interfaces import Dataset, Split, SplitRequest, Tokenizer
 from mt_core.plugins import PluginHost
-from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer
+from mt_core.specs import DATASETS, TOKENIZERS
 
 
 def build_tokenizer(config: Config, host: PluginHost) -> Tokenizer:
     name = config.tokenizer.tokenizer_type
-    return host.tokenizers.get(name, key="tokenizer.tokenizer_type").build.load()(config.tokenizer)
+    return host[TOKENIZERS].get(name, key="tokenizer.tokenizer_type").build.load()(config.tokenizer)
 
 
 def build_datasets(config: Config, tokenizer: Tokenizer, split: Split, host: PluginHost) -> Mapping[str, Dataset]:
@@ -22,7 +23,7 @@ def build_datasets(config: Config, tokenizer: Tokenizer, split: Split, host: Plu
     samples = samples_wanted(config, split)
     if samples == 0:
         return {}
-    spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
+    spec = host[DATASETS].get(config.data.dataset_type, key="data.dataset_type")
     request = SplitRequest(split, samples, config.data.seq_length, config.train.seed)
     built = spec.build.load()(config.data, tokenizer, request)
     if built is None:
@@ -76,8 +77,8 @@ def require_samples(dataset: Dataset, needed: int) -> None:
 def unsuitable_data(inputs: Iterable[str], config: Config, host: PluginHost) -> str | None:
     """Says which of a model's inputs some data sets give and the configured one does not; None: it gives them all."""
     # Fields by the declared schema: no data set is opened to find out.
-    given = {spec.name: {entry.name for entry in spec.sample} for spec in host.datasets}
-    chosen = given[host.datasets.get(config.data.dataset_type, key="data.dataset_type").name]
+    given = {spec.name: {entry.name for entry in spec.sample} for spec in host[DATASETS]}
+    chosen = given[host[DATASETS].get(config.data.dataset_type, key="data.dataset_type").name]
     missing = [name for name in inputs if name not in chosen and any(name in names for names in given.values())]
     if not missing:
         return None
@@ -91,6 +92,6 @@ def unsuitable_data(inputs: Iterable[str], config: Config, host: PluginHost) -> 
 
 def counts_tokens(config: Config, host: PluginHost) -> bool:
     """Whether the losses of a sample are those of its tokens: of a pair or a text to classify there is one."""
-    sample = host.datasets.get(config.data.dataset_type, key="data.dataset_type").sample
+    sample = host[DATASETS].get(config.data.dataset_type, key="data.dataset_type").sample
     # A loss_mask without a dimension is one number for the whole sample.
     return all(field.shape != "[]" for field in sample if field.name == "loss_mask")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mt_core.errors import DataError
-from mt_core.specs import Dataset
+from mt_core.interfaces import Dataset
 
 Arrays = dict[str, np.ndarray]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Dataset
+from mt_core.interfaces import Dataset
 
 
 class EpochDataset:

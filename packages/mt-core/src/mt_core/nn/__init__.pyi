@@ -3,6 +3,7 @@ from .attention import AttentionPattern as AttentionPattern
 from .auxiliary import AuxiliaryLoss as AuxiliaryLoss
 from .auxiliary import PostStepHook as PostStepHook
 from .auxiliary import ReportsMetrics as ReportsMetrics
+from .build_context import ModelEnvironment as ModelEnvironment
 from .cache import Cache as Cache
 from .cache import MemoryState as MemoryState
 from .cache import PositionState as PositionState
@@ -10,7 +11,6 @@ from .cache import SequenceState as SequenceState
 from .dropout import Dropout as Dropout
 from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from .embedding import VocabParallelOutput as VocabParallelOutput
-from .environment import ModelEnvironment as ModelEnvironment
 from .fp8.use import fp8_report as fp8_report
 from .kernels.choice import Kernels as Kernels
 from .layout import LayoutModule as LayoutModule

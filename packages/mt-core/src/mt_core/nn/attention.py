@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mt_core.specs import AttentionRequest
+from mt_core.interfaces import AttentionRequest
 
 Bias = Tensor | Callable[[int, int], Tensor]
 """[1 or B, N, S, T], or the function that gives it for (S, T): the last S of T positions."""

@@ -18,7 +18,7 @@ from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
-    from mt_core.nn.environment import ModelEnvironment
+    from mt_core.nn.build_context import ModelBuildContext
 
 
 class FeedForwardShape(Protocol):
@@ -97,5 +97,5 @@ def pick_activation(name: Activation, kernels: Kernels) -> Callable[[Tensor], Te
     return plain if function is activate else lambda x: function(x, None, name)
 
 
-def build_dense(config: FeedForwardShape, environment: ModelEnvironment, layer: int) -> nn.Module:
+def build_dense(config: FeedForwardShape, environment: ModelBuildContext, layer: int) -> nn.Module:
     return DenseFeedForward(config, environment.parallel)

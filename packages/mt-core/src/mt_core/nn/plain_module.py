@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mt_core.config.schema import ParallelConfig
 from mt_core.config.sections import nothing_selected
 from mt_core.errors import ConfigError
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import ParameterLayout, declared_layouts
 from mt_core.parallel.context import ParallelContext
 
@@ -29,7 +29,7 @@ CUT_BY = {
 """Key of [parallel] that cuts a module or its sequences -> what the module has to declare for it."""
 
 
-def build_plain_module(config: Any, environment: ModelEnvironment) -> nn.Module:
+def build_plain_module(config: Any, environment: ModelBuildContext) -> nn.Module:
     """Raises ConfigError: such a model is given by a program, and this is called where none is."""
     raise ConfigError(nothing_selected("model", "family", environment.host))
 

@@ -17,6 +17,7 @@ from mt_core.optim.master_weights import Fp32Weights, MasterWeights
 from mt_core.optim.param_groups import ParamGroup
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
+from mt_core.specs import OPTIMIZERS
 
 
 class Optimizer(Protocol):
@@ -57,7 +58,7 @@ class FunctionalOptimizer:
 
 
 @dataclass(frozen=True)
-class OptimizerEnvironment:
+class OptimizerBuildContext:
     """layouts: of the model's parameters, by canonical name. weights: the master weights that are optimized."""
 
     model: nn.Module
@@ -91,7 +92,7 @@ class StateBytes:
 def probe_state(config: Config, host: PluginHost) -> StateBytes:
     """Measured: run a step of the configured optimizer on a small matrix and a small vector."""
     elements, of_element, of_parameter = 64, {}, {}
-    spec = host.optimizers.get(config.optimizer.optimizer, key="optimizer.optimizer")
+    spec = host[OPTIMIZERS].get(config.optimizer.optimizer, key="optimizer.optimizer")
     build = spec.build.load()
     # Where there are no fp32 master weights the optimizer's state has the other 16 bits of each weight.
     remainders = getattr(config.optimizer, "main_weights", None) == "remainders" and config.precision.dtype == "bf16"
@@ -103,9 +104,8 @@ def probe_state(config: Config, host: PluginHost) -> StateBytes:
         name = "decoder.layers.0.mlp.linear_fc1.weight" if is_matrix else "decoder.final_layernorm.weight"
         groups = [{"params": [parameter], "names": [name], "weight_decay": 0.0}]
         whole = nn.Module()
-        environment = OptimizerEnvironment(whole, Fp32Weights(whole), {name: ParameterLayout(shape, ones)})
-        given = (environment,) if spec.takes_environment else ()
-        optimizer = build(config.optimizer, groups, *given)
+        context = OptimizerBuildContext(whole, Fp32Weights(whole), {name: ParameterLayout(shape, ones)})
+        optimizer = build(config.optimizer, groups, context)
         optimizer.step()
         kept = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
         like = [value for value in kept if value.numel() >= elements]

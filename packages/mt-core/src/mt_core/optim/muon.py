@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
 from mt_core.nn.layout import ParameterLayout
-from mt_core.optim.base import FunctionalOptimizer, Optimizer, OptimizerEnvironment
+from mt_core.optim.base import FunctionalOptimizer, Optimizer, OptimizerBuildContext
 from mt_core.optim.configs import MuonCoefficients, MuonConfig, MuonScale
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.optim.optimizers import AdamW, Lion
@@ -291,7 +291,7 @@ def is_matrix(name: str, layout: ParameterLayout) -> bool:
     return len(layout.shape) == dimensions and not is_table(name) and not is_embedding_or_output(name)
 
 
-def sharded_matrices(environment: OptimizerEnvironment, *, split_qkv: bool) -> dict[str, ShardedMatrix]:
+def sharded_matrices(environment: OptimizerBuildContext, *, split_qkv: bool) -> dict[str, ShardedMatrix]:
     """The weights of this rank that Muon updates, by name."""
     return {
         name: ShardedMatrix(
@@ -311,7 +311,7 @@ def split_groups(groups: list[ParamGroup], names: Mapping[str, object]) -> tuple
     return _chosen(groups, lambda name: name in names), _chosen(groups, lambda name: name not in names)
 
 
-def build_muon(config: MuonConfig, groups: list[ParamGroup], environment: OptimizerEnvironment) -> Optimizer:
+def build_muon(config: MuonConfig, groups: list[ParamGroup], environment: OptimizerBuildContext) -> Optimizer:
     matrices = sharded_matrices(environment, split_qkv=config.muon_split_qkv)
     of_matrices, others = split_groups(groups, matrices)
     by_parameter = {

@@ -10,7 +10,7 @@ from torch.optim.sgd import sgd
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.adamw import TorchAdamW
 from mt_core.nn.kernels.request import Feature
-from mt_core.optim.base import FunctionalOptimizer, Optimizer, OptimizerEnvironment
+from mt_core.optim.base import FunctionalOptimizer, Optimizer, OptimizerBuildContext
 from mt_core.optim.configs import AdamConfig, LionConfig, SGDConfig
 from mt_core.optim.fused_adamw import FusedAdamW
 from mt_core.optim.master_weights import MasterWeights
@@ -86,7 +86,7 @@ class SGD(FunctionalOptimizer):
 
 
 def build_adam(
-    config: AdamConfig, groups: list[ParamGroup], environment: OptimizerEnvironment | None = None
+    config: AdamConfig, groups: list[ParamGroup], environment: OptimizerBuildContext | None = None
 ) -> Optimizer:
     """torch's fused AdamW for fp32 weights and moments when the torch kernel is chosen; else FusedAdamW."""
     halves: tuple[Feature, ...] = ("remainders",) if config.main_weights == "remainders" else ()
@@ -107,7 +107,7 @@ def model_copies(groups: list[ParamGroup], weights: MasterWeights) -> dict[Tenso
     return {weight: copy for weight, copy in taken if copy is not None}
 
 
-def build_sgd(config: SGDConfig, groups: list[ParamGroup]) -> Optimizer:
+def build_sgd(config: SGDConfig, groups: list[ParamGroup], context: object = None) -> Optimizer:
     return SGD(groups, config.lr, config.sgd_momentum)
 
 
@@ -141,5 +141,5 @@ class Lion(FunctionalOptimizer):
         return state["exp_avg"]
 
 
-def build_lion(config: LionConfig, groups: list[ParamGroup]) -> Optimizer:
+def build_lion(config: LionConfig, groups: list[ParamGroup], context: object = None) -> Optimizer:
     return Lion(groups, config.lr, config.lion_beta1, config.lion_beta2)

@@ -12,23 +12,25 @@ import torch
 from torch import nn
 
 from mt_core._torch_compat import symmetric_memory_objection
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.checks import check_warmup, global_batch_size
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data import building
 from mt_core.data.training_length import total_train_samples
 from mt_core.errors import ConfigError
+from mt_core.interfaces import Tokenizer
 from mt_core.launch.environment import read_environment
 from mt_core.launch.process_group import local_device
 from mt_core.nn.auxiliary import RunsUncompiled
 from mt_core.nn.batch_invariance import require_batch_invariance
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.context_parallel.core import build_hierarchical_axes
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.fp8.use import use_fp8
 from mt_core.nn.kernels.choice import Kernels, use_kernels
 from mt_core.nn.layout import initialize
 from mt_core.nn.model import NumberedLayers
-from mt_core.optim.base import Optimizer, OptimizerEnvironment
+from mt_core.optim.base import Optimizer, OptimizerBuildContext
 from mt_core.optim.finalize_grads import SHARDS, TiedWeights
 from mt_core.optim.fully_sharded_weights import FullyShardedWeights, ShardOptions, ends_when_told
 from mt_core.optim.master_weights import (
@@ -45,12 +47,12 @@ from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, b
 from mt_core.parallel.pipeline.schedules import configured_schedule, splits_backward
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, Tokenizer
+from mt_core.specs import DATASETS, LR_SCHEDULES, MODELS, OPTIMIZERS, TOKENIZERS
 from mt_core.train.auto_choices import REMAINDERS
 from mt_core.train.checkpoint.state import merged_over_stages
 from mt_core.train.memory import build_within_memory
 
-ModelProvider = Callable[[Any, ModelEnvironment], nn.Module]
+ModelProvider = Callable[[Any, ModelBuildContext], nn.Module]
 """(section [model], environment) -> the model, or the stages of it that the environment names"""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -153,7 +155,7 @@ def has_backward_communicator(parallel: ParallelConfig, device: torch.device) ->
 
 def restore_tokenizer(config: Config, files: Mapping[str, bytes], host: PluginHost) -> Tokenizer:
     """The tokenizer of a checkpoint, from the tokenizer files stored in it."""
-    spec = host.tokenizers.get(config.tokenizer.tokenizer_type, key="tokenizer.tokenizer_type")
+    spec = host[TOKENIZERS].get(config.tokenizer.tokenizer_type, key="tokenizer.tokenizer_type")
     if spec.materialize is None or not files:
         return spec.build.load()(config.tokenizer)
     # The folder is removed on return: a tokenizer reads its files when it is built.
@@ -184,8 +186,8 @@ def build_model(
     """The model, or some stages of it, with uninitialized weights. kernels: those of the run, if already chosen.
     provider: builds the model in place of its family."""
     require_batch_invariance(config, ctx.device)
-    provider = provider or host.models.get(config.model.family, key="model.family").build.load()
-    environment = ModelEnvironment(config, ctx, host, stages, kernels)
+    provider = provider or host[MODELS].get(config.model.family, key="model.family").build.load()
+    environment = ModelBuildContext(config, ctx, host, stages, kernels)
     model = provider(config.model, environment)
     use_kernels(model.modules(), environment.kernels)
     use_fp8(model, config, ctx, environment.kernels)
@@ -194,7 +196,7 @@ def build_model(
 
 def count_flops(config: Config, host: PluginHost) -> float | None:
     """Floating-point operations of training on a sample; None for a family that does not count them."""
-    count = host.models.get(config.model.family, key="model.family").training_flops
+    count = host[MODELS].get(config.model.family, key="model.family").training_flops
     return count.load()(config) if count is not None else None
 
 
@@ -309,7 +311,7 @@ def _shard_options(config: Config, host: PluginHost) -> ShardOptions:
     )
 
 
-def build_optimizer(config: Config, environment: OptimizerEnvironment, host: PluginHost) -> Optimizer:
+def build_optimizer(config: Config, environment: OptimizerBuildContext, host: PluginHost) -> Optimizer:
     options = config.optimizer
     groups = param_groups(
         environment.weights.named_parameters(),
@@ -319,12 +321,11 @@ def build_optimizer(config: Config, environment: OptimizerEnvironment, host: Plu
         undecayed=options.no_weight_decay,
     )
     _require_used_patterns(options.no_weight_decay, environment)
-    spec = host.optimizers.get(options.optimizer, key="optimizer.optimizer")
-    build = spec.build.load()
-    return build(options, groups, environment) if spec.takes_environment else build(options, groups)
+    spec = host[OPTIMIZERS].get(options.optimizer, key="optimizer.optimizer")
+    return spec.build.load()(options, groups, environment)
 
 
-def _require_used_patterns(patterns: Sequence[str] | None, environment: OptimizerEnvironment) -> None:
+def _require_used_patterns(patterns: Sequence[str] | None, environment: OptimizerBuildContext) -> None:
     """Raises ConfigError for a pattern of no_weight_decay that no parameter has, on any pipeline stage. Collective."""
     if not patterns:
         return
@@ -356,7 +357,7 @@ def _build_schedule(config: Config, host: PluginHost, max_lr: float, min_lr: flo
 
 def lr_schedule(config: Config, host: PluginHost, horizon: Horizon) -> LRSchedule:
     """The configured schedule over a training of any length."""
-    spec = host.lr_schedules.get(config.lr_schedule.lr_decay_style, key="lr_schedule.lr_decay_style")
+    spec = host[LR_SCHEDULES].get(config.lr_schedule.lr_decay_style, key="lr_schedule.lr_decay_style")
     return spec.build.load()(config.lr_schedule, horizon)
 
 
@@ -370,7 +371,7 @@ def kept_files(
     """By name. source: the checkpoint that the run starts from or resumes, or None."""
     beside = {} if source is None else files_beside_tokenizer(config, tokenizer, source, host)
     files = {**beside, **tokenizer.files()}
-    spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
+    spec = host[DATASETS].get(config.data.dataset_type, key="data.dataset_type")
     return files if spec.checkpoint_files is None else spec.checkpoint_files.load()(config.data, tokenizer, files)
 
 

@@ -13,6 +13,7 @@ from mt_core.config.schema import Config
 from mt_core.errors import MtError, PluginError
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
+from mt_core.specs import CALLBACKS
 from mt_core.train.checkpoint.partial_load import PartialLoad
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.engine import Engine
@@ -167,8 +168,8 @@ class GuardedTracker(CallbackList):
 def configured_callbacks(config: Config, host: PluginHost) -> list[Callback]:
     """The callbacks that are always active, those named by train.callbacks, and the trackers."""
     named = config.train.callbacks
-    specs = [spec for spec in host.callbacks if spec.always and spec.name not in named]
-    specs += [host.callbacks.get(name, key="train.callbacks") for name in named]
-    trackers = [host.callbacks.get(name, key="logging.trackers") for name in config.logging.trackers]
+    specs = [spec for spec in host[CALLBACKS] if spec.always and spec.name not in named]
+    specs += [host[CALLBACKS].get(name, key="train.callbacks") for name in named]
+    trackers = [host[CALLBACKS].get(name, key="logging.trackers") for name in config.logging.trackers]
     guarded = [GuardedTracker(spec.name, spec.build.load()(config)) for spec in trackers]
     return [*(spec.build.load()(config) for spec in specs), *guarded]

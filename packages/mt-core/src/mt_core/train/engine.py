@@ -24,18 +24,20 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.config.schema import Config
 from mt_core.data.loader import BatchReader, RankBatch, cut_rank_batch
 from mt_core.data.loss_weights import LossCounts, LossNormalization
 from mt_core.data.training_length import BatchSizeSchedule, build_batch_size, total_train_samples
 from mt_core.errors import ConfigError
+from mt_core.interfaces import Dataset, Tokenizer
 from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.kernels.choice import Kernels, configured_kernels
 from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
 from mt_core.nn.loss import Loss, ReportsEvaluation
 from mt_core.nn.plain_module import adopt_plain_module, is_plain, require_whole
-from mt_core.optim.base import Optimizer, OptimizerEnvironment
+from mt_core.optim.base import Optimizer, OptimizerBuildContext
 from mt_core.optim.finalize_grads import GradFinalizer, TiedWeights, find_tied_weights
 from mt_core.optim.loss_scale import LossScaler, build_loss_scaler
 from mt_core.optim.master_weights import MasterWeights
@@ -45,7 +47,6 @@ from mt_core.parallel.collectives import all_gather
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.first_rank import on_first_rank
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import CheckpointReader, Dataset, Tokenizer
 from mt_core.train import build
 from mt_core.train.auto_choices import updates_in_one_kernel, with_resolved_main_weights
 from mt_core.train.build import kept_files
@@ -187,7 +188,7 @@ class Engine:
         malloc = keep_freed_memory(config, model, ctx, host)
         copies = find_tied_weights([name for name, _ in model.named_parameters()], ctx)
         main_weights = build.build_weights(config, model, ctx, copies, host)
-        environment = OptimizerEnvironment(model, main_weights, layouts, ctx, kernels)
+        environment = OptimizerBuildContext(model, main_weights, layouts, ctx, kernels)
         optimizer = build.build_optimizer(config, environment, host)
         use_streams(model, DropoutStreams(config.train.seed))
         graphs = build_graphs(model, main_weights, optimizer, config, ctx, own_stages)

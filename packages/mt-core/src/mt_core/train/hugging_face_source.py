@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CheckpointReader
 from mt_core.config_map import HF_FORMAT, model_section, tokenizer_section
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader
 
 Sections = dict[str, dict[str, Any]]
 
@@ -49,7 +49,7 @@ def read_source(
 
 
 def _open_module(module: PreTrainedModelLike, host: PluginHost) -> CheckpointReader:
-    spec = host.checkpoint_loaders.get(HF_FORMAT, key="the format of a model of transformers")
+    spec = host[CHECKPOINT_LOADERS].get(HF_FORMAT, key="the format of a model of transformers")
     if spec.open_module is None:
         raise ConfigError(f"the checkpoint loader {spec.name} reads no model from memory")
     reader: CheckpointReader = spec.open_module.load()(module, host)

@@ -9,12 +9,13 @@ from mt_core.config.checks import divisors
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
+from mt_core.specs import CONTEXT_PARALLEL_METHODS, PIPELINE_SCHEDULES
 
 
 def check_pipeline_schedule(config: Config, host: PluginHost) -> None:
     """Raises ConfigError when layers, stages and schedule do not fit. Skipped where torch is not installed."""
     parallel = config.parallel
-    spec = host.pipeline_schedules.get(parallel.pipeline_schedule, key="parallel.pipeline_schedule")
+    spec = host[PIPELINE_SCHEDULES].get(parallel.pipeline_schedule, key="parallel.pipeline_schedule")
     if parallel.pipeline_model_parallel_size == 1 or find_spec("torch") is None:
         return
     # Imports torch.
@@ -44,7 +45,7 @@ def check_pipeline_schedule(config: Config, host: PluginHost) -> None:
 
 def check_context_parallel_method(config: Config, host: PluginHost) -> None:
     parallel = config.parallel
-    spec = host.context_parallel_methods.get(parallel.cp_comm_type, key="parallel.cp_comm_type")
+    spec = host[CONTEXT_PARALLEL_METHODS].get(parallel.cp_comm_type, key="parallel.cp_comm_type")
     sizes, size = parallel.hierarchical_context_parallel_sizes, parallel.context_parallel_size
     legal = ", ".join(f"[{inner}, {size // inner}]" for inner in divisors(size))
     if spec.hierarchical and sizes is None:
@@ -52,7 +53,7 @@ def check_context_parallel_method(config: Config, host: PluginHost) -> None:
             f"parallel.cp_comm_type={spec.name} needs parallel.hierarchical_context_parallel_sizes; it can be {legal}"
         )
     if sizes is not None and not spec.hierarchical:
-        able = [method.name for method in host.context_parallel_methods if method.hierarchical]
+        able = [method.name for method in host[CONTEXT_PARALLEL_METHODS] if method.hierarchical]
         raise ConfigError(
             f"parallel.hierarchical_context_parallel_sizes={list(sizes)} is used with parallel.cp_comm_type="
             f"{' or '.join(able)} only, and it is {spec.name}; remove the sizes or set that"

@@ -16,7 +16,7 @@ from mt_core.nn.embedding import gather_logits
 from mt_core.nn.kernels.choice import Kernels, use_kernels
 from mt_core.nn.loss import Loss
 from mt_core.nn.model import contract, model_options
-from mt_core.optim.base import OptimizerEnvironment
+from mt_core.optim.base import OptimizerBuildContext
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.train.auto_choices import require_options, with_logits_loss, with_resolved_loss
@@ -94,7 +94,7 @@ class Losses:
 
 def build_losses(
     config: Config,
-    environment: OptimizerEnvironment,
+    environment: OptimizerBuildContext,
     host: PluginHost,
     given: Loss | None,
     wrap: WrapLoss | None,

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.schema import Config
+from mt_core.interfaces import Dataset, Tokenizer
 from mt_core.launch.agreement import any_rank_differs, require_agreement
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, Dataset, Tokenizer
 from mt_core.train.checkpoint.resume import CONTENT, TOKENIZER
 from mt_core.versions import installed_versions
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mt_core.errors import CheckpointError, TrainingError
+from mt_core.interfaces import Dataset
 from mt_core.nn.auxiliary import ReportsNonFinite
 from mt_core.nn.layout import ParameterLayout
 from mt_core.optim.finalize_grads import OTHER_AXES
 from mt_core.parallel.context import AxisName, ParallelContext
-from mt_core.specs import Dataset
 from mt_core.train.engine import Engine, StepRecord
 from mt_core.train.step.optimizer_step import StepOutcome
 

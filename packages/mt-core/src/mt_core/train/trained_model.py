@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
+from mt_core.interfaces import Tokenizer
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, Tokenizer
 from mt_core.tensor_slice import TensorSlice
 from mt_core.train import build
 from mt_core.train.checkpoint.local_shards import LocalShard, fill, given

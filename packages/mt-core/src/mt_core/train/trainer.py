@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from mt_core.checkpoint_lookup import open_checkpoint, open_start
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.metrics import require_known_metric
 from mt_core.config.schema import Config
@@ -28,6 +29,7 @@ from mt_core.data import building
 from mt_core.data.loader import RankBatch
 from mt_core.data.training_length import iterations_per_epoch, with_train_iters
 from mt_core.errors import ConfigError
+from mt_core.interfaces import Dataset
 from mt_core.launch.phases import Phases
 from mt_core.nn.loss import Loss
 from mt_core.nn.model import required_inputs
@@ -35,7 +37,6 @@ from mt_core.parallel.context import ParallelContext, is_writer, wait_for_all
 from mt_core.parallel.first_rank import on_first_rank
 from mt_core.parallel.reductions import any_over
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import CheckpointReader, Dataset
 from mt_core.train.callbacks import Callback, CallbackList, configured_callbacks
 from mt_core.train.checkpoint.partial_load import PartialLoad, load_weights
 from mt_core.train.checkpoint.resume import (

@@ -11,8 +11,9 @@ from torch import Tensor
 from mt_core.config.metrics import OVERALL, require_metrics, value_names, wanted_metrics
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_core.interfaces import Dataset
 from mt_core.plugins import PluginHost
-from mt_core.specs import Dataset, Metric
+from mt_core.specs import EVALUATORS, Metric
 from mt_core.train.callbacks import Run
 from mt_core.train.engine import Engine
 from mt_core.train.predictions import Predictions
@@ -103,8 +104,8 @@ class Evaluator(Protocol):
 def configured_evaluators(config: Config, host: PluginHost) -> list[Evaluator]:
     """Those that the section [eval] turns on. Raises ConfigError for keys that no installed evaluator reads."""
     for key in ("perplexity", "without_neighbors"):
-        if getattr(config.eval, key) and key not in host.evaluators.names():
+        if getattr(config.eval, key) and key not in host[EVALUATORS].names():
             raise ConfigError(f"eval.{key} is set, and no plugin measures it; install mt-eval, or remove the key")
-    built = [spec.build.load()(config) for spec in host.evaluators]
+    built = [spec.build.load()(config) for spec in host[EVALUATORS]]
     # A plugin's build() returns None where the section does not turn it on.
     return [evaluator for evaluator in built if evaluator is not None]

@@ -12,7 +12,7 @@ import typer
 
 from mt_core.data.building import build_datasets, build_tokenizer
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Dataset, Split, Tokenizer
+from mt_core.interfaces import Dataset, Split, Tokenizer
 from mt_data.datasets.splits import SPLITS
 
 if TYPE_CHECKING:

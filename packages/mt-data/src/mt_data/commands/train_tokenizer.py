@@ -12,6 +12,7 @@ import typer
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
+from mt_core.specs import TOKENIZERS
 from mt_data.preprocess.files import refuse_remote_output
 from mt_data.preprocess.readers import Record, expand_globs, iter_documents
 from mt_data.tokenizers.training import FORMATS, Format, Kind, TrainedTokenizer, TrainOptions, train
@@ -115,7 +116,7 @@ def tokenizer_section(trained: TrainedTokenizer, output: Path) -> dict[str, Any]
 
 def built_size(section: dict[str, Any]) -> int:
     """Vocabulary of the tokenizer as it is built from its files; a check that they load as well."""
-    spec = load_plugins().tokenizers.get(section["tokenizer_type"])
+    spec = load_plugins()[TOKENIZERS].get(section["tokenizer_type"])
     return spec.build.load()(spec.config_type.load()(**section)).vocab_size
 
 

@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt
 
 from mt_core.config.schema import Probability
 from mt_core.errors import ConfigError
-from mt_core.specs import SplitRequest, Tokenizer
+from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.gpt import GPTDataConfig, GPTDataset, gpt_over_file
 from mt_data.datasets.opening import BuiltSplit, OpenedTokens, build_from_files
 from mt_data.datasets.samples import SampleRules

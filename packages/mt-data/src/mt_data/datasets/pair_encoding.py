@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 
 Truncation = Literal["right", "longest_first"]
 SequenceFormat = Literal["cls_sep", "eod"]

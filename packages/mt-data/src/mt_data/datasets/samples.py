@@ -1,4 +1,4 @@
-"""From a window of tokens to a causal language-model sample (mt_core.specs.CAUSAL_LM_SAMPLE)."""
+"""From a window of tokens to a causal language-model sample (mt_core.interfaces.CAUSAL_LM_SAMPLE)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mt_core.config.schema import DataConfig
 from mt_core.errors import ConfigError
-from mt_core.specs import SpecialTokens, Tokenizer
+from mt_core.interfaces import SpecialTokens, Tokenizer
 
 NO_TOKEN = -1
 """Stands for a special token that does not exist; equal to no id."""

@@ -5,7 +5,9 @@ Read whenever plugins are listed, so that nothing heavy is imported here.
 
 from __future__ import annotations
 
-from mt_core.specs import CAUSAL_LM_SAMPLE, DatasetSpec, Lazy, SampleField
+from mt_core.interfaces import CAUSAL_LM_SAMPLE, SampleField
+from mt_core.kinds import Lazy
+from mt_core.specs import DatasetSpec
 from mt_data.datasets.glue_tasks import GLUE
 
 BERT_SAMPLE = (

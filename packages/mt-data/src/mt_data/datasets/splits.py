@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError
-from mt_core.specs import Split
+from mt_core.interfaces import Split
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 _NUMBER = re.compile(r"\d+(?:\.\d+)?|\.\d+")

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from mt_core.config.messages import validation_message
 from mt_core.errors import ConfigError, DataError
+from mt_core.interfaces import Tokenizer
 from mt_core.plugins import load_plugins
-from mt_core.specs import Tokenizer
+from mt_core.specs import TOKENIZERS
 from mt_data.preprocess.readers import json_kind
 from mt_data.preprocess.sentences import SplitSentences
 
@@ -35,7 +36,7 @@ class TokenizerChoice:
 
     def build(self) -> Tokenizer:
         """Raises PluginError for an unknown name, ConfigError for wrong options, DataError for wrong files."""
-        spec = load_plugins().tokenizers.get(self.tokenizer_type, key="--tokenizer-type")
+        spec = load_plugins()[TOKENIZERS].get(self.tokenizer_type, key="--tokenizer-type")
         config_type = spec.config_type.load()
         options = self.config()
         try:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
+from mt_core.interfaces import Tokenizer
 from mt_core.paths import absolute
-from mt_core.specs import Tokenizer
 from mt_data.indexed.layout import dtype_for_vocab
 from mt_data.preprocess.encoder import DocumentEncoder, TokenizerChoice
 from mt_data.preprocess.executors import Executor, InlineExecutor, ProcessExecutor

@@ -13,7 +13,7 @@ import numpy as np
 
 from mt_core.config.schema import TokenizerConfig
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import SpecialTokens
+from mt_core.interfaces import SpecialTokens
 
 ConfigT = TypeVar("ConfigT", bound=TokenizerConfig)
 
@@ -26,7 +26,7 @@ class FileTokenizerConfig(TokenizerConfig):
 
 
 class BaseTokenizer(ABC):
-    """Implements `mt_core.specs.Tokenizer`; a subclass gives `_encode` and `_decode`.
+    """Implements `mt_core.interfaces.Tokenizer`; a subclass gives `_encode` and `_decode`.
 
     `options` are the configuration values that change the ids; together with the files' contents they
     make the fingerprint. Objects are immutable, and safe to use from several threads.
@@ -87,7 +87,7 @@ class BaseTokenizer(ABC):
         return self.encode_array(text).tolist()
 
     def token_bytes(self) -> list[bytes | None] | None:
-        """See `mt_core.specs.HasTokenBytes`."""
+        """See `mt_core.interfaces.HasTokenBytes`."""
         found = self._token_bytes()
         return None if found is None else [found.get(token) for token in range(self._vocab_size)]
 

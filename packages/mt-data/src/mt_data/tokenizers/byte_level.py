@@ -6,7 +6,7 @@ import numpy as np
 from pydantic import NonNegativeInt
 
 from mt_core.config.schema import TokenizerConfig
-from mt_core.specs import SpecialTokens
+from mt_core.interfaces import SpecialTokens
 from mt_data.tokenizers.base import BaseTokenizer
 
 NUM_BYTES = 256

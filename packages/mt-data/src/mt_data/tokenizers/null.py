@@ -7,7 +7,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from mt_core.config.schema import TokenizerConfig
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import SpecialTokens
+from mt_core.interfaces import SpecialTokens
 from mt_data.tokenizers.base import BaseTokenizer
 
 

@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from mt_core.config.messages import validation_message
 from mt_core.errors import ConfigError, DataError
+from mt_core.interfaces import Tokenizer
 from mt_core.plugins import load_plugins
-from mt_core.specs import Tokenizer
+from mt_core.specs import TOKENIZERS
 
 
 def recorded_tokenizer(
@@ -32,7 +33,7 @@ def _built(recorded: Mapping[str, Any], tokenizer_type: str | None, entries: Map
     name = tokenizer_type or recorded.get("tokenizer_type")
     if name is None:
         raise ConfigError("the tokenizer's keys were given without --tokenizer-type, and the data set records none")
-    spec = load_plugins().tokenizers.get(name, key="--tokenizer-type" if tokenizer_type else "tokenizer_type")
+    spec = load_plugins()[TOKENIZERS].get(name, key="--tokenizer-type" if tokenizer_type else "tokenizer_type")
     config_type: Any = spec.config_type.load()
     given = {**recorded.get("config", {}), "tokenizer_type": name}
     origins = dict.fromkeys(given, "the manifest") | dict.fromkeys(entries, "the command line")

@@ -15,10 +15,11 @@ from mt_core.config.sections import build_sections
 from mt_core.data.building import build_datasets
 from mt_core.data.loader import BatchReader
 from mt_core.errors import ConfigError, DataError, Problems
+from mt_core.interfaces import Dataset
 from mt_core.nn.loss import Loss
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import Dataset, Metric
+from mt_core.specs import LOSSES, MODELS, Metric
 from mt_core.train.auto_choices import with_loss
 from mt_core.train.predictions import Predictions, predict
 from mt_core.train.trained_model import TrainedModel, load_trained_model
@@ -65,7 +66,7 @@ class TrainedClassifier:
         _require_choice(self.trained.config, path)
         keys = _data_keys(self.trained.config, task, path) | dict(settings.get("data", {}))
         self.config = _evaluation_config(self.trained.config, keys, host)
-        self._loss: Loss = host.losses.get(self.config.train.loss).build.load()(self.config, self.trained.ctx)
+        self._loss: Loss = host[LOSSES].get(self.config.train.loss).build.load()(self.config, self.trained.ctx)
 
     @property
     def ctx(self) -> ParallelContext:
@@ -108,7 +109,7 @@ def _evaluation_config(trained: Config, keys: Mapping[str, Any], host: PluginHos
         predicts_number = getattr(config.model, "num_classes", None) == 1
         config = with_loss(config, "regression" if predicts_number else "classification")
     # The family's own check, such as the number of classes against the task's labels.
-    check = host.models.get(config.model.family).check
+    check = host[MODELS].get(config.model.family).check
     if check is not None:
         check.load()(config)
     return config

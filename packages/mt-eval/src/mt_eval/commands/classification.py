@@ -10,6 +10,7 @@ import typer
 from mt_core.commands import host_of, need
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path, writing
+from mt_core.specs import LOSSES
 from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, named_files, show
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, layout_of_ranks, progress_bar, start_ranks
 
@@ -82,7 +83,7 @@ def ensemble(
     from mt_eval.classification.predictions import read_ensemble, write_predictions, write_table
 
     found = read_ensemble(files)
-    loss = host_of(context).losses.get("regression" if found.is_regression else "classification")
+    loss = host_of(context)[LOSSES].get("regression" if found.is_regression else "classification")
     names = metrics or (["pearson", "spearman"] if found.is_regression else ["accuracy"])
     unknown = [name for name in names if name not in loss.metrics]
     if unknown:

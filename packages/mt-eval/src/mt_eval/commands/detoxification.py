@@ -14,7 +14,7 @@ from mt_eval.commands.options import AS_JSON, CHECKPOINT, named_options
 from mt_infer.commands.layout import NPROC, SETTINGS, progress_bar
 
 if TYPE_CHECKING:
-    from mt_core.specs import TextScorer
+    from mt_eval.text_scorers import TextScorer
 
 SCORER = Annotated[str, typer.Option(help="Judge of texts: http, perspective, classifier, or one of a plugin.")]
 SCORER_OPTION = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the scorer. Repeatable.")]
@@ -114,7 +114,9 @@ def detoxify(
 def build_scorer(context: typer.Context, name: str, options: list[str]) -> TextScorer:
     """Raises ConfigError for one that no plugin registers."""
     host = host_of(context)
-    built: TextScorer = host.text_scorers.get(name, key="--scorer").build.load()(scorer_options(options), host)
+    built: TextScorer = (
+        host.registry("text_scorers").get(name, key="--scorer").build.load()(scorer_options(options), host)
+    )
     return built
 
 

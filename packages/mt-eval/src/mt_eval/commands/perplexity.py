@@ -25,7 +25,7 @@ from mt_eval.commands.options import (
 from mt_infer.commands.layout import NPROC, SETTINGS
 
 if TYPE_CHECKING:
-    from mt_core.specs import Split
+    from mt_core.interfaces import Split
     from mt_eval.tasks import Task
     from mt_infer.text import TextGenerator
 

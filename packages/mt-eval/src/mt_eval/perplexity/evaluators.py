@@ -10,7 +10,7 @@ import numpy as np
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_core.specs import Dataset
+from mt_core.interfaces import Dataset
 from mt_core.train.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError, DataError
+from mt_core.interfaces import Dataset, Split, SplitRequest, Tokenizer
 from mt_core.plugins import PluginHost
-from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer
+from mt_core.specs import DATASETS
 from mt_eval.perplexity.task import LOG_LIKELIHOOD, bounded_exp
 from mt_eval.scoring import Continuation, Scored, score
 from mt_eval.tasks import Sample, weighted_mean
@@ -120,7 +121,7 @@ def split_tasks(
 
     Raises ConfigError for a split without data, and as the data set.
     """
-    spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
+    spec = host[DATASETS].get(config.data.dataset_type, key="data.dataset_type")
     # None: as many samples as the data has.
     request = SplitRequest(split, None, config.data.seq_length, config.train.seed)
     built = spec.build.load()(config.data, tokenizer, request)

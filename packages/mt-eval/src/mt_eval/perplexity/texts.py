@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.indexed.dataset import IndexedDataset
 from mt_data.preprocess.formats import detect_format
 from mt_data.preprocess.readers import expand_globs, iter_records

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mt_core import specs
 from mt_core.plugins import PluginHost
+from mt_core.specs import TOKENIZERS
 from mt_import.megatron_arguments.command_line import Given
 from mt_import.megatron_arguments.table import Version
 
@@ -65,12 +67,12 @@ Check = Callable[[Any, Mapping[str, Any], PluginHost], Iterator[str]]
 
 def _optimizer(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if value not in OPTIMIZERS:
-        yield f"this optimizer; optimizer.optimizer can be {', '.join(host.optimizers.names())}"
+        yield f"this optimizer; optimizer.optimizer can be {', '.join(host[specs.OPTIMIZERS].names())}"
 
 
 def _tokenizer(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
-    if value not in host.tokenizers.names():
-        yield f"this tokenizer; tokenizer.tokenizer_type can be {', '.join(host.tokenizers.names())}"
+    if value not in host[TOKENIZERS].names():
+        yield f"this tokenizer; tokenizer.tokenizer_type can be {', '.join(host[TOKENIZERS].names())}"
 
 
 def _modules(value: list[str], given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:

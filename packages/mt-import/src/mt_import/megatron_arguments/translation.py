@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from mt_core.config.schema import SECTIONS, Section
 from mt_core.config.sections import section_type
 from mt_core.plugins import PluginHost
+from mt_core.specs import FEED_FORWARDS
 from mt_import.megatron_arguments.command_line import Given
 from mt_import.megatron_arguments.derived import derive_values, padded_vocab_size
 from mt_import.megatron_arguments.entry_scripts import EntryScript
@@ -53,7 +54,7 @@ def remove_defaults(tree: Tree, host: PluginHost) -> dict[str, Any]:
         fields = {**type_.model_fields, **{key: base.model_fields[key] for key in [base.selector] if key is not None}}
         removed |= _take_defaults(f"{name}.", values, fields)
     if moe := tree.get("model", {}).get("moe"):
-        type_of_moe: Any = host.feed_forwards.get("moe", key="model.moe").config_type.load()
+        type_of_moe: Any = host[FEED_FORWARDS].get("moe", key="model.moe").config_type.load()
         removed |= _take_defaults("model.moe.", moe, type_of_moe.model_fields)
     return removed
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
+from mt_core.specs import MODELS
 from mt_import.megatron_arguments.translation import Account, as_tree
 from mt_import.result import ImportResult, Processes
 
@@ -168,7 +169,7 @@ def _model(settings: Settings, host: PluginHost) -> Keys:
             f"{did_you_mean(f'{name} {flavor}', known)}"
         )
     family, preset = PRESETS[name, flavor]
-    presets: Any = host.models.get(family).presets
+    presets: Any = host[MODELS].get(family).presets
     presets = presets.load() if hasattr(presets, "load") else presets
     return {"family": family, **presets[preset]["model"]}
 

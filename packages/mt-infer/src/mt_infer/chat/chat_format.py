@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.datasets.images.records import MARK
 from mt_data.datasets.sft.chat_templates import (
     BUILTIN_TEMPLATES,

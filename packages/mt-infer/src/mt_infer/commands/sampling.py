@@ -12,7 +12,7 @@ import typer
 from mt_core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mt_core.specs import Tokenizer
+    from mt_core.interfaces import Tokenizer
     from mt_infer.sampling.parameters import SamplingParameters
 
 Texts = list[str] | None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mt_core.errors import ConfigError
-from mt_core.specs import HasTokenBytes, Tokenizer
+from mt_core.interfaces import HasTokenBytes, Tokenizer
 from mt_infer.sampling.parameters import SamplingParameters
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import ConfigError
+from mt_core.interfaces import HasTokenBytes, Tokenizer
 from mt_core.nn.model import Generates
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import HasTokenBytes, Tokenizer
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_infer.chat.chat_format import ChatFormat, load_chat_format
 from mt_infer.chat.tool_calls import Form, form_of_template

@@ -1,6 +1,7 @@
 """BERT: a bidirectional encoder with MLM and sentence-order heads, post-norm (published) or pre-norm (Megatron)."""
 
-from mt_core.specs import Lazy, LossSpec, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import LossSpec, ModelSpec
 
 SPEC = ModelSpec(
     name="bert",

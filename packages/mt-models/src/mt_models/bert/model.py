@@ -17,9 +17,9 @@ from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.activations import activate
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.embedding import VocabParallelEmbedding
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.loss import Loss, build_cross_entropy
@@ -111,14 +111,14 @@ class BertEncoder(Model):
 
     inputs: tuple[str, ...] = ("tokens", "tokentype_ids", "padding_mask", "position_ids")
 
-    def __init__(self, config: BertConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: BertConfig, environment: ModelBuildContext) -> None:
         super().__init__()
         self.config = config
         self.ctx = environment.parallel
         self.embedding = self.build_embedding(environment)
         self.encoder = build_layers(config, environment)
 
-    def build_embedding(self, environment: ModelEnvironment) -> BertEmbedding | TokenEmbedding | None:
+    def build_embedding(self, environment: ModelBuildContext) -> BertEmbedding | TokenEmbedding | None:
         """The part of the model that this process holds."""
         return BertEmbedding(self.config, self.ctx) if environment.has_first else None
 
@@ -169,7 +169,7 @@ class BertOutput(NamedTuple):
 class BertModel(BertEncoder):
     """tokens [B, S] -> BertOutput."""
 
-    def __init__(self, config: BertConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: BertConfig, environment: ModelBuildContext) -> None:
         super().__init__(config, environment)
         self.lm_head: MaskedWordHead | None = None
         self.output_layer: TiedOutput | None = None
@@ -178,7 +178,7 @@ class BertModel(BertEncoder):
         if environment.has_last:
             self._build_heads(config)
 
-    def build_embedding(self, environment: ModelEnvironment) -> BertEmbedding | TokenEmbedding | None:
+    def build_embedding(self, environment: ModelBuildContext) -> BertEmbedding | TokenEmbedding | None:
         if not environment.has_first and environment.has_last and self.config.add_lm_head:
             # The last stage's copy of the token embeddings, which are its LM head.
             return TokenEmbedding(self.config, self.ctx)
@@ -247,7 +247,7 @@ def first_position(x: Tensor, ctx: ParallelContext) -> Tensor:
     return (gather_copies(x, SEQUENCE_DIM, ctx.tp) if ctx.sequence_parallel else x)[:, 0]
 
 
-def build_layers(config: BertConfig, environment: ModelEnvironment) -> PostNormStack | TransformerStack:
+def build_layers(config: BertConfig, environment: ModelBuildContext) -> PostNormStack | TransformerStack:
     """The layers of the configured placement of norms: (x [B, S, H], pattern) -> [B, S, H]."""
     ctx = environment.parallel
     core = environment.attention(
@@ -269,7 +269,7 @@ def build_layers(config: BertConfig, environment: ModelEnvironment) -> PostNormS
     return TransformerStack(layers, config, ctx, environment.recompute, has_last=environment.has_last)
 
 
-def build_bert(config: BertConfig, environment: ModelEnvironment) -> BertModel:
+def build_bert(config: BertConfig, environment: ModelBuildContext) -> BertModel:
     return BertModel(config, environment)
 
 

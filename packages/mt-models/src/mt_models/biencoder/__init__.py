@@ -1,6 +1,7 @@
 """Two BERT encoders, of questions and of texts, trained to retrieve the text that a question comes from."""
 
-from mt_core.specs import Lazy, LossSpec, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import LossSpec, ModelSpec
 
 SPEC = ModelSpec(
     name="biencoder",

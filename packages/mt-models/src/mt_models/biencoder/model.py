@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import normal
 from mt_core.nn.model import Model
 from mt_core.parallel.collectives import all_gather, gather_from
@@ -29,7 +29,7 @@ from mt_models.blocks.linear import ReplicatedLinear
 class Tower(BertEncoder):
     """tokens [B, S] -> embeddings [B, P]."""
 
-    def __init__(self, config: BiencoderConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: BiencoderConfig, environment: ModelBuildContext) -> None:
         super().__init__(config, environment)
         self.projection_enc: ReplicatedLinear | None = None
         if config.biencoder_projection_dim:
@@ -59,7 +59,7 @@ class BiencoderModel(Model):
         f"{side}_{name}" for side in ("query", "context") for name in ("tokens", "tokentype_ids", "padding_mask")
     )
 
-    def __init__(self, config: BiencoderConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: BiencoderConfig, environment: ModelBuildContext) -> None:
         super().__init__()
         self.config = config
         if config.biencoder_shared_query_context_model:
@@ -107,7 +107,7 @@ class BiencoderModel(Model):
         return self.config.max_position_embeddings
 
 
-def build_biencoder(config: BiencoderConfig, environment: ModelEnvironment) -> BiencoderModel:
+def build_biencoder(config: BiencoderConfig, environment: ModelBuildContext) -> BiencoderModel:
     return BiencoderModel(config, environment)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, dtype
 
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader
 from mt_models.bert.config import BertConfig
 from mt_models.biencoder.config import BiencoderConfig
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput, project_to_vocab
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, normal
 from mt_core.nn.loss import Unprojected
 from mt_core.nn.model import Model
@@ -75,7 +75,7 @@ class CausalDecoder(Model):
     def __init__(
         self,
         config: DecoderConfigLike,
-        environment: ModelEnvironment,
+        environment: ModelBuildContext,
         embedding: Callable[[Any, ParallelContext], TokenEmbedding],
         layer: Callable[[int], nn.Module],
         final_layernorm: Callable[[], nn.Module] | None = None,
@@ -222,7 +222,7 @@ class RotaryDecoder(CausalDecoder):
     config: DecoderConfig
 
     def __init__(
-        self, config: DecoderConfig, environment: ModelEnvironment, layer: Callable[[int], nn.Module] | None = None
+        self, config: DecoderConfig, environment: ModelBuildContext, layer: Callable[[int], nn.Module] | None = None
     ) -> None:
         super().__init__(
             config, environment, TokenEmbedding, layer or (lambda number: rotary_layer(config, environment, number))
@@ -239,7 +239,7 @@ class RotaryDecoder(CausalDecoder):
 
 def attention_core(
     config: DecoderConfig,
-    environment: ModelEnvironment,
+    environment: ModelBuildContext,
     *,
     window: int | None = None,
     logit_softcap: float | None = None,
@@ -270,7 +270,7 @@ def freeze(module: nn.Module) -> None:
     module.requires_grad_(False)
 
 
-def rotary_layer(config: DecoderConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
+def rotary_layer(config: DecoderConfig, environment: ModelBuildContext, number: int) -> TransformerLayer:
     """x + attention(norm(x)), then x + feed_forward(norm(x)); biases, norms of heads, the window and the feed-forward
     (dense or MoE) are those of the configuration."""
     ctx, window = environment.parallel, config.window_of(number)
@@ -281,6 +281,6 @@ def rotary_layer(config: DecoderConfig, environment: ModelEnvironment, number: i
     return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config, number), ctx, attention)
 
 
-def build_rotary_decoder(config: DecoderConfig, environment: ModelEnvironment) -> RotaryDecoder:
+def build_rotary_decoder(config: DecoderConfig, environment: ModelBuildContext) -> RotaryDecoder:
     """See `ModelSpec.build`."""
     return RotaryDecoder(config, environment)

@@ -8,9 +8,9 @@ from typing import ClassVar, Protocol
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
 from mt_core.nn.context_parallel.zigzag import check_sequence_length
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.loss import Unprojected
 from mt_core.nn.norm import Normalization, build_norm
 from mt_core.parallel.context import ParallelContext
@@ -123,7 +123,7 @@ class MixedDecoder(CausalDecoder):
     embedding_type: ClassVar[type[TokenEmbedding]] = TokenEmbedding
     """Class of the embedding; by default the residual stream is in the dtype of the weights."""
 
-    def __init__(self, config: MixedShape, environment: ModelEnvironment, layer: Callable[[int], nn.Module]) -> None:
+    def __init__(self, config: MixedShape, environment: ModelBuildContext, layer: Callable[[int], nn.Module]) -> None:
         embedding = Fp32Embedding if config.fp32_residual_connection else self.embedding_type
         check_sequence_length(environment.config.data.seq_length, environment.parallel.cp.size)
         # DecoderConfigLike also requires the shape of attention, which only attention reads.

@@ -1,6 +1,7 @@
 """DeepSeek-V2 and V3: latent attention, many small experts with shared experts, multi-token prediction."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="deepseek",

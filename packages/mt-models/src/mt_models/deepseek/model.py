@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.loss import build_cross_entropy
 from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.blocks.decoder import RotaryDecoder, TokenEmbedding, attention_core
@@ -28,7 +28,7 @@ class DeepseekModel(RotaryDecoder):
 
     config: DeepseekConfig
 
-    def __init__(self, config: DeepseekConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: DeepseekConfig, environment: ModelBuildContext) -> None:
         super().__init__(config, environment, lambda number: deepseek_layer(config, environment, number))
         targets = ("labels", "loss_mask") if config.mtp_num_layers else ()
         self.inputs = ("tokens", "position_ids", "segment_ids", *targets)
@@ -107,14 +107,14 @@ class DeepseekModel(RotaryDecoder):
             yield self.mtp
 
 
-def deepseek_layer(config: DeepseekConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
+def deepseek_layer(config: DeepseekConfig, environment: ModelBuildContext, number: int) -> TransformerLayer:
     ctx, core = environment.parallel, attention_core(config, environment)
     feed_forward = environment.feed_forward(config.feed_forward, config, number)
     attention = LatentAttention(config, core, ctx, remakes_heads=environment.recompute.selects("mla_up_proj"))
     return TransformerLayer(config, core, feed_forward, ctx, attention)
 
 
-def build_prediction(config: DeepseekConfig, environment: ModelEnvironment) -> MultiTokenPrediction:
+def build_prediction(config: DeepseekConfig, environment: ModelBuildContext) -> MultiTokenPrediction:
     # The feed-forward of layer num_layers + d is looked up by number, which the pattern of MoE layers has to reach.
     counted = config.with_predicted_layers()
 
@@ -125,5 +125,5 @@ def build_prediction(config: DeepseekConfig, environment: ModelEnvironment) -> M
     return MultiTokenPrediction(config, layer, loss, environment.recompute, environment.parallel)
 
 
-def build_deepseek(config: DeepseekConfig, environment: ModelEnvironment) -> DeepseekModel:
+def build_deepseek(config: DeepseekConfig, environment: ModelBuildContext) -> DeepseekModel:
     return DeepseekModel(config, environment)

@@ -1,6 +1,7 @@
 """Gemma 2 and 3 (text): GeGLU, norms around every block, alternating local and global layers, logit soft caps."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="gemma",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache, PagedScores
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding, attention_core
@@ -60,7 +60,7 @@ class GemmaAttention(SelfAttention):
 class GemmaLayer(nn.Module):
     """Layer `number` of the model, local or global: [batch, sequence, hidden] -> the same."""
 
-    def __init__(self, config: GemmaConfig, environment: ModelEnvironment, number: int) -> None:
+    def __init__(self, config: GemmaConfig, environment: ModelBuildContext, number: int) -> None:
         super().__init__()
         ctx, window = environment.parallel, config.window_of(number)
         core = attention_core(config, environment, window=window, logit_softcap=config.attn_logit_softcapping)
@@ -90,7 +90,7 @@ class GemmaModel(CausalDecoder):
 
     config: GemmaConfig
 
-    def __init__(self, config: GemmaConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: GemmaConfig, environment: ModelBuildContext) -> None:
         ctx = environment.parallel
         super().__init__(
             config,
@@ -124,5 +124,5 @@ class GemmaModel(CausalDecoder):
         return self.config.max_sequence_length
 
 
-def build_gemma(config: GemmaConfig, environment: ModelEnvironment) -> GemmaModel:
+def build_gemma(config: GemmaConfig, environment: ModelBuildContext) -> GemmaModel:
     return GemmaModel(config, environment)

@@ -1,6 +1,7 @@
 """GPT: a decoder general enough for GPT-2, GPT-3 and Llama-like models."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="gpt",

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.dropout import Dropout
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
@@ -48,7 +48,7 @@ class GPTModel(CausalDecoder):
 
     config: GPTConfig
 
-    def __init__(self, config: GPTConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: GPTConfig, environment: ModelBuildContext) -> None:
         ctx = environment.parallel
         super().__init__(config, environment, GPTEmbedding, lambda number: gpt_layer(config, environment, number))
         self.slopes: Tensor | None = None
@@ -73,7 +73,7 @@ class GPTModel(CausalDecoder):
         return self.config.table_size
 
 
-def gpt_layer(config: GPTConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
+def gpt_layer(config: GPTConfig, environment: ModelBuildContext, number: int) -> TransformerLayer:
     core = environment.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
@@ -87,5 +87,5 @@ def gpt_layer(config: GPTConfig, environment: ModelEnvironment, number: int) -> 
     return layer_type(config, core, feed_forward, environment.parallel)
 
 
-def build_gpt(config: GPTConfig, environment: ModelEnvironment) -> GPTModel:
+def build_gpt(config: GPTConfig, environment: ModelBuildContext) -> GPTModel:
     return GPTModel(config, environment)

@@ -1,6 +1,7 @@
 """GPT-OSS: MoE with attention sinks, sliding windows in every second layer, and biases everywhere."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="gpt_oss",

@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import PagedScores
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import AttentionShape, SelfAttention
@@ -58,16 +58,16 @@ class SinkAttention(SelfAttention):
 class GptOssModel(RotaryDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
-    def __init__(self, config: GptOssConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: GptOssConfig, environment: ModelBuildContext) -> None:
         super().__init__(config, environment, lambda number: gpt_oss_layer(config, environment, number))
 
 
-def gpt_oss_layer(config: GptOssConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
+def gpt_oss_layer(config: GptOssConfig, environment: ModelBuildContext, number: int) -> TransformerLayer:
     ctx, window = environment.parallel, config.window_of(number)
     core = attention_core(config, environment, window=window, sinks=True)
     attention = SinkAttention(config, core, ctx, window=window)
     return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config, number), ctx, attention)
 
 
-def build_gpt_oss(config: GptOssConfig, environment: ModelEnvironment) -> GptOssModel:
+def build_gpt_oss(config: GptOssConfig, environment: ModelBuildContext) -> GptOssModel:
     return GptOssModel(config, environment)

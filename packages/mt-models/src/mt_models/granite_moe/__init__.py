@@ -1,6 +1,7 @@
 """Granite-MoE: Llama with MoE, and factors on embeddings, scores, residual branches and logits."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="granite_moe",

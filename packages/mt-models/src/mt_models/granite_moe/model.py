@@ -7,8 +7,8 @@ import math
 from torch import Tensor
 
 from mt_core.nn.attention import AttentionCore
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.dropout import Dropout
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.norm import Norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
@@ -41,7 +41,7 @@ class GraniteAttention(SelfAttention):
 class GraniteLayer(TransformerLayer):
     """Both branches are multiplied by residual_multiplier."""
 
-    def __init__(self, config: GraniteMoeConfig, environment: ModelEnvironment, number: int) -> None:
+    def __init__(self, config: GraniteMoeConfig, environment: ModelBuildContext, number: int) -> None:
         ctx, core = environment.parallel, attention_core(config, environment)
         feed_forward = environment.feed_forward(config.feed_forward, config, number)
         super().__init__(config, core, feed_forward, ctx, GraniteAttention(config, core, ctx))
@@ -62,7 +62,7 @@ class GraniteMoeModel(CausalDecoder):
 
     config: GraniteMoeConfig
 
-    def __init__(self, config: GraniteMoeConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: GraniteMoeConfig, environment: ModelBuildContext) -> None:
         super().__init__(
             config, environment, GraniteEmbedding, lambda number: GraniteLayer(config, environment, number)
         )
@@ -86,5 +86,5 @@ class GraniteMoeModel(CausalDecoder):
         return self.config.max_sequence_length
 
 
-def build_granite_moe(config: GraniteMoeConfig, environment: ModelEnvironment) -> GraniteMoeModel:
+def build_granite_moe(config: GraniteMoeConfig, environment: ModelBuildContext) -> GraniteMoeModel:
     return GraniteMoeModel(config, environment)

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from mt_core.specs import Lazy, LossSpec, Metric, ModelSpec, StartsFrom
+from mt_core.kinds import Lazy
+from mt_core.specs import LossSpec, Metric, ModelSpec, StartsFrom
 
 HEADS_OF_PRETRAINING = ("lm_head.*", "output_layer.*", "binary_head.*")
 KEYS_OF_PRETRAINING = ("add_lm_head", "bert_binary_head", "add_pooler")

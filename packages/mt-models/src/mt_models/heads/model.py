@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mt_core.config.schema import Config
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.dropout import Dropout
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.loss import Loss, seen_labels
@@ -50,7 +50,7 @@ class TextVector(Model):
     config: Any
     ctx: ParallelContext
 
-    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+    def __init__(self, config: Any, environment: ModelBuildContext) -> None:
         super().__init__(config, environment)  # of the base model, next in line
         given = config.classifier_dropout
         rate = config.hidden_dropout if given is None else given
@@ -68,7 +68,7 @@ class BertText(TextVector, BertEncoder):
 
     inputs = TextVector.inputs
 
-    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+    def __init__(self, config: Any, environment: ModelBuildContext) -> None:
         super().__init__(config, environment)
         self.pooler = Pooler(config, self.ctx)
 
@@ -92,7 +92,7 @@ class DecoderText(TextVector, CausalDecoder):
     """The head reads the whole model's states."""
     decode_stage: None = None  # type: ignore[assignment]  # it generates nothing
 
-    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+    def __init__(self, config: Any, environment: ModelBuildContext) -> None:
         super().__init__(config, environment)
         self.ctx = environment.parallel
         # An untied LM head was built by the decoder's constructor; no name of it may be in the state dict.
@@ -125,7 +125,7 @@ class DecoderText(TextVector, CausalDecoder):
 class Classifier(TextVector):
     """tokens [B, S] -> logits [B, C]. A mixin that precedes the model of the feature vector."""
 
-    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+    def __init__(self, config: Any, environment: ModelBuildContext) -> None:
         super().__init__(config, environment)
         self.classification_head = self.new_head(config.num_classes)
 
@@ -138,7 +138,7 @@ class Classifier(TextVector):
 class Chooser(TextVector):
     """tokens [B, N, S] -> a score for each text [B, N]. A mixin that precedes the model of the feature vector."""
 
-    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+    def __init__(self, config: Any, environment: ModelBuildContext) -> None:
         super().__init__(config, environment)
         self.multichoice_head = self.new_head(1)
 
@@ -188,27 +188,27 @@ class LlamaChooser(Chooser, DecoderText, RotaryDecoder):  # type: ignore[misc]
     inputs = DecoderText.inputs
 
 
-def build_bert_classifier(config: BertClassificationConfig, environment: ModelEnvironment) -> BertClassifier:
+def build_bert_classifier(config: BertClassificationConfig, environment: ModelBuildContext) -> BertClassifier:
     return BertClassifier(config, environment)
 
 
-def build_bert_chooser(config: BertMultipleChoiceConfig, environment: ModelEnvironment) -> BertChooser:
+def build_bert_chooser(config: BertMultipleChoiceConfig, environment: ModelBuildContext) -> BertChooser:
     return BertChooser(config, environment)
 
 
-def build_gpt_classifier(config: GPTClassificationConfig, environment: ModelEnvironment) -> GPTClassifier:
+def build_gpt_classifier(config: GPTClassificationConfig, environment: ModelBuildContext) -> GPTClassifier:
     return GPTClassifier(config, environment)
 
 
-def build_gpt_chooser(config: GPTMultipleChoiceConfig, environment: ModelEnvironment) -> GPTChooser:
+def build_gpt_chooser(config: GPTMultipleChoiceConfig, environment: ModelBuildContext) -> GPTChooser:
     return GPTChooser(config, environment)
 
 
-def build_llama_classifier(config: LlamaClassificationConfig, environment: ModelEnvironment) -> LlamaClassifier:
+def build_llama_classifier(config: LlamaClassificationConfig, environment: ModelBuildContext) -> LlamaClassifier:
     return LlamaClassifier(config, environment)
 
 
-def build_llama_chooser(config: LlamaMultipleChoiceConfig, environment: ModelEnvironment) -> LlamaChooser:
+def build_llama_chooser(config: LlamaMultipleChoiceConfig, environment: ModelBuildContext) -> LlamaChooser:
     return LlamaChooser(config, environment)
 
 

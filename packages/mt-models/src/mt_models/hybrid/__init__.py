@@ -1,6 +1,7 @@
 """Hybrids: Mamba-2, attention and feed-forward layers in the order of a pattern."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="hybrid",

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.decoder import TokenEmbedding
@@ -33,7 +33,7 @@ class HybridModel(MixedDecoder):
     config: HybridConfig
     embedding_type = HybridEmbedding
 
-    def __init__(self, config: HybridConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: HybridConfig, environment: ModelBuildContext) -> None:
         super().__init__(config, environment, lambda number: hybrid_layer(config, environment, number))
         self.rotary: FixedRotary | None = None
         if config.position_embedding_type == "rope":
@@ -54,7 +54,7 @@ class HybridModel(MixedDecoder):
         return rows if self.config.logits_scaling == 1.0 else rows / self.config.logits_scaling
 
 
-def hybrid_layer(config: HybridConfig, environment: ModelEnvironment, number: int) -> nn.Module:
+def hybrid_layer(config: HybridConfig, environment: ModelBuildContext, number: int) -> nn.Module:
     """The layer that the pattern has at this place."""
     ctx = environment.parallel
     common = config.hidden_size, config.norm_epsilon, ctx, config.residual_multiplier
@@ -68,7 +68,7 @@ def hybrid_layer(config: HybridConfig, environment: ModelEnvironment, number: in
     return FeedForwardLayer(feed_forward, *common)
 
 
-def self_attention(config: HybridConfig, environment: ModelEnvironment) -> SelfAttention:
+def self_attention(config: HybridConfig, environment: ModelBuildContext) -> SelfAttention:
     core = environment.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
@@ -83,5 +83,5 @@ def self_attention(config: HybridConfig, environment: ModelEnvironment) -> SelfA
     return attention
 
 
-def build_hybrid(config: HybridConfig, environment: ModelEnvironment) -> HybridModel:
+def build_hybrid(config: HybridConfig, environment: ModelBuildContext) -> HybridModel:
     return HybridModel(config, environment)

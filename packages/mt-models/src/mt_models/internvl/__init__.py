@@ -1,6 +1,7 @@
 """InternVL: an InternViT tower, pixel shuffle, a norm and two matrices, and any decoder."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="internvl",

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.internvl.config import InternVLConfig
@@ -49,5 +49,5 @@ class InternVLModel(FixedSizeImageModel):
         return InternVLProjection(self.config, ctx)
 
 
-def build_internvl(config: InternVLConfig, environment: ModelEnvironment) -> InternVLModel:
+def build_internvl(config: InternVLConfig, environment: ModelBuildContext) -> InternVLModel:
     return InternVLModel(config, environment)

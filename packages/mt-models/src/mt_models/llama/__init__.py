@@ -1,6 +1,7 @@
 """Llama 1, 2 and 3: RMSNorm, SwiGLU, grouped queries, rotary positions and their scalings."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="llama",

@@ -1,6 +1,7 @@
 """LLaVA: a vision tower, a projection, and any decoder, whose inputs are image features and token embeddings."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="llava",

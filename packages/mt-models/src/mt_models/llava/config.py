@@ -18,6 +18,7 @@ from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, PositiveI
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
+from mt_core.specs import MODELS
 from mt_models.flops import Convention, Flops, TokenFlops, flops_per_token
 from mt_models.vision.config import (
     CLIP_LARGE_336,
@@ -53,7 +54,7 @@ def decoder_section(value: Any) -> Any:
             "model.language_model.family is missing; name a family of decoders in quotes, such as "
             'model.language_model.family = "llama"'
         )
-    spec = load_plugins().models.get(family, key="model.language_model.family")
+    spec = load_plugins()[MODELS].get(family, key="model.language_model.family")
     return validated("model.language_model", spec.config_type.load(), value)
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, require_known
 from mt_core.errors import ConfigError
+from mt_core.kinds import Lazy
 from mt_core.name_map import NameMap, Rule, Same
-from mt_core.specs import Lazy
 from mt_models.hugging_face import FURTHER_ACTIVATIONS, IGNORED, NOT_A_CHOICE, HuggingFaceFamily, Preprocessor
 from mt_models.llava.config import LlavaConfig, VisionLanguageConfig
 from mt_models.llava.image_processor import read_processor, require_size, trained_keys, written_processor

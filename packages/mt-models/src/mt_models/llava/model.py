@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.nn.activations import activate
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.context import ParallelContext
@@ -94,5 +94,5 @@ class LlavaModel(FixedSizeImageModel):
         return features[:, 1:] if self.config.drops_class_token else features
 
 
-def build_llava(config: LlavaConfig, environment: ModelEnvironment) -> LlavaModel:
+def build_llava(config: LlavaConfig, environment: ModelBuildContext) -> LlavaModel:
     return LlavaModel(config, environment)

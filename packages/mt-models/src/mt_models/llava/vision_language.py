@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.errors import ConfigError, DataError
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
 from mt_core.nn.context_parallel.zigzag import shard_sequence, unshard_sequence
 from mt_core.nn.embedding import VocabParallelEmbedding
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.model import Model, contract
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
+from mt_core.specs import MODELS
 from mt_models.blocks.decoder import freeze
 from mt_models.blocks.embedding import like_token_embeddings
 from mt_models.llava.config import VisionLanguageConfig
@@ -82,7 +83,7 @@ class VisionLanguageModel(Model):
     language_model: Any
     """A decoder of any family."""
 
-    def __init__(self, config: Any, environment: ModelEnvironment) -> None:
+    def __init__(self, config: Any, environment: ModelBuildContext) -> None:
         """config: a VisionLanguageConfig."""
         super().__init__()
         self.config = config
@@ -96,7 +97,7 @@ class VisionLanguageModel(Model):
 
     # -- what a family has of its own ----------------------------------------------------------------
 
-    def build_tower(self, environment: ModelEnvironment) -> nn.Module:
+    def build_tower(self, environment: ModelBuildContext) -> nn.Module:
         """From images to vectors of the tower's width."""
         raise NotImplementedError
 
@@ -104,7 +105,7 @@ class VisionLanguageModel(Model):
         """From what the tower gives to vectors of the decoder's width."""
         raise NotImplementedError
 
-    def build_decoder(self, environment: ModelEnvironment) -> nn.Module:
+    def build_decoder(self, environment: ModelBuildContext) -> nn.Module:
         """The part that continues text. Raises ConfigError for a family that does not."""
         return build_decoder(self.config, environment)
 
@@ -289,7 +290,7 @@ class FixedSizeImageModel(VisionLanguageModel):
     """Images of one size, each of which has F features: the last state of a tower of the family vision, normalized and
     without the class token, through the projection."""
 
-    def build_tower(self, environment: ModelEnvironment) -> VisionTower:
+    def build_tower(self, environment: ModelBuildContext) -> VisionTower:
         return build_tower(self.config.vision_model, environment)
 
     def unread_modules(self) -> list[nn.Module]:
@@ -339,10 +340,10 @@ class FixedSizeImageModel(VisionLanguageModel):
         return {"features": self.features(inputs["images"]).flatten(0, 1)}
 
 
-def build_decoder(config: VisionLanguageConfig, environment: ModelEnvironment) -> nn.Module:
+def build_decoder(config: VisionLanguageConfig, environment: ModelBuildContext) -> nn.Module:
     """The decoder of any family that continues text. Raises ConfigError for another."""
     decoder = config.decoder
-    spec = environment.host.models.get(decoder.family, key="model.language_model.family")
+    spec = environment.host[MODELS].get(decoder.family, key="model.language_model.family")
     # What the decoder's builder reads of the whole configuration, it reads for its own model.
     own = replace(environment, config=environment.config.model_copy(update={"model": decoder}))
     model = spec.build.load()(decoder, own)

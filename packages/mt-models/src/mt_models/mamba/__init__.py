@@ -1,6 +1,7 @@
 """Mamba-2: state-space layers only."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="mamba",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_models.blocks.mamba_mixer import MambaMixer
 from mt_models.blocks.mixed_decoder import MambaLayer, MixedDecoder
 from mt_models.mamba.config import MambaConfig
@@ -11,15 +11,15 @@ from mt_models.mamba.config import MambaConfig
 class MambaModel(MixedDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
-    def __init__(self, config: MambaConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: MambaConfig, environment: ModelBuildContext) -> None:
         super().__init__(config, environment, lambda number: mamba_layer(config, environment))
 
 
-def mamba_layer(config: MambaConfig, environment: ModelEnvironment) -> MambaLayer:
+def mamba_layer(config: MambaConfig, environment: ModelBuildContext) -> MambaLayer:
     ctx = environment.parallel
     mixer = MambaMixer(config, ctx, config.output_init_std)
     return MambaLayer(mixer, config.hidden_size, config.norm_epsilon, ctx)
 
 
-def build_mamba(config: MambaConfig, environment: ModelEnvironment) -> MambaModel:
+def build_mamba(config: MambaConfig, environment: ModelBuildContext) -> MambaModel:
     return MambaModel(config, environment)

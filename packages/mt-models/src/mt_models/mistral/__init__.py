@@ -1,6 +1,7 @@
 """Mistral: Llama with sliding window attention."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="mistral",

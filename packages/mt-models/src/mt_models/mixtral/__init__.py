@@ -1,6 +1,7 @@
 """Mixtral: Mistral with MoE in every layer."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="mixtral",

@@ -1,6 +1,7 @@
 """OLMoE: 64 small experts, and queries and keys normalized over all heads together."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="olmoe",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mt_core.nn.attention import AttentionCore
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.decoder import RotaryDecoder, attention_core
@@ -40,15 +40,15 @@ class OlmoeAttention(SelfAttention):
 class OlmoeModel(RotaryDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
-    def __init__(self, config: OlmoeConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: OlmoeConfig, environment: ModelBuildContext) -> None:
         super().__init__(config, environment, lambda number: olmoe_layer(config, environment, number))
 
 
-def olmoe_layer(config: OlmoeConfig, environment: ModelEnvironment, number: int) -> TransformerLayer:
+def olmoe_layer(config: OlmoeConfig, environment: ModelBuildContext, number: int) -> TransformerLayer:
     ctx, core = environment.parallel, attention_core(config, environment)
     feed_forward = environment.feed_forward(config.feed_forward, config, number)
     return TransformerLayer(config, core, feed_forward, ctx, OlmoeAttention(config, core, ctx))
 
 
-def build_olmoe(config: OlmoeConfig, environment: ModelEnvironment) -> OlmoeModel:
+def build_olmoe(config: OlmoeConfig, environment: ModelBuildContext) -> OlmoeModel:
     return OlmoeModel(config, environment)

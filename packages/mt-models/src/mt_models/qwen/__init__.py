@@ -1,6 +1,7 @@
 """Qwen 2, 2.5 and 3: Llama with biases on queries, keys and values, or with normalized queries and keys."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="qwen",

@@ -1,6 +1,7 @@
 """Qwen2-MoE and Qwen3-MoE: Qwen with many small experts."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="qwen_moe",

@@ -1,6 +1,7 @@
 """Qwen2.5-VL: a vision transformer of variable resolution, and a Qwen2 decoder with multimodal rotary positions."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="qwen_vl",

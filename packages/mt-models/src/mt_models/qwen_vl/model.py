@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.errors import ConfigError, DataError
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache, Conditioning
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.decoder import RotaryDecoder
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles
@@ -102,13 +102,13 @@ class QwenVLModel(VisionLanguageModel):
     conditioned_by: ClassVar[tuple[str, ...]] = ("images", "image_grids")
     config: QwenVLConfig
 
-    def build_tower(self, environment: ModelEnvironment) -> nn.Module:
+    def build_tower(self, environment: ModelBuildContext) -> nn.Module:
         return QwenVisionTower(self.config.vision_model, environment)
 
     def build_projection(self, ctx: ParallelContext) -> nn.Module:
         return PatchMerger(self.config, ctx)
 
-    def build_decoder(self, environment: ModelEnvironment) -> nn.Module:
+    def build_decoder(self, environment: ModelBuildContext) -> nn.Module:
         decoder = self.config.decoder
         # As build_decoder of other families, with a decoder that no other family uses.
         own = environment.config.model_copy(update={"model": decoder})
@@ -196,5 +196,5 @@ def cells(grids: Sequence[Grid]) -> int:
     return sum(rows * columns for rows, columns in grids)
 
 
-def build_qwen_vl(config: QwenVLConfig, environment: ModelEnvironment) -> QwenVLModel:
+def build_qwen_vl(config: QwenVLConfig, environment: ModelBuildContext) -> QwenVLModel:
     return QwenVLModel(config, environment)

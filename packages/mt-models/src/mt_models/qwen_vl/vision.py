@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from mt_core.nn.activations import activate
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
 from mt_core.nn.norm import build_norm
@@ -162,7 +162,7 @@ class PatchAttention(SelfAttention):
 class PatchLayers(nn.Module):
     """The layers, and the norm behind the last."""
 
-    def __init__(self, config: QwenVisionConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: QwenVisionConfig, environment: ModelBuildContext) -> None:
         super().__init__()
         ctx = environment.parallel
         self.recompute = environment.recompute
@@ -191,7 +191,7 @@ class PatchLayers(nn.Module):
 class QwenVisionTower(nn.Module):
     """images [V, C, m p, m p], cell by cell, and the grids of the images -> [V, m m, H], normalized."""
 
-    def __init__(self, config: QwenVisionConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: QwenVisionConfig, environment: ModelBuildContext) -> None:
         super().__init__()
         self.config = config
         environment = replace(environment, parallel=replace(environment.parallel, sequence_parallel=False))

@@ -1,6 +1,7 @@
 """RETRO: a GPT with cross attention to neighbours of its text, retrieved from a database of chunks."""
 
-from mt_core.specs import Lazy, ModelSpec, StartsFrom
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec, StartsFrom
 
 ADDED = ("encoder.*", "decoder.layers.*.cross_attention.*", "decoder.layers.*.pre_cross_attn_layernorm.*")
 """Parameters that a GPT does not have."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
 from mt_core.nn.dropout import Dropout
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.norm import build_norm
 from mt_models.blocks.cross_attention import CrossAttention
 from mt_models.blocks.rotary import RotaryAngles
@@ -27,7 +27,7 @@ class RetroLayer(TransformerLayer):
     def __init__(
         self,
         config: RetroConfig,
-        environment: ModelEnvironment,
+        environment: ModelBuildContext,
         number: int,
         core: AttentionCore,
         cross_attention: CrossAttention,
@@ -56,7 +56,7 @@ class RetroLayer(TransformerLayer):
 class RetrievalLayer(RetroLayer):
     """A layer of the decoder that attends to neighbours."""
 
-    def __init__(self, config: RetroConfig, environment: ModelEnvironment, number: int) -> None:
+    def __init__(self, config: RetroConfig, environment: ModelBuildContext, number: int) -> None:
         core = self_attention_core(config, environment, causal=True)
         cross_core = cross_attention_core(config, environment)
         retrieved = config.retro_num_neighbors * config.retrieved_length
@@ -84,7 +84,7 @@ class RetrievalLayer(RetroLayer):
 class NeighborLayer(RetroLayer):
     """The layer of the encoder that attends to the text."""
 
-    def __init__(self, config: RetroConfig, environment: ModelEnvironment, number: int) -> None:
+    def __init__(self, config: RetroConfig, environment: ModelBuildContext, number: int) -> None:
         core = self_attention_core(config, environment, causal=False)
         cross_core = cross_attention_core(config, environment)
         cross_attention = NeighborCrossAttention(config, cross_core, environment.parallel, config.retro_chunk_length)
@@ -107,7 +107,7 @@ class NeighborLayer(RetroLayer):
 class NeighborEncoder(nn.Module):
     """Bidirectional layers over each neighbour; the first attends to the chunk. No final norm, as in Megatron."""
 
-    def __init__(self, config: RetroConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: RetroConfig, environment: ModelBuildContext) -> None:
         super().__init__()
         self.recompute = environment.recompute
         # On the one process that has the whole model: pipeline parallelism is refused for the family.
@@ -141,16 +141,16 @@ class NeighborEncoder(nn.Module):
         return self.recompute.run(list(enumerate(self.layers)), x, call)
 
 
-def self_attention_core(config: RetroConfig, environment: ModelEnvironment, *, causal: bool) -> AttentionCore:
+def self_attention_core(config: RetroConfig, environment: ModelBuildContext, *, causal: bool) -> AttentionCore:
     return _core(config, environment, causal=causal, groups=config.query_groups)
 
 
-def cross_attention_core(config: RetroConfig, environment: ModelEnvironment) -> AttentionCore:
+def cross_attention_core(config: RetroConfig, environment: ModelBuildContext) -> AttentionCore:
     """Cross attention has keys and values for each head."""
     return _core(config, environment, causal=False, groups=config.num_attention_heads)
 
 
-def _core(config: RetroConfig, environment: ModelEnvironment, *, causal: bool, groups: int) -> AttentionCore:
+def _core(config: RetroConfig, environment: ModelBuildContext, *, causal: bool, groups: int) -> AttentionCore:
     return environment.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from mt_core.errors import ConfigError, DataError
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
 from mt_core.nn.embedding import VocabParallelOutput, project_to_vocab
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.model import Model
 from mt_core.nn.norm import build_norm
@@ -39,7 +39,7 @@ EncodeNeighbors = Callable[[Tensor], Neighbors]
 class RetroDecoder(nn.Module):
     """The layers of a GPT; some of them have cross attention to neighbours."""
 
-    def __init__(self, config: RetroConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: RetroConfig, environment: ModelBuildContext) -> None:
         super().__init__()
         self.recompute = environment.recompute
         # The neighbours are encoded when the text has passed attention of this layer: what the encoder attends to.
@@ -90,7 +90,7 @@ class RetroModel(Model):
 
     inputs: tuple[str, ...] = ("tokens", "position_ids", "neighbor_tokens", "neighbor_mask")
 
-    def __init__(self, config: RetroConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: RetroConfig, environment: ModelBuildContext) -> None:
         super().__init__()
         self.config = config
         self.ctx = environment.parallel
@@ -278,7 +278,7 @@ def freeze_gpt(model: RetroModel) -> None:
             freeze(part)
 
 
-def build_retro(config: RetroConfig, environment: ModelEnvironment) -> RetroModel:
+def build_retro(config: RetroConfig, environment: ModelBuildContext) -> RetroModel:
     """Raises ConfigError when no layer attends to neighbours."""
     check_layers(config)
     return RetroModel(config, environment)

@@ -1,6 +1,7 @@
 """SmolVLM and Idefics3: a SigLIP tower, pixel shuffle with one matrix, and a decoder of the family llama."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="smolvlm",

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.parallel.collectives import gather_copies
@@ -48,5 +48,5 @@ class SmolVLMModel(FixedSizeImageModel):
         return SmolVLMProjection(self.config, ctx)
 
 
-def build_smolvlm(config: SmolVLMConfig, environment: ModelEnvironment) -> SmolVLMModel:
+def build_smolvlm(config: SmolVLMConfig, environment: ModelBuildContext) -> SmolVLMModel:
     return SmolVLMModel(config, environment)

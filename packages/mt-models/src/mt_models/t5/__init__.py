@@ -1,6 +1,7 @@
 """T5: an encoder and a decoder, with relative positions as published or learned positions as in Megatron."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="t5",

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore, AttentionPattern, Bias
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import normal
 from mt_core.nn.model import Model
 from mt_core.parallel.context import ParallelContext
@@ -65,7 +65,7 @@ class T5Model(Model):
 
     inputs: tuple[str, ...] = ("encoder_tokens", "decoder_tokens", "encoder_mask")
 
-    def __init__(self, config: T5Config, environment: ModelEnvironment) -> None:
+    def __init__(self, config: T5Config, environment: ModelBuildContext) -> None:
         super().__init__()
         self.config = config
         self.ctx = ctx = environment.parallel
@@ -252,7 +252,7 @@ class StageParts:
     """The final norm of the encoder."""
 
     @classmethod
-    def of(cls, config: T5Config, environment: ModelEnvironment) -> StageParts:
+    def of(cls, config: T5Config, environment: ModelBuildContext) -> StageParts:
         # None without pipeline parallelism: one stage with all layers of both stacks.
         stages = environment.stages or (whole(config.num_layers + config.decoder_layers),)
         parts = [parts_of_stage(stage, config) for stage in stages]
@@ -310,7 +310,7 @@ def relative_bias(config: T5Config, ctx: ParallelContext, *, bidirectional: bool
     )
 
 
-def attention_core(config: T5Config, environment: ModelEnvironment, *, causal: bool, bias: bool) -> AttentionCore:
+def attention_core(config: T5Config, environment: ModelBuildContext, *, causal: bool, bias: bool) -> AttentionCore:
     return environment.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
@@ -322,7 +322,7 @@ def attention_core(config: T5Config, environment: ModelEnvironment, *, causal: b
     )
 
 
-def build_encoder(config: T5Config, environment: ModelEnvironment, parts: StageParts) -> TransformerStack:
+def build_encoder(config: T5Config, environment: ModelBuildContext, parts: StageParts) -> TransformerStack:
     ctx, relative = environment.parallel, config.position_embedding_type == "relative"
     core = attention_core(config, environment, causal=False, bias=relative)
     layers = {
@@ -338,7 +338,7 @@ def build_encoder(config: T5Config, environment: ModelEnvironment, parts: StageP
     return TransformerStack(layers, config, ctx, environment.recompute, has_last=parts.encoder_end)
 
 
-def build_decoder(config: T5Config, environment: ModelEnvironment, parts: StageParts) -> DecoderStack:
+def build_decoder(config: T5Config, environment: ModelBuildContext, parts: StageParts) -> DecoderStack:
     ctx, relative = environment.parallel, config.position_embedding_type == "relative"
     core = attention_core(config, environment, causal=True, bias=relative)
     cross_core = attention_core(config, environment, causal=False, bias=False)
@@ -360,5 +360,5 @@ def build_output(config: T5Config, ctx: ParallelContext) -> TiedOutput | VocabPa
     return TiedOutput(config.vocab_size, ctx, bias=config.add_output_bias, divisible_by=multiple)
 
 
-def build_t5(config: T5Config, environment: ModelEnvironment) -> T5Model:
+def build_t5(config: T5Config, environment: ModelBuildContext) -> T5Model:
     return T5Model(config, environment)

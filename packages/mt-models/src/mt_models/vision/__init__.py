@@ -1,6 +1,7 @@
 """Vision transformers: the image towers of CLIP and SigLIP, alone or with a classification head."""
 
-from mt_core.specs import Lazy, ModelSpec
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
 
 SPEC = ModelSpec(
     name="vision",

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, zeros
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear, linear
 from mt_core.nn.main_grad import with_main_gradient
@@ -57,7 +57,7 @@ class PatchEmbedding(LayoutModule):
 class VisionLayers(nn.Module):
     """Bidirectional pre-norm layers."""
 
-    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: VisionEncoderConfig, environment: ModelBuildContext) -> None:
         super().__init__()
         self.recompute = environment.recompute
         core = attention_core(config, environment, config.attention_dropout)
@@ -122,7 +122,7 @@ class AttentionPooling(LayoutModule):
 
     probe: Tensor
 
-    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: VisionEncoderConfig, environment: ModelBuildContext) -> None:
         ctx = environment.parallel
         super().__init__(ctx)
         self.declare("probe", ParameterLayout((1, 1, config.hidden_size), normal(config.init_method_std)))
@@ -168,7 +168,7 @@ class PoolingAttention(nn.Module):
         return out.unflatten(-1, (-1, weight.shape[1], self.head_dim))
 
 
-def attention_core(config: EncoderConfig, environment: ModelEnvironment, dropout: float = 0.0) -> AttentionCore:
+def attention_core(config: EncoderConfig, environment: ModelBuildContext, dropout: float = 0.0) -> AttentionCore:
     return environment.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,

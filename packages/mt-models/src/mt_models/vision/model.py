@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
 from mt_core.nn.model import Model
 from mt_core.nn.norm import build_norm
@@ -35,7 +35,7 @@ class VisionOutput(NamedTuple):
 class VisionTower(LayoutModule):
     """images [B, C, img_h, img_w] -> VisionOutput: patches, positions and layers, which all towers have."""
 
-    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: VisionEncoderConfig, environment: ModelBuildContext) -> None:
         ctx = environment.parallel
         super().__init__(ctx)
         self.config = config
@@ -89,7 +89,7 @@ class ClassTokenTower(VisionTower):
 
     class_token: Tensor
 
-    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: VisionEncoderConfig, environment: ModelBuildContext) -> None:
         super().__init__(config, environment)
         self.declare("class_token", ParameterLayout((config.hidden_size,), normal(config.init_method_std)))
 
@@ -103,7 +103,7 @@ class ClassTokenTower(VisionTower):
 class ClipTower(ClassTokenTower):
     """CLIP: a norm before the layers; the pooled vector is the normalized state of the class token."""
 
-    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: VisionEncoderConfig, environment: ModelBuildContext) -> None:
         super().__init__(config, environment)
         width, ctx = config.hidden_size, self.ctx
         self.ln_pre = build_norm(config.normalization, width, config.norm_epsilon, ctx)
@@ -136,7 +136,7 @@ class InternVitTower(ClassTokenTower):
 class SiglipTower(VisionTower):
     """SigLIP: patches only, a norm after the layers; the pooled vector is computed by attention pooling."""
 
-    def __init__(self, config: VisionEncoderConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: VisionEncoderConfig, environment: ModelBuildContext) -> None:
         super().__init__(config, environment)
         self.ln_post = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, self.ctx)
         self.head = AttentionPooling(config, environment) if config.has_pooler else None
@@ -163,7 +163,7 @@ TOWERS: dict[str, type[VisionTower]] = {"clip": ClipTower, "siglip": SiglipTower
 """By vision_model_type."""
 
 
-def build_tower(config: VisionEncoderConfig, environment: ModelEnvironment) -> VisionTower:
+def build_tower(config: VisionEncoderConfig, environment: ModelBuildContext) -> VisionTower:
     """A tower for any model; under sequence and context parallelism it has whole sequences on every rank."""
     ctx = environment.parallel
     # cp is replaced by an axis of one rank too: attention would otherwise exchange keys with ranks
@@ -177,7 +177,7 @@ class VisionModel(Model):
 
     inputs: tuple[str, ...] = ("images",)
 
-    def __init__(self, config: VisionConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: VisionConfig, environment: ModelBuildContext) -> None:
         super().__init__()
         self.config = config
         self.vision_model = build_tower(config, environment)
@@ -192,7 +192,7 @@ class VisionClassifier(Model):
     inputs: tuple[str, ...] = ("images",)
     predicts_tokens = False
 
-    def __init__(self, config: VisionConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: VisionConfig, environment: ModelBuildContext) -> None:
         super().__init__()
         assert config.num_classes is not None
         self.config = config
@@ -207,7 +207,7 @@ class VisionClassifier(Model):
         return self.classification_head(patches.mean(1))
 
 
-def build_vision(config: VisionConfig, environment: ModelEnvironment) -> VisionModel | VisionClassifier:
+def build_vision(config: VisionConfig, environment: ModelBuildContext) -> VisionModel | VisionClassifier:
     return VisionModel(config, environment) if config.num_classes is None else VisionClassifier(config, environment)
 
 

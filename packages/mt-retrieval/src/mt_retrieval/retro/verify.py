@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError, Problems
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.datasets.retro.database import ChunkDatabase
 from mt_data.datasets.retro.project import MANIFEST, database_folder, read_neighbors
 from mt_data.records import require_unchanged

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_core.interfaces import AttentionRequest
 from mt_core.nn.attention import AttentionPattern
 from mt_core.plugins import PluginHost
-from mt_core.specs import AttentionRequest
+from mt_core.specs import ATTENTION_BACKENDS
 from mt_tools.bench.device_timing import medians
 from mt_tools.bench.machine import Machine
 from mt_tools.bench.report import Case
@@ -102,7 +103,7 @@ def cores_for(
         window=shape.window,
     )
     cores, refused = {}, {}
-    for spec in host.attention_backends:
+    for spec in host[ATTENTION_BACKENDS]:
         answer = spec.supports.load()(request)
         if (
             answer is True

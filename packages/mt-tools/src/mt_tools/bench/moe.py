@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.kernels.choice import use_kernels
 from mt_core.nn.layout import initialize
 from mt_core.parallel.context import ParallelContext
@@ -110,7 +110,7 @@ def build_layer(
     ]
     config = load_config(preset="llama3.2-1b", overrides=settings, host=host).config
     ctx = ParallelContext(device=machine.device, params_dtype=machine.dtype)
-    environment = ModelEnvironment(config, ctx, host)
+    environment = ModelBuildContext(config, ctx, host)
     layer = environment.feed_forward(name, config.model, 0)
     use_kernels(layer.modules(), environment.kernels)
     initialize(layer, 0, ctx)

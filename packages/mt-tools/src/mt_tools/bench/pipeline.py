@@ -25,6 +25,7 @@ from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.pipeline.timeline import StageTimes, Timeline, simulate
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
 from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import PIPELINE_SCHEDULES
 from mt_core.testing import run_ranks
 from mt_tools.bench.report import Case
 
@@ -82,7 +83,7 @@ def measured(rank: int, world: int, schedules: Sequence[tuple[str, int]], count:
     batches = [{"x": torch.ones(1)} for _ in range(count)]
     found = []
     for name, stages_per_rank in schedules:
-        schedule = load_plugins().pipeline_schedules.get(name).schedule.load()
+        schedule = load_plugins()[PIPELINE_SCHEDULES].get(name).schedule.load()
         times = stage_times(world, stages_per_rank, unit)
         num_stages = len(times.forward)
         stages = [Stage(range(s, s + 1), first=s == 0, last=s == num_stages - 1) for s in range(num_stages)]
@@ -138,7 +139,7 @@ def pipeline_cases(run: PipelineRun, only: Collection[str], svg: Path | None, ho
 
 
 def chosen_schedules(only: Collection[str], host: PluginHost) -> dict[str, PipelineSchedule]:
-    registered = {spec.name: spec.schedule.load() for spec in host.pipeline_schedules}
+    registered = {spec.name: spec.schedule.load() for spec in host[PIPELINE_SCHEDULES]}
     for name in only:
         if name not in registered:
             raise ConfigError(f"--only {name}: no such schedule; there are {', '.join(registered)}")

@@ -9,6 +9,7 @@ from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.parallel.pipeline.timeline import StageTimes, simulate
 from mt_core.plugins import PluginHost
+from mt_core.specs import PIPELINE_SCHEDULES
 from mt_tools.bench.report import Case
 from mt_tools.plan.layouts import Planner
 from mt_tools.plan.machines import get_machine
@@ -85,7 +86,7 @@ def plan_cases(host: PluginHost) -> Iterator[Case]:
 def schedule_cases(host: PluginHost) -> Iterator[Case]:
     """Pipeline bubbles of every schedule, with a backward pass of twice the forward's time."""
     for name, ranks, micro_batches in PIPELINES:
-        for schedule in (spec.schedule.load() for spec in host.pipeline_schedules):
+        for schedule in (spec.schedule.load() for spec in host[PIPELINE_SCHEDULES]):
             each = schedule.min_stages_per_rank
             stages = ranks * each
             # A rank's work is the same for all schedules, however many stages it is divided into.

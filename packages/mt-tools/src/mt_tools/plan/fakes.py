@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore, AttentionPattern, eager_attention, expand_groups, with_sinks
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.context_parallel.ulysses import ulysses_attention
 from mt_core.nn.dropout import DropoutStreams
-from mt_core.nn.environment import ModelEnvironment
 from mt_core.nn.kernels.choice import AUTO
 from mt_core.nn.recompute import recomputed
 from mt_core.parallel.context import Axis
@@ -42,7 +42,7 @@ def portable(experts: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class PlannedEnvironment(ModelEnvironment):
+class PlannedEnvironment(ModelBuildContext):
     """Gives a model a fake attention, whose cost is counted and which computes nothing."""
 
     counting: PlannedKernels = field(default_factory=lambda: PlannedKernels(Ledger()))

@@ -13,6 +13,7 @@ from mt_core.config.checks import must_divide
 from mt_core.config.metrics import configured_loss
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_core.interfaces import SampleField
 from mt_core.nn.dropout import use_streams
 from mt_core.nn.fp8.options import SLOWER_UP_TO
 from mt_core.nn.fp8.use import use_fp8
@@ -23,7 +24,7 @@ from mt_core.nn.model import as_pipelined, contract, model_options
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import ActivationsForm, Pipelined, Stage, whole
 from mt_core.plugins import PluginHost
-from mt_core.specs import SampleField
+from mt_core.specs import DATASETS, MODELS
 from mt_core.train.auto_choices import with_resolved_loss
 from mt_tools.plan.activations import StageCost, empty_hidden, measure, sum_of
 from mt_tools.plan.fakes import ON_GPUS, PlannedEnvironment, PlannedKernels, UndrawnStreams
@@ -216,7 +217,7 @@ def build_on_meta(
     capability: tuple[int, int] | None = None,
 ) -> nn.Module:
     """The model, or some stages of it, on the meta device. capability: of the planned GPUs."""
-    build: Callable[..., nn.Module] = host.models.get(config.model.family, key="model.family").build.load()
+    build: Callable[..., nn.Module] = host[MODELS].get(config.model.family, key="model.family").build.load()
     chosen = ConfiguredKernels(config, ctx)
     environment = PlannedEnvironment(config, ctx, host, stages, chosen, counting=kernels, capability=capability)
     model = build(config.model, environment)
@@ -276,7 +277,7 @@ def only_stage(config: Config) -> Stage:
 def empty_batch(config: Config, host: PluginHost, ctx: ParallelContext) -> dict[str, Tensor]:
     """One micro-batch of this rank, without values. Raises ConfigError for fields whose shape names dimensions that are
     neither keys of the data set nor of the model."""
-    sample = host.datasets.get(config.data.dataset_type, key="data.dataset_type").sample
+    sample = host[DATASETS].get(config.data.dataset_type, key="data.dataset_type").sample
     batch = {
         one.name: torch.empty(
             (config.train.micro_batch_size, *field_shape(one, config, ctx)),

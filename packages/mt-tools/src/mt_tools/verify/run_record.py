@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mt_core.checkpoint_specs import Fragment
 from mt_core.config.loading import LoadedConfig, config_from_dict
 from mt_core.config.metrics import configured_loss
 from mt_core.config.schema import Config
 from mt_core.errors import MtError
+from mt_core.interfaces import Dataset
 from mt_core.nn.layout import parameter_layouts
 from mt_core.optim.buckets import Bucket
 from mt_core.optim.param_and_grad_buffer import ParamAndGradBuffer
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import Dataset, Fragment
 from mt_core.testing import run_ranks
 from mt_core.train.callbacks import Callback, Run
 from mt_core.train.checkpoint.local_shards import LocalShard

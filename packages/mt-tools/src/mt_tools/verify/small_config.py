@@ -14,9 +14,10 @@ from mt_core.config.metrics import configured_loss
 from mt_core.config.schema import Config, ParallelConfig
 from mt_core.data.building import build_tokenizer
 from mt_core.errors import ConfigError
+from mt_core.interfaces import CAUSAL_LM_SAMPLE
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CAUSAL_LM_SAMPLE
+from mt_core.specs import DATASETS, MODELS
 from mt_core.train.auto_choices import LARGE_VOCABULARY, with_loss, with_resolved_loss
 from mt_core.train.build import build_model
 from mt_tools.verify.small_layout import LARGEST_WORLD, forget_division, processes, shrink_axes, shrink_stages
@@ -75,7 +76,7 @@ def shrink(
         if model.get("moe"):
             _shrink_experts(model, tree["parallel"], same_rounds)
     length = _short_length(tree)
-    family = host.models.get(config.model.family, key="model.family")
+    family = host[MODELS].get(config.model.family, key="model.family")
     # After the common keys: what only the family defines in its section.
     if family.shrink is not None:
         tree["model"] |= family.shrink.load()(tree["model"], length)
@@ -241,7 +242,7 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
     """Fake samples, or those of a family's own data set, whose keys follow the model's where both have them."""
     data = tree["data"]
     data |= {key: value for key, value in tree["model"].items() if key in data}
-    spec = host.datasets.get(config.data.dataset_type, key="data.dataset_type")
+    spec = host[DATASETS].get(config.data.dataset_type, key="data.dataset_type")
     if spec.sample == CAUSAL_LM_SAMPLE:
         # Options that change positions, masks and losses of samples.
         kept = {key: data[key] for key in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "read_by")}
@@ -263,7 +264,7 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
 
 def _fake_images(tree: Tree, length: int, family: str, host: PluginHost) -> dict[str, Any]:
     """Keys of the data set of fake images with texts. Images of sizes of their own fill a half of a sample at most."""
-    config: Any = host.models.get(family, key="model.family").config_type.load()
+    config: Any = host[MODELS].get(family, key="model.family").config_type.load()
     wanted = config.model_validate(tree["model"]).image_data_keys
     names = ("img_h", "img_w", "image_token_index", "image_seq_length", "dynamic_resolution")
     keys = {"dataset_type": FAKE_IMAGE_TEXTS} | {name: wanted[name] for name in names if name in wanted}

@@ -12,6 +12,7 @@ from mt_core.config.schema import Config
 from mt_core.config_map import MEGATRON_FORMAT, MegatronMap, WriteArguments, require_known
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
+from mt_core.specs import MODELS
 
 WRITERS: Mapping[str, WriteArguments] = {
     "gpt": gpt.gpt_arguments,
@@ -103,5 +104,5 @@ def model_arguments(
 def _maps(host: PluginHost) -> dict[str, MegatronMap]:
     """The declarations of all installed families that have one."""
     return {
-        spec.name: spec.name_maps[MEGATRON_FORMAT].load() for spec in host.models if MEGATRON_FORMAT in spec.name_maps
+        spec.name: spec.name_maps[MEGATRON_FORMAT].load() for spec in host[MODELS] if MEGATRON_FORMAT in spec.name_maps
     }

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mt_core.interfaces import AttentionRequest
 from mt_core.nn.attention import AttentionCore, AttentionPattern, expand_groups, with_sinks
 from mt_core.nn.batch_invariance import batch_invariant
-from mt_core.specs import AttentionRequest
 
 KEYS = 64
 """Keys of a block. A cache gives keys from a multiple of it on."""

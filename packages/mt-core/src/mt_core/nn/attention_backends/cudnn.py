@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mt_core._torch_compat import packed_attention
+from mt_core.interfaces import AttentionRequest
 from mt_core.nn.attention import AttentionCore, AttentionPattern, sdpa_attention
 from mt_core.nn.attention_backends.patterns import Documents, PerPattern, find_documents, is_packed, window_sides
-from mt_core.specs import AttentionRequest
 
 ORDER = [
     SDPBackend.CUDNN_ATTENTION,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from mt_core.errors import ConfigError
+from mt_core.interfaces import AttentionRequest
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.attention_backends.patterns import Documents, PerPattern, find_documents, is_packed, window_sides
-from mt_core.specs import AttentionRequest
 
 
 class FlashAttention:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from mt_core.interfaces import AttentionRequest
 from mt_core.nn.attention import AttentionCore, AttentionPattern, with_sinks
 from mt_core.nn.attention_backends.patterns import PerPattern
-from mt_core.specs import AttentionRequest
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query, key) -> bool, True where the key is seen"""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mt_core.kinds import Lazy
 from mt_core.nn.kernels.request import (
     KernelName,
     Supports,
@@ -17,7 +18,6 @@ from mt_core.nn.kernels.request import (
     supports_triton_adamw,
     supports_triton_rows,
 )
-from mt_core.specs import Lazy
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from mt_core.parallel.pipeline.schedule_tables import (
     with_communication,
 )
 from mt_core.plugins import PluginHost
+from mt_core.specs import PIPELINE_SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ KINDS = {kind.value: kind for kind in Kind}
 
 def configured_schedule(parallel: ParallelConfig, host: PluginHost) -> PipelineSchedule:
     """Raises PluginError, which lists the registered names, for an unknown one."""
-    spec = host.pipeline_schedules.get(parallel.pipeline_schedule, key="parallel.pipeline_schedule")
+    spec = host[PIPELINE_SCHEDULES].get(parallel.pipeline_schedule, key="parallel.pipeline_schedule")
     schedule: PipelineSchedule = spec.schedule.load()
     return schedule
 

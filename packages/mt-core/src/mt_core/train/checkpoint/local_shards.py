@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mt_core.checkpoint_specs import CheckpointReader, Fragment, ReadsSlices
 from mt_core.nn.layout import ParameterLayout
 from mt_core.parallel.context import ParallelContext
-from mt_core.specs import CheckpointReader, Fragment, ReadsSlices
 from mt_core.tensor_slice import TensorSlice
 
 

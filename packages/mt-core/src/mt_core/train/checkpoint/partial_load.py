@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import Tensor, dtype
 
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.schema import CheckpointConfig, Config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import ParameterLayout
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, StartsFrom
+from mt_core.specs import MODELS, StartsFrom
 from mt_core.train.checkpoint.state import MODEL, Checkpointed, require_fit, shapes_of_all_stages
 
 
@@ -56,7 +57,7 @@ class PartialLoad:
 def adapted(reader: CheckpointReader, config: Config, host: PluginHost) -> CheckpointReader:
     """The checkpoint under the names of the model that is trained, where it is of another family that this one starts
     from (`ModelSpec.adapt`); else as it is."""
-    adapt = host.models.get(config.model.family, key="model.family").adapt
+    adapt = host[MODELS].get(config.model.family, key="model.family").adapt
     return reader if adapt is None else adapt.load()(reader, config, host)
 
 
@@ -80,7 +81,7 @@ def load_weights(
 def base_of(family: str, reader: CheckpointReader, host: PluginHost) -> StartsFrom | None:
     """How a model of `family` starts from a checkpoint of another family; None if nothing is declared."""
     stored = reader.metadata.get("config", {}).get("model", {}).get("family")
-    declared = host.models.get(family, key="model.family").starts_from
+    declared = host[MODELS].get(family, key="model.family").starts_from
     return next((base for base in declared if base.family == stored), None)
 
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from mt_core.checkpoint_lookup import find_checkpoint
 from mt_core.config.schema import CheckpointConfig, Config, Section
 from mt_core.errors import CheckpointError
+from mt_core.interfaces import Tokenizer
 from mt_core.plugins import PluginHost
-from mt_core.specs import Tokenizer
+from mt_core.specs import LOSSES
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.state import environment
 
@@ -149,7 +150,7 @@ def _is_other_rounding(change: Change, host: PluginHost) -> bool:
         return change.key == f"model.{BACKEND}" or _without_backend(change.then) == _without_backend(change.now)
     if change.key != "train.loss":
         return change.key == MAIN_WEIGHTS
-    base = {spec.name: spec.equivalent_to or spec.name for spec in host.losses}
+    base = {spec.name: spec.equivalent_to or spec.name for spec in host[LOSSES]}
     return base.get(change.then, change.then) == base.get(change.now, change.now)
 
 

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from mt_core import retention
 from mt_core.checkpoint_lookup import best_name
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CHECKPOINT_SAVERS, Fragment, SaveCheckpoint, ShardedSave
 from mt_core.config.schema import CheckpointConfig
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.parallel.first_rank import on_first_rank, raise_on_all_ranks
 from mt_core.parallel.reductions import any_over
 from mt_core.plugins import PluginHost
-from mt_core.specs import Fragment, SaveCheckpoint, ShardedSave
 from mt_core.tensor_slice import TensorSlice
 from mt_core.train.checkpoint.local_shards import given, whole_fragment
 from mt_core.train.checkpoint.run_directory import RunDirectory, hf_folder
@@ -68,7 +68,7 @@ class Commit:
 
     def __init__(self, directory: RunDirectory, config: CheckpointConfig, host: PluginHost) -> None:
         self._directory, self._config = directory, config
-        self._detectors = [spec.detect.load() for spec in host.checkpoint_loaders]
+        self._detectors = [spec.detect.load() for spec in host[CHECKPOINT_LOADERS]]
 
     def __call__(self, path: Path, started: float) -> Committed:
         """started: start of the write, by time.perf_counter."""
@@ -422,13 +422,13 @@ def build_checkpoint_writer(
 
 
 def _method(config: CheckpointConfig, host: PluginHost, commit: Commit, ctx: ParallelContext) -> Method:
-    spec = host.checkpoint_savers.get(config.ckpt_format, key="checkpoint.ckpt_format")
+    spec = host[CHECKPOINT_SAVERS].get(config.ckpt_format, key="checkpoint.ckpt_format")
     # Preferred: no tensor is sent to another rank.
     if spec.save_sharded is not None:
         return ShardedMethod(spec.save_sharded.load()(), commit, ctx)
     if spec.save is not None:
         return WholeMethod(spec.save.load(), commit, ctx)
-    able = ", ".join(saver.name for saver in host.checkpoint_savers if saver.save or saver.save_sharded)
+    able = ", ".join(saver.name for saver in host[CHECKPOINT_SAVERS] if saver.save or saver.save_sharded)
     raise ConfigError(
         f"checkpoint.ckpt_format={config.ckpt_format} is written by mt convert only; training writes {able}"
     )

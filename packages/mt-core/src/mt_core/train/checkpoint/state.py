@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mt_core.checkpoint_specs import CheckpointReader, Fragment
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
@@ -23,7 +24,6 @@ from mt_core.optim.base import Optimizer
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import AxisName, ParallelContext
-from mt_core.specs import CheckpointReader, Fragment
 from mt_core.train.checkpoint.local_shards import LocalShard, fill, given, whole_fragment
 from mt_core.train.state import TrainState
 

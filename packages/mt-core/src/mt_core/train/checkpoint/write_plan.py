@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mt_core.checkpoint_specs import Fragment
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.reductions import any_over
-from mt_core.specs import Fragment
 from mt_core.tensor_slice import TensorSlice
 
 

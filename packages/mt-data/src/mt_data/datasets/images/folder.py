@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import PositiveInt
 
 from mt_core.errors import DataError
-from mt_core.specs import SplitRequest, Tokenizer
+from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.config import BlendEntry
 from mt_data.datasets.images.config import ImageDataConfig, Resize
 from mt_data.datasets.images.pixels import SUFFIXES, ImageFile, as_input, fit, read_image

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.datasets.images.config import ImageTextKeys
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_core.specs import Split, SplitRequest, Tokenizer
+from mt_core.interfaces import Split, SplitRequest, Tokenizer
 from mt_data.datasets.builtin import NAME, build_builtin
 from mt_data.datasets.retro.config import BuiltinRetroDataConfig
 from mt_data.datasets.retro.database import StreamDatabase, TokenStream

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.datasets.retro_sft.records import QARecord
 from mt_data.datasets.sft.answers import answer_end, encode_with_cuts
 from mt_data.datasets.sft.chat_templates import ChatTemplate

@@ -10,6 +10,7 @@ from torch import nn
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_core.interfaces import AttentionRequest
 from mt_core.nn.attention import AttentionCore
 from mt_core.nn.context_parallel.core import check_dropout
 from mt_core.nn.context_parallel.zigzag import check_sequence_length
@@ -18,14 +19,14 @@ from mt_core.nn.recompute import Recompute, recomputed
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import PluginHost
-from mt_core.specs import AttentionRequest, ContextParallelMethodSpec
+from mt_core.specs import ATTENTION_BACKENDS, CONTEXT_PARALLEL_METHODS, FEED_FORWARDS, ContextParallelMethodSpec
 
 BATCH_INVARIANT = "batch_invariant"
 """The attention backend of inference.batch_invariant."""
 
 
 @dataclass(frozen=True)
-class ModelEnvironment:
+class ModelBuildContext:
     """Passed to `ModelSpec.build`; gets from the plugin host the parts that other plugins bring."""
 
     config: Config
@@ -107,10 +108,10 @@ class ModelEnvironment:
         if backend == AUTO:
             backend, refused = automatic_backend(request, self.host)
             self.kernels.note(_automatic_choice(backend, refused))
-        spec = self.host.attention_backends.get(backend, key="model.attention_backend")
+        spec = self.host[ATTENTION_BACKENDS].get(backend, key="model.attention_backend")
         answer = spec.supports.load()(request)
         if answer is not True:
-            able = [s.name for s in self.host.attention_backends if s.supports.load()(request) is True]
+            able = [s.name for s in self.host[ATTENTION_BACKENDS] if s.supports.load()(request) is True]
             use = f"use {' or '.join(able)}" if able else "no installed backend can"
             raise ConfigError(f"model.attention_backend={backend} cannot serve this model: {answer}; {use}")
         self.kernels.attention_backends.add(backend)
@@ -137,7 +138,7 @@ class ModelEnvironment:
 
     @property
     def context_parallel_method(self) -> ContextParallelMethodSpec:
-        return self.host.context_parallel_methods.get(self.config.parallel.cp_comm_type, key="parallel.cp_comm_type")
+        return self.host[CONTEXT_PARALLEL_METHODS].get(self.config.parallel.cp_comm_type, key="parallel.cp_comm_type")
 
     def _check_divisible(self, request: AttentionRequest) -> None:
         """Raise ConfigError for attention that context-parallel ranks cannot share."""
@@ -149,7 +150,7 @@ class ModelEnvironment:
                 "parallel.context_parallel_size to 1"
             )
         if request.logit_softcap is not None and not self.context_parallel_method.whole_sequences:
-            able = [f'"{method.name}"' for method in self.host.context_parallel_methods if method.whole_sequences]
+            able = [f'"{method.name}"' for method in self.host[CONTEXT_PARALLEL_METHODS] if method.whole_sequences]
             raise ConfigError(
                 f"{given} a soft cap on its scores, and parallel.cp_comm_type={parallel.cp_comm_type} computes blocks "
                 f"of scores without one; set parallel.cp_comm_type to {' or '.join(able)}"
@@ -160,7 +161,7 @@ class ModelEnvironment:
 
         `options` is the model's config, from which it reads its shape.
         """
-        spec = self.host.feed_forwards.get(name, asker=f"model.{name}")
+        spec = self.host[FEED_FORWARDS].get(name, asker=f"model.{name}")
         module = spec.build.load()(options, self, layer)
         return self.recompute.module("mlp", module) if name == "dense" else module
 
@@ -184,7 +185,7 @@ def automatic_backend(request: AttentionRequest, host: PluginHost) -> tuple[str,
     """(name, why those before it in the order do not serve). Fastest first, as others have measured them on Hopper."""
     refused: dict[str, str] = {}
     for name in _order(request):
-        answer = host.attention_backends.get(name, key="model.attention_backend").supports.load()(request)
+        answer = host[ATTENTION_BACKENDS].get(name, key="model.attention_backend").supports.load()(request)
         if answer is True:
             return name, refused
         refused[name] = str(answer)
