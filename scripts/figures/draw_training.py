@@ -10,6 +10,7 @@ from mt_core.config.loading import load_config
 from mt_core.optim.loss_scale import LossScaler
 from mt_core.optim.schedules import Horizon
 from mt_core.plugins import load_plugins
+from mt_core.specs import LR_SCHEDULES
 
 STEPS, BATCH = 1000, 64
 HORIZON = Horizon(STEPS * BATCH, BATCH, 3e-4, 3e-5)
@@ -20,7 +21,7 @@ def rates(*settings: str) -> list[tuple[float, float]]:
     host = load_plugins()
     overrides = [f"train.train_iters={STEPS}", *(f"lr_schedule.{setting}" for setting in settings)]
     config = load_config(preset="gpt-tiny", overrides=overrides, host=host).config.lr_schedule
-    build = host.lr_schedules.get(config.lr_decay_style, key="lr_schedule.lr_decay_style").build.load()
+    build = host[LR_SCHEDULES].get(config.lr_decay_style, key="lr_schedule.lr_decay_style").build.load()
     schedule = build(config, HORIZON)
     return [(step, schedule(step * BATCH)) for step in range(0, STEPS + 1, 5)]
 

@@ -20,9 +20,9 @@ from mt_ckpt.model import expected_parameters
 from mt_ckpt.native.manifest import read_manifest
 from mt_ckpt.native.read import find_damage, open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.loading import config_from_dict
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import CheckpointReader
 
 State = dict[str, torch.Tensor]
 VOCAB = b'{"a": 1}' * 100

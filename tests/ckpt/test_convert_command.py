@@ -20,10 +20,10 @@ from mt_ckpt.files.sizes import parse_bytes
 from mt_ckpt.locate import checkpoints_of, superfluous
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
-from mt_core.specs import ConvertOptions
 from mt_core.train.trained_model import load_trained_model
 
 

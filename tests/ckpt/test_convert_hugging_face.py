@@ -21,10 +21,12 @@ from mt_ckpt.files.safetensors import SafetensorsFile, TensorInfo, align, write_
 from mt_ckpt.hugging_face import family
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.native.read import open_checkpoint
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.kinds import Lazy
 from mt_core.plugins import load_plugins
-from mt_core.specs import ConvertOptions, Lazy
+from mt_core.specs import MODELS
 from mt_core.train.trained_model import load_trained_model
 
 TIED = {**LLAMA, "untie_embeddings_and_output_weights": False}
@@ -183,9 +185,9 @@ def change_config(folder: Path, **changes: object) -> None:
 def test_a_family_that_cannot_be_imported_stops_no_other(make_hf, tmp_path: Path) -> None:
     """Its name is in the message where no other family knows the type."""
     host = load_plugins()
-    known = host.models.registrations[0]
+    known = host[MODELS].registrations[0]
     broken = replace(known.spec, name="eliza", name_maps={"hf": Lazy("no_such_module:MAP")})
-    host.models.registrations.append(replace(known, spec=broken))
+    host[MODELS].registrations.append(replace(known, spec=broken))
     folder = make_hf(**LLAMA)
     assert convert(folder, tmp_path / "mt", saver="mt", host=host).family == "llama"
     change_config(folder, model_type="eliza")

@@ -18,8 +18,8 @@ from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
 from mt_ckpt.writing.file_plans import SafetensorsFiles, _groups
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.specs import ConvertOptions
 from mt_core.testing import rank_context
 
 IN_SHARDS = ConvertOptions(max_shard_size=60_000)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mt_ckpt.model import build_model, model_config
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader
 from mt_core.train.checkpoint.state import load_parameters
 
 BATCH, SEQUENCE = 4, 16

@@ -14,8 +14,8 @@ from tests.peer.our_outputs import inputs_of, logits_of
 
 from mt_ckpt.megatron.folder import find_iteration
 from mt_ckpt.model import model_config
+from mt_core.checkpoint_specs import CHECKPOINT_SAVERS, ConvertOptions
 from mt_core.plugins import PluginHost
-from mt_core.specs import ConvertOptions
 
 SCRIPT = Path(__file__).parent / "megatron_process" / "older_version.py"
 VERSION = "0.12.2"
@@ -26,7 +26,7 @@ VERSION = "0.12.2"
 def test_an_older_version_computes_our_logits(model: str, host: PluginHost, tmp_path: Path) -> None:
     source = ScaledWeights(MODELS[model], host)
     options = ConvertOptions(target_megatron_version=VERSION, target_transformer_impl="local")
-    host.checkpoint_savers.get("megatron-dist").convert.load()(tmp_path / "run", source, options, host)
+    host[CHECKPOINT_SAVERS].get("megatron-dist").convert.load()(tmp_path / "run", source, options, host)
     inputs = inputs_of(MODELS[model]["family"], MODELS[model]["vocab_size"])
     request = {
         "model": model,

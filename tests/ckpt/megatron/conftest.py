@@ -13,9 +13,9 @@ import torch
 
 from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.model import expected_parameters
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.loading import config_from_dict
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import CheckpointReader
 
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 101}
 GPT = {"family": "gpt", **SHAPE, "max_position_embeddings": 16, "ffn_hidden_size": 48}
@@ -197,7 +197,7 @@ MOE_MODELS = [name for name, model in MODELS.items() if "moe" in model]
 
 
 class RandomCheckpoint:
-    """A `mt_core.specs.CheckpointReader` whose tensors are random, and stay the same from the first look at it on."""
+    """A `CheckpointReader` whose tensors are random, and stay the same from the first look at it on."""
 
     def __init__(
         self, model: Mapping[str, Any], host: PluginHost, *, dtype: torch.dtype = torch.float32, optimizer: bool = False

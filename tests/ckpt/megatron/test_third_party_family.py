@@ -16,16 +16,18 @@ from mt_ckpt.convert import convert
 from mt_ckpt.model import expected_parameters
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import ModelConfig, PositiveInt
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_core.hookspecs import hookimpl
+from mt_core.kinds import Lazy
 from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput
 from mt_core.nn.layout import normal
 from mt_core.nn.norm import RMSNorm
 from mt_core.plugins import Plugin, PluginHost, load_plugins
-from mt_core.specs import ConvertOptions, Lazy, ModelSpec
+from mt_core.specs import ModelSpec
 
 SHAPE = {"family": "mean", "num_layers": 4, "hidden_size": 16, "vocab_size": 50, "half_life": 3}
 

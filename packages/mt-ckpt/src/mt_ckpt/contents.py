@@ -20,9 +20,9 @@ from mt_ckpt.model import expected_parameters, model_config
 from mt_ckpt.native.manifest import MANIFEST_NAME
 from mt_ckpt.native.read import NativeReader
 from mt_core.checkpoint_lookup import open_checkpoint, open_with
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CheckpointLoaderSpec, CheckpointReader
 from mt_core.errors import CheckpointError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointLoaderSpec, CheckpointReader
 from mt_core.train.checkpoint.state import require_fit
 
 AUTO = "auto"
@@ -68,11 +68,11 @@ def open_any(path: Path, host: PluginHost, loader: str = AUTO) -> Opened:
     """
     found = resolve_run(path)
     if loader != AUTO:
-        spec = host.checkpoint_loaders.get(loader, key="--loader")
+        spec = host[CHECKPOINT_LOADERS].get(loader, key="--loader")
         return Opened(found, spec, open_with(spec, found, host))
     reader = open_checkpoint(found, host)
     # `open_checkpoint` returns the reader alone: its format is found by the same question, put to the same loaders.
-    spec = next(spec for spec in host.checkpoint_loaders if spec.detect.load()(found))
+    spec = next(spec for spec in host[CHECKPOINT_LOADERS] if spec.detect.load()(found))
     return Opened(found, spec, reader)
 
 
@@ -153,7 +153,7 @@ def configuration_problems(path: Path, host: PluginHost, loader: str) -> list[st
 
     Nothing is checked of a format that no installed loader reads, unless one is named.
     """
-    if loader == AUTO and not any(spec.detect.load()(path) for spec in host.checkpoint_loaders):
+    if loader == AUTO and not any(spec.detect.load()(path) for spec in host[CHECKPOINT_LOADERS]):
         return []
     return _misfits(open_any(path, host, loader).reader, host)
 

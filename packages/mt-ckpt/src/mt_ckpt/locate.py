@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mt_core import retention
 from mt_core.checkpoint_lookup import best_name
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost
 
@@ -48,7 +49,7 @@ def checkpoints_of(run: Path, host: PluginHost) -> list[Path]:
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if not folder.is_dir():
         raise CheckpointError(f"{run}: no such directory")
-    detectors = [spec.detect.load() for spec in host.checkpoint_loaders]
+    detectors = [spec.detect.load() for spec in host[CHECKPOINT_LOADERS]]
     # Only what a loader recognizes: a folder that is being written is not counted as the newest.
     whole = retention.checkpoints_in(folder, lambda path: any(detect(path) for detect in detectors))
     if not whole:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mt_core.checkpoint_specs import CheckpointLoaderSpec, CheckpointSaverSpec
 from mt_core.hookspecs import hookimpl
-from mt_core.specs import CallbackSpec, CheckpointLoaderSpec, CheckpointSaverSpec, CommandSpec, Lazy
+from mt_core.kinds import Lazy
+from mt_core.specs import CallbackSpec, CommandSpec
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
@@ -28,7 +30,6 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
             detect=Lazy("mt_ckpt.hugging_face.reader:detect"),
             open=Lazy("mt_ckpt.hugging_face.reader:open_checkpoint"),
             open_module=Lazy("mt_ckpt.hugging_face.reader:read_module"),
-            takes_host=True,
         ),
         CheckpointLoaderSpec(
             name="meta",
@@ -36,22 +37,19 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
             doc="consolidated weights with params.json: Llama from Meta, Mistral's own layout",
             detect=Lazy("mt_ckpt.meta.reader:detect"),
             open=Lazy("mt_ckpt.meta.reader:open_checkpoint"),
-            takes_host=True,
         ),
         CheckpointLoaderSpec(
             name="gguf",
             doc="GGUF files of llama.cpp: Llama, Qwen 2 and 3; quantized weights are dequantized",
             detect=Lazy("mt_ckpt.gguf.reader:detect"),
             open=Lazy("mt_ckpt.gguf.reader:open_checkpoint"),
-            takes_host=True,
         ),
         CheckpointLoaderSpec(
             name="dcp",
             doc="torch.distributed.checkpoint with the names of torchtitan, OLMo-core or Hugging Face; needs a config",
             detect=Lazy("mt_ckpt.dcp.reader:detect"),
             open=Lazy("mt_ckpt.dcp.reader:open_checkpoint"),
-            takes_host=True,
-            takes_config=True,
+            open_described=Lazy("mt_ckpt.dcp.reader:open_checkpoint"),
         ),
         CheckpointLoaderSpec(
             name="transformers-megatron",
@@ -65,7 +63,6 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
             doc="Megatron-Core, torch format: a file for each tensor, pipeline and expert rank",
             detect=Lazy("mt_ckpt.megatron.folder:detect"),
             open=Lazy("mt_ckpt.megatron.reader:open_checkpoint"),
-            takes_host=True,
         ),
         CheckpointLoaderSpec(
             name="megatron-dist",
@@ -73,7 +70,6 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
             doc="Megatron-Core, torch_dist format: a distributed checkpoint, optimizer included",
             detect=Lazy("mt_ckpt.megatron_dist.index:detect"),
             open=Lazy("mt_ckpt.megatron_dist.reader:open_checkpoint"),
-            takes_host=True,
         ),
         CheckpointLoaderSpec(
             name="megatron-legacy",
@@ -81,7 +77,6 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
             doc="Megatron-LM before Megatron-Core: GPT and BERT, checkpoint versions 0 to 3",
             detect=Lazy("mt_ckpt.megatron.folder:detect_legacy"),
             open=Lazy("mt_ckpt.megatron_legacy.reader:open_checkpoint"),
-            takes_host=True,
         ),
     ]
 

@@ -97,7 +97,7 @@ class MoeLayer(nn.Module):
     The largest tensors are [tokens x top-k, H]; no tensor has the shape [tokens, experts, hidden].
 
     recompute: what is recomputed in the backward pass: "moe", all of it; "shared_experts"; "moe_act", the
-    activation of the routed experts and its output. planned_capability: see ModelEnvironment.
+    activation of the routed experts and its output. planned_capability: see ModelBuildContext.
     """
 
     had_overflow: Tensor

@@ -20,11 +20,12 @@ from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.operations import from_first_rank
 from mt_accelerate.state import AcceleratorState
 from mt_ckpt.hugging_face.reader import read_module
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.checks import as_world
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader
+from mt_core.specs import MODELS
 
 # `Prepared`: what a program gave to `Accelerator.prepare`, sorted by kind.
 
@@ -181,7 +182,7 @@ def _length_of_samples(given: Prepared) -> int:
 def _options_of_family(reader: CheckpointReader, host: PluginHost) -> Mapping[str, Any]:
     """The MODEL_OPTIONS that the family has, with the model's own values."""
     section = reader.metadata["config"]["model"]
-    config_type: Any = host.models.get(section["family"]).config_type.load()
+    config_type: Any = host[MODELS].get(section["family"]).config_type.load()
     fields = config_type.model_fields
     # A section read from a transformers model leaves out what has its default.
     return {name: section.get(name, fields[name].default) for name in MODEL_OPTIONS if name in fields}

@@ -21,11 +21,11 @@ from mt_accelerate.operations import RANKS, data_parallel_ranks, on_first_rank
 from mt_accelerate.state import AcceleratorState, GradientState
 from mt_ckpt.convert.engine import convert
 from mt_ckpt.files.sizes import parse_bytes
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import SINGLE
 from mt_core.paths import remove_tree
 from mt_core.plugins import PluginHost
-from mt_core.specs import ConvertOptions
 from mt_core.train import Engine
 
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mt_ckpt.files.sizes import format_bytes
+from mt_core.checkpoint_specs import CHECKPOINT_SAVERS, CheckpointReader, CheckpointSaverSpec, ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
-from mt_core.specs import CheckpointReader, CheckpointSaverSpec, ConvertOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -195,7 +195,7 @@ def average(
     from mt_ckpt.writing.output_folders import require_free, target_path
 
     host = load_plugins()
-    spec = host.checkpoint_savers.get(saver, key="--saver")
+    spec = host[CHECKPOINT_SAVERS].get(saver, key="--saver")
     target, write = target_path(save_dir, spec), spec.convert
     require_free(target)
     chosen = _chosen(checkpoints, last)

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 
 from mt_ckpt.files.sizes import format_bytes, parse_bytes
+from mt_core.checkpoint_specs import ConvertOptions, VocabPadding
 from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
-from mt_core.specs import ConvertOptions, VocabPadding
 
 if TYPE_CHECKING:
     from mt_ckpt.convert.engine import Report

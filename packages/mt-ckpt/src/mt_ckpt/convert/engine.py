@@ -23,16 +23,18 @@ from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, GENERATION
 from mt_ckpt.locate import resolve_run
 from mt_ckpt.megatron.metadata import optimizer_left_out
 from mt_ckpt.writing.output_folders import require_free, target_path
-from mt_core.errors import CheckpointError, ConfigError
-from mt_core.paths import absolute, as_path, is_remote
-from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import (
-    TRAINED_TEMPLATE,
+from mt_core.checkpoint_specs import (
+    CHECKPOINT_LOADERS,
+    CHECKPOINT_SAVERS,
     CheckpointReader,
     CheckpointSaverSpec,
     ConvertCheckpoint,
     ConvertOptions,
 )
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.paths import absolute, as_path, is_remote
+from mt_core.plugins import PluginHost, load_plugins
+from mt_core.specs import TRAINED_TEMPLATE
 from mt_core.train.checkpoint.state import require_fit
 
 
@@ -100,11 +102,11 @@ def convert(
     for checkpoints that are missing, damaged or not those of their configuration; `save_dir` does not appear then.
     """
     host, options = host or load_plugins(), options or ConvertOptions()
-    spec = host.checkpoint_savers.get(saver, key="--saver")
+    spec = host[CHECKPOINT_SAVERS].get(saver, key="--saver")
     write, target = _writer(spec, nproc), target_path(save_dir, spec)
     # Before hours of writing: a format that no loader reads cannot be verified.
     if verify:
-        host.checkpoint_loaders.get(spec.name, asker=f"--verify after --saver {saver}")
+        host[CHECKPOINT_LOADERS].get(spec.name, asker=f"--verify after --saver {saver}")
     # Absolute, since other processes open it too.
     path = resolve_run(absolute(as_path(load_dir)))
     described = None if config is None else absolute(Path(config))
@@ -185,7 +187,7 @@ def _written_names(target: Path, saver: str, prepared: Prepared, host: PluginHos
     By opening the target where a loader of the format is installed, else by what the saver has read.
     """
     # A saver of a plugin may have no loader beside it.
-    if not host.checkpoint_loaders.owners(saver):
+    if not host[CHECKPOINT_LOADERS].owners(saver):
         unread = [name for name in prepared.parameters if MODEL + name not in prepared.source.read_names]
         if unread:
             raise CheckpointError(f"{target}: the saver {saver} left out {', '.join(unread[:8])}")
@@ -197,7 +199,7 @@ def _written_names(target: Path, saver: str, prepared: Prepared, host: PluginHos
 
 def _unwritten_files(target: Path, saver: str, source: Source, host: PluginHost) -> list[str]:
     """Names of the source's files of tokenizer, template and generation that the target does not have."""
-    readable = host.checkpoint_loaders.owners(saver)
+    readable = host[CHECKPOINT_LOADERS].owners(saver)
     written = {*open_named(target, saver, host).files()} if readable else set()
     if CHAT_TEMPLATE in written:  # what a trained template is called there
         written.add(TRAINED_TEMPLATE)

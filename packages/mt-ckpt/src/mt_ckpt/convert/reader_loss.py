@@ -22,12 +22,12 @@ from torch.nn import functional as F
 from mt_ckpt.convert.source import MODEL
 from mt_ckpt.convert.wrapped_readers import num_padding_rows, with_vocab_size
 from mt_ckpt.model import build_model, model_config
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.paths import is_remote
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader
 from mt_core.train.checkpoint.state import load_parameters
 
 # A few token ids for any model whose only inputs are token ids.

@@ -14,8 +14,8 @@ from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.writing.file_plans import PartWriter
 from mt_ckpt.writing.resumable import work_key
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.specs import CheckpointReader
 
 MODEL = "model."
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 
 class Source:
-    """A `mt_core.specs.CheckpointReader` over another one.
+    """A `CheckpointReader` over another one.
 
     dtype: of floating-point weights, None: as stored. kept: parameters that keep theirs, since the model declares it.
     With a dtype only the model is shown: an optimizer's state belongs to the weights as they were.

@@ -16,12 +16,12 @@ from mt_ckpt.convert.reader_loss import ReaderLoss, reader_loss, token_inputs
 from mt_ckpt.convert.source import MODEL
 from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.model import build_model, model_config
+from mt_core.checkpoint_specs import CheckpointReader, CheckpointSaverSpec, ConvertOptions, StrictNames
 from mt_core.config.schema import Config, ModelConfig
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, CheckpointSaverSpec, ConvertOptions, StrictNames
 from mt_core.train.checkpoint.state import load_parameters
 
 BLOCK_BYTES = 1 << 24

@@ -13,10 +13,10 @@ from mt_ckpt.convert.source import MODEL
 from mt_ckpt.hugging_face.tokenizer import FILES, GENERATION, read_tokenizer_files, tokenizer_config
 from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.model import expected_parameters, model_config
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader
 from mt_core.train.build import restore_tokenizer
 
 TRIM = "--trim-vocabulary"
@@ -66,7 +66,7 @@ def without_padding(
 
 
 class _Trimmed:
-    """A `mt_core.specs.CheckpointReader` without rows beyond the vocabulary, in the model and its optimizer."""
+    """A `CheckpointReader` without rows beyond the vocabulary, in the model and its optimizer."""
 
     def __init__(self, reader: CheckpointReader, tables: Mapping[str, int], vocab_size: int) -> None:
         self._reader, self._vocab_size = reader, vocab_size
@@ -140,7 +140,7 @@ def _with_setting(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any
 
 
 class _Recounted:
-    """A `mt_core.specs.CheckpointReader` with another boundary between vocabulary and padding."""
+    """A `CheckpointReader` with another boundary between vocabulary and padding."""
 
     def __init__(self, reader: CheckpointReader, vocab_size: int, tables: Collection[str]) -> None:
         self._reader, self._vocab_size = reader, vocab_size
@@ -202,7 +202,7 @@ def without_histories(reader: CheckpointReader) -> CheckpointReader:
 
 
 class _WithoutHistories:
-    """A `mt_core.specs.CheckpointReader`."""
+    """A `CheckpointReader`."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
@@ -260,7 +260,7 @@ def listed() -> str:
 
 
 class _WithTokenizer:
-    """A `mt_core.specs.CheckpointReader`."""
+    """A `CheckpointReader`."""
 
     def __init__(self, reader: CheckpointReader, chosen: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         self._reader, self._files = reader, files

@@ -28,10 +28,10 @@ from mt_ckpt.writing.file_plans import SafetensorsFiles, write_files
 from mt_ckpt.writing.options import refuse_layout
 from mt_ckpt.writing.output_folders import output_folder
 from mt_ckpt.writing.resumable import work_key
+from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError, DataError, PluginError
 from mt_core.name_map import Rule
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
 from mt_core.train.build import restore_tokenizer
 
 # The external tensors of a model, computed from canonical ones.

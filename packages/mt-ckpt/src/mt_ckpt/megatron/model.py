@@ -13,10 +13,11 @@ from mt_ckpt.megatron.versions import Conventions
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_core.nn.environment import ModelEnvironment
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import ParameterLayout, Split, parameter_layouts
 from mt_core.parallel.context import Axis, AxisName, ParallelContext
 from mt_core.plugins import PluginHost
+from mt_core.specs import MODELS
 
 AXES: tuple[AxisName, ...] = ("tp", "ep", "etp")
 BACKEND = "attention_backend"
@@ -94,8 +95,8 @@ def layouts_of(
     chosen = config.model_copy(update={"model": config.model.model_copy(update=changes)})
     # Parameters on the meta device have shapes and layouts, and no memory.
     ctx = ParallelContext(device=torch.device("meta"))
-    spec = host.models.get(chosen.model.family, key="model.family")
-    return parameter_layouts(spec.build.load()(chosen.model, ModelEnvironment(chosen, ctx, host)))
+    spec = host[MODELS].get(chosen.model.family, key="model.family")
+    return parameter_layouts(spec.build.load()(chosen.model, ModelBuildContext(chosen, ctx, host)))
 
 
 def as_stored(layout: ParameterLayout) -> ParameterLayout:

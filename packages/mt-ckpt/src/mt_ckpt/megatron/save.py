@@ -28,10 +28,10 @@ from mt_ckpt.pickles.torch_file import StoredTensor, TorchWriter, open_torch_fil
 from mt_ckpt.writing.file_plans import FinishedFiles, WrittenFile, files_together, write_whole_files
 from mt_ckpt.writing.options import refuse
 from mt_ckpt.writing.resumable import ResumableFolder, work_key
+from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions, FilePart, StrictNames
 from mt_core.errors import CheckpointError
 from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions, FilePart, StrictNames
 
 CHECKPOINT_VERSION = 3.0
 
@@ -306,7 +306,7 @@ def require_strict_names(
 ) -> StrictNames:
     """Of the `torch` format: each model part of each rank has the names and shapes of its modules' state dictionary.
 
-    Raises CheckpointError as `mt_core.specs.RequireStrictNames` does.
+    Raises CheckpointError as `mt_core.checkpoint_specs.RequireStrictNames` does.
     """
     made = plan(source, options, host, "torch")
     number = 0

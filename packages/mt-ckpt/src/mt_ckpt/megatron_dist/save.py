@@ -43,9 +43,9 @@ from mt_ckpt.pickles.encode import namespace
 from mt_ckpt.pickles.torch_file import TorchWriter, write_object
 from mt_ckpt.writing.file_plans import FinishedFiles, WrittenFile, files_together, write_whole_files
 from mt_ckpt.writing.resumable import ResumableFolder, work_key
+from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions, FilePart, StrictNames
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions, FilePart, StrictNames
 
 MAX_FILE_BYTES = 4 << 30
 
@@ -214,7 +214,7 @@ def require_strict_names(
 ) -> StrictNames:
     """Of the `torch_dist` format, the optimizer's state included: --dist-ckpt-strictness raise_all passes.
 
-    Raises CheckpointError as `mt_core.specs.RequireStrictNames` does.
+    Raises CheckpointError as `mt_core.checkpoint_specs.RequireStrictNames` does.
     """
     made = plan(source, options, host, "torch_dist")
     planned = dist_plan(made, chosen_optimizer_format(made, options))

@@ -19,9 +19,9 @@ from mt_ckpt.megatron.write_arguments import LOCAL
 from mt_ckpt.megatron_legacy.names import is_bert, nested, to_old
 from mt_ckpt.pickles.encode import Call
 from mt_ckpt.writing.options import refuse_megatron
+from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
 
 
 def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> None:

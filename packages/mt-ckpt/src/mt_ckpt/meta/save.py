@@ -21,9 +21,9 @@ from mt_ckpt.pickles.torch_file import TorchWriter
 from mt_ckpt.writing.file_plans import WrittenFile
 from mt_ckpt.writing.options import refuse
 from mt_ckpt.writing.resumable import ResumableFolder, work_key
+from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
 
 UNUSED = (
     "target_pipeline_parallel_size", "target_virtual_pipeline_parallel_size", "target_expert_parallel_size",

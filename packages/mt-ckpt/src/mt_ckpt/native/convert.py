@@ -18,8 +18,8 @@ from mt_ckpt.writing.file_plans import SafetensorsFiles, write_files
 from mt_ckpt.writing.options import refuse_layout
 from mt_ckpt.writing.output_folders import output_folder
 from mt_ckpt.writing.resumable import work_key
+from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
 
 TENSOR_CHECKSUMS, HEADER_BYTES, HEADER_CHECKSUM = "tensors", "header_bytes", "header_checksum"
 """What the record of a finished shard keeps for the manifest."""

@@ -19,9 +19,9 @@ from mt_ckpt.native import manifest as manifests
 from mt_ckpt.native import storage_backends
 from mt_ckpt.native.manifest import FILES_FOLDER, METADATA_NAME, Manifest, StoredFile, StoredShard, StoredTensor
 from mt_ckpt.native.shards import ShardWriter
+from mt_core.checkpoint_specs import Fragment
 from mt_core.errors import CheckpointError
 from mt_core.paths import absolute, is_remote
-from mt_core.specs import Fragment
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +171,7 @@ class Report(BaseModel):
 
 
 class ShardedSave:
-    """A `mt_core.specs.ShardedSave`."""
+    """A `mt_core.checkpoint_specs.ShardedSave`."""
 
     def __init__(self, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self._max_shard_bytes = max_shard_bytes

@@ -19,9 +19,9 @@ from mt_ckpt.pickles.torch_file import TorchWriter
 from mt_ckpt.transformers_megatron.reader import CUT_ALONG, EMBEDDING, ENCODER, HEAD, POSITIONS, WORDS, layer_of
 from mt_ckpt.writing.options import NOT_MEGATRON, refuse, refuse_megatron
 from mt_ckpt.writing.resumable import ResumableFolder, work_key
+from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
 
 MODEL = "model."
 FORMAT = "transformers-megatron"

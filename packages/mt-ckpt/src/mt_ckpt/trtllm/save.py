@@ -16,8 +16,8 @@ from mt_ckpt.model import model_config
 from mt_ckpt.trtllm.config import GATED, require_expressible, write_config
 from mt_ckpt.writing.options import NOT_MEGATRON, refuse, refuse_megatron
 from mt_ckpt.writing.resumable import ResumableFolder, work_key
+from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.plugins import PluginHost
-from mt_core.specs import CheckpointReader, ConvertOptions
 
 # How TensorRT-LLM cuts each tensor over the ranks of a stage.
 

@@ -23,7 +23,7 @@ from mt_ckpt.files.safetensors import (
 from mt_ckpt.files.staging import sync_file
 from mt_ckpt.writing.output_folders import OutputFolder
 from mt_ckpt.writing.resumable import ResumableFolder
-from mt_core.specs import CheckpointReader, FilePart, FilePlan
+from mt_core.checkpoint_specs import CheckpointReader, FilePart, FilePlan
 
 MAX_PART_BYTES = 256 << 20
 PARTS_A_PROCESS = 4
@@ -46,7 +46,7 @@ class PartWriter(Protocol):
 
 @dataclass(frozen=True)
 class SafetensorsFiles:
-    """A `mt_core.specs.FilePlan`. files: the tensors of each, in the order in which they are written, larger elements
+    """A `FilePlan`. files: the tensors of each, in the order in which they are written, larger elements
     first. values: of the named tensors, one by one. made_of: what a tensor is computed from; those that follow one
     another and are made of one thing are written by one process."""
 
@@ -147,7 +147,7 @@ FinishedFiles = Mapping[str, tuple[Parts, Mapping[str, Any]]]
 
 
 class WholeFiles(Protocol):
-    """A `mt_core.specs.FilePlan` whose parts are files that are written together, `FilePart.names`."""
+    """A `FilePlan` whose parts are files that are written together, `FilePart.names`."""
 
     def write(self, folder: Path, part: FilePart) -> FinishedFiles: ...
 

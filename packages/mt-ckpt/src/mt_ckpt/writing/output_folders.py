@@ -19,9 +19,9 @@ from mt_ckpt.writing.resumable import (
     record_bytes,
     require_free_folder,
 )
+from mt_core.checkpoint_specs import CheckpointSaverSpec
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import absolute, as_path, children, is_remote, remove_tree
-from mt_core.specs import CheckpointSaverSpec
 
 REMOTE_RECORD = f".mt-convert-{RECORD}"
 

@@ -3,7 +3,7 @@ from .attention import AttentionPattern as AttentionPattern
 from .auxiliary import AuxiliaryLoss as AuxiliaryLoss
 from .auxiliary import PostStepHook as PostStepHook
 from .auxiliary import ReportsMetrics as ReportsMetrics
-from .build_context import ModelEnvironment as ModelEnvironment
+from .build_context import ModelBuildContext as ModelBuildContext
 from .cache import Cache as Cache
 from .cache import MemoryState as MemoryState
 from .cache import PositionState as PositionState

@@ -28,6 +28,7 @@ from mt_core.parallel.pipeline.schedules import configured_schedule
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.parallel.pipeline.timeline import simulate
 from mt_core.plugins import PluginHost
+from mt_core.specs import FEED_FORWARDS
 from mt_core.train.auto_choices import with_resolved_main_weights
 from mt_core.train.build import DTYPES, axis_sizes, with_vocab_size
 from mt_core.train.pipelining import model_stages
@@ -74,7 +75,7 @@ def experts_of_a_layer(config: Config, host: PluginHost) -> tuple[int, float]:
     options: dict[str, Any] | None = getattr(config.model, "moe", None)
     if options is None:
         return 0, 1.0
-    defaults: Any = host.feed_forwards.get("moe", asker="model.moe").config_type.load()
+    defaults: Any = host[FEED_FORWARDS].get("moe", asker="model.moe").config_type.load()
     values = defaults.model_validate(options)
     return values.num_experts, values.moe_router_topk / values.num_experts
 
