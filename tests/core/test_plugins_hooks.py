@@ -97,7 +97,7 @@ def test_a_distribution_declares_a_kind_and_others_register_things_of_it() -> No
 
 
 def test_a_thing_that_nothing_here_asks_for_is_noted() -> None:
-    host = host_with(mt_register_flavours=list)
+    host = host_with(mt_register_flavours=lambda: [FlavourSpec(name="sweet", doc="of a test")])
     (plugin,) = host.plugins
     assert plugin.loaded
     assert plugin.notes == ["mt_register_flavours: no installed plugin asks for flavours"]

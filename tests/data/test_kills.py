@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tests.small_process import in_small_process
 
-from mt_core.specs import SplitRequest
+from mt_core.interfaces import SplitRequest
 from mt_data.corpora.cleaning import clean
 from mt_data.corpora.decontamination import decontaminate
 from mt_data.corpora.deduplication import dedup

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from mt_core.errors import MtError
 from mt_core.plugins import load_plugins
+from mt_core.specs import MODELS
 from mt_data.commands.run_data import build_index, preview, where
 
 app = typer.Typer()
@@ -94,7 +95,7 @@ def without_preset(config: str) -> str:
 def test_no_other_package_is_needed(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With mt-cli and mt-data alone nothing registers a model family; the section is not looked at."""
     monkeypatch.setenv("MT_PLUGINS", "data")
-    assert load_plugins().models.names() == []
+    assert load_plugins()[MODELS].names() == []
     with pytest.raises(MtError, match="no installed plugin brings a preset"):
         run("where", config, "--sample", "0")
     without_preset(config)

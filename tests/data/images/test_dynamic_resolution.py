@@ -11,8 +11,9 @@ from PIL import Image
 from pydantic import ValidationError
 
 from mt_core.errors import ConfigError, DataError
+from mt_core.interfaces import SplitRequest
 from mt_core.plugins import load_plugins
-from mt_core.specs import SplitRequest
+from mt_core.specs import DATASETS
 from mt_data.datasets.images.image_text import ImageTextDataConfig
 from mt_data.datasets.images.pixels import as_input
 from mt_data.datasets.images.shapes import draw
@@ -33,7 +34,7 @@ CLIP = {
 
 
 def build(name: str, samples: int | None = None, **keys):
-    spec = load_plugins().datasets.get(name)
+    spec = load_plugins()[DATASETS].get(name)
     config = spec.config_type.load().model_validate({"dataset_type": name, **KEYS, **keys})
     return spec.build.load()(config, ByteLevelTokenizer(), SplitRequest("train", samples, LENGTH, seed=7))
 
@@ -164,7 +165,7 @@ def test_images_that_cannot_serve_are_named(tmp_path: Path) -> None:
         ((400, 400), "behind data.seq_length=16"),
     ):
         np.save(tmp_path / "a.npy", np.zeros((*shape, 3), np.uint8))
-        spec = load_plugins().datasets.get("image_text")
+        spec = load_plugins()[DATASETS].get("image_text")
         keys = {**KEYS, "train_data_path": [str(path)], "seq_length": 16, "max_pixels": 30 * 784}
         config = spec.config_type.load().model_validate(keys)
         with pytest.raises(DataError, match=words):

@@ -21,8 +21,9 @@ from tests.data.images.shape_shards import draw_shape, write_questions
 
 from mt_core.data.loader import BatchReader
 from mt_core.errors import ConfigError, DataError
+from mt_core.interfaces import SplitRequest
 from mt_core.plugins import load_plugins
-from mt_core.specs import SplitRequest
+from mt_core.specs import DATASETS
 from mt_data.commands.display import render_sample
 from mt_data.datasets.images.encoded import UnusableRecords
 from mt_data.datasets.images.records import read_image_texts
@@ -38,7 +39,7 @@ EOD = 256
 
 
 def build(*paths: Path, samples: int | None = None, length: int = 64, **keys):
-    spec = load_plugins().datasets.get("image_text")
+    spec = load_plugins()[DATASETS].get("image_text")
     given = {"dataset_type": "image_text", "train_data_path": list(map(str, paths)), **KEYS, **keys}
     config = spec.config_type.load().model_validate(given)
     return spec.build.load()(config, TOKENIZER, SplitRequest("train", samples, length, seed=7))
@@ -143,7 +144,7 @@ def test_a_shard_that_changed_is_another_content(shards: Path, tmp_path: Path) -
 
 def test_a_sample_can_be_shown(shards: Path) -> None:
     """The image token is behind the vocabulary."""
-    fields = load_plugins().datasets.get("image_text").sample
+    fields = load_plugins()[DATASETS].get("image_text").sample
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render_sample(build(shards / "shapes-0.tar")[0], fields, TOKENIZER, 64))
     assert "What?" in console.export_text()

@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from mt_core.errors import ConfigError, DataError
+from mt_core.interfaces import SplitRequest
 from mt_core.plugins import load_plugins
-from mt_core.specs import SplitRequest
+from mt_core.specs import DATASETS
 from mt_data.datasets.images.pixels import ImageFile, cubic, decode_image, fit, image_size, read_image, resize
 from mt_data.datasets.images.shapes import COLOURS, KINDS, draw
 from mt_data.datasets.specs import IMAGE_DATASETS
@@ -25,7 +26,7 @@ IMAGE = 261
 
 
 def build(name: str, part: str = "train", samples: int | None = None, length: int = 64, **keys):
-    spec = load_plugins().datasets.get(name)
+    spec = load_plugins()[DATASETS].get(name)
     config = spec.config_type.load().model_validate({"dataset_type": name, **keys})
     return spec.build.load()(config, TOKENIZER, SplitRequest(part, samples, length, seed=7))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mt_core.hookspecs import hookimpl
+from mt_core.kinds import Lazy
 from mt_core.specs import (
     AttentionBackendSpec,
     CallbackSpec,
     ContextParallelMethodSpec,
     FeedForwardSpec,
-    Lazy,
     LossSpec,
     LRScheduleSpec,
     ModelSpec,

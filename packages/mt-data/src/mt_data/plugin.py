@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from mt_core.hookspecs import hookimpl
-from mt_core.specs import CAUSAL_LM_SAMPLE, CommandSpec, DatasetSpec, Lazy, TokenizerSpec
+from mt_core.interfaces import CAUSAL_LM_SAMPLE
+from mt_core.kinds import Lazy
+from mt_core.specs import CommandSpec, DatasetSpec, TokenizerSpec
 from mt_data.datasets.specs import IMAGE_DATASETS, RETRO_DATASETS, RETRO_SFT_DATASET, TASK_DATASETS
 
 

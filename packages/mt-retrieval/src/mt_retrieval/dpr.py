@@ -16,7 +16,7 @@ from pydantic import model_validator
 
 from mt_core.config.schema import NonNegativeInt, PositiveInt, Section
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import SplitRequest, Tokenizer
+from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.cache import combined
 from mt_data.datasets.ict import sample_random
 from mt_data.datasets.opening import BuiltSplit

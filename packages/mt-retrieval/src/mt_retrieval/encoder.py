@@ -13,11 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_core.interfaces import Tokenizer
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.specs import CheckpointReader, Tokenizer
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_core.versions import installed_versions
 from mt_data.datasets.text_files import bare_encoder

@@ -14,7 +14,7 @@ import numpy as np
 
 from mt_core.config.schema import DataConfig
 from mt_core.errors import DataError
-from mt_core.specs import SplitRequest, Tokenizer
+from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.cache import combined
 from mt_data.datasets.ict import ICTDataConfig, ICTDataset, build_ict
 from mt_data.datasets.pair_encoding import special_ids

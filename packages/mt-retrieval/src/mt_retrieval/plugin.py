@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mt_core.hookspecs import hookimpl
-from mt_core.specs import CallbackSpec, CommandSpec, DatasetSpec, Lazy, PassageRetrieverSpec, SampleField
+from mt_core.interfaces import SampleField
+from mt_core.kinds import Kind, Lazy
+from mt_core.specs import CallbackSpec, CommandSpec, DatasetSpec
+from mt_retrieval.passage_retrievers import PASSAGE_RETRIEVERS, PassageRetrieverSpec
 
 # The fields of a sample. Read whenever plugins are listed, so that nothing heavy is imported here.
 
@@ -17,6 +22,11 @@ DPR_SAMPLE = (
     SampleField("context_mask", "int64", "[passages]", "1 for passages, 0 where a question has fewer negatives"),
     SampleField("loss_mask", "float32", "[]", "1"),
 )
+
+
+@hookimpl
+def mt_declare_kinds() -> list[Kind[Any]]:
+    return [PASSAGE_RETRIEVERS]
 
 
 @hookimpl

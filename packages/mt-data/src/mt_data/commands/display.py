@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from mt_core.specs import CAUSAL_LM_SAMPLE, SampleField, Tokenizer
+from mt_core.interfaces import CAUSAL_LM_SAMPLE, SampleField, Tokenizer
 from mt_data.indexed.inspection import DocumentPreview, Inspection, LengthStatistics
 from mt_data.preprocess.options import Counts
 

@@ -13,6 +13,7 @@ import typer
 from mt_core.data.building import build_datasets, build_tokenizer
 from mt_core.errors import ConfigError, DataError
 from mt_core.interfaces import Dataset, Split, Tokenizer
+from mt_core.specs import DATASETS
 from mt_data.datasets.splits import SPLITS
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def preview(
     data = load_run_data(config, preset, set_)
     dataset = data.build_one(split, name)
     checked_sample(dataset, first, split)
-    fields = data.host.datasets.get(data.config.data.dataset_type, key="data.dataset_type").sample
+    fields = data.host[DATASETS].get(data.config.data.dataset_type, key="data.dataset_type").sample
     count = samples or min(4, global_batch_size(data.config))
     console = Console(highlight=False)
     for index in range(first, min(first + count, len(dataset))):

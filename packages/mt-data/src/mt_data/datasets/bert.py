@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mt_core.specs import SplitRequest, Tokenizer
+from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.masking import MaskedDataConfig, MaskingRules, SpanMasker, check_length, masking_rules
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.pair_encoding import special_ids

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Dataset, SplitRequest
+from mt_core.interfaces import Dataset, SplitRequest
 from mt_data.datasets.cache import IndexCache, combined
 from mt_data.datasets.config import BlendEntry
 

@@ -21,7 +21,7 @@ from pydantic import PositiveInt
 
 from mt_core.config.schema import DataConfig
 from mt_core.errors import DataError
-from mt_core.specs import Split, SplitRequest, Tokenizer
+from mt_core.interfaces import Split, SplitRequest, Tokenizer
 from mt_data.datasets.gpt import GPTDataset, plan_index
 from mt_data.datasets.gpt_index import build_gpt_index
 from mt_data.datasets.samples import SampleRules

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Split, SplitRequest, Tokenizer
+from mt_core.interfaces import Split, SplitRequest, Tokenizer
 from mt_data.datasets.cache import index_progress
 from mt_data.datasets.config import IndexedDataConfig
 from mt_data.datasets.gpt_index import GPTIndex, GPTIndexPlan, Progress, build_gpt_index

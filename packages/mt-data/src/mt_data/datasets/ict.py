@@ -15,7 +15,7 @@ from pydantic import model_validator
 
 from mt_core.config.schema import Probability
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import SplitRequest, Tokenizer
+from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.cache import combined
 from mt_data.datasets.config import IndexedDataConfig
 from mt_data.datasets.opening import BuiltSplit, OpenedTokens, build_from_files, open_tokens

@@ -16,7 +16,7 @@ from pydantic import PositiveInt, model_validator
 
 from mt_core.config.schema import Probability
 from mt_core.errors import ConfigError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.datasets.config import IndexedDataConfig
 from mt_data.datasets.text_files import STREAM_KEYS, refuse_unused
 

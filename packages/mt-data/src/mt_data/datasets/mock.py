@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mt_core.config.schema import DataConfig
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import SplitRequest, Tokenizer
+from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.cache import combined
 from mt_data.datasets.gpt import GPTDataset, plan_index
 from mt_data.datasets.gpt_index import build_gpt_index

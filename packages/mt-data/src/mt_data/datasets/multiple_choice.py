@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import PositiveInt
 
 from mt_core.errors import DataError
-from mt_core.specs import SplitRequest, Tokenizer
+from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.cache import combined
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.pair_encoding import PairRules, SequenceFormat, clean_text, encode_pair

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Dataset, Split, SplitRequest, Tokenizer
+from mt_core.interfaces import Dataset, Split, SplitRequest, Tokenizer
 from mt_data.datasets.blend import build_blend
 from mt_data.datasets.cache import IndexCache
 from mt_data.datasets.config import DEFAULT_SPLIT, Blend, BlendEntry, IndexedDataConfig, check_blend, is_number

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import ConfigError, DataError
+from mt_core.interfaces import Tokenizer
 from mt_core.paths import as_path
-from mt_core.specs import Tokenizer
 from mt_data.datasets.cache import ContentCache, index_progress
 from mt_data.indexed.dataset import IndexedDataset
 from mt_data.indexed.layout import dtype_for_vocab

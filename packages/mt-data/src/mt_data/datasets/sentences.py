@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_core.specs import Dataset, SplitRequest, Tokenizer
+from mt_core.interfaces import Dataset, SplitRequest, Tokenizer
 from mt_data.datasets.cache import index_progress
 from mt_data.datasets.config import IndexedDataConfig
 from mt_data.datasets.mersenne_twister import Mt19937, shuffle_order

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from mt_core.errors import ConfigError, DataError, did_you_mean
-from mt_core.specs import SplitRequest, Tokenizer
+from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.cache import combined
 from mt_data.datasets.glue_tasks import GLUE, Column, TextTask
 from mt_data.datasets.opening import BuiltSplit

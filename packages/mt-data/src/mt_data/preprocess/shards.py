@@ -15,7 +15,7 @@ from types import TracebackType
 import numpy as np
 
 from mt_core.errors import DataError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.indexed.layout import LENGTH, POINTER, Layout
 from mt_data.preprocess.encoder import DocumentEncoder, GivenTokenizer, TokenizerChoice
 from mt_data.preprocess.files import write_atomically

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import NonNegativeInt
 
 from mt_core.errors import DataError
-from mt_core.specs import SpecialTokens
+from mt_core.interfaces import SpecialTokens
 from mt_data.tokenizers import base as names
 from mt_data.tokenizers.base import BaseTokenizer, FileTokenizerConfig, read_file
 from mt_data.tokenizers.engines import ENGINE_PATTERNS, Engine, TiktokenEngine, TokenizersEngine, prefix_free

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import NonNegativeInt
 
 from mt_core.errors import DataError
-from mt_core.specs import SpecialTokens
+from mt_core.interfaces import SpecialTokens
 from mt_data.tokenizers import base as names
 from mt_data.tokenizers.base import BaseTokenizer, FileTokenizerConfig, decode_utf8, parse_json, read_file
 from mt_data.tokenizers.engines import TokenizersEngine

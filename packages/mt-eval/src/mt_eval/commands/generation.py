@@ -170,7 +170,7 @@ def qa(
         host = host_of(context)
         found = None
         if retriever is not None:
-            found = host.passage_retrievers.get(retriever, key="--retriever").build.load()(options, device)
+            found = host.registry("passage_retrievers").get(retriever, key="--retriever").build.load()(options, device)
         sampling = SamplingParameters(temperature=0.0, max_tokens=max_tokens, stop=tuple(stop or ()))
         return [
             QuestionAnswering(

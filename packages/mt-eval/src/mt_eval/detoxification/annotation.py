@@ -12,7 +12,7 @@ from typing import Any
 
 from mt_core.errors import DataError, did_you_mean
 from mt_core.paths import write_whole, writing
-from mt_core.specs import TextScorer
+from mt_eval.text_scorers import TextScorer
 from mt_infer.batch_files import whole_lines
 
 COMPLETIONS, TEXT, SCORES, SCORER = "completions", "text", "scores", "scorer"

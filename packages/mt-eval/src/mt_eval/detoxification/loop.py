@@ -19,9 +19,9 @@ from mt_core.errors import ConfigError, MtError
 from mt_core.launch.local import DEFAULT_ENTRY
 from mt_core.paths import write_whole, writing
 from mt_core.plugins import load_plugins
-from mt_core.specs import TextScorer
 from mt_eval.detoxification.annotation import ATTRIBUTE, annotate, read_lines, select_least_toxic, toxicity_metrics
 from mt_eval.evaluation import read_evaluation
+from mt_eval.text_scorers import TextScorer
 
 PLAN, RUN, REPORT = "detoxification.json", "run", "report.json"
 OF_FINETUNING = {"share", "train"}

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from mt_core.errors import ConfigError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_eval.perplexity.texts import TextSet, read_documents
 from mt_eval.scoring import Continuation, score
 from mt_eval.tasks import Sample, weighted_mean

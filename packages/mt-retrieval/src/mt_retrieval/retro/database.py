@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, DataError
+from mt_core.interfaces import Tokenizer
 from mt_core.parallel.context import is_writer, wait_for_all
 from mt_core.paths import writing
-from mt_core.specs import Tokenizer
 from mt_data.datasets.retro.database import ChunkDatabase, TokenSource, open_chunks
 from mt_data.datasets.retro.project import (
     CHUNKS,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.datasets.cache import combined
 from mt_data.datasets.retro.database import ChunkDatabase
 from mt_data.datasets.retro.project import MANIFEST

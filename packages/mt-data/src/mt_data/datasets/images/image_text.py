@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mt_core.config.schema import used_when
 from mt_core.errors import DataError
-from mt_core.specs import SplitRequest, Tokenizer
+from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.cache import combined
 from mt_data.datasets.images.config import ImageMarkers, ImageTextKeys, Resample, Resize
 from mt_data.datasets.images.encoded import (

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError
-from mt_core.specs import Split, SplitRequest, Tokenizer
+from mt_core.interfaces import Split, SplitRequest, Tokenizer
 from mt_data.datasets.images.config import ImageDataConfig, ImageTextKeys
 from mt_data.datasets.images.pixels import as_input
 from mt_data.datasets.images.sample import EncodedText, SampleShape, labelled

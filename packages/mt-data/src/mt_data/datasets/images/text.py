@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.datasets.images.config import ImageMarkers
 from mt_data.datasets.images.records import MARK, ImageText
 from mt_data.datasets.images.sample import EncodedText

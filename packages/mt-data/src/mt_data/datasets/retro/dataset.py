@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_core.specs import Split, SplitRequest
+from mt_core.interfaces import Split, SplitRequest
 from mt_data.datasets.cache import combined
 from mt_data.datasets.retro.config import NeighborKeys
 from mt_data.datasets.retro.database import Database, Rows, TokenStream

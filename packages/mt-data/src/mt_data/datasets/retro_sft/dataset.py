@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import NonNegativeInt
 
 from mt_core.errors import DataError
-from mt_core.specs import SplitRequest, Tokenizer
+from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.cache import IndexCache, combined, file_checksum
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.retro.config import NeighborKeys

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mt_core.errors import ConfigError, DataError, did_you_mean
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 
 if TYPE_CHECKING:
     from mt_data.datasets.sft.conversations import Conversation, Message

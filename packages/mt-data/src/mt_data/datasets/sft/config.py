@@ -10,7 +10,8 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.specs import TRAINED_TEMPLATE, Tokenizer
+from mt_core.interfaces import Tokenizer
+from mt_core.specs import TRAINED_TEMPLATE
 from mt_data.datasets.sft.chat_templates import OF_TOKENIZER, ChatTemplate, load_chat_template
 from mt_data.datasets.sft.conversations import Conversation
 from mt_data.datasets.text_files import TextDataConfig, bare_encoder

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_core.specs import SplitRequest, Tokenizer
+from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.cache import combined
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.sft.config import SFTDataConfig

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_core.specs import Tokenizer
+from mt_core.interfaces import Tokenizer
 from mt_data.datasets.cache import IndexCache, file_checksum
 from mt_data.datasets.sft.answers import ConversationEncoder, EncodedConversation
 from mt_data.datasets.sft.chat_templates import ChatTemplate, load_chat_template
