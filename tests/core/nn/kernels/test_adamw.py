@@ -212,10 +212,21 @@ def test_tables_of_addresses_follow_the_tensors() -> None:
 
 def test_blocks_are_cut_once_for_tensors_of_the_same_sizes() -> None:
     cache = TableCache()
-    one, other = (cache([[torch.zeros(5000), torch.zeros(100)]]) for _ in range(2))
-    assert one.blocks is other.blocks
-    assert one.blocks.owner.tolist() == [0, 0, 0, 1]
-    assert one.blocks.first.tolist() == [0, 2048, 4096, 0]
+    one, other = (cache([[torch.zeros(5000), torch.zeros(104)]]) for _ in range(2))
+    assert one.wide is other.wide
+    assert one.wide.owner.tolist() == [0, 0, 0, 1]
+    assert one.wide.first.tolist() == [0, 2048, 4096, 0]
+
+
+def test_only_tensors_that_wide_accesses_do_not_fit_are_accessed_by_element() -> None:
+    """Sizes 2 and 100 are no multiples of 8, and the slice at 1 begins within 16 bytes."""
+    memory = torch.zeros(33)
+    weights = [torch.zeros(5000), torch.zeros(2), memory[1:33], torch.zeros(100), torch.zeros(768)]
+    table = TableCache()(
+        [weights, [torch.zeros_like(weight) for weight in weights], [torch.zeros(()) for _ in weights]]
+    )
+    assert (table.wide.owner.tolist(), table.narrow.owner.tolist()) == ([0, 0, 0, 4], [1, 2, 3])
+    assert table.sizes.tolist() == [5000, 2, 32, 100, 768]
 
 
 def check_strided(rank: int, world: int) -> str:

@@ -23,7 +23,8 @@ from mt_core.parallel.context import SINGLE, Axis
 from mt_core.parallel.reductions import start_all_reduce_, start_reduce_scatter_into
 
 ALIGNMENT = 64
-"""In elements. Every parameter starts at a multiple of it, so that kernels can use vectorized loads."""
+"""In elements. Every parameter and every rank's shard starts at a multiple of it, so that kernels can use vectorized
+loads of whatever part of a parameter a rank has."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Bucket:
         first = named[0][1]
         # reduce_scatter and all_gather need equal shards. The padding is zero and stays so: it has no gradient and no
         # slot.
-        self.size = _round_up(self.slots[-1].stop, axes.shard.size if sharded else 1)
+        self.size = _round_up(self.slots[-1].stop, axes.shard.size * ALIGNMENT if sharded else 1)
         self.weights = torch.zeros(self.size, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros(self.size, dtype=gradient_dtype, device=first.device)
         for slot in self.slots:

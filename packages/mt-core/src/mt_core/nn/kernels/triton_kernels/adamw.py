@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""AdamW over lists of tensors in two launches.
+"""AdamW over lists of tensors in two launches, and a third for tensors that 16-byte accesses do not fit.
 
 An update reads and writes each weight, moment and remainder once and reads each gradient once.
 """
@@ -30,30 +30,32 @@ BLOCK = 2048
 
 @dataclass(frozen=True)
 class Blocks:
-    """sizes: [tensors] int64. owner, first: [programs], the tensor that a program works on (int32) and its first
-    element (int64)."""
+    """owner, first: [programs], the tensor that a program works on (int32) and its first element (int64)."""
 
-    sizes: Tensor
     owner: Tensor
     first: Tensor
+
+    @property
+    def programs(self) -> int:
+        return len(self.owner)
 
 
 @dataclass(frozen=True)
 class TensorTable:
-    """addresses: [lists, tensors] int64. aligned: every address is a multiple of 16 bytes and every size one of 8, so
-    that accesses may be 16 bytes wide."""
+    """addresses: [lists, tensors] int64. sizes: [tensors] int64.
+
+    wide: blocks of the tensors whose addresses are all multiples of 16 bytes and whose size is one of 8, so that
+    accesses may be 16 bytes wide. narrow: blocks of the other tensors.
+    """
 
     addresses: Tensor
-    blocks: Blocks
-    aligned: bool
-
-    @property
-    def programs(self) -> int:
-        return len(self.blocks.owner)
+    sizes: Tensor
+    wide: Blocks
+    narrow: Blocks
 
     @property
     def tensors(self) -> int:
-        return len(self.blocks.sizes)
+        return len(self.sizes)
 
 
 class TableCache:
@@ -61,7 +63,7 @@ class TableCache:
 
     def __init__(self, capacity: int = 16) -> None:
         self._capacity = capacity
-        self._blocks: dict[tuple[int, ...], Blocks] = {}
+        self._blocks: dict[tuple[tuple[int, ...], tuple[bool, ...]], tuple[Tensor, Blocks, Blocks]] = {}
         self._tables: dict[tuple[tuple[int, ...], ...], TensorTable] = {}
 
     def __call__(self, lists: Sequence[Sequence[Tensor]]) -> TensorTable:
@@ -74,28 +76,36 @@ class TableCache:
             if len(self._tables) == self._capacity:
                 # Insertion order: the oldest table.
                 del self._tables[next(iter(self._tables))]
-            self._tables[key] = _build(lists, self._blocks_of(sizes, lists[0][0].device))
+            self._tables[key] = TensorTable(
+                _addresses(lists), *self._blocks_of(sizes, _aligned(lists), lists[0][0].device)
+            )
         return self._tables[key]
 
-    def _blocks_of(self, sizes: tuple[int, ...], device: torch.device) -> Blocks:
-        if sizes not in self._blocks:
-            self._blocks[sizes] = _cut(torch.tensor(sizes), device)
-        return self._blocks[sizes]
+    def _blocks_of(
+        self, sizes: tuple[int, ...], aligned: tuple[bool, ...], device: torch.device
+    ) -> tuple[Tensor, Blocks, Blocks]:
+        """The sizes on the device, and the blocks of aligned tensors and of the others."""
+        key = sizes, aligned
+        if key not in self._blocks:
+            on_host, chosen = torch.tensor(sizes), torch.tensor(aligned)
+            wide, narrow = (_cut(on_host * mask, device) for mask in (chosen, ~chosen))
+            self._blocks[key] = on_host.to(device), wide, narrow
+        return self._blocks[key]
 
 
 def _cut(sizes: Tensor, device: torch.device) -> Blocks:
-    """See Blocks. sizes: on the host."""
+    """See Blocks. sizes: on the host; 0 for a tensor that is left out."""
     counts = (sizes + BLOCK - 1) // BLOCK
     # sizes 5000, 100 and blocks of 2048: owner = 0 0 0 1, first = 0 2048 4096 0. A tensor without elements gets no
     # program.
     owner = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)  # [programs], blocks of the tensors before
     first = (torch.arange(len(owner)) - before) * BLOCK
-    return Blocks(sizes.to(device), owner.to(torch.int32).to(device), first.to(device))
+    return Blocks(owner.to(torch.int32).to(device), first.to(device))
 
 
-def _build(lists: Sequence[Sequence[Tensor]], blocks: Blocks) -> TensorTable:
-    """See TensorTable. Raises ValueError for a tensor that is not contiguous."""
+def _addresses(lists: Sequence[Sequence[Tensor]]) -> Tensor:
+    """[lists, tensors] on the device. Raises ValueError for a tensor that is not contiguous."""
     for tensors in lists:
         if any(not tensor.is_contiguous() for tensor in tensors):
             raise ValueError("kernels over lists of tensors need contiguous ones")
@@ -103,13 +113,20 @@ def _build(lists: Sequence[Sequence[Tensor]], blocks: Blocks) -> TensorTable:
     # Pinned: a copy from other memory would make the host wait for the device.
     addresses = torch.tensor(
         [[tensor.data_ptr() for tensor in tensors] for tensors in lists], pin_memory=device.type == "cuda"
-    )  # [lists, tensors]
+    )
+    return addresses.to(device, non_blocking=True)
+
+
+def _aligned(lists: Sequence[Sequence[Tensor]]) -> tuple[bool, ...]:
+    """Of each tensor, whether 16-byte accesses fit it in all lists."""
     # Lists of single numbers, such as step counts, are not read by the block.
     sizes = [tensor.numel() for tensor in lists[0]]
     by_block = [tensors for tensors in lists if [t.numel() for t in tensors] == sizes]
     # 8 elements of 2 bytes are one access of 16 bytes; of 4 bytes they are two.
-    aligned = all(t.data_ptr() % 16 == 0 and t.numel() % 8 == 0 for tensors in by_block for t in tensors)
-    return TensorTable(addresses.to(device, non_blocking=True), blocks, aligned)
+    return tuple(
+        size % 8 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        for size, *tensors in zip(sizes, *by_block, strict=True)
+    )
 
 
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -187,7 +204,7 @@ def _adamw_update(
     GRADIENT: tl.constexpr, MOMENT: tl.constexpr, COPY: tl.constexpr, HALVES: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ALIGNED: as TensorTable.aligned; without it every access is of a single element."""
+    """ALIGNED: of TensorTable.wide; without it every access is of a single element."""
     which = tl.load(owner + tl.program_id(0))
     # The first element of a program is a multiple of BLOCK, so that index, too, is known to be aligned.
     index = tl.multiple_of(tl.load(first + tl.program_id(0)), BLOCK) + tl.arange(0, BLOCK)
@@ -263,15 +280,16 @@ class TritonAdamW:
         lists = [tensors.weights, tensors.gradients, tensors.moments1, tensors.moments2, tensors.steps]
         # The number of rows is fixed, so that the row numbers above are.
         table = self._table([*lists, tensors.remainders or tensors.weights, tensors.copies or tensors.weights])
-        blocks = table.blocks
         with on_device(tensors.weights[0]):
             corrections = _advance_steps(table, options, scale)
-            if table.programs:
-                _adamw_update[(table.programs,)](
-                    table.addresses, blocks.sizes, blocks.owner, blocks.first, table.tensors, scale, corrections,
+            for blocks, aligned in ((table.wide, True), (table.narrow, False)):
+                if not blocks.programs:
+                    continue
+                _adamw_update[(blocks.programs,)](
+                    table.addresses, table.sizes, blocks.owner, blocks.first, table.tensors, scale, corrections,
                     options.lr, 1 - options.beta1, options.beta2, 1 - options.beta2, options.eps,
                     1 - options.lr * options.weight_decay,
-                    _TRITON_TYPES[gradient], _TRITON_TYPES[moment], copy, bool(tensors.remainders), table.aligned,
+                    _TRITON_TYPES[gradient], _TRITON_TYPES[moment], copy, bool(tensors.remainders), aligned,
                     BLOCK, num_warps=_WARPS,
                 )  # fmt: skip
 
