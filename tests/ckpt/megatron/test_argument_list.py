@@ -11,7 +11,7 @@ from tests.ckpt.megatron.handmade import arguments, gpt, save_rank
 
 import mt_ckpt.megatron
 from mt_ckpt.megatron.arguments import IGNORED, READ, REQUIRED, Arguments, reason_ignored, unknown_arguments
-from mt_ckpt.megatron.families.choice import model_section
+from mt_ckpt.megatron.families import model_section
 from mt_ckpt.megatron.reader import open_checkpoint
 from mt_ckpt.megatron.run_arguments import run_sections
 from mt_ckpt.megatron.target import plan

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from mt_ckpt.convert import convert
 from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.families.shared import windows_of, yarn_section
 from mt_ckpt.megatron.reader import open_checkpoint
 from mt_core.checkpoint_lookup import open_with
 from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CHECKPOINT_SAVERS, ConvertOptions
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
+from mt_models.blocks.megatron import windows_of, yarn_section
 from mt_models.blocks.rotary import build_rotary
 
 HIDDEN, HEADS, GROUPS, SIZE, VOCAB, EXPERTS, INNER = 16, 4, 2, 6, 40, 2, 8

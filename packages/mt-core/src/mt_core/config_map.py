@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mt_core.errors import ConfigError
+from mt_core.errors import CheckpointError, ConfigError
 from mt_core.specs import MODELS
 
 if TYPE_CHECKING:
@@ -194,11 +194,43 @@ def model_section(external: Mapping[str, Any], host: PluginHost) -> dict[str, An
 
 MEGATRON_FORMAT = "megatron"
 """The key of `name_maps`."""
+
+
+@dataclass(frozen=True)
+class MegatronArguments:
+    """The attributes of Megatron's Namespace, of the file `origin`."""
+
+    values: Mapping[str, Any]
+    origin: Path
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.values
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The argument, or `default` where a version does not have it or it is None."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def need(self, *names: str) -> Any:
+        """The first of the arguments that is there. Raises CheckpointError when none is."""
+        for name in names:
+            if (value := self.values.get(name)) is not None:
+                return value
+        raise CheckpointError(f"{self.origin}: its args do not have {' or '.join(names)}")
+
+    @property
+    def untied(self) -> bool:
+        return bool(self.get("untie_embeddings_and_output_weights", False))
+
+
 WriteArguments = Callable[[Any, Collection[str], Mapping[str, Any]], dict[str, Any]]
 """(the [model] configuration, canonical names of its parameters, arguments that came from Megatron) -> arguments.
 
 Raises ConfigError, naming the key, for a model that Megatron does not have."""
-ReadSection = Callable[[Mapping[str, Any], Collection[str]], dict[str, Any] | None]
+ReadSection = Callable[[MegatronArguments, Collection[str]], dict[str, Any] | None]
 """(arguments of a checkpoint, canonical names of its parameters) -> keys of [model] but `family` and `vocab_size`;
 None: a model of another family. Raises ConfigError, naming the argument, for a model that cannot be."""
 
@@ -207,11 +239,15 @@ None: a model of another family. Raises ConfigError, naming the argument, for a 
 class MegatronMap:
     """How one family stands among Megatron-Core's arguments.
 
-    arguments: writes them; a string names one of the sets of arguments that mt-ckpt writes ("gpt", "rotary", ...).
-    section: reads them; None for families of these sets, which mt-ckpt distinguishes.
-    unsupported: why Megatron has no such model, in place of both.
+    arguments: writes them; None where Megatron has no such model. section: reads them; None where no checkpoint of
+    Megatron's is read as this family. takes: whether a model is one of this family; all other arguments than those that
+    the family `reads` have then to be as its plain models have them. Families without `takes` are asked first: they
+    have arguments of their own, and say by a section of None that a model is none of theirs. unsupported: why Megatron
+    has no such model.
     """
 
-    arguments: WriteArguments | str | None = None
+    arguments: WriteArguments | None = None
     section: ReadSection | None = None
+    takes: Callable[[MegatronArguments, Collection[str]], bool] | None = None
+    reads: tuple[str, ...] = ()
     unsupported: str | None = None

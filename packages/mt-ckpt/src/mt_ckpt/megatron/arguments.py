@@ -7,33 +7,16 @@ All of them are kept as they are in the reader's metadata under `megatron.args`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from mt_core.errors import CheckpointError, ConfigError
+from mt_core.config_map import MegatronArguments
+from mt_core.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The attributes of Megatron's Namespace, of the file `origin`."""
-
-    values: Mapping[str, Any]
-    origin: Path
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The argument, or `default` where a version does not have it or it is None."""
-        value = self.values.get(name)
-        return default if value is None else value
-
-    def need(self, *names: str) -> Any:
-        """The first of the arguments that is there. Raises CheckpointError when none is."""
-        for name in names:
-            if (value := self.values.get(name)) is not None:
-                return value
-        raise CheckpointError(f"{self.origin}: its args do not have {' or '.join(names)}")
+class Arguments(MegatronArguments):
+    """Megatron's arguments, with those of the layout."""
 
     @property
     def tensor_parallel(self) -> int:
@@ -51,10 +34,6 @@ class Arguments:
     @property
     def expert_tensor_parallel(self) -> int:
         return int(self.get("expert_tensor_parallel_size", self.tensor_parallel))
-
-    @property
-    def untied(self) -> bool:
-        return bool(self.get("untie_embeddings_and_output_weights", False))
 
 
 # How every argument of Megatron is handled: it is read, has to have one value, or is ignored for a reason.
@@ -265,7 +244,7 @@ def unknown_arguments(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name not in READ and name not in REQUIRED and reason_ignored(name) is None)
 
 
-def refuse_others(args: Arguments, read: Collection[str] = ()) -> None:
+def refuse_others(args: MegatronArguments, read: Collection[str] = ()) -> None:
     """read: arguments that the family gives a meaning to. Raises ConfigError for one whose value no family reads."""
     for name, (allowed, meaning) in REQUIRED.items():
         if name in args.values and name not in read and args.values[name] not in allowed:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_ckpt.megatron.families.choice import model_section, refuse_images
+from mt_ckpt.megatron.families import model_section, refuse_images
 from mt_ckpt.megatron.metadata import KEY, LEFT_OUT, metadata_of, true_vocab_size
 from mt_ckpt.megatron.model import as_held, as_stored, layouts_of, load_model_config
 from mt_ckpt.megatron.names import EMBEDDING, EXTRA_STATE, OUTPUT

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mt_ckpt.megatron.families.choice import require_writable
+from mt_ckpt.megatron.families import require_writable
 from mt_ckpt.megatron.metadata import optimizer_options
 from mt_ckpt.megatron.model import Grid, as_written, layouts_of, load_model_config, require_divisible
 from mt_ckpt.megatron.names import DIST_RENAMED, EMBEDDING, OUTPUT, Style, norms_apart, torch_renamed

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mt_ckpt.megatron.families.choice import model_arguments
+from mt_ckpt.megatron.families import model_arguments
 from mt_ckpt.megatron.metadata import KEY
 from mt_ckpt.megatron.model import Grid
 from mt_ckpt.megatron.rank_plan import Pipeline

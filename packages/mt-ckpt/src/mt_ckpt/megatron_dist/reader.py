@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.families.choice import model_section, refuse_images
+from mt_ckpt.megatron.families import model_section, refuse_images
 from mt_ckpt.megatron.folder import find_iteration
 from mt_ckpt.megatron.metadata import KEY, LEFT_OUT, metadata_of, true_vocab_size
 from mt_ckpt.megatron.model import as_stored, layouts_of, load_model_config

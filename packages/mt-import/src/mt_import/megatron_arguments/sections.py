@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.families.choice import model_section as checkpoint_model_section
-from mt_ckpt.megatron.families.encoders import bert_section
-from mt_ckpt.megatron.families.gpt import gpt_section
+from mt_ckpt.megatron.families import model_section as checkpoint_model_section
 from mt_core.config.layer_pattern import pattern_of
 from mt_core.config.schema import TimeoutsConfig
 from mt_core.plugins import PluginHost
 from mt_import.megatron_arguments.entry_scripts import EntryScript
 from mt_import.megatron_arguments.refusals import COMMUNICATORS, OPTIMIZERS
 from mt_import.megatron_arguments.table import Version, arguments, by_dest
+from mt_models.bert.megatron import bert_section
+from mt_models.gpt.megatron import gpt_section
 
 Values = Mapping[str, Any]
 Keys = dict[str, Any]
@@ -289,7 +289,11 @@ def model_section(values: Mapping[str, Any], entry: EntryScript, source: str, ho
 
 def _section(args: Arguments, entry: EntryScript, host: PluginHost) -> dict[str, Any]:
     if entry.name == "retro":
-        return {**gpt_section(args), "family": "retro", **{key: args.values[dest] for dest, key in RETRO.items()}}
+        return {
+            **gpt_section(args, entry.parameters),
+            "family": "retro",
+            **{key: args.values[dest] for dest, key in RETRO.items()},
+        }
     if entry.name == "ict":
         own = {dest: args.values[dest] for dest in BIENCODER}
         section = {**bert_section(args, entry.parameters), "family": "biencoder", **own}

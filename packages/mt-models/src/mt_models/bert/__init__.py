@@ -13,7 +13,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.bert.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.bert.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.bert.config:MEGATRON"),
+        "megatron": Lazy("mt_models.bert.megatron:MEGATRON"),
     },
     training_flops=Lazy("mt_models.bert.config:training_flops"),
 )

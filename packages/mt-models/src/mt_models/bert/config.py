@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from mt_core.config.checks import divisors, listed
 from mt_core.config.schema import Activation, Config, ModelConfig, NonNegativeInt, PositiveInt, Probability
-from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import EncoderConfig, check_tensor_parallel, refuse_divided_sequences
 from mt_models.flops import Flops, core_flops, dense_feed_forward_flops, output_flops, projection_flops
@@ -197,6 +196,3 @@ def training_flops(config: Config) -> float:
     """See `ModelSpec.training_flops`."""
     model: Any = config.model
     return config.data.seq_length * flops_per_token(model, config.data.seq_length).training
-
-
-MEGATRON = MegatronMap(arguments="bert")

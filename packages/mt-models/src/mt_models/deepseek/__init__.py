@@ -12,7 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.deepseek.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.deepseek.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.deepseek.config:MEGATRON"),
+        "megatron": Lazy("mt_models.deepseek.megatron:MEGATRON"),
     },
     shrink=Lazy("mt_models.deepseek.config:shrink_deepseek"),
     training_flops=Lazy("mt_models.deepseek.config:training_flops"),

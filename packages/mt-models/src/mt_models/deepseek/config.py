@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
-from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import DecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions, frequency_of
@@ -289,6 +288,3 @@ def training_flops(config: Config) -> float:
     """See `ModelSpec.training_flops`."""
     model: Any = config.model
     return config.data.seq_length * flops_per_token(model, config.data.seq_length).training
-
-
-MEGATRON = MegatronMap(arguments="latent")

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide
 from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
-from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import check_tensor_parallel
 
@@ -214,6 +213,3 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt3-13b": _gpt3(40, 5120, 40),
     "gpt3-175b": _gpt3(96, 12288, 96),
 }
-
-
-MEGATRON = MegatronMap(arguments="gpt")

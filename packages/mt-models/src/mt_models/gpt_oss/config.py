@@ -8,7 +8,6 @@ from pydantic import Field
 
 from mt_core.config.layer_pattern import read_pattern
 from mt_core.config.schema import Config, PositiveInt
-from mt_core.config_map import MegatronMap
 from mt_models.blocks.config import DecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions
 
@@ -101,6 +100,3 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
 
 
 PRESETS: dict[str, dict[str, Any]] = {"gpt-oss-20b": _gpt_oss(24, 32), "gpt-oss-120b": _gpt_oss(36, 128)}
-
-
-MEGATRON = MegatronMap(arguments="gpt_oss")

@@ -12,7 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.granite_moe.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.granite_moe.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.granite_moe.config:MEGATRON"),
+        "megatron": Lazy("mt_models.granite_moe.megatron:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),
 )

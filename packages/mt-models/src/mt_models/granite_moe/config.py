@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from mt_core.config.schema import Config
-from mt_core.config_map import MegatronMap
 from mt_models.blocks.config import DecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions
 
@@ -77,6 +76,3 @@ PRESETS: dict[str, dict[str, Any]] = {
     "granite-3.0-1b-a400m": _granite(24, 1024, 16, 32, 0.22, 6.0),
     "granite-3.0-3b-a800m": _granite(32, 1536, 24, 40, 0.22, 6.0),
 }
-
-
-MEGATRON = MegatronMap(arguments="granite")

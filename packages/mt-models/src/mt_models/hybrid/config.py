@@ -11,7 +11,6 @@ from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide
 from mt_core.config.schema import Activation, Config, PositiveInt, Probability, used_when
-from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import check_tensor_parallel
 from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
@@ -339,6 +338,3 @@ def training_flops(config: Config) -> float:
     # frequency 1 the mean is that of a layer of experts.
     every_layer = model.moe and model.model_copy(update={"moe": {**model.moe, "moe_layer_freq": 1}})
     return length * flops_per_token(model, length, experts=experts_flops(every_layer)).training
-
-
-MEGATRON = MegatronMap(arguments="hybrid")

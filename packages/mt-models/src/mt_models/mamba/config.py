@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mt_core.config.schema import Config, PositiveInt
-from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
 from mt_models.flops import Convention, Flops
@@ -130,6 +129,3 @@ def training_flops(config: Config) -> float:
     """See `ModelSpec.training_flops`."""
     model: Any = config.model
     return config.data.seq_length * flops_per_token(model, config.data.seq_length).training
-
-
-MEGATRON = MegatronMap(arguments="mamba")

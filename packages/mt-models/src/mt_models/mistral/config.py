@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.schema import Config, PositiveInt
-from mt_core.config_map import MegatronMap
 from mt_models.blocks.config import DecoderConfig, check_decoder
+from mt_models.blocks.megatron_decoder import rotary_map
 
 
 class MistralConfig(DecoderConfig):
@@ -58,5 +58,4 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-MEGATRON = MegatronMap(arguments="rotary")
-"""Megatron's arguments for Llama-like decoders, dense or MoE."""
+MEGATRON = rotary_map("mistral")

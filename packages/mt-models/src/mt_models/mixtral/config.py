@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.schema import Config
-from mt_core.config_map import MegatronMap
 from mt_models.blocks.config import check_decoder
+from mt_models.blocks.megatron_decoder import rotary_map
 from mt_models.blocks.moe import MoEOptions
 from mt_models.mistral.config import MistralConfig
 
@@ -57,5 +57,4 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-MEGATRON = MegatronMap(arguments="rotary")
-"""Megatron's arguments for Llama-like decoders, dense or MoE."""
+MEGATRON = rotary_map("mixtral")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
-from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import DecoderConfig, check_decoder
+from mt_models.blocks.megatron_decoder import rotary_map
 
 
 class QwenConfig(DecoderConfig):
@@ -96,5 +96,4 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-MEGATRON = MegatronMap(arguments="rotary")
-"""Megatron's arguments for Llama-like decoders, dense or MoE."""
+MEGATRON = rotary_map("qwen")

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from mt_core.config.schema import Config
-from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import DecoderConfig, check_decoder
+from mt_models.blocks.megatron_decoder import rotary_map
 from mt_models.blocks.moe import MoEOptions
 
 
@@ -105,5 +105,4 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-MEGATRON = MegatronMap(arguments="rotary")
-"""Megatron's arguments for Llama-like decoders, dense or MoE."""
+MEGATRON = rotary_map("qwen_moe")

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from mt_core.config.checks import divisors, listed
 from mt_core.config.schema import Activation, Config, ModelConfig, PositiveInt, Probability, used_when
-from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import check_tensor_parallel, refuse_divided_sequences
 from mt_models.flops import (
@@ -279,6 +278,3 @@ def training_flops(config: Config) -> float:
     model: Any = config.model
     length = config.data.seq_length
     return flops_per_sample(model, length, getattr(config.data, "decoder_seq_length", length)).training
-
-
-MEGATRON = MegatronMap(arguments="t5")

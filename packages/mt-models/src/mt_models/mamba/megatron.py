@@ -1,30 +1,24 @@
-"""Mamba-2 alone, and in one stack with attention and feed-forward layers: Megatron's hybrid models."""
+"""Megatron's arguments for Mamba-2 layers: of models that have no others, and what hybrids share with them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.families.moe import moe_arguments, moe_section
-from mt_ckpt.megatron.families.shared import (
-    activation,
+from mt_core.config_map import MegatronArguments, MegatronMap
+from mt_core.errors import ConfigError
+from mt_models.blocks.megatron import (
     depth_arguments,
-    head_size,
     initial_arguments,
     initial_section,
+    kind_of_model,
     need_values,
     norm_epsilon,
     position_arguments,
-    positions,
-    query_groups,
     require,
-    shared_arguments,
-    shared_section,
 )
-from mt_core.errors import ConfigError
 
-READ = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
+READS = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
 """Arguments that other families need off."""
 GRANTED: Mapping[str, tuple[Any, Any]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -52,51 +46,38 @@ LAYERS: Mapping[str, str] = {MAMBA: "Mamba-2", "*": "attention", "-": "feed-forw
 """Symbols of the pattern that stand for a layer of ours."""
 
 
-def is_hybrid(args: Arguments, names: Collection[str]) -> bool:
-    given = args.get("is_hybrid_model", False) or any(args.get(name) for name in READ[1:])
-    # The stored parameters show it where no argument does.
-    return bool(given) or any(".mixer." in name for name in names)
+def is_mamba(args: MegatronArguments, names: Collection[str]) -> bool:
+    """Whether all layers are Mamba's."""
+    return kind_of_model(args, names) == "hybrid" and set(layer_pattern(args)) == {MAMBA}
 
 
-def hybrid_section(args: Arguments) -> dict[str, Any]:
+def mamba_section(args: MegatronArguments, names: Collection[str]) -> dict[str, Any]:
+    return {
+        **initial_section(args),
+        "hidden_size": int(args.need("hidden_size")),
+        "num_layers": len(layer_pattern(args)),
+        **mixer_section(args),
+    }
+
+
+def mixer_section(args: MegatronArguments) -> dict[str, Any]:
+    """Raises ConfigError, naming the argument, for Mamba layers that are none of ours."""
     need_values(args, "a model with Mamba layers", GRANTED)
     if norm_epsilon(args) != NORM_EPSILON:
         raise ConfigError(
             f"{args.origin}: norm_epsilon={norm_epsilon(args):g} is not read of a model with Mamba layers, whose inner "
             f"norms have {NORM_EPSILON:g} in Megatron; it can be {NORM_EPSILON:g}"
         )
-    pattern = _pattern(args)
-    mixer = {
+    return {
         "untie_embeddings_and_output_weights": args.untied,
         "norm_epsilon": NORM_EPSILON,
         "fp32_residual_connection": bool(args.get("fp32_residual_connection", False)),
         **{name: int(args.get(name, default)) for name, default in SIZES.items()},
         "mamba_num_heads": args.values.get("mamba_num_heads"),
     }
-    if set(pattern) == {MAMBA}:
-        hidden = int(args.need("hidden_size"))
-        return {
-            "family": "mamba",
-            **initial_section(args),
-            "hidden_size": hidden,
-            "num_layers": len(pattern),
-            **mixer,
-        }
-    return {
-        "family": "hybrid",
-        **shared_section(args),
-        **head_size(args),
-        **query_groups(args),
-        **mixer,
-        "hybrid_layer_pattern": pattern,
-        **_attention(args),
-        "activation": activation(args),
-        "add_bias_linear": bool(args.get("add_bias_linear", True)),
-        **_experts(args),
-    }
 
 
-def _pattern(args: Arguments) -> str:
+def layer_pattern(args: MegatronArguments) -> str:
     """A symbol for each layer. Where stages begin belongs to the layout of the run, not to the model."""
     if given := args.get("hybrid_layer_pattern", args.get("hybrid_override_pattern")):
         pattern = str(given).replace(STAGE, "")
@@ -117,29 +98,10 @@ def _pattern(args: Arguments) -> str:
     return MAMBA * int(args.need("num_layers"))
 
 
-def _attention(args: Arguments) -> dict[str, Any]:
-    kind = positions(args, ("none", "rope"))
-    if kind == "none":
-        return {"position_embedding_type": "none"}
-    return {
-        "position_embedding_type": "rope",
-        "rotary_base": float(args.get("rotary_base", 10000)),
-        "rotary_percent": float(args.get("rotary_percent", 1.0)),
-    }
-
-
-def _experts(args: Arguments) -> dict[str, Any]:
-    """The pattern says which layers have experts."""
-    section = moe_section(args)
-    for options in section.values():
-        options.pop("moe_layer_freq")
-    return section
-
-
 def mamba_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **initial_arguments(model),
-        **_mixer_arguments(model, MAMBA * model.num_layers),
+        **mixer_arguments(model, MAMBA * model.num_layers),
         **position_arguments("none"),
         # Megatron requires heads even of a model without attention; the mixer has its own number.
         "num_attention_heads": kept.get("num_attention_heads") or model.mamba_heads,
@@ -151,37 +113,7 @@ def mamba_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, 
     }
 
 
-FACTORS: Mapping[str, Any] = {
-    "embedding_multiplier": 1.0,
-    "attention_multiplier": None,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
-}
-"""Granite's factors, which have no arguments, when they change nothing."""
-
-
-def hybrid_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
-    for key, neutral in FACTORS.items():
-        require(model, key, (neutral,))
-    return {
-        **shared_arguments(model),
-        **_mixer_arguments(model, model.layers),
-        **position_arguments(model.position_embedding_type),
-        "rotary_base": model.rotary_base,
-        "rotary_percent": model.rotary_percent,
-        "rotary_interleaved": False,
-        "use_rope_scaling": False,
-        "rotary_seq_len_interpolation_factor": None,
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_bias_linear,
-        "qk_layernorm": False,
-        "max_position_embeddings": kept.get("max_position_embeddings") or kept.get("seq_length") or 2048,
-        **moe_arguments(model, parameters),
-        "moe_layer_freq": 1,
-    }
-
-
-def _mixer_arguments(model: Any, pattern: str) -> dict[str, Any]:
+def mixer_arguments(model: Any, pattern: str) -> dict[str, Any]:
     for key, meant in FIXED.items():
         require(model, key, (meant,))
     require(model, "norm_epsilon", (NORM_EPSILON,))
@@ -195,3 +127,6 @@ def _mixer_arguments(model: Any, pattern: str) -> dict[str, Any]:
         "fp32_residual_connection": model.fp32_residual_connection,
         "window_size": None,
     }
+
+
+MEGATRON = MegatronMap(arguments=mamba_arguments, takes=is_mamba, section=mamba_section, reads=READS)

@@ -1,14 +1,17 @@
-"""DeepSeek-V2 and V3: multi-head latent attention, multi-token prediction."""
+"""Megatron's arguments for DeepSeek-V2 and V3: multi-head latent attention, multi-token prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.families.moe import moe_arguments, moe_section
-from mt_ckpt.megatron.families.shared import (
+from mt_core.config_map import MegatronArguments, MegatronMap
+from mt_core.errors import ConfigError
+from mt_models.blocks.megatron import (
     depth_arguments,
+    kind_of_model,
+    moe_arguments,
+    moe_section,
     mscale_arguments,
     mscale_section,
     need_values,
@@ -18,9 +21,8 @@ from mt_ckpt.megatron.families.shared import (
     shared_arguments,
     shared_section,
 )
-from mt_core.errors import ConfigError
 
-READ = ("multi_latent_attention", "mtp_num_layers")
+READS = ("multi_latent_attention", "mtp_num_layers")
 """Arguments that other families need off."""
 GRANTED: Mapping[str, tuple[Any, Any]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -49,11 +51,14 @@ ORIGINAL_POSITIONS = 4096
 """The same, of the positions before scaling."""
 
 
-def latent_section(args: Arguments) -> dict[str, Any]:
+def has_latent_attention(args: MegatronArguments, names: Collection[str]) -> bool:
+    return kind_of_model(args, names) == "latent"
+
+
+def deepseek_section(args: MegatronArguments, names: Collection[str]) -> dict[str, Any]:
     need_values(args, "a model with multi-latent attention", GRANTED)
     positions(args, ("rope",))
-    section = {
-        "family": "deepseek",
+    keys = {
         **shared_section(args),
         "num_layers": int(args.need("num_layers", "encoder_num_layers")),
         "untie_embeddings_and_output_weights": args.untied,
@@ -65,14 +70,14 @@ def latent_section(args: Arguments) -> dict[str, Any]:
         **moe_section(args),
     }
     if depth := int(args.get("mtp_num_layers", 0)):
-        section |= {
+        keys |= {
             "mtp_num_layers": depth,
             "mtp_loss_scaling_factor": float(args.get("mtp_loss_scaling_factor", 0.1)),
         }
-    return section
+    return keys
 
 
-def _scaling(args: Arguments) -> dict[str, Any]:
+def _scaling(args: MegatronArguments) -> dict[str, Any]:
     """YaRN unless the run requested plain rotary positions; with a factor of 1 it changes nothing."""
     factor = float(args.get("rotary_scaling_factor", 1.0))
     if args.get("rope_type", "yarn") != "yarn" or factor == 1.0:
@@ -85,7 +90,7 @@ def _scaling(args: Arguments) -> dict[str, Any]:
     }
 
 
-def latent_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
+def deepseek_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **shared_arguments(model),
         **depth_arguments(model),
@@ -129,3 +134,6 @@ def _scaling_arguments(model: Any) -> dict[str, Any]:
         "rotary_scaling_factor": model.rope_scaling_factor,
         **mscale_arguments(model),
     }
+
+
+MEGATRON = MegatronMap(arguments=deepseek_arguments, takes=has_latent_attention, section=deepseek_section, reads=READS)

@@ -1,27 +1,32 @@
-"""Llama and its relatives: RMSNorm, SwiGLU and full rotary positions; with experts Mixtral, Qwen-MoE, Granite-MoE."""
+"""Megatron's arguments for decoders; those of Llama-like families (RMSNorm, SwiGLU, rotary positions on whole heads),
+which differ in few arguments and share one reader."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.families.gpt import decoder_arguments, depth_and_heads
-from mt_ckpt.megatron.families.shared import (
-    ACTIVATIONS,
+from mt_core.config_map import MegatronArguments, MegatronMap
+from mt_core.errors import ConfigError
+from mt_models.blocks.megatron import (
     YARN,
-    need_values,
+    depth_arguments,
+    head_size,
+    kind_of_model,
+    moe_arguments,
+    moe_section,
     position_arguments,
     position_type,
     positions,
+    query_groups,
     require,
+    shared_arguments,
     shared_section,
+    window_arguments,
     windows_of,
     yarn_arguments,
     yarn_section,
 )
-from mt_core.config.layer_pattern import pattern_of
-from mt_core.errors import ConfigError
 
 VALUES: Mapping[str, Any] = {
     "normalization": "RMSNorm",
@@ -41,15 +46,9 @@ LLAMA3: Mapping[str, Any] = {
     "original_max_position_embeddings": 8192,
 }
 """Constants of Megatron's use_rope_scaling."""
-NEUTRAL: Mapping[str, Any] = {
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
-}
-"""Granite's factors, when they change nothing."""
 
 
-def differing(args: Arguments) -> list[str]:
+def differing(args: MegatronArguments) -> list[str]:
     """Arguments that exclude a decoder from these families."""
     found = [name for name, value in VALUES.items() if args.get(name, DEFAULTS.get(name, value)) != value]
     if position_type(args) not in ("rope", YARN):
@@ -60,7 +59,7 @@ def differing(args: Arguments) -> list[str]:
     return found
 
 
-def require_no_extras(args: Arguments, differing: Collection[str]) -> None:
+def require_no_extras(args: MegatronArguments, differing: Collection[str]) -> None:
     """Raises ConfigError when a decoder of another family has an argument that only these read."""
     for name, off in EXTRAS.items():
         if args.get(name, off) != off:
@@ -71,7 +70,17 @@ def require_no_extras(args: Arguments, differing: Collection[str]) -> None:
             )
 
 
-def rotary_decoder_section(args: Arguments) -> dict[str, Any]:
+def depth_and_heads(args: MegatronArguments) -> dict[str, Any]:
+    return {
+        "num_layers": _num_layers(args),
+        **head_size(args),
+        "untie_embeddings_and_output_weights": args.untied,
+        **moe_section(args),
+        **query_groups(args),
+    }
+
+
+def rotary_decoder_section(args: MegatronArguments) -> dict[str, Any]:
     """What decoders with rotary positions on whole heads share."""
     positions(args, ("rope", YARN))
     return {
@@ -83,33 +92,47 @@ def rotary_decoder_section(args: Arguments) -> dict[str, Any]:
     }
 
 
-def rotary_section(args: Arguments) -> dict[str, Any]:
+def rotary_family(args: MegatronArguments) -> str:
     """The family that has the features that the arguments enable, and no others."""
-    section = rotary_decoder_section(args)
-    if args.get("add_bias_linear", True):
-        return {"family": "llama", **section, "attention_bias": True, "mlp_bias": True}
     # The same decoder would be several families. The choice is the narrowest that has all that is enabled: experts
     # first, then biases or norms on heads, then windows.
-    windows, experts = windows_of(args, section["num_layers"]), "moe" in section
-    biased, normalized = bool(args.get("add_qkv_bias", False)), bool(args.get("qk_layernorm", False))
-    if experts and (biased or normalized or args.get("moe_shared_expert_intermediate_size", 0)):
-        if any(windows):
-            raise ConfigError(
-                f"{args.origin}: window_size={args.values['window_size']!r} is not read of an MoE model with shared "
-                "experts, biases on queries or normalized heads; it can be None"
-            )
-        return {"family": "qwen_moe", **section, "add_qkv_bias": biased, "qk_layernorm": normalized}
+    experts, biased = bool(args.get("num_experts", 0)), bool(args.get("add_qkv_bias", False))
+    own_attention = biased or bool(args.get("qk_layernorm", False))
+    if args.get("add_bias_linear", True):
+        return "llama"
+    if experts and (own_attention or args.get("moe_shared_expert_intermediate_size", 0)):
+        return "qwen_moe"
     if experts:
-        return {"family": "mixtral", **section, "sliding_window": _window_of_all(args, windows)}
-    if biased or normalized:
-        own = {"add_qkv_bias": biased, "qk_layernorm": normalized, **_windows_behind(args, windows)}
-        return {"family": "qwen", **section, **own}
-    if any(windows):
-        return {"family": "mistral", **section, "sliding_window": _window_of_all(args, windows)}
-    return {"family": "llama", **section}
+        return "mixtral"
+    if own_attention:
+        return "qwen"
+    return "mistral" if any(windows_of(args, _num_layers(args))) else "llama"
 
 
-def _rope_scaling(args: Arguments) -> dict[str, Any]:
+def rotary_section(args: MegatronArguments, names: Collection[str]) -> dict[str, Any]:
+    """Keys of the family that `rotary_family` names."""
+    family, section = rotary_family(args), rotary_decoder_section(args)
+    if args.get("add_bias_linear", True):
+        return {**section, "attention_bias": True, "mlp_bias": True}
+    windows = windows_of(args, section["num_layers"])
+    if family in ("qwen", "qwen_moe"):
+        section["add_qkv_bias"] = bool(args.get("add_qkv_bias", False))
+        section["qk_layernorm"] = bool(args.get("qk_layernorm", False))
+    if family == "qwen":
+        return {**section, **_windows_behind(args, windows)}
+    if family == "qwen_moe" and any(windows):
+        raise ConfigError(
+            f"{args.origin}: window_size={args.values['window_size']!r} is not read of an MoE model with shared "
+            "experts, biases on queries or normalized heads; it can be None"
+        )
+    return {**section, "sliding_window": _window_of_all(args, windows)} if family in ("mistral", "mixtral") else section
+
+
+def _num_layers(args: MegatronArguments) -> int:
+    return int(args.need("num_layers", "encoder_num_layers"))
+
+
+def _rope_scaling(args: MegatronArguments) -> dict[str, Any]:
     """Llama 3.1's, whose constants but the factor Megatron fixes, or a division of all positions."""
     factor = args.get("rotary_seq_len_interpolation_factor", 1)
     if args.get("use_rope_scaling", False):
@@ -121,13 +144,13 @@ def _rope_scaling(args: Arguments) -> dict[str, Any]:
     return {} if factor == 1 else {"rope_scaling_type": "linear", "rope_scaling_factor": float(factor)}
 
 
-def _window_of_all(args: Arguments, windows: Sequence[int | None]) -> int | None:
+def _window_of_all(args: MegatronArguments, windows: Sequence[int | None]) -> int | None:
     if len(set(windows)) > 1:
         raise ConfigError(f"{_windows_given(args)} is not read of this model, where every layer needs the window")
     return windows[0]
 
 
-def _windows_behind(args: Arguments, windows: Sequence[int | None]) -> dict[str, int]:
+def _windows_behind(args: MegatronArguments, windows: Sequence[int | None]) -> dict[str, int]:
     """Qwen's windows, in all layers behind the first so many."""
     # max_window_layers = n: layers 0 to n - 1 see everything.
     first = next((layer for layer, window in enumerate(windows) if window is not None), len(windows))
@@ -143,7 +166,7 @@ def _windows_behind(args: Arguments, windows: Sequence[int | None]) -> dict[str,
     return {"sliding_window": window} | ({"max_window_layers": first} if first else {})
 
 
-def _windows_given(args: Arguments) -> str:
+def _windows_given(args: MegatronArguments) -> str:
     skipped = args.values.get("window_attn_skip_freq")
     return f"{args.origin}: window_size={args.values['window_size']!r} with window_attn_skip_freq={skipped!r}"
 
@@ -164,13 +187,13 @@ def rotary_arguments(model: Any, parameters: Collection[str], kept: Mapping[str,
     }
 
 
-def granite_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Granite's factors have no arguments; a model without them is a Mixtral."""
-    for key, neutral in NEUTRAL.items():
-        require(model, key, (neutral,))
-    # None: head_dim ** -0.5 by default.
-    require(model, "attention_multiplier", (None, model.head_dim**-0.5))
-    return rotary_arguments(model, parameters, kept)
+def rotary_map(family: str) -> MegatronMap:
+    """The declaration of a family whose decoder is Llama's but for biases, norms of heads, windows and experts."""
+
+    def takes(args: MegatronArguments, names: Collection[str]) -> bool:
+        return kind_of_model(args, names) == "decoder" and not differing(args) and rotary_family(args) == family
+
+    return MegatronMap(arguments=rotary_arguments, takes=takes, section=rotary_section)
 
 
 def _position_arguments(model: Any) -> dict[str, Any]:
@@ -197,50 +220,14 @@ def _rope_scaling_arguments(model: Any) -> dict[str, Any]:
     }
 
 
-# GPT-OSS: MoE with attention sinks, a clamped SwiGLU, biases everywhere and sliding windows in some layers.
-
-SOFTMAX, LEARNABLE = "softmax_type", "learnable"
-READ = (SOFTMAX, *ACTIVATIONS["clamped_swiglu"])
-"""Arguments that other families need off."""
-GRANTED: Mapping[str, tuple[Any, Any]] = {
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "swiglu": (False, False),
-    "quick_geglu": (False, True),
-    "glu_linear_offset": (0.0, 1.0),
-    "activation_func_clamp_value": (None, 7.0),
-    "add_bias_linear": (True, True),
-    "qk_layernorm": (False, False),
-    "hidden_dropout": (0.1, 0.0),
-    "rotary_percent": (1.0, 1.0),
-    "rotary_interleaved": (False, False),
-}
-
-
-def has_sinks(args: Arguments) -> bool:
-    """Whether each head has a learned attention sink."""
-    return bool(args.get(SOFTMAX) == LEARNABLE)
-
-
-def gpt_oss_section(args: Arguments) -> dict[str, Any]:
-    need_values(args, "a model with attention sinks", GRANTED)
-    section = rotary_decoder_section(args)
-    if "moe" not in section:
-        raise ConfigError(
-            f"{args.origin}: {SOFTMAX}={LEARNABLE!r} is read of mixtures of experts; num_experts has to be set"
-        )
-    return {"family": "gpt_oss", **section, **_windows(args, section["num_layers"])}
-
-
-def _windows(args: Arguments, num_layers: int) -> dict[str, Any]:
-    windows = windows_of(args, num_layers)
-    # `windows_of` gives one size or None for each layer, so there is at most one.
-    sizes = {window for window in windows if window is not None}
-    if not sizes:
-        return {"window_attn_skip_freq": 1}
-    given = args.values.get("window_attn_skip_freq")
-    pattern = given if isinstance(given, int) else pattern_of([window is not None for window in windows])
-    return {"sliding_window": sizes.pop(), "window_attn_skip_freq": pattern}
-
-
-def gpt_oss_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
-    return {**rotary_arguments(model, parameters, kept), SOFTMAX: LEARNABLE}
+def decoder_arguments(model: Any, parameters: Collection[str]) -> dict[str, Any]:
+    return {
+        **shared_arguments(model),
+        **depth_arguments(model),
+        "qk_layernorm": model.qk_layernorm,
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias or model.add_bias_linear,
+        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+        **window_arguments(model),
+        **moe_arguments(model, parameters),
+    }

@@ -1,42 +1,35 @@
-"""Decoders of the family gpt: whatever is not one of the families of `rotary` and `latent`."""
+"""Megatron's arguments for the decoders of the family gpt: all that are not Llama-like."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mt_ckpt.megatron.arguments import Arguments
-from mt_ckpt.megatron.families.moe import moe_arguments, moe_section
-from mt_ckpt.megatron.families.shared import (
+from mt_core.config_map import MegatronArguments, MegatronMap
+from mt_models.blocks.megatron import (
     LEARNED,
     activation,
-    depth_arguments,
-    head_size,
+    kind_of_model,
     normalization,
     position_arguments,
     positions,
-    query_groups,
     require,
-    shared_arguments,
     shared_section,
-    window_arguments,
 )
+from mt_models.blocks.megatron_decoder import decoder_arguments, depth_and_heads, differing, require_no_extras
 
 
-def depth_and_heads(args: Arguments) -> dict[str, Any]:
-    return {
-        "num_layers": int(args.need("num_layers", "encoder_num_layers")),
-        **head_size(args),
-        "untie_embeddings_and_output_weights": args.untied,
-        **moe_section(args),
-        **query_groups(args),
-    }
+def is_gpt(args: MegatronArguments, names: Collection[str]) -> bool:
+    """Whether it is a decoder that is not one of the Llama-like families."""
+    # Both compute a plain rotary decoder alike. The Llama-like families are preferred, since Hugging Face's formats
+    # have them under these names.
+    return kind_of_model(args, names) == "decoder" and bool(differing(args))
 
 
-def gpt_section(args: Arguments) -> dict[str, Any]:
+def gpt_section(args: MegatronArguments, names: Collection[str]) -> dict[str, Any]:
+    require_no_extras(args, differing(args))
     bias = bool(args.get("add_bias_linear", True))
     section: dict[str, Any] = {
-        "family": "gpt",
         **shared_section(args),
         **depth_and_heads(args),
         "hidden_dropout": float(args.get("hidden_dropout", 0.1)),
@@ -58,19 +51,6 @@ def gpt_section(args: Arguments) -> dict[str, Any]:
     return section
 
 
-def decoder_arguments(model: Any, parameters: Collection[str]) -> dict[str, Any]:
-    return {
-        **shared_arguments(model),
-        **depth_arguments(model),
-        "qk_layernorm": model.qk_layernorm,
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias or model.add_bias_linear,
-        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
-        **window_arguments(model),
-        **moe_arguments(model, parameters),
-    }
-
-
 def gpt_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
     require(model, "position_embedding_type", (LEARNED, "rope", "none"))
     require(model, "parallel_residual", (False,))
@@ -87,3 +67,6 @@ def gpt_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, An
         "use_rope_scaling": False,
         "rotary_seq_len_interpolation_factor": None,
     }
+
+
+MEGATRON = MegatronMap(arguments=gpt_arguments, takes=is_gpt, section=gpt_section)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
-from mt_ckpt.megatron.arguments import Arguments
 from mt_core.config.layer_pattern import read_pattern
+from mt_core.config_map import MegatronArguments
 from mt_core.errors import ConfigError
 
 LEARNED = "learned_absolute"
@@ -30,10 +31,32 @@ PLAIN_GELU: Mapping[str, Any] = {
 }
 
 
+# -- which model ----------------------------------------------------------------------------------------
+
+Kind = Literal["hybrid", "latent", "sinks", "encoder", "encoder_decoder", "decoder"]
+HYBRID_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+SOFTMAX, LEARNABLE = "softmax_type", "learnable"
+
+
+def kind_of_model(args: MegatronArguments, names: Collection[str]) -> Kind:
+    """The kind that arguments and stored parameters show, from the special to the general."""
+    # Stored parameters show Mamba layers where no argument does; no argument names an encoder.
+    patterns = any(args.get(name) for name in HYBRID_PATTERNS)
+    if args.get("is_hybrid_model", False) or patterns or any(".mixer." in name for name in names):
+        return "hybrid"
+    if args.get("multi_latent_attention", False):
+        return "latent"
+    if args.get(SOFTMAX) == LEARNABLE:
+        return "sinks"
+    if any(name.startswith("encoder.") for name in names):
+        return "encoder_decoder" if any(name.startswith("decoder.") for name in names) else "encoder"
+    return "decoder"
+
+
 # -- read --------------------------------------------------------------------------------------------
 
 
-def shared_section(args: Arguments) -> dict[str, Any]:
+def shared_section(args: MegatronArguments) -> dict[str, Any]:
     """What all families with attention have."""
     hidden, heads = int(args.need("hidden_size")), int(args.need("num_attention_heads"))
     return {
@@ -46,7 +69,7 @@ def shared_section(args: Arguments) -> dict[str, Any]:
     }
 
 
-def initial_section(args: Arguments) -> dict[str, Any]:
+def initial_section(args: MegatronArguments) -> dict[str, Any]:
     """What all families have, with or without attention."""
     return {
         "init_method_std": float(args.get("init_method_std", 0.02)),
@@ -54,11 +77,11 @@ def initial_section(args: Arguments) -> dict[str, Any]:
     }
 
 
-def norm_epsilon(args: Arguments) -> float:
+def norm_epsilon(args: MegatronArguments) -> float:
     return float(args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)))
 
 
-def activation(args: Arguments) -> str:
+def activation(args: MegatronArguments) -> str:
     """Megatron's fused bias and GELU is the tanh approximation, whatever `openai_gelu` says."""
     if args.get("swiglu", False):
         return "swiglu"
@@ -69,19 +92,19 @@ def activation(args: Arguments) -> str:
     return "gelu_tanh" if fused or args.get("openai_gelu", False) else "gelu"
 
 
-def head_size(args: Arguments) -> dict[str, int]:
+def head_size(args: MegatronArguments) -> dict[str, int]:
     """kv_channels, where it is not what our families take for it."""
     size = int(args.need("hidden_size")) // int(args.need("num_attention_heads"))
     given = int(args.get("kv_channels", size))
     return {"kv_channels": given} if given != size else {}
 
 
-def query_groups(args: Arguments) -> dict[str, int]:
+def query_groups(args: MegatronArguments) -> dict[str, int]:
     grouped = args.get("group_query_attention", False)
     return {"num_query_groups": int(args.need("num_query_groups"))} if grouped else {}
 
 
-def position_type(args: Arguments) -> str:
+def position_type(args: MegatronArguments) -> str:
     given = args.get("position_embedding_type", LEARNED)
     if args.get("use_rotary_position_embeddings", False):
         # --use-rotary-position-embeddings is the older option; it wins over position_embedding_type.
@@ -89,7 +112,7 @@ def position_type(args: Arguments) -> str:
     return "none" if given == LEARNED and not args.get("add_position_embedding", True) else str(given)
 
 
-def positions(args: Arguments, allowed: tuple[str, ...]) -> str:
+def positions(args: MegatronArguments, allowed: tuple[str, ...]) -> str:
     given = position_type(args)
     if given not in allowed:
         raise ConfigError(
@@ -98,14 +121,14 @@ def positions(args: Arguments, allowed: tuple[str, ...]) -> str:
     return given
 
 
-def normalization(args: Arguments) -> str:
+def normalization(args: MegatronArguments) -> str:
     given = args.get("normalization", "LayerNorm")
     if given not in ("LayerNorm", "RMSNorm"):
         raise ConfigError(f"{args.origin}: normalization={given!r} is not read; it can be LayerNorm or RMSNorm")
     return str(given)
 
 
-def need_values(args: Arguments, what: str, values: Mapping[str, tuple[Any, Any]]) -> None:
+def need_values(args: MegatronArguments, what: str, values: Mapping[str, tuple[Any, Any]]) -> None:
     """values: argument -> (Megatron's default, what a family takes for granted).
 
     Raises ConfigError, naming the argument and the family, for another value.
@@ -183,7 +206,7 @@ def require(model: Any, key: str, allowed: tuple[Any, ...]) -> None:
 SKIPPED = "window_attn_skip_freq"
 
 
-def windows_of(args: Arguments, num_layers: int) -> list[int | None]:
+def windows_of(args: MegatronArguments, num_layers: int) -> list[int | None]:
     """Of each layer the positions that a query sees, itself included; None: everything before it.
 
     Megatron's window_size counts those before the query and those after it, -1 for all; window_attn_skip_freq is None
@@ -199,7 +222,7 @@ def windows_of(args: Arguments, num_layers: int) -> list[int | None]:
     return [size if has_it else None for has_it in _layers_with_window(args, num_layers)]
 
 
-def _layers_with_window(args: Arguments, num_layers: int) -> list[bool]:
+def _layers_with_window(args: MegatronArguments, num_layers: int) -> list[bool]:
     given = args.values.get(SKIPPED)
     if given is None:
         return [True] * num_layers
@@ -251,7 +274,7 @@ PLAIN = (1.0, 0.0)
 """mscale and mscale_all_dim that mean what our configuration does without rope_mscale keys: m(1)."""
 
 
-def yarn_section(args: Arguments) -> dict[str, Any]:
+def yarn_section(args: MegatronArguments) -> dict[str, Any]:
     """Of position_embedding_type yarn, whose arguments Megatron has no defaults for."""
     return {
         "rope_scaling_type": YARN,
@@ -264,7 +287,7 @@ def yarn_section(args: Arguments) -> dict[str, Any]:
     }
 
 
-def mscale_section(args: Arguments) -> dict[str, Any]:
+def mscale_section(args: MegatronArguments) -> dict[str, Any]:
     """Megatron's factor is m(mscale) / m(mscale_all_dim) always; ours only with both above 0, else m(1)."""
     # m(x) = 0.1 x ln(factor) + 1, and m(0) = 1.
     given = float(args.get("mscale", PLAIN[0])), float(args.get("mscale_all_dim", PLAIN[1]))
@@ -302,3 +325,119 @@ def mscale_arguments(model: Any) -> dict[str, Any]:
     # Without both, ours multiplies by m(1): Megatron's m(1) / m(0).
     mscale, mscale_all_dim = (one, all_dim) if one and all_dim else PLAIN
     return {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
+
+
+# MoE: Megatron's moe_* arguments and the options under [model.moe].
+
+SAME: Mapping[str, Any] = {
+    "moe_router_topk": 2,
+    "moe_router_score_function": "softmax",
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_dtype": None,
+    "moe_z_loss_coeff": None,
+    "moe_token_drop_policy": "probs",
+    "moe_expert_capacity_factor": None,
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_latent_size": None,
+    "moe_input_jitter_eps": None,
+}
+"""Arguments that are options of the same name and meaning, with Megatron's defaults."""
+BIAS_RATE = "moe_router_bias_update_rate"
+COEFFICIENT = 0.01
+"""The default of our configuration for what a balance loss counts."""
+
+
+def moe_section(args: MegatronArguments) -> dict[str, Any]:
+    """{"moe": options} for an MoE model, else nothing."""
+    if not args.get("num_experts", 0):
+        return {}
+    options = {key: args.values[key] for key in SAME if args.values.get(key) is not None}
+    options |= {"num_experts": int(args.values["num_experts"]), "moe_layer_freq": _frequency(args)}
+    # Other score functions have no softmax that could come before the choice.
+    if args.get("moe_router_score_function", "softmax") == "softmax":
+        options["moe_router_pre_softmax"] = bool(args.get("moe_router_pre_softmax", False))
+    if args.get("moe_router_enable_expert_bias", False):
+        options[BIAS_RATE] = float(args.get(BIAS_RATE, 1e-3))
+    return {"moe": options | _balancing(args)}
+
+
+def _frequency(args: MegatronArguments) -> int | str:
+    given = args.get("moe_layer_freq", 1)
+    return str([int(entry) for entry in given]).replace(" ", "") if isinstance(given, list | tuple) else given
+
+
+def _balancing(args: MegatronArguments) -> dict[str, Any]:
+    """One type or several, each with its coefficient."""
+    types = args.get("moe_router_load_balancing_type", "aux_loss")
+    types = [types] if isinstance(types, str) else list(types)
+    coefficients = args.get("moe_aux_loss_coeff", 0.0)
+    coefficients = [coefficients] * len(types) if isinstance(coefficients, int | float) else list(coefficients)
+    # sinkhorn and none are listed without a loss; their coefficients mean nothing.
+    losses = [float(value) for kind, value in zip(types, coefficients, strict=False) if kind.endswith("loss")]
+    options: dict[str, Any] = {"moe_router_load_balancing_type": types}
+    return options | ({"moe_aux_loss_coeff": losses} if losses else {})
+
+
+def moe_arguments(model: Any, parameters: Collection[str]) -> dict[str, Any]:
+    """parameters: canonical names, which say what layers have experts. Raises ConfigError, naming the option, for a
+    MoE that Megatron's arguments cannot express."""
+    if model.moe is None:
+        return {"num_experts": None}
+    options = dict(model.moe)
+    _require_sayable(model, options)
+    return {
+        **{key: options.get(key, default) for key, default in SAME.items()},
+        BIAS_RATE: options.get(BIAS_RATE, 1e-3),
+        "num_experts": options["num_experts"],
+        "moe_layer_freq": _pattern(model, parameters),
+        "moe_router_pre_softmax": options.get("moe_router_pre_softmax", False),
+        "moe_ffn_hidden_size": options.get("moe_ffn_hidden_size") or model.ffn_size,
+        **_balancing_arguments(options),
+    }
+
+
+def _require_sayable(model: Any, options: Mapping[str, Any]) -> None:
+    """Options of ours that Megatron derives from others."""
+    topk, groups = options.get("moe_router_topk", 2), options.get("moe_router_group_topk")
+    derived = {
+        # Megatron sums the best topk // groups scores of a group to choose groups (DeepSeek-V3: 8 // 4).
+        "moe_router_group_score_topk": topk // groups if groups else None,
+        "moe_router_bias": model.add_bias_linear,
+    }
+    for key, meant in derived.items():
+        if options.get(key) not in (None, meant):
+            raise ConfigError(
+                f"model.moe.{key}={options[key]} cannot be written as Megatron's arguments, which mean {meant}; "
+                "leave it out"
+            )
+    shared = options.get("moe_shared_expert_intermediate_size")
+    if shared and model.add_bias_linear:
+        raise ConfigError(
+            f"model.moe.moe_shared_expert_intermediate_size={shared} of a model with biases in its linear layers: "
+            "Megatron refuses to build it; its shared experts have no biases"
+        )
+
+
+def _pattern(model: Any, parameters: Collection[str]) -> int | list[int]:
+    # Layers whose names have a router have experts: the parameters say it for frequencies and lists alike.
+    router = re.compile(r"^decoder\.layers\.(\d+)\.mlp\.router\.")
+    with_experts = {int(match[1]) for name in parameters if (match := router.match(name))}
+    pattern = [int(layer in with_experts) for layer in range(model.num_layers)]
+    return 1 if all(pattern) else pattern
+
+
+def _balancing_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    types = options.get("moe_router_load_balancing_type", ["aux_loss"])
+    # Our list has a coefficient for each loss, Megatron's one for each type.
+    losses = iter(options.get("moe_aux_loss_coeff") or [COEFFICIENT] * len(types))
+    coefficients = [next(losses, 0.0) if kind.endswith("loss") else 0.0 for kind in types]
+    return {
+        "moe_router_load_balancing_type": types[0] if len(types) == 1 else types,
+        "moe_aux_loss_coeff": coefficients[0] if len(types) == 1 else coefficients,
+    }
