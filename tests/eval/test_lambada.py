@@ -32,7 +32,7 @@ def reference(generator: TextGenerator, text: str, strict: bool) -> tuple[bool, 
     right, total = True, 0.0
     for place in range(len(tokens) - targets, len(tokens)):
         with torch.no_grad():
-            logs = generator.engine.engine.model(torch.tensor([tokens[:place]]))[0, -1].log_softmax(-1)
+            logs = generator.model(torch.tensor([tokens[:place]]))[0, -1].log_softmax(-1)
         right &= int(logs.argmax()) == tokens[place]
         total += float(logs[tokens[place]])
     return right, total
@@ -51,7 +51,7 @@ def test_accuracy_is_that_of_the_forward_pass(generator: TextGenerator, model: P
 def test_the_likeliest_token_is_right_and_another_is_wrong(generator: TextGenerator, tmp_path: Path) -> None:
     context = "some words befor"
     with torch.no_grad():
-        logits = generator.engine.engine.model(torch.tensor([list(context.encode())]))[0, -1]
+        logits = generator.model(torch.tensor([list(context.encode())]))[0, -1]
     letters = [token for token in logits.argsort(descending=True).tolist() if chr(token).isalpha() and token < 128]
     # The loose task judges the last token: make the model's own choice a letter.
     lines = [context + chr(letters[0]), context + chr(letters[1])]
@@ -74,7 +74,7 @@ def test_ids_that_a_tokenizer_adds_are_not_between_context_and_word(generator: T
     (found, *_) = task.samples(generator, 0)
     tokens = [257, *b"one two three four"]
     with torch.no_grad():
-        logs = generator.engine.engine.model(torch.tensor([tokens]))[0].log_softmax(-1)
+        logs = generator.model(torch.tensor([tokens]))[0].log_softmax(-1)
     expected = sum(float(logs[place - 1, tokens[place]]) for place in range(len(tokens) - 5, len(tokens)))
     assert found.values["log_likelihood"] == pytest.approx(expected, abs=1e-4)
 

@@ -32,7 +32,7 @@ def forward_loss(generator: TextGenerator, tokens: Sequence[int], stride: int) -
     for target in range(1, len(tokens)):
         start = max(0, math.ceil((target - LENGTH) / stride)) * stride
         with torch.no_grad():
-            logits = generator.engine.engine.model(torch.tensor([tokens[start:target]]))
+            logits = generator.model(torch.tensor([tokens[start:target]]))
         total -= float(logits[0, -1].double().log_softmax(-1)[tokens[target]])
     return total
 

@@ -156,9 +156,9 @@ def test_prompts_are_those_of_training_and_passages_may_be_retrieved(folder: Pat
     places = {dataset.describe(index).partition(", ")[2]: index for index in range(len(dataset))}
     for sample, record in zip(measured, bare, strict=True):
         trained = dataset[places[sample.name.partition(", ")[2]]]
-        batch = {name: torch.from_numpy(trained[name])[None] for name in generator.engine.engine.model.inputs}
+        batch = {name: torch.from_numpy(trained[name])[None] for name in generator.model.inputs}
         with torch.no_grad():
-            logits = generator.engine.engine.model(**batch)[0]
+            logits = generator.model(**batch)[0]
         predicted = logits.argmax(-1)[torch.from_numpy(trained["loss_mask"]) > 0].tolist()
         text = bytes(token for token in predicted if token < 256).decode()
         assert exact_match(text, [sample.details["prediction"]]) == 1

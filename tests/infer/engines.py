@@ -21,6 +21,7 @@ from mt_infer.engine import InferenceEngine, PlacedStages
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.requests import TokenEvent
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.speculation.building import DraftModel
 
 OPTIONS = {"cache_memory_gb": 0.05, "cache_block_size": 4, "max_requests": 4, "max_tokens_per_step": 16}
 """Small: prompts take several steps, and sequences wait."""
@@ -61,13 +62,16 @@ def engine_of(
     collective: bool = False,
     randomized: bool = False,
     model: nn.Module | None = None,
+    draft_model: DraftModel | None = None,
 ) -> InferenceEngine:
     """collective: the layout of config.parallel, over the world of this process. model: in place of a new one."""
     if not collective:
         model = model or new_model(config)
         if randomized:
             randomize(model)
-        return InferenceEngine(model, None, ParallelContext(), config.inference, longest=longest)
+        return InferenceEngine(
+            model, None, ParallelContext(), config.inference, longest=longest, draft_model=draft_model
+        )
     host = load_plugins()
     device = torch.device("cpu")
     ctx = build.build_context(config, device)

@@ -133,7 +133,7 @@ def test_log_probabilities_are_written_where_requested(generator, tmp_path) -> N
     (first,), (second,) = (record["completions"] for record in records(tmp_path / "out.jsonl"))
     ids = [1, 2, 3, *first["token_ids"]]
     with torch.inference_mode():
-        logs = generator.engine.engine.model(torch.tensor([ids])).float().log_softmax(-1)[0, 2:-1]
+        logs = generator.model(torch.tensor([ids])).float().log_softmax(-1)[0, 2:-1]
     sampled = [row[token].item() for row, token in zip(logs, first["token_ids"], strict=True)]
     assert [one["token"] for one in first["logprobs"]] == pytest.approx(sampled, abs=1e-4)
     assert [[token for token, _ in one["top"]] for one in first["logprobs"]] == logs.topk(2).indices.tolist()

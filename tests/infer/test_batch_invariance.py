@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tests.ckpt.convert_cases import MODELS
 from tests.covering import EXHAUSTIVE, covering
-from tests.infer.engines import configuration, engine_of, logprobs_of, prompts, run, tokens_of
+from tests.infer.engines import OPTIONS, configuration, engine_of, logprobs_of, prompts, run, tokens_of
 
 from mt_core.errors import ConfigError
 from mt_core.nn import batch_invariance
@@ -19,6 +21,7 @@ from mt_core.testing import run_ranks
 from mt_infer.engine import InferenceEngine
 from mt_infer.requests import TokenEvent
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.text import TextGenerator
 
 pytestmark = pytest.mark.slow
 DECODERS = [name for name in MODELS if name not in ("bert", "t5", "vision", "llava")]
@@ -65,6 +68,23 @@ def test_every_way_gives_the_same_bits(name, dtype) -> None:
     assert chunked.manager.used_blocks == 0
     for text, (tokens, logprobs, prompt) in zip(TEXTS, alone, strict=True):
         assert trained(whole.model.eval(), [*text, *tokens]) == [*prompt, *logprobs]
+
+
+@pytest.mark.parametrize("width", [32, 768])
+def test_gpt2_from_a_hugging_face_folder_has_the_bits_of_training(width: int, tmp_path: Path) -> None:
+    """Its files keep the matrices transposed. 768: the width of GPT-2 itself. 2 s."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    keys = {"n_layer": 2 if width == 32 else 1, "n_head": 4, "n_embd": width, "vocab_size": 96, "n_positions": 64}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**keys, **special)).save_pretrained(tmp_path)
+    settings = {"inference": {**OPTIONS, "batch_invariant": True, "max_tokens_per_step": 11}}
+    generator = TextGenerator.load(tmp_path, device="cpu", settings=settings)
+    together = [one for (one,) in generator.generate(TEXTS, [replace(own, ignore_eod=True) for own in SAMPLING])]
+    for text, done in zip(TEXTS, together, strict=True):
+        own = [one.token for one in (*(done.prompt_logprobs or ())[1:], *done.logprobs) if one is not None]
+        assert len(done.tokens) == 4
+        assert trained(generator.model, [*text, *done.tokens]) == own
 
 
 @pytest.mark.parametrize("name", SHORT)

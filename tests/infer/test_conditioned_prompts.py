@@ -68,7 +68,7 @@ def test_an_image_file_stands_where_the_prompt_says(llava: Path, tmp_path: Path,
     assert run(["generate", str(llava), "--prompt", "see <image>:", "--image", str(path), *options]) == 0
     shown = capsys.readouterr().out
     generator = TextGenerator.load(llava, device="cpu")
-    model, config = generator.engine.engine.model, generator.config
+    model, config = generator.model, generator.config
     # 40 x 32 pixels: the middle 32 rows, colours from -1 to 1.
     images = torch.from_numpy((pixels[4:36].astype(np.float32) / 255 - 0.5) / 0.5).permute(2, 0, 1)[None]
     encode = generator.tokenizer.encode
@@ -141,7 +141,7 @@ class Bytes:
 
 def test_a_prompt_is_what_the_encoder_reads() -> None:
     generator = t5()
-    model = generator.engine.engine.model
+    model = generator.model
     ((found,),) = generator.generate(["a bridge"], GREEDY)
     tokens = [256]
     for _ in range(6):

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from tests.infer.engines import configuration, engine_of, prompts, run, tokens_of
+from tests.ckpt.convert_cases import MODELS
+from tests.infer.engines import configuration, engine_of, new_model, prompts, run, tokens_of
 from tests.infer.server.served import generator, language_model, live
 
+from mt_core.errors import ConfigError
 from mt_infer import beams, chunk_results
 from mt_infer import engine as engine_module
 from mt_infer.chunk_results import results_from_logits
 from mt_infer.engine import InferenceEngine
-from mt_infer.requests import SAMPLING_FAILED, TEXT_FAILED, FinishReason, TokenEvent
+from mt_infer.requests import DRAFT_FAILED, INPUTS_FAILED, SAMPLING_FAILED, TEXT_FAILED, FinishReason, TokenEvent
 from mt_infer.sampling import sampler
 from mt_infer.sampling.beam_search import BeamSearch
-from mt_infer.sampling.constraints import Matcher
+from mt_infer.sampling.constraints import Constraints, Matcher
 from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.speculation import drafter
+from mt_infer.speculation.building import DraftModel
+from mt_infer.speculation.drafter import NgramDrafter
 
 BROKEN = 77
 """The seed of the request that fails."""
@@ -132,3 +137,79 @@ def test_a_server_goes_on_after_a_request_that_fails(monkeypatch: pytest.MonkeyP
         assert (status, answer["error"]["message"]) == (500, SAMPLING_FAILED)
         assert served.call("/health")[0] == 200
         assert served.call("/v1/chat/completions", asked)[0] == 200
+
+
+def test_a_failing_matcher_of_beams_ends_their_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the beams' memory changes hands."""
+
+    class Broken(Matcher):
+        def __init__(self) -> None:
+            super().__init__("regex", None, 64)  # type: ignore[arg-type]
+
+        error = None
+        is_complete = False
+        allowed = lambda self, drafted, size: torch.ones(size, dtype=torch.bool)  # noqa: E731
+        copy = lambda self: self  # noqa: E731
+        advance = fails
+
+    real = Constraints.matcher
+    monkeypatch.setattr(
+        Constraints, "matcher", lambda self, own: Broken() if own.seed == BROKEN else real(self, own), raising=True
+    )
+    assert_it_fails_alone(engine(), num_beams=2, n=2)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp"])
+def test_a_failing_draft_ends_its_request_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens up to there are reported."""
+    own = drafting_engine(method)
+    module, name, rows_of = {
+        "ngram": (NgramDrafter, "_draft", lambda _, sequence: [sequence]),
+        "draft_model": (drafter, "choose", lambda _, rows: [row.sequence for row in rows]),
+        "mtp": (drafter, "choose", lambda _, rows: [row.sequence for row in rows]),
+    }[method]
+    plain = SamplingParameters(temperature=0.0, seed=1, max_tokens=6)
+    alone = tokens_of(run(own, prompts(5), plain)[0])
+    monkeypatch.setattr(module, name, failing(getattr(module, name), rows_of))
+    bad = SamplingParameters(temperature=0.0, seed=BROKEN, max_tokens=6)
+    good, broken = run(own, [*prompts(5), prompts(9)[0]], [plain, bad])
+    assert tokens_of(good) == alone
+    assert ends(broken) == [(0, FinishReason.ERROR, DRAFT_FAILED)]
+    assert len(tokens_of(broken)) >= 1
+    assert own.manager.used_blocks == 0
+    assert own.is_idle
+
+
+def drafting_engine(method: str) -> InferenceEngine:
+    inference = {"speculative_method": method, "speculative_tokens": 2, "speculative_ngram": 1}
+    if method == "draft_model":
+        small = DraftModel(new_model(configuration("llama")))
+        return engine_of(configuration("llama", inference=inference), draft_model=small)
+    keys = {**MODELS["deepseek"], "mtp_num_layers": 1} if method == "mtp" else "llama"
+    return engine_of(configuration(keys, inference=inference))
+
+
+@pytest.mark.parametrize("error", [ConfigError("the images are no images"), IndexError("a defect")], ids=repr)
+def test_inputs_that_cannot_be_encoded_end_their_request_alone(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = engine_of(configuration("t5"))
+    condition = own.runner.condition
+
+    def condition_or_fail(inputs: Mapping[str, torch.Tensor]) -> Any:
+        if any(7 in tensor.tolist()[0] for tensor in inputs.values()):
+            raise error
+        return condition(inputs)
+
+    def asked(token: int) -> dict[str, torch.Tensor]:
+        return {own.model.conditioned_by[0]: torch.tensor([[token] * 5])}
+
+    sampling = SamplingParameters(seed=1, n=2, max_tokens=3)
+    alone = [tokens_of(events) for events in run(own, [[1]], sampling, [asked(5)])]
+    monkeypatch.setattr(own.runner, "condition", condition_or_fail)
+    good, bad, last = run(own, [[1]] * 3, sampling, [asked(5), asked(7), asked(5)])
+    message = str(error) if isinstance(error, ConfigError) else INPUTS_FAILED
+    assert ends(bad) == [(index, FinishReason.ERROR, message) for index in range(2)]
+    assert [tokens_of(good), tokens_of(last)] == alone * 2
+    assert own.manager.used_blocks == 0
+    assert own.is_idle

@@ -278,9 +278,9 @@ def test_what_cannot_be_is_refused(model: str, options: dict[str, Any], words: s
     ],
 )
 def test_what_a_running_trainer_cannot_generate_with_is_named(inference: dict[str, str], words: str) -> None:
-    trainer = SimpleNamespace(engine=SimpleNamespace(config=configuration("llama", inference=inference)))
+    training = SimpleNamespace(config=configuration("llama", inference=inference))
     with pytest.raises(ConfigError, match=words):
-        TextGenerator.of_trainer(trainer)
+        TextGenerator.of_engine(training)
 
 
 # -- a text -------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def outputs(generator: TextGenerator) -> list[tuple[list[int], list[float]]]:
 def before_and_after_training(rank: int, world: int, layout: str) -> Any:
     keys, own = LAYOUTS[layout]
     trainer = Trainer(config(*ENGINE, "optimizer.lr=0.05", *keys), host=load_plugins())
-    generator = TextGenerator.of_trainer(trainer, own)
+    generator = TextGenerator.of_engine(trainer.engine, own)
     found = []
     batches = trainer.engine.train_batches(trainer.train_data)
     for _ in range(2):
@@ -48,10 +48,10 @@ def before_and_after_training(rank: int, world: int, layout: str) -> Any:
             trainer.engine.train_step(next(batches))
         waiting = None if rank else generator.submit([5, 9], SAMPLING)
         with pytest.raises(ConfigError, match="weights cannot change while requests run"):
-            generator.refit(trainer)
+            generator.refit(trainer.engine)
         if waiting is not None:
             generator.cancel(waiting)
-        generator.refit(trainer)
+        generator.refit(trainer.engine)
     return found
 
 

@@ -164,7 +164,7 @@ def test_metrics_of_the_prefix_cache_and_of_speculation() -> None:
 def test_a_model_that_has_diverged_is_an_error_in_words() -> None:
     model = language_model("nan", 1)
     with torch.no_grad():
-        next(model.generator.engine.engine.model.parameters()).fill_(float("nan"))
+        next(model.generator.model.parameters()).fill_(float("nan"))
     with live([model]) as served:
         for body in ({"prompt": "x", "max_tokens": 2, **more} for more in ({}, {"logprobs": 1}, {"temperature": 0})):
             status, answer = served.call("/v1/completions", body)

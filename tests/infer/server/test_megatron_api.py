@@ -47,7 +47,7 @@ def test_log_probabilities_of_prompt_and_continuation(megatron: Live, tiny) -> N
     answer = ask(megatron, logprobs=True, random_seed=3)
     ids = answer["tokens"][0]
     with torch.inference_mode():
-        logs = tiny.engine.engine.model(torch.tensor([ids])).float().log_softmax(-1)[0]
+        logs = tiny.model(torch.tensor([ids])).float().log_softmax(-1)[0]
     expected = [logs[place, token].item() for place, token in enumerate(ids[1:])]
     assert answer["logprobs"][0] == pytest.approx(expected, abs=1e-4)
     assert "".join(answer["segments"][0]) == answer["text"][0]

@@ -116,7 +116,7 @@ def test_echoed_log_probabilities_are_the_models(client: openai.OpenAI, alpha) -
     found, text = done.choices[0].logprobs, done.choices[0].text
     ids = list(PROMPT.encode())
     with torch.inference_mode():
-        logs = alpha.engine.engine.model(torch.tensor([ids])).float().log_softmax(-1)[0]
+        logs = alpha.model(torch.tensor([ids])).float().log_softmax(-1)[0]
     generated = int(logs[-1].argmax())
     expected = [logs[place, token].item() for place, token in enumerate([*ids[1:], generated])]
     assert found.token_logprobs[0] is None

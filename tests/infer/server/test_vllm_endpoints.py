@@ -82,7 +82,7 @@ def last_states(served: Live, texts: list[str]) -> torch.Tensor:
     """The last hidden state of transformers' model with the served weights, at each text's last token, of length 1."""
     from transformers import LlamaConfig, LlamaModel
 
-    ours = served.service.models.find("alpha").generator.engine.engine.model
+    ours = served.service.models.find("alpha").generator.model
     config = ours.config
     theirs = LlamaModel(
         LlamaConfig(

@@ -78,7 +78,7 @@ def _generator(trainer: Trainer) -> TextGenerator:
     from mt_infer.text import TextGenerator
 
     if trainer.ctx.world.size == 1:
-        return TextGenerator.of_trainer(trainer)
+        return TextGenerator.of_engine(trainer.engine)
     assert trainer.directory is not None
     # Generating on the trainer's sharded model would need all ranks; this runs on one, which reads the whole model.
     own = load_trained_model(trainer.directory.checkpoints, trainer.host, device=trainer.engine.device.type)

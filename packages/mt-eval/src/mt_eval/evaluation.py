@@ -150,7 +150,7 @@ def evaluate(
             measure(generator, task, journal, on_sample)
         # From the journal, so that a resumed run gives the same numbers as an uninterrupted one.
         results = {task.name: result_of(task, journal.samples(task.name)) for task in tasks}
-    run = describe_run(str(generator.engine.engine.ctx.device))
+    run = describe_run(str(generator.ctx.device))
     evaluation = Evaluation(results, {**model, **run})
     if output is not None:
         evaluation.write(output)

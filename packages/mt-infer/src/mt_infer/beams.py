@@ -13,6 +13,7 @@ from mt_infer.blocks import OutOfBlocksError
 from mt_infer.cache.manager import CacheManager
 from mt_infer.requests import SAMPLING_FAILED, BeamGroup, FinishReason, RunningSequence, TokenEvent, failed
 from mt_infer.sampling.beam_search import Candidate, Continuation, Hypothesis, ScoredToken
+from mt_infer.sampling.constraints import Matcher
 from mt_infer.sampling.rows import SamplingRow
 from mt_infer.sampling.sampler import LogProbs, adjusted
 from mt_infer.scheduler import Scheduler
@@ -51,16 +52,27 @@ def advance_beams(group: BeamGroup, scheduler: Scheduler) -> list[TokenEvent]:
     return list(_events(group))
 
 
-def _following(group: BeamGroup) -> list[Continuation]:
-    """For each beam of the next step its parent and its token. An exception ends the search."""
+def _following(group: BeamGroup) -> list[tuple[Continuation, Matcher | None]]:
+    """For each beam of the next step its parent and its token, and its matcher behind that token. An exception ends the
+    search, before any memory has changed hands."""
     found = [group.candidates[member] for member in group.members]
     group.candidates.clear()
     try:
-        return group.search.advance(found, [member.generated for member in group.members])
+        following = group.search.advance(found, [member.generated for member in group.members])
+        return [(one, _advanced(group.members[one.parent].matcher, one.token)) for one in following]
     except Exception:
         log.exception("a beam search failed")
         group.error = SAMPLING_FAILED
         return []
+
+
+def _advanced(matcher: Matcher | None, token: int) -> Matcher | None:
+    """A copy behind the token."""
+    if matcher is None:
+        return None
+    copy = matcher.copy()
+    copy.advance(token)
+    return copy
 
 
 def _remove(group: BeamGroup, scheduler: Scheduler) -> None:
@@ -68,22 +80,21 @@ def _remove(group: BeamGroup, scheduler: Scheduler) -> None:
         scheduler.remove(member)
 
 
-def _continue(group: BeamGroup, following: Sequence[Continuation], scheduler: Scheduler) -> None:
-    before = group.members
+def _continue(group: BeamGroup, following: Sequence[tuple[Continuation, Matcher | None]], scheduler: Scheduler) -> None:
+    before, continuations = group.members, [one for one, _ in following]
     # Example, beams A B C; A is continued twice, C once: B is released, A continues itself, a fork of A is the second,
     # C the third.
-    going_on = {one.parent for one in following}
+    going_on = {one.parent for one in continuations}
     for number, member in enumerate(before):
         # Before forks, which may need the blocks.
         if number not in going_on:
             scheduler.manager.release(member)
-    group.members, has_memory = _children(before, following, scheduler.manager)
+    group.members, has_memory = _children(before, continuations, scheduler.manager)
     scheduler.replace(before, group.members)
-    for member, one in zip(group.members, following, strict=True):
+    for member, (one, matcher) in zip(group.members, following, strict=True):
         # After all forks: a fork copies its parent's tokens without the new one.
         member.tokens.append(one.token)
-        if member.matcher is not None:
-            member.matcher.advance(one.token)
+        member.matcher = matcher
     # A beam without memory cannot run: the group waits as a whole, and is computed again with its new tokens.
     if not has_memory:
         scheduler.preempt(group.members[0])
@@ -121,7 +132,6 @@ def copy_of(parent: RunningSequence, manager: CacheManager) -> RunningSequence:
         computed=0,
         slot=None,
         memory=dict(parent.memory),
-        matcher=None if parent.matcher is None else parent.matcher.copy(),
     )
 
 

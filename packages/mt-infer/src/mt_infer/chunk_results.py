@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,12 +11,11 @@ from torch import Tensor
 
 from mt_infer.beams import beam_candidates
 from mt_infer.cache.batch import Chunk
+from mt_infer.isolation import run_isolated
 from mt_infer.requests import DIVERGED, SAMPLING_FAILED, RunningSequence
 from mt_infer.sampling.beam_search import Candidate
 from mt_infer.sampling.sampler import NOT_FINITE, LogProbs, Sampled, log_probabilities
 from mt_infer.speculation.drafter import verify
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -55,10 +53,6 @@ def results_from_logits(
     return found.results
 
 
-RANKS_OWN_ERRORS = (MemoryError, torch.OutOfMemoryError)
-"""Exceptions that ranks which compute the same need not have in common."""
-
-
 class _Results:
     """Each part fills in the results of some chunks, given by their numbers."""
 
@@ -72,20 +66,9 @@ class _Results:
         return [number for number, result in enumerate(self.results) if result.error is None]
 
     def run(self, part: Callable[[Sequence[int]], None], numbers: Sequence[int]) -> None:
-        """A part of all these chunks; of one after the other where it raises for all together."""
-        if not numbers:
-            return
-        try:
-            part(numbers)
-        except Exception as error:
-            if not self.alone and isinstance(error, RANKS_OWN_ERRORS):
-                raise
-            if len(numbers) == 1:
-                log.exception("a request failed as its next token was chosen")
-                self.results[numbers[0]] = ChunkResult(error=SAMPLING_FAILED)
-                return
-            for number in numbers:
-                self.run(part, [number])
+        """Calls `part` with these chunks. One for which it raises has an error as its result."""
+        for number in run_isolated(part, numbers, alone=self.alone, what="its next token was chosen"):
+            self.results[number] = ChunkResult(error=SAMPLING_FAILED)
 
     def score_prompts(self, numbers: Sequence[int]) -> None:
         for number in numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.config.schema import InferenceConfig
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, MtError
 from mt_core.interfaces import Tokenizer
 from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.parallel.context import ParallelContext
@@ -21,6 +22,7 @@ from mt_infer.cache.batch import Chunk
 from mt_infer.cache.manager import build_caches
 from mt_infer.chunk_results import ChunkResult, results_from_logits
 from mt_infer.decode_graphs import DecodeGraphs, uses_graphs
+from mt_infer.isolation import RANKS_OWN_ERRORS
 from mt_infer.new_requests import (
     NewSequences,
     check_products,
@@ -29,6 +31,8 @@ from mt_infer.new_requests import (
     refuse_invariant_quantization,
 )
 from mt_infer.requests import (
+    DRAFT_FAILED,
+    INPUTS_FAILED,
     EngineStatistics,
     FinishReason,
     Request,
@@ -44,6 +48,7 @@ from mt_infer.scheduler import Scheduler
 from mt_infer.speculation.building import DraftModel, build_drafter
 from mt_infer.speculation.drafter import SpeculationStatistics
 
+log = logging.getLogger(__name__)
 REQUESTS_RUN = "weights cannot change while requests run; finish or cancel them first"
 
 
@@ -116,13 +121,16 @@ class InferenceEngine:
 
     def cancel(self, request: int) -> list[TokenEvent]:
         """Ends a request and frees its memory."""
-        # A list first: remove() changes the lists that sequences() iterates over.
-        cancelled = [sequence for sequence in self.scheduler.sequences() if sequence.request.id == request]
-        for sequence in cancelled:
-            self.scheduler.remove(sequence)
         # Beams share index 0, and some of n sequences may have ended: one event for each index that is still open.
-        indices = dict.fromkeys(one.index for one in cancelled)
+        indices = dict.fromkeys(sequence.index for sequence in self._remove_request(request))
         return [TokenEvent(request, index, None, finish=FinishReason.CANCELLED) for index in indices]
+
+    def _remove_request(self, request: int) -> list[RunningSequence]:
+        # A list first: remove() changes the lists that sequences() iterates over.
+        removed = [sequence for sequence in self.scheduler.sequences() if sequence.request.id == request]
+        for sequence in removed:
+            self.scheduler.remove(sequence)
+        return removed
 
     def finish(self, request: int, index: int) -> None:
         """Ends one sequence of a request: its text has come to a stop text."""
@@ -152,23 +160,27 @@ class InferenceEngine:
     @torch.inference_mode()
     def step(self, *, fill: bool = False) -> list[TokenEvent]:
         """One forward pass over the sequences that are next. fill: also without any, for the experts of other ranks."""
+        events: list[TokenEvent] = []
         with self._evaluating():
             if self.drafter is not None:
                 # Before schedule(), which counts drafted positions in the budget of the step. Collective in layouts
                 # with pipeline stages or experts: every rank calls it in every step, also without sequences.
-                self.drafter.propose(self.scheduler.running)
+                for sequence in self.drafter.propose(self.scheduler.running):
+                    events += self._end_failed(sequence, DRAFT_FAILED)
             chunks = self.scheduler.schedule()
-            if not chunks and not fill:
-                return []
             # An encoder in pipeline stages communicates: `chunks` is the same on all ranks of the model.
-            self._condition(chunks)
+            errors = self._condition(chunks)
+            events += [event for request, error in errors.items() for event in self._end_request(request, error)]
+            chunks = [chunk for chunk in chunks if chunk.sequence.request.id not in errors]
+            if not chunks and not fill:
+                return events
             # Recurrent states cannot drop their last positions. A copy from before the pass is what roll_back restores
             # when a draft is rejected; attention needs none, since positions behind `computed` are not read.
             snapshots = [self.manager.snapshot(chunk.sequence) if chunk.drafts else None for chunk in chunks]
             found = self._sample(chunks)
         # A search decides over all its beams at once, so beams advance after every chunk of the step has its
         # candidates.
-        return [*self._advance_all(chunks, found, snapshots), *self._advance_beams(chunks)]
+        return [*events, *self._advance_all(chunks, found, snapshots), *self._advance_beams(chunks)]
 
     def weights_changed(self) -> None:
         """After an update of the model's weights: no prefix may be reused. Raises ConfigError while requests run."""
@@ -205,7 +217,9 @@ class InferenceEngine:
             # On the last stage, while its hidden states are at hand (multi-token prediction).
             drafts = self.drafter.continued(batch, [one.sampled for one in found])
             for one, guesses in zip(found, drafts, strict=True):
-                one.drafts = guesses
+                one.drafts = guesses or ()
+                if guesses is None:
+                    one.error = one.error or DRAFT_FAILED
         # One object for each chunk, in the order of `chunks`, which is the same on every rank.
         return self.runner.from_last_stage(found)
 
@@ -257,24 +271,49 @@ class InferenceEngine:
         self.scheduler.remove(sequence)
         return [failed(sequence.request.id, sequence.index, error)]
 
+    def _end_request(self, request: int, error: str) -> list[TokenEvent]:
+        """Ends all sequences of a request, with an event for each that has not ended; a search has one for each beam
+        that it returns."""
+        removed = self._remove_request(request)
+        is_search = removed[0].beams is not None
+        indices = range(removed[0].request.sampling.n) if is_search else dict.fromkeys(one.index for one in removed)
+        return [failed(request, index, error) for index in indices]
+
     def _advance_beams(self, chunks: Sequence[Chunk]) -> list[TokenEvent]:
         groups = dict.fromkeys(chunk.sequence.beams for chunk in chunks)
         ready = [beams for beams in groups if beams is not None and (beams.is_ready or beams.error)]
         return [event for beams in ready for event in advance_beams(beams, self.scheduler)]
 
-    def _condition(self, chunks: Sequence[Chunk]) -> None:
-        """Of sequences that were admitted what the model makes of their requests' inputs, once for each request: those
-        that wait take no memory for it."""
+    def _condition(self, chunks: Sequence[Chunk]) -> dict[int, str]:
+        """Encodes the inputs beside tokens of sequences that were admitted, once for each request: those that wait take
+        no memory for it. Returns the requests for which that raises, with their errors."""
         # Sequences of one request share the tensors: n samples of one image encode it once, also when some were
         # preempted and lost their reference.
-        found = {one.request.id: one.conditioning for one in self.scheduler.running if one.conditioning is not None}
+        known = {one.request.id: one.conditioning for one in self.scheduler.running if one.conditioning is not None}
+        errors: dict[int, str] = {}
         for sequence in (chunk.sequence for chunk in chunks):
             request = sequence.request
-            if request.inputs and sequence.conditioning is None:
-                if request.id not in found:
+            if not request.inputs or sequence.conditioning is not None or request.id in errors:
+                continue
+            if request.id not in known:
+                try:
                     inputs = {name: tensor.to(self.ctx.device) for name, tensor in request.inputs.items()}
-                    found[request.id] = self.runner.condition(inputs)
-                sequence.conditioning = found[request.id]
+                    known[request.id] = self.runner.condition(inputs)
+                except Exception as error:
+                    if not self._fails_alike(error):
+                        raise
+                    errors[request.id] = str(error) if isinstance(error, MtError) else INPUTS_FAILED
+                    log.exception("a request failed as its inputs were encoded")
+                    continue
+            sequence.conditioning = known[request.id]
+        return errors
+
+    def _fails_alike(self, error: Exception) -> bool:
+        """Whether every rank of the model has this error of encoding a request's inputs."""
+        if self.ctx.axis("model").size == 1:
+            return True
+        # Stages of an encoder wait for one another: an error of one leaves the others in a receive.
+        return self.runner.encoder is None and not isinstance(error, RANKS_OWN_ERRORS)
 
 
 @contextmanager

@@ -34,6 +34,10 @@ DIVERGED = (
 """An error of TokenEvent."""
 SAMPLING_FAILED = "the request failed as its next token was chosen, by a defect of mt or of a package; the log says why"
 """An error of TokenEvent."""
+DRAFT_FAILED = "the request failed as tokens were drafted for it; the log says why"
+"""An error of TokenEvent."""
+INPUTS_FAILED = "the request failed as the model encoded its inputs beside tokens; the log says why"
+"""An error of TokenEvent."""
 TEXT_FAILED = "the request failed as its tokens were decoded into text; the log says why"
 """An error of TextEvent."""
 
@@ -157,6 +161,10 @@ def append_sampled(sequence: RunningSequence, sampled: Sampled, longest: int) ->
         return event
     sequence.tokens.append(event.token)
     return replace(event, finish=FinishReason.STOP) if sampled.is_end else event
+
+
+FAILED = (SAMPLING_FAILED, DRAFT_FAILED, INPUTS_FAILED, TEXT_FAILED)
+"""Errors by a defect, of which the log says more."""
 
 
 def failed(request: int, index: int, error: str) -> TokenEvent:

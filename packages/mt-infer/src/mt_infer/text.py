@@ -17,9 +17,9 @@ from mt_core.interfaces import Tokenizer
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train import build
+from mt_core.train.engine import Engine
 from mt_core.train.pipelining import Stages, build_stages
 from mt_core.train.trained_model import TrainedModel, load_trained_model
-from mt_core.train.trainer import Trainer
 from mt_infer.completions import BestOf, Completion, TextEvent
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.engine import InferenceEngine
@@ -113,42 +113,43 @@ class TextGenerator:
         return cls(LockstepEngine(engine), tokenizer, config)
 
     @classmethod
-    def of_trainer(cls, trainer: Trainer, parallel: Mapping[str, Any] | None = None) -> TextGenerator:
-        """Of a running trainer's weights. After steps of training call `refit`. Collective over the world.
+    def of_engine(cls, training: Engine, parallel: Mapping[str, Any] | None = None) -> TextGenerator:
+        """Generates with the weights of a training engine (`trainer.engine`). After steps of training call `refit`.
+        Collective over the world.
 
         parallel: the section [parallel] of a layout of its own, in which the engine has a copy of the weights. Default:
-        the trainer's layout, and its memory; FSDP2, which keeps weights in pieces, needs a layout. Raises ConfigError
-        for that, for inference.quantize_weights and for a draft model.
+        the training engine's layout, and its memory; FSDP2, which keeps weights in pieces, needs a layout. Raises
+        ConfigError for that, for inference.quantize_weights and for a draft model.
         """
-        parts = trainer.engine
-        refuse_quantized_training(parts.config.inference)
-        refuse_draft_model_in_training(parts.config.inference)
+        refuse_quantized_training(training.config.inference)
+        refuse_draft_model_in_training(training.config.inference)
         if parallel is None:
-            # Without a layout of its own the engine computes with the trainer's modules, whose weights FSDP2 reshards
-            # between layers.
-            if parts.config.parallel.use_torch_fsdp2:
+            # Without a layout of its own generation computes with the modules that are trained, whose weights FSDP2
+            # reshards between layers.
+            if training.config.parallel.use_torch_fsdp2:
                 raise ConfigError(
                     "parallel.use_torch_fsdp2=true keeps pieces of weights on each rank; give a layout for generation, "
                     'such as parallel={"tensor_model_parallel_size": 1}'
                 )
-            return cls.of_model(parts.model, parts.tokenizer, parts.config, parts.ctx, parts.stages)
+            return cls.of_model(training.model, training.tokenizer, training.config, training.ctx, training.stages)
         # A second model in the same world: another mesh over the same ranks, and weights of its own.
-        config = with_parallel(parts.config, parallel)
-        ctx = build.build_context(config, parts.device)
-        stages = build_stages(config, ctx, parts.host)
-        model = build.build_model(config, ctx, parts.host, None if stages is None else stages.own)
-        generator = cls.of_model(model, parts.tokenizer, config, ctx, stages)
+        config = with_parallel(training.config, parallel)
+        ctx = build.build_context(config, training.device)
+        stages = build_stages(config, ctx, training.host)
+        model = build.build_model(config, ctx, training.host, None if stages is None else stages.own)
+        generator = cls.of_model(model, training.tokenizer, config, ctx, stages)
         # Collective, and with a check that both models have the same weights: before the first request.
-        generator._refit = Refit(parts.weights, parts.layouts, parts.ctx, model, ctx)
-        generator.refit(trainer)
+        generator._refit = Refit(training.weights, training.layouts, training.ctx, model, ctx)
+        generator.refit(training)
         return generator
 
-    def refit(self, trainer: Trainer) -> None:
-        """Takes over the trainer's weights after a step. Collective over the world; no request may be running."""
+    def refit(self, training: Engine) -> None:
+        """Takes over the weights of the training engine after a step. Collective over the world; no request may be
+        running."""
         # First, since it raises on all ranks while requests run, before weights are touched.
         self.engine.weights_changed()
-        # The engine that shares the trainer's modules reads its weights in place: they must have arrived.
-        trainer.engine.weights.finish_gather()
+        # A generator that shares the trained modules reads their weights in place: they must have arrived.
+        training.weights.finish_gather()
         if self._refit is not None:
             self._refit()
 
@@ -218,6 +219,16 @@ class TextGenerator:
     def longest(self) -> int:
         """Positions of a sequence, prompt included."""
         return self.engine.engine.longest
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, with the weights that the engine computes with."""
+        return self.engine.engine.model
+
+    @property
+    def ctx(self) -> ParallelContext:
+        """The layout of the model, and its device."""
+        return self.engine.ctx
 
     # -- one caller -------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def run_harness(
         finally:
             if chat is not None:
                 chat.close()
-    run = describe_run(str(generator.engine.engine.ctx.device))
+    run = describe_run(str(generator.ctx.device))
     logged = results.pop("samples")
     results["n-truncated"] = {task: len(language_model.truncated[task]) for task in logged}
     results["provenance"] = {**model, **run, **described["requests"], "system_instruction": options.system_instruction}

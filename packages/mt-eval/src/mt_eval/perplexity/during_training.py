@@ -35,7 +35,7 @@ class PerplexityEvaluator:
 
     def evaluate(self, run: Trainer) -> Mapping[str, float]:
         # Collective. Afterwards rank 0 sends the requests, and the other ranks compute their parts of them.
-        generator = TextGenerator.of_trainer(run, self.parallel)
+        generator = TextGenerator.of_engine(run.engine, self.parallel)
         if not is_writer():
             generator.follow()
             return {}

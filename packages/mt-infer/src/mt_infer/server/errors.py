@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mt_core.errors import MtError
-from mt_infer.requests import DIVERGED, SAMPLING_FAILED, TEXT_FAILED
+from mt_infer.requests import DIVERGED, FAILED
 
 MEGATRON_PATH = "/api"
 """Its clients print the `message` of an error's body."""
@@ -47,7 +47,7 @@ def end_of_text(error: str) -> ApiError:
     """Of a text that cannot be continued, with the error of its last event."""
     if error == DIVERGED:
         return ApiError(error, status=500, code="not_finite")
-    return ApiError(error, status=500 if error in (SAMPLING_FAILED, TEXT_FAILED) else 400)
+    return ApiError(error, status=500 if error in FAILED else 400)
 
 
 def as_api_error(error: Exception) -> ApiError:

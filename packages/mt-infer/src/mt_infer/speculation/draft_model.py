@@ -14,8 +14,7 @@ from mt_infer.cache.manager import CacheManager
 from mt_infer.requests import Request, RunningSequence
 from mt_infer.runner import ModelRunner
 from mt_infer.sampling.rows import SamplingRow
-from mt_infer.sampling.sampler import choose
-from mt_infer.speculation.drafter import Drafter
+from mt_infer.speculation.drafter import Drafter, choose_drafts
 
 
 @dataclass
@@ -26,6 +25,8 @@ class _Drafted:
     copy: RunningSequence
     wanted: int
     tokens: tuple[int, ...] = ()
+    has_failed: bool = False
+    """Whether choosing one of its tokens raised."""
 
 
 # One step, for sequences that are ready (all tokens but the last are in the large model's cache):
@@ -53,7 +54,7 @@ class ModelDrafter(Drafter):
         self.runner, self.manager, self.is_batch_invariant = runner, manager, is_batch_invariant
         self._copies: dict[RunningSequence, RunningSequence] = {}
 
-    def propose(self, running: Sequence[RunningSequence]) -> None:
+    def propose(self, running: Sequence[RunningSequence]) -> list[RunningSequence]:
         # Sequences that ended, or were preempted: the copy's memory is free for others.
         for gone in [sequence for sequence in self._copies if sequence not in running]:
             self.manager.release(self._copies.pop(gone))
@@ -65,11 +66,12 @@ class ModelDrafter(Drafter):
         snapshots = [self.manager.snapshot(one.copy) for one in drafted]
         # The number of turns is the same on every rank, since each may have a collective.
         for count in range(1, self.most):
-            self._extend([one for one in drafted if one.wanted > count])
+            self._extend([one for one in drafted if one.wanted > count and not one.has_failed])
         for one, snapshot in zip(drafted, snapshots, strict=True):
             one.sequence.drafts = one.tokens
             # Keys and values of drafts are overwritten; recurrent states are restored.
             self.manager.roll_back(one.copy, len(one.sequence.tokens), snapshot)
+        return [one.sequence for one in drafted if one.has_failed]
 
     def ready(self, running: Sequence[RunningSequence]) -> list[RunningSequence]:
         """Without prompts with images, which the small model cannot read."""
@@ -141,8 +143,9 @@ class ModelDrafter(Drafter):
         # The large model's sequence: its seed, index and parameters, so that the same random number is drawn.
         rows = [SamplingRow(one.sequence, one.tokens) for one in ending]
         # Every rank continues from the same drafts.
-        found = self.runner.from_last_stage(choose(logits, rows).tolist() if logits is not None and rows else [])
-        for one, token in zip(ending, found, strict=True):
-            one.tokens = (*one.tokens, token)
+        chosen = [] if logits is None else choose_drafts(logits, rows, alone=self.runner.ctx.tp.size == 1)
+        for one, token in zip(ending, self.runner.from_last_stage(chosen), strict=True):
+            one.has_failed = token is None
+            one.tokens = one.tokens if token is None else (*one.tokens, token)
         for one, chunk in chunks:
             one.copy.computed = chunk.start + chunk.count

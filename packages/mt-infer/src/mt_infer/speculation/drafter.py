@@ -15,11 +15,14 @@ import numpy as np
 from torch import Tensor
 
 from mt_infer.cache.batch import CachedBatch, Chunk
+from mt_infer.isolation import run_isolated
 from mt_infer.requests import RunningSequence
 from mt_infer.sampling.rows import SamplingRow
-from mt_infer.sampling.sampler import Sampled, sample
+from mt_infer.sampling.sampler import Sampled, choose, sample
 
 Draft = tuple[int, ...]
+DRAFTING = "tokens were drafted for it"
+"""For the log."""
 
 
 class Drafter:
@@ -32,11 +35,13 @@ class Drafter:
     def __init__(self, most: int, image_token: int | None = None) -> None:
         self.most, self.image_token = most, image_token
 
-    def propose(self, running: Sequence[RunningSequence]) -> None:
-        """Sets `drafts` of the sequences that are ready for some; the same on every rank of the model."""
+    def propose(self, running: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """Sets `drafts` of the sequences that are ready for some; the same on every rank of the model. Returns the
+        sequences for which that raises, each alone."""
+        return []
 
-    def continued(self, batch: CachedBatch, sampled: Sequence[Sequence[Sampled]]) -> list[Draft]:
-        """On the last stage: drafts that follow the sampled tokens of each chunk."""
+    def continued(self, batch: CachedBatch, sampled: Sequence[Sequence[Sampled]]) -> list[Draft | None]:
+        """On the last stage: drafts that follow the sampled tokens of each chunk; None where drafting raises."""
         return [()] * len(batch.sequences)
 
     def usable(self, sequence: RunningSequence, length: int) -> int:
@@ -56,6 +61,19 @@ class Drafter:
         return [one for one in running if one.waiting == 1 and not one.drafts and self.usable(one, len(one.tokens))]
 
 
+def choose_drafts(logits: Tensor, rows: Sequence[SamplingRow], *, alone: bool) -> list[int | None]:
+    """logits [B, vocab] -> the token of each row; None for a row for which choosing raises. alone: see run_isolated."""
+    chosen: list[int | None] = [None] * len(rows)
+
+    def choose_rows(numbers: Sequence[int]) -> None:
+        tokens = choose(logits[list(numbers)], [rows[number] for number in numbers]).tolist()
+        for number, token in zip(numbers, tokens, strict=True):
+            chosen[number] = token
+
+    run_isolated(choose_rows, range(len(rows)), alone=alone, what=DRAFTING)
+    return chosen
+
+
 class NgramDrafter(Drafter):
     """Drafts from the text itself: what followed the last tokens where they stood before (prompt lookup, Saxena, 2023).
 
@@ -66,10 +84,19 @@ class NgramDrafter(Drafter):
         super().__init__(most, image_token)
         self.longest = longest
 
-    def propose(self, running: Sequence[RunningSequence]) -> None:
-        for sequence in self.ready(running):
-            followed = continuation(sequence.tokens, self.longest)[: self.usable(sequence, len(sequence.tokens))]
-            sequence.drafts = tuple(takewhile(lambda token: token != self.image_token, followed))
+    def propose(self, running: Sequence[RunningSequence]) -> list[RunningSequence]:
+        ready = self.ready(running)
+
+        def draft(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                ready[number].drafts = self._draft(ready[number])
+
+        # alone: nothing is exchanged, and what raises here raises on all ranks, which have the same tokens.
+        return [ready[number] for number in run_isolated(draft, range(len(ready)), alone=True, what=DRAFTING)]
+
+    def _draft(self, sequence: RunningSequence) -> Draft:
+        followed = continuation(sequence.tokens, self.longest)[: self.usable(sequence, len(sequence.tokens))]
+        return tuple(takewhile(lambda token: token != self.image_token, followed))
 
 
 def continuation(tokens: Sequence[int], longest: int) -> list[int]:

@@ -20,8 +20,8 @@ from mt_infer.cache.manager import CacheManager
 from mt_infer.requests import RunningSequence
 from mt_infer.runner import ModelRunner, gather_vocab
 from mt_infer.sampling.rows import SamplingRow
-from mt_infer.sampling.sampler import Sampled, choose
-from mt_infer.speculation.drafter import Draft, Drafter
+from mt_infer.sampling.sampler import Sampled
+from mt_infer.speculation.drafter import Draft, Drafter, choose_drafts
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class _Span:
     tokens: list[int]
     wanted: int
     drafts: Draft = ()
+    has_failed: bool = False
+    """Whether choosing one of its drafts raised."""
 
     @property
     def new_tokens(self) -> list[int]:
@@ -70,7 +72,7 @@ class MultiTokenDrafter(Drafter):
         # By identity of the sequence; an entry goes with it.
         self._tails: WeakKeyDictionary[RunningSequence, _Tail] = WeakKeyDictionary()
 
-    def continued(self, batch: CachedBatch, sampled: Sequence[Sequence[Sampled]]) -> list[Draft]:
+    def continued(self, batch: CachedBatch, sampled: Sequence[Sequence[Sampled]]) -> list[Draft | None]:
         assert batch.hidden is not None
         # [count, H] for each chunk, without filler.
         hidden = batch.hidden[0, : batch.count].split([chunk.count for chunk in batch.sequences])
@@ -96,7 +98,7 @@ class MultiTokenDrafter(Drafter):
             if not spans:
                 continue
             self._draft(spans, gather_vocab(self.model.logits(state[:, passes.logit_rows]), self.runner.ctx).logits[0])
-        return [span.drafts for span in spans]
+        return [None if span.has_failed else span.drafts for span in spans]
 
     def _span(self, chunk: Chunk, hidden: Tensor, sampled: list[int]) -> _Span:
         """The chunk's positions without rejected drafts, behind those of its tail."""
@@ -117,8 +119,9 @@ class MultiTokenDrafter(Drafter):
     def _draft(self, spans: Sequence[_Span], logits: Tensor) -> None:
         """logits [number of spans, vocab]: one more token for each span that is to have more."""
         # Chunks that sampled nothing get no drafts.
-        numbers = [number for number, span in enumerate(spans) if len(span.drafts) < span.wanted]
+        numbers = [n for n, span in enumerate(spans) if len(span.drafts) < span.wanted and not span.has_failed]
         rows = [SamplingRow(spans[n].sequence, (*spans[n].new_tokens, *spans[n].drafts)) for n in numbers]
-        if rows:
-            for number, token in zip(numbers, choose(logits[numbers].float(), rows).tolist(), strict=True):
-                spans[number].drafts = (*spans[number].drafts, token)
+        chosen = choose_drafts(logits[numbers].float(), rows, alone=self.runner.ctx.tp.size == 1)
+        for number, token in zip(numbers, chosen, strict=True):
+            spans[number].has_failed = token is None
+            spans[number].drafts = spans[number].drafts if token is None else (*spans[number].drafts, token)
