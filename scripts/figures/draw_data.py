@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from mt_core.data.batch_size import BatchSizeSchedule
 from scripts.figures.axes import Axes
 from scripts.figures.registry import figure
 from scripts.figures.svg import Canvas
 
 from mt_core.data.loader import micro_batch_samples
+from mt_core.data.training_length import BatchSizeSchedule
 from mt_data.datasets.blend import build_blend_index
 from mt_data.datasets.gpt_index import GPTIndexPlan, build_gpt_index
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from mt_infer.sampling.truncation import keep_min_p, keep_top_k, keep_top_p
 from scripts.figures.registry import figure
 from scripts.figures.svg import Canvas
+
+from mt_infer.sampling.logits_processors import keep_min_p, keep_top_k, keep_top_p
 
 LOGITS = torch.tensor([[3.0, 2.6, 2.1, 1.2, 1.0, 0.4, 0.1, -0.5, -1.2, -2.0]])
 

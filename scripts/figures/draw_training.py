@@ -110,10 +110,10 @@ def run_panels() -> Canvas:
 def optimizers() -> Canvas:
     runs = recorded("optimizers")
     canvas = Canvas(
-        680, 320, "Training loss of gpt-tiny with four optimizers, each with the best of three learning rates"
+        680, 320, "Training loss of a small GPT with four optimizers, each with the better of two learning rates"
     )
     axes = Axes(canvas, (0, 120), (2.0, 6.0))
-    axes.frame("step", "loss, mean of 10 steps", "gpt-tiny, 120 steps, the best of three learning rates each")
+    axes.frame("step", "loss, mean of 10 steps", "2 layers of width 64, the better of two learning rates each")
     for colour, run in enumerate(runs.values()):
         losses = run["loss"]
         smooth = [sum(losses[max(0, n - 9) : n + 1]) / min(n + 1, 10) for n in range(len(losses))]

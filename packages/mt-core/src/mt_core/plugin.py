@@ -154,7 +154,6 @@ def mt_register_optimizers() -> list[OptimizerSpec]:
             doc="AdamW, with decoupled weight decay",
             config_type=Lazy("mt_core.optim.configs:AdamConfig"),
             build=Lazy("mt_core.optim.optimizers:build_adam"),
-            takes_environment=True,
         ),
         OptimizerSpec(
             name="sgd",
@@ -173,7 +172,6 @@ def mt_register_optimizers() -> list[OptimizerSpec]:
             doc="Muon: orthogonal momentum for matrices, Adam or Lion for the rest",
             config_type=Lazy("mt_core.optim.configs:MuonConfig"),
             build=Lazy("mt_core.optim.muon:build_muon"),
-            takes_environment=True,
         ),
     ]
 
