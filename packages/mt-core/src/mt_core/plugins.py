@@ -221,10 +221,11 @@ class PluginHost:
                 raise PluginError(f"{name} takes no arguments, and this takes {', '.join(taken)}")
             if name in known:
                 continue
-            similar = did_you_mean(name, known)
-            if similar or not name.startswith(HOOK_PREFIX):
-                raise PluginError(f"{name} is not a hook of mt{similar}")
-            plugin.notes.append(f"{name}: no installed plugin asks for {name.removeprefix(HOOK_PREFIX)}")
+            kind = name.removeprefix(HOOK_PREFIX)
+            # Without the prefix, by which all names of hooks resemble one another.
+            if kind == name or did_you_mean(kind, self.kinds):
+                raise PluginError(f"{name} is not a hook of mt{did_you_mean(name, known)}")
+            plugin.notes.append(f"{name}: no installed plugin asks for {kind}")
 
     def skip(self, plugin: Plugin, reason: str) -> None:
         plugin.problems.append(Problem("allow-list", reason))

@@ -158,7 +158,7 @@ OPTIONS = ("path", "checkpoint", "evidence", "search_parameters")
 
 @dataclass(frozen=True)
 class IndexRetriever:
-    """Implements mt_core.specs.PassageRetriever."""
+    """Implements mt_retrieval.passage_retrievers.PassageRetriever."""
 
     retriever: Retriever
     options: Mapping[str, str]

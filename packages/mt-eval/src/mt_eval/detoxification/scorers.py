@@ -156,7 +156,7 @@ TOXIC = "1"
 
 
 class ClassifierScorer:
-    """Implements mt_core.specs.TextScorer. Texts that are too long are cut, as in training.
+    """Implements mt_eval.text_scorers.TextScorer. Texts that are too long are cut, as in training.
 
     attribute: the name of the scores. number: of the class whose probability they are. Raises ConfigError for a model
     that was trained on pairs of texts or predicts a number, and for a class that it lacks.
