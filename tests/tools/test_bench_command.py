@@ -18,13 +18,14 @@ from mt_core.errors import DataError
 from mt_core.nn.kernels.catalogue import KERNELS
 from mt_core.parallel.context import Axis
 from mt_core.plugins import load_plugins
+from mt_core.train.reporting.step_metrics import peak_of_name
 from mt_tools.bench import cpu, simulation, startup
 from mt_tools.bench.kernel_cases import CASES, SMALL
 from mt_tools.bench.kernels import PLAIN_LOSSES, measure
 from mt_tools.bench.machine import Machine
 from mt_tools.bench.report import Report, bars, compare, conditions, metrics, read_report, to_svg
 from mt_tools.bench.timing import alternating, elapsed
-from mt_tools.bench.training import idle_share, kind_of, shares
+from mt_tools.bench.training import idle_share, kind_of, shares, utilization
 from mt_tools.bench.training_presets import PRESETS
 
 
@@ -144,6 +145,16 @@ def test_kernels_are_put_into_kinds() -> None:
     }
     assert {name: kind_of(name) for name in names} == names
     assert shares([("gemm", 3.0), ("rms_norm", 1.0)]) == {"products": 0.75, "norms": 0.25}
+
+
+def test_utilization_is_of_the_peak_of_the_device_itself() -> None:
+    """An A100 at 156 TFLOP/s is half busy; a device without a known peak has the reason and no number."""
+    names = ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA Unheard-of")
+    a100, h100, unknown = (utilization(156e12, name, peak_of_name(name)) for name in names)
+    assert (a100["mfu"], a100["mfu_peak_tflops"]) == (0.5, 312.0)
+    assert h100["mfu"] == pytest.approx(156 / 989.4)
+    assert unknown.keys() == {"mfu_missing"}
+    assert "NVIDIA Unheard-of is not known; logging.device_peak_tflops" in unknown["mfu_missing"]
 
 
 def test_idle_is_what_no_kernel_covers() -> None:

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from mt_core.config.loading import load_config
-from mt_core.config.schema import Config
+from mt_core.config.schema import Config, LoggingConfig
 from mt_core.data.loader import BatchReader
 from mt_core.plugins import PluginHost
 from mt_core.train.callbacks import Callback, Metrics, Run
+from mt_core.train.reporting.step_metrics import peak_tflops, unknown_peak
 from mt_core.train.trainer import Trainer
 from mt_tools.bench.machine import Machine
 from mt_tools.bench.report import Case
@@ -91,8 +92,6 @@ def idle_share(spans: Iterable[tuple[float, float]]) -> float:
     return 1.0 - busy / max(reached - ordered[0][0], 1e-12)
 
 
-PEAK_BF16 = 989.4e12
-"""Dense bf16 FLOP/s of an H100 or H200, as its vendor states them: the denominator of MFU."""
 CONVENTION = "products forward and twice backward, attention over the keys that are seen, recomputation not counted"
 WARM_UP = 5
 PROFILED = 3
@@ -184,7 +183,9 @@ def measure_training(
         "settings": settings,
         "main_weights": getattr(config.optimizer, "main_weights", None),  # as resolved, where `settings` leave it auto
         "steps": steps,
-        **_speed(tokens / seconds, flops_per_token(config, host), machine, preset.goals.get(precision)),
+        **_speed(tokens / seconds, flops_per_token(config, host), machine, config.logging),
+        # The reference value of the preset, which is one of a GPU.
+        **({"goal_tokens_per_second": preset.goals.get(precision)} if machine.is_gpu else {}),
         "step_ms": seconds * 1e3,
         "loss": run.last_loss.loss,
         **_memory(peak, plan),
@@ -206,20 +207,22 @@ def flops_per_token(config: Config, host: PluginHost) -> float:
     return Planner(counted, host, get_machine("h200")).plan(counted, 1).flops_per_token
 
 
-def _speed(tokens: float, flops_per_token: float, machine: Machine, goal: float | None) -> dict[str, Any]:
-    """goal: the reference value, compared on a GPU only."""
+def _speed(tokens: float, flops_per_token: float, machine: Machine, logging: LoggingConfig) -> dict[str, Any]:
     rate = tokens * flops_per_token
-    values = {
+    return {
         "tokens_per_second": tokens,
         "gflops_per_token": flops_per_token / 1e9,
         "convention": CONVENTION,
         "of_gemm_peak": rate / machine.gemm_rate,
+        **(utilization(rate, machine.name, peak_tflops(machine.device, logging)) if machine.is_gpu else {}),
     }
-    if machine.is_gpu:
-        values["mfu"] = rate / PEAK_BF16
-        values["mfu_peak_tflops"] = PEAK_BF16 / 1e12
-        values["goal_tokens_per_second"] = goal
-    return values
+
+
+def utilization(rate: float, device: str, peak: float | None) -> dict[str, Any]:
+    """MFU of `rate` FLOP/s, with the peak in TFLOP/s that it is a fraction of; the reason where no peak is known."""
+    if peak is None:
+        return {"mfu_missing": unknown_peak(device)}
+    return {"mfu": rate / (peak * 1e12), "mfu_peak_tflops": peak}
 
 
 def _memory(peak: int | None, plan: LayoutPlan) -> dict[str, float]:

@@ -16,6 +16,7 @@ from mt_core.nn.layout import ParameterLayout
 from mt_core.parallel.context import AxisName
 from mt_core.train.callbacks import Run
 from mt_core.train.checkpoint.state import shapes_of_all_stages
+from mt_core.train.reporting.step_metrics import peak_tflops, unknown_peak
 
 AXES: Mapping[AxisName, str] = {
     "tp": "tensor parallel",
@@ -37,6 +38,8 @@ def run_summary(run: Run) -> Iterator[str]:
             yield f"kernel {choice}"
     if run.engine.device.type == "cuda":
         yield from run.engine.kernels.notes
+        if peak_tflops(run.engine.device, run.config.logging) is None:
+            yield f"no MFU: {unknown_peak(torch.cuda.get_device_name(run.engine.device))}"
     if run.config.train.deterministic and run.engine.device.type == "cuda" and run.engine.ctx.world.size > 1:
         yield sums_of_nccl(os.environ)
     fp8 = fp8_report(run.model)

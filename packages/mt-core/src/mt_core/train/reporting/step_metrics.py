@@ -54,6 +54,11 @@ def peak_of_name(name: str) -> float | None:
     return next((peak for known, peak in DENSE_BF16_TFLOPS if words.issuperset(known.split())), None)
 
 
+def unknown_peak(name: str) -> str:
+    """Why there is no MFU on a device of this name."""
+    return f"the dense bf16 peak of {name} is not known; logging.device_peak_tflops states it"
+
+
 MetricValues = dict[str, float | int]
 
 
