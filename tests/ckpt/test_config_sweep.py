@@ -74,6 +74,7 @@ TELLING = {
     "gpt_oss": ("rope_parameters",),
     "gemma3": ("attn_logit_softcapping", "rope_scaling"),
     "gpt_neox": ("rope_parameters", "rotary_pct"),
+    "nemotron": ("rope_parameters", "rope_scaling"),
     "t5": ("dense_act_fn", "feed_forward_proj", "is_gated_act", "relative_attention_max_distance"),
     "mamba2": ("rescale_prenorm_residual",),
     "deepseek_v3": ("n_group", "topk_group", "head_dim", "num_nextn_predict_layers"),

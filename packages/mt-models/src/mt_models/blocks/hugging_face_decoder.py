@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from mt_core.config_map import Field, require_known
@@ -209,6 +209,32 @@ def import_rope(external: Mapping[str, Any], default_base: float = 10000.0) -> d
     table = rope_table(external, default_base)
     name = next((key for key in _TABLES if external.get(key)), "rope_theta")
     return {"rotary_base": float(table.pop("rope_theta")), **import_scaling(table, name)}
+
+
+def import_partial_rope(
+    external: Mapping[str, Any], family: str, shares: Sequence[str], bases: Sequence[str], default_share: float
+) -> dict[str, Any]:
+    """Keys of [model] for a family that rotates a share of each head and has no scaled frequencies.
+
+    Up to three generations of keys say the share and the base: those named in `shares` and `bases`, and both within
+    rope_parameters or rope_scaling. Raises ConfigError for a file in which they differ.
+    """
+    outside = {
+        "rope_theta": one_of(external, bases, 10000.0),
+        "partial_rotary_factor": float(one_of(external, shares, default_share)),
+    }
+    table = rope_table({**external, **outside}, partial_rotary_factor=outside["partial_rotary_factor"])
+    stated = {**external, **{f"rope_parameters.{key}": value for key, value in table.items()}}
+    share = float(one_of(stated, ("rope_parameters.partial_rotary_factor", *shares), default_share))
+    base = one_of(stated, ("rope_parameters.rope_theta", *bases), 10000.0)
+    table.pop("partial_rotary_factor", None)
+    values = import_rope({"rope_parameters": {**table, "rope_theta": base}})
+    if "rope_scaling_type" in values:
+        raise ConfigError(
+            f"rope_parameters or rope_scaling of type {values['rope_scaling_type']} is not supported in a {family}; it "
+            "can be null or default"
+        )
+    return {**values, "rotary_percent": share, "position_embedding_type": "rope"}
 
 
 def import_scaling(given: Mapping[str, Any], name: str = "rope_scaling") -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
-from mt_models.blocks.hugging_face_decoder import POSITIONS, import_rope, longest_sequence, negated, one_of, rope_table
+from mt_models.blocks.hugging_face_decoder import POSITIONS, import_partial_rope, longest_sequence, negated
 from mt_models.gpt.config import GPTConfig
 from mt_models.hugging_face import FURTHER_ACTIVATIONS, IGNORED, NOT_A_CHOICE, OF_HEADS, require_value
 
@@ -195,28 +195,10 @@ BLOOM = ConfigMap(
 
 
 def _neox_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-    # Three generations of keys: rotary_pct and rotary_emb_base; partial_rotary_factor and rope_theta beside the others;
-    # both within rope_parameters. one_of refuses a file in which they differ.
-    outside = one_of(external, ("rope_theta", "rotary_emb_base"), 10000.0)
-    part = one_of(external, ("partial_rotary_factor", "rotary_pct"), 0.25)
-    table = rope_table({**external, "rope_theta": outside}, partial_rotary_factor=float(part))
-    stated = {**external, **{f"rope_parameters.{key}": value for key, value in table.items()}}
-    share = one_of(stated, ("rope_parameters.partial_rotary_factor", "partial_rotary_factor", "rotary_pct"), 0.25)
-    base = one_of(stated, ("rope_parameters.rope_theta", "rope_theta", "rotary_emb_base"), 10000.0)
-    _require_rotated_pairs(external, float(share))
-    table.pop("partial_rotary_factor", None)
-    values = import_rope({"rope_parameters": {**table, "rope_theta": base}})
-    if "rope_scaling_type" in values:
-        raise ConfigError(
-            f"rope_parameters or rope_scaling of type {values['rope_scaling_type']} is not supported in a gpt_neox; it "
-            "can be null or default"
-        )
-    return {
-        **values,
-        **longest_sequence(external),
-        "rotary_percent": float(share),
-        "position_embedding_type": "rope",
-    }
+    shares, bases = ("partial_rotary_factor", "rotary_pct"), ("rope_theta", "rotary_emb_base")
+    values = import_partial_rope(external, "gpt_neox", shares, bases, 0.25)
+    _require_rotated_pairs(external, values["rotary_percent"])
+    return {**values, **longest_sequence(external)}
 
 
 def _require_rotated_pairs(external: Mapping[str, Any], share: float) -> None:

@@ -13,10 +13,9 @@ from mt_models.blocks.hugging_face_decoder import (
     OURS,
     POSITIONS,
     THEIRS,
-    import_rope,
+    import_partial_rope,
     longest_sequence,
     negated,
-    one_of,
 )
 from mt_models.gpt.config import GPTConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, per_layer
@@ -79,18 +78,9 @@ def import_activation(name: str) -> str:
 
 
 def _import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-    given = dict(external.get("rope_parameters") or external.get("rope_scaling") or {})
-    nested = {f"rope_parameters.{key}": given.pop(key, None) for key in ("partial_rotary_factor", "rope_theta")}
-    stated = {**external, **nested}
-    spellings = ("rope_parameters.partial_rotary_factor", "partial_rotary_factor", "rope_percent", "rotary_percent")
-    share = one_of(stated, spellings, 0.5)
-    base = one_of(stated, ("rope_parameters.rope_theta", "rope_theta"), 10000.0)
-    values = import_rope({"rope_parameters": {"rope_theta": base, **given}})
-    if "rope_scaling_type" in values:
-        raise ConfigError(
-            f"rope_scaling={values['rope_scaling_type']} of a nemotron is not supported; it can be null or default"
-        )
-    _require_pairs(external, float(share))
+    shares = ("partial_rotary_factor", "rope_percent", "rotary_percent")
+    values = import_partial_rope(external, "nemotron", shares, ("rope_theta",), 0.5)
+    _require_pairs(external, values["rotary_percent"])
     biases = external.get("attention_bias", False), external.get("mlp_bias", False)
     if biases[0] is not biases[1]:
         raise ConfigError(
@@ -99,8 +89,6 @@ def _import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **values,
         **longest_sequence({POSITIONS: 4096, **external}),
-        "rotary_percent": float(share),
-        "position_embedding_type": "rope",
         "normalization": "LayerNorm",
         "add_bias_linear": biases[0],
         "num_query_groups": external.get("num_key_value_heads"),
@@ -115,8 +103,8 @@ def _require_pairs(external: Mapping[str, Any], share: float) -> None:
     width = external.get("head_dim") or (hidden // heads if heads and hidden else 0)
     if int(width * share) % 2:
         raise ConfigError(
-            f"partial_rotary_factor={share} of a head of {width} is an odd number of channels, {int(width * share)}; "
-            "rotary positions turn pairs"
+            f"partial_rotary_factor={share} (in rope_parameters or rope_scaling, if one of them is there) of "
+            f"head_dim={width} is an odd number of channels, {int(width * share)}; rotary positions turn pairs"
         )
 
 
