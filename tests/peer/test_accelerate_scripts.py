@@ -1,98 +1,165 @@
-"""Scripts that Accelerate's own wheel carries run after one changed import, with the losses that Accelerate has."""
+"""Scripts that others wrote for Accelerate run after one changed import, with the losses that Accelerate has.
+
+Some stand in Accelerate's own package. Its repository's examples are in no package: MT_ACCELERATE_SCRIPTS names a
+folder that is laid out as the repository, and their tests skip without it. `accelerate_process/server.py` says what is
+put in the place of the hub's models and data.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.peer.accelerate_process.tiny_model import write_classifier
-from tests.peer.environment import installed_alone, python_beside_this
+from tests.peer.accelerate_scripts import CURRENT, Found, Scripts, write_models
+from tests.peer.environment import installed_alone
 
-RUN = Path(__file__).parent / "accelerate_process" / "run_script.py"
-TRAINING = ("test_performance", "test_checkpointing")
-"""Scripts of `external_deps` that train a classifier of pairs of sentences."""
-PLAIN = ("test_sync",)
-"""Scripts that compare what they compute themselves."""
 MEGATRON = {
     "ACCELERATE_USE_MEGATRON_LM": "true",
     "MEGATRON_LM_RETURN_LOGITS": "true",
     "MEGATRON_LM_GRADIENT_CLIPPING": "0.0",
 }
-LAYOUTS: dict[str, tuple[int, dict[str, str]]] = {
-    "own modules": (1, {}),
-    "one process": (1, MEGATRON),
-    "TP 2": (2, {**MEGATRON, "MEGATRON_LM_TP_DEGREE": "2"}),
+
+
+@dataclass(frozen=True)
+class Layout:
+    world: int = 1
+    variables: Mapping[str, str] | None = None
+
+
+LAYOUTS = {
+    "own modules": Layout(),
+    "one process": Layout(variables=MEGATRON),
+    "TP 2": Layout(2, {**MEGATRON, "MEGATRON_LM_TP_DEGREE": "2"}),
+    "TP 4": Layout(4, {**MEGATRON, "MEGATRON_LM_TP_DEGREE": "4"}),
 }
+"""Without data-parallel ranks, by whose number scripts multiply their batch."""
+DATA_PARALLEL = {
+    "own modules": Layout(2),
+    "TP 2, DP 2": Layout(4, {**MEGATRON, "MEGATRON_LM_TP_DEGREE": "2"}),
+}
+"""For scripts whose batch can be halved."""
 
 
-def run(package: str, script: Path, folder: Path, world: int, variables: dict[str, str], *own: str) -> list[float]:
-    accelerate = installed_alone("accelerate>=1.15")
-    python = str(python_beside_this("datasets", "evaluate"))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-    found = folder / "losses"
-    folder.mkdir(parents=True)
-    done = subprocess.run(
-        [python, *launcher, str(RUN), package, str(script), str(found), *own],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(accelerate),
-            "ACCELERATE_USE_CPU": "true",
-            "HF_HUB_OFFLINE": "1",
-            "HF_HOME": str(folder / "hub"),
-            **variables,
-        },
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return list(json.loads(Path(f"{found}.0").read_text(encoding="utf-8")))
+@dataclass(frozen=True)
+class Script:
+    """path: in the package of Accelerate, or in its repository. version: of Accelerate, whose names the script uses.
+    layouts: those that the script itself allows. halved: arguments that are added for half of the batch."""
+
+    path: str
+    arguments: tuple[str, ...] = ()
+    version: str = CURRENT
+    in_package: bool = False
+    layouts: tuple[str, ...] = tuple(LAYOUTS)
+    text: str = "mrpc"
+    halved: tuple[str, ...] = ()
 
 
-def scripts() -> Path:
-    return installed_alone("accelerate>=1.15") / "accelerate" / "test_utils" / "scripts"
+PACKAGED = ("--model_name_or_path", "bert-base-cased", "--num_epochs", "1", "--output_dir", ".")
+# `DistributedType.TPU`, which their collators compare with, is no name of later versions.
+BEFORE_XLA = "accelerate==0.26.1"
+SCRIPTS = (
+    Script("test_utils/scripts/external_deps/test_performance.py", PACKAGED, in_package=True),
+    Script("test_utils/scripts/external_deps/test_checkpointing.py", PACKAGED, in_package=True),
+    Script("examples/complete_nlp_example.py", ("--checkpointing_steps", "epoch"), BEFORE_XLA),
+    Script(
+        "examples/by_feature/automatic_gradient_accumulation.py",
+        ("--observed_batch_size", "16"),
+        halved=("--observed_batch_size", "8"),
+    ),
+    Script("examples/by_feature/checkpointing.py", ("--checkpointing_steps", "3"), BEFORE_XLA),
+    Script("examples/by_feature/ddp_comm_hook.py"),
+    Script("examples/by_feature/early_stopping.py", (), BEFORE_XLA),
+    Script("examples/by_feature/gradient_accumulation.py", ("--gradient_accumulation_steps", "3"), BEFORE_XLA),
+    # It refuses Megatron-LM itself.
+    Script("examples/by_feature/local_sgd.py", ("--local_sgd_steps", "2"), BEFORE_XLA, layouts=("own modules",)),
+    Script("examples/by_feature/memory.py", (), BEFORE_XLA),
+    Script("examples/by_feature/profiler.py", ("--cpu",)),
+    Script("examples/by_feature/tracking.py", ("--with_tracking",), BEFORE_XLA),
+)
+CHECKED_BY_THEMSELVES = ("test_sync",)
+"""Scripts of the package that compare what they compute."""
+
+
+def located(script: Script) -> Path:
+    """Skips the test where the script is not there."""
+    if script.in_package:
+        return installed_alone(script.version) / "accelerate" / script.path
+    folder = os.environ.get("MT_ACCELERATE_SCRIPTS")
+    path = Path(folder or ".") / script.path
+    if folder is None or not path.is_file():
+        pytest.skip(f"MT_ACCELERATE_SCRIPTS={folder}: no {script.path} is there")
+    return path
+
+
+def named(script: Script) -> str:
+    return Path(script.path).stem
 
 
 @pytest.fixture(scope="module")
-def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("weights") / "bert"
-    write_classifier(folder)
-    return folder
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
+    process = Scripts(write_models(tmp_path_factory.mktemp("models")))
+    yield process
+    process.close()
 
 
-@pytest.fixture(scope="module", params=TRAINING)
-def reference(
-    request, classifier: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[str], list[float]]:
-    script = scripts() / "external_deps" / f"{request.param}.py"
-    own = ["--model_name_or_path", str(classifier), "--num_epochs", "1", "--output_dir", "."]
-    return script, own, run("accelerate", script, tmp_path_factory.mktemp("theirs") / "run", 1, {}, *own)
+def run(
+    scripts: Scripts, script: Script, layout: Layout, folder: Path, *more: str, package: str = "mt_accelerate"
+) -> Found:
+    return scripts.run(
+        package,
+        located(script),
+        folder,
+        (*script.arguments, *more),
+        world=layout.world,
+        variables=layout.variables,
+        version=script.version,
+        text=script.text,
+    )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_training_script_has_accelerates_losses(reference, layout: str, tmp_path: Path) -> None:
-    script, own, losses = reference
-    world, variables = LAYOUTS[layout]
-    found = run("mt_accelerate", script, tmp_path / "run", world, variables, *own)
-    assert len(found) == len(losses) > 3
-    assert found == pytest.approx(losses, rel=1e-5)
+@pytest.fixture(scope="module", params=SCRIPTS, ids=named)
+def reference(request, scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> tuple[Script, Found]:
+    """What Accelerate computes on one process."""
+    folder = tmp_path_factory.mktemp("theirs") / "run"
+    found = run(scripts, request.param, Layout(), folder, package="accelerate")
+    assert len(found.losses) > 3
+    return request.param, found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_script_has_accelerates_losses(reference, scripts: Scripts, name: str, tmp_path: Path) -> None:
+    script, theirs = reference
+    if name not in script.layouts:
+        pytest.skip(f"{script.path} allows {', '.join(script.layouts)}")
+    ours = run(scripts, script, LAYOUTS[name], tmp_path / "run")
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert ours.metrics == theirs.metrics
+
+
+@pytest.mark.parametrize("name", DATA_PARALLEL)
+def test_data_parallel_ranks_share_the_batch(reference, scripts: Scripts, name: str, tmp_path: Path) -> None:
+    script, theirs = reference
+    if not script.halved:
+        pytest.skip(f"{script.path} has a batch of its own")
+    ours = run(scripts, script, DATA_PARALLEL[name], tmp_path / "run", *script.halved)
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    assert ours.metrics == theirs.metrics
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("script", PLAIN)
-def test_a_script_that_checks_itself_passes(script: str, world: int, tmp_path: Path) -> None:
-    run("mt_accelerate", scripts() / f"{script}.py", tmp_path / "run", world, {})
+@pytest.mark.parametrize("name", CHECKED_BY_THEMSELVES)
+def test_a_script_that_checks_itself_passes(scripts: Scripts, name: str, world: int, tmp_path: Path) -> None:
+    path = installed_alone(CURRENT) / "accelerate" / "test_utils" / "scripts" / f"{name}.py"
+    scripts.run("mt_accelerate", path, tmp_path / "run", world=world)
 
 
 def test_every_name_works_or_is_refused_with_a_reason(monkeypatch) -> None:
     """Of accelerate, accelerate.utils and Accelerator."""
-    monkeypatch.syspath_prepend(str(installed_alone("accelerate>=1.15")))
+    monkeypatch.syspath_prepend(str(installed_alone(CURRENT)))
     import accelerate
     import accelerate.utils
 

@@ -330,7 +330,7 @@ class Accelerator(Processes):
 
     def check_trigger(self) -> bool:
         """Whether any rank has called `set_trigger`; clears it. Collective."""
-        value = torch.tensor([int(self._trigger)])
+        value = torch.tensor([int(self._trigger)], device=self.device)
         all_reduce_(value, world_ranks(), "max")
         self._trigger = False
         return bool(value.item())

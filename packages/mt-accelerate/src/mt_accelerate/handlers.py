@@ -47,7 +47,8 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Arguments of torch's DistributedDataParallel. comm_hook: fp16 and bf16 compress gradients."""
+    """Arguments of torch's DistributedDataParallel. comm_hook: compresses gradients, to 16 bits or by PowerSGD.
+    comm_wrapper: fp16 or bf16 for what the hook sends. comm_state_option: arguments of torch's PowerSGDState."""
 
     dim: int = 0
     broadcast_buffers: bool = True
@@ -57,11 +58,15 @@ class DistributedDataParallelKwargs(KwargsHandler):
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.comm_hook in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD):
+        """Raises ConfigError for another wrapper, which torch does not have."""
+        kinds = (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
+        if self.comm_wrapper not in kinds:
             raise ConfigError(
-                f"DistributedDataParallelKwargs(comm_hook={str(self.comm_hook)!r}): the hooks are no, fp16 and bf16"
+                f"DistributedDataParallelKwargs(comm_wrapper={str(self.comm_wrapper)!r}): it can be no, fp16 or bf16"
             )
 
 

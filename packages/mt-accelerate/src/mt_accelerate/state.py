@@ -256,6 +256,7 @@ class DistributedType(StrEnum):
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
     XLA = "XLA"
+    TPU = "XLA"  # the name before Accelerate 0.27, which scripts compare with
     MEGATRON_LM = "MEGATRON_LM"
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from mt_accelerate.handlers import AutocastKwargs, DDPCommunicationHookType, DistributedDataParallelKwargs
@@ -47,17 +47,31 @@ def prepare(
     trained = any(parameter.requires_grad for parameter in model.parameters())
     if not dist.is_initialized() or evaluation or not trained or isinstance(model, DistributedDataParallel):
         return model
-    given = options.to_kwargs()
-    given.pop("comm_hook", None)
+    arguments = {name: value for name, value in options.to_kwargs().items() if not name.startswith("comm_")}
     ids = [device.index] if device.type == "cuda" else None
-    made = DistributedDataParallel(model, device_ids=ids, **given)
-    hooks = {
+    replicated = DistributedDataParallel(model, device_ids=ids, **arguments)
+    _register_hook(replicated, options)
+    return replicated
+
+
+def _register_hook(model: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:
+    """What sends the gradients in place of an all-reduce, where options name it."""
+    hooks: dict[str, Callable[..., Any]] = {
         DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
         DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+        DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+        DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
     }
-    if (hook := hooks.get(options.comm_hook)) is not None:
-        made.register_comm_hook(None, hook)
-    return made
+    wrappers: dict[str, Callable[..., Any]] = {
+        DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
+        DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
+    }
+    # Without a hook a wrapper has nothing to wrap, as in Accelerate.
+    if (hook := hooks.get(options.comm_hook)) is None:
+        return
+    wrap = wrappers.get(options.comm_wrapper)
+    state = powerSGD_hook.PowerSGDState(None, **options.comm_state_option) if "power" in options.comm_hook else None
+    model.register_comm_hook(state, hook if wrap is None else wrap(hook))
 
 
 def _in_precision(forward: Callable[..., Any], cast: Callable[[], Any]) -> Callable[..., Any]:
