@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.peer.accelerate_process.tiny_model import write_classifier, write_llama
+from tests.peer.accelerate_process.tiny_model import TEXTS, write_classifier, write_gpt2, write_llama
 from tests.peer.environment import installed_alone, python_beside_this
 
 SERVER = Path(__file__).parent / "accelerate_process" / "server.py"
@@ -29,12 +29,13 @@ class Found:
 
 
 class Scripts:
-    """A started process with datasets, evaluate and transformers. models: hub name -> folder."""
+    """A started process with datasets, evaluate and transformers. files: name in a job's folder -> file or folder.
+    packages: requirements beside what the environment of the tests has."""
 
-    def __init__(self, models: Mapping[str, Path]) -> None:
-        self.models = models
+    def __init__(self, files: Mapping[str, Path], *packages: str) -> None:
+        self.files = files
         self._process = subprocess.Popen(
-            [str(python_beside_this("datasets", "evaluate")), str(SERVER)],
+            [str(python_beside_this("datasets", "evaluate", *packages)), str(SERVER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -68,8 +69,9 @@ class Scripts:
         """version: requirement on Accelerate, whose scripts may import its test utilities. Raises AssertionError with
         the end of the first rank's output that failed."""
         folder.mkdir(parents=True)
-        for name, model in self.models.items():
-            shutil.copytree(model, folder / name)
+        for name, source in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if source.is_dir() else shutil.copyfile)(source, folder / name)
         job = {
             "path": [str(installed_alone(version))],
             "package": package,
@@ -98,8 +100,18 @@ class Scripts:
         return list(json.loads(line))
 
 
-def write_models(folder: Path) -> dict[str, Path]:
-    """Small models under the names that the scripts ask the hub for."""
+def write_files(folder: Path) -> dict[str, Path]:
+    """Small models under the names that the scripts ask the hub for, and text."""
     write_classifier(folder / "bert")
     write_llama(folder / "llama")
-    return {"bert-base-cased": folder / "bert", "HuggingFaceTB/SmolLM-360M": folder / "llama"}
+    write_gpt2(folder / "gpt2")
+    # 96 and 16 samples of 16 tokens, multiples of the scripts' batches.
+    for name, count in (("train.txt", 210), ("valid.txt", 36)):
+        lines = [f"{TEXTS[number % 6]} {TEXTS[(5 * number + 2) % 6]}" for number in range(count)]
+        (folder / name).write_text("\n".join(lines), encoding="utf-8")
+    models = {
+        "bert-base-cased": folder / "bert",
+        "HuggingFaceTB/SmolLM-360M": folder / "llama",
+        "gpt2": folder / "gpt2",
+    }
+    return {**models, **{name: folder / name for name in ("train.txt", "valid.txt")}}

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.peer.accelerate_scripts import CURRENT, Found, Scripts, write_models
+from tests.peer.accelerate_scripts import CURRENT, Found, Scripts, write_files
 from tests.peer.environment import installed_alone
 
 MEGATRON = {
@@ -47,7 +47,8 @@ DATA_PARALLEL = {
 @dataclass(frozen=True)
 class Script:
     """path: in the package of Accelerate, or in its repository. version: of Accelerate, whose names the script uses.
-    layouts: those that the script itself allows. halved: arguments that are added for half of the batch."""
+    layouts: those that the script itself allows. halved: arguments that are added for half of the batch.
+    packages: requirements of the script."""
 
     path: str
     arguments: tuple[str, ...] = ()
@@ -56,11 +57,14 @@ class Script:
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     text: str = "mrpc"
     halved: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
 
 
 PACKAGED = ("--model_name_or_path", "bert-base-cased", "--num_epochs", "1", "--output_dir", ".")
 # `DistributedType.TPU`, which their collators compare with, is no name of later versions.
 BEFORE_XLA = "accelerate==0.26.1"
+BEFORE_5 = ("transformers>=4.50,<4.55",)
+"""They have `send_example_telemetry`, and cut an attention mask that is longer than the text."""
 SCRIPTS = (
     Script("test_utils/scripts/external_deps/test_performance.py", PACKAGED, in_package=True),
     Script("test_utils/scripts/external_deps/test_checkpointing.py", PACKAGED, in_package=True),
@@ -74,8 +78,27 @@ SCRIPTS = (
     Script("examples/by_feature/ddp_comm_hook.py"),
     Script("examples/by_feature/early_stopping.py", (), BEFORE_XLA),
     Script("examples/by_feature/gradient_accumulation.py", ("--gradient_accumulation_steps", "3"), BEFORE_XLA),
+    # Without `accumulate` it scales the loss itself, which is refused with Megatron-LM.
+    Script(
+        "examples/by_feature/gradient_accumulation_for_autoregressive_models.py",
+        ("--gradient_accumulation_steps", "3", "--per_device_batch_size", "20"),
+        layouts=("own modules",),
+        text="lines",
+        halved=("--per_device_batch_size", "10"),
+        packages=BEFORE_5,
+    ),
     # It refuses Megatron-LM itself.
     Script("examples/by_feature/local_sgd.py", ("--local_sgd_steps", "2"), BEFORE_XLA, layouts=("own modules",)),
+    Script(
+        "examples/by_feature/megatron_lm_gpt_pretraining.py",
+        (
+            *("--model_name_or_path", "gpt2", "--train_file", "train.txt", "--validation_file", "valid.txt"),
+            *("--block_size", "16", "--per_device_train_batch_size", "8", "--num_train_epochs", "2", "--seed", "1"),
+            *("--learning_rate", "1e-3", "--weight_decay", "0.1", "--output_dir", "out"),
+        ),
+        halved=("--per_device_train_batch_size", "4"),
+        packages=BEFORE_5,
+    ),
     Script("examples/by_feature/memory.py", (), BEFORE_XLA),
     Script("examples/by_feature/profiler.py", ("--cpu",)),
     Script("examples/by_feature/tracking.py", ("--with_tracking",), BEFORE_XLA),
@@ -99,19 +122,32 @@ def named(script: Script) -> str:
     return Path(script.path).stem
 
 
+Started = Callable[..., Scripts]
+
+
 @pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
-    process = Scripts(write_models(tmp_path_factory.mktemp("models")))
-    yield process
-    process.close()
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """(requirements) -> the process that has them."""
+    files = write_files(tmp_path_factory.mktemp("files"))
+    processes: dict[tuple[str, ...], Scripts] = {}
+
+    def with_packages(*packages: str) -> Scripts:
+        if packages not in processes:
+            processes[packages] = Scripts(files, *packages)
+        return processes[packages]
+
+    yield with_packages
+    for process in processes.values():
+        process.close()
 
 
 def run(
-    scripts: Scripts, script: Script, layout: Layout, folder: Path, *more: str, package: str = "mt_accelerate"
+    started: Started, script: Script, layout: Layout, folder: Path, *more: str, package: str = "mt_accelerate"
 ) -> Found:
-    return scripts.run(
+    path = located(script)
+    return started(*script.packages).run(
         package,
-        located(script),
+        path,
         folder,
         (*script.arguments, *more),
         world=layout.world,
@@ -122,39 +158,41 @@ def run(
 
 
 @pytest.fixture(scope="module", params=SCRIPTS, ids=named)
-def reference(request, scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> tuple[Script, Found]:
+def reference(request, started: Started, tmp_path_factory: pytest.TempPathFactory) -> tuple[Script, Found]:
     """What Accelerate computes on one process."""
     folder = tmp_path_factory.mktemp("theirs") / "run"
-    found = run(scripts, request.param, Layout(), folder, package="accelerate")
+    found = run(started, request.param, Layout(), folder, package="accelerate")
     assert len(found.losses) > 3
     return request.param, found
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_script_has_accelerates_losses(reference, scripts: Scripts, name: str, tmp_path: Path) -> None:
+def test_a_script_has_accelerates_losses(reference, started: Started, name: str, tmp_path: Path) -> None:
     script, theirs = reference
     if name not in script.layouts:
         pytest.skip(f"{script.path} allows {', '.join(script.layouts)}")
-    ours = run(scripts, script, LAYOUTS[name], tmp_path / "run")
+    ours = run(started, script, LAYOUTS[name], tmp_path / "run")
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
     assert ours.metrics == theirs.metrics
 
 
 @pytest.mark.parametrize("name", DATA_PARALLEL)
-def test_data_parallel_ranks_share_the_batch(reference, scripts: Scripts, name: str, tmp_path: Path) -> None:
+def test_data_parallel_ranks_share_the_batch(reference, started: Started, name: str, tmp_path: Path) -> None:
     script, theirs = reference
     if not script.halved:
         pytest.skip(f"{script.path} has a batch of its own")
-    ours = run(scripts, script, DATA_PARALLEL[name], tmp_path / "run", *script.halved)
+    if name != "own modules" and "one process" not in script.layouts:
+        pytest.skip(f"{script.path} allows {', '.join(script.layouts)}")
+    ours = run(started, script, DATA_PARALLEL[name], tmp_path / "run", *script.halved)
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
     assert ours.metrics == theirs.metrics
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", CHECKED_BY_THEMSELVES)
-def test_a_script_that_checks_itself_passes(scripts: Scripts, name: str, world: int, tmp_path: Path) -> None:
+def test_a_script_that_checks_itself_passes(started: Started, name: str, world: int, tmp_path: Path) -> None:
     path = installed_alone(CURRENT) / "accelerate" / "test_utils" / "scripts" / f"{name}.py"
-    scripts.run("mt_accelerate", path, tmp_path / "run", world=world)
+    started().run("mt_accelerate", path, tmp_path / "run", world=world)
 
 
 def test_every_name_works_or_is_refused_with_a_reason(monkeypatch) -> None:

@@ -39,7 +39,8 @@ def pairs(count: int) -> dict[str, list[Any]]:
 
 
 def lines(count: int) -> dict[str, list[Any]]:
-    return {"text": [f"{TEXTS[number % 6]} {TEXTS[(number + 2) % 5]}" for number in range(count)]}
+    """Eight times as many rows: a script takes the first 500."""
+    return {"text": [f"{TEXTS[number % 6]} {TEXTS[(number + 2) % 5]}" for number in range(8 * count)]}
 
 
 def stand_in(rows: Any) -> Any:
