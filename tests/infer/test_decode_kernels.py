@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -127,21 +128,44 @@ PART = {
     **dict.fromkeys(("q", "k", "q_second", "k_second", "v"), "*bf16"), "blocks": "*i32", "positions": "*i64",
     **dict.fromkeys(("parts", "lse", "slopes", "sinks"), "*fp32"), "scale": "fp32", "softcap": "fp32", "out": "*bf16",
 }  # fmt: skip
-GROUPED = {
-    "PER_GROUP": 4, "DIM": 128, "SECOND": 0, "VALUE": 128, "WINDOW": True, "SOFTCAP": True, "SLOPES": False,
-    "slopes": None, "VALUES_ARE_KEYS": False, "PAGE": 16, "SPLITS": 32, "HEADS": 16, "KEYS": 64,
-    "BLOCK_DIM": 128, "BLOCK_SECOND": 0, "BLOCK_VALUE": 128,
-}  # fmt: skip
-LATENT = {
-    **GROUPED, "PER_GROUP": 16, "DIM": 512, "SECOND": 64, "VALUE": 512, "WINDOW": False, "SOFTCAP": False,
-    "VALUES_ARE_KEYS": True, "KEYS": 32, "BLOCK_DIM": 512, "BLOCK_SECOND": 64, "BLOCK_VALUE": 512,
-}  # fmt: skip
+SHAPES = [(4, 128, 0, 128), (32, 128, 0, 128), (8, 192, 0, 128), (32, 256, 0, 256)]
+LATENTS = [(16, 512, 64, 512), (32, 512, 64, 512), (128, 512, 64, 512)]
+"""(heads of a group, channels of a key, of its second part, of a value); DeepSeek-V3 has 128 heads on one latent."""
 COMBINE = {"SINKS": True, "VALUE": 128, "SPLITS": 32, "BLOCK": 128}
 SAMPLER = {"logits": "*fp32", "parameters": "*fp64", "tokens": "*i64"}
+
+
+def part_of(shape: tuple[int, int, int, int], *, window: bool, softcap: bool) -> tuple[dict[str, Any], int]:
+    """Constants of the kernel as it is launched for this shape, and warps."""
+    from mt_infer.cache.triton_attention import channels, tile_of
+
+    per_group, dim, second, value = shape
+    tile = tile_of(per_group, dim, value)
+    constants = {
+        "PER_GROUP": per_group, "DIM": dim, "SECOND": second, "VALUE": value, "WINDOW": window, "SOFTCAP": softcap,
+        "SLOPES": False, "slopes": None, "VALUES_ARE_KEYS": second > 0, "PAGE": 16, "SPLITS": 32, "HEADS": tile.heads,
+        "KEYS": tile.keys, "BLOCK_DIM": channels(dim), "BLOCK_SECOND": channels(second), "BLOCK_VALUE": channels(value),
+    }  # fmt: skip
+    return constants, tile.warps
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *LATENTS])
+def test_paged_attention_compiles_for_hopper_without_spills(shape, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("triton")
+    from tests.core.nn.kernels.cubin import bytes_of_stack
+    from tests.core.nn.kernels.test_compilation import compile_for_hopper
+
+    from mt_infer.cache.triton_attention import STAGES
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants, warps = part_of(shape, window=shape in SHAPES, softcap=shape in SHAPES)
+    module = "mt_infer.cache.triton_attention"
+    assembly = compile_for_hopper(module, "_paged_attention_part", PART, constants, warps, STAGES)
+    assert bytes_of_stack(assembly["cubin"], tmp_path) == 0
+
+
 COMPILED = [
-    ("decoding.triton_attention", "_paged_attention_part", PART, GROUPED, 4),
-    ("decoding.triton_attention", "_paged_attention_part", PART, LATENT, 4),
-    ("decoding.triton_attention", "_paged_attention_combine", PART, COMBINE, 4),
+    ("cache.triton_attention", "_paged_attention_combine", PART, COMBINE, 4),
     ("sampling.triton_sampler", "_sample_rows", SAMPLER, {"BLOCK": 8192}, 32),
 ]
 

@@ -8,6 +8,8 @@ graph of the launches serves sequences of any length.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,8 +20,27 @@ from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, on_device
 from mt_infer.cache.paged_attention import PageTable
 
 MOST_SPLITS = 64
+STAGES = 2
 WIDE = 256
 """Channels of a key from which on tiles have fewer keys, so that they fit into shared memory."""
+LARGEST_OF_4_WARPS = 32 * 256
+"""Elements of an output tile (heads times channels of a value) in the registers of 4 warps; larger ones take 8."""
+
+
+class Tile(NamedTuple):
+    """Heads and keys that a program computes at once, and its warps."""
+
+    heads: int
+    keys: int
+    warps: int
+
+
+def tile_of(per_group: int, dim: int, value: int) -> Tile:
+    """per_group: query heads of a group of keys. dim, value: channels of a key and of a value."""
+    # 16 at least, for tl.dot. Larger groups take several tiles.
+    heads = min(max(triton.next_power_of_2(per_group), 16), 32)
+    # 32 heads of latents (512 channels) in 4 warps would be 128 registers a thread for the output alone, and spill.
+    return Tile(heads, 64 if dim < WIDE else 32, 4 if heads * channels(value) <= LARGEST_OF_4_WARPS else 8)
 
 
 @triton.jit
@@ -155,13 +176,11 @@ def triton_paged_attention(
     rows, heads, dim = q.shape
     groups, width = values.shape[1:]
     per_group = heads // groups
-    # 16 at least, for tl.dot. Larger groups take several tiles.
-    tile_heads = min(max(triton.next_power_of_2(per_group), 16), 32)
-    tile_keys = 64 if dim < WIDE else 32
-    programs = rows * groups * triton.cdiv(per_group, tile_heads)
+    tile = tile_of(per_group, dim, width)
+    programs = rows * groups * triton.cdiv(per_group, tile.heads)
     # Of the longest sequence, in place of the present ones: the grid of a captured launch is fixed.
     reach = table.blocks.shape[1] * table.block_size
-    splits = splits_of(programs, min(reach, scores.window or reach), tile_keys, multiprocessors(q))
+    splits = splits_of(programs, min(reach, scores.window or reach), tile.keys, multiprocessors(q))
     out = q.new_empty(rows, heads, width)
     parts = q.new_empty(rows, heads, splits, width, dtype=torch.float32)
     lse = q.new_empty(rows, heads, splits, dtype=torch.float32)
@@ -175,11 +194,11 @@ def triton_paged_attention(
             *q.stride()[:2], *q_second.stride()[:2], *k.stride()[:2], *k_second.stride()[:2], *values.stride()[:2],
             per_group, dim, second, width,
             scores.window is not None, scores.softcap is not None, scores.slopes is not None, are_keys,
-            table.block_size, splits, tile_heads, tile_keys,
-            _tile(dim), _tile(second), _tile(width), num_warps=4, num_stages=2,
+            table.block_size, splits, tile.heads, tile.keys,
+            channels(dim), channels(second), channels(width), num_warps=tile.warps, num_stages=STAGES,
         )  # fmt: skip
         _paged_attention_combine[(rows * heads,)](
-            parts, lse, scores.sinks, out, heads, scores.sinks is not None, width, splits, _tile(width), num_warps=4
+            parts, lse, scores.sinks, out, heads, scores.sinks is not None, width, splits, channels(width), num_warps=4
         )
     return out
 
@@ -191,6 +210,6 @@ def splits_of(programs: int, reach: int, tile: int, processors: int) -> int:
     return int(min(wanted, triton.next_power_of_2(triton.cdiv(reach, tile)), MOST_SPLITS))
 
 
-def _tile(size: int) -> int:
-    """tl.dot takes powers of 2 from 16."""
+def channels(size: int) -> int:
+    """Of a tile of keys or values with this many channels: tl.dot takes powers of 2 from 16. 0 for no second key."""
     return max(int(triton.next_power_of_2(size)), 16) if size else 0
