@@ -57,6 +57,16 @@ class Command:
         return shlex.split(re.split(r"\s{3,}(?=[a-z#(])", self.text)[0], comments=True)[1:]
 
 
+def write_package(page: str, name: str, directory: Path) -> None:
+    """The Python blocks of a page that begin with a comment such as "# my_losses/plugin.py", as files."""
+    first = re.compile(rf"^# ({name}/\w+\.py)\n")
+    for block in blocks():
+        if block.page == page and (named := first.match(block.text)):
+            path = directory / named[1]
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block.text)
+
+
 def blocks() -> list[Block]:
     found = []
     for path in PAGES:

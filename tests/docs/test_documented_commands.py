@@ -69,6 +69,7 @@ NOT_CONFIGURED = {
     r"facts-(retro|sft)": "starts from a run of docs/guides/retro.md; tests/eval/test_qa.py trains all of them",
     r"preset retro-tiny": "starts from a GPT of four layers; tests/models/test_partial_load.py has smaller ones",
     r"loss=focal": "needs the plugin of the page; test_documented_plugin.py runs it",
+    r"preset sinks-tiny": "needs the plugin of the page; test_documented_model.py runs it",
 }
 
 SMALL = {

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-from tests.docs.blocks import ROOT, Block, blocks
+from tests.docs.blocks import ROOT, Block, blocks, write_package
 
 from mt_cli import main
 from mt_core.plugins import Plugin, load_plugins
 
 PAGE = "docs/guides/plugins.md"
-FILE = re.compile(r"^# (my_losses/\w+\.py)\n")
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of the page in a folder that Python imports from."""
-    for block in page_blocks("python"):
-        if named := FILE.match(block.text):
-            path = tmp_path / named[1]
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(block.text)
+    write_package(PAGE, "my_losses", tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in [name for name in sys.modules if name.startswith("my_losses")]:
         monkeypatch.delitem(sys.modules, name)

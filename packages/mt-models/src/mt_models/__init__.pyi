@@ -1,7 +1,10 @@
 from .blocks.attention import SelfAttention as SelfAttention
 from .blocks.config import DecoderConfig as DecoderConfig
+from .blocks.config import check_decoder as check_decoder
 from .blocks.decoder import CausalDecoder as CausalDecoder
+from .blocks.decoder import RotaryDecoder as RotaryDecoder
 from .blocks.decoder import TokenEmbedding as TokenEmbedding
+from .blocks.decoder import attention_core as attention_core
 from .blocks.transformer import TransformerLayer as TransformerLayer
 from .blocks.transformer import TransformerStack as TransformerStack
 from .flops import flops_per_token as flops_per_token

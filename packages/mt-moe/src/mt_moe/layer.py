@@ -297,12 +297,12 @@ def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
     return TRITON_ROWS
 
 
-def build_moe(shape: MoeShape, environment: ModelBuildContext, layer: int) -> nn.Module:
+def build_moe(shape: MoeShape, context: ModelBuildContext, layer: int) -> nn.Module:
     """The MoE of layer `layer`, or the dense feed-forward where moe_layer_freq says so."""
     config = read_moe_config(shape.moe or {})
     if not layers_with_experts(config.moe_layer_freq, shape.num_layers)[layer]:
-        return environment.feed_forward("dense", shape, layer)
-    ctx = environment.parallel
-    recompute = [name for name in RECOMPUTED if environment.recompute.selects(name)]
-    dispatcher = build_dispatcher(config, ctx, environment.host)
-    return MoeLayer(shape, config, dispatcher, layer, ctx, recompute, environment.planned_capability)
+        return context.feed_forward("dense", shape, layer)
+    ctx = context.parallel
+    recompute = [name for name in RECOMPUTED if context.recompute.selects(name)]
+    dispatcher = build_dispatcher(config, ctx, context.host)
+    return MoeLayer(shape, config, dispatcher, layer, ctx, recompute, context.planned_capability)

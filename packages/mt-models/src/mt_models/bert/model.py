@@ -111,16 +111,16 @@ class BertEncoder(Model):
 
     inputs: tuple[str, ...] = ("tokens", "tokentype_ids", "padding_mask", "position_ids")
 
-    def __init__(self, config: BertConfig, environment: ModelBuildContext) -> None:
+    def __init__(self, config: BertConfig, context: ModelBuildContext) -> None:
         super().__init__()
         self.config = config
-        self.ctx = environment.parallel
-        self.embedding = self.build_embedding(environment)
-        self.encoder = build_layers(config, environment)
+        self.ctx = context.parallel
+        self.embedding = self.build_embedding(context)
+        self.encoder = build_layers(config, context)
 
-    def build_embedding(self, environment: ModelBuildContext) -> BertEmbedding | TokenEmbedding | None:
+    def build_embedding(self, context: ModelBuildContext) -> BertEmbedding | TokenEmbedding | None:
         """The part of the model that this process holds."""
-        return BertEmbedding(self.config, self.ctx) if environment.has_first else None
+        return BertEmbedding(self.config, self.ctx) if context.has_first else None
 
     def hidden_states(
         self,
@@ -169,20 +169,20 @@ class BertOutput(NamedTuple):
 class BertModel(BertEncoder):
     """tokens [B, S] -> BertOutput."""
 
-    def __init__(self, config: BertConfig, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment)
+    def __init__(self, config: BertConfig, context: ModelBuildContext) -> None:
+        super().__init__(config, context)
         self.lm_head: MaskedWordHead | None = None
         self.output_layer: TiedOutput | None = None
         self.pooler: Pooler | None = None
         self.binary_head: BinaryHead | None = None
-        if environment.has_last:
+        if context.has_last:
             self._build_heads(config)
 
-    def build_embedding(self, environment: ModelBuildContext) -> BertEmbedding | TokenEmbedding | None:
-        if not environment.has_first and environment.has_last and self.config.add_lm_head:
+    def build_embedding(self, context: ModelBuildContext) -> BertEmbedding | TokenEmbedding | None:
+        if not context.has_first and context.has_last and self.config.add_lm_head:
             # The last stage's copy of the token embeddings, which are its LM head.
             return TokenEmbedding(self.config, self.ctx)
-        return super().build_embedding(environment)
+        return super().build_embedding(context)
 
     def _build_heads(self, config: BertConfig) -> None:
         assert config.vocab_size is not None
@@ -247,10 +247,10 @@ def first_position(x: Tensor, ctx: ParallelContext) -> Tensor:
     return (gather_copies(x, SEQUENCE_DIM, ctx.tp) if ctx.sequence_parallel else x)[:, 0]
 
 
-def build_layers(config: BertConfig, environment: ModelBuildContext) -> PostNormStack | TransformerStack:
+def build_layers(config: BertConfig, context: ModelBuildContext) -> PostNormStack | TransformerStack:
     """The layers of the configured placement of norms: (x [B, S, H], pattern) -> [B, S, H]."""
-    ctx = environment.parallel
-    core = environment.attention(
+    ctx = context.parallel
+    core = context.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
         num_query_groups=config.num_attention_heads,
@@ -260,17 +260,17 @@ def build_layers(config: BertConfig, environment: ModelBuildContext) -> PostNorm
     )
     layer_type = PostNormLayer if config.layernorm_placement == "post" else TransformerLayer
     layers = {
-        number: layer_type(config, core, environment.feed_forward("dense", config, number), ctx)
-        for number in environment.layers(config.num_layers)
+        number: layer_type(config, core, context.feed_forward("dense", config, number), ctx)
+        for number in context.layers(config.num_layers)
     }
     if config.layernorm_placement == "post":
         # Post-norm layers end in a norm, and the stack has none of its own.
-        return PostNormStack(layers, environment.recompute)
-    return TransformerStack(layers, config, ctx, environment.recompute, has_last=environment.has_last)
+        return PostNormStack(layers, context.recompute)
+    return TransformerStack(layers, config, ctx, context.recompute, has_last=context.has_last)
 
 
-def build_bert(config: BertConfig, environment: ModelBuildContext) -> BertModel:
-    return BertModel(config, environment)
+def build_bert(config: BertConfig, context: ModelBuildContext) -> BertModel:
+    return BertModel(config, context)
 
 
 # BERT's loss: MLM, and sentence order.

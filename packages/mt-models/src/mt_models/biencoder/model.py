@@ -29,8 +29,8 @@ from mt_models.blocks.linear import ReplicatedLinear
 class Tower(BertEncoder):
     """tokens [B, S] -> embeddings [B, P]."""
 
-    def __init__(self, config: BiencoderConfig, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment)
+    def __init__(self, config: BiencoderConfig, context: ModelBuildContext) -> None:
+        super().__init__(config, context)
         self.projection_enc: ReplicatedLinear | None = None
         if config.biencoder_projection_dim:
             self.projection_enc = ReplicatedLinear(
@@ -59,14 +59,14 @@ class BiencoderModel(Model):
         f"{side}_{name}" for side in ("query", "context") for name in ("tokens", "tokentype_ids", "padding_mask")
     )
 
-    def __init__(self, config: BiencoderConfig, environment: ModelBuildContext) -> None:
+    def __init__(self, config: BiencoderConfig, context: ModelBuildContext) -> None:
         super().__init__()
         self.config = config
         if config.biencoder_shared_query_context_model:
-            self.shared_model = Tower(config, environment)
+            self.shared_model = Tower(config, context)
         else:
-            self.query_model = Tower(config, environment)
-            self.context_model = Tower(config, environment)
+            self.query_model = Tower(config, context)
+            self.context_model = Tower(config, context)
 
     def forward(
         self,
@@ -107,8 +107,8 @@ class BiencoderModel(Model):
         return self.config.max_position_embeddings
 
 
-def build_biencoder(config: BiencoderConfig, environment: ModelBuildContext) -> BiencoderModel:
-    return BiencoderModel(config, environment)
+def build_biencoder(config: BiencoderConfig, context: ModelBuildContext) -> BiencoderModel:
+    return BiencoderModel(config, context)
 
 
 # The retrieval loss: contrastive, with the texts of the same micro-batch on all ranks as negatives.

@@ -75,32 +75,32 @@ class CausalDecoder(Model):
     def __init__(
         self,
         config: DecoderConfigLike,
-        environment: ModelBuildContext,
+        context: ModelBuildContext,
         embedding: Callable[[Any, ParallelContext], TokenEmbedding],
         layer: Callable[[int], nn.Module],
         final_layernorm: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        ctx = environment.parallel
+        ctx = context.parallel
         self.config = config
         tied = not config.untie_embeddings_and_output_weights
         self.embedding: TokenEmbedding | None = None
-        if environment.has_first:
+        if context.has_first:
             self.embedding = embedding(config, ctx)
-        elif environment.has_last and tied:
+        elif context.has_last and tied:
             # The last stage's copy of the token embeddings, which are its LM head. The gradients of the two copies are
             # summed over the first and the last stage (TiedWeights).
             self.embedding = TokenEmbedding(config, ctx)
         self.decoder = TransformerStack(
-            {number: layer(number) for number in environment.layers(config.num_layers)},
+            {number: layer(number) for number in context.layers(config.num_layers)},
             config,
             ctx,
-            environment.recompute,
+            context.recompute,
             final_layernorm,
-            has_last=environment.has_last,
+            has_last=context.has_last,
         )
         self.output_layer: VocabParallelOutput | None = None
-        if environment.has_last and not tied:
+        if context.has_last and not tied:
             assert config.vocab_size is not None
             self.output_layer = VocabParallelOutput(
                 config.vocab_size,
@@ -222,10 +222,10 @@ class RotaryDecoder(CausalDecoder):
     config: DecoderConfig
 
     def __init__(
-        self, config: DecoderConfig, environment: ModelBuildContext, layer: Callable[[int], nn.Module] | None = None
+        self, config: DecoderConfig, context: ModelBuildContext, layer: Callable[[int], nn.Module] | None = None
     ) -> None:
         super().__init__(
-            config, environment, TokenEmbedding, layer or (lambda number: rotary_layer(config, environment, number))
+            config, context, TokenEmbedding, layer or (lambda number: rotary_layer(config, context, number))
         )
         self.rotary = build_rotary(config)
 
@@ -239,14 +239,14 @@ class RotaryDecoder(CausalDecoder):
 
 def attention_core(
     config: DecoderConfig,
-    environment: ModelBuildContext,
+    context: ModelBuildContext,
     *,
     window: int | None = None,
     logit_softcap: float | None = None,
     sinks: bool = False,
 ) -> AttentionCore:
     """The core of the backend that the configuration names."""
-    return environment.attention(
+    return context.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
         num_query_groups=config.query_groups,
@@ -270,17 +270,17 @@ def freeze(module: nn.Module) -> None:
     module.requires_grad_(False)
 
 
-def rotary_layer(config: DecoderConfig, environment: ModelBuildContext, number: int) -> TransformerLayer:
+def rotary_layer(config: DecoderConfig, context: ModelBuildContext, number: int) -> TransformerLayer:
     """x + attention(norm(x)), then x + feed_forward(norm(x)); biases, norms of heads, the window and the feed-forward
     (dense or MoE) are those of the configuration."""
-    ctx, window = environment.parallel, config.window_of(number)
-    core = attention_core(config, environment, window=window)
+    ctx, window = context.parallel, config.window_of(number)
+    core = attention_core(config, context, window=window)
     attention = SelfAttention(
         config, core, ctx, window=window, qkv_bias=config.add_qkv_bias, output_bias=config.add_attention_output_bias
     )
-    return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config, number), ctx, attention)
+    return TransformerLayer(config, core, context.feed_forward(config.feed_forward, config, number), ctx, attention)
 
 
-def build_rotary_decoder(config: DecoderConfig, environment: ModelBuildContext) -> RotaryDecoder:
+def build_rotary_decoder(config: DecoderConfig, context: ModelBuildContext) -> RotaryDecoder:
     """See `ModelSpec.build`."""
-    return RotaryDecoder(config, environment)
+    return RotaryDecoder(config, context)

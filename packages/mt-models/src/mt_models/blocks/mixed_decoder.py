@@ -123,12 +123,12 @@ class MixedDecoder(CausalDecoder):
     embedding_type: ClassVar[type[TokenEmbedding]] = TokenEmbedding
     """Class of the embedding; by default the residual stream is in the dtype of the weights."""
 
-    def __init__(self, config: MixedShape, environment: ModelBuildContext, layer: Callable[[int], nn.Module]) -> None:
+    def __init__(self, config: MixedShape, context: ModelBuildContext, layer: Callable[[int], nn.Module]) -> None:
         embedding = Fp32Embedding if config.fp32_residual_connection else self.embedding_type
-        check_sequence_length(environment.config.data.seq_length, environment.parallel.cp.size)
+        check_sequence_length(context.config.data.seq_length, context.parallel.cp.size)
         # DecoderConfigLike also requires the shape of attention, which only attention reads.
-        super().__init__(config, environment, embedding, layer)  # type: ignore[arg-type]
-        self.dtype = environment.parallel.params_dtype
+        super().__init__(config, context, embedding, layer)  # type: ignore[arg-type]
+        self.dtype = context.parallel.params_dtype
 
     def unprojected(self, x: Tensor) -> Unprojected:
         # An fp32 residual stream ends here: the LM head multiplies in the dtype of its weights.

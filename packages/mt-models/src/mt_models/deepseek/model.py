@@ -28,15 +28,15 @@ class DeepseekModel(RotaryDecoder):
 
     config: DeepseekConfig
 
-    def __init__(self, config: DeepseekConfig, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment, lambda number: deepseek_layer(config, environment, number))
+    def __init__(self, config: DeepseekConfig, context: ModelBuildContext) -> None:
+        super().__init__(config, context, lambda number: deepseek_layer(config, context, number))
         targets = ("labels", "loss_mask") if config.mtp_num_layers else ()
         self.inputs = ("tokens", "position_ids", "segment_ids", *targets)
         self.mtp: MultiTokenPrediction | None = None
-        if config.mtp_num_layers and environment.has_last:
-            self.mtp = build_prediction(config, environment)
+        if config.mtp_num_layers and context.has_last:
+            self.mtp = build_prediction(config, context)
             # Also where the LM head is untied: every depth embeds the tokens that follow.
-            self.embedding = self.embedding or TokenEmbedding(config, environment.parallel)
+            self.embedding = self.embedding or TokenEmbedding(config, context.parallel)
 
     def forward(
         self,
@@ -107,23 +107,23 @@ class DeepseekModel(RotaryDecoder):
             yield self.mtp
 
 
-def deepseek_layer(config: DeepseekConfig, environment: ModelBuildContext, number: int) -> TransformerLayer:
-    ctx, core = environment.parallel, attention_core(config, environment)
-    feed_forward = environment.feed_forward(config.feed_forward, config, number)
-    attention = LatentAttention(config, core, ctx, remakes_heads=environment.recompute.selects("mla_up_proj"))
+def deepseek_layer(config: DeepseekConfig, context: ModelBuildContext, number: int) -> TransformerLayer:
+    ctx, core = context.parallel, attention_core(config, context)
+    feed_forward = context.feed_forward(config.feed_forward, config, number)
+    attention = LatentAttention(config, core, ctx, remakes_heads=context.recompute.selects("mla_up_proj"))
     return TransformerLayer(config, core, feed_forward, ctx, attention)
 
 
-def build_prediction(config: DeepseekConfig, environment: ModelBuildContext) -> MultiTokenPrediction:
+def build_prediction(config: DeepseekConfig, context: ModelBuildContext) -> MultiTokenPrediction:
     # The feed-forward of layer num_layers + d is looked up by number, which the pattern of MoE layers has to reach.
     counted = config.with_predicted_layers()
 
     def layer(depth: int) -> nn.Module:
-        return deepseek_layer(counted, environment, config.num_layers + depth)
+        return deepseek_layer(counted, context, config.num_layers + depth)
 
-    loss = build_cross_entropy(environment.config, environment.parallel)
-    return MultiTokenPrediction(config, layer, loss, environment.recompute, environment.parallel)
+    loss = build_cross_entropy(context.config, context.parallel)
+    return MultiTokenPrediction(config, layer, loss, context.recompute, context.parallel)
 
 
-def build_deepseek(config: DeepseekConfig, environment: ModelBuildContext) -> DeepseekModel:
-    return DeepseekModel(config, environment)
+def build_deepseek(config: DeepseekConfig, context: ModelBuildContext) -> DeepseekModel:
+    return DeepseekModel(config, context)

@@ -60,15 +60,15 @@ class GemmaAttention(SelfAttention):
 class GemmaLayer(nn.Module):
     """Layer `number` of the model, local or global: [batch, sequence, hidden] -> the same."""
 
-    def __init__(self, config: GemmaConfig, environment: ModelBuildContext, number: int) -> None:
+    def __init__(self, config: GemmaConfig, context: ModelBuildContext, number: int) -> None:
         super().__init__()
-        ctx, window = environment.parallel, config.window_of(number)
-        core = attention_core(config, environment, window=window, logit_softcap=config.attn_logit_softcapping)
+        ctx, window = context.parallel, config.window_of(number)
+        core = attention_core(config, context, window=window, logit_softcap=config.attn_logit_softcapping)
         self.input_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
         self.self_attention = GemmaAttention(config, core, ctx, window)
         self.post_self_attn_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
         self.pre_mlp_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
-        self.mlp = environment.feed_forward(config.feed_forward, config, number)
+        self.mlp = context.feed_forward(config.feed_forward, config, number)
         self.post_mlp_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx)
 
     def forward(
@@ -90,13 +90,13 @@ class GemmaModel(CausalDecoder):
 
     config: GemmaConfig
 
-    def __init__(self, config: GemmaConfig, environment: ModelBuildContext) -> None:
-        ctx = environment.parallel
+    def __init__(self, config: GemmaConfig, context: ModelBuildContext) -> None:
+        ctx = context.parallel
         super().__init__(
             config,
-            environment,
+            context,
             GemmaEmbedding,
-            lambda number: GemmaLayer(config, environment, number),
+            lambda number: GemmaLayer(config, context, number),
             lambda: ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx),
         )
         self.rotary = build_rotary(config)
@@ -124,5 +124,5 @@ class GemmaModel(CausalDecoder):
         return self.config.max_sequence_length
 
 
-def build_gemma(config: GemmaConfig, environment: ModelBuildContext) -> GemmaModel:
-    return GemmaModel(config, environment)
+def build_gemma(config: GemmaConfig, context: ModelBuildContext) -> GemmaModel:
+    return GemmaModel(config, context)

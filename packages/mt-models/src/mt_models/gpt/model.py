@@ -48,9 +48,9 @@ class GPTModel(CausalDecoder):
 
     config: GPTConfig
 
-    def __init__(self, config: GPTConfig, environment: ModelBuildContext) -> None:
-        ctx = environment.parallel
-        super().__init__(config, environment, GPTEmbedding, lambda number: gpt_layer(config, environment, number))
+    def __init__(self, config: GPTConfig, context: ModelBuildContext) -> None:
+        ctx = context.parallel
+        super().__init__(config, context, GPTEmbedding, lambda number: gpt_layer(config, context, number))
         self.slopes: Tensor | None = None
         if config.position_embedding_type == "alibi":
             # [heads of this rank]
@@ -73,8 +73,8 @@ class GPTModel(CausalDecoder):
         return self.config.table_size
 
 
-def gpt_layer(config: GPTConfig, environment: ModelBuildContext, number: int) -> TransformerLayer:
-    core = environment.attention(
+def gpt_layer(config: GPTConfig, context: ModelBuildContext, number: int) -> TransformerLayer:
+    core = context.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
         num_query_groups=config.query_groups,
@@ -83,9 +83,9 @@ def gpt_layer(config: GPTConfig, environment: ModelBuildContext, number: int) ->
         bias=config.position_embedding_type == "alibi",
     )
     layer_type = ParallelResidualLayer if config.parallel_residual else TransformerLayer
-    feed_forward = environment.feed_forward(config.feed_forward, config, number)
-    return layer_type(config, core, feed_forward, environment.parallel)
+    feed_forward = context.feed_forward(config.feed_forward, config, number)
+    return layer_type(config, core, feed_forward, context.parallel)
 
 
-def build_gpt(config: GPTConfig, environment: ModelBuildContext) -> GPTModel:
-    return GPTModel(config, environment)
+def build_gpt(config: GPTConfig, context: ModelBuildContext) -> GPTModel:
+    return GPTModel(config, context)

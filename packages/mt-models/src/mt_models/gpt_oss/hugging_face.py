@@ -50,15 +50,13 @@ YARN = {
 
 
 def name_map(config: GptOssConfig) -> NameMap:
-    return decoder_name_map(
-        config,
-        [
-            *norm_rules(PRE_NORMS),
-            *attention_rules(config, qkv_bias=True, output_bias=True),
-            Same(f"{OURS}self_attention.core_attention.softmax_offset", f"{THEIRS}self_attn.sinks"),
-            *expert_rules(),
-        ],
-    )
+    layer = [
+        *norm_rules(PRE_NORMS),
+        *attention_rules(config, qkv_bias=True, output_bias=True),
+        Same(f"{OURS}self_attention.core_attention.softmax_offset", f"{THEIRS}self_attn.sinks"),
+        *expert_rules(),
+    ]
+    return decoder_name_map(config, layer)
 
 
 def expert_rules() -> list[Rule]:

@@ -58,16 +58,16 @@ class SinkAttention(SelfAttention):
 class GptOssModel(RotaryDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
-    def __init__(self, config: GptOssConfig, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment, lambda number: gpt_oss_layer(config, environment, number))
+    def __init__(self, config: GptOssConfig, context: ModelBuildContext) -> None:
+        super().__init__(config, context, lambda number: gpt_oss_layer(config, context, number))
 
 
-def gpt_oss_layer(config: GptOssConfig, environment: ModelBuildContext, number: int) -> TransformerLayer:
-    ctx, window = environment.parallel, config.window_of(number)
-    core = attention_core(config, environment, window=window, sinks=True)
+def gpt_oss_layer(config: GptOssConfig, context: ModelBuildContext, number: int) -> TransformerLayer:
+    ctx, window = context.parallel, config.window_of(number)
+    core = attention_core(config, context, window=window, sinks=True)
     attention = SinkAttention(config, core, ctx, window=window)
-    return TransformerLayer(config, core, environment.feed_forward(config.feed_forward, config, number), ctx, attention)
+    return TransformerLayer(config, core, context.feed_forward(config.feed_forward, config, number), ctx, attention)
 
 
-def build_gpt_oss(config: GptOssConfig, environment: ModelBuildContext) -> GptOssModel:
-    return GptOssModel(config, environment)
+def build_gpt_oss(config: GptOssConfig, context: ModelBuildContext) -> GptOssModel:
+    return GptOssModel(config, context)

@@ -41,9 +41,9 @@ class GraniteAttention(SelfAttention):
 class GraniteLayer(TransformerLayer):
     """Both branches are multiplied by residual_multiplier."""
 
-    def __init__(self, config: GraniteMoeConfig, environment: ModelBuildContext, number: int) -> None:
-        ctx, core = environment.parallel, attention_core(config, environment)
-        feed_forward = environment.feed_forward(config.feed_forward, config, number)
+    def __init__(self, config: GraniteMoeConfig, context: ModelBuildContext, number: int) -> None:
+        ctx, core = context.parallel, attention_core(config, context)
+        feed_forward = context.feed_forward(config.feed_forward, config, number)
         super().__init__(config, core, feed_forward, ctx, GraniteAttention(config, core, ctx))
         self.multiplier = config.residual_multiplier
 
@@ -62,10 +62,8 @@ class GraniteMoeModel(CausalDecoder):
 
     config: GraniteMoeConfig
 
-    def __init__(self, config: GraniteMoeConfig, environment: ModelBuildContext) -> None:
-        super().__init__(
-            config, environment, GraniteEmbedding, lambda number: GraniteLayer(config, environment, number)
-        )
+    def __init__(self, config: GraniteMoeConfig, context: ModelBuildContext) -> None:
+        super().__init__(config, context, GraniteEmbedding, lambda number: GraniteLayer(config, context, number))
         self.rotary = build_rotary(config)
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
@@ -86,5 +84,5 @@ class GraniteMoeModel(CausalDecoder):
         return self.config.max_sequence_length
 
 
-def build_granite_moe(config: GraniteMoeConfig, environment: ModelBuildContext) -> GraniteMoeModel:
-    return GraniteMoeModel(config, environment)
+def build_granite_moe(config: GraniteMoeConfig, context: ModelBuildContext) -> GraniteMoeModel:
+    return GraniteMoeModel(config, context)

@@ -50,11 +50,11 @@ class TextVector(Model):
     config: Any
     ctx: ParallelContext
 
-    def __init__(self, config: Any, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment)  # of the base model, next in line
+    def __init__(self, config: Any, context: ModelBuildContext) -> None:
+        super().__init__(config, context)  # of the base model, next in line
         given = config.classifier_dropout
         rate = config.hidden_dropout if given is None else given
-        self.classifier_dropout = FeatureDropout(rate, environment.parallel)
+        self.classifier_dropout = FeatureDropout(rate, context.parallel)
 
     def text_vector(self, tokens: Tensor, tokentype_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor:
         raise NotImplementedError
@@ -68,8 +68,8 @@ class BertText(TextVector, BertEncoder):
 
     inputs = TextVector.inputs
 
-    def __init__(self, config: Any, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment)
+    def __init__(self, config: Any, context: ModelBuildContext) -> None:
+        super().__init__(config, context)
         self.pooler = Pooler(config, self.ctx)
 
     def text_vector(self, tokens: Tensor, tokentype_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor:
@@ -92,9 +92,9 @@ class DecoderText(TextVector, CausalDecoder):
     """The head reads the whole model's states."""
     decode_stage: None = None  # type: ignore[assignment]  # it generates nothing
 
-    def __init__(self, config: Any, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment)
-        self.ctx = environment.parallel
+    def __init__(self, config: Any, context: ModelBuildContext) -> None:
+        super().__init__(config, context)
+        self.ctx = context.parallel
         # An untied LM head was built by the decoder's constructor; no name of it may be in the state dict.
         self.output_layer = None
 
@@ -125,8 +125,8 @@ class DecoderText(TextVector, CausalDecoder):
 class Classifier(TextVector):
     """tokens [B, S] -> logits [B, C]. A mixin that precedes the model of the feature vector."""
 
-    def __init__(self, config: Any, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment)
+    def __init__(self, config: Any, context: ModelBuildContext) -> None:
+        super().__init__(config, context)
         self.classification_head = self.new_head(config.num_classes)
 
     def forward(
@@ -138,8 +138,8 @@ class Classifier(TextVector):
 class Chooser(TextVector):
     """tokens [B, N, S] -> a score for each text [B, N]. A mixin that precedes the model of the feature vector."""
 
-    def __init__(self, config: Any, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment)
+    def __init__(self, config: Any, context: ModelBuildContext) -> None:
+        super().__init__(config, context)
         self.multichoice_head = self.new_head(1)
 
     def forward(
@@ -188,28 +188,28 @@ class LlamaChooser(Chooser, DecoderText, RotaryDecoder):  # type: ignore[misc]
     inputs = DecoderText.inputs
 
 
-def build_bert_classifier(config: BertClassificationConfig, environment: ModelBuildContext) -> BertClassifier:
-    return BertClassifier(config, environment)
+def build_bert_classifier(config: BertClassificationConfig, context: ModelBuildContext) -> BertClassifier:
+    return BertClassifier(config, context)
 
 
-def build_bert_chooser(config: BertMultipleChoiceConfig, environment: ModelBuildContext) -> BertChooser:
-    return BertChooser(config, environment)
+def build_bert_chooser(config: BertMultipleChoiceConfig, context: ModelBuildContext) -> BertChooser:
+    return BertChooser(config, context)
 
 
-def build_gpt_classifier(config: GPTClassificationConfig, environment: ModelBuildContext) -> GPTClassifier:
-    return GPTClassifier(config, environment)
+def build_gpt_classifier(config: GPTClassificationConfig, context: ModelBuildContext) -> GPTClassifier:
+    return GPTClassifier(config, context)
 
 
-def build_gpt_chooser(config: GPTMultipleChoiceConfig, environment: ModelBuildContext) -> GPTChooser:
-    return GPTChooser(config, environment)
+def build_gpt_chooser(config: GPTMultipleChoiceConfig, context: ModelBuildContext) -> GPTChooser:
+    return GPTChooser(config, context)
 
 
-def build_llama_classifier(config: LlamaClassificationConfig, environment: ModelBuildContext) -> LlamaClassifier:
-    return LlamaClassifier(config, environment)
+def build_llama_classifier(config: LlamaClassificationConfig, context: ModelBuildContext) -> LlamaClassifier:
+    return LlamaClassifier(config, context)
 
 
-def build_llama_chooser(config: LlamaMultipleChoiceConfig, environment: ModelBuildContext) -> LlamaChooser:
-    return LlamaChooser(config, environment)
+def build_llama_chooser(config: LlamaMultipleChoiceConfig, context: ModelBuildContext) -> LlamaChooser:
+    return LlamaChooser(config, context)
 
 
 # The losses of classification, multiple choice and regression, one value per sample.

@@ -33,8 +33,8 @@ class HybridModel(MixedDecoder):
     config: HybridConfig
     embedding_type = HybridEmbedding
 
-    def __init__(self, config: HybridConfig, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment, lambda number: hybrid_layer(config, environment, number))
+    def __init__(self, config: HybridConfig, context: ModelBuildContext) -> None:
+        super().__init__(config, context, lambda number: hybrid_layer(config, context, number))
         self.rotary: FixedRotary | None = None
         if config.position_embedding_type == "rope":
             self.rotary = FixedRotary(inverse_frequencies(config.rotary_dim, config.rotary_base))
@@ -54,34 +54,34 @@ class HybridModel(MixedDecoder):
         return rows if self.config.logits_scaling == 1.0 else rows / self.config.logits_scaling
 
 
-def hybrid_layer(config: HybridConfig, environment: ModelBuildContext, number: int) -> nn.Module:
+def hybrid_layer(config: HybridConfig, context: ModelBuildContext, number: int) -> nn.Module:
     """The layer that the pattern has at this place."""
-    ctx = environment.parallel
+    ctx = context.parallel
     common = config.hidden_size, config.norm_epsilon, ctx, config.residual_multiplier
     symbol = config.layers[number]
     if symbol == MAMBA:
         return MambaLayer(MambaMixer(config, ctx, config.output_init_std), *common)
     if symbol == ATTENTION:
-        return AttentionLayer(self_attention(config, environment), *common)
+        return AttentionLayer(self_attention(config, context), *common)
     # - or E; check_pattern has refused other symbols.
-    feed_forward = environment.feed_forward("moe" if symbol == EXPERTS else "dense", config, number)
+    feed_forward = context.feed_forward("moe" if symbol == EXPERTS else "dense", config, number)
     return FeedForwardLayer(feed_forward, *common)
 
 
-def self_attention(config: HybridConfig, environment: ModelBuildContext) -> SelfAttention:
-    core = environment.attention(
+def self_attention(config: HybridConfig, context: ModelBuildContext) -> SelfAttention:
+    core = context.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
         num_query_groups=config.query_groups,
         head_dim=config.head_dim,
         dropout=config.attention_dropout,
     )
-    attention = SelfAttention(config, core, environment.parallel)
+    attention = SelfAttention(config, core, context.parallel)
     if config.attention_multiplier is not None:
         # The core divides by sqrt(head size).
         attention.query_scale = config.attention_multiplier * math.sqrt(config.head_dim)
     return attention
 
 
-def build_hybrid(config: HybridConfig, environment: ModelBuildContext) -> HybridModel:
-    return HybridModel(config, environment)
+def build_hybrid(config: HybridConfig, context: ModelBuildContext) -> HybridModel:
+    return HybridModel(config, context)

@@ -49,5 +49,5 @@ class InternVLModel(FixedSizeImageModel):
         return InternVLProjection(self.config, ctx)
 
 
-def build_internvl(config: InternVLConfig, environment: ModelBuildContext) -> InternVLModel:
-    return InternVLModel(config, environment)
+def build_internvl(config: InternVLConfig, context: ModelBuildContext) -> InternVLModel:
+    return InternVLModel(config, context)

@@ -94,5 +94,5 @@ class LlavaModel(FixedSizeImageModel):
         return features[:, 1:] if self.config.drops_class_token else features
 
 
-def build_llava(config: LlavaConfig, environment: ModelBuildContext) -> LlavaModel:
-    return LlavaModel(config, environment)
+def build_llava(config: LlavaConfig, context: ModelBuildContext) -> LlavaModel:
+    return LlavaModel(config, context)

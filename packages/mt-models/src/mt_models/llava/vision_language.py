@@ -83,21 +83,21 @@ class VisionLanguageModel(Model):
     language_model: Any
     """A decoder of any family."""
 
-    def __init__(self, config: Any, environment: ModelBuildContext) -> None:
+    def __init__(self, config: Any, context: ModelBuildContext) -> None:
         """config: a VisionLanguageConfig."""
         super().__init__()
         self.config = config
-        self.cp = environment.parallel.cp
+        self.cp = context.parallel.cp
         self.vision_model = self.vision_projection = None
-        if environment.has_first:
-            self.vision_model = self.build_tower(environment)
-            self.vision_projection = self.build_projection(environment.parallel)
-        self.language_model = self.build_decoder(environment)
+        if context.has_first:
+            self.vision_model = self.build_tower(context)
+            self.vision_projection = self.build_projection(context.parallel)
+        self.language_model = self.build_decoder(context)
         self._leave_untrained()
 
     # -- what a family has of its own ----------------------------------------------------------------
 
-    def build_tower(self, environment: ModelBuildContext) -> nn.Module:
+    def build_tower(self, context: ModelBuildContext) -> nn.Module:
         """From images to vectors of the tower's width."""
         raise NotImplementedError
 
@@ -105,9 +105,9 @@ class VisionLanguageModel(Model):
         """From what the tower gives to vectors of the decoder's width."""
         raise NotImplementedError
 
-    def build_decoder(self, environment: ModelBuildContext) -> nn.Module:
+    def build_decoder(self, context: ModelBuildContext) -> nn.Module:
         """The part that continues text. Raises ConfigError for a family that does not."""
-        return build_decoder(self.config, environment)
+        return build_decoder(self.config, context)
 
     def unread_modules(self) -> list[nn.Module]:
         """Modules of the tower that no feature passes through."""
@@ -290,8 +290,8 @@ class FixedSizeImageModel(VisionLanguageModel):
     """Images of one size, each of which has F features: the last state of a tower of the family vision, normalized and
     without the class token, through the projection."""
 
-    def build_tower(self, environment: ModelBuildContext) -> VisionTower:
-        return build_tower(self.config.vision_model, environment)
+    def build_tower(self, context: ModelBuildContext) -> VisionTower:
+        return build_tower(self.config.vision_model, context)
 
     def unread_modules(self) -> list[nn.Module]:
         return self.vision_model.pooling()
@@ -340,14 +340,14 @@ class FixedSizeImageModel(VisionLanguageModel):
         return {"features": self.features(inputs["images"]).flatten(0, 1)}
 
 
-def build_decoder(config: VisionLanguageConfig, environment: ModelBuildContext) -> nn.Module:
+def build_decoder(config: VisionLanguageConfig, context: ModelBuildContext) -> nn.Module:
     """The decoder of any family that continues text. Raises ConfigError for another."""
     decoder = config.decoder
-    spec = environment.host[MODELS].get(decoder.family, key="model.language_model.family")
+    spec = context.host[MODELS].get(decoder.family, key="model.language_model.family")
     # What the decoder's builder reads of the whole configuration, it reads for its own model.
-    own = replace(environment, config=environment.config.model_copy(update={"model": decoder}))
+    own = replace(context, config=context.config.model_copy(update={"model": decoder}))
     model = spec.build.load()(decoder, own)
-    if not contract(model).continues_text or (environment.has_first and not has_word_embeddings(model)):
+    if not contract(model).continues_text or (context.has_first and not has_word_embeddings(model)):
         raise ConfigError(
             f"model.language_model.family={decoder.family} does not continue text, and LLaVA needs a decoder that "
             "does, such as llama, mistral, qwen, gemma or gpt"

@@ -11,15 +11,15 @@ from mt_models.mamba.config import MambaConfig
 class MambaModel(MixedDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
-    def __init__(self, config: MambaConfig, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment, lambda number: mamba_layer(config, environment))
+    def __init__(self, config: MambaConfig, context: ModelBuildContext) -> None:
+        super().__init__(config, context, lambda number: mamba_layer(config, context))
 
 
-def mamba_layer(config: MambaConfig, environment: ModelBuildContext) -> MambaLayer:
-    ctx = environment.parallel
+def mamba_layer(config: MambaConfig, context: ModelBuildContext) -> MambaLayer:
+    ctx = context.parallel
     mixer = MambaMixer(config, ctx, config.output_init_std)
     return MambaLayer(mixer, config.hidden_size, config.norm_epsilon, ctx)
 
 
-def build_mamba(config: MambaConfig, environment: ModelBuildContext) -> MambaModel:
-    return MambaModel(config, environment)
+def build_mamba(config: MambaConfig, context: ModelBuildContext) -> MambaModel:
+    return MambaModel(config, context)

@@ -40,15 +40,15 @@ class OlmoeAttention(SelfAttention):
 class OlmoeModel(RotaryDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
-    def __init__(self, config: OlmoeConfig, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment, lambda number: olmoe_layer(config, environment, number))
+    def __init__(self, config: OlmoeConfig, context: ModelBuildContext) -> None:
+        super().__init__(config, context, lambda number: olmoe_layer(config, context, number))
 
 
-def olmoe_layer(config: OlmoeConfig, environment: ModelBuildContext, number: int) -> TransformerLayer:
-    ctx, core = environment.parallel, attention_core(config, environment)
-    feed_forward = environment.feed_forward(config.feed_forward, config, number)
+def olmoe_layer(config: OlmoeConfig, context: ModelBuildContext, number: int) -> TransformerLayer:
+    ctx, core = context.parallel, attention_core(config, context)
+    feed_forward = context.feed_forward(config.feed_forward, config, number)
     return TransformerLayer(config, core, feed_forward, ctx, OlmoeAttention(config, core, ctx))
 
 
-def build_olmoe(config: OlmoeConfig, environment: ModelBuildContext) -> OlmoeModel:
-    return OlmoeModel(config, environment)
+def build_olmoe(config: OlmoeConfig, context: ModelBuildContext) -> OlmoeModel:
+    return OlmoeModel(config, context)

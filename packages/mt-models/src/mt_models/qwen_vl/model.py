@@ -102,17 +102,17 @@ class QwenVLModel(VisionLanguageModel):
     conditioned_by: ClassVar[tuple[str, ...]] = ("images", "image_grids")
     config: QwenVLConfig
 
-    def build_tower(self, environment: ModelBuildContext) -> nn.Module:
-        return QwenVisionTower(self.config.vision_model, environment)
+    def build_tower(self, context: ModelBuildContext) -> nn.Module:
+        return QwenVisionTower(self.config.vision_model, context)
 
     def build_projection(self, ctx: ParallelContext) -> nn.Module:
         return PatchMerger(self.config, ctx)
 
-    def build_decoder(self, environment: ModelBuildContext) -> nn.Module:
+    def build_decoder(self, context: ModelBuildContext) -> nn.Module:
         decoder = self.config.decoder
         # As build_decoder of other families, with a decoder that no other family uses.
-        own = environment.config.model_copy(update={"model": decoder})
-        return QwenVLDecoder(decoder, replace(environment, config=own))
+        own = context.config.model_copy(update={"model": decoder})
+        return QwenVLDecoder(decoder, replace(context, config=own))
 
     def features(self, images: Tensor, grids: Sequence[Grid]) -> Tensor:
         """images [V, C, side, side], cell by cell, and rows and columns of cells of each image -> [V, H]"""
@@ -196,5 +196,5 @@ def cells(grids: Sequence[Grid]) -> int:
     return sum(rows * columns for rows, columns in grids)
 
 
-def build_qwen_vl(config: QwenVLConfig, environment: ModelBuildContext) -> QwenVLModel:
-    return QwenVLModel(config, environment)
+def build_qwen_vl(config: QwenVLConfig, context: ModelBuildContext) -> QwenVLModel:
+    return QwenVLModel(config, context)

@@ -162,17 +162,17 @@ class PatchAttention(SelfAttention):
 class PatchLayers(nn.Module):
     """The layers, and the norm behind the last."""
 
-    def __init__(self, config: QwenVisionConfig, environment: ModelBuildContext) -> None:
+    def __init__(self, config: QwenVisionConfig, context: ModelBuildContext) -> None:
         super().__init__()
-        ctx = environment.parallel
-        self.recompute = environment.recompute
+        ctx = context.parallel
+        self.recompute = context.recompute
         self.full = frozenset(config.full_attention_layers)
-        core = attention_core(config, environment)
+        core = attention_core(config, context)
         self.layers = nn.ModuleList(
             TransformerLayer(
                 config,
                 core,
-                environment.feed_forward("dense", config, number),
+                context.feed_forward("dense", config, number),
                 ctx,
                 PatchAttention(config, core, ctx),
             )
@@ -191,12 +191,12 @@ class PatchLayers(nn.Module):
 class QwenVisionTower(nn.Module):
     """images [V, C, m p, m p], cell by cell, and the grids of the images -> [V, m m, H], normalized."""
 
-    def __init__(self, config: QwenVisionConfig, environment: ModelBuildContext) -> None:
+    def __init__(self, config: QwenVisionConfig, context: ModelBuildContext) -> None:
         super().__init__()
         self.config = config
-        environment = replace(environment, parallel=replace(environment.parallel, sequence_parallel=False))
-        self.conv1 = FramePatchEmbedding(config, environment.parallel)
-        self.decoder = PatchLayers(config, environment)
+        context = replace(context, parallel=replace(context.parallel, sequence_parallel=False))
+        self.conv1 = FramePatchEmbedding(config, context.parallel)
+        self.decoder = PatchLayers(config, context)
         # One half of the pairs of channels turns with the row of a patch, the other with its column.
         self.rotary = FixedRotary(inverse_frequencies(config.head_dim // 2, ROTARY_BASE))
 

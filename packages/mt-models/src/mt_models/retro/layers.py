@@ -27,13 +27,13 @@ class RetroLayer(TransformerLayer):
     def __init__(
         self,
         config: RetroConfig,
-        environment: ModelBuildContext,
+        context: ModelBuildContext,
         number: int,
         core: AttentionCore,
         cross_attention: CrossAttention,
     ) -> None:
-        ctx = environment.parallel
-        super().__init__(config, core, environment.feed_forward("dense", config, number), ctx)
+        ctx = context.parallel
+        super().__init__(config, core, context.feed_forward("dense", config, number), ctx)
         self.pre_cross_attn_layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
         self.cross_attention = cross_attention
         self.cross_attention_dropout = Dropout(config.hidden_dropout, ctx)
@@ -56,12 +56,12 @@ class RetroLayer(TransformerLayer):
 class RetrievalLayer(RetroLayer):
     """A layer of the decoder that attends to neighbours."""
 
-    def __init__(self, config: RetroConfig, environment: ModelBuildContext, number: int) -> None:
-        core = self_attention_core(config, environment, causal=True)
-        cross_core = cross_attention_core(config, environment)
+    def __init__(self, config: RetroConfig, context: ModelBuildContext, number: int) -> None:
+        core = self_attention_core(config, context, causal=True)
+        cross_core = cross_attention_core(config, context)
         retrieved = config.retro_num_neighbors * config.retrieved_length
-        cross_attention = ChunkedCrossAttention(config, cross_core, environment.parallel, retrieved)
-        super().__init__(config, environment, number, core, cross_attention)
+        cross_attention = ChunkedCrossAttention(config, cross_core, context.parallel, retrieved)
+        super().__init__(config, context, number, core, cross_attention)
 
     def retrieve(self, x: Tensor, neighbors: Neighbors | None) -> Tensor:
         """[B, S, H] behind attention -> [B, S, H] behind the feed-forward. Without neighbours: a layer of a GPT."""
@@ -84,11 +84,11 @@ class RetrievalLayer(RetroLayer):
 class NeighborLayer(RetroLayer):
     """The layer of the encoder that attends to the text."""
 
-    def __init__(self, config: RetroConfig, environment: ModelBuildContext, number: int) -> None:
-        core = self_attention_core(config, environment, causal=False)
-        cross_core = cross_attention_core(config, environment)
-        cross_attention = NeighborCrossAttention(config, cross_core, environment.parallel, config.retro_chunk_length)
-        super().__init__(config, environment, number, core, cross_attention)
+    def __init__(self, config: RetroConfig, context: ModelBuildContext, number: int) -> None:
+        core = self_attention_core(config, context, causal=False)
+        cross_core = cross_attention_core(config, context)
+        cross_attention = NeighborCrossAttention(config, cross_core, context.parallel, config.retro_chunk_length)
+        super().__init__(config, context, number, core, cross_attention)
 
     def forward(  # type: ignore[override]
         self,
@@ -107,15 +107,15 @@ class NeighborLayer(RetroLayer):
 class NeighborEncoder(nn.Module):
     """Bidirectional layers over each neighbour; the first attends to the chunk. No final norm, as in Megatron."""
 
-    def __init__(self, config: RetroConfig, environment: ModelBuildContext) -> None:
+    def __init__(self, config: RetroConfig, context: ModelBuildContext) -> None:
         super().__init__()
-        self.recompute = environment.recompute
+        self.recompute = context.recompute
         # On the one process that has the whole model: pipeline parallelism is refused for the family.
-        layers: list[nn.Module] = [NeighborLayer(config, environment, 0)]
+        layers: list[nn.Module] = [NeighborLayer(config, context, 0)]
         for number in range(1, config.retro_encoder_num_layers):
-            feed_forward = environment.feed_forward("dense", config, number)
-            core = self_attention_core(config, environment, causal=False)
-            layers.append(TransformerLayer(config, core, feed_forward, environment.parallel))
+            feed_forward = context.feed_forward("dense", config, number)
+            core = self_attention_core(config, context, causal=False)
+            layers.append(TransformerLayer(config, core, feed_forward, context.parallel))
         self.layers = nn.ModuleList(layers)
 
     @property
@@ -141,17 +141,17 @@ class NeighborEncoder(nn.Module):
         return self.recompute.run(list(enumerate(self.layers)), x, call)
 
 
-def self_attention_core(config: RetroConfig, environment: ModelBuildContext, *, causal: bool) -> AttentionCore:
-    return _core(config, environment, causal=causal, groups=config.query_groups)
+def self_attention_core(config: RetroConfig, context: ModelBuildContext, *, causal: bool) -> AttentionCore:
+    return _core(config, context, causal=causal, groups=config.query_groups)
 
 
-def cross_attention_core(config: RetroConfig, environment: ModelBuildContext) -> AttentionCore:
+def cross_attention_core(config: RetroConfig, context: ModelBuildContext) -> AttentionCore:
     """Cross attention has keys and values for each head."""
-    return _core(config, environment, causal=False, groups=config.num_attention_heads)
+    return _core(config, context, causal=False, groups=config.num_attention_heads)
 
 
-def _core(config: RetroConfig, environment: ModelBuildContext, *, causal: bool, groups: int) -> AttentionCore:
-    return environment.attention(
+def _core(config: RetroConfig, context: ModelBuildContext, *, causal: bool, groups: int) -> AttentionCore:
+    return context.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
         num_query_groups=groups,

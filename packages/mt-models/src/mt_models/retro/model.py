@@ -39,19 +39,19 @@ EncodeNeighbors = Callable[[Tensor], Neighbors]
 class RetroDecoder(nn.Module):
     """The layers of a GPT; some of them have cross attention to neighbours."""
 
-    def __init__(self, config: RetroConfig, environment: ModelBuildContext) -> None:
+    def __init__(self, config: RetroConfig, context: ModelBuildContext) -> None:
         super().__init__()
-        self.recompute = environment.recompute
+        self.recompute = context.recompute
         # The neighbours are encoded when the text has passed attention of this layer: what the encoder attends to.
         self.first = config.cross_attention_layers[0]
         self.layers = nn.ModuleList(
-            RetrievalLayer(config, environment, number)
+            RetrievalLayer(config, context, number)
             if number in config.cross_attention_layers
-            else gpt_layer(config, environment, number)
+            else gpt_layer(config, context, number)
             for number in range(config.num_layers)
         )
         self.final_layernorm = build_norm(
-            config.normalization, config.hidden_size, config.norm_epsilon, environment.parallel
+            config.normalization, config.hidden_size, config.norm_epsilon, context.parallel
         )
 
     def forward(
@@ -90,13 +90,13 @@ class RetroModel(Model):
 
     inputs: tuple[str, ...] = ("tokens", "position_ids", "neighbor_tokens", "neighbor_mask")
 
-    def __init__(self, config: RetroConfig, environment: ModelBuildContext) -> None:
+    def __init__(self, config: RetroConfig, context: ModelBuildContext) -> None:
         super().__init__()
         self.config = config
-        self.ctx = environment.parallel
+        self.ctx = context.parallel
         self.embedding = GPTEmbedding(config, self.ctx)
-        self.decoder = RetroDecoder(config, environment)
-        self.encoder = NeighborEncoder(config.encoder, environment)
+        self.decoder = RetroDecoder(config, context)
+        self.encoder = NeighborEncoder(config.encoder, context)
         self.output_layer: VocabParallelOutput | None = None
         if config.untie_embeddings_and_output_weights:
             assert config.vocab_size is not None  # the trainer fills it in from the tokenizer
@@ -278,7 +278,7 @@ def freeze_gpt(model: RetroModel) -> None:
             freeze(part)
 
 
-def build_retro(config: RetroConfig, environment: ModelBuildContext) -> RetroModel:
+def build_retro(config: RetroConfig, context: ModelBuildContext) -> RetroModel:
     """Raises ConfigError when no layer attends to neighbours."""
     check_layers(config)
-    return RetroModel(config, environment)
+    return RetroModel(config, context)

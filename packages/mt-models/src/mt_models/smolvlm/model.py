@@ -48,5 +48,5 @@ class SmolVLMModel(FixedSizeImageModel):
         return SmolVLMProjection(self.config, ctx)
 
 
-def build_smolvlm(config: SmolVLMConfig, environment: ModelBuildContext) -> SmolVLMModel:
-    return SmolVLMModel(config, environment)
+def build_smolvlm(config: SmolVLMConfig, context: ModelBuildContext) -> SmolVLMModel:
+    return SmolVLMModel(config, context)

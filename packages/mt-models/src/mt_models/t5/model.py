@@ -65,18 +65,18 @@ class T5Model(Model):
 
     inputs: tuple[str, ...] = ("encoder_tokens", "decoder_tokens", "encoder_mask")
 
-    def __init__(self, config: T5Config, environment: ModelBuildContext) -> None:
+    def __init__(self, config: T5Config, context: ModelBuildContext) -> None:
         super().__init__()
         self.config = config
-        self.ctx = ctx = environment.parallel
+        self.ctx = ctx = context.parallel
         # Attributes that this process holds nothing of are None: the state dict has no names for them.
-        parts = StageParts.of(config, environment)
+        parts = StageParts.of(config, context)
         self.embedding = T5Embedding(config, ctx) if parts.embedding else None
         self.encoder_relative_pos_emb = relative_bias(config, ctx, bidirectional=True) if parts.encoder else None
-        self.encoder = build_encoder(config, environment, parts)
+        self.encoder = build_encoder(config, context, parts)
         self.decoder_relative_pos_emb = relative_bias(config, ctx, bidirectional=False) if parts.decoder else None
-        self.decoder = build_decoder(config, environment, parts)
-        self.output_layer = build_output(config, ctx) if environment.has_last else None
+        self.decoder = build_decoder(config, context, parts)
+        self.output_layer = build_output(config, ctx) if context.has_last else None
         self.encoder_input_dropout = Dropout(config.hidden_dropout, ctx)
         self.encoder_output_dropout = Dropout(config.hidden_dropout, ctx)
         self.decoder_input_dropout = Dropout(config.hidden_dropout, ctx)
@@ -252,13 +252,13 @@ class StageParts:
     """The final norm of the encoder."""
 
     @classmethod
-    def of(cls, config: T5Config, environment: ModelBuildContext) -> StageParts:
+    def of(cls, config: T5Config, context: ModelBuildContext) -> StageParts:
         # None without pipeline parallelism: one stage with all layers of both stacks.
-        stages = environment.stages or (whole(config.num_layers + config.decoder_layers),)
+        stages = context.stages or (whole(config.num_layers + config.decoder_layers),)
         parts = [parts_of_stage(stage, config) for stage in stages]
         encoders = [encoder for encoder, _ in parts if encoder is not None]
         decoders = [decoder for _, decoder in parts if decoder is not None]
-        ties = environment.has_last and not config.untie_embeddings_and_output_weights
+        ties = context.has_last and not config.untie_embeddings_and_output_weights
         return cls(
             embedding=ties or any(part.first for part in (*encoders, *decoders)),
             encoder=sorted(number for part in encoders for number in part.layers),
@@ -310,8 +310,8 @@ def relative_bias(config: T5Config, ctx: ParallelContext, *, bidirectional: bool
     )
 
 
-def attention_core(config: T5Config, environment: ModelBuildContext, *, causal: bool, bias: bool) -> AttentionCore:
-    return environment.attention(
+def attention_core(config: T5Config, context: ModelBuildContext, *, causal: bool, bias: bool) -> AttentionCore:
+    return context.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
         num_query_groups=config.num_attention_heads,
@@ -322,33 +322,33 @@ def attention_core(config: T5Config, environment: ModelBuildContext, *, causal: 
     )
 
 
-def build_encoder(config: T5Config, environment: ModelBuildContext, parts: StageParts) -> TransformerStack:
-    ctx, relative = environment.parallel, config.position_embedding_type == "relative"
-    core = attention_core(config, environment, causal=False, bias=relative)
+def build_encoder(config: T5Config, context: ModelBuildContext, parts: StageParts) -> TransformerStack:
+    ctx, relative = context.parallel, config.position_embedding_type == "relative"
+    core = attention_core(config, context, causal=False, bias=relative)
     layers = {
         number: TransformerLayer(
             config,
             core,
-            environment.feed_forward("dense", config, number),
+            context.feed_forward("dense", config, number),
             ctx,
             ScaledQueryAttention(config, core, ctx, config.query_scale),
         )
         for number in parts.encoder
     }
-    return TransformerStack(layers, config, ctx, environment.recompute, has_last=parts.encoder_end)
+    return TransformerStack(layers, config, ctx, context.recompute, has_last=parts.encoder_end)
 
 
-def build_decoder(config: T5Config, environment: ModelBuildContext, parts: StageParts) -> DecoderStack:
-    ctx, relative = environment.parallel, config.position_embedding_type == "relative"
-    core = attention_core(config, environment, causal=True, bias=relative)
-    cross_core = attention_core(config, environment, causal=False, bias=False)
+def build_decoder(config: T5Config, context: ModelBuildContext, parts: StageParts) -> DecoderStack:
+    ctx, relative = context.parallel, config.position_embedding_type == "relative"
+    core = attention_core(config, context, causal=True, bias=relative)
+    cross_core = attention_core(config, context, causal=False, bias=False)
     layers = {
         number: CrossAttentionLayer(
-            config, core, cross_core, environment.feed_forward("dense", config, number), ctx, config.query_scale
+            config, core, cross_core, context.feed_forward("dense", config, number), ctx, config.query_scale
         )
         for number in parts.decoder
     }
-    return DecoderStack(layers, config, ctx, environment.recompute, has_last=environment.has_last)
+    return DecoderStack(layers, config, ctx, context.recompute, has_last=context.has_last)
 
 
 def build_output(config: T5Config, ctx: ParallelContext) -> TiedOutput | VocabParallelOutput:
@@ -360,5 +360,5 @@ def build_output(config: T5Config, ctx: ParallelContext) -> TiedOutput | VocabPa
     return TiedOutput(config.vocab_size, ctx, bias=config.add_output_bias, divisible_by=multiple)
 
 
-def build_t5(config: T5Config, environment: ModelBuildContext) -> T5Model:
-    return T5Model(config, environment)
+def build_t5(config: T5Config, context: ModelBuildContext) -> T5Model:
+    return T5Model(config, context)

@@ -57,13 +57,13 @@ class PatchEmbedding(LayoutModule):
 class VisionLayers(nn.Module):
     """Bidirectional pre-norm layers."""
 
-    def __init__(self, config: VisionEncoderConfig, environment: ModelBuildContext) -> None:
+    def __init__(self, config: VisionEncoderConfig, context: ModelBuildContext) -> None:
         super().__init__()
-        self.recompute = environment.recompute
-        core = attention_core(config, environment, config.attention_dropout)
+        self.recompute = context.recompute
+        core = attention_core(config, context, config.attention_dropout)
         layer_type = ScaledLayer if config.vision_model_type == "internvit" else TransformerLayer
         self.layers = nn.ModuleList(
-            layer_type(config, core, environment.feed_forward("dense", config, number), environment.parallel)
+            layer_type(config, core, context.feed_forward("dense", config, number), context.parallel)
             for number in range(config.num_layers)
         )
 
@@ -122,13 +122,13 @@ class AttentionPooling(LayoutModule):
 
     probe: Tensor
 
-    def __init__(self, config: VisionEncoderConfig, environment: ModelBuildContext) -> None:
-        ctx = environment.parallel
+    def __init__(self, config: VisionEncoderConfig, context: ModelBuildContext) -> None:
+        ctx = context.parallel
         super().__init__(ctx)
         self.declare("probe", ParameterLayout((1, 1, config.hidden_size), normal(config.init_method_std)))
-        self.attention = PoolingAttention(config, attention_core(config, environment, config.attention_dropout), ctx)
+        self.attention = PoolingAttention(config, attention_core(config, context, config.attention_dropout), ctx)
         self.layernorm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
-        self.mlp = environment.feed_forward("dense", config, config.num_layers)
+        self.mlp = context.feed_forward("dense", config, config.num_layers)
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = self.attention(self.probe, x)
@@ -168,8 +168,8 @@ class PoolingAttention(nn.Module):
         return out.unflatten(-1, (-1, weight.shape[1], self.head_dim))
 
 
-def attention_core(config: EncoderConfig, environment: ModelBuildContext, dropout: float = 0.0) -> AttentionCore:
-    return environment.attention(
+def attention_core(config: EncoderConfig, context: ModelBuildContext, dropout: float = 0.0) -> AttentionCore:
+    return context.attention(
         config.attention_backend,
         num_heads=config.num_attention_heads,
         num_query_groups=config.num_attention_heads,

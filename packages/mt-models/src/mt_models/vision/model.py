@@ -35,15 +35,15 @@ class VisionOutput(NamedTuple):
 class VisionTower(LayoutModule):
     """images [B, C, img_h, img_w] -> VisionOutput: patches, positions and layers, which all towers have."""
 
-    def __init__(self, config: VisionEncoderConfig, environment: ModelBuildContext) -> None:
-        ctx = environment.parallel
+    def __init__(self, config: VisionEncoderConfig, context: ModelBuildContext) -> None:
+        ctx = context.parallel
         super().__init__(ctx)
         self.config = config
         self.conv1 = PatchEmbedding(config, ctx, bias=config.vision_model_type != "clip")
         self.position_embeddings = LearnedTable(
             config.num_positions, config.hidden_size, normal(config.init_method_std), ctx
         )
-        self.decoder = VisionLayers(config, environment)
+        self.decoder = VisionLayers(config, context)
 
     def forward(self, images: Tensor) -> VisionOutput:
         *_, last = self.states(images)
@@ -89,8 +89,8 @@ class ClassTokenTower(VisionTower):
 
     class_token: Tensor
 
-    def __init__(self, config: VisionEncoderConfig, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment)
+    def __init__(self, config: VisionEncoderConfig, context: ModelBuildContext) -> None:
+        super().__init__(config, context)
         self.declare("class_token", ParameterLayout((config.hidden_size,), normal(config.init_method_std)))
 
     def embed(self, images: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ class ClassTokenTower(VisionTower):
 class ClipTower(ClassTokenTower):
     """CLIP: a norm before the layers; the pooled vector is the normalized state of the class token."""
 
-    def __init__(self, config: VisionEncoderConfig, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment)
+    def __init__(self, config: VisionEncoderConfig, context: ModelBuildContext) -> None:
+        super().__init__(config, context)
         width, ctx = config.hidden_size, self.ctx
         self.ln_pre = build_norm(config.normalization, width, config.norm_epsilon, ctx)
         self.ln_post: nn.Module | None = None
@@ -136,10 +136,10 @@ class InternVitTower(ClassTokenTower):
 class SiglipTower(VisionTower):
     """SigLIP: patches only, a norm after the layers; the pooled vector is computed by attention pooling."""
 
-    def __init__(self, config: VisionEncoderConfig, environment: ModelBuildContext) -> None:
-        super().__init__(config, environment)
+    def __init__(self, config: VisionEncoderConfig, context: ModelBuildContext) -> None:
+        super().__init__(config, context)
         self.ln_post = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, self.ctx)
-        self.head = AttentionPooling(config, environment) if config.has_pooler else None
+        self.head = AttentionPooling(config, context) if config.has_pooler else None
 
     def embed(self, images: Tensor) -> Tensor:
         return self.conv1(images) + self.position_embeddings.weight
@@ -163,13 +163,13 @@ TOWERS: dict[str, type[VisionTower]] = {"clip": ClipTower, "siglip": SiglipTower
 """By vision_model_type."""
 
 
-def build_tower(config: VisionEncoderConfig, environment: ModelBuildContext) -> VisionTower:
+def build_tower(config: VisionEncoderConfig, context: ModelBuildContext) -> VisionTower:
     """A tower for any model; under sequence and context parallelism it has whole sequences on every rank."""
-    ctx = environment.parallel
+    ctx = context.parallel
     # cp is replaced by an axis of one rank too: attention would otherwise exchange keys with ranks
     # that hold the same images, as parts of one long sequence.
     whole = replace(ctx, sequence_parallel=False, axes={**ctx.axes, "cp": Axis()})
-    return TOWERS[config.vision_model_type](config, replace(environment, parallel=whole))
+    return TOWERS[config.vision_model_type](config, replace(context, parallel=whole))
 
 
 class VisionModel(Model):
@@ -177,10 +177,10 @@ class VisionModel(Model):
 
     inputs: tuple[str, ...] = ("images",)
 
-    def __init__(self, config: VisionConfig, environment: ModelBuildContext) -> None:
+    def __init__(self, config: VisionConfig, context: ModelBuildContext) -> None:
         super().__init__()
         self.config = config
-        self.vision_model = build_tower(config, environment)
+        self.vision_model = build_tower(config, context)
 
     def forward(self, images: Tensor) -> VisionOutput:
         return self.vision_model(images)
@@ -192,13 +192,13 @@ class VisionClassifier(Model):
     inputs: tuple[str, ...] = ("images",)
     predicts_tokens = False
 
-    def __init__(self, config: VisionConfig, environment: ModelBuildContext) -> None:
+    def __init__(self, config: VisionConfig, context: ModelBuildContext) -> None:
         super().__init__()
         assert config.num_classes is not None
         self.config = config
-        self.vision_model = build_tower(config, environment)
+        self.vision_model = build_tower(config, context)
         self.classification_head = ReplicatedLinear(
-            config.hidden_size, config.num_classes, environment.parallel, init=normal(config.init_method_std)
+            config.hidden_size, config.num_classes, context.parallel, init=normal(config.init_method_std)
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -207,8 +207,8 @@ class VisionClassifier(Model):
         return self.classification_head(patches.mean(1))
 
 
-def build_vision(config: VisionConfig, environment: ModelBuildContext) -> VisionModel | VisionClassifier:
-    return VisionModel(config, environment) if config.num_classes is None else VisionClassifier(config, environment)
+def build_vision(config: VisionConfig, context: ModelBuildContext) -> VisionModel | VisionClassifier:
+    return VisionModel(config, context) if config.num_classes is None else VisionClassifier(config, context)
 
 
 # Fewer and wider positions: neighbouring patches side by side in one vector.
