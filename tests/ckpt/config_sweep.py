@@ -21,9 +21,9 @@ from tests.ckpt import config_values
 from tests.ckpt.family_cases import CASES, Case, inputs_of, make_model
 from torch import Tensor, nn
 
-from mt_ckpt.convert.source import MODEL
 from mt_ckpt.hugging_face.reader import open_checkpoint
 from mt_ckpt.model import build_model, expected_parameters, model_config
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.errors import MtError
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.errors import CheckpointError
-
-MODEL = "model."
 
 
 class Average:

@@ -1,4 +1,4 @@
-"""What is in an open checkpoint of any format, without its values."""
+"""What is in an open checkpoint of any format, whether it is whole, and the hash that names it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import xxhash
 
-from mt_ckpt.convert.source import MODEL
 from mt_ckpt.files.checksum import BLOCK_BYTES
 from mt_ckpt.files.checksum_file import CHECKSUMS
 from mt_ckpt.files.dtypes import format_name
@@ -19,7 +18,7 @@ from mt_ckpt.locate import resolve_run
 from mt_ckpt.model import expected_parameters, model_config
 from mt_ckpt.native.manifest import MANIFEST_NAME
 from mt_ckpt.native.read import NativeReader
-from mt_core.checkpoint_lookup import open_checkpoint, open_with
+from mt_core.checkpoint_lookup import MODEL, open_checkpoint, open_with
 from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CheckpointLoaderSpec, CheckpointReader
 from mt_core.errors import CheckpointError
 from mt_core.plugins import PluginHost

@@ -67,7 +67,7 @@ def _of_floats(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_integers(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_of_floats`; fp64 rounds integers beyond 2**53, so that different ones would be the same."""
+    """The same for integers: fp64 rounds those beyond 2**53, so that different ones would be the same."""
     a, b = first.to(torch.int64), second.to(torch.int64)
     gap = (a.to(torch.float64) - b.to(torch.float64)).abs()
     # Where int64 does not overflow, its own difference is exact.

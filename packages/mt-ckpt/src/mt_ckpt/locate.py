@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a path on the command line means."""
+"""Finds the checkpoint that a path on the command line means, and those that `mt ckpt prune` removes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,6 @@ def _tracked(folder: Path) -> Path:
     if not name or Path(name).name != name or not path.is_dir():
         raise CheckpointError(f"{folder / TRACKER}: names {name!r}, which is not a checkpoint in {folder}")
     return path
-
-
-# The checkpoints of a run, and which of them `mt ckpt prune` removes.
 
 
 def checkpoints_of(run: Path, host: PluginHost) -> list[Path]:

@@ -80,7 +80,7 @@ def verify(path: AnyCheckpoint, loader: Loader = "auto") -> None:
 
 
 def _verify_every_byte(checkpoint: Path) -> str:
-    """Of mt's own format. Raises CheckpointError that names the damaged files."""
+    """Verify mt's own format. Raises CheckpointError that names the damaged files."""
     from mt_ckpt.native.manifest import read_manifest
     from mt_ckpt.native.read import find_damage
 
@@ -96,7 +96,10 @@ def _verify_every_byte(checkpoint: Path) -> str:
 
 
 def _verify_written_files(path: Path, checksums: Checksums, loader: str) -> str:
-    """Of a conversion's result in a format without checksums. Raises CheckpointError that names the changed files."""
+    """Verify a conversion's result in a format without checksums.
+
+    Raises CheckpointError that names the changed files.
+    """
     from mt_ckpt.contents import configuration_problems
     from mt_ckpt.files.checksum_file import CHECKSUMS, find_changes
 
@@ -111,7 +114,7 @@ def _verify_written_files(path: Path, checksums: Checksums, loader: str) -> str:
 
 
 def _verify_every_tensor(opened: Opened) -> str:
-    """Of another format. Raises CheckpointError that names what is missing, unknown or unreadable."""
+    """Verify another format. Raises CheckpointError that names what is missing, unknown or unreadable."""
     from mt_ckpt.contents import entries, files_of, find_problems, has_checksums
 
     tensors, files = list(entries(opened.reader)), files_of(opened)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mt_ckpt.convert.prepare import AUTO, Prepared, Request, open_named, prepare, shapes_of
-from mt_ckpt.convert.source import MODEL, Progress, Source
+from mt_ckpt.convert.source import Progress, Source
 from mt_ckpt.convert.verify import Verification, verify_conversion
 from mt_ckpt.convert.workers import Workers
 from mt_ckpt.convert.wrapped_readers import histories_of
@@ -23,6 +23,7 @@ from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, GENERATION
 from mt_ckpt.locate import resolve_run
 from mt_ckpt.megatron.metadata import optimizer_left_out
 from mt_ckpt.writing.output_folders import require_free, target_path
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import (
     CHECKPOINT_LOADERS,
     CHECKPOINT_SAVERS,

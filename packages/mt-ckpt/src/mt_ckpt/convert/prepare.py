@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mt_ckpt.convert.source import MODEL, Progress, Source, identity_of
+from mt_ckpt.convert.source import Progress, Source, identity_of
 from mt_ckpt.convert.wrapped_readers import with_tokenizer, with_vocab_size, without_histories, without_padding
 from mt_ckpt.model import expected_parameters, model_config
-from mt_core.checkpoint_lookup import open_checkpoint, open_with
+from mt_core.checkpoint_lookup import MODEL, open_checkpoint, open_with
 from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CheckpointReader, ConvertOptions
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError

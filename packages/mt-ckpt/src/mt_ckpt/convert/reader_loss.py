@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mt_ckpt.convert.source import MODEL
 from mt_ckpt.convert.wrapped_readers import num_padding_rows, with_vocab_size
 from mt_ckpt.model import build_model, model_config
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import parameter_layouts
@@ -129,8 +129,10 @@ def _require_alike(found: ReaderLoss, allowed: float, *, fewer: bool = False) ->
 
 
 def model_loss(reader: CheckpointReader, num_ids: int, host: PluginHost) -> float | None:
-    """Of our model with the tensors of an open checkpoint, in fp32, for ids below num_ids. None for a model without a
-    softmax over ids."""
+    """The loss of our model with the tensors of an open checkpoint, in fp32, for ids below num_ids.
+
+    None for a model without a softmax over ids.
+    """
     config = model_config(reader, host)
     model = build_model(config, host).eval()
     inputs = token_inputs(model, num_ids)

@@ -14,10 +14,10 @@ from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.writing.file_plans import PartWriter
 from mt_ckpt.writing.resumable import work_key
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.errors import CheckpointError, ConfigError
 
-MODEL = "model."
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCK = 1 << 22
 """Elements checked at once."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from mt_ckpt.convert.prepare import open_named
 from mt_ckpt.convert.reader_loss import ReaderLoss, reader_loss, token_inputs
-from mt_ckpt.convert.source import MODEL
 from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.model import build_model, model_config
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader, CheckpointSaverSpec, ConvertOptions, StrictNames
 from mt_core.config.schema import Config, ModelConfig
 from mt_core.errors import CheckpointError

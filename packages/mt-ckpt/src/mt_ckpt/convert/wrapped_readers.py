@@ -1,4 +1,4 @@
-"""Which rows of a checkpoint's vocabulary tables are ids, and which are padding for tensor parallelism."""
+"""Checkpoints with other rows of the vocabulary, without FP8 histories, or with another tokenizer than their files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mt_ckpt.convert.source import MODEL
 from mt_ckpt.hugging_face.tokenizer import FILES, GENERATION, read_tokenizer_files, tokenizer_config
 from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.model import expected_parameters, model_config
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import CheckpointError, ConfigError
@@ -21,6 +21,32 @@ from mt_core.train.build import restore_tokenizer
 
 TRIM = "--trim-vocabulary"
 TRUE_SIZE = "--true-vocab-size"
+
+
+class _Wrapped:
+    """A `CheckpointReader` that is another one where a subclass does not differ."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self._reader.metadata
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._reader.shapes()
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return self._reader.dtypes()
+
+    def read(self, name: str) -> Tensor:
+        return self._reader.read(name)
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._reader.files()
+
+
+# -- without rows of padding ------------------------------------------------------------------------
 
 
 def padded_tables(
@@ -65,11 +91,12 @@ def without_padding(
     return _Trimmed(reader, tables, vocab_size)
 
 
-class _Trimmed:
+class _Trimmed(_Wrapped):
     """A `CheckpointReader` without rows beyond the vocabulary, in the model and its optimizer."""
 
     def __init__(self, reader: CheckpointReader, tables: Mapping[str, int], vocab_size: int) -> None:
-        self._reader, self._vocab_size = reader, vocab_size
+        super().__init__(reader)
+        self._vocab_size = vocab_size
         self._cut = {
             name
             for name, shape in reader.shapes().items()
@@ -77,26 +104,16 @@ class _Trimmed:
             if any(name.endswith(f".{table}") and shape[:1] == (rows,) for table, rows in tables.items())
         }
 
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        return self._reader.metadata
-
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {
             name: (self._vocab_size, *shape[1:]) if name in self._cut else tuple(shape)
             for name, shape in self._reader.shapes().items()
         }
 
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        return self._reader.dtypes()
-
     def read(self, name: str) -> Tensor:
         tensor = self._reader.read(name)
         # A view: the rows that are cut off stay in memory until it is dropped.
         return tensor[: self._vocab_size] if name in self._cut else tensor
-
-    def files(self) -> Mapping[str, bytes]:
-        return self._reader.files()
 
 
 # -- another number of ids --------------------------------------------------------------------------
@@ -139,11 +156,12 @@ def _with_setting(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, Any
     return {**metadata, "config": {**config, "model": {**config["model"], "vocab_size": vocab_size}}}
 
 
-class _Recounted:
+class _Recounted(_Wrapped):
     """A `CheckpointReader` with another boundary between vocabulary and padding."""
 
     def __init__(self, reader: CheckpointReader, vocab_size: int, tables: Collection[str]) -> None:
-        self._reader, self._vocab_size = reader, vocab_size
+        super().__init__(reader)
+        self._vocab_size = vocab_size
         self.num_padding_rows = num_padding_rows(reader)
         stored = reader.shapes()
         self._rows = {
@@ -179,13 +197,9 @@ class _Recounted:
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         return whole[: self._vocab_size] if name == table else whole[self._vocab_size :]
 
-    def files(self) -> Mapping[str, bytes]:
-        return self._reader.files()
 
-
-# The amax histories of delayed FP8 scaling, which are stored among the parameters.
-#
-# They determine a run's next scales. The model is the same without them.
+# -- without the amax histories of delayed FP8 scaling -------------------------------------------------
+# They are stored among the parameters and determine a run's next scales; the model is the same without them.
 
 HISTORY = ".fp8.amax_history"
 """Suffix of the name of a linear layer's history."""
@@ -201,34 +215,19 @@ def without_histories(reader: CheckpointReader) -> CheckpointReader:
     return _WithoutHistories(reader) if histories_of(reader) else reader
 
 
-class _WithoutHistories:
-    """A `CheckpointReader`."""
-
-    def __init__(self, reader: CheckpointReader) -> None:
-        self._reader = reader
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        return self._reader.metadata
-
+class _WithoutHistories(_Wrapped):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return _kept(self._reader.shapes())
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         return _kept(self._reader.dtypes())
 
-    def read(self, name: str) -> Tensor:
-        return self._reader.read(name)
-
-    def files(self) -> Mapping[str, bytes]:
-        return self._reader.files()
-
 
 def _kept(entries: Mapping[str, Value]) -> dict[str, Value]:
     return {name: value for name, value in entries.items() if not name.endswith(HISTORY)}
 
 
-# A checkpoint with its tokenizer replaced: `mt convert --tokenizer`.
+# -- another tokenizer: `mt convert --tokenizer` -----------------------------------------------------
 
 TOKENIZER = "--tokenizer"
 
@@ -259,22 +258,15 @@ def listed() -> str:
     return ", ".join(name for name in FILES if name.startswith(("tokenizer.", "vocab.", "spiece.")))
 
 
-class _WithTokenizer:
-    """A `CheckpointReader`."""
-
+class _WithTokenizer(_Wrapped):
     def __init__(self, reader: CheckpointReader, chosen: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
-        self._reader, self._files = reader, files
-        config = {**reader.metadata["config"], "tokenizer": dict(chosen)}
-        self.metadata: Mapping[str, Any] = {**reader.metadata, "config": config}
+        super().__init__(reader)
+        self._chosen, self._files = dict(chosen), files
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._reader.shapes()
-
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        return self._reader.dtypes()
-
-    def read(self, name: str) -> Tensor:
-        return self._reader.read(name)
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        stored = self._reader.metadata
+        return {**stored, "config": {**stored["config"], "tokenizer": self._chosen}}
 
     def files(self) -> Mapping[str, bytes]:
         return self._files

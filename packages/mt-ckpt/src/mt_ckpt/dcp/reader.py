@@ -160,7 +160,7 @@ class _Found:
 
 
 def _with_their_names(path: Path, index: Index, file: Path, host: PluginHost) -> HuggingFaceReader:
-    """Of tensors under Hugging Face's names, after whichever prefix lets them be the model's."""
+    """The family of tensors under Hugging Face's names, after whichever prefix lets them be the model's."""
     problems: list[CheckpointError] = []
     # The empty prefix last: it is before every key, and would take the others as parts of names.
     for prefix in reversed(PREFIXES):

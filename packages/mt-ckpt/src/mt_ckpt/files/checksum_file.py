@@ -49,9 +49,10 @@ def encode_checksums(files: Mapping[str, Parts]) -> bytes:
 
 
 def read_checksums(path: Path) -> Checksums | None:
-    """Of the checkpoint at `path`, which may be a folder within the one that was written (an iteration of Megatron's).
+    """The checksums of the checkpoint at `path`.
 
-    None: it was written without checksums. Raises CheckpointError for a damaged checksum file.
+    That may be a folder within the one that was written (an iteration of Megatron's). None: it was written without
+    checksums. Raises CheckpointError for a damaged checksum file.
     """
     # The file is at the root of what was written: beside the checkpoint, or above an iteration's folder.
     for folder, prefix in ((path, ""), (path.parent, f"{path.name}/")):

@@ -9,7 +9,7 @@ from itertools import product
 from mt_core.tensor_slice import TensorSlice
 
 MAX_CUT_DIMS = 8
-"""Of a tensor whose slices are looked at; checkpoints cut two or three dimensions."""
+"""Limit of the dimensions that slices may cut; checkpoints cut two or three dimensions."""
 
 
 def tiles(shape: tuple[int, ...], slices: Sequence[TensorSlice]) -> bool:

@@ -24,7 +24,7 @@ from mt_core.plugins import PluginHost
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 NEIGHBOURS_ROTATED = ("llama",)
-"""Of these llama.cpp has put the rows of queries and keys in the order for rotating neighbours."""
+"""Architectures of which llama.cpp has put the rows of queries and keys in the order for rotating neighbours."""
 TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",

@@ -17,6 +17,7 @@ from mt_ckpt.hugging_face.family import Family, identify, require_names
 from mt_ckpt.hugging_face.tensors import ExternalTensors, TensorFile, TensorFiles, infer
 from mt_ckpt.hugging_face.tokenizer import image_processor, read_tokenizer_files, tokenizer_config
 from mt_ckpt.pickles.torch_file import NamedTensorsFile
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.config_map import tokenizer_section
 from mt_core.errors import CheckpointError, did_you_mean
 from mt_core.name_map import Rule
@@ -25,7 +26,6 @@ from mt_core.plugins import PluginHost
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """In the order of preference; each may be cut into files that `<name>.index.json` lists."""
-MODEL = "model."
 SPECIAL_FLOAT = "__float__"
 
 
@@ -226,7 +226,7 @@ def _number_or_object(entries: dict[str, Any]) -> Any:
     return float(entries[SPECIAL_FLOAT]) if set(entries) == {SPECIAL_FLOAT} else entries
 
 
-# A module of transformers in memory as a canonical checkpoint: its weights without a file.
+# -- a module of transformers in memory ----------------------------------------------------------------
 
 
 class PreTrainedConfigLike(Protocol):

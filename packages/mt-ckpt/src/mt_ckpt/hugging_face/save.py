@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mt_ckpt.files.safetensors import TensorInfo, align, split_by_size
 from mt_ckpt.hugging_face.family import Family, family_named
-from mt_ckpt.hugging_face.reader import CONFIG, MODEL
+from mt_ckpt.hugging_face.reader import CONFIG
 from mt_ckpt.hugging_face.tensors import infer
 from mt_ckpt.hugging_face.tokenizer import (
     DECODER_START,
@@ -28,13 +28,12 @@ from mt_ckpt.writing.file_plans import SafetensorsFiles, write_files
 from mt_ckpt.writing.options import refuse_layout
 from mt_ckpt.writing.output_folders import output_folder
 from mt_ckpt.writing.resumable import work_key
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError, DataError, PluginError
 from mt_core.name_map import Rule
 from mt_core.plugins import PluginHost
 from mt_core.train.build import restore_tokenizer
-
-# The external tensors of a model, computed from canonical ones.
 
 
 @dataclass(frozen=True)

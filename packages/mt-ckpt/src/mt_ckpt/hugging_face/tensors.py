@@ -59,7 +59,7 @@ class Renamed:
         return self._tensors.read(self._names[name])
 
 
-# What the rules of a name map make of tensors, found by carrying them out on tensors without values.
+# -- shapes that the rules of a name map give, by carrying them out on tensors without values -----------
 
 
 def infer(function: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[TensorInfo]) -> list[TensorInfo]:

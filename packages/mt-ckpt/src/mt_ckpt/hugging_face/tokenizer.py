@@ -38,7 +38,7 @@ FILES = (
 GENERATION = "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DECODER_START = "decoder_start_token_id"
-"""Of encoder-decoder models: the id with which the decoder begins."""
+"""Key of encoder-decoder models: the id with which the decoder begins."""
 
 
 def read_tokenizer_files(

@@ -1,7 +1,7 @@
 """Megatron's arguments, which its checkpoints contain.
 
 All of them are kept as they are in the reader's metadata under `megatron.args`. What they mean for the model is in
-`families`, what they say of the run in `run_arguments`, and `argument_list` lists every one of them.
+`families`, what they say of the run in `run_arguments`; below every one of them is listed.
 """
 
 from __future__ import annotations

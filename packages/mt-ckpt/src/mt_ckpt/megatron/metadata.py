@@ -1,4 +1,4 @@
-"""What a reader of Megatron's formats says beside the tensors."""
+"""What a reader of Megatron's formats says beside the tensors, and the schedules of the optimizer's groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mt_core.plugins import PluginHost
 from mt_core.train.build import lr_schedule
 
 KEY = "megatron"
-"""Of the metadata: what Megatron's files say, unchanged."""
+"""Key of the metadata: what Megatron's files say, unchanged."""
 LEFT_OUT = "optimizer_left_out"
 """Below it: why an optimizer that is in the files is not read."""
 CARRIED = ("checkpoint_version", "opt_param_scheduler", "num_floating_point_operations_so_far")

@@ -54,12 +54,14 @@ class Grid:
                 yield place  # type: ignore[misc]
 
     def place_of_tensor_rank(self, number: int) -> Mapping[AxisName, int]:
-        """Of the first process with a tensor rank."""
+        """The first process with a tensor rank."""
         return {"tp": number, "ep": 0, "etp": number % self.etp}
 
     def place_of_expert_rank(self, number: int) -> Mapping[AxisName, int]:
-        """As Megatron numbers the ranks that have other parts of a stage's experts: expert tensor ranks first. Their
-        tensor ranks, on which experts do not depend, are left at 0."""
+        """The rank with other parts of a stage's experts that Megatron gives this number: expert tensor ranks first.
+
+        Its tensor rank, on which experts do not depend, is left at 0.
+        """
         return {"tp": 0, "ep": number // self.etp, "etp": number % self.etp}
 
     def context(self, place: Mapping[AxisName, int] | None = None) -> ParallelContext:

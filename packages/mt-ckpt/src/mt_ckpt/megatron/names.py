@@ -37,7 +37,7 @@ DUPLICATES: Mapping[str, str] = {**POSITION_DUPLICATES, **OUTPUT_DUPLICATES}
 RENAMED: Mapping[str, str] = {
     "decoder.final_norm.weight": "decoder.final_layernorm.weight",
 }
-"""Of models with Mamba layers -> canonical."""
+"""Names of models with Mamba layers -> canonical."""
 _HYBRID = {canonical: stored for stored, canonical in RENAMED.items()}
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 EXPERTS = ".mlp.experts."

@@ -1,4 +1,8 @@
-"""The entries of a rank's file: which parameters stand in it, in which order and under which names."""
+"""The entries of a rank's file: which parameters stand in it, in which order and under which names.
+
+The order is that in which Megatron's modules create them. It decides what the numbers in an optimizer's state and the
+places in its flat buffers mean.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,6 @@ from dataclasses import dataclass
 from mt_ckpt.megatron import names
 from mt_ckpt.megatron.names import EMBEDDING, EXPERTS, MTP, OUTPUT, Style, layer_of
 from mt_core.errors import ConfigError
-
-# Which parameters a pipeline stage has, in the order in which Megatron's modules create them.
-#
-# The order decides what the numbers in an optimizer's state and the places in its flat buffers mean.
 
 BEFORE_LAYERS = ("embedding.", "encoder_relative_pos_emb.", "decoder_relative_pos_emb.")
 EMBEDDINGS = ("embedding.word_embeddings", "embedding.position_embeddings", "embedding.tokentype_embeddings")
@@ -193,7 +193,7 @@ class Naming:
     grouped: bool
 
     def entries(self, parameters: Iterable[str], experts: int) -> Iterator[RankEntry]:
-        """Of one model part, as Megatron's modules list them. experts: how many of a layer the rank holds."""
+        """Entries of one model part, as Megatron's modules list them. experts: how many of a layer the rank holds."""
         members = in_order(parameters, self.style)
         first = _first_layers(members)
         # Parameters of the experts of one layer, which have to be complete: sequential experts list both matrices of

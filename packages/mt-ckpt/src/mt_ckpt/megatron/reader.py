@@ -19,11 +19,12 @@ from mt_ckpt.megatron.pieces import Gathered, Held, Number, RowsBeyond, choose, 
 from mt_ckpt.megatron.rank_files import Iteration, open_iteration
 from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.pickles.torch_file import StoredTensor, tensors_in
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.errors import CheckpointError, did_you_mean
 from mt_core.nn.layout import ParameterLayout
 from mt_core.plugins import PluginHost
 
-MODEL, OPTIMIZER = "model.", "optimizer."
+OPTIMIZER = "optimizer."
 SHOWN = 6
 ReadOptimizer = Callable[[Iteration, Mapping[str, ParameterLayout]], OptimizerState]
 DERIVED = ("inv_freq",)

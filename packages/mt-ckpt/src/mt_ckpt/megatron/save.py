@@ -83,7 +83,7 @@ class RankFiles:
     model_value: MakeModel = field(default_factory=lambda: core_model)
 
     def stages(self) -> list[dict[str, Mapping[AxisName, int]]]:
-        """Of each pipeline stage, file -> the place of its rank."""
+        """For each pipeline stage, file -> the place of its rank."""
         name = iteration_name(self.made.iteration)
         return [stage_files(self.made, name, stage) for stage in range(self.made.target.pipeline.stages)]
 
@@ -304,7 +304,7 @@ SHOWN = 8
 def require_strict_names(
     path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost
 ) -> StrictNames:
-    """Of the `torch` format: each model part of each rank has the names and shapes of its modules' state dictionary.
+    """Check the `torch` format: each model part of each rank has the names and shapes of its modules' state dictionary.
 
     Raises CheckpointError as `mt_core.checkpoint_specs.RequireStrictNames` does.
     """

@@ -15,10 +15,11 @@ from mt_ckpt.megatron.model import Grid, as_written, layouts_of, load_model_conf
 from mt_ckpt.megatron.names import DIST_RENAMED, EMBEDDING, OUTPUT, Style, norms_apart, torch_renamed
 from mt_ckpt.megatron.optimizer import MAIN
 from mt_ckpt.megatron.rank_plan import Pipeline, split_layers
-from mt_ckpt.megatron.reader import MODEL, OPTIMIZER, require_same_names
+from mt_ckpt.megatron.reader import OPTIMIZER, require_same_names
 from mt_ckpt.megatron.versions import Conventions, conventions, parse_version, require_known
 from mt_ckpt.megatron.vocabulary_padding import Padding, choose_padding
 from mt_ckpt.megatron.write_arguments import Target, carried_arguments, megatron_arguments, uses_fused_norms
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError, ConfigError

@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"(\d+)\.(\d+)(?:\.\w+)?")
 
 @dataclass(frozen=True)
 class Conventions:
-    """Of one version. `torch`, `torch_dist`: only in checkpoints of that format.
+    """Conventions of one version. `torch`, `torch_dist`: only in checkpoints of that format.
 
     convolution: torch: what the names of a Mamba mixer's convolution begin with.
     prediction_layer: torch: the layer within a depth of multi-token prediction; torch_dist kept the older name.
@@ -158,7 +158,7 @@ def conventions(version: Version) -> Conventions:
 
 
 def all_conventions() -> Iterator[Conventions]:
-    """Of all versions, the newest first."""
+    """The conventions of all versions, the newest first."""
     for minor in range(NEWEST[1], OLDEST[1] - 1, -1):
         yield conventions((NEWEST[0], minor))
 

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from mt_ckpt.megatron.names import EMBEDDING, OUTPUT
 from mt_ckpt.megatron.optimizer import MAIN
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader, VocabPadding
 from mt_core.errors import ConfigError
 
 PADDING = "padding."
 """Beginning of the name of rows beyond the vocabulary; the name of their tensor follows."""
-MODEL = "model."
 OUTPUT_BIAS = "output_layer.bias"
 FINAL_NORM = "decoder.final_layernorm."
 LOW_BIAS = -1e4
-"""As Megatron masks attention; every dtype of weights holds it."""
+"""The value with which Megatron masks attention; every dtype of weights holds it."""
 MARGIN = 50.0
 """Natural logarithms by which a logit of padding is below the sum of the others."""
 BLOCK_ROWS = 1 << 14

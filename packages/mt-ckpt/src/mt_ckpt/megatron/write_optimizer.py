@@ -1,4 +1,5 @@
-"""The optimizer's part of a rank's file, as Megatron without the distributed optimizer writes it."""
+"""The optimizer's state as Megatron writes it: in a rank's file without the distributed optimizer, in flat buffers with
+it."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one buffer, the same on every rank of the stage."""
+    """Values of one buffer, the same on every rank of the stage."""
 
     placed: Sequence[Placed]
     numel: int
@@ -192,7 +193,7 @@ def _buffers(
 
 
 def buffer_dtypes(made: Plan) -> tuple[torch.dtype, torch.dtype]:
-    """Of the parameters and of their gradients in the buffers."""
+    """Dtypes of the parameters and of their gradients in the buffers."""
     dtype = made.target.dtype
     # Megatron sets it for bf16 by default.
     accumulated = made.args.get("accumulate_allreduce_grads_in_fp32", dtype == torch.bfloat16)

@@ -45,7 +45,7 @@ class FlatItem:
 
 @dataclass(frozen=True)
 class FlatRankPlan:
-    """Of one rank of an optimizer. sizes: bucket -> elements. objects: key -> what is pickled."""
+    """What one rank of an optimizer writes. sizes: bucket -> elements. objects: key -> what is pickled."""
 
     sizes: Mapping[str, int]
     items: list[FlatItem]
@@ -72,7 +72,7 @@ class _Owner:
 
 
 def flat_plans(made: Plan) -> Iterator[FlatRankPlan]:
-    """Of all ranks, dense optimizers and those of experts."""
+    """Buffers of all ranks, dense optimizers and those of experts."""
     for stage in range(made.target.pipeline.stages):
         # Virtual pipeline stages are model parts, each with a buffer of its own.
         parts = [part_entries(made, stage, part) for part in range(made.target.pipeline.parts)]
@@ -145,6 +145,6 @@ def _items(
 
 
 def _groups(made: Plan, of_experts: bool) -> list[dict[str, Any]]:
-    """Of all stages, as Megatron makes them the same on every rank."""
+    """Buffers of all stages, as Megatron makes them the same on every rank."""
     groups = optimizer_groups(made.layouts, made.optimizer, made.step(), experts_apart=made.experts_apart)
     return [group for group in groups if group["is_expert_parallel"] == of_experts]

@@ -1,4 +1,4 @@
-"""The index of a PyTorch distributed checkpoint (DCP), read without torch's unpickler.
+"""The index of a PyTorch distributed checkpoint (DCP), read without torch's unpickler, and written.
 
 `.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`: for each key a tensor's whole shape and the
 chunks in which it was saved, or that it is bytes; and for each chunk the file, offset and length of what torch.save
@@ -259,7 +259,7 @@ def read_common(index: Index) -> Mapping[str, Any]:
     return value
 
 
-# Writes the index of a PyTorch distributed checkpoint (DCP), as `mt_ckpt.megatron_dist.index` reads it.
+# Writes the index of a PyTorch distributed checkpoint (DCP).
 
 METADATA = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"

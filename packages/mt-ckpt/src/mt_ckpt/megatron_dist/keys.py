@@ -3,7 +3,7 @@
 Layers that are all alike are stacked: `decoder.layers.mlp.linear_fc2.weight` has one more dimension in front, a layer
 each. Otherwise the number stands in the key. Experts of a layer are stacked behind that, under `experts.experts`. Every
 norm stands under the linear layer that follows it, as with Transformer Engine, if Megatron's own layers wrote it. The
-packed parameters of a Mamba mixer are kept apart, see `sections`.
+packed parameters of a Mamba mixer are kept apart.
 """
 
 from __future__ import annotations

@@ -19,12 +19,13 @@ from mt_ckpt.megatron.names import EMBEDDING
 from mt_ckpt.megatron.optimizer import MAIN, STEP
 from mt_ckpt.megatron.pieces import Entry, Number, Piece, RowsBeyond, cropped, hold
 from mt_ckpt.megatron.rank_files import namespace_attributes
-from mt_ckpt.megatron.reader import MODEL, OPTIMIZER, require_same_names
+from mt_ckpt.megatron.reader import OPTIMIZER, require_same_names
 from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.megatron_dist.index import METADATA_FILE, Index, read_common, read_index, require_backend
 from mt_ckpt.megatron_dist.keys import entries_of, pack, parse, require_sections
 from mt_ckpt.megatron_dist.reshardable import OPTIMIZER_OBJECT, flat_optimizer, has_flat_optimizer, reason_not_read
 from mt_ckpt.pickles.torch_file import StoredTensor
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.errors import CheckpointError, did_you_mean
 from mt_core.plugins import PluginHost
 

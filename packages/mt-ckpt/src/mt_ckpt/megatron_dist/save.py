@@ -212,7 +212,7 @@ def _from_json(entry: dict[str, Any]) -> WrittenBlob:
 def require_strict_names(
     path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost
 ) -> StrictNames:
-    """Of the `torch_dist` format, the optimizer's state included: --dist-ckpt-strictness raise_all passes.
+    """Check the `torch_dist` format, the optimizer's state included: --dist-ckpt-strictness raise_all passes.
 
     Raises CheckpointError as `mt_core.checkpoint_specs.RequireStrictNames` does.
     """

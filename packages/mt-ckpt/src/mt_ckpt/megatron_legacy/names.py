@@ -111,7 +111,7 @@ def nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
 
 
 def _keys(old: str) -> tuple[str, ...]:
-    """Of a head: its modules' parameters have dots in their keys."""
+    """Names within a head: its modules' parameters have dots in their keys."""
     parts = old.split(".")
     # language_model is a dictionary of its own; other heads stand beside it. What is within a module has dots in its
     # key.

@@ -74,7 +74,7 @@ class Regrouped:
 
 
 HEAD_SIZE = 64
-"""Of the models that were published without their arguments: BERT and GPT-2 with 345 million parameters."""
+"""Arguments of the models that were published without their arguments: BERT and GPT-2 with 345 million parameters."""
 OTHERS: Mapping[str, str] = {
     "vision_model.": "a model of images and text",
     "query_model.": "two encoders of questions and texts",
@@ -96,7 +96,7 @@ def open_checkpoint(path: Path, host: PluginHost, vocab_size: int | None = None)
 
 
 def optimizer_if_known(iteration: Iteration, layouts: Mapping[str, ParameterLayout]) -> OptimizerState:
-    """As `read_optimizer`; a state that cannot be tied to the parameters is left out, with the reason."""
+    """The same as `read_optimizer`; a state that cannot be tied to the parameters is left out, with the reason."""
     # The weights are what old checkpoints are read for: a state that does not fit is no reason to refuse them.
     try:
         return read_optimizer(iteration, layouts)

@@ -1,4 +1,4 @@
-"""`params.json` of Meta's Llama and of Mistral's own layout, as the contents of a config.json."""
+"""`params.json` of Meta's Llama and of Mistral's own layout, as the contents of a config.json, and the way back."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def feed_forward_params(dim: int, width: int) -> dict[str, Any]:
 
 
 def feed_forward_width(dim: int, multiple: int, factor: float | None) -> int:
-    """As Meta's code computes it."""
+    """The inner width as Meta's code computes it."""
     # Two thirds: with a gate there are three matrices in place of two, so that the parameters stay the same.
     width = int(2 * (4 * dim) / 3)
     if factor is not None:

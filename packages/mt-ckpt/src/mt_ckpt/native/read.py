@@ -1,4 +1,4 @@
-"""Reads a checkpoint in mt's native format, with every byte verified."""
+"""Reads a checkpoint in mt's native format, with every byte verified, and verifies whole checkpoints."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def damaged(file: Path, what: str) -> str:
     return f"{file}: damaged: the checksum of {what} does not match; use an earlier checkpoint"
 
 
-# Verifies every byte of a checkpoint in mt's native format.
+# -- verifying every byte ---------------------------------------------------------------------------
 
 Part = tuple[int, int, str, str]
 """Offset and length in bytes, checksum, and what it is."""

@@ -1,4 +1,4 @@
-"""Saves a checkpoint in mt's native format."""
+"""Saves a checkpoint in mt's native format, from one process or from all ranks of a run."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _existing(path: Path) -> Path:
     return next(folder for folder in path.parents if folder.exists())
 
 
-# Saves a checkpoint in mt's native format from all ranks of a run; each rank writes its shards.
+# -- from all ranks of a run, each of which writes its shards ----------------------------------------
 
 
 class Report(BaseModel):

@@ -21,8 +21,8 @@ from mt_core.paths import children, is_remote, remove_tree, write_whole
 
 REPORTS = ".reports"
 END = b"\n"
-"""Of a report where nothing can be renamed: some of fsspec's file systems show a file while it is written. The JSON
-before it has no line breaks."""
+"""Ending of a report where nothing can be renamed: some of fsspec's file systems show a file while it is written.
+The JSON before it has no line breaks."""
 POLL_SECONDS = 0.005, 0.5
 """Polling interval for the reports of other ranks: it grows from the first to the second value."""
 

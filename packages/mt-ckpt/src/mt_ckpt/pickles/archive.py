@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 ALIGNMENT = 64
-"""Of a member's first byte, counted from the archive's, so that a file of its own can be mapped."""
+"""Alignment of a member's first byte, counted from the archive's, so that a file of its own can be mapped."""
 BLOCK_BYTES = 8 << 20
 # 4.5, the first version of the format with zip64.
 _VERSION = 45

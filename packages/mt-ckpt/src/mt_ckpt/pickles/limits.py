@@ -1,4 +1,6 @@
-"""A limit on what the keys in a pickle cost to hash and to compare, checked before anything in it is built.
+"""Limits on what a pickle may describe, and on what its keys cost to hash and to compare.
+
+The costs of keys are checked before anything in it is built.
 
 The hash of a tuple is that of all within it, each time that it is computed (before Python 3.14), and two equal tuples
 are compared throughout (in every version). Forty tuples, each holding the one before it twice, are a few hundred bytes;
@@ -45,7 +47,7 @@ class _Walk:
         # Ids are valid keys: `root` keeps every container alive during the walk.
         self._heights: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
-        """Of each container done, by id: levels in it, and entries that a walk through it meets."""
+        """For each container done, by id: levels in it, and entries that a walk through it meets."""
         self._entries = 0
 
     def measure(self, root: Any) -> None:
@@ -158,7 +160,7 @@ class _Opcode:
         return b"".join(stream.readline() for _ in range(self.lines))
 
     def number(self, argument: bytes) -> int:
-        """Of an entry of the memo: decimal digits in a line, or little-endian."""
+        """The number of an entry of the memo: decimal digits in a line, or little-endian."""
         return int(argument) if self.num_bytes is None else int.from_bytes(argument, "little")
 
 

@@ -1,4 +1,4 @@
-"""Files of torch.save, opened without executing anything in them; tensors are read one at a time."""
+"""Files of torch.save, opened without executing anything in them; tensors are read and written one at a time."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-# Writes files as torch.save does, a tensor at a time: each is written before the next is made.
+# -- writing: each tensor is written before the next is made -------------------------------------------
 
 
 class TorchWriter:
@@ -216,7 +216,7 @@ def write_object(stream: ByteSink, value: Any) -> None:
     TorchWriter(stream).finish(value)
 
 
-# Files of torch.save that hold named tensors and nothing else, as `pytorch_model.bin` does.
+# -- files that hold named tensors and nothing else, as `pytorch_model.bin` does ------------------------
 
 
 class NamedTensorsFile:

@@ -15,6 +15,7 @@ from mt_ckpt.hugging_face.reader import same_bits
 from mt_ckpt.megatron.folder import is_of_reshaping_tool
 from mt_ckpt.pickles.inert_objects import Inert
 from mt_ckpt.pickles.torch_file import StoredTensor, open_torch_file
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.errors import CheckpointError, ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
 
@@ -83,7 +84,6 @@ def cut_along(theirs: str) -> int | None:
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK = re.compile(r"mp_rank_([0-9]{2})(?:_([0-9]{3}))?")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-MODEL = "model."
 
 
 def detect(path: Path) -> bool:

@@ -19,11 +19,11 @@ from mt_ckpt.pickles.torch_file import TorchWriter
 from mt_ckpt.transformers_megatron.reader import CUT_ALONG, EMBEDDING, ENCODER, HEAD, POSITIONS, WORDS, layer_of
 from mt_ckpt.writing.options import NOT_MEGATRON, refuse, refuse_megatron
 from mt_ckpt.writing.resumable import ResumableFolder, work_key
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 
-MODEL = "model."
 FORMAT = "transformers-megatron"
 UNUSED = (
     "target_virtual_pipeline_parallel_size", "target_expert_parallel_size", "target_expert_tensor_parallel_size",

@@ -42,10 +42,10 @@ LLAMA_OF_GPT_DEMANDS: Mapping[str, tuple[Any, ...]] = {
     "parallel_residual": (False,),
     "moe": (None,),
 }
-"""Of a gpt with RMSNorm, which only the Llama architecture has."""
+"""Keys of a gpt with RMSNorm, which only the Llama architecture has."""
 DTYPES = ("float16", "bfloat16", "float32")
 POSITIONS = 4096
-"""Of a gpt with rotary positions, which does not say how many; llama's default. Engines have limits of their own."""
+"""Length of a gpt with rotary positions, which does not say it; llama's default. Engines have limits of their own."""
 
 
 def require_expressible(model: Any, options: ConvertOptions) -> None:

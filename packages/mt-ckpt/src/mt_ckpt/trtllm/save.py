@@ -16,6 +16,7 @@ from mt_ckpt.model import model_config
 from mt_ckpt.trtllm.config import GATED, require_expressible, write_config
 from mt_ckpt.writing.options import NOT_MEGATRON, refuse, refuse_megatron
 from mt_ckpt.writing.resumable import ResumableFolder, work_key
+from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.plugins import PluginHost
 
@@ -95,7 +96,6 @@ def _padded(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(missing, tensor.shape[1])]) if missing else tensor
 
 
-MODEL = "model."
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 UNUSED = (
     "target_virtual_pipeline_parallel_size", "target_expert_parallel_size", "target_expert_tensor_parallel_size",

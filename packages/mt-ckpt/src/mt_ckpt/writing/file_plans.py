@@ -1,4 +1,7 @@
-"""Writes the safetensors files of a conversion, in one process or in several, with identical bytes."""
+"""Writes the files of a conversion, in one process or in several, with identical bytes.
+
+Of a safetensors file each process writes parts; other files are written whole by one process.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +143,7 @@ def _groups(
         yield tuple(group)
 
 
-# Writes the files of a format whose files are each made by one process, in one process or in several.
+# -- files that one process writes whole --------------------------------------------------------------
 
 FinishedFiles = Mapping[str, tuple[Parts, Mapping[str, Any]]]
 """File -> what `ResumableFolder.finish` takes of it."""
@@ -175,9 +178,6 @@ def write_whole_files(
             folder.finish(name, checksums, about)
             recorded[name] = about
     return {name: about or {} for name, about in recorded.items()}
-
-
-# A new file, whose checksum is computed while it is written.
 
 
 class WrittenFile(io.RawIOBase):

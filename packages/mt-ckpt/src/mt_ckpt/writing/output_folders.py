@@ -1,4 +1,4 @@
-"""Output of a conversion to an object store, which can neither rename nor append."""
+"""Where a conversion writes: a local folder, or one in an object store, which can neither rename nor append."""
 
 from __future__ import annotations
 
@@ -113,8 +113,6 @@ def _size(file: Any) -> int | None:
     except FileNotFoundError:
         return None
 
-
-# Where a conversion writes: a local folder, or one in an object store.
 
 OutputFolder = ResumableFolder | RemoteFolder
 
