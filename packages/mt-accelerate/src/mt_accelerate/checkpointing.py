@@ -1,4 +1,5 @@
-"""States of programs without the plugin, in the files of Accelerate: weights as safetensors, other states by torch."""
+"""States in the files of Accelerate: weights as safetensors, those of other objects by torch, read without running
+pickled code."""
 
 from __future__ import annotations
 
@@ -12,7 +13,6 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from mt_accelerate.state import GradientState as GradientState
 from mt_core.errors import CheckpointError, ConfigError
 
 SAFE_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME = "model", "optimizer", "scheduler", "scaler.pt"
@@ -47,12 +47,13 @@ def save_parts(parts: Mapping[str, Any], folder: Path) -> None:
 
 
 def load_parts(parts: Mapping[str, Any], folder: Path) -> None:
-    """Raises CheckpointError where a file is missing, or holds other than tensors, numbers, strings and containers."""
+    """Raises CheckpointError as `read` does."""
     for name, part in parts.items():
         part.load_state_dict(read(folder / name))
 
 
 def read(path: Path) -> Any:
+    """Raises CheckpointError where a file is missing, or holds other than tensors, numbers, strings and containers."""
     try:
         # weights_only: a pickle could run code.
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -81,15 +82,10 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, Any]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-# Objects of a program whose state is saved with the model's (`Accelerator.register_for_checkpointing`).
+# Objects that `Accelerator.register_for_checkpointing` was given.
 
 
 def file_of(folder: str | Path, number: int) -> Path:
-    """Under Accelerate's name."""
     return Path(folder) / f"custom_checkpoint_{number}.pkl"
 
 
@@ -111,16 +107,6 @@ def save_states(objects: Sequence[Any], folder: str | Path) -> None:
 
 
 def load_states(objects: Sequence[Any], folder: str | Path) -> None:
-    """Raises CheckpointError where a file is missing, or holds other than tensors, numbers, strings and containers."""
+    """Raises CheckpointError as `read` does."""
     for number, one in enumerate(objects):
-        path = file_of(folder, number)
-        try:
-            # weights_only: a pickle could run code. Files of Accelerate that hold
-            # other objects are refused, as the error says.
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise CheckpointError(
-                f"{path}: the state of the {type(one).__name__} that register_for_checkpointing was given cannot be "
-                f"read: {error}"
-            ) from error
-        one.load_state_dict(state)
+        one.load_state_dict(read(file_of(folder, number)))

@@ -35,7 +35,7 @@ def run(arguments: Sequence[str], *, debug: bool = False) -> int:
         if COMPLETION in os.environ:
             from typer.completion import completion_init
 
-            # What the shell's script, which --install-completion writes, is answered by.
+            # The script that --install-completion wrote for the shell expects typer's format of completions.
             completion_init()
         host = load_plugins(strict=False)  # strictness applies to the command that runs, not to finding it
         # obj: commands find the host in their context (mt_core.commands.host_of) instead of loading the plugins again.

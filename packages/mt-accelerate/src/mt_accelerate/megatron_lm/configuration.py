@@ -41,7 +41,7 @@ def training_sections(
     be followed.
     """
     own = plugin.sections(mixed_precision)
-    others = other_sections(plugin.other_megatron_args or {}, str(model["family"]))
+    others = other_sections(plugin.other_megatron_args or {}, model)
     batch = {
         "micro_batch_size": micro_batch_size,
         # Accelerate's rule: a program states the micro-batch (its loader's batch_size) and their number.
@@ -179,20 +179,47 @@ TOKENIZERS = {"bert": BERT_TOKENIZER, "t5": BERT_TOKENIZER}
 """Model family -> the tokenizer that Megatron takes unless tokenizer_type is given; others take that of GPT."""
 
 
-def other_sections(arguments: Mapping[str, Any], family: str) -> Sections:
-    """arguments: attribute of Megatron's namespace -> value. Raises one ConfigError that names each argument which
-    Megatron does not have, which the model or a field of the plugin decides, or which has no effect here."""
-    found: Sections = {}
+POSITIONS: Mapping[str, str] = {"absolute": "learned_absolute", "rotary": "rope"}
+"""Accelerate's names of position embeddings -> those of the family; others are the same."""
+
+
+def other_sections(arguments: Mapping[str, Any], model: Mapping[str, Any]) -> Sections:
+    """arguments: attribute of Megatron's namespace -> value. model: its section. Raises one ConfigError that names each
+    argument which Megatron does not have, which the model or a field of the plugin decides, or which has no effect
+    here."""
+    sections: Sections = {}
     problems = Problems()
     for dest, value in arguments.items():
         with problems.collect():
+            if (stated := _stated(dest, model)) is not None:
+                _require_stated(dest, value, stated)
+                continue
             section, _, key = _key_of(dest).partition(".")
-            found.setdefault(section, {})[key] = value
+            sections.setdefault(section, {})[key] = value
     problems.stop_if_any()
-    if "tokenizer" in found:
+    if "tokenizer" in sections:
         # Some argument of the tokenizer is given: its type is then Megatron's default for the script, as there.
-        found["tokenizer"] = {"tokenizer_type": TOKENIZERS.get(family, GPT_TOKENIZER), **found["tokenizer"]}
-    return found
+        default = TOKENIZERS.get(str(model["family"]), GPT_TOKENIZER)
+        sections["tokenizer"] = {"tokenizer_type": default, **sections["tokenizer"]}
+    return sections
+
+
+def _stated(dest: str, model: Mapping[str, Any]) -> str | None:
+    """What the model has of those arguments that Accelerate's page passes for it; None for other arguments."""
+    if dest == "position_embedding_type":
+        return str(model.get(dest, "none"))
+    if dest == "attention_head_type":
+        return "multiquery" if model.get("num_query_groups") == 1 else "multihead"
+    return None
+
+
+def _require_stated(dest: str, value: Any, stated: str) -> None:
+    """Raises ConfigError unless the model has it: mt trains the weights of the program's model."""
+    if POSITIONS.get(value, value) != stated:
+        raise ConfigError(
+            f"other_megatron_args: {dest}={value!r}, and the model has {stated}; prepare a model that has it, "
+            "BloomForCausalLM for alibi and GPTBigCodeForCausalLM for multiquery, or leave it out"
+        )
 
 
 def _key_of(dest: str) -> str:

@@ -137,7 +137,7 @@ def shortened(names: set[str], others: Iterable[str]) -> list[str]:
     kept = list(others)
     found = []
     for name in names:
-        pattern = re.sub(r"\\.\\d+\\.", ".*.", name)
+        pattern = re.sub(r"\.\d+\.", ".*.", name)
         found.append(name if any(matches(other, [pattern]) for other in kept) else pattern)
     return sorted(set(found))
 

@@ -38,6 +38,8 @@ class MegatronRun:
         self.state, self.gradients, self._host = state, gradients, host
         self._model: MegatronEngine | None = None
         self._loaders: list[DataParallelLoader] = []
+        self._iterators: list[Iterator[Any]] = []
+        self._scheduler: OrdinaryScheduler | None = None
         self._batches = 0
         self._random = ProgramRandom()
         # Those of the model, once there is one.
@@ -66,7 +68,8 @@ class MegatronRun:
         engine.optimizer_wrapper = made[id(given.optimizer)] = MegatronLMOptimizerWrapper(engine.engine)
         if is_ordinary(given.scheduler):
             engine.program_optimizer = given.optimizer
-            made[id(given.scheduler)] = OrdinaryScheduler(given.scheduler, self.gradients, data_parallel_ranks().size)
+            self._scheduler = OrdinaryScheduler(given.scheduler, self.gradients, data_parallel_ranks().size)
+            made[id(given.scheduler)] = self._scheduler
         elif given.scheduler is not None:
             made[id(given.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)
         self._loaders = [
@@ -75,7 +78,8 @@ class MegatronRun:
         made |= {id(loader): found for loader, found in zip(given.loaders, self._loaders, strict=True)}
         results = [made.get(id(value), value) for value in objects]
         if given.dummy is not None:
-            iterators = iter(dataset_iterators(engine, self._host))
+            self._iterators = dataset_iterators(engine, self._host)
+            iterators = iter(self._iterators)
             # The one dummy stands three times, for training, validation and test in this order.
             results = [next(iterators) if value is given.dummy else value for value in results]
         return results
@@ -144,7 +148,14 @@ class MegatronRun:
         return SkippedLoader(loader, count)
 
     def free(self) -> None:
-        self._model, self._loaders = None, []
+        self._close_iterators()
+        self._model, self._loaders, self._scheduler = None, [], None
+
+    def _close_iterators(self) -> None:
+        """Ends their threads, which otherwise read ahead until the interpreter collects the iterators."""
+        for iterator in self._iterators:
+            iterator.close()  # type: ignore[attr-defined]
+        self._iterators = []
 
     @property
     def iteration(self) -> int | None:
@@ -159,10 +170,14 @@ class MegatronRun:
     def save_state(self, folder: str, own_models: Any = None) -> None:
         self.prepared.save_checkpoint(folder)
         self._random.save(folder)
+        if self._scheduler is not None:
+            self._scheduler.save(folder)
 
     def load_state(self, folder: str, own_models: Any = None, *, strict: bool = True) -> None:
         self.prepared.load_checkpoint(folder)
         self._random.load(folder)
+        if self._scheduler is not None:
+            self._scheduler.load(folder)
 
     def save_model(self, model: Any, folder: str, max_shard_size: str) -> None:
         export(self.prepared.engine, Path(folder), max_shard_size, self._host)
@@ -174,6 +189,7 @@ class MegatronRun:
         )
 
     def close(self) -> None:
+        self._close_iterators()
         if self._model is not None:
             self._model.close()
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from mt_accelerate.checkpointing import read
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin, Sections
+from mt_accelerate.operations import on_first_rank
 from mt_accelerate.state import GradientState
 from mt_core.errors import ConfigError
 from mt_core.train import Engine
+
+FILE = "program_scheduler.pt"
 
 
 class MegatronLMDummyScheduler:
@@ -30,18 +37,11 @@ def schedule_sections(plugin: MegatronLMPlugin, scheduler: Any, dp_size: int, st
 
     Without a scheduler the rate is constant; with one of torch it is the program's.
     """
-    if scheduler is None:
+    if scheduler is None or is_ordinary(scheduler):
+        # The rate is constant, or the one that the program's scheduler has set; the engine requires a length.
         _require_no_schedule(plugin)
-        # A constant rate depends on no length; the engine requires one.
         length = _length(plugin, None) or {"train_iters": steps or 1}
         return {"lr_schedule": {"lr_decay_style": "constant"}, "train": length}
-    if is_ordinary(scheduler):
-        # The rate of each step is the one that the program's scheduler has set; the engine requires a length.
-        _require_no_schedule(plugin)
-        return {
-            "lr_schedule": {"lr_decay_style": "constant"},
-            "train": _length(plugin, None) or {"train_iters": steps or 1},
-        }
     # Programs count batches of one process's loader before it is divided; steps are that over the data-parallel ranks.
     total = None if scheduler.total_num_steps is None else scheduler.total_num_steps // dp_size
     length = _length(plugin, total)
@@ -104,6 +104,19 @@ class OrdinaryScheduler:
     def step(self, *arguments: Any, **options: Any) -> None:
         for _ in range(self.moves if self.gradients.sync_gradients else 0):
             self.scheduler.step(*arguments, **options)
+
+    def save(self, folder: str) -> None:
+        """The first rank's state, and the rates that it has set. Collective."""
+        rates = [group["lr"] for group in self.scheduler.optimizer.param_groups]
+        state = {"scheduler": self.scheduler.state_dict(), "rates": rates}
+        on_first_rank(lambda: torch.save(state, Path(folder) / FILE))
+
+    def load(self, folder: str) -> None:
+        """Raises CheckpointError for a state without the scheduler's, whose rates would begin again."""
+        state = read(Path(folder) / FILE)
+        self.scheduler.load_state_dict(state["scheduler"])
+        for group, rate in zip(self.scheduler.optimizer.param_groups, state["rates"], strict=True):
+            group["lr"] = rate
 
 
 class MegatronLMSchedulerWrapper:
