@@ -184,9 +184,68 @@ def test_a_pattern_that_cannot_be_read_is_refused(host, pattern, words) -> None:
         configure(host, **{**OURS, "hybrid_layer_pattern": f'"{pattern}"'})
 
 
+def as_hybrid(name: str) -> str:
+    """A GPT's name: its layer i is the attention layer 2i and the feed-forward layer 2i + 1."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(2 * int(parts[2]) + (parts[3] in ("mlp", "pre_mlp_layernorm")))
+    return ".".join(parts)
+
+
+def test_layernorm_and_learned_positions_are_those_of_gpt2(host, randomize) -> None:
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "n_inner": 40}
+    reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).float().eval()
+    randomize(reference)
+    maps = host.models.get("gpt").name_maps["hf"].load()
+    gpt = build(host, configure(host, **maps.read_config(reference.config.to_dict()))).eval()
+    load_reference(gpt, reference.state_dict(), maps)
+    keys = {
+        "hybrid_layer_pattern": "*-*-",
+        "num_query_groups": 4,
+        "normalization": "LayerNorm",
+        "position_embedding_type": "learned_absolute",
+        "max_position_embeddings": 24,
+        "activation": "gelu_tanh",
+        "add_bias_linear": True,
+        "untie_embeddings_and_output_weights": False,
+    }
+    model = build(host, configure(host, **{**OURS, **keys})).eval()
+    model.load_state_dict({as_hybrid(name): tensor for name, tensor in gpt.state_dict().items()})
+    assert model.max_sequence_length == 24
+    tokens = torch.randint(VOCAB, (2, 16))
+    torch.testing.assert_close(model(tokens), reference(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_of_a_hybrid_is_on_embeddings_and_layers_in_training(host) -> None:
+    config = configure(host, **{**OURS, "hidden_dropout": 0.5})
+    model, plain = build(host, config), build(host, configure(host, **OURS)).eval()
+    tokens = torch.randint(VOCAB, (2, 16))
+    torch.testing.assert_close(model.eval()(tokens), plain(tokens), rtol=0, atol=0)
+    model.train()
+    kept = {}
+
+    def note(name: str) -> None:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            kept[name] = (output != 0).float().mean().item() / (inputs[0] != 0).float().mean().item()
+
+        model.get_submodule(name).register_forward_hook(hook)
+
+    names = ["embedding.dropout", *(f"decoder.layers.{number}.dropout" for number in range(5))]
+    for name in names:
+        note(name)
+    model(tokens)
+    assert list(kept) == names
+    assert all(0.4 < share < 0.6 for share in kept.values())
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
+        ({"position_embedding_type": "learned_absolute"}, "learned_absolute needs model.max_position_embeddings"),
+        (
+            {"position_embedding_type": "learned_absolute", "max_position_embeddings": 8},
+            "data.seq_length=16 is longer than model.max_position_embeddings=8",
+        ),
         ({"num_attention_heads": 5}, "model.hidden_size=32 is not divisible by model.num_attention_heads=5"),
         ({"num_query_groups": 3}, "model.num_query_groups=3 does not divide model.num_attention_heads=4"),
         ({"rotary_percent": 0.5}, "rotary_percent"),
@@ -301,6 +360,15 @@ def test_a_bamba_that_is_not_understood_is_refused(change, words) -> None:
     ("keys", "words"),
     [
         ({"add_bias_linear": True}, "model.add_bias_linear=True cannot be written as a Hugging Face nemotron_h"),
+        (
+            {"normalization": "LayerNorm"},
+            "model.normalization=LayerNorm cannot be written as a Hugging",
+        ),
+        ({"hidden_dropout": 0.1}, "model.hidden_dropout=0.1 cannot be written as a Hugging Face nemotron_h"),
+        (
+            {"position_embedding_type": "learned_absolute", "max_position_embeddings": 16},
+            "position_embedding_type=learned_absolute cannot be written as a Hugging Face",
+        ),
         ({"activation": "swiglu"}, "model.activation=swiglu cannot be written as a nemotron_h; it can be squared_relu"),
         ({"position_embedding_type": "rope"}, "model.rotary_percent=1.0 cannot be written as a Hugging Face bamba"),
         (

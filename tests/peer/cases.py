@@ -99,6 +99,18 @@ CASES = {
     "t5": Case(T5, "t5", exact=True),
     "hybrid": Case(HYBRID, "hybrid", transformer_impl="transformer_engine"),
     "hybrid, local layers": Case(HYBRID, "local_hybrid"),
+    "hybrid, LayerNorm and learned positions, local layers": Case(
+        {
+            **HYBRID,
+            "normalization": "LayerNorm",
+            "position_embedding_type": "learned_absolute",
+            "max_position_embeddings": 16,
+            "activation": "gelu",
+            "add_bias_linear": True,
+        },
+        "local_hybrid",
+        exact=True,
+    ),
     "hybrid with experts, local layers": Case(
         {**HYBRID, "hybrid_layer_pattern": "M*E", "moe": EXPERTS}, "local_hybrid"
     ),
@@ -168,6 +180,7 @@ CASES = {
         }
     ),
     "latent attention": Case(LATENT),
+    "latent attention, LayerNorm": Case({**LATENT, "normalization": "LayerNorm"}, exact=True),
     "latent attention, YaRN, groups of experts": Case(
         {
             **LATENT,

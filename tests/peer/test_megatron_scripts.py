@@ -83,8 +83,7 @@ SCRIPTS = (
 )
 """Scripts of examples/ that start a training of Megatron's, or set the arguments of one."""
 REFUSED: Mapping[str, str] = {
-    "hybrid_mr_mcore_te": "normalization='LayerNorm' is not read of a model with Mamba layers",
-    "gpt3_mr_mcore_te_tp2_pp2_mla": "normalization='LayerNorm' is not read of a model with multi-latent attention",
+    "gpt3_mr_mcore_te_tp2_pp2_mla": "swiglu=False is not read of a model with multi-latent attention",
     "multimodal_llava": VISION,
     "mimo_vlm": "is no option of Megatron's",
     "mxfp8": "--fp8-recipe mxfp8",

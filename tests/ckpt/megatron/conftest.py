@@ -184,6 +184,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid_rotary": {
         **HYBRID,
         "hybrid_layer_pattern": "M*E*MEM*",
+        "normalization": "LayerNorm",
+        "hidden_dropout": 0.1,
         "position_embedding_type": "rope",
         "rotary_percent": 0.5,
         "activation": "swiglu",

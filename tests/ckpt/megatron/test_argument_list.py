@@ -17,7 +17,7 @@ from mt_ckpt.megatron.run_arguments import run_sections
 from mt_ckpt.megatron.target import plan
 from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.config.loading import config_from_dict
-from mt_core.errors import ConfigError
+from mt_core.errors import CheckpointError, ConfigError
 
 NAMES = (Path(__file__).parent / "argument_names.txt").read_text().split()
 """The attributes of the Namespace of Megatron-Core 0.19.2, and options that versions around it have."""
@@ -81,14 +81,21 @@ def test_no_argument_is_read_that_is_not_listed(model, host) -> None:
     assert {name for name in values.seen if name not in READ and name not in REQUIRED} == set()
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in REQUIRED if name not in ("is_hybrid_model", "multi_latent_attention")]
-)
+KINDS = ("is_hybrid_model", "multi_latent_attention", "hybrid_layer_pattern", "hybrid_override_pattern")
+"""Arguments that say what kind of model it is, which the tensors contradict."""
+
+
+@pytest.mark.parametrize("name", [name for name in REQUIRED if name not in KINDS])
 def test_an_argument_that_changes_the_numbers_is_refused(name, tmp_path, host) -> None:
     save_rank(tmp_path, "mp_rank_00", {"args": arguments(**{name: "M*"}), "model": gpt()})
-    with pytest.raises(
-        ConfigError, match="normalization" if name.startswith("hybrid") else f"{name}='M\\*' stands for"
-    ):
+    with pytest.raises(ConfigError, match=f"{name}='M\\*' stands for"):
+        open_checkpoint(tmp_path, host)
+
+
+@pytest.mark.parametrize("name", [name for name in REQUIRED if name in KINDS[2:]])
+def test_a_pattern_of_layers_that_the_tensors_contradict_is_refused(name, tmp_path, host) -> None:
+    save_rank(tmp_path, "mp_rank_00", {"args": arguments(**{name: "M*"}), "model": gpt()})
+    with pytest.raises(CheckpointError, match=r"decoder.layers.0.mixer.A_log is missing"):
         open_checkpoint(tmp_path, host)
 
 

@@ -176,7 +176,7 @@ def test_the_newer_name_of_the_pattern_and_its_stages(tmp_path, host) -> None:
         ({"hybrid_override_pattern": "MG"}, r"pattern 'MG' has 'G', which is not read; a layer can be M \(Mamba-2\)"),
         ({"hybrid_override_pattern": None, "hybrid_attention_ratio": 0.5}, "hybrid_attention_ratio=0.5 does not say"),
         ({"mtp_num_layers": 1}, "mtp_num_layers=1 stands for multi-token prediction"),
-        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type='learned_absolute' is not read"),
+        ({"position_embedding_type": "relative"}, "position_embedding_type='relative' is not read"),
     ],
 )
 def test_hybrids_that_are_not_read(changes, words, tmp_path, host) -> None:

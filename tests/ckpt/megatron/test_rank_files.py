@@ -286,11 +286,11 @@ def test_an_unknown_name_gets_a_suggestion(tmp_path, host) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"multi_latent_attention": True}, "normalization='LayerNorm' is not read of a model with multi-latent att"),
+        ({"multi_latent_attention": True}, "swiglu=False is not read of a model with multi-latent attention"),
         ({"experimental_attention_variant": "dsa"}, "variant='dsa' stands for an experimental attention"),
         ({"mtp_num_layers": 1}, "mtp_num_layers=1 stands for multi-token prediction"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p=True stands for norm weights stored less one"),
-        ({"hybrid_layer_pattern": "M*"}, "normalization='LayerNorm' is not read of a model with Mamba layers"),
+        ({"hybrid_layer_pattern": "M*", "norm_epsilon": 1e-6}, "norm_epsilon=1e-06 is not read of a model with Mamba"),
         ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one' stands for a softmax with a sink"),
         (
             {"position_embedding_type": "yarn"},

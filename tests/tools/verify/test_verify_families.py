@@ -38,6 +38,10 @@ EXAMPLE_LAYOUTS = [
     ("deepseek", EP),
     ("gemma", TP),
     ("hybrid", DATA),
+    (
+        *("hybrid", TP, SP, "model.mamba_num_groups=2", "model.normalization=LayerNorm", "model.hidden_dropout=0.1"),
+        *("model.position_embedding_type=learned_absolute", "model.max_position_embeddings=4096"),
+    ),
     # Images in the first stage, where only the projection is trained.
     ("llava", PP, PROJECTION),
     ("llava", TP),

@@ -35,7 +35,7 @@ OUTPUT_DUPLICATES: Mapping[str, str] = {
 DUPLICATES: Mapping[str, str] = {**POSITION_DUPLICATES, **OUTPUT_DUPLICATES}
 """What Megatron's T5 stores twice -> the name that stays."""
 RENAMED: Mapping[str, str] = {
-    "decoder.final_norm.weight": "decoder.final_layernorm.weight",
+    f"decoder.final_norm.{leaf}": f"decoder.final_layernorm.{leaf}" for leaf in ("weight", "bias")
 }
 """Names of models with Mamba layers -> canonical."""
 _HYBRID = {canonical: stored for stored, canonical in RENAMED.items()}

@@ -145,10 +145,6 @@ class DecoderConfig(ModelConfig):
     # Fixed values for keys of the shared blocks that the family does not expose.
 
     @property
-    def normalization(self) -> Literal["LayerNorm", "RMSNorm"]:
-        return "RMSNorm"
-
-    @property
     def activation(self) -> Literal["swiglu", "geglu_tanh", "clamped_swiglu"]:
         return "swiglu"
 
@@ -173,10 +169,21 @@ class DecoderConfig(ModelConfig):
     if TYPE_CHECKING:  # a family answers these by a property or by a key
 
         @property
+        def normalization(self) -> Literal["LayerNorm", "RMSNorm"]: ...
+
+        @property
         def add_qkv_bias(self) -> bool: ...
 
         @property
         def qk_layernorm(self) -> bool: ...
+
+
+class RMSNormDecoderConfig(DecoderConfig):
+    """A decoder whose norms are RMSNorm."""
+
+    @property
+    def normalization(self) -> Literal["LayerNorm", "RMSNorm"]:
+        return "RMSNorm"
 
 
 def check_decoder(config: Config) -> None:

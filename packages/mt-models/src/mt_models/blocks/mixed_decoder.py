@@ -11,8 +11,9 @@ from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
 from mt_core.nn.context_parallel.zigzag import check_sequence_length
+from mt_core.nn.dropout import Dropout
 from mt_core.nn.loss import Unprojected
-from mt_core.nn.norm import Normalization, build_norm
+from mt_core.nn.norm import Norm, Normalization
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
@@ -22,18 +23,17 @@ from mt_models.blocks.rotary import RotaryAngles
 # Layers with one block each: x + block(norm(x)). Models with several kinds of layers are stacks of these.
 #
 # All take (x, pattern, angles, cache) and use what they need. x is [batch, sequence, hidden] in the dtype of the
-# residual stream; blocks compute in that of the weights. multiplier: of what the block adds.
+# residual stream; blocks compute in `dtype`, that of the weights. multiplier: of what the block adds.
 
 
 class MambaLayer(nn.Module):
-    """x + mixer(norm(x))"""
+    """x + dropout(mixer(norm(x)))"""
 
-    def __init__(
-        self, mixer: MambaMixer, hidden_size: int, epsilon: float, ctx: ParallelContext, multiplier: float = 1.0
-    ) -> None:
+    def __init__(self, mixer: MambaMixer, norm: Norm, dropout: Dropout, multiplier: float = 1.0) -> None:
         super().__init__()
-        self.dtype, self.multiplier = ctx.params_dtype, multiplier
-        self.norm = build_norm("RMSNorm", hidden_size, epsilon, ctx)
+        self.dtype, self.multiplier = dropout.ctx.params_dtype, multiplier
+        self.dropout = dropout
+        self.norm = norm
         self.mixer = mixer
 
     def forward(
@@ -46,18 +46,18 @@ class MambaLayer(nn.Module):
         x, normed = self.norm.add(x)
         # With fp32_residual_connection x is fp32 and the block's output is added
         # to it in fp32. Otherwise `to` does nothing.
-        return x + scaled(self.mixer(normed.to(self.dtype), pattern.segment_ids, cache), self.multiplier)
+        added = self.mixer(normed.to(self.dtype), pattern.segment_ids, cache)
+        return x + scaled(self.dropout(added), self.multiplier)
 
 
 class AttentionLayer(nn.Module):
-    """x + self_attention(input_layernorm(x))"""
+    """x + dropout(self_attention(input_layernorm(x)))"""
 
-    def __init__(
-        self, attention: SelfAttention, hidden_size: int, epsilon: float, ctx: ParallelContext, multiplier: float = 1.0
-    ) -> None:
+    def __init__(self, attention: SelfAttention, norm: Norm, dropout: Dropout, multiplier: float = 1.0) -> None:
         super().__init__()
-        self.dtype, self.multiplier = ctx.params_dtype, multiplier
-        self.input_layernorm = build_norm("RMSNorm", hidden_size, epsilon, ctx)
+        self.dtype, self.multiplier = dropout.ctx.params_dtype, multiplier
+        self.dropout = dropout
+        self.input_layernorm = norm
         self.self_attention = attention
 
     def forward(
@@ -68,25 +68,25 @@ class AttentionLayer(nn.Module):
         cache: Cache | None = None,
     ) -> Tensor:
         x, normed = self.input_layernorm.add(x)
-        return x + scaled(self.self_attention(normed.to(self.dtype), pattern, angles, cache), self.multiplier)
+        added = self.self_attention(normed.to(self.dtype), pattern, angles, cache)
+        return x + scaled(self.dropout(added), self.multiplier)
 
 
 class FeedForwardLayer(nn.Module):
-    """x + mlp(pre_mlp_layernorm(x))"""
+    """x + dropout(mlp(pre_mlp_layernorm(x)))"""
 
-    def __init__(
-        self, feed_forward: nn.Module, hidden_size: int, epsilon: float, ctx: ParallelContext, multiplier: float = 1.0
-    ) -> None:
+    def __init__(self, feed_forward: nn.Module, norm: Norm, dropout: Dropout, multiplier: float = 1.0) -> None:
         super().__init__()
-        self.dtype, self.multiplier = ctx.params_dtype, multiplier
-        self.pre_mlp_layernorm = build_norm("RMSNorm", hidden_size, epsilon, ctx)
+        self.dtype, self.multiplier = dropout.ctx.params_dtype, multiplier
+        self.dropout = dropout
+        self.pre_mlp_layernorm = norm
         self.mlp = feed_forward
 
     def forward(
         self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None = None, cache: Cache | None = None
     ) -> Tensor:
         x, normed = self.pre_mlp_layernorm.add(x)
-        return x + scaled(self.mlp(normed.to(self.dtype)), self.multiplier)
+        return x + scaled(self.dropout(self.mlp(normed.to(self.dtype))), self.multiplier)
 
 
 def scaled(x: Tensor, multiplier: float) -> Tensor:
@@ -117,26 +117,31 @@ class MixedShape(Protocol):
     def fp32_residual_connection(self) -> bool: ...
 
 
+class MixedEmbedding(TokenEmbedding):
+    """Token embeddings, which start the residual stream: in fp32 if it is configured so."""
+
+    def __init__(self, config: MixedShape, ctx: ParallelContext) -> None:
+        super().__init__(config, ctx)
+        self.in_fp32 = config.fp32_residual_connection
+
+    def stream(self, x: Tensor) -> Tensor:
+        return x.float() if self.in_fp32 else x
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        return self.stream(super().forward(tokens, position_ids))
+
+
 class MixedDecoder(CausalDecoder):
     """tokens [B, S] -> logits [B, S, vocab]; a family says how to make layer number i (see residual_layer)."""
 
-    embedding_type: ClassVar[type[TokenEmbedding]] = TokenEmbedding
-    """Class of the embedding; by default the residual stream is in the dtype of the weights."""
+    embedding_type: ClassVar[type[MixedEmbedding]] = MixedEmbedding
 
     def __init__(self, config: MixedShape, context: ModelBuildContext, layer: Callable[[int], nn.Module]) -> None:
-        embedding = Fp32Embedding if config.fp32_residual_connection else self.embedding_type
         check_sequence_length(context.config.data.seq_length, context.parallel.cp.size)
         # DecoderConfigLike also requires the shape of attention, which only attention reads.
-        super().__init__(config, context, embedding, layer)  # type: ignore[arg-type]
+        super().__init__(config, context, self.embedding_type, layer)  # type: ignore[arg-type]
         self.dtype = context.parallel.params_dtype
 
     def unprojected(self, x: Tensor) -> Unprojected:
         # An fp32 residual stream ends here: the LM head multiplies in the dtype of its weights.
         return super().unprojected(x.to(self.dtype))
-
-
-class Fp32Embedding(TokenEmbedding):
-    """Token embeddings that start a residual stream in fp32."""
-
-    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        return super().forward(tokens, position_ids).float()

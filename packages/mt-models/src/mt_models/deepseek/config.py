@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -19,6 +19,8 @@ from mt_models.flops import Convention, TokenFlops, dense_feed_forward_flops, mo
 class DeepseekConfig(DecoderConfig):
     """DeepSeek-V2 (2024) and DeepSeek-V3 (2024)."""
 
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    """Kind of all norms, those of the latents included."""
     q_lora_rank: PositiveInt | None = None
     """Channels of the latent of the queries. Default: queries come from the hidden state by one matrix."""
     kv_lora_rank: PositiveInt = 512

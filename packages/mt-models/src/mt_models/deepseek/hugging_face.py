@@ -40,7 +40,7 @@ from mt_models.blocks.hugging_face_moe import (
 )
 from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
 from mt_models.deepseek.config import DeepseekConfig
-from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
 
 NAMES = ExpertNames()
 NORM_EPSILON = 1e-6
@@ -212,6 +212,7 @@ def v3_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
 
 def export_shared(config: DeepseekConfig) -> dict[str, Any]:
     """Fields present with and without MoE layers."""
+    require_value(config, "normalization", ("RMSNorm",), model_type_of(config))
     if config.norm_epsilon != NORM_EPSILON:
         raise ConfigError(
             f"model.norm_epsilon={config.norm_epsilon} cannot be written as a Hugging Face DeepSeek, whose norms of "

@@ -15,6 +15,7 @@ from mt_models.blocks.megatron import (
     mscale_arguments,
     mscale_section,
     need_values,
+    normalization,
     position_arguments,
     positions,
     require,
@@ -25,7 +26,6 @@ from mt_models.blocks.megatron import (
 READS = ("multi_latent_attention", "mtp_num_layers")
 """Arguments that other families need off."""
 GRANTED: Mapping[str, tuple[Any, Any]] = {
-    "normalization": ("LayerNorm", "RMSNorm"),
     "swiglu": (False, True),
     "add_bias_linear": (True, False),
     "add_qkv_bias": (False, False),
@@ -61,6 +61,7 @@ def deepseek_section(args: MegatronArguments, names: Collection[str]) -> dict[st
     keys = {
         **shared_section(args),
         "num_layers": int(args.need("num_layers", "encoder_num_layers")),
+        "normalization": normalization(args),
         "untie_embeddings_and_output_weights": args.untied,
         "q_lora_rank": args.values.get("q_lora_rank"),
         **{name: int(args.get(name, default)) for name, default in SIZES.items()},

@@ -8,12 +8,12 @@ from pydantic import Field
 
 from mt_core.config.schema import Config, PositiveInt
 from mt_core.config_map import MegatronMap
-from mt_models.blocks.config import DecoderConfig, check_decoder
+from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
-class GemmaConfig(DecoderConfig):
+class GemmaConfig(RMSNormDecoderConfig):
     """Gemma 2 (2024) and Gemma 3 (2025), text only. The defaults are those of Gemma 3."""
 
     untie_embeddings_and_output_weights: bool = False

@@ -8,13 +8,13 @@ from pydantic import Field
 
 from mt_core.config.layer_pattern import read_pattern
 from mt_core.config.schema import Config, PositiveInt
-from mt_models.blocks.config import DecoderConfig, check_decoder
+from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions
 
 WINDOW_PATTERN = "model.window_attn_skip_freq"
 
 
-class GptOssConfig(DecoderConfig):
+class GptOssConfig(RMSNormDecoderConfig):
     """gpt-oss-20b and gpt-oss-120b (OpenAI, 2025)."""
 
     moe: dict[str, Any]

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from mt_core.config.schema import Config
-from mt_models.blocks.config import DecoderConfig, check_decoder
+from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions
 
 Factor = Annotated[float, Field(gt=0)]
 
 
-class GraniteMoeConfig(DecoderConfig):
+class GraniteMoeConfig(RMSNormDecoderConfig):
     """Granite 3.0 and 3.1 MoE (IBM, 2024)."""
 
     moe: dict[str, Any]

@@ -145,6 +145,8 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         ("position_embedding_type", "rope"),
         ("rotary_percent", ROTATED),
         ("activation", "swiglu"),
+        ("normalization", "RMSNorm"),
+        ("hidden_dropout", 0.0),
         ("add_bias_linear", False),
         ("fp32_residual_connection", False),
         ("use_scaled_init_method", True),

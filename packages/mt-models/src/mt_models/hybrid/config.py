@@ -88,22 +88,26 @@ class HybridConfig(MambaLayerConfig):
     """Dropout on the attention weights."""
     attention_backend: str = "auto"
     """Name of the attention backend; auto: the fastest that serves the model on its device."""
-    position_embedding_type: Literal["none", "rope"] = "none"
-    """How attention gets positions: not at all, since the Mamba layers carry the order, or by rotating queries and
-    keys."""
+    hidden_dropout: Probability = 0.0
+    """Dropout on the embeddings and on the output of each layer."""
+    position_embedding_type: Literal["none", "rope", "learned_absolute"] = "none"
+    """How attention gets positions: not at all, since the Mamba layers carry the order, by rotating queries and keys,
+    or from a table whose rows are added to the token embeddings."""
     rotary_base: Annotated[float, Field(gt=0)] = used_when(10000.0, position_embedding_type="rope")
     """Base of the rotary wavelengths."""
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = used_when(1.0, position_embedding_type="rope")
     """Fraction of a head's channels that is rotated."""
     max_position_embeddings: PositiveInt | None = None
-    """The longest sequence that the model was trained for, as converted checkpoints state it; there is no table, and
-    longer sequences are not refused."""
+    """Rows of the table of learned positions. Otherwise the longest sequence that the model was trained for, as
+    converted checkpoints state it; longer ones are not refused then."""
     ffn_hidden_size: PositiveInt | None = None
     """Inner width of a feed-forward. Default: 4 hidden_size."""
     activation: Activation = "squared_relu"
     """Of the feed-forward."""
     add_bias_linear: bool = False
     """Biases in the matrices of attention and feed-forward."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    """Kind of the norms before layers and behind the last one. The gated norm within a Mamba layer is an RMSNorm."""
     embedding_multiplier: Factor = 1.0
     """Factor of token embeddings, in Granite 4.0 as the next three."""
     attention_multiplier: Factor | None = None
@@ -147,6 +151,11 @@ class HybridConfig(MambaLayerConfig):
         return int(self.head_dim * self.rotary_percent)
 
     @property
+    def table_size(self) -> int | None:
+        """Rows of the table of positions, if there is one."""
+        return self.max_position_embeddings if self.position_embedding_type == "learned_absolute" else None
+
+    @property
     def ffn_size(self) -> int:
         return self.ffn_hidden_size or 4 * self.hidden_size
 
@@ -156,10 +165,6 @@ class HybridConfig(MambaLayerConfig):
         return self.init_method_std / math.sqrt(self.num_layers if self.use_scaled_init_method else 1.0)
 
     # Fixed values for keys of the shared blocks that the family does not expose.
-
-    @property
-    def normalization(self) -> Literal["RMSNorm"]:
-        return "RMSNorm"
 
     @property
     def add_qkv_bias(self) -> bool:
@@ -172,10 +177,6 @@ class HybridConfig(MambaLayerConfig):
     @property
     def rotary_interleaved(self) -> bool:
         return False
-
-    @property
-    def hidden_dropout(self) -> float:
-        return 0.0
 
 
 NEUTRAL_FACTORS: Mapping[str, float | None] = {
@@ -199,6 +200,24 @@ def check_hybrid(config: Config) -> None:
     )
     _check_experts(model)
     _check_stages(config)
+    _check_positions(config)
+
+
+def _check_positions(config: Config) -> None:
+    model, length = config.model, config.data.seq_length
+    assert isinstance(model, HybridConfig)
+    if model.position_embedding_type != "learned_absolute":
+        return
+    if model.table_size is None:
+        raise ConfigError(
+            "model.position_embedding_type=learned_absolute needs model.max_position_embeddings, the rows of its "
+            f"table: at least data.seq_length={length}"
+        )
+    if length > model.table_size:
+        raise ConfigError(
+            f"data.seq_length={length} is longer than model.max_position_embeddings={model.table_size}; use at most "
+            f"{model.table_size}, or raise it"
+        )
 
 
 def _check_stages(config: Config) -> None:

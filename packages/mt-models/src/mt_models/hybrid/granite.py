@@ -112,11 +112,14 @@ def import_positions(external: Mapping[str, Any]) -> dict[str, Any]:
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = HybridConfig.model_validate(model)
     for key, value in (
+        ("normalization", "RMSNorm"),
+        ("hidden_dropout", 0.0),
         ("add_bias_linear", False),
         ("fp32_residual_connection", False),
         ("use_scaled_init_method", True),
     ):
         require_value(config, key, (value,), KIND)
+    require_value(config, "position_embedding_type", ("none", "rope"), KIND)
     require_even_heads(config, KIND)
     kinds = config.layers[0::2]
     rotary = config.position_embedding_type == "rope"

@@ -7,11 +7,13 @@ from typing import Any
 
 from mt_core.config_map import MegatronArguments, MegatronMap
 from mt_models.blocks.megatron import (
+    LEARNED,
     activation,
     head_size,
     kind_of_model,
     moe_arguments,
     moe_section,
+    normalization,
     position_arguments,
     positions,
     query_groups,
@@ -19,7 +21,7 @@ from mt_models.blocks.megatron import (
     shared_arguments,
     shared_section,
 )
-from mt_models.mamba.megatron import MAMBA, READS, layer_pattern, mixer_arguments, mixer_section
+from mt_models.mamba.megatron import READS, layer_pattern, mixer_arguments, mixer_section, needs_hybrid
 
 FACTORS: Mapping[str, Any] = {
     "embedding_multiplier": 1.0,
@@ -31,8 +33,8 @@ FACTORS: Mapping[str, Any] = {
 
 
 def is_hybrid(args: MegatronArguments, names: Collection[str]) -> bool:
-    """Whether some layers are Mamba's, and others are not."""
-    return kind_of_model(args, names) == "hybrid" and set(layer_pattern(args)) != {MAMBA}
+    """Whether some layers are Mamba's, and the family of Mamba alone does not have the model."""
+    return kind_of_model(args, names) == "hybrid" and needs_hybrid(args)
 
 
 def hybrid_section(args: MegatronArguments, names: Collection[str]) -> dict[str, Any]:
@@ -41,6 +43,8 @@ def hybrid_section(args: MegatronArguments, names: Collection[str]) -> dict[str,
         **head_size(args),
         **query_groups(args),
         **mixer_section(args),
+        "normalization": normalization(args),
+        "hidden_dropout": float(args.get("hidden_dropout", 0.1)),
         "hybrid_layer_pattern": layer_pattern(args),
         **_attention(args),
         "activation": activation(args),
@@ -50,9 +54,14 @@ def hybrid_section(args: MegatronArguments, names: Collection[str]) -> dict[str,
 
 
 def _attention(args: MegatronArguments) -> dict[str, Any]:
-    kind = positions(args, ("none", "rope"))
+    kind = positions(args, ("none", "rope", LEARNED))
     if kind == "none":
         return {"position_embedding_type": "none"}
+    if kind == LEARNED:
+        return {
+            "position_embedding_type": LEARNED,
+            "max_position_embeddings": int(args.need("max_position_embeddings")),
+        }
     return {
         "position_embedding_type": "rope",
         "rotary_base": float(args.get("rotary_base", 10000)),
@@ -83,7 +92,10 @@ def hybrid_arguments(model: Any, parameters: Collection[str], kept: Mapping[str,
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_bias_linear,
         "qk_layernorm": False,
-        "max_position_embeddings": kept.get("max_position_embeddings") or kept.get("seq_length") or 2048,
+        "max_position_embeddings": model.table_size
+        or kept.get("max_position_embeddings")
+        or kept.get("seq_length")
+        or 2048,
         **moe_arguments(model, parameters),
         "moe_layer_freq": 1,
     }

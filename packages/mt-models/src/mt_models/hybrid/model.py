@@ -7,24 +7,42 @@ import math
 from torch import Tensor, nn
 
 from mt_core.nn.build_context import ModelBuildContext
+from mt_core.nn.dropout import Dropout
+from mt_core.nn.layout import normal
+from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
-from mt_models.blocks.decoder import TokenEmbedding
+from mt_models.blocks.embedding import LearnedTable, like_token_embeddings
 from mt_models.blocks.mamba_mixer import MambaMixer
-from mt_models.blocks.mixed_decoder import AttentionLayer, FeedForwardLayer, MambaLayer, MixedDecoder, scaled
+from mt_models.blocks.mixed_decoder import (
+    AttentionLayer,
+    FeedForwardLayer,
+    MambaLayer,
+    MixedDecoder,
+    MixedEmbedding,
+    scaled,
+)
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
 from mt_models.hybrid.config import ATTENTION, EXPERTS, MAMBA, HybridConfig
 
 
-class HybridEmbedding(TokenEmbedding):
-    """Token embeddings times embedding_multiplier."""
+class HybridEmbedding(MixedEmbedding):
+    """Token embeddings times embedding_multiplier, plus learned positions if configured, then dropout."""
 
     def __init__(self, config: HybridConfig, ctx: ParallelContext) -> None:
         super().__init__(config, ctx)
         self.multiplier = config.embedding_multiplier
+        self.dropout = Dropout(config.hidden_dropout, ctx)
+        self.position_embeddings: LearnedTable | None = None
+        if config.table_size is not None:
+            init = normal(config.init_method_std)
+            self.position_embeddings = LearnedTable(config.table_size, config.hidden_size, init, ctx)
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-        return scaled(super().forward(tokens, position_ids), self.multiplier)
+        x = scaled(self.word_embeddings(tokens), self.multiplier)
+        if self.position_embeddings is not None:
+            x = x + like_token_embeddings(self.position_embeddings(position_ids), self.ctx)
+        return self.dropout(self.stream(x))
 
 
 class HybridModel(MixedDecoder):
@@ -43,6 +61,11 @@ class HybridModel(MixedDecoder):
         return None if self.rotary is None else self.rotary.angles(position_ids)
 
     @property
+    def max_sequence_length(self) -> int | None:
+        """Longest supported sequence; None without learned positions."""
+        return self.config.table_size
+
+    @property
     def needs_logits(self) -> str | None:
         """Why a loss needs the logits."""
         scale = self.config.logits_scaling
@@ -57,7 +80,8 @@ class HybridModel(MixedDecoder):
 def hybrid_layer(config: HybridConfig, context: ModelBuildContext, number: int) -> nn.Module:
     """The layer that the pattern has at this place."""
     ctx = context.parallel
-    common = config.hidden_size, config.norm_epsilon, ctx, config.residual_multiplier
+    norm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+    common = norm, Dropout(config.hidden_dropout, ctx), config.residual_multiplier
     symbol = config.layers[number]
     if symbol == MAMBA:
         return MambaLayer(MambaMixer(config, ctx, config.output_init_std), *common)

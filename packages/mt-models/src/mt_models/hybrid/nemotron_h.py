@@ -102,6 +102,9 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = HybridConfig.model_validate(model)
     _require_no_experts(config.layers)
     for key, value in (
+        ("normalization", "RMSNorm"),
+        ("hidden_dropout", 0.0),
+        ("position_embedding_type", "none"),
         ("add_bias_linear", False),
         ("fp32_residual_connection", False),
         ("mamba_dt_upper_limit", None),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.schema import Config
-from mt_models.blocks.config import DecoderConfig, check_decoder
+from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
 from mt_models.blocks.megatron_decoder import rotary_map
 
 
-class LlamaConfig(DecoderConfig):
+class LlamaConfig(RMSNormDecoderConfig):
     """Llama (Touvron et al., 2023; Llama 2, 2023; The Llama 3 Herd of Models, 2024)."""
 
     attention_bias: bool = False

@@ -8,21 +8,22 @@ from typing import Any
 from mt_core.config_map import MegatronArguments, MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.megatron import (
+    LEARNED,
     depth_arguments,
     initial_arguments,
     initial_section,
     kind_of_model,
     need_values,
     norm_epsilon,
+    normalization,
     position_arguments,
+    position_type,
     require,
 )
 
 READS = ("is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern")
 """Arguments that other families need off."""
 GRANTED: Mapping[str, tuple[Any, Any]] = {
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "hidden_dropout": (0.1, 0.0),
     "qk_layernorm": (False, False),
     "rotary_interleaved": (False, False),
     "rotary_seq_len_interpolation_factor": (1, 1),
@@ -47,8 +48,18 @@ LAYERS: Mapping[str, str] = {MAMBA: "Mamba-2", "*": "attention", "-": "feed-forw
 
 
 def is_mamba(args: MegatronArguments, names: Collection[str]) -> bool:
-    """Whether all layers are Mamba's."""
-    return kind_of_model(args, names) == "hybrid" and set(layer_pattern(args)) == {MAMBA}
+    """Whether the model has Mamba layers, and it is nothing that only hybrids have."""
+    return kind_of_model(args, names) == "hybrid" and not needs_hybrid(args)
+
+
+def needs_hybrid(args: MegatronArguments) -> bool:
+    """Whether a model has layers of other kinds, LayerNorm, dropout or positions, beside Mamba layers."""
+    return (
+        set(layer_pattern(args)) != {MAMBA}
+        or normalization(args) != "RMSNorm"
+        or float(args.get("hidden_dropout", 0.1)) > 0.0
+        or position_type(args) == LEARNED
+    )
 
 
 def mamba_section(args: MegatronArguments, names: Collection[str]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from mt_core.nn.build_context import ModelBuildContext
+from mt_core.nn.dropout import Dropout
+from mt_core.nn.norm import build_norm
 from mt_models.blocks.mamba_mixer import MambaMixer
 from mt_models.blocks.mixed_decoder import MambaLayer, MixedDecoder
 from mt_models.mamba.config import MambaConfig
@@ -18,7 +20,8 @@ class MambaModel(MixedDecoder):
 def mamba_layer(config: MambaConfig, context: ModelBuildContext) -> MambaLayer:
     ctx = context.parallel
     mixer = MambaMixer(config, ctx, config.output_init_std)
-    return MambaLayer(mixer, config.hidden_size, config.norm_epsilon, ctx)
+    norm = build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+    return MambaLayer(mixer, norm, Dropout(0.0, ctx))
 
 
 def build_mamba(config: MambaConfig, context: ModelBuildContext) -> MambaModel:

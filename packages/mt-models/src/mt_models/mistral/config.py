@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.schema import Config, PositiveInt
-from mt_models.blocks.config import DecoderConfig, check_decoder
+from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
 from mt_models.blocks.megatron_decoder import rotary_map
 
 
-class MistralConfig(DecoderConfig):
+class MistralConfig(RMSNormDecoderConfig):
     """Mistral 7B (Jiang et al., 2023)."""
 
     sliding_window: PositiveInt | None = None

@@ -9,11 +9,11 @@ from pydantic import Field
 from mt_core.config.checks import must_divide
 from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
-from mt_models.blocks.config import DecoderConfig, check_decoder
+from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions
 
 
-class OlmoeConfig(DecoderConfig):
+class OlmoeConfig(RMSNormDecoderConfig):
     """OLMoE-1B-7B (Muennighoff et al., 2024)."""
 
     moe: dict[str, Any]

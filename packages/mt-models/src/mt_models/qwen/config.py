@@ -6,11 +6,11 @@ from typing import Any
 
 from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
 from mt_core.errors import ConfigError
-from mt_models.blocks.config import DecoderConfig, check_decoder
+from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
 from mt_models.blocks.megatron_decoder import rotary_map
 
 
-class QwenConfig(DecoderConfig):
+class QwenConfig(RMSNormDecoderConfig):
     """Qwen2 and Qwen2.5 (Technical Reports, 2024), Qwen3 (2025)."""
 
     add_qkv_bias: bool = False

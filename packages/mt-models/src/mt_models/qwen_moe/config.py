@@ -8,12 +8,12 @@ from pydantic import Field
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_models.blocks.config import DecoderConfig, check_decoder
+from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
 from mt_models.blocks.megatron_decoder import rotary_map
 from mt_models.blocks.moe import MoEOptions
 
 
-class QwenMoeConfig(DecoderConfig):
+class QwenMoeConfig(RMSNormDecoderConfig):
     """Qwen1.5-MoE (2024), Qwen2-57B-A14B (2024) and Qwen3-MoE (2025)."""
 
     add_qkv_bias: bool = False
