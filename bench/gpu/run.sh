@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# One of six parts of the benchmarks on a GPU, from bench/gpu/bundle (see bundle.sh): without network, without uv, and
+# One of seven parts of the benchmarks on a GPU, from bench/gpu/bundle (see bundle.sh): without network, without uv, and
 # in less than ten minutes. A command that fails or runs out of time is reported at the end; the others still run.
 # bench/gpu/run.sh [--dry-run] PART [FOLDER]
-# PART: 1 to 6. FOLDER: of part-PART.zip with all JSON files and logs; default bench/gpu/results, where they lie unpacked
+# PART: 1 to 7. FOLDER: of part-PART.zip with all JSON files and logs; default bench/gpu/results, where they lie unpacked
 # --dry-run: only print the commands with their limits in seconds
 set -uo pipefail
 dry_run=
 [ "${1:-}" = --dry-run ] && dry_run=yes && shift
 here="$(dirname "$(realpath "$0")")"
-part="${1:?the part, 1 to 6}"
-[[ "$part" == [1-6] ]] || { echo "bench/gpu/run.sh $part: the part is 1 to 6" >&2; exit 2; }
+part="${1:?the part, 1 to 7}"
+[[ "$part" == [1-7] ]] || { echo "bench/gpu/run.sh $part: the part is 1 to 7" >&2; exit 2; }
 results="$here/results/part-$part"
 archive="$(realpath -m "${2:-$here/results}")/part-$part.zip"
 site="${TMPDIR:-/tmp}/mt-bench-site"
@@ -67,6 +67,11 @@ bench() {
     mt "$name" "$limit" bench "$@" --out "$results/$name.json"
 }
 
+# The same model in plain torch, compiled.
+plain() {
+    measure "plain-$1" "$2" python3 plain_on_gpu.py --preset "$1" --out "$results/plain-$1.json"
+}
+
 decode() {
     local model="$1" limit="$2"
     shift 2
@@ -90,50 +95,56 @@ if [ ! "$dry_run" ]; then
         { compiled=() graphs=() step_graph=(); }
 fi
 
+# The first three parts are worth the most; each part stands by itself. Tests are last: they measure nothing.
 case "$part" in
 1)
+    bench train-124m 60 train --preset 124m
+    plain 124m 60
+    bench train-1.2b 60 train --preset 1.2b
+    plain 1.2b 80
+    bench train-8b 110 train --preset 8b
+    plain 8b 110
     mt doctor 20 doctor
     bench calibrate 50 calibrate
-    bench train-1.2b 50 train --preset 1.2b
-    bench train-8b 100 train --preset 8b
-    # The last two compile most, experts a kernel for each tile and FP8 whole models.
-    gpu_tests tests-gpu 330 tests/gpu/test_kernels.py tests/gpu/test_steps.py tests/gpu/test_main_gradients.py \
-        tests/gpu/test_experts.py tests/gpu/test_fp8.py
     ;;
 2)
-    bench kernels 200 kernels --no-compile
-    bench attention 110 attention
-    bench train-1.2b-graphs 70 train --preset 1.2b "${graphs[@]}"
-    [ ${#compiled[@]} = 0 ] || bench kernels-compile 140 kernels --only rms_norm --only layer_norm --only activation --only rotary
-    ;;
-3)
-    bench train-1.2b-copies 70 train --preset 1.2b --set optimizer.main_weights=copies
+    bench train-124m-compile 110 train --preset 124m "${compiled[@]}" "${step_graph[@]}"
     bench train-1.2b-compile 120 train --preset 1.2b "${compiled[@]}"
     bench train-1.2b-fp8 120 train --preset 1.2b --precision fp8 "${compiled[@]}"
-    bench train-1.2b-fp8-eager 70 train --preset 1.2b --precision fp8
     bench train-8b-fp8 170 train --preset 8b --precision fp8 "${compiled[@]}"
     ;;
-4)
-    bench moe 120 moe
+3)
+    bench train-124m-step-graph 60 train --preset 124m "${step_graph[@]}"
+    bench train-1.2b-graphs 70 train --preset 1.2b "${graphs[@]}"
     bench train-7b-a1b 120 train --preset 7b-a1b
+    decode 8b 200 --weights plain --weights int8 --weights fp8 --weights int4
+    bench train-124m-graphs 60 train --preset 124m "${graphs[@]}"
+    ;;
+4)
+    bench kernels 200 kernels --no-compile
+    bench attention 110 attention
+    [ ${#compiled[@]} = 0 ] || bench kernels-compile 140 kernels --only rms_norm --only layer_norm --only activation --only rotary
+    bench train-1.2b-copies 70 train --preset 1.2b --set optimizer.main_weights=copies
+    ;;
+5)
+    bench moe 120 moe
     bench train-7b-a1b-grouped 120 train --preset 7b-a1b --set model.moe.moe_grouped_gemm=grouped
     bench train-7b-a1b-graphs 120 train --preset 7b-a1b "${graphs[@]}"
     bench train-1.2b-again 70 train --preset 1.2b
-    ;;
-5)
-    decode 8b 200 --weights plain --weights int8 --weights fp8 --weights int4
-    decode 583m 70
-    decode 16b-moe 140 --weights plain --weights int8
-    gpu_tests tests-gpu-decoding 140 tests/gpu/test_decoding.py tests/gpu/test_quantized_products.py
+    bench train-3b 90 train --preset 3b
     ;;
 6)
-    bench train-124m 60 train --preset 124m
-    bench train-124m-graphs 60 train --preset 124m "${graphs[@]}"
-    bench train-124m-step-graph 60 train --preset 124m "${step_graph[@]}"
-    bench train-124m-compile 110 train --preset 124m "${compiled[@]}" "${step_graph[@]}"
-    bench train-3b 90 train --preset 3b
+    decode 583m 70
+    decode 16b-moe 140 --weights plain --weights int8
+    bench train-1.2b-fp8-eager 70 train --preset 1.2b --precision fp8
     bench train-8b-fp8-rowwise 170 train --preset 8b --precision fp8 --set precision.fp8_recipe=rowwise \
         "${compiled[@]}"
+    ;;
+7)
+    # Experts compile a kernel for each tile and FP8 whole models: the last ones of the first command.
+    gpu_tests tests-gpu 380 tests/gpu/test_kernels.py tests/gpu/test_steps.py tests/gpu/test_main_gradients.py \
+        tests/gpu/test_experts.py tests/gpu/test_fp8.py
+    gpu_tests tests-gpu-decoding 160 tests/gpu/test_decoding.py tests/gpu/test_quantized_products.py
     ;;
 esac
 

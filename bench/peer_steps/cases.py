@@ -1,4 +1,4 @@
-"""The models that are compared: 6 layers of width 384, tied embeddings, vocabulary 50,304, batches of 8 x 256."""
+"""Models that are compared on CPUs: 6 layers of width 384, tied embeddings, vocabulary 50,304, batches of 8 x 256."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Case:
-    """family: gpt (LayerNorm, GELU, learned positions, biases), llama (RMSNorm, SwiGLU, rotary) or mixtral."""
+    """family: gpt (LayerNorm, GELU, learned positions, biases), llama (RMSNorm, SwiGLU, rotary) or mixtral. groups: of
+    heads that share keys and values; None: every head has its own."""
 
     family: str
     ffn: int
@@ -19,6 +20,8 @@ class Case:
     vocab: int = 50304
     sequence: int = 256
     batch: int = 8
+    groups: int | None = None
+    tied: bool = True
 
     @property
     def tokens(self) -> int:

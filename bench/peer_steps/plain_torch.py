@@ -14,30 +14,34 @@ class Attention(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         bias = case.family == "gpt"
-        self.heads, self.turn = case.heads, None if bias else rotary(case)
-        self.qkv = nn.Linear(case.hidden, 3 * case.hidden, bias)
+        self.width, groups = case.hidden // case.heads, case.groups or case.heads
+        self.rotary = None if bias else Rotary(case)
+        self.sizes = (case.hidden, groups * self.width, groups * self.width)
+        self.qkv = nn.Linear(case.hidden, sum(self.sizes), bias)
         self.proj = nn.Linear(case.hidden, case.hidden, bias)
+        self.is_grouped = groups < case.heads
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, sequence, hidden = x.shape
-        q, k, v = self.qkv(x).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        if self.turn is not None:
-            q, k = self.turn(q), self.turn(k)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(attended.transpose(1, 2).reshape(batch, sequence, hidden))
+        # [B, S, heads * width] -> [B, heads, S, width]
+        q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in self.qkv(x).split(self.sizes, -1))
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.is_grouped)
+        return self.proj(attended.transpose(1, 2).flatten(2))
 
 
-def rotary(case: Case) -> Callable[[Tensor], Tensor]:
-    width = case.hidden // case.heads
-    frequencies = 10000.0 ** -(torch.arange(0, width, 2) / width)
-    angles = torch.arange(case.sequence)[:, None] * frequencies.repeat(2)
-    cos, sin = angles.cos(), angles.sin()
+class Rotary(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        width = case.hidden // case.heads
+        frequencies = 10000.0 ** -(torch.arange(0, width, 2) / width)
+        angles = torch.arange(case.sequence)[:, None] * frequencies.repeat(2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
-    def turn(x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
-        return x * cos + torch.cat((-second, first), -1) * sin
-
-    return turn
+        return (x * self.cos + torch.cat((-second, first), -1) * self.sin).to(x.dtype)
 
 
 class Gelu(nn.Module):
@@ -98,17 +102,24 @@ class PlainModel(nn.Module):
         self.positions = None if case.gated else nn.Embedding(case.sequence, case.hidden)
         self.blocks = nn.ModuleList(Block(case) for _ in range(case.layers))
         self.norm = (nn.RMSNorm if case.gated else nn.LayerNorm)(case.hidden)
+        self.output = self.words if case.tied else nn.Linear(case.hidden, case.vocab, bias=False)
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits(self.hidden(tokens))
+
+    def hidden(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.words.weight)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(self.norm(x), self.output.weight)
 
 
 def build(case: Case) -> tuple[Callable[[Tensor], float], int]:

@@ -57,6 +57,13 @@ def test_a_run_that_is_cut_keeps_what_it_measured(tmp_path) -> None:
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["report.json"]
 
 
+def test_a_case_that_is_completed_stands_once(tmp_path) -> None:
+    report = Report("train", conditions(), tmp_path / "report.json")
+    for case in ({"name": "first", "a": 1}, {"name": "first", "a": 1, "b": 2}, {"name": "second"}):
+        report.add(case)
+    assert read_report(tmp_path / "report.json").cases == [{"name": "first", "a": 1, "b": 2}, {"name": "second"}]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -21,7 +21,7 @@ from mt_core.train.auto_choices import with_resolved_main_weights
 from mt_tools.bench.training_presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
-PARTS = "123456"
+PARTS = "1234567"
 SECONDS = 570
 MT = ["python3", "-m", "mt_cli"]
 TRAIN = ["bench", "train"]
@@ -65,9 +65,42 @@ def test_limits_fit_into_a_part_with_the_installation(part) -> None:
     assert 20 + sum(one.limit for one in listed(part)) <= SECONDS
 
 
+def test_the_first_part_begins_with_what_is_compared() -> None:
+    """Tokens/s of three sizes, each beside the plain model of torch on the same machine."""
+    names = [one.name for one in listed("1")]
+    assert names[:6] == ["train-124m", "plain-124m", "train-1.2b", "plain-1.2b", "train-8b", "plain-8b"]
+
+
+def test_tests_are_last() -> None:
+    commands = [one for part in PARTS for one in listed(part)]
+    is_test = ["pytest" in one.words for one in commands]
+    assert is_test == sorted(is_test)
+    assert sum(is_test) == 2
+
+
+def test_plain_models_are_those_of_the_presets(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench" / "peer_steps"))
+    import plain_on_gpu
+
+    for one in (one for one in listed("1") if one.name.startswith("plain-")):
+        name = one.words[one.words.index("--preset") + 1]
+        case, preset = plain_on_gpu.PRESETS[name].case, PRESETS[name]
+        config = load_config(
+            preset=preset.preset, overrides=preset.settings("bf16", small=False), host=load_plugins()
+        ).config
+        model = config.model
+        theirs = (case.layers, case.hidden, case.heads, case.ffn, case.vocab)
+        assert theirs == (
+            *(model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_hidden_size, model.vocab_size),
+        )
+        assert case.groups in (None, model.num_query_groups)
+        assert case.tied != model.untie_embeddings_and_output_weights
+        assert (case.sequence, case.batch) == (config.data.seq_length, config.train.micro_batch_size)
+
+
 def test_a_part_that_does_not_exist() -> None:
-    done = run("7")
-    assert (done.returncode, "the part is 1 to 6" in done.stderr) == (2, True)
+    done = run("8")
+    assert (done.returncode, "the part is 1 to 7" in done.stderr) == (2, True)
 
 
 @pytest.mark.slow

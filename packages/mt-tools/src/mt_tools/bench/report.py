@@ -33,7 +33,9 @@ class Report:
     cases: list[Case] = field(default_factory=list)
 
     def add(self, case: Case) -> None:
-        """Append a case; the file is written to a temporary file, which replaces it atomically."""
+        """Append a case, or complete the last one if it has the same name; the file is replaced atomically."""
+        if self.cases and self.cases[-1]["name"] == case["name"]:
+            self.cases.pop()
         self.cases.append(case)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -160,8 +160,11 @@ class TimedRun:
 
 def measure_training(
     name: str, preset: BenchPreset, precision: str, machine: Machine, steps: int, more: list[str], host: PluginHost
-) -> Case:
-    """One case: the median of `steps` steps after a warm-up. more: the user's settings, applied last."""
+) -> Iterator[Case]:
+    """One case: the median of `steps` steps after a warm-up, right after they were timed and again with the rest.
+
+    more: the user's settings, applied last.
+    """
     settings = [*preset.settings(precision, small=not machine.is_gpu), *more]
     run = TimedRun(settings, preset.preset, host)
     try:
@@ -171,23 +174,29 @@ def measure_training(
             # After the warm-up, which compiles and tunes kernels with memory of its own.
             torch.cuda.reset_peak_memory_stats()
         seconds = statistics.median(run.timed_steps(steps))
-        peak = peak_bytes(run.trainer.config) if machine.is_gpu else None
+        config = run.trainer.config
+        peak = peak_bytes(config) if machine.is_gpu else None
+        tokens = config.data.seq_length * (config.train.global_batch_size or config.train.micro_batch_size)
+        measured = {
+            "name": f"{name} {precision}",
+            "settings": settings,
+            "main_weights": getattr(config.optimizer, "main_weights", None),  # as resolved where `settings` leave auto
+            "steps": steps,
+            "tokens_per_second": tokens / seconds,
+            "step_ms": seconds * 1e3,
+            "loss": run.last_loss.loss,
+        }
+        # A run that is ended while it profiles or plans has written what it was started for.
+        yield measured
         shares = time_shares(run.step, PROFILED, machine.device)
     finally:
         run.close()
-    config = run.trainer.config
     plan = Planner(config, host, get_machine("h200")).plan(config, 1)
-    tokens = config.data.seq_length * (config.train.global_batch_size or config.train.micro_batch_size)
-    return {
-        "name": f"{name} {precision}",
-        "settings": settings,
-        "main_weights": getattr(config.optimizer, "main_weights", None),  # as resolved, where `settings` leave it auto
-        "steps": steps,
+    yield {
+        **measured,
         **_speed(tokens / seconds, flops_per_token(config, host), machine, config.logging),
         # The reference value of the preset, which is one of a GPU.
         **({"goal_tokens_per_second": preset.goals.get(precision)} if machine.is_gpu else {}),
-        "step_ms": seconds * 1e3,
-        "loss": run.last_loss.loss,
         **_memory(peak, plan),
         **shares,
     }
@@ -210,7 +219,6 @@ def flops_per_token(config: Config, host: PluginHost) -> float:
 def _speed(tokens: float, flops_per_token: float, machine: Machine, logging: LoggingConfig) -> dict[str, Any]:
     rate = tokens * flops_per_token
     return {
-        "tokens_per_second": tokens,
         "gflops_per_token": flops_per_token / 1e9,
         "convention": CONVENTION,
         "of_gemm_peak": rate / machine.gemm_rate,

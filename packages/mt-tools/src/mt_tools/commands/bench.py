@@ -92,7 +92,9 @@ def train(
         raise ConfigError(f"--precision {precision}: it can be {', '.join(PRECISIONS)}")
     machine, host = _machine(10), host_of(context)
     cases = (
-        measure_training(name, PRESETS[name], precision, machine, steps, set_ or [], host) for name in preset or PRESETS
+        case
+        for name in preset or PRESETS
+        for case in measure_training(name, PRESETS[name], precision, machine, steps, set_ or [], host)
     )
     _write("train", _conditions(machine, steps=steps), out, cases)
 
