@@ -9,6 +9,7 @@ import struct
 import sys
 import time
 import zipfile
+from base64 import b64encode
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,14 @@ from typing import Any
 
 MEMORY_BYTES, SECONDS = 1 << 30, 5.0
 MANY = 10**6
+Content = bytes | Callable[[], bytes]
+"""Of a file; large ones are made when their case runs, so that naming the cases costs nothing."""
+
+
+def made(content: Content) -> bytes:
+    return content() if callable(content) else content
+
+
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 DOUBLED = "{% set ns = namespace(x='ab' * 1000) %}{% for i in range(40) %}{% set ns.x = EXPR %}{% endfor %}{{ ns.x }}"
 TEMPLATES = {
@@ -129,11 +138,11 @@ TOKENIZERS = {
 }
 
 
-def open_safetensors(header: bytes, length: int | None = None) -> Callable[[Path], Any]:
+def open_safetensors(content: Content, length: int | None = None) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
         from mt_ckpt.files.safetensors import SafetensorsFile
 
-        file = folder / "model.safetensors"
+        file, header = folder / "model.safetensors", made(content)
         file.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header)
         opened = SafetensorsFile(file)
         return sum(opened.read(name).numel() for name in opened.tensors)
@@ -147,8 +156,8 @@ def entries(entry: str) -> bytes:
 
 SAFETENSORS = {
     "length": open_safetensors(b"{}", 2**63),
-    "empty entries": open_safetensors(entries('{"dtype":"F32","shape":[0],"data_offsets":[0,0]}')),
-    "numbers": open_safetensors(entries("0")),
+    "empty entries": open_safetensors(lambda: entries('{"dtype":"F32","shape":[0],"data_offsets":[0,0]}')),
+    "numbers": open_safetensors(lambda: entries("0")),
     "nested": open_safetensors(b"[" * 200_000),
     "nested objects": open_safetensors(b'{"a":' * 200_000),
     "dimensions": open_safetensors(b'{"a":{"dtype":"F32","shape":[' + b"9," * MANY + b'1],"data_offsets":[0,4]}}'),
@@ -160,15 +169,15 @@ SAFETENSORS = {
     "many dimensions": open_safetensors(
         b'{"a":{"dtype":"F32","shape":[' + b"1," * 10**5 + b'0],"data_offsets":[0,0]}}'
     ),
-    "many entries of metadata": open_safetensors(b'{"__metadata__":' + entries('"a"') + b"}"),
+    "many entries of metadata": open_safetensors(lambda: b'{"__metadata__":' + entries('"a"') + b"}"),
 }
 
 
-def open_gguf(data: bytes) -> Callable[[Path], Any]:
+def open_gguf(data: Content) -> Callable[[Path], Any]:
     def read(folder: Path) -> Any:
         from mt_ckpt.gguf.file import GGUFFile
 
-        (folder / "model.gguf").write_bytes(data)
+        (folder / "model.gguf").write_bytes(made(data))
         opened = GGUFFile(folder / "model.gguf")
         return sum(opened.read(name).numel() for name in opened.tensors)
 
@@ -187,13 +196,17 @@ EMPTY_TENSOR = struct.pack("<IQIQ", 1, 0, 0, 0)
 GGUFS = {
     "tensors": open_gguf(gguf(2**62, 0)),
     "values": open_gguf(gguf(0, 2**62)),
-    "empty tensors": open_gguf(gguf(MANY, 0, b"".join(text(b"%d" % n) + EMPTY_TENSOR for n in range(MANY)))),
-    "nested arrays": open_gguf(gguf(0, 1, text(b"k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000)),
+    "empty tensors": open_gguf(lambda: gguf(MANY, 0, b"".join(text(b"%d" % n) + EMPTY_TENSOR for n in range(MANY)))),
+    "nested arrays": open_gguf(
+        lambda: gguf(0, 1, text(b"k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000)
+    ),
     "arrays of nothing": open_gguf(
-        gguf(0, 1, text(b"k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, MANY) + struct.pack("<IQ", 4, 0) * MANY)
+        lambda: gguf(
+            0, 1, text(b"k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, MANY) + struct.pack("<IQ", 4, 0) * MANY
+        )
     ),
     "string": open_gguf(gguf(0, 1, struct.pack("<Q", 2**63))),
-    "long array": open_gguf(gguf(0, 1, text(b"k") + struct.pack("<IIQ", 9, 0, 30 * MANY) + b"1" * 30 * MANY)),
+    "long array": open_gguf(lambda: gguf(0, 1, text(b"k") + struct.pack("<IIQ", 9, 0, 30 * MANY) + b"1" * 30 * MANY)),
     "alignment": open_gguf(gguf(0, 1, text(b"general.alignment") + struct.pack("<IQ", 10, 2**63))),
     "shape": open_gguf(gguf(1, 0, text(b"t") + struct.pack("<IQQIQ", 2, 2**63, 2**63, 0, 0))),
     "empty shape": open_gguf(gguf(1, 0, text(b"t") + struct.pack("<IQQIQ", 2, 0, 2**63, 0, 0))),
@@ -210,10 +223,10 @@ def open_torch(make: Callable[[Path], None]) -> Callable[[Path], Any]:
     return read
 
 
-def archive(pickle: bytes, method: int = zipfile.ZIP_STORED, others: int = 0) -> Callable[[Path], None]:
+def archive(pickle: Content, method: int = zipfile.ZIP_STORED, others: int = 0) -> Callable[[Path], None]:
     def make(file: Path) -> None:
         with zipfile.ZipFile(file, "w", method) as opened:
-            opened.writestr("archive/data.pkl", pickle)
+            opened.writestr("archive/data.pkl", made(pickle))
             opened.writestr("archive/version", "3\n")
             for number in range(others):
                 opened.writestr(f"archive/data/{number}", b"")
@@ -228,11 +241,11 @@ TORCH = {
     "text": open_torch(archive(b"\x80\x04\x8d" + struct.pack("<Q", 2**40) + b".")),
     "frame": open_torch(archive(b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.")),
     "number": open_torch(archive(b"\x80\x02\x8b" + struct.pack("<i", 2**31 - 1) + b".")),
-    "digits": open_torch(archive(b"\x80\x02L" + b"9" * MANY + b"L\n.")),
-    "lists": open_torch(archive(b"\x80\x02" + b"]" * MANY + b".")),
-    "nested lists": open_torch(archive(b"\x80\x02" + b"]" * MANY + b"a" * (MANY - 1) + b".")),
-    "tuples": open_torch(archive(b"\x80\x02)" + b"\x85" * MANY + b".")),
-    "compressed": open_torch(archive(b"\x80\x02" + b"N" * 2_000_000_00 + b".", zipfile.ZIP_DEFLATED)),
+    "digits": open_torch(archive(lambda: b"\x80\x02L" + b"9" * MANY + b"L\n.")),
+    "lists": open_torch(archive(lambda: b"\x80\x02" + b"]" * MANY + b".")),
+    "nested lists": open_torch(archive(lambda: b"\x80\x02" + b"]" * MANY + b"a" * (MANY - 1) + b".")),
+    "tuples": open_torch(archive(lambda: b"\x80\x02)" + b"\x85" * MANY + b".")),
+    "compressed": open_torch(archive(lambda: b"\x80\x02" + b"N" * 200_000_000 + b".", zipfile.ZIP_DEFLATED)),
     "members": open_torch(archive(b"\x80\x02}.", others=100_000)),
 }
 
@@ -284,6 +297,122 @@ NUMPY = {
     "nested shape": open_npy("(" * 500 + ")" * 500),
     "long head": open_npy("(" + "1," * 400_000 + ")"),
 }
+
+
+def open_archive(make: Callable[[Path], None]) -> Callable[[Path], Any]:
+    """Opens an archive of arrays under the name of one array: as an image, and as neighbours of chunks."""
+
+    def read(folder: Path) -> Any:
+        from mt_core.errors import DataError
+        from mt_data.datasets.images.pixels import ImageFile, read_image
+        from mt_data.datasets.retro.files import NeighborsFile, open_neighbors
+
+        make(folder / "image.npy")
+        try:
+            open_neighbors(NeighborsFile(folder / "image.npy", None), 1, 1, False)
+        except DataError:
+            return read_image(ImageFile(folder / "image.npy")).shape
+        return None
+
+    return read
+
+
+def npz(head: bytes, method: int = zipfile.ZIP_DEFLATED, others: int = 0) -> Callable[[Path], None]:
+    def make(file: Path) -> None:
+        with zipfile.ZipFile(file, "w", method) as opened:
+            opened.writestr("arr_0.npy", b"\x93NUMPY\x02\x00" + struct.pack("<I", len(head)) + head + bytes(10**7))
+            for number in range(others):
+                opened.writestr(f"{number}.npy", b"")
+
+    return make
+
+
+NUMPY_ARCHIVES = {
+    "shape": open_archive(npz(b"{'descr': '|u1', 'fortran_order': False, 'shape': (100000, 1000000, 3), }")),
+    "object": open_archive(npz(b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }")),
+    "members": open_archive(npz(b"", others=10_000)),
+    "damaged": open_archive(lambda file: file.write_bytes(b"PK\x03\x04" + b"\xff" * 1000) and None),
+}
+
+
+def varint(number: int) -> bytes:
+    low, rest = number & 127, number >> 7
+    return bytes([low | 128]) + varint(rest) if rest else bytes([low])
+
+
+def message(field: int, content: bytes) -> bytes:
+    """A field of a protocol buffer that has a length."""
+    return varint(field << 3 | 2) + varint(len(content)) + content
+
+
+def piece(name: bytes, kind: int = 1) -> bytes:
+    return message(1, message(1, name) + b"\x15" + struct.pack("<f", 0.0) + b"\x18" + varint(kind))
+
+
+def sentencepiece(pieces: bytes, charsmap: bytes = b"") -> bytes:
+    control = piece(b"<unk>", 2) + piece(b"<s>", 3) + piece(b"</s>", 3)
+    letters = b"".join(piece(bytes([letter])) for letter in b"ab")
+    return control + letters + pieces + message(2, b"\x18\x01") + message(3, message(2, charsmap) if charsmap else b"")
+
+
+def open_sentencepiece(content: Content) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        from mt_data.tokenizers.sentence_piece import SentencePieceConfig, SentencePieceTokenizer
+
+        file = folder / "tokenizer.model"
+        file.write_bytes(made(content))
+        opened = SentencePieceTokenizer(SentencePieceConfig(tokenizer_model=str(file)))
+        return opened.decode(opened.encode("ab" * 500 + "!"))
+
+    return read
+
+
+SENTENCEPIECE = {
+    "size": open_sentencepiece(b"\x0a" + varint(2**62) + b"a"),
+    "size of 31 bits": open_sentencepiece(b"\x0a" + varint(2**31 - 1) + b"a"),
+    "empty entries": open_sentencepiece(lambda: message(1, b"") * MANY),
+    "many entries": open_sentencepiece(lambda: sentencepiece(b"".join(piece(b"%d" % n) for n in range(MANY)))),
+    "equal entries": open_sentencepiece(lambda: sentencepiece(piece(b"ab") * MANY)),
+    "long entry": open_sentencepiece(lambda: sentencepiece(piece(b"a" * 50_000_000))),
+    "nested groups": open_sentencepiece(varint(15 << 3 | 3) * MANY),
+    "size of the characters' map": open_sentencepiece(sentencepiece(b"", b"\xff\xff\xff\x7f" + bytes(99))),
+    "places in the characters' map": open_sentencepiece(
+        sentencepiece(b"", struct.pack("<I", 1024) + struct.pack("<I", 0x7FFFFC00) * 256 + b"a\0")
+    ),
+    "no UTF-8": open_sentencepiece(sentencepiece(piece(b"\xff"))),
+}
+
+
+def open_tiktoken(content: Content) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        from mt_data.tokenizers.tik_token import TikTokenConfig, TikTokenizer
+
+        file = folder / "ranks.tiktoken"
+        file.write_bytes(made(content))
+        opened = TikTokenizer(TikTokenConfig(tokenizer_model=str(file), tiktoken_pattern="gpt2"))
+        return opened.decode(opened.encode("ab" * 500 + "!"))
+
+    return read
+
+
+def ranks(*lines: bytes) -> bytes:
+    letters = (b"%s %d" % (b64encode(bytes([letter])), letter) for letter in range(256))
+    return b"\n".join((*letters, *lines))
+
+
+TIKTOKEN = {
+    "rank": open_tiktoken(ranks(b"YWI= 4294967295")),
+    "rank of 32 bits": open_tiktoken(ranks(b"YWI= 4294967296")),
+    "rank of 64 bits": open_tiktoken(ranks(b"YWI= 18446744073709551616")),
+    "digits": open_tiktoken(ranks(b"YWI= " + b"9" * 5000)),
+    "negative rank": open_tiktoken(ranks(b"YWI= -1")),
+    "many entries": open_tiktoken(
+        lambda: ranks(*(b"%s %d" % (b64encode(b"%dx" % n), 256 + n) for n in range(MANY // 2)))
+    ),
+    "long token": open_tiktoken(lambda: ranks(b64encode(b"a" * 50_000_000) + b" 256")),
+    "digits of a list": open_tiktoken(b'[{"rank": ' + b"9" * 5000 + b', "token_bytes": "AA=="}]'),
+    "nested list": open_tiktoken(b"[" * MANY),
+}
 CATALOGUE: dict[str, Callable[[Path], Any]] = {
     f"{kind}: {name}": read
     for kind, cases in {
@@ -294,6 +423,9 @@ CATALOGUE: dict[str, Callable[[Path], Any]] = {
         "torch": TORCH,
         "indexed": INDEXED,
         "npy": NUMPY,
+        "npz": NUMPY_ARCHIVES,
+        "sentencepiece": SENTENCEPIECE,
+        "tiktoken": TIKTOKEN,
     }.items()
     for name, read in cases.items()
 }
@@ -305,7 +437,10 @@ def main() -> None:
         "mt_ckpt.files.safetensors",
         "mt_data.datasets.images.pixels",
         "mt_data.datasets.sft.jinja_sandbox",
+        "mt_data.datasets.retro.files",
         "mt_data.tokenizers.hugging_face",
+        "sentencepiece",
+        "tiktoken",
     ):
         import_module(module)
     from mt_core.errors import MtError

@@ -18,6 +18,9 @@ HARMLESS = {
     "gguf: arrays of nothing",
     "torch: lists",
     "torch: members",
+    "sentencepiece: many entries",
+    "tiktoken: many entries",
+    "tiktoken: long token",
 }
 """What is read: it costs no more than its size."""
 
@@ -26,7 +29,9 @@ COSTLY = [
     "gguf: arrays of nothing",
     "safetensors: many entries of metadata",
     "safetensors: numbers",
+    "sentencepiece: many entries",
     "template: join of a text",
+    "tiktoken: many entries",
     "torch: lists",
     "torch: members",
     "torch: nested lists",

@@ -46,6 +46,27 @@ def test_all_resamples_of_two_samples() -> None:
     assert paired_bootstrap(*pair, Bootstrap(confidence=0.4)) == (0.5, 0.5)
 
 
+HUGE_SEED = ("--seed", str(10**30))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("eval", "compare", "a.json", "b.json", *HUGE_SEED),
+        ("eval", "compare", "a.json", "b.json", "--seed", "-1"),
+        ("eval", "harness", "run", "--tasks", "t", *HUGE_SEED),
+        ("eval", "finetune", "a.toml", *HUGE_SEED),
+        ("eval", "detoxify", "run", *HUGE_SEED),
+        ("data", "dedup", "a.jsonl", "--output", "o", *HUGE_SEED),
+    ],
+)
+def test_a_seed_that_cannot_be_is_a_sentence(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(list(words)) in (1, 2)
+    said = capsys.readouterr().err
+    assert "--seed" in said
+    assert "4294967295" in said or "greater than or equal to 0" in said
+
+
 def test_metrics_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same difference for each sample has an interval of one point; perplexities are a ratio."""
     values = [(0.0, -2.0, 3), (1.0, -4.0, 1), (1.0, -1.0, 2)]

@@ -88,6 +88,23 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:
         tokens_of([tmp_path / "array.json"])
 
 
+def test_empty_files_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    for number in range(10):
+        (tmp_path / f"empty{number}.txt").touch()
+    assert tokens_of([tmp_path]).tolist() == ids(TEXT)
+    assert "empty files give no tokens" in caplog.text
+    assert "empty7.txt and 2 more; fill them, or remove them from the input" in caplog.text
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(DataError, match=r"every file is empty: .*a.txt, .*; fill them, or name other files"):
+        tokens_of([tmp_path])
+    options = PreprocessOptions(
+        input=(str(tmp_path),), output_prefix=str(tmp_path / "o"), tokenizer_type="ByteLevelTokenizer"
+    )
+    with pytest.raises(DataError, match="every file is empty"):
+        preprocess(options)
+
+
 def test_gzip_is_known_by_its_content(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(gzip.compress(b'{"text": "0123456789abcdefghi"}\n'))
     assert tokens_of([tmp_path / "a.jsonl"]).tolist() == ids("0123456789abcdefghi")

@@ -107,6 +107,32 @@ def test_declared_tokens_are_added(hugging_face_directory: str, tmp_path: Path, 
         build(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "declared", [["<s>"], {"x": {"content": "<s>"}}, {"9" * 5000: {"content": "<s>"}}, {"0": "<s>"}]
+)
+def test_declared_tokens_that_are_damaged(hugging_face_directory: str, tmp_path: Path, declared: Any) -> None:
+    shutil.copytree(hugging_face_directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": declared}))
+    with pytest.raises(DataError, match="added_tokens_decoder of tokenizer_config.json must hold an object for each"):
+        build(tmp_path)
+
+
+def test_vocabularies_with_a_damaged_piece(tmp_path: Path) -> None:
+    """A text of unknown characters without the unknown token is an error of the text; a piece outside of the alphabet
+    of bytes stands for its UTF-8, as the library decodes it."""
+    from tokenizers import Tokenizer, decoders, models
+
+    Tokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"cannot encode a text of 1 characters: .*UNK"):
+        build(tmp_path).encode("b")
+    model = Tokenizer(models.BPE({"a": 0, "\u20ac": 1}, []))
+    model.decoder = decoders.ByteLevel()
+    model.save(str(tmp_path / "tokenizer.json"))
+    ours = build(tmp_path)
+    assert ours.token_bytes() == [b"a", "\u20ac".encode()]
+    assert ours.decode([1]) == model.decode([1]) == "\u20ac"
+
+
 def test_bad_directories(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"'.*gone' is no directory.*not downloaded by name"):
         build(tmp_path / "gone")

@@ -87,9 +87,13 @@ def test_sentinels_without_legacy(sentencepiece_file: str) -> None:
     assert ours.special.eod == 2
 
 
-def test_bad_models(tmp_path: Path) -> None:
+def test_bad_models(sentencepiece_file: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     with pytest.raises(DataError, match=r"tokenizer_model='.*tokenizer.model' cannot be read"):
+        build(str(path))
+    # ModelProto.pieces: a SentencePiece with the piece b"\xff", which the library cannot show.
+    path.write_bytes(Path(sentencepiece_file).read_bytes() + b"\x0a\x03\x0a\x01\xff")
+    with pytest.raises(DataError, match=r"is no SentencePiece model, or damaged"):
         build(str(path))
     path.write_bytes(b"no model")
     with pytest.raises(DataError, match=r"tokenizer_model='.*' is no SentencePiece model"):

@@ -176,6 +176,7 @@ def test_special_ids_of_megatrons_json(rank_file: str, tmp_path: Path) -> None:
         (b"AA== 0\nAQ==\n", {}, "line 2: 'AQ==' is not base64 bytes, a space and a rank"),
         (b"AA== 0\nAQ== 0\n", {}, "line 2: the rank 0 stands already in line 1"),
         (b"AA== 0\nAA== 1\n", {}, r"line 2: the token b'\\x00' stands already in line 1"),
+        (b"AA== 67108865\n", {}, "line 1: the rank 67108865 is above 67108864, the largest id of a tokenizer"),
         (b"AA== 0\n\xff 1\n", {}, "line 2: byte 0xff is no UTF-8"),
     ],
 )

@@ -146,7 +146,7 @@ class ShardWriter:
         """Write the manifest of all shards."""
         # Records of all ranks, whose barrier has been passed.
         shards = tuple(self._record(shard) for shard in range(self.job.num_shards))
-        first = np.load(self.folder / shards[0].embeddings.name, mmap_mode="r", allow_pickle=False)
+        first = np.lib.format.open_memmap(self.folder / shards[0].embeddings.name, mode="r")
         made_with = computation(self.encoder.config, self.encoder.ctx)
         manifest = Manifest(job=self.job, dim=first.shape[1], shards=shards, made_with=made_with)
         write_record(self.folder / MANIFEST, manifest)

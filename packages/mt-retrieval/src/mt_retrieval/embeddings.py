@@ -98,7 +98,7 @@ class Embeddings:
         for shard in self.manifest.shards:
             # Hashed as it is reached, not all shards at the opening.
             path = require_unchanged(self.folder, shard.embeddings, CURE)
-            matrix = np.load(path, mmap_mode="r", allow_pickle=False)
+            matrix = np.lib.format.open_memmap(path, mode="r")
             if matrix.shape != (shard.rows, self.dim):
                 raise DataError(f"{path} has the shape {list(matrix.shape)}, the manifest has {[shard.rows, self.dim]}")
             yield matrix

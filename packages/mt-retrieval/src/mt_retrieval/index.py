@@ -106,7 +106,7 @@ class ExactL2Index(ExactIndex):
 def read_matrix(path: Path) -> NDArray[np.floating]:
     """Mapped into memory. Raises DataError for a file that is no matrix of numbers in NumPy's format."""
     try:
-        matrix = np.load(path, mmap_mode="r", allow_pickle=False)
+        matrix = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} is no array in NumPy's format: {error}") from error
     if matrix.ndim != 2 or matrix.dtype.kind != "f":

@@ -213,6 +213,8 @@ class DedupOptions:
             raise ConfigError(f"--threshold {self.threshold} is out of range; give a similarity between 0 and 1")
         if self.ngram < 1 or self.num_perm < 2:
             raise ConfigError(f"--ngram {self.ngram} and --num-perm {self.num_perm}: give at least 1 and 2")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"--seed {self.seed} is out of range; give 0 to 4294967295")
         if self.memory_bytes < 2**20:
             raise ConfigError("--memory-mb is too small; give at least 1")
         if (self.bands is None) != (self.rows is None):

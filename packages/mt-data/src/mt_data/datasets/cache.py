@@ -232,7 +232,7 @@ def _read_array(path: Path, facts: Mapping[str, Any]) -> NDArray[Any]:
     # notice.
     if (found := _checksum(path)) != facts["sha256"]:
         raise DamagedEntryError(f"{path.name} has the SHA-256 {found} in place of {facts['sha256']}")
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    array = np.lib.format.open_memmap(path, mode="r")
     if list(array.shape) != facts["shape"] or array.dtype.str != facts["dtype"]:
         raise DamagedEntryError(f"{path.name} holds {array.dtype}{list(array.shape)}")
     # A plain array: indexing np.memmap costs several times as much.

@@ -29,7 +29,7 @@ from mt_data.preprocess.encodings import UTF8
 from mt_data.preprocess.executors import Executor, InlineExecutor, ProcessExecutor
 from mt_data.preprocess.formats import detect_format
 from mt_data.preprocess.parts import ReadOptions, Shard
-from mt_data.preprocess.plan import Job, cut_stream, default_shard_bytes, examine, plan_jobs
+from mt_data.preprocess.plan import InputFile, Job, cut_stream, default_shard_bytes, examine, plan_jobs, report_empty
 from mt_data.preprocess.readers import MAX_LINE_BYTES, expand_globs
 from mt_data.preprocess.run_plan import BYTES_WORTH_A_WORKER, cores
 from mt_data.preprocess.shards import Task, build_encoder, shard_prefix
@@ -81,6 +81,7 @@ def tokenized(name: str, options: RawTextOptions, tokenizer: Tokenizer, cache: P
     if "/" in options.json_key:
         raise ConfigError(f'data.json_key="{options.json_key}" cannot be part of a file name; rename the field')
     paths = expand_globs([name], options.input_format)
+    files = examine(paths)
     key = {
         "kind": "tokens",
         "text": [_content_hash(path) for path in paths],
@@ -92,7 +93,8 @@ def tokenized(name: str, options: RawTextOptions, tokenizer: Tokenizer, cache: P
     }
 
     def write(folder: Path) -> None:
-        _write_tokens(name, paths, options, tokenizer, folder / STEM)
+        report_empty(files)
+        _write_tokens(name, files, options, tokenizer, folder / STEM)
 
     try:
         return ContentCache(cache).get(key, write, _checked_prefix)
@@ -128,9 +130,8 @@ def format_name(path: Path, input_format: str) -> str:
 
 
 def _write_tokens(
-    name: str, paths: Sequence[Path], options: RawTextOptions, tokenizer: Tokenizer, prefix: Path
+    name: str, files: Sequence[InputFile], options: RawTextOptions, tokenizer: Tokenizer, prefix: Path
 ) -> None:
-    files = examine(paths)
     size = sum(file.size for file in files)
     # As `mt data preprocess` cuts, so that large files are tokenized in parallel; the tokens do not depend on the cuts.
     jobs = plan_jobs(files, default_shard_bytes(files), options.input_format, encodings=options.encodings)

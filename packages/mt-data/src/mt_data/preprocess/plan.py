@@ -6,8 +6,9 @@ number of workers, and so that machines which do a part each agree on what the p
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ MIN_SHARD_BYTES = MIB
 MAX_SHARD_BYTES = 32 * MIB
 COMPRESSION = 4
 """What compressed text is taken to grow by, to compare it with a shard's size."""
+LISTED_FILES = 8
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,18 @@ def examine(paths: Iterable[Path]) -> list[InputFile]:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
         files.append(InputFile(path, stat.st_size, _version(path) if is_remote(path) else stat.st_mtime_ns))
     return files
+
+
+def report_empty(files: Sequence[InputFile]) -> None:
+    """Log the names of files without a byte; DataError where all files are."""
+    # Compressed files and Parquet without a byte are damaged: who reads them says so.
+    empty = [str(file.path) for file in files if not file.size and file.path.suffix not in (".gz", ".zst", ".parquet")]
+    if not empty:
+        return
+    names = ", ".join(empty[:LISTED_FILES]) + (f" and {len(empty) - LISTED_FILES} more" if empty[LISTED_FILES:] else "")
+    if len(empty) == len(files):
+        raise DataError(f"there is no text to read, every file is empty: {names}; fill them, or name other files")
+    log.warning("empty files give no tokens: %s; fill them, or remove them from the input", names)
 
 
 def _version(path: Path) -> str:

@@ -34,6 +34,11 @@ _EXACT_TYPES = {str, int, bool, type(None)}
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 
 
+NULS_IN_JSON = (
+    "has a NUL byte, which JSON does not allow: a part of the file was never written, or it is UTF-16 without a mark; "
+    "leave such lines out with --on-error skip, write the character as \\u0000, or name the encoding with "
+    "--encoding utf-16-le (data.encodings)"
+)
 NULS = (
     "has a NUL character: it is no text, or UTF-16 without a mark; leave the file out, or name its encoding with "
     "--encoding utf-16-le (data.encodings)"
@@ -251,6 +256,8 @@ def _parse_as_python_does(line: bytes, encodings: Sequence[str]) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
+        if "\0" in text:
+            raise ValueError(NULS_IN_JSON) from error
         raise ValueError(
             f"is no JSON ({error.msg} at column {error.colno}); each line must be a JSON object{_array_begin(text)}"
         ) from error

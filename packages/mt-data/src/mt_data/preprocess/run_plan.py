@@ -21,6 +21,7 @@ from mt_data.preprocess.plan import (
     default_shard_bytes,
     examine,
     plan_jobs,
+    report_empty,
     share_of_machine,
 )
 from mt_data.preprocess.readers import expand_globs
@@ -111,6 +112,7 @@ def plan_run(options: PreprocessOptions) -> RunPlan:
     paths = expand_globs(options.input, options.input_format)
     # Workers on other machines have another working folder; local messages keep the paths as the user wrote them.
     files = examine(map(absolute, paths)) if options.executor == "dask" else examine(paths)
+    report_empty(files)
     shard_bytes = int(options.shard_mb * 2**20) if options.shard_mb else default_shard_bytes(files, share.count)
     feeds_streams = options.executor == "local"
     # All machines plan the whole corpus alike and then take their share, so they need not communicate.

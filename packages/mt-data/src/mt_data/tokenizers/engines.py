@@ -91,8 +91,9 @@ class TokenizersEngine:
         try:
             found = self._tokenizer.encode_batch_fast([text], add_special_tokens=self._add_special_tokens)
         except BaseException as error:
-            # A panic of the library is no Exception, such as that of a regular expression without an end.
-            if type(error).__name__ != "PanicException":
+            # The library raises bare Exception, as where the unknown token is missing. Its panic, as at a regular
+            # expression without an end, is no Exception.
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"the tokenizer cannot encode a text of {len(text)} characters: {error}") from None
         return np.array(found[0].ids, dtype=np.int32)
@@ -168,7 +169,13 @@ def _piece_reader(decoder: tokenizers.decoders.Decoder | None) -> Callable[[str]
     kinds = decoder.__getstate__().decode()
     if '"ByteLevel"' in kinds:
         alphabet = byte_alphabet()
-        return lambda piece: bytes(alphabet[character] for character in piece)
+
+        def to_bytes(piece: str) -> bytes:
+            # As the library decodes: a piece with another character than the 256 of bytes stands for its UTF-8.
+            known = all(character in alphabet for character in piece)
+            return bytes(alphabet[character] for character in piece) if known else piece.encode()
+
+        return to_bytes
     return piece_bytes if SPACE in kinds or '"Metaspace"' in kinds else None
 
 

@@ -14,7 +14,7 @@ from mt_core.interfaces import SpecialTokens
 from mt_data.tokenizers import base as names
 from mt_data.tokenizers.base import BaseTokenizer, FileTokenizerConfig, decode_utf8, parse_json, read_file
 from mt_data.tokenizers.engines import TokenizersEngine
-from mt_data.tokenizers.limits import require_limits
+from mt_data.tokenizers.limits import LARGEST_ID, require_limits
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,6 +28,7 @@ OPTIONAL_FILES = (
     "chat_template.jinja",
 )
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 INSTEAD = {
     "vocab.json": "GPT2BPETokenizer with vocab_file and merge_file",
     "vocab.txt": "BertWordPieceLowerCase or BertWordPieceCase with vocab_file",
@@ -149,19 +150,32 @@ def _add_declared_tokens(tokenizer: tokenizers.Tokenizer, settings: Mapping[str,
     """Tokens of `added_tokens_decoder` that `tokenizer.json` lacks; each must get the id that is written there."""
     from tokenizers import AddedToken
 
-    declared = settings.get("added_tokens_decoder") or {}
     # By number and not by text, since the library gives the next free id to each.
-    for token, entry in sorted(declared.items(), key=lambda item: int(item[0])):
+    for token, entry in sorted(_declared_tokens(settings, directory).items()):
         name = _content(entry)
-        if name is None or tokenizer.token_to_id(name) == int(token):
+        if name is None or tokenizer.token_to_id(name) == token:
             continue
-        flags = {flag: entry[flag] for flag in ("single_word", "lstrip", "rstrip", "normalized") if flag in entry}
-        tokenizer.add_tokens([AddedToken(name, special=bool(entry.get("special")), **flags)])
-        if tokenizer.token_to_id(name) != int(token):
+        flags = {flag: bool(entry[flag]) for flag in ADDED_TOKEN_FLAGS if flag in entry}
+        tokenizer.add_tokens([AddedToken(name, **flags)])
+        if tokenizer.token_to_id(name) != token:
             raise DataError(
                 f"tokenizer.{KEY}={str(directory)!r}: tokenizer_config.json says that {name!r} has the id {token}, "
                 f"with {MAIN_FILE} it is {tokenizer.token_to_id(name)}; the two files do not belong together"
             )
+
+
+def _declared_tokens(settings: Mapping[str, Any], directory: Path) -> dict[int, dict[str, Any]]:
+    """`added_tokens_decoder` by id. Raises DataError for what is no object of objects by id."""
+    declared = settings.get("added_tokens_decoder") or {}
+    if not isinstance(declared, dict) or not all(
+        token.isascii() and token.isdigit() and len(token) <= len(str(LARGEST_ID)) and isinstance(entry, dict)
+        for token, entry in declared.items()
+    ):
+        raise DataError(
+            f"tokenizer.{KEY}={str(directory)!r}: added_tokens_decoder of tokenizer_config.json must hold an object "
+            'for each id, such as {"0": {"content": "<s>"}}'
+        )
+    return {int(token): entry for token, entry in declared.items()}
 
 
 def _special(settings: Mapping[str, Any], tokenizer: tokenizers.Tokenizer, vocab_extra_ids: int) -> SpecialTokens:

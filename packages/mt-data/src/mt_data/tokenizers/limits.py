@@ -1,4 +1,4 @@
-"""What a tokenizer.json may ask for: the library ends the process where its memory does not suffice.
+"""Limits of what the files of a tokenizer may ask for: the library ends the process where its memory does not suffice.
 
 Texts that grow: a file of a few kilobytes can double a text forty times, or put a billion ids around each.
 """

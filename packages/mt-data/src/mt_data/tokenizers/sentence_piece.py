@@ -120,9 +120,12 @@ def load_model(data: bytes, path: str) -> SentencePieceProcessor:
     from sentencepiece import SentencePieceProcessor
 
     try:
-        return SentencePieceProcessor(model_proto=data)
-    except RuntimeError as error:
-        raise DataError(f"tokenizer.{KEY}={path!r} is no SentencePiece model") from error
+        processor = SentencePieceProcessor(model_proto=data)
+        # All pieces are read once: one that is no UTF-8 would else raise UnicodeDecodeError when it is first needed.
+        processor.id_to_piece(list(range(processor.get_piece_size())))
+    except (RuntimeError, UnicodeDecodeError) as error:
+        raise DataError(f"tokenizer.{KEY}={path!r} is no SentencePiece model, or damaged") from error
+    return processor
 
 
 def _control_names(processor: SentencePieceProcessor) -> dict[str, str]:

@@ -14,6 +14,7 @@ from mt_core.errors import ConfigError, DataError
 from mt_data.tokenizers import base as names
 from mt_data.tokenizers.base import BaseTokenizer, FileTokenizerConfig, decode_utf8, parse_json, read_file
 from mt_data.tokenizers.engines import ENGINE_PATTERNS, PATTERNS, PatternName, TiktokenEngine, prefix_free
+from mt_data.tokenizers.limits import LARGEST_ID
 
 KEY = "tokenizer_model"
 JSON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -181,15 +182,23 @@ def _parse_ranks(data: bytes, path: str) -> dict[bytes, int]:
         text, _, rank = line.partition(" ")
         if not rank.isascii() or not rank.isdigit():
             raise DataError(f"{where}: {line!r:.80} is not base64 bytes, a space and a rank")
-        if int(rank) in owner:
-            raise DataError(f"{where}: the rank {rank} stands already in line {owner[int(rank)]}")
-        owner[int(rank)] = number
+        place = _id_of(rank, where)
+        if place in owner:
+            raise DataError(f"{where}: the rank {rank} stands already in line {owner[place]}")
+        owner[place] = number
         token = _unbase64(text, where)
         if token in ranks:
             raise DataError(f"{where}: the token {token!r} stands already in line {owner[ranks[token]]}")
-        ranks[token] = int(rank)
+        ranks[token] = place
     _check_tokens(ranks, path)
     return ranks
+
+
+def _id_of(digits: str, where: str) -> int:
+    # The length first: Python refuses to convert thousands of digits with an error of its own.
+    if len(digits) > len(str(LARGEST_ID)) or int(digits) > LARGEST_ID:
+        raise DataError(f"{where}: the rank {digits:.20} is above {LARGEST_ID}, the largest id of a tokenizer")
+    return int(digits)
 
 
 def _unbase64(text: object, where: str) -> bytes:

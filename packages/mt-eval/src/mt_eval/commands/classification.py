@@ -11,7 +11,7 @@ from mt_core.commands import host_of, need
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path, writing
 from mt_core.specs import LOSSES
-from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, named_files, show
+from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, named_files, seed_option, show
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, layout_of_ranks, progress_bar, start_ranks
 
 NEEDED = ("torch", "mt-models", "mt-data", "mt-ckpt")
@@ -103,7 +103,7 @@ def ensemble(
 def finetune(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A file, as of mt train.")] = None,
-    seeds: Annotated[list[int] | None, typer.Option("--seed", help="Values of train.seed; repeatable.")] = None,
+    seeds: Annotated[list[int] | None, seed_option("Values of train.seed; repeatable.", "--seed")] = None,
     preset: Annotated[str | None, typer.Option(help="Such as mnli-bert-base.")] = None,
     run_dir: Annotated[Path, typer.Option(help="Each run is in seed-N of this folder.")] = Path("runs/finetune"),
     output: Annotated[Path | None, typer.Option(help="Result file (JSON).", metavar="FILE")] = None,

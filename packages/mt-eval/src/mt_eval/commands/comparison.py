@@ -14,6 +14,7 @@ from rich.table import Table
 from mt_core.commands import need
 from mt_core.paths import as_path, write_whole
 from mt_data.commands.corpus_options import InputFormat, OnError, TextKey, Workers, progress, run_options
+from mt_eval.commands.options import seed_option
 
 if TYPE_CHECKING:
     from mt_eval.comparison import Difference
@@ -27,7 +28,7 @@ def compare(
     second: Annotated[Path, typer.Argument(parser=as_path, metavar="B.json", help=RESULTS)],
     resamples: Annotated[int, typer.Option(help="Sets of samples that are drawn.")] = 10_000,
     confidence: Annotated[float, typer.Option(help="Of the intervals.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, seed_option("Of the draws.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Differences B - A between two evaluations of the same samples, with confidence intervals."""
@@ -46,9 +47,6 @@ def compare(
 
 def show(found: dict[str, dict[str, Difference]], confidence: float) -> None:
     """An interval without 0 (of perplexity's ratio: without 1) is marked."""
-    from rich.console import Console
-    from rich.table import Table
-
     from mt_eval.comparison import PERPLEXITY
 
     table = Table("task", "metric", "A", "B", "B - A", f"{confidence:.0%} interval", "", "samples", box=None)

@@ -10,7 +10,7 @@ import typer
 
 from mt_core.commands import host_of, need
 from mt_core.paths import as_path
-from mt_eval.commands.options import AS_JSON, CHECKPOINT, named_options
+from mt_eval.commands.options import AS_JSON, CHECKPOINT, named_options, seed_option
 from mt_infer.commands.layout import NPROC, SETTINGS, progress_bar
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def detoxify(
     attribute: ATTRIBUTE = "toxicity",
     max_tokens: Annotated[int, typer.Option(min=1, help="Of a sample.")] = 1000,
     top_p: Annotated[float, typer.Option(help="Of sampling.")] = 0.9,
-    seed: Annotated[int, typer.Option(help="Of sampling, and of the order of training texts.")] = 1234,
+    seed: Annotated[int, seed_option("Of sampling, and of the order of training texts.")] = 1234,
     continuations: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 25,
     continuation_tokens: Annotated[int, typer.Option(min=1, help="Of a continuation.")] = 20,
     train: Annotated[

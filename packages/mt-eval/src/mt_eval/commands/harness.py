@@ -10,7 +10,7 @@ import typer
 
 from mt_core.commands import need
 from mt_core.paths import as_path
-from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, OUTPUT, need_extra
+from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, OUTPUT, need_extra, seed_option
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks, progress_bar
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def harness(
     log_samples: Annotated[
         bool, typer.Option(help="Documents, requests and answers into the file of samples too.")
     ] = False,
-    seed: Annotated[int | None, typer.Option(help="Of examples and of sampled texts. Default: lm_eval's.")] = None,
+    seed: Annotated[int | None, seed_option("Of examples and of sampled texts. Default: lm_eval's.")] = None,
     add_bos: Annotated[
         bool | None, typer.Option(help="BOS before texts. Default: as the tokenizer does it.", show_default=False)
     ] = None,

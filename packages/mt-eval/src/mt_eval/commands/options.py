@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -39,6 +39,14 @@ DEVICE = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 SEQ_LENGTH = Annotated[
     int | None, typer.Option(min=1, help="Positions of a window. Default: as many as the model has.")
 ]
+
+LARGEST_SEED = 2**32 - 1
+"""Of train.seed, and of numpy.random.seed, which lm_eval calls."""
+
+
+def seed_option(text: str, *names: str) -> Any:
+    """An option for a seed of 32 bits, with the help `text`."""
+    return typer.Option(*names, min=0, max=LARGEST_SEED, help=text)
 
 
 def run_tasks(

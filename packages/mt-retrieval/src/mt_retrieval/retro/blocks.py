@@ -82,7 +82,7 @@ class Blocks:
     def read(self, number: int) -> NDArray[np.generic]:
         """Mapped into memory. Raises DataError for a block that is missing or damaged."""
         path = require_unchanged(self.folder, self.record(number), self.cure)
-        array: NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
+        array: NDArray[np.generic] = np.lib.format.open_memmap(path, mode="r")
         return array
 
     def remove(self, count: int) -> None:

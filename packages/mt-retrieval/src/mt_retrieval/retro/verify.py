@@ -114,7 +114,7 @@ def _neighbor_checks(
     if not (drawn := _drawn(len(rows), fraction)):
         return
     query = NeighborQuery(database, text, embedder, open_search(project, job.search_parameters), job)
-    array = np.load(folder / stored.name, mmap_mode="r", allow_pickle=False)
+    array = np.lib.format.open_memmap(folder / stored.name, mode="r")
     for number in drawn:
         part = slice(rows[number].start, rows[number].stop)
         what = f"{folder}, block {number} of neighbours"

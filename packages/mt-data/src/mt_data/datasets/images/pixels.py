@@ -109,7 +109,7 @@ def image_size(file: ImageFile) -> tuple[int, int]:
 
 def _array_of(file: ImageFile) -> NDArray[np.uint8]:
     try:
-        array = np.load(BytesIO(file.read()), allow_pickle=False)
+        array = np.lib.format.read_array(BytesIO(file.read()), allow_pickle=False)
     except (ValueError, EOFError, MemoryError) as error:
         raise DataError(f"{file} cannot be read as an array: {error}") from error
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:

@@ -152,7 +152,7 @@ def open_neighbors(file: NeighborsFile, chunks: int, neighbors: int, verify_chec
     path = file.path
     try:
         # The header is read here; the pages of the array when a sample needs them.
-        numbers = np.load(path, mmap_mode="r", allow_pickle=False)
+        numbers = np.lib.format.open_memmap(path, mode="r")
     except OSError as error:
         raise DataError(f"data.retro_neighbors_path={path} is no readable .npy file: {error.strerror}") from error
     except (ValueError, EOFError) as error:
