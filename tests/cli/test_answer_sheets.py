@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext, suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from mt_core.config.loading import LoadedConfig, config_from_dict
 from mt_core.config.schema import Config
 from mt_core.config.sources import installed_presets
 from mt_core.errors import MtError
-from mt_core.plugins import load_plugins
+from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train.trainer import Trainer
 from mt_tools.verify.small_config import shrink
 
@@ -22,25 +23,33 @@ PROSE = "Größe, café: the quick brown fox jumps over the lazy dog. " * 40
 QUICK = {"eval_interval": None, "eval_iters": 1, "sample_prompt": None, "device": "cpu", "num_threads": 1}
 
 
+@cache
+def host() -> PluginHost:
+    """Shared: the sheets look up as much in it as they train."""
+    return load_plugins()
+
+
+@cache
 def one_preset_of_each_family() -> dict[str, str]:
     """Family -> its first preset."""
-    found: dict[str, str] = {}
-    for name, owners in installed_presets(load_plugins())[0].items():
-        found.setdefault(owners[0].family, name)
-    return found
+    first: dict[str, str] = {}
+    for name, owners in installed_presets(host())[0].items():
+        first.setdefault(owners[0].family, name)
+    return first
 
 
 def smaller(config: Config) -> LoadedConfig:
     """The answers' data and tokenizer with a model of few and narrow layers, for a step."""
-    host = load_plugins()
     tree = config.to_dict()
-    tree["model"] = {**shrink(config, host, steps=2).to_dict()["model"], "vocab_size": None}
+    tree["model"] = {**shrink(config, host(), steps=2).to_dict()["model"], "vocab_size": None}
     tree["train"] |= QUICK
     tree["lr_schedule"]["lr_warmup_iters"] = 0
     tree["precision"]["dtype"] = "fp32"
     if tree["data"].get("corpus_bytes"):
         tree["data"]["corpus_bytes"] = 1_000_000
-    return LoadedConfig(config_from_dict(tree, host), {}, None)
+    if tree["data"]["dataset_type"] == "mock":
+        tree["data"]["split"] = "1,1,98"  # of the mock corpus, whose index is long
+    return LoadedConfig(config_from_dict(tree, host()), {}, None)
 
 
 @pytest.mark.parametrize("data", ["builtin", "mock", "text"])
@@ -52,10 +61,10 @@ def test_what_the_questions_accept_trains(tmp_path: Path, preset: str, data: str
     # An answer that is refused makes no file; a decoder of text takes all of them.
     draft = None
     with nullcontext() if takes_text(preset) else suppress(MtError):
-        draft = make_draft(load_plugins(), False, given, None, pytest.fail)
+        draft = make_draft(host(), False, given, None, pytest.fail)
     if draft is None:
         return
-    trainer = Trainer(smaller(draft.config()), run_dir=tmp_path / "run")
+    trainer = Trainer(smaller(draft.config()), run_dir=tmp_path / "run", host=host())
     assert trainer.train().state.iteration == 1
 
 

@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 
 from mt_cli import main
-from mt_cli.app import build_group
+from mt_cli.app import DIAGNOSIS, build_group
 from mt_cli.command_homes import COMMAND_HOMES
+from mt_cli.plugin import mt_register_commands
 from mt_core.commands import need
 from mt_core.errors import CheckpointError, ConfigError, MtError, PluginError
 from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Lazy
-from mt_core.plugins import Plugin, PluginHost
+from mt_core.plugins import Plugin, PluginHost, load_plugins
 from mt_core.specs import CommandSpec
 
 OWN = ["train", "verify", "plan", "generate", "models", "config", "plugins", "bench", "doctor"]
@@ -258,6 +259,19 @@ def test_mts_commands_say_where_they_come_from(with_commands) -> None:
     code, text = with_commands({"greet": "app"}, "plugins")
     assert code == 0
     assert "Doc of greet [x]" in text
+
+
+@pytest.mark.parametrize("home", sorted({*COMMAND_HOMES.values(), "mt-cli"}))
+def test_every_command_of_a_distribution_that_mt_plugins_leaves_out_names_it(mt, monkeypatch, home: str) -> None:
+    """Commands within groups of other distributions, too. mt-cli's diagnosis stays."""
+    plugins = load_plugins().plugins
+    left_out = {plugin.name for plugin in plugins if plugin.distribution == home}
+    monkeypatch.setenv("MT_PLUGINS", ",".join(sorted({plugin.name for plugin in plugins} - left_out)))
+    own = [spec.name for spec in mt_register_commands() if spec.name not in DIAGNOSIS] if home == "mt-cli" else []
+    for command in [*own, *(command for command, of in COMMAND_HOMES.items() if of == home)]:
+        outcome = mt(*command.split(), "x")
+        assert outcome.code == 3, command
+        assert outcome.err.startswith(f"error: mt {command} is a command of {home}, which is missing: "), command
 
 
 def test_help_says_that_a_plugin_is_missing(monkeypatch, mt_process) -> None:
