@@ -111,7 +111,7 @@ def launches_of_attention(rank: int, world: int, *kernels: str) -> dict[str, int
     model = built(["family=qwen", "ffn_hidden_size=48", "num_query_groups=2"], *kernels)
     attention = next(module for module in model.modules() if isinstance(module, SelfAttention))
     angles = RotaryAngles(torch.arange(2)[None], inverse_frequencies(WIDTH // 4, 1e4))
-    parts = attention.project_and_turn(torch.randn(1, 2, WIDTH), angles)
+    parts = attention.project_and_rotate(torch.randn(1, 2, WIDTH), angles)
     torch.stack([part.sum() for part in parts]).sum().backward()
     return dict(names)
 

@@ -18,7 +18,7 @@ Convention = Literal["full", "seen"]
 PaLM's MFU). seen: those of the keys that causality and windows let a query see."""
 
 
-class LayerFlopShape(Protocol):
+class LayerFlopConfigLike(Protocol):
     """What the count of a layer reads from a configuration."""
 
     @property
@@ -35,7 +35,7 @@ class LayerFlopShape(Protocol):
     def activation(self) -> str: ...
 
 
-class FlopShape(LayerFlopShape, Protocol):
+class FlopConfigLike(LayerFlopConfigLike, Protocol):
     """What the count of a decoder reads from a configuration."""
 
     @property
@@ -77,7 +77,7 @@ class TokenFlops(Flops):
 
 
 def flops_per_token(
-    config: FlopShape, seq_length: int, *, convention: Convention = "seen", feed_forward: float | None = None
+    config: FlopConfigLike, seq_length: int, *, convention: Convention = "seen", feed_forward: float | None = None
 ) -> TokenFlops:
     """The mean over the tokens of a sequence of `seq_length`.
 
@@ -95,20 +95,20 @@ def flops_per_token(
     )
 
 
-def projection_flops(config: LayerFlopShape) -> float:
-    """Of one layer's self-attention: queries, keys, values and its output."""
+def projection_flops(config: LayerFlopConfigLike) -> float:
+    """Projections of one layer's self-attention: queries, keys, values and its output."""
     # 2 H x (N D) each for queries and for the output, 2 H x (G D) each for keys and values
     return 4 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.query_groups)
 
 
-def core_flops(config: LayerFlopShape, keys: float) -> float:
+def core_flops(config: LayerFlopConfigLike, keys: float) -> float:
     """Per query: its scores of so many keys, and their product with the values."""
     # 2 D for a score and 2 D for its share of the sum of values, of each head
     return 4 * config.num_attention_heads * config.head_dim * keys
 
 
-def dense_feed_forward_flops(config: LayerFlopShape) -> float:
-    """Of one layer."""
+def dense_feed_forward_flops(config: LayerFlopConfigLike) -> float:
+    """Feed-forward of one layer."""
     matrices = feed_forward_matrices(config.activation)
     return 2 * matrices * config.hidden_size * config.ffn_size
 
@@ -122,13 +122,13 @@ def feed_forward_matrices(activation: str) -> int:
 
 
 def output_flops(hidden_size: int, vocab_size: int | None) -> float:
-    """Of the logits. Raises ConfigError when the vocabulary is unknown."""
+    """Logits. Raises ConfigError when the vocabulary is unknown."""
     if vocab_size is None:
         raise ConfigError("model.vocab_size is not set, and the output layer's FLOPs depend on it")
     return 2 * hidden_size * vocab_size
 
 
-def _known_feed_forward_flops(config: FlopShape) -> float:
+def _known_feed_forward_flops(config: FlopConfigLike) -> float:
     """One layer's feed-forward. Raises ConfigError if it is not the dense one."""
     if config.feed_forward != "dense":
         raise ConfigError(

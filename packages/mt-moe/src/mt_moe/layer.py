@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mt_core.config.layer_pattern import layers_with_experts
 from mt_core.errors import ConfigError, TrainingError
 from mt_core.nn.activations import activate, is_gated
-from mt_core.nn.feed_forward import FeedForwardShape
+from mt_core.nn.feed_forward import FeedForwardConfigLike
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, sequence_axes
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
 from mt_core.parallel.context import ParallelContext
@@ -43,7 +43,7 @@ class SharedExperts(LayoutModule):
 
     gate_weight: Tensor | None
 
-    def __init__(self, shape: FeedForwardShape, ffn_size: int, ctx: ParallelContext, *, gate: bool) -> None:
+    def __init__(self, shape: FeedForwardConfigLike, ffn_size: int, ctx: ParallelContext, *, gate: bool) -> None:
         super().__init__(ctx)
         self.activation = shape.activation
         blocks = 2 if is_gated(shape.activation) else 1
@@ -68,7 +68,7 @@ RANK_CAPACITY = f"{DISPATCHER_OPTIONS}.expert_rank_capacity_factor"
 RECOMPUTED: tuple[Recomputed, ...] = get_args(Recomputed)
 
 
-class MoeShape(FeedForwardShape, Protocol):
+class MoeConfigLike(FeedForwardConfigLike, Protocol):
     """What an MoE layer reads from the configuration of its model."""
 
     @property
@@ -105,7 +105,7 @@ class MoeLayer(nn.Module):
 
     def __init__(
         self,
-        shape: MoeShape,
+        shape: MoeConfigLike,
         config: MoeConfig,
         dispatcher: Dispatcher,
         layer: int,
@@ -246,7 +246,7 @@ def require_room(overflow: Tensor, layer: str) -> None:
         )
 
 
-def build_shared_experts(shape: MoeShape, config: MoeConfig, ctx: ParallelContext) -> SharedExperts | None:
+def build_shared_experts(shape: MoeConfigLike, config: MoeConfig, ctx: ParallelContext) -> SharedExperts | None:
     size = config.moe_shared_expert_intermediate_size
     return None if size is None else SharedExperts(shape, size, ctx, gate=config.moe_shared_expert_gate)
 
@@ -297,7 +297,7 @@ def row_kernels(config: MoeConfig, ctx: ParallelContext) -> RowKernels:
     return TRITON_ROWS
 
 
-def build_moe(shape: MoeShape, context: ModelBuildContext, layer: int) -> nn.Module:
+def build_moe(shape: MoeConfigLike, context: ModelBuildContext, layer: int) -> nn.Module:
     """The MoE of layer `layer`, or the dense feed-forward where moe_layer_freq says so."""
     config = read_moe_config(shape.moe or {})
     if not layers_with_experts(config.moe_layer_freq, shape.num_layers)[layer]:

@@ -67,7 +67,7 @@ def share_tokens(x: Tensor, ctx: ParallelContext) -> TokenShare:
 
 
 def own_tokens(tokens: Tensor, ctx: ParallelContext) -> Tensor:
-    """Of the tokens [B x S, ...] that this rank has, those that it routes; not differentiable over ranks."""
+    """Those of the tokens [B x S, ...] of this rank that it routes; not differentiable over ranks."""
     if ctx.tp.size == 1 or ctx.sequence_parallel:
         return tokens
     first, _, own = _slice_of_rank(len(tokens), ctx.tp)
@@ -85,8 +85,8 @@ def join_tokens(tokens: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
 
 
 def _slice_of_rank(count: int, axis: Axis) -> tuple[int, int, int]:
-    """Of `count` tokens: this rank's first token, the size of a full slice, and the size of this rank's slice (the last
-    ranks may have fewer, or none)."""
+    """Slice of `count` tokens: this rank's first token, the size of a full slice, and the size of this rank's slice (the
+    last ranks may have fewer, or none)."""
     # 5 tokens on 4 ranks: slices of 2, 2, 1 and 0.
     size = -(-count // axis.size)
     first = min(size * axis.rank, count)

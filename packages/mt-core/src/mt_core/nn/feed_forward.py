@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mt_core.nn.build_context import ModelBuildContext
 
 
-class FeedForwardShape(Protocol):
+class FeedForwardConfigLike(Protocol):
     """What a feed-forward reads from the configuration of its model."""
 
     @property
@@ -54,7 +54,7 @@ class DenseFeedForward(nn.Module):
     joined: computes all of it in place of the layers (FP8), except under torch.compile.
     """
 
-    def __init__(self, config: FeedForwardShape, ctx: ParallelContext) -> None:
+    def __init__(self, config: FeedForwardConfigLike, ctx: ParallelContext) -> None:
         super().__init__()
         self.activation = config.activation
         self.activate: Callable[[Tensor], Tensor] = partial(activate, config.activation)
@@ -97,5 +97,5 @@ def pick_activation(name: Activation, kernels: Kernels) -> Callable[[Tensor], Te
     return plain if function is activate else lambda x: function(x, None, name)
 
 
-def build_dense(config: FeedForwardShape, environment: ModelBuildContext, layer: int) -> nn.Module:
+def build_dense(config: FeedForwardConfigLike, environment: ModelBuildContext, layer: int) -> nn.Module:
     return DenseFeedForward(config, environment.parallel)

@@ -23,7 +23,7 @@ class BertConfig(ModelConfig, EncoderConfig):
     """pre: norms before attention and feed-forward and one behind the last layer, as in Megatron's BERT. post:
     norms behind the embedding and behind each sum, as in the original BERT."""
     activation: Activation = "gelu"
-    """Of the feed-forward and of the masked-word head."""
+    """Activation of the feed-forward and of the masked-word head."""
     add_lm_head: bool = True
     """The head that predicts masked words."""
     bert_binary_head: bool = True
@@ -184,7 +184,7 @@ def flops_per_token(config: BertConfig, seq_length: int) -> BertFlops:
 
 
 def encoder_flops(config: BertConfig, seq_length: int) -> EncoderFlops:
-    """Of the layers."""
+    """FLOPs of the layers."""
     return EncoderFlops(
         attention_projections=config.num_layers * projection_flops(config),
         attention_core=config.num_layers * core_flops(config, seq_length),

@@ -20,7 +20,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.rotary import RotaryAngles, plain_rotary, rotary_features
 
 
-class AttentionShape(Protocol):
+class AttentionConfigLike(Protocol):
     """What attention reads from the configuration of its model."""
 
     @property
@@ -63,7 +63,7 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self,
-        config: AttentionShape,
+        config: AttentionConfigLike,
         core: AttentionCore,
         ctx: ParallelContext,
         *,
@@ -80,8 +80,8 @@ class SelfAttention(nn.Module):
         self.dropout = AttentionDropout(config.attention_dropout, ctx)
         self.rotary_interleaved = config.rotary_interleaved
         # Replaced by `use_kernels`, which is called once the model is built and its device is known.
-        self.turn: Callable[..., tuple[Tensor, Tensor]] = plain_rotary
-        self.split_and_turn: Callable[..., tuple[Tensor, ...]] | None = None
+        self.apply_rotary: Callable[..., tuple[Tensor, Tensor]] = plain_rotary
+        self.split_and_rotate: Callable[..., tuple[Tensor, ...]] | None = None
         self.rotary_features = rotary_features(config)
         self.tp = ctx.tp
         # 1 unless tp exceeds the groups. tp = 8, 2 groups: 4 ranks share a group.
@@ -112,9 +112,9 @@ class SelfAttention(nn.Module):
 
     def use_kernels(self, kernels: Kernels) -> None:
         if self.rotary_features is not None:
-            self.turn = kernels.pick("rotary", *self.rotary_features, width=self.head_dim, plain=plain_rotary)
-            if self._turns_what_it_splits:
-                self.split_and_turn = kernels.pick_fused(
+            self.apply_rotary = kernels.pick("rotary", *self.rotary_features, width=self.head_dim, plain=plain_rotary)
+            if self._rotates_what_it_splits:
+                self.split_and_rotate = kernels.pick_fused(
                     "rotary",
                     *self.rotary_features,
                     width=self.head_dim,
@@ -122,7 +122,7 @@ class SelfAttention(nn.Module):
                 )
 
     @property
-    def _turns_what_it_splits(self) -> bool:
+    def _rotates_what_it_splits(self) -> bool:
         """Whether between the split of qkv and the positions nothing is computed but RMSNorms of heads, by a subclass
         either."""
         # The fused kernel stands for project, normalize and the rotation. A subclass that overrides one of
@@ -143,7 +143,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
         # Keys are cached after rotation: their positions never change, and a decode step rotates the new key alone.
-        q, k, v = self.project_and_turn(x, None if angles is None else angles.within(self.window))
+        q, k, v = self.project_and_rotate(x, None if angles is None else angles.within(self.window))
         # Layers of one model may differ in their window, so the pattern that all share gets this layer's here.
         within = pattern.within(self.window)
 
@@ -170,18 +170,18 @@ class SelfAttention(nn.Module):
         """q [B, S, N, D], k and v [B, T, G, D] -> [B, S, N, D], of this rank's heads."""
         return self.core(q, k, v, pattern, self.dropout.begin())
 
-    def project_and_turn(self, x: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """As `project`, with the norms of heads and with positions."""
-        if self.split_and_turn is not None and angles is not None:
+    def project_and_rotate(self, x: Tensor, angles: RotaryAngles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of `project`, with the norms of heads and with positions."""
+        if self.split_and_rotate is not None and angles is not None:
             # [B, S, G, N / G + 2, D]; the kernel splits, normalizes and rotates in one pass over memory.
             qkv, norms = self.groups_of_rows(x), self._head_norms()
-            q, k, v = self.split_and_turn(qkv, angles.cos, angles.sin, self.rotary_interleaved, norms)
+            q, k, v = self.split_and_rotate(qkv, angles.cos, angles.sin, self.rotary_interleaved, norms)
             return q, k, v
         q, k, v = self.project(x)
         # Before the positions, as in Qwen3 and Gemma 3: norm and rotation do not commute where the norm has a weight.
         q, k = self.normalize(q, k)
         if angles is not None:
-            q, k = self.turn(q, k, angles.cos, angles.sin, self.rotary_interleaved)
+            q, k = self.apply_rotary(q, k, angles.cos, angles.sin, self.rotary_interleaved)
         return q, k, v
 
     def groups_of_rows(self, x: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.recompute import Recompute
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
-from mt_models.blocks.attention import AttentionShape, SelfAttention
-from mt_models.blocks.transformer import LayerShape, LayerStack, TransformerLayer, block_norm
+from mt_models.blocks.attention import AttentionConfigLike, SelfAttention
+from mt_models.blocks.transformer import LayerConfigLike, LayerStack, TransformerLayer, block_norm
 
 
 class CrossAttention(nn.Module):
@@ -29,7 +29,7 @@ class CrossAttention(nn.Module):
     """
 
     def __init__(
-        self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext, query_scale: float = 1.0
+        self, config: AttentionConfigLike, core: AttentionCore, ctx: ParallelContext, query_scale: float = 1.0
     ) -> None:
         super().__init__()
         self.core, self.query_scale = core, query_scale
@@ -72,7 +72,7 @@ class ScaledQueryAttention(SelfAttention):
     """Self-attention with scaled queries: a scale of sqrt(D) cancels the core's 1 / sqrt(D)."""
 
     def __init__(
-        self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext, query_scale: float = 1.0
+        self, config: AttentionConfigLike, core: AttentionCore, ctx: ParallelContext, query_scale: float = 1.0
     ) -> None:
         super().__init__(config, core, ctx)
         self.query_scale = query_scale
@@ -83,7 +83,7 @@ class CrossAttentionLayer(TransformerLayer):
 
     def __init__(
         self,
-        config: LayerShape,
+        config: LayerConfigLike,
         core: AttentionCore,
         cross_core: AttentionCore,
         feed_forward: nn.Module,
@@ -117,7 +117,7 @@ class DecoderStack(LayerStack):
     def __init__(
         self,
         layers: Mapping[int, nn.Module],
-        config: LayerShape,
+        config: LayerConfigLike,
         ctx: ParallelContext,
         recompute: Recompute,
         *,

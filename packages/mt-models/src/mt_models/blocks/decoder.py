@@ -21,7 +21,7 @@ from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.config import DecoderConfig
 from mt_models.blocks.rotary import RotaryAngles, build_rotary
-from mt_models.blocks.transformer import LayerShape, TransformerLayer, TransformerStack
+from mt_models.blocks.transformer import LayerConfigLike, TransformerLayer, TransformerStack
 
 
 class EmbeddingConfigLike(Protocol):
@@ -37,7 +37,7 @@ class EmbeddingConfigLike(Protocol):
     def make_vocab_size_divisible_by(self) -> int: ...
 
 
-class DecoderConfigLike(LayerShape, EmbeddingConfigLike, Protocol):
+class DecoderConfigLike(LayerConfigLike, EmbeddingConfigLike, Protocol):
     """What a decoder reads from its configuration, beside what its layers read."""
 
     @property

@@ -34,7 +34,7 @@ from mt_models.blocks.linear import ReplicatedLinear
 from mt_models.blocks.rotary import RotaryAngles, rotate
 
 
-class LatentAttentionShape(Protocol):
+class LatentAttentionConfigLike(Protocol):
     """What latent attention reads from the configuration of its model."""
 
     @property
@@ -77,7 +77,12 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(
-        self, config: LatentAttentionShape, core: AttentionCore, ctx: ParallelContext, *, remakes_heads: bool = False
+        self,
+        config: LatentAttentionConfigLike,
+        core: AttentionCore,
+        ctx: ParallelContext,
+        *,
+        remakes_heads: bool = False,
     ) -> None:
         super().__init__()
         self.core, self.ctx, self.remakes_heads = core, ctx, remakes_heads
@@ -99,7 +104,7 @@ class LatentAttention(nn.Module):
             heads * self.value, hidden, ctx, bias=False, init=normal(config.output_init_std)
         )
 
-    def _declare_queries(self, config: LatentAttentionShape) -> None:
+    def _declare_queries(self, config: LatentAttentionConfigLike) -> None:
         """One matrix, or a down and an up projection with a latent between them."""
         hidden, rank, ctx, init = config.hidden_size, config.q_lora_rank, self.ctx, normal(config.init_method_std)
         width = config.num_attention_heads * (self.plain + self.rotated)

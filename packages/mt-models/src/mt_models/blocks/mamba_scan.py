@@ -34,7 +34,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, past: Tensor | N
 
 
 def causal_conv_of_segments(x: Tensor, weight: Tensor, bias: Tensor | None, segment_ids: Tensor) -> Tensor:
-    """As causal_conv, without crossing segment boundaries: segment_ids [B, S]."""
+    """causal_conv without crossing segment boundaries: segment_ids [B, S]."""
     length, taps = x.shape[1], weight.shape[1]
     # A sum over taps instead of conv1d, which cannot leave out a tap by position. distance 1 is the second to last tap.
     y = x * weight[:, -1]
@@ -64,9 +64,9 @@ class ScanInputs(NamedTuple):
 
 class ScanWeights(NamedTuple):
     conv: tuple[Tensor, Tensor, Tensor]
-    """Of x [H, P, k], of b and of c [G, N, k]."""
+    """Taps of x [H, P, k], of b and of c [G, N, k]."""
     conv_bias: tuple[Tensor, Tensor, Tensor] | None
-    """Of x [H, P], of b and of c [G, N]."""
+    """Biases of x [H, P], of b and of c [G, N]."""
     A_log: Tensor
     """[H]: the state decays by the rate exp(A_log)."""
     D: Tensor

@@ -143,7 +143,7 @@ def need_values(args: MegatronArguments, what: str, values: Mapping[str, tuple[A
 
 
 def shared_arguments(model: Any) -> dict[str, Any]:
-    """Of the families with attention."""
+    """Arguments of the families with attention."""
     require(model, "activation", tuple(ACTIVATIONS))
     grouped = model.query_groups != model.num_attention_heads
     return {
@@ -162,7 +162,7 @@ def shared_arguments(model: Any) -> dict[str, Any]:
 
 
 def initial_arguments(model: Any) -> dict[str, Any]:
-    """Of all families, and that a model is none of the kinds that only some are."""
+    """Arguments of all families, and that a model is none of the kinds that only some are."""
     return {
         "hidden_size": model.hidden_size,
         "normalization": model.normalization,
@@ -207,7 +207,7 @@ SKIPPED = "window_attn_skip_freq"
 
 
 def windows_of(args: MegatronArguments, num_layers: int) -> list[int | None]:
-    """Of each layer the positions that a query sees, itself included; None: everything before it.
+    """Positions of each layer that a query sees, itself included; None: everything before it.
 
     Megatron's window_size counts those before the query and those after it, -1 for all; window_attn_skip_freq is None
     (all layers have the window), n (every n-th has none), or a 1 for each layer that has it. Raises ConfigError.
@@ -275,7 +275,7 @@ PLAIN = (1.0, 0.0)
 
 
 def yarn_section(args: MegatronArguments) -> dict[str, Any]:
-    """Of position_embedding_type yarn, whose arguments Megatron has no defaults for."""
+    """Keys for position_embedding_type yarn, whose arguments Megatron has no defaults for."""
     return {
         "rope_scaling_type": YARN,
         "rope_scaling_factor": float(args.get("rotary_scaling_factor", 1.0)),

@@ -94,7 +94,7 @@ def scaled(x: Tensor, multiplier: float) -> Tensor:
     return x if multiplier == 1.0 else x * multiplier
 
 
-class MixedShape(Protocol):
+class MixedDecoderConfigLike(Protocol):
     """What the decoder reads from its configuration; its layers declare what they read."""
 
     @property
@@ -120,7 +120,7 @@ class MixedShape(Protocol):
 class MixedEmbedding(TokenEmbedding):
     """Token embeddings, which start the residual stream: in fp32 if it is configured so."""
 
-    def __init__(self, config: MixedShape, ctx: ParallelContext) -> None:
+    def __init__(self, config: MixedDecoderConfigLike, ctx: ParallelContext) -> None:
         super().__init__(config, ctx)
         self.in_fp32 = config.fp32_residual_connection
 
@@ -136,7 +136,9 @@ class MixedDecoder(CausalDecoder):
 
     embedding_type: ClassVar[type[MixedEmbedding]] = MixedEmbedding
 
-    def __init__(self, config: MixedShape, context: ModelBuildContext, layer: Callable[[int], nn.Module]) -> None:
+    def __init__(
+        self, config: MixedDecoderConfigLike, context: ModelBuildContext, layer: Callable[[int], nn.Module]
+    ) -> None:
         check_sequence_length(context.config.data.seq_length, context.parallel.cp.size)
         # DecoderConfigLike also requires the shape of attention, which only attention reads.
         super().__init__(config, context, self.embedding_type, layer)  # type: ignore[arg-type]

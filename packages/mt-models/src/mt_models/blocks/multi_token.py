@@ -35,7 +35,7 @@ Logits = Callable[[Tensor], Tensor]
 """[B, S, H] -> [B, S, vocab]"""
 
 
-class PredictionShape(Protocol):
+class PredictionConfigLike(Protocol):
     """What is read from the configuration of the model."""
 
     @property
@@ -55,7 +55,7 @@ class PredictionShape(Protocol):
 class TokenPrediction(nn.Module):
     """One depth. eh_proj [H, 2H] is replicated on every tensor-parallel rank."""
 
-    def __init__(self, config: PredictionShape, layer: nn.Module, ctx: ParallelContext) -> None:
+    def __init__(self, config: PredictionConfigLike, layer: nn.Module, ctx: ParallelContext) -> None:
         super().__init__()
         hidden, epsilon = config.hidden_size, config.norm_epsilon
         self.enorm = build_norm(config.normalization, hidden, epsilon, ctx)
@@ -89,7 +89,7 @@ class MultiTokenPrediction(nn.Module):
 
     def __init__(
         self,
-        config: PredictionShape,
+        config: PredictionConfigLike,
         layer: Callable[[int], nn.Module],
         loss: Loss,
         recompute: Recompute,

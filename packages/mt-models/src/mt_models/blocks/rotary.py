@@ -71,16 +71,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     interleaved: pairs are adjacent channels (2i, 2i + 1); otherwise (i, i + R / 2).
     """
     rotary_dim = 2 * cos.shape[-1]
-    turned, passed = x[..., :rotary_dim], x[..., rotary_dim:]
+    rotated, passed = x[..., :rotary_dim], x[..., rotary_dim:]
     if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
     else:
-        first, second = turned.chunk(2, dim=-1)
+        first, second = rotated.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     pair = (first * cos - second * sin, first * sin + second * cos)
     # stack puts the two of a pair side by side again, [..., R / 2, 2] -> [..., R]
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
 
 
 # Scaled rotary frequencies for sequences longer than those trained on.

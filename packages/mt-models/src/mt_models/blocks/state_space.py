@@ -93,7 +93,8 @@ def recurrent_scan(
     state: Tensor | None = None,
     segment_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As chunked_scan, one position after another: a position's result does not depend on where the scan began."""
+    """The result of chunked_scan, one position after another: a position's result does not depend on where the scan
+    began."""
     if state is None:
         state = x.new_zeros((x.shape[0], *x.shape[2:], b.shape[3]), dtype=torch.float32)
     found = []

@@ -18,7 +18,7 @@ from mt_core.nn.norm import Norm, build_norm
 from mt_core.nn.recompute import Call, Recompute
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
-from mt_models.blocks.attention import AttentionShape, SelfAttention
+from mt_models.blocks.attention import AttentionConfigLike, SelfAttention
 from mt_models.blocks.rotary import RotaryAngles
 
 # Layers by their numbers, one after another.
@@ -51,7 +51,7 @@ class LayerStack(nn.Module):
             yield self.final_layernorm
 
 
-class LayerShape(AttentionShape, Protocol):
+class LayerConfigLike(AttentionConfigLike, Protocol):
     """What a transformer layer reads from the configuration of its model."""
 
     @property
@@ -60,7 +60,7 @@ class LayerShape(AttentionShape, Protocol):
     def hidden_dropout(self) -> float: ...
 
 
-def block_norm(config: LayerShape, ctx: ParallelContext) -> Norm:
+def block_norm(config: LayerConfigLike, ctx: ParallelContext) -> Norm:
     """The configured norm, over the hidden size."""
     return build_norm(config.normalization, config.hidden_size, config.norm_epsilon, ctx)
 
@@ -73,7 +73,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(
         self,
-        config: LayerShape,
+        config: LayerConfigLike,
         core: AttentionCore,
         feed_forward: nn.Module,
         ctx: ParallelContext,
@@ -141,7 +141,7 @@ class TransformerStack(LayerStack):
     def __init__(
         self,
         layers: Mapping[int, nn.Module],
-        config: LayerShape,
+        config: LayerConfigLike,
         ctx: ParallelContext,
         recompute: Recompute,
         final_layernorm: Callable[[], nn.Module] | None = None,
@@ -174,7 +174,9 @@ class TransformerStack(LayerStack):
 class PostNormLayer(nn.Module):
     """norm(x + attention(x)), then norm(x + feed_forward(x)): [batch, sequence, hidden] -> the same."""
 
-    def __init__(self, config: LayerShape, core: AttentionCore, feed_forward: nn.Module, ctx: ParallelContext) -> None:
+    def __init__(
+        self, config: LayerConfigLike, core: AttentionCore, feed_forward: nn.Module, ctx: ParallelContext
+    ) -> None:
         super().__init__()
         self.attention_dropout = Dropout(config.hidden_dropout, ctx)
         self.mlp_dropout = Dropout(config.hidden_dropout, ctx)

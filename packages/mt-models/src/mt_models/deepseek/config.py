@@ -241,7 +241,7 @@ class DeepseekFlops(TokenFlops):
 
     @property
     def forward(self) -> float:
-        """Of the model without multi-token prediction."""
+        """FLOPs of the model without multi-token prediction."""
         return super().forward - self.prediction
 
     @property

@@ -50,7 +50,7 @@ class GPTConfig(ModelConfig):
     norm_epsilon: Annotated[float, Field(ge=0)] = 1e-5
     """Added to the variance."""
     activation: Activation = "gelu"
-    """Of the feed-forward; swiglu and geglu are gated. gelu is the exact one, gelu_tanh that of GPT-2."""
+    """Activation of the feed-forward; swiglu and geglu are gated. gelu is the exact one, gelu_tanh that of GPT-2."""
     qk_layernorm: bool = False
     """Normalize each query and key head before positions are applied."""
     add_bias_linear: bool = True

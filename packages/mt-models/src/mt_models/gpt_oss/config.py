@@ -38,7 +38,7 @@ class GptOssConfig(RMSNormDecoderConfig):
 
     @property
     def add_bias_linear(self) -> bool:
-        """Of all linear layers: attention, router and experts."""
+        """Biases of all linear layers: attention, router and experts."""
         return True
 
     @property

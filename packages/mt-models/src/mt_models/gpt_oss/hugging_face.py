@@ -60,7 +60,7 @@ def name_map(config: GptOssConfig) -> NameMap:
 
 
 def expert_rules() -> list[Rule]:
-    """Of a layer: its router and experts."""
+    """Rules of a layer: its router and experts."""
     router = [Same(f"{OURS}mlp.router.{kind}", f"{THEIRS}mlp.router.{kind}") for kind in ("weight", "bias")]
     fc1, gate_up = f"{OURS}mlp.experts.linear_fc1", f"{THEIRS}mlp.experts.gate_up_proj"
     fc2, down = f"{OURS}mlp.experts.linear_fc2", f"{THEIRS}mlp.experts.down_proj"

@@ -11,7 +11,7 @@ from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import PagedScores
 from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.attention import AttentionShape, SelfAttention
+from mt_models.blocks.attention import AttentionConfigLike, SelfAttention
 from mt_models.blocks.decoder import RotaryDecoder, attention_core
 from mt_models.blocks.transformer import TransformerLayer
 from mt_models.gpt_oss.config import GptOssConfig
@@ -42,7 +42,7 @@ class SinkAttention(SelfAttention):
     """Self-attention whose heads have sinks."""
 
     def __init__(
-        self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext, *, window: int | None
+        self, config: AttentionConfigLike, core: AttentionCore, ctx: ParallelContext, *, window: int | None
     ) -> None:
         super().__init__(config, core, ctx, window=window)
         # A module around the core, since the parameter's name has to be self_attention.core_attention.softmax_offset.

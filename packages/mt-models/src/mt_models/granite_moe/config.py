@@ -19,11 +19,11 @@ class GraniteMoeConfig(RMSNormDecoderConfig):
     moe: dict[str, Any]
     """Options of the MoE layers; num_experts has to be set."""
     embedding_multiplier: Factor = 1.0
-    """Of token embeddings."""
+    """Factor of token embeddings."""
     attention_multiplier: Factor | None = None
-    """Of the products of queries and keys. Default: 1 / sqrt(head size)."""
+    """Factor of the products of queries and keys. Default: 1 / sqrt(head size)."""
     residual_multiplier: Factor = 1.0
-    """Of what attention and feed-forward add to the residual stream."""
+    """Factor of what attention and feed-forward add to the residual stream."""
     logits_scaling: Factor = 1.0
     """Logits are divided by this."""
 

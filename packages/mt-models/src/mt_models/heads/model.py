@@ -37,7 +37,7 @@ from mt_models.heads.config import (
 
 
 class FeatureDropout(Dropout):
-    """Of [B, H], which all ranks that share a sequence have whole."""
+    """Dropout on [B, H], which all ranks that share a sequence have whole."""
 
     divides_positions = False
 

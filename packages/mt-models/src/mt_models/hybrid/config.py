@@ -103,7 +103,7 @@ class HybridConfig(MambaLayerConfig):
     ffn_hidden_size: PositiveInt | None = None
     """Inner width of a feed-forward. Default: 4 hidden_size."""
     activation: Activation = "squared_relu"
-    """Of the feed-forward."""
+    """Activation of the feed-forward."""
     add_bias_linear: bool = False
     """Biases in the matrices of attention and feed-forward."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"

@@ -10,7 +10,7 @@ from mt_models.llava.config import PixelShuffleConfig, ProjectionActivation, che
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 MAX_NUM_TILES = 12
-"""Of an image, in the published models."""
+"""Side of an image, in the published models."""
 
 
 class InternVLConfig(PixelShuffleConfig):

@@ -125,7 +125,7 @@ def tower_map(config: VisionEncoderConfig) -> NameMap:
 
 
 def import_side(ratio: float) -> int:
-    """Of the square that becomes one feature, as the class rounds it."""
+    """Side of the square that becomes one feature, as the class rounds it."""
     return int(1 / ratio)
 
 

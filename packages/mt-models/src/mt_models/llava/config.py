@@ -156,7 +156,7 @@ class PixelShuffleConfig(VisionLanguageConfig):
 
     @property
     def feature_width(self) -> int:
-        """Of what the projection reads."""
+        """Width of what the projection reads."""
         return self.vision_model.hidden_size * self.scale_factor**2
 
 
@@ -184,7 +184,7 @@ class LlavaConfig(VisionLanguageConfig):
 
     @property
     def feature_width(self) -> int:
-        """Of what the projection reads."""
+        """Width of what the projection reads."""
         return len(self.vision_feature_layers) * self.vision_model.hidden_size
 
     @property
@@ -323,7 +323,7 @@ def shrink_llava(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
 
 
 def shrink_squares(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
-    """Of a family whose features are squares of patches: of two by two, where these fill the image."""
+    """Small model of a family whose features are squares of patches: of two by two, where these fill the image."""
     shrunk = shrink_images(model)
     tower = shrunk["vision_model"]
     rows, columns = tower["img_h"] // tower["patch_dim"], tower["img_w"] // tower["patch_dim"]

@@ -178,7 +178,8 @@ def decoder_stem(names: NameMap) -> str:
 
 
 def decoder_map(config: VisionLanguageConfig, prefix: str, output: str) -> NameMap:
-    """Of the decoder as a part of a model. prefix: of its names there, in place of its own. output: its LM head's."""
+    """Rules of the decoder as a part of a model. prefix: of its names there, in place of its own. output: its
+    LM head's."""
     own = decoder_maps(config.decoder.family).name_map(config.decoder)
     stem = decoder_stem(own)
 

@@ -121,7 +121,8 @@ class VisionLanguageModel(Model):
         raise NotImplementedError
 
     def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
-        """Of a request: `features` [image tokens, H], of the first stage's ranks, and what positions depend on."""
+        """Conditioning of a request: `features` [image tokens, H], of the first stage's ranks, and what positions
+        depend on."""
         raise NotImplementedError
 
     def positions(self, places: Tensor, position_ids: Tensor | None, image_grids: Tensor | None) -> Tensor | None:
@@ -129,7 +130,7 @@ class VisionLanguageModel(Model):
         return position_ids
 
     def cached_positions(self, cache: Cache) -> Tensor:
-        """As `positions`, of the new tokens of a cache."""
+        """See `positions`, for the new tokens of a cache."""
         return cache.position_ids
 
     # -- training ------------------------------------------------------------------------------------
@@ -361,7 +362,7 @@ def has_word_embeddings(model: nn.Module) -> bool:
 
 
 def word_embeddings(model: Any) -> VocabParallelEmbedding:
-    """Of a decoder that has some."""
+    """Token embeddings of a decoder that has some."""
     table = model.embedding.word_embeddings
     assert isinstance(table, VocabParallelEmbedding)
     return table

@@ -31,7 +31,7 @@ GRANTED: Mapping[str, tuple[Any, Any]] = {
     "window_size": (None, None),
 }
 NORM_EPSILON = 1e-5
-"""Of the gated norm within Megatron's mixer, whatever the other norms have; ours have one for all."""
+"""Epsilon of the gated norm within Megatron's mixer, whatever the other norms have; ours have one for all."""
 SIZES: Mapping[str, int] = {"mamba_head_dim": 64, "mamba_state_dim": 128, "mamba_num_groups": 8}
 """Arguments that are keys of the same name, with Megatron's defaults."""
 FIXED: Mapping[str, Any] = {

@@ -59,7 +59,7 @@ class QwenVisionConfig(EncoderConfig):
 
     @property
     def window_side(self) -> int:
-        """Of a window in merged patches."""
+        """Side of a window in merged patches."""
         return self.window_size // self.merged_side
 
     # Fixed values for keys that the shared blocks read.
@@ -282,9 +282,9 @@ class SampleFlops(Flops):
     """Forward FLOPs for each sample."""
 
     vision_model: tuple[ImageFlops, ...]
-    """Of each image."""
+    """FLOPs of each image."""
     vision_projection: float
-    """Of all images."""
+    """FLOPs for all images."""
     language_model: TokenFlops
     """For each position, those of images included."""
     positions: int

@@ -46,7 +46,7 @@ TEXT_DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "max_window_layers": 80,
 }
-"""Of transformers, for what a file leaves out."""
+"""Defaults of transformers, for what a file leaves out."""
 ROTARY_DEFAULTS: dict[str, Any] = {"rope_theta": 1000000.0, "mrope_section": [16, 24, 24]}
 
 

@@ -153,7 +153,7 @@ class PatchAttention(SelfAttention):
         self, x: Tensor, groups: PatchGroups, angles: RotaryAngles, cache: Cache | None = None
     ) -> Tensor:
         q, k, v = self.project(x)
-        q, k = self.turn(q, k, angles.cos, angles.sin, self.rotary_interleaved)
+        q, k = self.apply_rotary(q, k, angles.cos, angles.sin, self.rotary_interleaved)
         # [1, P, N, D] -> [G, L, N, D]: groups are the batch of attention, so that a window costs its own size squared.
         out = self.attend(groups.split(q), groups.split(k), groups.split(v), groups.pattern)
         return self.linear_proj(groups.join(out).flatten(2))

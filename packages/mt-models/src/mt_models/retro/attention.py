@@ -17,7 +17,7 @@ from torch import Tensor
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.cache import PositionState, SequenceState
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.attention import AttentionShape
+from mt_models.blocks.attention import AttentionConfigLike
 from mt_models.blocks.cross_attention import CrossAttention
 
 # Splits sequences into chunks, and shifts them so that a chunk sees the neighbours of the previous one.
@@ -74,7 +74,7 @@ class Neighbors(Protocol):
 
 @dataclass(frozen=True)
 class BatchNeighbors:
-    """Of whole sequences, as in training. Implements Neighbors.
+    """Neighbours of whole sequences, as in training. Implements Neighbors.
 
     states: [B L K, r, H]. pattern: of attention to the K r tokens of a chunk's neighbours. chunk_length: m.
     """
@@ -101,7 +101,7 @@ class ChunkedCrossAttention(CrossAttention):
     retrieved: K r, tokens of a chunk's neighbours.
     """
 
-    def __init__(self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext, retrieved: int) -> None:
+    def __init__(self, config: AttentionConfigLike, core: AttentionCore, ctx: ParallelContext, retrieved: int) -> None:
         super().__init__(config, core, ctx)
         self.retrieved = retrieved
 
@@ -133,7 +133,9 @@ TextChunks = tuple[Tensor, Tensor]
 class NeighborCrossAttention(CrossAttention):
     """The attention of a chunk's neighbours to the chunk, as the decoder sees it. chunk_length: m."""
 
-    def __init__(self, config: AttentionShape, core: AttentionCore, ctx: ParallelContext, chunk_length: int) -> None:
+    def __init__(
+        self, config: AttentionConfigLike, core: AttentionCore, ctx: ParallelContext, chunk_length: int
+    ) -> None:
         super().__init__(config, core, ctx)
         self.chunk_length = chunk_length
 

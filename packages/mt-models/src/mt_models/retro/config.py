@@ -231,7 +231,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # A small RETRO for checks: its sizes depend on one another and on those of its samples. Imports no torch.
 
 CHUNKS = 2
-"""Of a short sequence, so that one of them reads what was found for the one before."""
+"""Chunks of a short sequence, so that one of them reads what was found for the one before."""
 
 
 def shrink_retro(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
@@ -254,20 +254,20 @@ class RetroFlops(Flops):
     """Forward FLOPs for each token of the text, over all layers."""
 
     attention_projections: float
-    """Of the decoder's self-attention."""
+    """Decoder's self-attention."""
     attention_core: float
     feed_forward: float
     output: float
     """Logits."""
     cross_attention_projections: float
-    """Of the text's attention to neighbours; keys and values of neighbours included."""
+    """Text's attention to neighbours; keys and values of neighbours included."""
     cross_attention_core: float
     encoder_attention_projections: float
-    """Of the encoder of neighbours."""
+    """Encoder of neighbours."""
     encoder_attention_core: float
     encoder_feed_forward: float
     encoder_cross_attention_projections: float
-    """Of the neighbours' attention to the text; keys and values of the text included."""
+    """Neighbours' attention to the text; keys and values of the text included."""
     encoder_cross_attention_core: float
 
 

@@ -60,7 +60,7 @@ class NewPositions:
 
 
 def new_positions(cache: Cache, m: int, retrieved: int) -> list[NewPositions]:
-    """Of each sequence of a forward pass. retrieved: K r."""
+    """Neighbours of each sequence of a forward pass. retrieved: K r."""
     every: list[NewPositions] = []
     before = 0
     for sequence in cache.sequences:

@@ -40,7 +40,7 @@ class HeadwiseKV(Rule):
 KIND = "blenderbot"
 KINDS = ("weight", "bias")
 NORM_EPSILON = 1e-5
-"""Of torch's LayerNorm, which the class does not change."""
+"""Epsilon of torch's LayerNorm, which the class does not change."""
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "silu": "silu", **FURTHER_ACTIVATIONS}
 OF_CHATTING = {"decoder_start_token_id": 0, "forced_eos_token_id": None, "encoder_no_repeat_ngram_size": 0}
 """What the class would do in generation by default. The tokenizer may say with which id the decoder begins."""

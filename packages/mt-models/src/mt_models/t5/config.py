@@ -52,7 +52,7 @@ class T5Config(ModelConfig):
     norm_epsilon: Annotated[float, Field(ge=0)] = 1e-6
     """Added to the variance."""
     activation: Activation = "relu"
-    """Of the feed-forward: relu in T5, geglu_tanh in T5 1.1, gelu in Megatron's."""
+    """Activation of the feed-forward: relu in T5, geglu_tanh in T5 1.1, gelu in Megatron's."""
     add_bias_linear: bool = False
     """Biases in the linear layers."""
     scale_attention_scores: bool = False

@@ -33,7 +33,7 @@ class VisionEncoderConfig(EncoderConfig):
     num_channels: PositiveInt = 3
     """Colours of a pixel."""
     activation: VisionActivation = "quick_gelu"
-    """Of the feed-forward. CLIP was trained with quick_gelu, SigLIP with gelu_tanh."""
+    """Activation of the feed-forward. CLIP was trained with quick_gelu, SigLIP with gelu_tanh."""
     layer_scale_init_value: Annotated[float, Field(gt=0)] = used_when(0.1, vision_model_type="internvit")
     """Initial weights of the channels that a layer adds."""
     add_pooler: bool = used_when(True, vision_model_type=("clip", "siglip"))
@@ -234,7 +234,7 @@ def tower_flops(config: VisionEncoderConfig, layers: int) -> ImageFlops:
 
 
 def flops_per_image(config: VisionConfig) -> ImageFlops:
-    """Of a model of the family vision."""
+    """FLOPs of a model of the family vision."""
     below = tower_flops(config, config.num_layers)
     return ImageFlops(
         patches=below.patches,

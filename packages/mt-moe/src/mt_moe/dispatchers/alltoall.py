@@ -124,7 +124,8 @@ class AllToAllDispatcher:
         return state.home.unpermute(all_to_all(rows, self.placement.ep, state.sizes.receive, state.sizes.send))
 
     def _send_agreed(self, tokens: Tensor, routing: Routing) -> Sending:
-        """As many rows as there are. The host reads their numbers after all is launched that does not need them."""
+        """Exactly the rows that were sent. The host reads their numbers after all is launched that does not need
+        them."""
         permutation, counts = sort_by_expert(routing, self.placement.kernels)
         # The transfer of the numbers overlaps with the permutation below, whose size does not depend on them.
         chunks, numbers = self._start_agreeing(counts)

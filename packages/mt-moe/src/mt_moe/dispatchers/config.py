@@ -17,11 +17,11 @@ OPTIONS = "model.moe.moe_dispatcher_options"
 
 
 class NoOptions(Section):
-    """Of dispatchers that have nothing to choose."""
+    """Options of dispatchers that have nothing to choose."""
 
 
 class ExchangeConfig(Section):
-    """Of `alltoall` and `allgather`."""
+    """Options of `alltoall` and `allgather`."""
 
     static_shape: bool = False
     """In training every rank has equally many tokens in each micro-batch, as ranks have that read fixed-length samples.
@@ -58,11 +58,11 @@ class FlexConfig(Section):
     moe_flex_dispatcher_backend: Backend = "deepep"
     """deepep is DeepSeek's DeepEP (module deep_ep), hybridep NVIDIA's HybridEP (deep_ep.HybridEPBuffer)."""
     num_nvl_bytes: PositiveInt = 1 << 30
-    """Of deepep: buffer for ranks of one machine."""
+    """deepep: bytes of the buffer for ranks of one machine."""
     num_rdma_bytes: int = 0
-    """Of deepep: buffer for ranks of several machines; 0 serves one machine."""
+    """deepep: bytes of the buffer for ranks of several machines; 0 serves one machine."""
     max_tokens_per_rank: PositiveInt | None = None
-    """Of hybridep: tokens of a rank that its buffers hold. Default: those of the first micro-batch; it makes larger
+    """hybridep: tokens of a rank that its buffers hold. Default: those of the first micro-batch; it makes larger
     ones when more come."""
 
 

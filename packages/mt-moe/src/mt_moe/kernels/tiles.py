@@ -105,8 +105,8 @@ ROWS = (
     Tile(rows=64, columns=256, depth=64, warps=8, stages=3),
     Tile(rows=64, columns=128, depth=64, warps=4, stages=4),
 )
-"""Of rows in 16 bits. Large tiles read operands fewer times; small ones leave less of the last tile of an expert empty.
-64 rows are the fewest of a wgmma: with fewer, tensor cores would take another instruction, and a product is bound by
+"""Tiles for rows in 16 bits. Large tiles read operands fewer times; small ones leave less of the last tile of an expert
+empty. 64 rows are the fewest of a wgmma: with fewer, tensor cores would take another instruction, and a product is bound by
 reading the matrices."""
 OUTER = (
     Tile(rows=128, columns=256, depth=64, warps=8, stages=4),
@@ -114,7 +114,7 @@ OUTER = (
     Tile(rows=128, columns=128, depth=64, warps=8, stages=5),
     Tile(rows=128, columns=128, depth=32, warps=8, stages=4),
 )
-"""Of an expert's weight gradient, [rows, columns] of its matrix, from rows in 16 bits. See `gathering`."""
+"""Tiles of an expert's weight gradient, [rows, columns] of its matrix, from rows in 16 bits. See `gathering`."""
 READ_SHARED_MEMORY = (9, 10)
 """Major compute capabilities of GPUs whose tensor cores take operands from there. Elsewhere these are in registers, and
 an accumulator with 256 columns leaves too few."""
@@ -138,8 +138,8 @@ def next_power_of_2(x: int) -> int:
 
 
 def mean_rows(rows: int, groups: int) -> int:
-    """Of a group, roughly, so that few shapes are timed: a power of two in 64 to 1024. Fewer rows are one tile of the
-    smallest; of more, the last tile of a group hardly counts."""
+    """Size of a group, roughly, so that few shapes are timed: a power of two in 64 to 1024. Fewer rows are one tile of
+    the smallest; of more, the last tile of a group hardly counts."""
     return min(max(next_power_of_2(ceil_div(rows, groups)), 64), 1024)
 
 

@@ -167,9 +167,9 @@ def keep_within(
     """
     # [T * k]
     chosen = experts.flatten()
-    turn = _by_weight(weights) if policy == "probs" else torch.arange(chosen.numel(), device=chosen.device)
-    # argsort is stable, so within an expert the choices keep the order of `turn`.
-    order = turn[chosen[turn].argsort(stable=True)]  # by expert, within one by turn
+    priority = _by_weight(weights) if policy == "probs" else torch.arange(chosen.numel(), device=chosen.device)
+    # argsort is stable, so within an expert the choices keep the order of `priority`.
+    order = priority[chosen[priority].argsort(stable=True)]  # by expert, within one by priority
     counts = count_occurrences(chosen, num_experts)
     first = counts.cumsum(0) - counts
     # Rank of each choice among those of its expert, in sorted order.
