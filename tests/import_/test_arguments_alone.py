@@ -141,13 +141,39 @@ def test_variables_of_deterministic_runs_are_named(tmp_path: Path, host: PluginH
     assert [any(name in note for note in notes) for name in ("NCCL_ALGO=Ring", "ALGO=0, which")] == [True, True]
 
 
-def functional_test(tmp_path: Path, host: PluginHost, folder: str, extra: str = "") -> ImportResult:
+def functional_test(
+    tmp_path: Path, host: PluginHost, folder: str, extra: str = "", define: dict[str, str] | None = None
+) -> ImportResult:
     options = dict(zip((words := f"{SIZES} {RUN}".replace("--mock-data ", "").split())[::2], words[1::2], strict=True))
     lines = "".join(f"  {option}: {value}\n" for option, value in options.items())
     path = write(
         tmp_path, f"MODEL_ARGS:\n{lines}  --mock-data: true\n{extra}", f"test_cases/{folder}/x/model_config.yaml"
     )
-    return import_file(path, host)
+    return import_file(path, host, define=define)
+
+
+def test_variables_of_a_functional_test_are_defined_or_named(tmp_path: Path, host: PluginHost) -> None:
+    extra = "  --seed: ${REPEAT}\n  --save: ${OUT}/run\n  --save-interval: 5\nENV_VARS:\n  NCCL_ALGO: Ring\n"
+    result = functional_test(tmp_path, host, "gpt", extra, {"REPEAT": "7"})
+    assert result.sections["train"]["seed"] == 7
+    assert result.sections["checkpoint"]["save"] == "${OUT}/run"
+    assert any("NCCL_ALGO=Ring" in note for note in result.notes)
+    with pytest.raises(ConfigError, match=r"--seed \$\{REPEAT\}: expected an integer; give --define REPEAT=VALUE"):
+        functional_test(tmp_path, host, "gpt", extra)
+
+
+def test_a_hybrid_with_megatrons_defaults_is_translated(host: PluginHost) -> None:
+    words = f"{SIZES} {RUN} --hybrid-override-pattern M* --is-hybrid-model --mamba-num-groups 2"
+    result = import_words(words.split(), host, MegatronOptions(entry="hybrid"))
+    check_result(result, host)
+    model = result.sections["model"]
+    assert {key: model[key] for key in ("family", "normalization", "hidden_dropout", "activation")} == {
+        "family": "hybrid",
+        "normalization": "LayerNorm",
+        "hidden_dropout": 0.1,
+        "activation": "gelu_tanh",
+    }
+    assert model["position_embedding_type"] == "learned_absolute"
 
 
 @pytest.mark.parametrize(("folder", "family"), [("gpt", "gpt"), ("bert", "bert"), ("core/models/T5", "t5")])

@@ -196,7 +196,7 @@ def test_layernorm_and_learned_positions_are_those_of_gpt2(host, randomize) -> N
     sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "n_inner": 40}
     reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).float().eval()
     randomize(reference)
-    maps = host.models.get("gpt").name_maps["hf"].load()
+    maps = host[MODELS].get("gpt").name_maps["hf"].load()
     gpt = build(host, configure(host, **maps.read_config(reference.config.to_dict()))).eval()
     load_reference(gpt, reference.state_dict(), maps)
     keys = {

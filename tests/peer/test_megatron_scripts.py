@@ -90,9 +90,12 @@ REFUSED: Mapping[str, str] = {
     "modelopt_distill": "distillation from a teacher",
     "selective_recompute_experimental": "recomputation of layernorm",
     "fsdp2_resume_torch_dist": "parallel.use_torch_fsdp2 trains in fp32 or bf16",
-    "reruns_resume_check_grads": "--seed ${REPEAT}",
 }
 """Part of the name of a functional test -> words of the reason why it cannot be imported."""
+
+
+VARIABLES = {"REPEAT": "1"}
+"""What the program that runs the tests sets."""
 
 
 @cache
@@ -116,7 +119,8 @@ def imported(path: Path, host: PluginHost, script: Script | None = None) -> tupl
     script = script or Script("")
     options = MegatronOptions(entry=script.entry, program=script.program)
     try:
-        result = import_file(path, host, arguments=script.arguments, define=script.define, options=options)
+        define = {**VARIABLES, **(script.define or {})}
+        result = import_file(path, host, arguments=script.arguments, define=define, options=options)
         if refused := [f"{one.words}: {one.reason}" for one in result.of_status("refused")]:
             return None, "; ".join(refused)
         if result.complete:

@@ -14,7 +14,13 @@ from mt_core.plugins import PluginHost
 from mt_import.megatron_arguments.table import by_option
 from mt_import.readers.accelerate import import_accelerate, is_accelerate
 from mt_import.readers.bridge import import_bridge, is_bridge
-from mt_import.readers.megatron import MegatronOptions, import_checkpoint, import_script, import_words
+from mt_import.readers.megatron import (
+    MegatronOptions,
+    import_checkpoint,
+    import_script,
+    import_words,
+    notes_on_environment,
+)
 from mt_import.readers.torchtitan import import_torchtitan, is_torchtitan
 from mt_import.result import ImportResult
 
@@ -22,6 +28,8 @@ FILES = (".yaml", ".yml", ".json", ".toml")
 FUNCTIONAL_TEST = "MODEL_ARGS"
 """Map of Megatron's own functional tests: option with its dashes -> value, true for a flag."""
 SECOND_RUN = "MODEL_ARGS_2"
+VARIABLES = "ENV_VARS"
+"""Map of the variables that a functional test sets."""
 TEST_CASES = "test_cases"
 """Folder of functional tests, with a folder for each of Megatron's scripts."""
 TEST_FOLDERS: Mapping[str, str] = {
@@ -35,6 +43,7 @@ TEST_FOLDERS: Mapping[str, str] = {
 }
 """Folder -> name of the script that its tests start, where it is not pretrain_gpt.py."""
 _ESCAPES = re.compile(r"\\+(?=[|()])")
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
 _OPTION_LINE = re.compile(r"\s+--[\w-]+:")
 
 
@@ -46,25 +55,30 @@ def import_file(
     arguments: Sequence[str] = (),
     options: MegatronOptions | None = None,
 ) -> ImportResult:
-    """A launch script, a YAML file, or a checkpoint. define, arguments: of a script. Raises ConfigError."""
+    """A launch script, a YAML file, or a checkpoint. Raises ConfigError.
+
+    define: variables of a script or of a functional test. arguments: of a script.
+    """
     options = options or MegatronOptions()
     if not path.exists():
         raise ConfigError(f"{path} does not exist; mt import takes a launch script, a YAML file or a checkpoint")
     if path.is_dir():
         return import_checkpoint(path, host, options)
     if path.suffix.lower() in FILES:
-        return _import_values(_read(path), path, host, options)
+        return _import_values(_read(path), path, host, options, define or {})
     return import_script(path, host, define=define, arguments=arguments, options=options)
 
 
-def _import_values(values: Any, path: Path, host: PluginHost, options: MegatronOptions) -> ImportResult:
+def _import_values(
+    values: Any, path: Path, host: PluginHost, options: MegatronOptions, define: Mapping[str, str]
+) -> ImportResult:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: got a {type(values).__name__}, expected keys and values")
     # From the most specific mark to the least.
     if is_accelerate(values):
         return import_accelerate(values, path.name)
-    if isinstance(found := values.get(FUNCTIONAL_TEST), dict):
-        return _import_functional_test(found, values, path, host, options)
+    if isinstance(values.get(FUNCTIONAL_TEST), dict):
+        return _import_functional_test(values, path, host, options, define)
     if is_torchtitan(values):
         return import_torchtitan(values, path.name, host)
     if is_bridge(values):
@@ -101,14 +115,21 @@ def _without_repeated_options(text: str) -> str:
 
 
 def _import_functional_test(
-    found: Mapping[str, Any], values: Mapping[str, Any], path: Path, host: PluginHost, options: MegatronOptions
+    values: Mapping[str, Any], path: Path, host: PluginHost, options: MegatronOptions, define: Mapping[str, str]
 ) -> ImportResult:
     entry = options.entry or _entry_of_folder(path)
-    result = import_words(list(_words(found)), host, replace(options, entry=entry))
-    notes = list(result.notes)
+    words = [_with_variables(word, define) for word in _words(values[FUNCTIONAL_TEST])]
+    result = import_words(words, host, replace(options, entry=entry))
+    environment = {name: str(value) for name, value in (values.get(VARIABLES) or {}).items()}
+    notes = [*result.notes, *notes_on_environment(environment)]
     if SECOND_RUN in values:
         notes.append(f"{SECOND_RUN}, which a second run of the test has, is left out: it is another configuration")
     return replace(result, source=f"{path.name}, {FUNCTIONAL_TEST}: {result.source}", notes=notes)
+
+
+def _with_variables(text: str, define: Mapping[str, str]) -> str:
+    """With the values of ${NAME} that are defined; the program that runs the tests knows the others."""
+    return _VARIABLE.sub(lambda match: define.get(match[1], match[0]), text)
 
 
 def _entry_of_folder(path: Path) -> str | None:

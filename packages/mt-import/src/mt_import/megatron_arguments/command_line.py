@@ -98,7 +98,8 @@ def _read(argument: Argument, option: str, text: str) -> Any:
         raise
     except ValueError:
         expected = {"int": "an integer", "float": "a number", "window": "two integers such as 4095,0"}[argument.kind]
-        raise ConfigError(f"{option} {text}: expected {expected}") from None
+        hint = f"; give --define {text[2:-1]}=VALUE" if text.startswith("${") and text.endswith("}") else ""
+        raise ConfigError(f"{option} {text}: expected {expected}{hint}") from None
 
 
 def _text(option: str, text: str) -> str:

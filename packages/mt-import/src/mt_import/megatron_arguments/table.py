@@ -47,8 +47,8 @@ REASONS: Mapping[str, str] = {
     "fast": "both implementations of a tokenizer give the same ids",
     "fim": "counts only with --fim-data and other than its default",
     "finite": "losses and gradients are always checked for values that are not finite",
-    "fp8-weights": "16-bit copies of the weights are collected, and quantized for each product, which differs by a "
-    "rounding",
+    "fp8-weights": "16-bit copies of the weights are collected, 2 bytes each where Megatron sends 1, and quantized for "
+    "each product, which differs by a rounding",
     "fsdp-dtype": "weights are kept in fp32; precision.accumulate_allreduce_grads_in_fp32 and "
     "precision.grad_reduce_in_bf16 say the dtype of gradients",
     "gdp": "counts only in gated delta product layers, which no family has",

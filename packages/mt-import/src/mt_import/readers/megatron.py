@@ -85,7 +85,8 @@ def import_script(
     )
     number = len(translation.accounts)
     source = f"{path.name}, line {launch.line}: {launch.script} with {number} arguments"
-    return result_of(translation, source, _processes(launch, options), [*notes, *unset, *_environment_notes(launch)])
+    notes += [*unset, *notes_on_environment(launch.environment)]
+    return result_of(translation, source, _processes(launch, options), notes)
 
 
 def _import_part(
@@ -109,9 +110,10 @@ def _entry_of_arguments(words: Sequence[str]) -> str:
     return "hybrid" if any(word in HYBRID_OPTIONS for word in words) else DEFAULT_ENTRY
 
 
-def _environment_notes(launch: Launch) -> Iterator[str]:
+def notes_on_environment(environment: Mapping[str, str]) -> Iterator[str]:
+    """What becomes of variables that change the order of sums."""
     for name, what in ENVIRONMENT.items():
-        if (value := launch.environment.get(name)) is not None and is_known(value):
+        if (value := environment.get(name)) is not None and is_known(value):
             yield f"the script sets {name}={value}, which is no argument: {what}"
 
 
