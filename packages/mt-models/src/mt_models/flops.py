@@ -96,19 +96,19 @@ def flops_per_token(
 
 
 def projection_flops(config: LayerFlopConfigLike) -> float:
-    """Projections of one layer's self-attention: queries, keys, values and its output."""
+    """FLOPs of one layer's projections: queries, keys, values and its output."""
     # 2 H x (N D) each for queries and for the output, 2 H x (G D) each for keys and values
     return 4 * config.hidden_size * config.head_dim * (config.num_attention_heads + config.query_groups)
 
 
 def core_flops(config: LayerFlopConfigLike, keys: float) -> float:
-    """Per query: its scores of so many keys, and their product with the values."""
+    """FLOPs of a query: its scores of so many keys, and their product with the values."""
     # 2 D for a score and 2 D for its share of the sum of values, of each head
     return 4 * config.num_attention_heads * config.head_dim * keys
 
 
 def dense_feed_forward_flops(config: LayerFlopConfigLike) -> float:
-    """Feed-forward of one layer."""
+    """FLOPs of one layer's feed-forward."""
     matrices = feed_forward_matrices(config.activation)
     return 2 * matrices * config.hidden_size * config.ffn_size
 
@@ -122,7 +122,7 @@ def feed_forward_matrices(activation: str) -> int:
 
 
 def output_flops(hidden_size: int, vocab_size: int | None) -> float:
-    """Logits. Raises ConfigError when the vocabulary is unknown."""
+    """FLOPs of the logits. Raises ConfigError when the vocabulary is unknown."""
     if vocab_size is None:
         raise ConfigError("model.vocab_size is not set, and the output layer's FLOPs depend on it")
     return 2 * hidden_size * vocab_size

@@ -179,10 +179,10 @@ def check_balancing(moe: MoeConfig) -> None:
         raise ConfigError(f"{key}={types} names a type twice")
     if len(types) > 1 and (alone := [name for name in types if name in ("none", "sinkhorn")]):
         raise ConfigError(f"{key}={types}: {alone[0]} stands alone; losses can be combined with one another")
-    given = moe.moe_aux_loss_coeff
-    if given is not None and len(given) != len(moe.loss_types):
+    coefficients = moe.moe_aux_loss_coeff
+    if coefficients is not None and len(coefficients) != len(moe.loss_types):
         raise ConfigError(
-            f"{PREFIX}.moe_aux_loss_coeff={given} has {len(given)} values, and {key}={types} has "
+            f"{PREFIX}.moe_aux_loss_coeff={coefficients} has {len(coefficients)} values, and {key}={types} has "
             f"{len(moe.loss_types)} losses; give one value for each loss"
         )
     if not moe.uses_sinkhorn:

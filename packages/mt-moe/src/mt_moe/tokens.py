@@ -70,8 +70,8 @@ def own_tokens(tokens: Tensor, ctx: ParallelContext) -> Tensor:
     """Those of the tokens [B x S, ...] of this rank that it routes; not differentiable over ranks."""
     if ctx.tp.size == 1 or ctx.sequence_parallel:
         return tokens
-    first, _, own = _slice_of_rank(len(tokens), ctx.tp)
-    return tokens[first : first + own]
+    first, _, length = _slice_of_rank(len(tokens), ctx.tp)
+    return tokens[first : first + length]
 
 
 def join_tokens(tokens: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
@@ -85,7 +85,7 @@ def join_tokens(tokens: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
 
 
 def _slice_of_rank(count: int, axis: Axis) -> tuple[int, int, int]:
-    """Slice of `count` tokens: this rank's first token, the size of a full slice, and the size of this rank's slice (the
+    """Slice of `count` tokens: this rank's first token, the size of a full slice, and that of this rank's slice (the
     last ranks may have fewer, or none)."""
     # 5 tokens on 4 ranks: slices of 2, 2, 1 and 0.
     size = -(-count // axis.size)

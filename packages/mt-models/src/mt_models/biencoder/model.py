@@ -164,8 +164,8 @@ class RetrievalLoss:
     def ranks(self, scores: Tensor) -> Tensor:
         """[B] fp32: number of texts with a higher score than the question's own, and half of those with the same."""
         # Ties count half: a model whose vectors are all equal gets the middle rank and not the first.
-        own = scores.gather(1, self.own_texts(scores)[:, None])
-        return (scores > own).sum(1).float() + ((scores == own).sum(1) - 1) / 2
+        positives = scores.gather(1, self.own_texts(scores)[:, None])
+        return (scores > positives).sum(1).float() + ((scores == positives).sum(1) - 1) / 2
 
     def take_metrics(self) -> dict[str, float]:
         """See `mt_core.nn.loss.ReportsEvaluation`."""

@@ -127,11 +127,11 @@ class SelfAttention(nn.Module):
         either."""
         # The fused kernel stands for project, normalize and the rotation. A subclass that overrides one of
         # the methods would be computed without its override.
-        own = type(self).project is SelfAttention.project and type(self).normalize is SelfAttention.normalize
+        not_overridden = type(self).project is SelfAttention.project and type(self).normalize is SelfAttention.normalize
         norms = (self.q_layernorm, self.k_layernorm)
         in_kernel = all(isinstance(norm, Norm) and norm.kernel_name == "rms_norm" for norm in norms)
         plain = self.q_layernorm is None and self.query_scale == 1.0
-        return own and (in_kernel or plain) and self.ranks_per_group == 1
+        return not_overridden and (in_kernel or plain) and self.ranks_per_group == 1
 
     def _head_norms(self) -> HeadNorms | None:
         q_norm, k_norm = self.q_layernorm, self.k_layernorm

@@ -88,12 +88,12 @@ def negated(value: Any) -> Any:
 
 def one_of(external: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> Any:
     """The value under any of several spellings. Raises ConfigError if they contradict one another."""
-    given = {key: external[key] for key in keys if external.get(key) is not None}
-    values = list(given.values())
+    present = {key: external[key] for key in keys if external.get(key) is not None}
+    values = list(present.values())
     # Files written by several versions repeat a value under the old and the new key. Where they
     # differ, which one a reader takes depends on its version.
     if any(value != values[0] for value in values):
-        listed = " and ".join(f"{key}={value!r}" for key, value in given.items())
+        listed = " and ".join(f"{key}={value!r}" for key, value in present.items())
         raise ConfigError(f"{listed} contradict each other; they mean the same, so remove what is wrong")
     return values[0] if values else default
 

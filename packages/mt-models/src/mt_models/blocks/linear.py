@@ -53,8 +53,8 @@ def whole_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelCo
 
 
 def packed_layout(blocks: Sequence[int], rest: Sequence[int], init: Init) -> ParameterLayout:
-    """Layout of the shape [sum of blocks, *rest]; a tensor-parallel rank holds its share of each block. Block sizes have
-    to be divisible by the ranks."""
+    """Layout [sum of blocks, *rest]; a tensor-parallel rank holds its share of each block. Block sizes have to be
+    divisible by the ranks."""
     return ParameterLayout((sum(blocks), *rest), init, (Split(dim=0, axis="tp", sections=tuple(blocks)),))
 
 

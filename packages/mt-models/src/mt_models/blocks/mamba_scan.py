@@ -40,8 +40,8 @@ def causal_conv_of_segments(x: Tensor, weight: Tensor, bias: Tensor | None, segm
     y = x * weight[:, -1]
     for distance in range(1, min(taps, length)):
         # [B, S - distance]: whether the position and the one `distance` before it are of one document
-        own = segment_ids[:, distance:] == segment_ids[:, :-distance]
-        taken = x[:, :-distance] * own[..., None] * weight[:, -1 - distance]
+        same_segment = segment_ids[:, distance:] == segment_ids[:, :-distance]
+        taken = x[:, :-distance] * same_segment[..., None] * weight[:, -1 - distance]
         y = y + F.pad(taken, (0, 0, distance, 0))
     return y if bias is None else y + bias
 
@@ -204,8 +204,8 @@ class ContextParallelScan:
         # One all-to-all for all four. dt gets a channel dimension of 1, since
         # the exchange moves [B, S, heads, channels].
         x, b, c, dt = to_heads((inputs.x, b, c, inputs.dt[..., None]), self.axis)
-        own = own_weights(weights, repeats, self.axis)
-        y = self.scan(ScanInputs(x, b, c, dt.squeeze(-1)), own, self.gather_segments(segment_ids))
+        local_weights = own_weights(weights, repeats, self.axis)
+        y = self.scan(ScanInputs(x, b, c, dt.squeeze(-1)), local_weights, self.gather_segments(segment_ids))
         return to_tokens(y, self.axis)
 
 

@@ -95,8 +95,8 @@ def activation(args: MegatronArguments) -> str:
 def head_size(args: MegatronArguments) -> dict[str, int]:
     """kv_channels, where it is not what our families take for it."""
     size = int(args.need("hidden_size")) // int(args.need("num_attention_heads"))
-    given = int(args.get("kv_channels", size))
-    return {"kv_channels": given} if given != size else {}
+    channels = int(args.get("kv_channels", size))
+    return {"kv_channels": channels} if channels != size else {}
 
 
 def query_groups(args: MegatronArguments) -> dict[str, int]:
@@ -105,27 +105,27 @@ def query_groups(args: MegatronArguments) -> dict[str, int]:
 
 
 def position_type(args: MegatronArguments) -> str:
-    given = args.get("position_embedding_type", LEARNED)
+    kind = args.get("position_embedding_type", LEARNED)
     if args.get("use_rotary_position_embeddings", False):
         # --use-rotary-position-embeddings is the older option; it wins over position_embedding_type.
         return "rope"
-    return "none" if given == LEARNED and not args.get("add_position_embedding", True) else str(given)
+    return "none" if kind == LEARNED and not args.get("add_position_embedding", True) else str(kind)
 
 
 def positions(args: MegatronArguments, allowed: tuple[str, ...]) -> str:
-    given = position_type(args)
-    if given not in allowed:
+    kind = position_type(args)
+    if kind not in allowed:
         raise ConfigError(
-            f"{args.origin}: position_embedding_type={given!r} is not read; it can be {', '.join(allowed)}"
+            f"{args.origin}: position_embedding_type={kind!r} is not read; it can be {', '.join(allowed)}"
         )
-    return given
+    return kind
 
 
 def normalization(args: MegatronArguments) -> str:
-    given = args.get("normalization", "LayerNorm")
-    if given not in ("LayerNorm", "RMSNorm"):
-        raise ConfigError(f"{args.origin}: normalization={given!r} is not read; it can be LayerNorm or RMSNorm")
-    return str(given)
+    kind = args.get("normalization", "LayerNorm")
+    if kind not in ("LayerNorm", "RMSNorm"):
+        raise ConfigError(f"{args.origin}: normalization={kind!r} is not read; it can be LayerNorm or RMSNorm")
+    return str(kind)
 
 
 def need_values(args: MegatronArguments, what: str, values: Mapping[str, tuple[Any, Any]]) -> None:
@@ -134,9 +134,9 @@ def need_values(args: MegatronArguments, what: str, values: Mapping[str, tuple[A
     Raises ConfigError, naming the argument and the family, for another value.
     """
     for name, (default, wanted) in values.items():
-        given = args.get(name, default)
-        if given != wanted:
-            raise ConfigError(f"{args.origin}: {name}={given!r} is not read of {what}; it can be {wanted!r}")
+        value = args.get(name, default)
+        if value != wanted:
+            raise ConfigError(f"{args.origin}: {name}={value!r} is not read of {what}; it can be {wanted!r}")
 
 
 # -- write -------------------------------------------------------------------------------------------
@@ -223,18 +223,18 @@ def windows_of(args: MegatronArguments, num_layers: int) -> list[int | None]:
 
 
 def _layers_with_window(args: MegatronArguments, num_layers: int) -> list[bool]:
-    given = args.values.get(SKIPPED)
-    if given is None:
+    skipped = args.values.get(SKIPPED)
+    if skipped is None:
         return [True] * num_layers
-    if isinstance(given, str):
-        return read_pattern(given, num_layers, SKIPPED)
-    if isinstance(given, list | tuple) and len(given) == num_layers:
-        return [bool(entry) for entry in given]
-    if isinstance(given, int) and given > 0:
+    if isinstance(skipped, str):
+        return read_pattern(skipped, num_layers, SKIPPED)
+    if isinstance(skipped, list | tuple) and len(skipped) == num_layers:
+        return [bool(entry) for entry in skipped]
+    if isinstance(skipped, int) and skipped > 0:
         # Megatron numbers layers from 1 here: with n = 4 the layers 4, 8, ... (3, 7, ... from 0) have no window.
-        return [(layer + 1) % given != 0 for layer in range(num_layers)]
+        return [(layer + 1) % skipped != 0 for layer in range(num_layers)]
     raise ConfigError(
-        f"{args.origin}: {SKIPPED}={given!r} is not read; it can be None, a number above 0, or a list with an entry "
+        f"{args.origin}: {SKIPPED}={skipped!r} is not read; it can be None, a number above 0, or a list with an entry "
         f"for each of the {num_layers} layers"
     )
 
@@ -290,15 +290,15 @@ def yarn_section(args: MegatronArguments) -> dict[str, Any]:
 def mscale_section(args: MegatronArguments) -> dict[str, Any]:
     """Megatron's factor is m(mscale) / m(mscale_all_dim) always; ours only with both above 0, else m(1)."""
     # m(x) = 0.1 x ln(factor) + 1, and m(0) = 1.
-    given = float(args.get("mscale", PLAIN[0])), float(args.get("mscale_all_dim", PLAIN[1]))
-    if given == PLAIN:
+    factors = float(args.get("mscale", PLAIN[0])), float(args.get("mscale_all_dim", PLAIN[1]))
+    if factors == PLAIN:
         return {}
-    if not all(given):
+    if not all(factors):
         raise ConfigError(
-            f"{args.origin}: mscale={given[0]:g} with mscale_all_dim={given[1]:g} is not read; both have to be above "
-            "0, or they have to be 1 and 0"
+            f"{args.origin}: mscale={factors[0]:g} with mscale_all_dim={factors[1]:g} is not read; both have to be "
+            "above 0, or they have to be 1 and 0"
         )
-    return {"rope_mscale": given[0], "rope_mscale_all_dim": given[1]}
+    return {"rope_mscale": factors[0], "rope_mscale_all_dim": factors[1]}
 
 
 def yarn_arguments(model: Any) -> dict[str, Any]:
@@ -368,8 +368,10 @@ def moe_section(args: MegatronArguments) -> dict[str, Any]:
 
 
 def _frequency(args: MegatronArguments) -> int | str:
-    given = args.get("moe_layer_freq", 1)
-    return str([int(entry) for entry in given]).replace(" ", "") if isinstance(given, list | tuple) else given
+    frequency = args.get("moe_layer_freq", 1)
+    return (
+        str([int(entry) for entry in frequency]).replace(" ", "") if isinstance(frequency, list | tuple) else frequency
+    )
 
 
 def _balancing(args: MegatronArguments) -> dict[str, Any]:

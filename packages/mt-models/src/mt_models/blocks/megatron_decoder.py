@@ -50,13 +50,13 @@ LLAMA3: Mapping[str, Any] = {
 
 def differing(args: MegatronArguments) -> list[str]:
     """Arguments that exclude a decoder from these families."""
-    found = [name for name, value in VALUES.items() if args.get(name, DEFAULTS.get(name, value)) != value]
+    names = [name for name, value in VALUES.items() if args.get(name, DEFAULTS.get(name, value)) != value]
     if position_type(args) not in ("rope", YARN):
-        found.append("position_embedding_type")
+        names.append("position_embedding_type")
     # None of these families has biases everywhere together with normalized heads or windows.
     if args.get("add_bias_linear", True) and (args.get("qk_layernorm", False) or args.values.get("window_size")):
-        found.append("add_bias_linear")
-    return found
+        names.append("add_bias_linear")
+    return names
 
 
 def require_no_extras(args: MegatronArguments, differing: Collection[str]) -> None:

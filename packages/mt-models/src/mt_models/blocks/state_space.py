@@ -97,7 +97,7 @@ def recurrent_scan(
     began."""
     if state is None:
         state = x.new_zeros((x.shape[0], *x.shape[2:], b.shape[3]), dtype=torch.float32)
-    found = []
+    outputs = []
     for place in range(x.shape[1]):
         if segment_ids is not None and place:
             # [B]: rows of the batch have their document boundaries at different
@@ -105,8 +105,8 @@ def recurrent_scan(
             goes_on = segment_ids[:, place] == segment_ids[:, place - 1]
             state = state.masked_fill(~goes_on[:, None, None, None], 0.0)
         y, state = recurrent_step(state, x[:, place], dt[:, place], a, b[:, place], c[:, place])
-        found.append(y)
-    return torch.stack(found, dim=1), state
+        outputs.append(y)
+    return torch.stack(outputs, dim=1), state
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:

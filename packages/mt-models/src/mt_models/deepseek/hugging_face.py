@@ -105,13 +105,13 @@ def _renamed(rule: Rule, prefix: str, instead: str) -> Rule:
 
 
 def copies(config: DeepseekConfig) -> dict[str, str]:
-    found = dict(tied_output(config))
+    repeated = dict(tied_output(config))
     # Each prediction layer in the file repeats embedding and head, which the model has once.
     output = "lm_head.weight" if config.untie_embeddings_and_output_weights else "model.embed_tokens.weight"
     for number in range(config.num_layers, config.num_layers + config.mtp_num_layers):
-        found[f"model.layers.{number}.embed_tokens.weight"] = "model.embed_tokens.weight"
-        found[f"model.layers.{number}.shared_head.head.weight"] = output
-    return found
+        repeated[f"model.layers.{number}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        repeated[f"model.layers.{number}.shared_head.head.weight"] = output
+    return repeated
 
 
 # -- configuration -----------------------------------------------------------------------------------

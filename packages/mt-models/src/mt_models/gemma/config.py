@@ -74,7 +74,7 @@ def _gemma(
 
 
 def _gemma2(layers: int, hidden: int, heads: int, head: int, ffn: int, scalar: float) -> dict[str, Any]:
-    own = {
+    variant = {
         "max_position_embeddings": 8192,
         "rotary_base": 10000.0,
         "sliding_window": 4096,
@@ -84,7 +84,7 @@ def _gemma2(layers: int, hidden: int, heads: int, head: int, ffn: int, scalar: f
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     }
-    return _gemma(layers, hidden, heads, heads // 2, head, ffn, 256000, **own)
+    return _gemma(layers, hidden, heads, heads // 2, head, ffn, 256000, **variant)
 
 
 def _gemma3_small(layers: int, hidden: int, ffn: int) -> dict[str, Any]:
@@ -92,13 +92,13 @@ def _gemma3_small(layers: int, hidden: int, ffn: int) -> dict[str, Any]:
 
 
 def _gemma3(layers: int, hidden: int, heads: int, head: int, ffn: int, scalar: float = 256.0) -> dict[str, Any]:
-    own = {
+    variant = {
         "query_pre_attn_scalar": scalar,
         "rope_scaling_type": "linear",
         "rope_scaling_factor": 8.0,
         "max_position_embeddings": 131072,
     }
-    return _gemma(layers, hidden, heads, heads // 2, head, ffn, 262208, **own)
+    return _gemma(layers, hidden, heads, heads // 2, head, ffn, 262208, **variant)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -198,10 +198,10 @@ Demands = Mapping[str, tuple[Any, ...]]
 def model_type_of(config: GPTConfig) -> str:
     """One of the five. Raises ConfigError, with the reasons, for a GPT that none of them can express."""
     demands = _demands(config)
-    found = _first_fit(config, demands)
-    if found is None:
+    kind = _first_fit(config, demands)
+    if kind is None:
         raise _nothing_fits(config, demands)
-    return found
+    return kind
 
 
 def relative_of(config: GPTConfig) -> Relative | None:
@@ -209,13 +209,13 @@ def relative_of(config: GPTConfig) -> Relative | None:
 
     Raises ConfigError, with the reasons, for a GPT that no format can express.
     """
-    own, others = _demands(config), {kind: relative.demands for kind, relative in RELATIVES.items()}
+    demands, others = _demands(config), {kind: relative.demands for kind, relative in RELATIVES.items()}
     # Own formats come first, so that a GPT that was imported as one is exported as one.
-    if _first_fit(config, own) is not None:
+    if _first_fit(config, demands) is not None:
         return None
     found = _first_fit(config, others)
     if found is None:
-        raise _nothing_fits(config, {**own, **others})
+        raise _nothing_fits(config, {**demands, **others})
     return RELATIVES[found]
 
 

@@ -86,10 +86,10 @@ class QuantizedMatrices(Rule):
                 f"{' and '.join(self.sources)} are {blocks.dtype} {list(blocks.shape)} and {scales.dtype} "
                 f"{list(scales.shape)}; MXFP4 is torch.uint8 [..., blocks, 16] and torch.uint8 [..., blocks]"
             )
-        found = blocks.new_empty((*blocks.shape[:2], 32 * blocks.shape[2]), dtype=torch.bfloat16)
-        for matrix, block, scale in zip(found, blocks, scales, strict=True):  # what is made on the way is one expert's
+        values = blocks.new_empty((*blocks.shape[:2], 32 * blocks.shape[2]), dtype=torch.bfloat16)
+        for matrix, block, scale in zip(values, blocks, scales, strict=True):  # what is made on the way is one expert's
             matrix.copy_(dequantize(block, scale))
-        return found
+        return values
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,6 @@ def halves(rows: Tensor) -> Tensor:
 
 def in_turn(rows: Tensor) -> Tensor:
     """The inverse of halves."""
-    found = torch.empty_like(rows)
-    found[:, 0::2], found[:, 1::2] = rows.chunk(2, 1)
-    return found
+    joined = torch.empty_like(rows)
+    joined[:, 0::2], joined[:, 1::2] = rows.chunk(2, 1)
+    return joined

@@ -48,8 +48,8 @@ def _windows(args: MegatronArguments, num_layers: int) -> dict[str, Any]:
     sizes = {window for window in windows if window is not None}
     if not sizes:
         return {"window_attn_skip_freq": 1}
-    given = args.values.get("window_attn_skip_freq")
-    pattern = given if isinstance(given, int) else pattern_of([window is not None for window in windows])
+    skip_freq = args.values.get("window_attn_skip_freq")
+    pattern = skip_freq if isinstance(skip_freq, int) else pattern_of([window is not None for window in windows])
     return {"sliding_window": sizes.pop(), "window_attn_skip_freq": pattern}
 
 

@@ -52,8 +52,8 @@ class TextVector(Model):
 
     def __init__(self, config: Any, context: ModelBuildContext) -> None:
         super().__init__(config, context)  # of the base model, next in line
-        given = config.classifier_dropout
-        rate = config.hidden_dropout if given is None else given
+        classifier_dropout = config.classifier_dropout
+        rate = config.hidden_dropout if classifier_dropout is None else classifier_dropout
         self.classifier_dropout = FeatureDropout(rate, context.parallel)
 
     def text_vector(self, tokens: Tensor, tokentype_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor:

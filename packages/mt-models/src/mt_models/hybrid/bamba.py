@@ -115,12 +115,12 @@ def _require_pairs(head_dim: int) -> None:
 
 def _mamba_head_dim(external: Mapping[str, Any], hidden: int, heads: int) -> int:
     inner = external.get("mamba_expand", 2) * hidden
-    given = external.get("mamba_d_head", "auto")
+    head_size = external.get("mamba_d_head", "auto")
     # Compared with the whole width below, since // may have dropped a rest.
-    head_dim = inner // heads if given == "auto" else given
+    head_dim = inner // heads if head_size == "auto" else head_size
     if head_dim * heads != inner:
         raise ConfigError(
-            f"mamba_n_heads={heads} times mamba_d_head={given} is not mamba_expand x hidden_size = {inner}"
+            f"mamba_n_heads={heads} times mamba_d_head={head_size} is not mamba_expand x hidden_size = {inner}"
         )
     return int(head_dim)
 

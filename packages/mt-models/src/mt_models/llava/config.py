@@ -92,10 +92,10 @@ class VisionLanguageConfig(ModelConfig):
     def _one_vocabulary(self) -> Self:
         for key in ("vocab_size", "make_vocab_size_divisible_by"):
             # A default counts as not given. Equal values are fine: a converted configuration repeats them.
-            given = getattr(self.language_model, key)
-            if given not in (ModelConfig.model_fields[key].default, getattr(self, key)):
+            value = getattr(self.language_model, key)
+            if value not in (ModelConfig.model_fields[key].default, getattr(self, key)):
                 raise ConfigError(
-                    f"model.language_model.{key}={given} and model.{key}={getattr(self, key)} differ; set model.{key}, "
+                    f"model.language_model.{key}={value} and model.{key}={getattr(self, key)} differ; set model.{key}, "
                     "which is the decoder's too"
                 )
         return self
@@ -270,9 +270,9 @@ def require_data(config: Config, wanted: Mapping[str, tuple[Any, str]]) -> None:
     wanted: key -> the value, and what it is.
     """
     for key, (value, meaning) in wanted.items():
-        given = getattr(config.data, key, None)
-        if given is not None and given != value:
-            raise ConfigError(f"data.{key}={given} has to be {value}, {meaning}")
+        present = getattr(config.data, key, None)
+        if present is not None and present != value:
+            raise ConfigError(f"data.{key}={present} has to be {value}, {meaning}")
 
 
 def check_decoder(model: VisionLanguageConfig, config: Config) -> None:

@@ -180,8 +180,8 @@ def decoder_stem(names: NameMap) -> str:
 def decoder_map(config: VisionLanguageConfig, prefix: str, output: str) -> NameMap:
     """Rules of the decoder as a part of a model. prefix: of its names there, in place of its own. output: its
     LM head's."""
-    own = decoder_maps(config.decoder.family).name_map(config.decoder)
-    stem = decoder_stem(own)
+    names = decoder_maps(config.decoder.family).name_map(config.decoder)
+    stem = decoder_stem(names)
 
     # "model.layers.0..." of a Llama or "transformer.h.0..." of a GPT-2 -> prefix + "layers.0...": whatever the decoder
     # is called as a single model, within this one it has this one's prefix.
@@ -190,8 +190,8 @@ def decoder_map(config: VisionLanguageConfig, prefix: str, output: str) -> NameM
             return replace(rule, theirs=(output,))
         return replace(rule, theirs=tuple(prefix + name.removeprefix(stem) for name in rule.sources))
 
-    ignored = [prefix + name.removeprefix(stem) for name in own.ignored]
-    return NameMap(prefixed(map(within, own.rules), ours=DECODER), 0, ignored=ignored)
+    ignored = [prefix + name.removeprefix(stem) for name in names.ignored]
+    return NameMap(prefixed(map(within, names.rules), ours=DECODER), 0, ignored=ignored)
 
 
 def name_map(config: LlavaConfig) -> NameMap:

@@ -219,9 +219,9 @@ class VisionLanguageModel(Model):
 
     def require_tokens(self, places: Tensor, features: int) -> None:
         """Raises DataError unless there are as many image tokens as features. places: where image tokens are."""
-        if (found := int(places.sum())) != features:
+        if (num_places := int(places.sum())) != features:
             raise DataError(
-                f"the text has {found} image tokens (id {self.config.image_token_index}), and its images have "
+                f"the text has {num_places} image tokens (id {self.config.image_token_index}), and its images have "
                 f"{features} features; write the image token once for each feature"
             )
 
@@ -346,8 +346,8 @@ def build_decoder(config: VisionLanguageConfig, context: ModelBuildContext) -> n
     decoder = config.decoder
     spec = context.host[MODELS].get(decoder.family, key="model.language_model.family")
     # What the decoder's builder reads of the whole configuration, it reads for its own model.
-    own = replace(context, config=context.config.model_copy(update={"model": decoder}))
-    model = spec.build.load()(decoder, own)
+    decoder_context = replace(context, config=context.config.model_copy(update={"model": decoder}))
+    model = spec.build.load()(decoder, decoder_context)
     if not contract(model).continues_text or (context.has_first and not has_word_embeddings(model)):
         raise ConfigError(
             f"model.language_model.family={decoder.family} does not continue text, and LLaVA needs a decoder that "

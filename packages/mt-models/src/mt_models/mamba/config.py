@@ -87,21 +87,22 @@ def flops_per_token(config: MambaConfig, seq_length: int, *, convention: Convent
 
 
 def projection_flops(config: MambaLayerConfig) -> float:
-    """Projections of one layer."""
+    """FLOPs of one layer's projections."""
     inner, shared = config.mamba_inner_size, config.mamba_num_groups * config.mamba_state_dim
     # z and x (2 inner), B and C (2 shared), dt (heads); the last inner is out_proj's
     return 2 * config.hidden_size * (2 * inner + 2 * shared + config.mamba_heads + inner)
 
 
 def convolution_flops(config: MambaLayerConfig) -> float:
-    """Convolution of one layer."""
+    """FLOPs of one layer's convolution."""
     channels = config.mamba_inner_size + 2 * config.mamba_num_groups * config.mamba_state_dim
     # x, B and C are convolved, each channel with its own taps.
     return 2 * channels * config.mamba_conv_kernel
 
 
 def scan_flops(config: MambaLayerConfig, seq_length: int, convention: Convention) -> float:
-    """Scan of one layer. full: whole chunks, filled ones included; seen: positions up to a token's own in its chunk."""
+    """FLOPs of one layer's scan. full: whole chunks, filled ones included; seen: positions up to a token's own in its
+    chunk."""
     size = min(config.mamba_chunk_size, seq_length)
     inner, state = config.mamba_inner_size, config.mamba_state_dim
     whole, rest = divmod(seq_length, size)

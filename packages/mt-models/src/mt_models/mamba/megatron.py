@@ -90,13 +90,13 @@ def mixer_section(args: MegatronArguments) -> dict[str, Any]:
 
 def layer_pattern(args: MegatronArguments) -> str:
     """A symbol for each layer. Where stages begin belongs to the layout of the run, not to the model."""
-    if given := args.get("hybrid_layer_pattern", args.get("hybrid_override_pattern")):
-        pattern = str(given).replace(STAGE, "")
+    if argument := args.get("hybrid_layer_pattern", args.get("hybrid_override_pattern")):
+        pattern = str(argument).replace(STAGE, "")
         if unknown := sorted(set(pattern) - set(LAYERS)):
             known = ", ".join(f"{symbol} ({kind})" for symbol, kind in LAYERS.items())
             raise ConfigError(
-                f"{args.origin}: the hybrid pattern {given!r} has {', '.join(map(repr, unknown))}, which is not read; "
-                f"a layer can be {known}"
+                f"{args.origin}: the hybrid pattern {argument!r} has {', '.join(map(repr, unknown))}, which is not "
+                f"read; a layer can be {known}"
             )
         return pattern
     for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio"):

@@ -66,13 +66,13 @@ def _qwen(
 def _qwen2(layers: int, hidden: int, heads: int, groups: int, ffn: int, positions: int, **keys: Any) -> dict[str, Any]:
     """The small ones tie their embeddings, the large ones have a few more rows in theirs."""
     small = hidden <= 2048
-    own = {"add_qkv_bias": True, "qk_layernorm": False, "untie_embeddings_and_output_weights": not small}
-    return _qwen(layers, hidden, heads, groups, ffn, 151936 if small else 152064, positions, **own, **keys)
+    variant = {"add_qkv_bias": True, "qk_layernorm": False, "untie_embeddings_and_output_weights": not small}
+    return _qwen(layers, hidden, heads, groups, ffn, 151936 if small else 152064, positions, **variant, **keys)
 
 
 def _qwen3(layers: int, hidden: int, heads: int, ffn: int, *, tied: bool) -> dict[str, Any]:
-    own = {"kv_channels": 128, "untie_embeddings_and_output_weights": not tied}
-    return _qwen(layers, hidden, heads, 8, ffn, 151936, 32768, **own)
+    variant = {"kv_channels": 128, "untie_embeddings_and_output_weights": not tied}
+    return _qwen(layers, hidden, heads, 8, ffn, 151936, 32768, **variant)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -57,10 +57,10 @@ def import_windows(external: Mapping[str, Any]) -> dict[str, Any]:
     # Newer files list every layer's kind beside the three older keys. Both
     # are the same statement, or the file is wrong.
     expected = [SLIDING if values and layer >= first else FULL for layer in range(layers)]
-    given = external.get("layer_types")
-    if given is not None and given != expected:
+    layer_types = external.get("layer_types")
+    if layer_types is not None and layer_types != expected:
         raise ConfigError(
-            f"layer_types={given} is not supported: by use_sliding_window, sliding_window and max_window_layers "
+            f"layer_types={layer_types} is not supported: by use_sliding_window, sliding_window and max_window_layers "
             f"it has to be {expected}"
         )
     return values

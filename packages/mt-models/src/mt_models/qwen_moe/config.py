@@ -81,8 +81,8 @@ def _qwen2(
         "moe_router_load_balancing_type": ["aux_loss"],
         "moe_aux_loss_coeff": [0.001],
     }
-    own = {"add_qkv_bias": True, "qk_layernorm": False, "max_position_embeddings": positions}
-    return _qwen_moe(layers, hidden, heads, groups, shared, moe=moe, **own)
+    variant = {"add_qkv_bias": True, "qk_layernorm": False, "max_position_embeddings": positions}
+    return _qwen_moe(layers, hidden, heads, groups, shared, moe=moe, **variant)
 
 
 def _qwen3(layers: int, hidden: int, heads: int, ffn: int, expert_ffn: int) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int, expert_ffn: int) -> d
         "moe_router_load_balancing_type": ["global_aux_loss"],
         "moe_aux_loss_coeff": [0.001],
     }
-    own = {"kv_channels": 128, "max_position_embeddings": 32768}
-    return _qwen_moe(layers, hidden, heads, 4, ffn, moe=moe, **own)
+    variant = {"kv_channels": 128, "max_position_embeddings": 32768}
+    return _qwen_moe(layers, hidden, heads, 4, ffn, moe=moe, **variant)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

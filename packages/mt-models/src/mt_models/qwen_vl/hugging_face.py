@@ -255,8 +255,8 @@ def read_preprocessor(config: QwenVLConfig, external: Mapping[str, Any]) -> dict
     keys = read_processor(config, external, patch_fields(config))
     size = external.get("size") or {}
     for key, edge in PIXELS.items():
-        given = external.get(key) or size.get(edge)
-        keys |= {key: given} if given is not None else {}
+        pixels = external.get(key) or size.get(edge)
+        keys |= {key: pixels} if pixels is not None else {}
     return keys
 
 

@@ -111,8 +111,8 @@ class QwenVLModel(VisionLanguageModel):
     def build_decoder(self, context: ModelBuildContext) -> nn.Module:
         decoder = self.config.decoder
         # As build_decoder of other families, with a decoder that no other family uses.
-        own = context.config.model_copy(update={"model": decoder})
-        return QwenVLDecoder(decoder, replace(context, config=own))
+        decoder_context = context.config.model_copy(update={"model": decoder})
+        return QwenVLDecoder(decoder, replace(context, config=decoder_context))
 
     def features(self, images: Tensor, grids: Sequence[Grid]) -> Tensor:
         """images [V, C, side, side], cell by cell, and rows and columns of cells of each image -> [V, H]"""
@@ -125,15 +125,15 @@ class QwenVLModel(VisionLanguageModel):
         image_grids int64 [B, K, 2]: rows and columns of cells of each image. What is beyond is padding (grids of 0)."""
         # `tolist` waits for the device if the grids are there: sizes of windows and
         # numbers of cells are shapes, which the host needs.
-        grids = [] if image_grids is None else [real_grids(own) for own in image_grids.tolist()]
-        counts = [cells(own) for own in grids] or [0] * len(places)
+        grids = [] if image_grids is None else [real_grids(of_row) for of_row in image_grids.tolist()]
+        counts = [cells(of_row) for of_row in grids] or [0] * len(places)
         self._require_tokens_of_rows(places.sum(1).tolist(), counts)
         if not any(counts):
             # A batch of texts alone: the features of a padding cell are not used, and have gradients of zero.
             return self.features(images[0, :1], [(1, 1)])[:0]
         # [V, C, side, side] of the batch, without the padding of each row
         own_cells = torch.cat([row[:count] for row, count in zip(images, counts, strict=True)])
-        return self.features(own_cells, [grid for own in grids for grid in own])
+        return self.features(own_cells, [grid for of_row in grids for grid in of_row])
 
     def _require_tokens_of_rows(self, found: list[int], wanted: list[int]) -> None:
         """Raises DataError unless each row has as many image tokens as its images have cells."""
@@ -174,8 +174,8 @@ class QwenVLModel(VisionLanguageModel):
             if grids is not None:
                 # From the beginning: a position depends on all images before it. The last `count` are taken.
                 places = torch.cat([sequence.past, sequence.new])[None] == self.config.image_token_index
-                own = multimodal_positions(places, grids[None])[..., sequence.start :]
-                positions[..., end - sequence.count : end] = own.to(positions.device)
+                coordinates = multimodal_positions(places, grids[None])[..., sequence.start :]
+                positions[..., end - sequence.count : end] = coordinates.to(positions.device)
         return positions
 
     def features_of_request(self, inputs: Mapping[str, Tensor]) -> int:

@@ -93,12 +93,12 @@ def window_groups(grids: Sequence[Grid], side: int, merged: int, device: torch.d
 
 def patch_positions(grids: Sequence[Grid], side: int) -> Tensor:
     """int64 [2, 1, P]: the row and the column of each patch in its image. side: of a cell in patches."""
-    found = []
+    parts = []
     for rows, columns in grids:
         # [P of the image, 4]: row and column of the cell, row and column within the cell, in the order of the patches
         places = torch.cartesian_prod(*map(torch.arange, (rows, columns, side, side)))
-        found.append(torch.stack([places[:, 0] * side + places[:, 2], places[:, 1] * side + places[:, 3]]))
-    return torch.cat(found, dim=1)[:, None]
+        parts.append(torch.stack([places[:, 0] * side + places[:, 2], places[:, 1] * side + places[:, 3]]))
+    return torch.cat(parts, dim=1)[:, None]
 
 
 # Rotary angles of positions with several coordinates.
@@ -113,8 +113,8 @@ class AxialAngles(RotaryAngles):
 
     def __init__(self, positions: Tensor, frequencies: Sequence[Tensor], scale: float = 1.0) -> None:
         # [B, S, 1, 1] of each axis times its frequencies [R_axis / 2], end to end along the channels
-        own = zip(positions.to(torch.float32)[..., None, None], frequencies, strict=True)
-        angles = torch.cat([places * turns for places, turns in own], dim=-1)
+        pairs = zip(positions.to(torch.float32)[..., None, None], frequencies, strict=True)
+        angles = torch.cat([places * turns for places, turns in pairs], dim=-1)
         self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
         self.in_window = None
 

@@ -99,13 +99,13 @@ def check_retro(config: Config) -> None:
 
 def check_layers(model: RetroConfig) -> None:
     """Raise ConfigError unless some layer attends to neighbours, and all that are named are there."""
-    given = model.retro_cross_attention_layers
-    if given is None and not model.cross_attention_layers:
+    layers = model.retro_cross_attention_layers
+    if layers is None and not model.cross_attention_layers:
         raise ConfigError(
             f"model.num_layers={model.num_layers} has no 6th layer, the first to attend to neighbours by default; set "
             f"model.retro_cross_attention_layers to some of {listed(list(range(1, model.num_layers + 1)))}"
         )
-    beyond = [number for number in given or [] if number > model.num_layers]
+    beyond = [number for number in layers or [] if number > model.num_layers]
     if beyond:
         raise ConfigError(
             f"model.retro_cross_attention_layers has {listed(beyond)}, and model.num_layers={model.num_layers}; its "

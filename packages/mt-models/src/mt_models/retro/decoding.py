@@ -92,9 +92,9 @@ def completed_text(layer: NeighborCrossAttention, text: Tensor, cache: Cache, co
 
     # The cache is used for its packing and its memory; no attention is computed here. Keys and values are stacked,
     # since a result is one tensor, and end to end the results of the sequences are the complete chunks in order.
-    found = cache.attend(layer, whole_chunks, (cache.position_ids,), layer.keys_and_values(text))
+    attended = cache.attend(layer, whole_chunks, (cache.position_ids,), layer.keys_and_values(text))
     # What the row is filled up with may have whole chunks, too.
-    k, v = found[0, : count * m].unflatten(0, (count, m)).unbind(2)
+    k, v = attended[0, : count * m].unflatten(0, (count, m)).unbind(2)
     return k, v
 
 
@@ -133,7 +133,7 @@ class CachedNeighbors:
 
     def _numbers(self, q: Tensor) -> Tensor:
         """[1, T]: which sequence a position is of; -1 for what the row is filled up with."""
-        counts = torch.tensor([one.count for one in self.sequences], dtype=torch.int64, device=q.device)
+        counts = torch.tensor([sequence.count for sequence in self.sequences], dtype=torch.int64, device=q.device)
         numbers = torch.arange(len(counts), device=q.device).repeat_interleave(counts)
         return torch.nn.functional.pad(numbers, (0, q.shape[1] - len(numbers)), value=-1)[None]
 
@@ -149,17 +149,17 @@ class CachedNeighbors:
         out = torch.zeros_like(q)
         if number < 0:
             return out, kept
-        own = self.sequences[number]
+        sequence = self.sequences[number]
         # This sequence's rows among the chunks that all sequences complete
-        own_new = slice(own.before, own.before + len(own.completed))
+        own_new = slice(sequence.before, sequence.before + len(sequence.completed))
         if new is not None:
             # [1 + completed, K r, N, D] each: row 0 is the chunk before the new positions' first, then those completed.
             kept = tuple(torch.cat((before, part[own_new])) for before, part in zip(kept, new, strict=True))
-        for chunk, places in own.groups():
-            seen = own.seen(chunk)
+        for chunk, places in sequence.groups():
+            seen = sequence.seen(chunk)
             if seen is not None:
                 # The row of `kept` that holds this chunk
-                place = chunk - (own.start // own.m - 1)
+                place = chunk - (sequence.start // sequence.m - 1)
                 k, v = (part[place : place + 1] for part in kept)
                 out[:, places] = attend_to(layer, q[:, places], k, v, seen)
         # The state has one chunk: the last that is complete.

@@ -167,13 +167,13 @@ class RetroModel(Model):
 
     def check_request(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> None:
         shape = self.config.retro_num_neighbors, self.config.retrieved_length
-        for name, given in inputs.items():
-            if given.ndim != 4 or len(given) != 1 or given.shape[2:] != shape:
+        for name, tensor in inputs.items():
+            if tensor.ndim != 4 or len(tensor) != 1 or tensor.shape[2:] != shape:
                 raise ConfigError(
-                    f"{name} has shape {list(given.shape)}; it has to be [1, chunks, {shape[0]}, {shape[1]}]: "
+                    f"{name} has shape {list(tensor.shape)}; it has to be [1, chunks, {shape[0]}, {shape[1]}]: "
                     "model.retro_num_neighbors, and the tokens of a neighbour"
                 )
-        if len({given.shape for given in inputs.values()}) > 1 or ("neighbor_mask" in inputs and len(inputs) == 1):
+        if len({tensor.shape for tensor in inputs.values()}) > 1 or ("neighbor_mask" in inputs and len(inputs) == 1):
             raise ConfigError("neighbor_mask goes with neighbor_tokens, and has their shape")
 
     def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
@@ -203,16 +203,16 @@ class RetroModel(Model):
         config = self.config
         count, retrieved = config.retro_num_neighbors, config.retrieved_length
         sequences = new_positions(cache, config.retro_chunk_length, count * retrieved)
-        completed = sum(len(own.completed) for own in sequences)
+        completed = sum(len(new.completed) for new in sequences)
         # Called also if no chunk is complete: the keys and values of the new positions have to get into the cache.
         chunks = completed_text(self.encoder.text_attention, text, cache, completed)
         states = None
         if completed:
-            wanted = [own.completed for own in sequences]
+            wanted = [new.completed for new in sequences]
             tokens, mask = (of_chunks(cache, name, wanted, (count, retrieved)) for name in self.conditioned_by)
             states = self.encoded(tokens, mask, chunks)
         # [T] without filler. Filler attends to nothing.
-        attending = torch.cat([own.attending() for own in sequences])
+        attending = torch.cat([new.attending() for new in sequences])
         padded = nn.functional.pad(attending, (0, cache.tokens.shape[1] - len(attending)))
         return CachedNeighbors(cache, sequences, states, like_token_embeddings(padded[None, :, None], self.ctx), count)
 

@@ -286,9 +286,9 @@ def parts_of_stage(stage: Stage, config: T5Config) -> tuple[Stage | None, Stage 
     if layers.start < middle:
         encoder = Stage(range(layers.start, min(layers.stop, middle)), stage.first, last=layers.stop >= middle)
     if layers.stop > middle:
-        own = range(max(layers.start, middle) - middle, layers.stop - middle)
+        numbers = range(max(layers.start, middle) - middle, layers.stop - middle)
         # layers.start == middle: the stage begins with the decoder and has no layer of the encoder.
-        decoder = Stage(own, first=layers.start <= middle, last=stage.last)
+        decoder = Stage(numbers, first=layers.start <= middle, last=stage.last)
     return encoder, decoder
 
 

@@ -143,10 +143,10 @@ def check_tensor_parallel(model: EncoderConfig, config: Config, section: str) ->
 def check_images(model: VisionEncoderConfig, config: Config, section: str) -> None:
     """Raise ConfigError when the data set, if it gives images, makes them of another size than the tower takes."""
     for key in ("img_h", "img_w", "num_channels"):
-        given, wanted = getattr(config.data, key, None), getattr(model, key)
-        if given is not None and given != wanted:
+        value, wanted = getattr(config.data, key, None), getattr(model, key)
+        if value is not None and value != wanted:
             raise ConfigError(
-                f"data.{key}={given} and {section}.{key}={wanted} must be equal: the model takes the data set's images "
+                f"data.{key}={value} and {section}.{key}={wanted} must be equal: the model takes the data set's images "
                 "as they are"
             )
 

@@ -114,6 +114,6 @@ def sum_rows_to(x: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
     """[sum(sizes), ...] -> [sizes[own rank], ...]: this rank's rows, summed over ranks. The adjoint of the gather."""
     if axis.size == 1:
         return x
-    own = sizes[axis.rank]
+    num_rows = sizes[axis.rank]
     # [ranks * own, ...] -> [ranks, own, ...] -> [own, ...]
-    return all_to_all(x, axis, sizes, [own] * axis.size).unflatten(0, (axis.size, own)).sum(0)
+    return all_to_all(x, axis, sizes, [num_rows] * axis.size).unflatten(0, (axis.size, num_rows)).sum(0)

@@ -147,10 +147,10 @@ class ExpertLinear(LayoutModule):
 
     def use_fp8(self, options: Fp8Options) -> str | None:
         """See mt_core.nn.fp8.use.UsesFp8."""
-        found = fp8_grouped_product(options, self.weight)
-        if isinstance(found, str):
-            return found
-        self.product = found
+        product = fp8_grouped_product(options, self.weight)
+        if isinstance(product, str):
+            return product
+        self.product = product
         return None
 
     def host_wait(self) -> str | None:

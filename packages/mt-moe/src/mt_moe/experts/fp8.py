@@ -53,13 +53,13 @@ class EmulatedGroups:
         return out
 
     def outer(self, grad: Tensor, x: Tensor, groups: Groups, margin: int) -> Tensor:
-        found = x.new_zeros(len(groups.counts), grad.shape[1], x.shape[1])
+        weight_grad = x.new_zeros(len(groups.counts), grad.shape[1], x.shape[1])
         for expert, (first, end) in enumerate(groups.bounds):
             if end > first:
                 # Transposed: the reduction is over the expert's rows, and scales have to be constant along it.
                 a, b = cast_rows(grad[first:end].t(), E4M3, margin), cast_rows(x[first:end].t(), E4M3, margin)
-                found[expert] = emulated_product(a, b, x.dtype, fast=False)
-        return found
+                weight_grad[expert] = emulated_product(a, b, x.dtype, fast=False)
+        return weight_grad
 
     def wide_outer(self, grad: Tensor, x: Tensor, groups: Groups, main: MainGrad | None) -> Tensor | None:
         return loop.weight_gradient(grad, x, groups, main)

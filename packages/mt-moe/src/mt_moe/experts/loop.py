@@ -147,11 +147,11 @@ def outer_products(grad: Tensor, x: Tensor, groups: Groups) -> Tensor:
     if even is not None:
         by_expert = (len(groups.counts), even)
         return torch.bmm(grad.unflatten(0, by_expert).mT, x.unflatten(0, by_expert))
-    found = x.new_empty(len(groups.counts), grad.shape[1], x.shape[1])
-    for matrix, (first, end) in zip(found, groups.bounds, strict=True):
+    weight_grad = x.new_empty(len(groups.counts), grad.shape[1], x.shape[1])
+    for matrix, (first, end) in zip(weight_grad, groups.bounds, strict=True):
         # An empty product writes zeros, so `found` needs no initialization.
         torch.mm(grad[first:end].T, x[first:end], out=matrix)
-    return found
+    return weight_grad
 
 
 def add_outer_products(main: MainGrad, grad: Tensor, x: Tensor, groups: Groups) -> None:

@@ -99,10 +99,10 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
         tile, column = band * BAND + in_band % height, in_band // height * COLUMNS
 
         # True in one lane: a group without rows has no tiles. The sums below select that lane's value.
-        found = (tile < tiles_until) & (tile >= tiles_until - tiles)
-        group = tl.sum(tl.where(found, numbers, 0), 0)
-        first = tl.sum(tl.where(found, starts + (tile - tiles_until + tiles) * ROWS, 0), 0)
-        end = tl.sum(tl.where(found, stops, 0), 0)
+        is_group = (tile < tiles_until) & (tile >= tiles_until - tiles)
+        group = tl.sum(tl.where(is_group, numbers, 0), 0)
+        first = tl.sum(tl.where(is_group, starts + (tile - tiles_until + tiles) * ROWS, 0), 0)
+        end = tl.sum(tl.where(is_group, stops, 0), 0)
         rows = first + tl.arange(0, ROWS)
         valid = rows < end
         here = valid

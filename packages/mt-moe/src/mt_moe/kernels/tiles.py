@@ -106,8 +106,8 @@ ROWS = (
     Tile(rows=64, columns=128, depth=64, warps=4, stages=4),
 )
 """Tiles for rows in 16 bits. Large tiles read operands fewer times; small ones leave less of the last tile of an expert
-empty. 64 rows are the fewest of a wgmma: with fewer, tensor cores would take another instruction, and a product is bound by
-reading the matrices."""
+empty. 64 rows are the fewest of a wgmma: with fewer, tensor cores would take another instruction, and a product is
+bound by reading the matrices."""
 OUTER = (
     Tile(rows=128, columns=256, depth=64, warps=8, stages=4),
     Tile(rows=128, columns=256, depth=32, warps=8, stages=6),

@@ -151,7 +151,7 @@ class Router(LayoutModule):
         """The load of the last step, over all ranks."""
         if self.load is None:
             return {}
-        found = {
+        metrics = {
             "load_max_over_mean": self.load.max_over_mean,
             "load_entropy": self.load.entropy,
             "dead_experts": float(self.load.dead_experts),
@@ -160,8 +160,8 @@ class Router(LayoutModule):
         if self.expert_bias is not None:
             # One copy to the host for both.
             low, high = torch.stack(self.expert_bias.aminmax()).tolist()
-            found |= {"expert_bias_min": low, "expert_bias_max": high}
-        return {f"moe/layer_{self.layer}/{name}": value for name, value in found.items()}
+            metrics |= {"expert_bias_min": low, "expert_bias_max": high}
+        return {f"moe/layer_{self.layer}/{name}": value for name, value in metrics.items()}
 
     @torch.no_grad()
     def _move_bias(self, tokens: Tensor) -> None:
