@@ -86,7 +86,7 @@ def negated(value: Any) -> Any:
     return None if value is None else not value
 
 
-def one_of(external: Mapping[str, Any], keys: tuple[str, ...], default: Any) -> Any:
+def one_of(external: Mapping[str, Any], keys: Sequence[str], default: Any) -> Any:
     """The value under any of several spellings. Raises ConfigError if they contradict one another."""
     present = {key: external[key] for key in keys if external.get(key) is not None}
     values = list(present.values())

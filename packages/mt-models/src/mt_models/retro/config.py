@@ -185,7 +185,7 @@ def _paper(layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, Any
     }
 
 
-MEGATRON: dict[str, Any] = {
+MEGATRON_RETRO: dict[str, Any] = {
     "model": {
         "num_layers": 24,
         "hidden_size": 1024,
@@ -224,7 +224,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "retro-425m": _paper(12, 1536, 12, 128),
     "retro-1.5b": _paper(24, 2048, 16, 128),
     "retro-7.5b": _paper(32, 4096, 32, 128),
-    "retro-megatron-353m": MEGATRON,
+    "retro-megatron-353m": MEGATRON_RETRO,
 }
 
 

@@ -204,7 +204,7 @@ def _t5_1_1(layers: int, hidden: int, ffn: int, heads: int) -> dict[str, Any]:
     return _t5(layers, hidden, ffn, heads, activation="geglu_tanh", untie_embeddings_and_output_weights=True)
 
 
-MEGATRON: dict[str, Any] = {
+MEGATRON_T5: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "max_position_embeddings": 512,
     "normalization": "LayerNorm",
@@ -227,7 +227,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "t5-v1.1-large": _t5_1_1(24, 1024, 2816, 16),
     "t5-v1.1-xl": _t5_1_1(24, 2048, 5120, 32),
     "t5-v1.1-xxl": _t5_1_1(24, 4096, 10240, 64),
-    "megatron-t5-220m": _t5(12, 768, 3072, 12, **MEGATRON),
+    "megatron-t5-220m": _t5(12, 768, 3072, 12, **MEGATRON_T5),
 }
 
 
