@@ -85,14 +85,13 @@ def test_plain_models_are_those_of_the_presets(monkeypatch) -> None:
     for one in (one for one in listed("1") if one.name.startswith("plain-")):
         name = one.words[one.words.index("--preset") + 1]
         case, preset = plain_on_gpu.PRESETS[name].case, PRESETS[name]
-        config = load_config(
-            preset=preset.preset, overrides=preset.settings("bf16", small=False), host=load_plugins()
-        ).config
+        overrides = preset.settings("bf16", small=False)
+        config = load_config(preset=preset.preset, overrides=overrides, host=load_plugins()).config
         model = config.model
-        theirs = (case.layers, case.hidden, case.heads, case.ffn, case.vocab)
-        assert theirs == (
-            *(model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_hidden_size, model.vocab_size),
+        assert (case.layers, case.hidden, case.heads, case.vocab) == (
+            *(model.num_layers, model.hidden_size, model.num_attention_heads, model.vocab_size),
         )
+        assert case.ffn == (model.ffn_hidden_size or 4 * model.hidden_size)
         assert case.groups in (None, model.num_query_groups)
         assert case.tied != model.untie_embeddings_and_output_weights
         assert (case.sequence, case.batch) == (config.data.seq_length, config.train.micro_batch_size)
