@@ -109,9 +109,14 @@ def write_files(folder: Path) -> dict[str, Path]:
     for name, count in (("train.txt", 210), ("valid.txt", 36)):
         lines = [f"{TEXTS[number % 6]} {TEXTS[(5 * number + 2) % 6]}" for number in range(count)]
         (folder / name).write_text("\n".join(lines), encoding="utf-8")
+        pairs = [
+            {"sentence1": line, "sentence2": TEXTS[number % 5], "label": len(line) % 2}
+            for number, line in enumerate(lines)
+        ]
+        (folder / name).with_suffix(".json").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
     models = {
         "bert-base-cased": folder / "bert",
         "HuggingFaceTB/SmolLM-360M": folder / "llama",
         "gpt2": folder / "gpt2",
     }
-    return {**models, **{name: folder / name for name in ("train.txt", "valid.txt")}}
+    return {**models, **{path.name: path for path in folder.iterdir() if path.is_file()}}

@@ -1,8 +1,8 @@
 """Scripts that others wrote for Accelerate run after one changed import, with the losses that Accelerate has.
 
-Some stand in Accelerate's own package. Its repository's examples are in no package: MT_ACCELERATE_SCRIPTS names a
-folder that is laid out as the repository, and their tests skip without it. `accelerate_process/server.py` says what is
-put in the place of the hub's models and data.
+Some stand in Accelerate's own package. The examples of its repository and of transformers' are in no package:
+MT_ACCELERATE_SCRIPTS names a folder that is laid out as they are, and their tests skip without it.
+`accelerate_process/server.py` says what is put in the place of the hub's models and data.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DATA_PARALLEL = {
 
 @dataclass(frozen=True)
 class Script:
-    """path: in the package of Accelerate, or in its repository. version: of Accelerate, whose names the script uses.
+    """path: in the package of Accelerate, or in a repository. version: of Accelerate, whose names the script uses.
     layouts: those that the script itself allows. halved: arguments that are added for half of the batch.
     packages: requirements of the script."""
 
@@ -102,6 +102,21 @@ SCRIPTS = (
     Script("examples/by_feature/memory.py", (), BEFORE_XLA),
     Script("examples/by_feature/profiler.py", ("--cpu",)),
     Script("examples/by_feature/tracking.py", ("--with_tracking",), BEFORE_XLA),
+    Script(
+        "examples/pytorch/text-classification/run_glue_no_trainer.py",
+        (
+            *(
+                "--model_name_or_path",
+                "bert-base-cased",
+                "--train_file",
+                "train.json",
+                "--validation_file",
+                "valid.json",
+            ),
+            *("--learning_rate", "1e-3", "--weight_decay", "0.1", "--num_train_epochs", "1", "--seed", "1"),
+        ),
+        packages=BEFORE_5,
+    ),
 )
 CHECKED_BY_THEMSELVES = ("test_sync",)
 """Scripts of the package that compare what they compute."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_accelerate.checkpointing import load_states, require_states, save_states
+from mt_accelerate import operations
+from mt_accelerate.checkpointing import load_states, newest_folder, next_folder, require_states, save_states
 from mt_accelerate.handlers import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -26,12 +26,9 @@ from mt_accelerate.megatron_lm.run import MegatronRun
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.operations import (
     RANKS,
-    gather_across_data_parallel_groups,
     gather_object,
     on_first_rank,
     on_tensors,
-    pad_across_data_parallel_group,
-    reduce_across_data_parallel_group,
     world_ranks,
 )
 from mt_accelerate.refused_names import refuse_attribute, refuse_options
@@ -51,7 +48,6 @@ from mt_core.parallel.reductions import all_reduce_
 from mt_core.plugins import load_plugins
 
 METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
 
 
 class Accelerator(Processes):
@@ -159,23 +155,6 @@ class Accelerator(Processes):
     def num_processes(self) -> int:
         """Processes that a batch is divided over: the data-parallel ranks of the plugin's layout, else all."""
         return self._run.num_processes if isinstance(self._run, MegatronRun) else self.state.num_processes
-
-    @property
-    def is_main_process(self) -> bool:
-        """The first rank; with Megatron-LM the last, which has the last pipeline stage."""
-        return self.state.is_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        return self.state.is_last_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        return self.state.is_local_main_process
-
-    @property
-    def use_distributed(self) -> bool:
-        return self.state.use_distributed
 
     @property
     def multi_device(self) -> bool:
@@ -337,25 +316,25 @@ class Accelerator(Processes):
 
     def gather(self, tensor: Any) -> Any:
         """[rows, ...] -> those of all data-parallel ranks, on every rank; a scalar counts as a row."""
-        return on_tensors(gather_across_data_parallel_groups, tensor)
+        return operations.gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or the mean (reduction="mean") over all data-parallel ranks, on every rank, times scale."""
-        return on_tensors(lambda one: reduce_across_data_parallel_group(one, reduction, scale), tensor)
+        return operations.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Filled up with pad_index along dim to the largest size of all data-parallel ranks, so that `gather` can."""
-        return on_tensors(lambda one: pad_across_data_parallel_group(one, dim, pad_index, pad_first), tensor)
+        return operations.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Like `gather`, without the samples that fill up the last batch of a loader; other objects than tensors as a
         list. Rows are in the ranks' order."""
         if use_gather_object or not _only_tensors(input_data):
             return self._run.without_repetitions(gather_object(input_data))
-        found = self.gather(input_data)
+        gathered = self.gather(input_data)
         if isinstance(self._run, OwnModules):
-            return self._run.without_repetitions(found)
-        return on_tensors(self._run.without_repetitions, found)
+            return self._run.without_repetitions(gathered)
+        return on_tensors(self._run.without_repetitions, gathered)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The program's own module; with Megatron-LM the engine."""
@@ -393,7 +372,7 @@ class Accelerator(Processes):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
         """Collective. With Megatron-LM a run directory, for every command of mt; else Accelerate's files. output_dir:
         default, the next number below project_dir with ProjectConfiguration(automatic_checkpoint_naming=True)."""
-        folder = str(self._next_folder() if output_dir is None else output_dir)
+        folder = str(next_folder(self.project_configuration) if output_dir is None else output_dir)
         hooked = [] if isinstance(self._run, MegatronRun) else list(self._run.models)
         weights = self._run.weights() if isinstance(self._run, OwnModules) and self._save_hooks else []
         for hook in self._save_hooks:
@@ -405,21 +384,10 @@ class Accelerator(Processes):
             object.__setattr__(self.project_configuration, "iteration", self.project_configuration.iteration + 1)
         return folder
 
-    def _next_folder(self) -> Path:
-        project = self.project_configuration
-        if not project.automatic_checkpoint_naming or project.project_dir is None:
-            raise ConfigError(
-                "save_state() without a folder needs ProjectConfiguration(project_dir=..., "
-                "automatic_checkpoint_naming=True); give save_state(DIR)"
-            )
-        folder = Path(project.project_dir) / CHECKPOINTS
-        on_first_rank(lambda: _remove_oldest(folder, project.total_limit))
-        return folder / f"checkpoint_{project.iteration}"
-
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
         """What `save_state` wrote; with Megatron-LM under any layout. Collective. input_dir: default, the newest below
         project_dir."""
-        folder = str(input_dir) if input_dir is not None else str(_newest(self.project_configuration.project_dir))
+        folder = str(input_dir) if input_dir is not None else str(newest_folder(self.project_configuration.project_dir))
         hooked = [] if isinstance(self._run, MegatronRun) else list(self._run.models)
         for hook in self._load_hooks:
             hook(hooked, folder)
@@ -562,12 +530,12 @@ def _gradient_state(plugin: GradientAccumulationPlugin | None, steps: int) -> Gr
         )
     # The launcher's, as Accelerate reads it, where the program gives none.
     launched = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps))
-    found = plugin or GradientAccumulationPlugin(num_steps=steps if steps != 1 else launched)
+    options = plugin or GradientAccumulationPlugin(num_steps=steps if steps != 1 else launched)
     return GradientState.begin(
-        found.num_steps,
-        adjust_scheduler=found.adjust_scheduler,
-        sync_with_dataloader=found.sync_with_dataloader,
-        sync_each_batch=found.sync_each_batch,
+        options.num_steps,
+        adjust_scheduler=options.adjust_scheduler,
+        sync_with_dataloader=options.sync_with_dataloader,
+        sync_each_batch=options.sync_each_batch,
     )
 
 
@@ -575,25 +543,6 @@ def _only_tensors(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_only_tensors, value.values()))
     return all(map(_only_tensors, value)) if isinstance(value, list | tuple) else isinstance(value, Tensor)
-
-
-def _numbered_folders(folder: Path) -> list[Path]:
-    found = [one for one in folder.glob("checkpoint_*") if one.name.removeprefix("checkpoint_").isdigit()]
-    return sorted(found, key=lambda one: int(one.name.removeprefix("checkpoint_")))
-
-
-def _remove_oldest(folder: Path, limit: int | None) -> None:
-    """So that there is place for one more."""
-    found = _numbered_folders(folder)
-    for one in found[: max(len(found) + 1 - limit, 0)] if limit else ():
-        shutil.rmtree(one)
-
-
-def _newest(project_dir: str | None) -> Path:
-    found = _numbered_folders(Path(project_dir) / CHECKPOINTS) if project_dir is not None else []
-    if not found:
-        raise ConfigError(f"load_state() without a folder finds no checkpoint below project_dir={project_dir}")
-    return found[-1]
 
 
 def _number(value: Any) -> Any:

@@ -4,6 +4,7 @@ pickled code."""
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import nn
 
+from mt_accelerate.handlers import ProjectConfiguration
+from mt_accelerate.operations import on_first_rank
 from mt_core.errors import CheckpointError, ConfigError
 
 SAFE_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME = "model", "optimizer", "scheduler", "scaler.pt"
 RNG_STATE_NAME = "random_states"
+CHECKPOINTS, NUMBERED = "checkpoints", "checkpoint_"
 
 
 def numbered(name: str, number: int, suffix: str) -> str:
@@ -110,3 +114,39 @@ def load_states(objects: Sequence[Any], folder: str | Path) -> None:
     """Raises CheckpointError as `read` does."""
     for number, one in enumerate(objects):
         one.load_state_dict(read(file_of(folder, number)))
+
+
+# Folders that `save_state` and `load_state` name themselves.
+
+
+def next_folder(project: ProjectConfiguration) -> Path:
+    """Collective: the oldest folders above project.total_limit are removed. Raises ConfigError without
+    automatic_checkpoint_naming."""
+    if not project.automatic_checkpoint_naming or project.project_dir is None:
+        raise ConfigError(
+            "save_state() without a folder needs ProjectConfiguration(project_dir=..., "
+            "automatic_checkpoint_naming=True); give save_state(DIR)"
+        )
+    folder = Path(project.project_dir) / CHECKPOINTS
+    on_first_rank(lambda: _remove_oldest(folder, project.total_limit))
+    return folder / f"{NUMBERED}{project.iteration}"
+
+
+def newest_folder(project_dir: str | None) -> Path:
+    """Raises ConfigError where there is none."""
+    folders = _numbered_folders(Path(project_dir) / CHECKPOINTS) if project_dir is not None else []
+    if not folders:
+        raise ConfigError(f"load_state() without a folder finds no checkpoint below project_dir={project_dir}")
+    return folders[-1]
+
+
+def _numbered_folders(folder: Path) -> list[Path]:
+    numbers = {path: path.name.removeprefix(NUMBERED) for path in folder.glob(f"{NUMBERED}*")}
+    return sorted((path for path, number in numbers.items() if number.isdigit()), key=lambda path: int(numbers[path]))
+
+
+def _remove_oldest(folder: Path, limit: int | None) -> None:
+    """Makes place for one more."""
+    folders = _numbered_folders(folder)
+    for oldest in folders[: max(len(folders) + 1 - limit, 0)] if limit else ():
+        shutil.rmtree(oldest)

@@ -66,13 +66,13 @@ class LaunchOptions:
 
 def read_options(words: Sequence[str]) -> LaunchOptions:
     """Raises ConfigError for an unknown option, a missing value and a missing program."""
-    found, rest = LaunchOptions(), list(words)
+    options, rest = LaunchOptions(), list(words)
     while rest and rest[0].startswith("-") and rest[0] != "--":
         word = rest.pop(0)
         name, given, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
         if name in FLAGS and not given:
-            found.values |= FLAGS[name]
+            options.values |= FLAGS[name]
             continue
         key = _key(name, word)
         if not given:
@@ -80,16 +80,16 @@ def read_options(words: Sequence[str]) -> LaunchOptions:
                 raise ConfigError(f"{word} needs a value")
             value = rest.pop(0)
         if key == "config_file":
-            found.config_file = value
+            options.config_file = value
         else:
-            found.values[key] = _typed(value)
+            options.values[key] = _typed(value)
     if rest[:1] == ["--"]:
         rest = rest[1:]
     if not rest:
         raise ConfigError("mt launch needs a program: mt launch [OPTIONS] FILE [ITS ARGUMENTS]")
     # `FILE -- --option`, as earlier versions of mt required it, too.
-    found.program = [rest[0], *(rest[2:] if rest[1:2] == ["--"] else rest[1:])]
-    return found
+    options.program = [rest[0], *(rest[2:] if rest[1:2] == ["--"] else rest[1:])]
+    return options
 
 
 def _key(name: str, word: str) -> str:
@@ -117,15 +117,15 @@ def _typed(value: str) -> Any:
 
 def merged(values: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The file's keys with those of options."""
-    found, prefix = dict(values), "megatron_lm_config."
-    plugin = dict(found.get("megatron_lm_config") or {})
+    keys, prefix = dict(values), "megatron_lm_config."
+    plugin = dict(keys.get("megatron_lm_config") or {})
     for key, value in options.items():
         if key.startswith(prefix):
             plugin[key.removeprefix(prefix)] = value
-            found["distributed_type"] = "MEGATRON_LM"
+            keys["distributed_type"] = "MEGATRON_LM"
         else:
-            found[key] = value
-    return {**found, "megatron_lm_config": plugin} if plugin else found
+            keys[key] = value
+    return {**keys, "megatron_lm_config": plugin} if plugin else keys
 
 
 DEFAULT_PORT = 29500
@@ -170,11 +170,11 @@ def launch_command(values: Mapping[str, Any], num_processes: int | None, program
 
 def launch_variables(values: Mapping[str, Any]) -> dict[str, str]:
     """What `accelerate launch` passes to the program in the environment."""
-    given = {
+    fields = {
         f"{VARIABLE_PREFIX}{name.removeprefix(PREFIX).upper()}": str(value)
         for name, value in (values.get("megatron_lm_config") or {}).items()
     }
-    variables = dict(given)
+    variables = dict(fields)
     if uses_megatron(values):
         variables["ACCELERATE_USE_MEGATRON_LM"] = "true"
     variables["ACCELERATE_MIXED_PRECISION"] = str(values.get("mixed_precision") or "no")

@@ -122,7 +122,7 @@ class MegatronLMPlugin(BaseModel):
     start_weight_decay: float | None = None
     end_weight_decay: float | None = None
     consumed_samples: list[int] | None = None
-    """Of training, validation and test."""
+    """Numbers of samples of training, validation and test."""
     no_wd_decay_cond: Callable[..., Any] | None = None
     scale_lr_cond: Callable[..., Any] | None = None
     lr_mult: float = 1.0
@@ -132,11 +132,11 @@ class MegatronLMPlugin(BaseModel):
     encoder_seq_length: int | None = None
     """The same as seq_length."""
     decoder_seq_length: int | None = None
-    """Of T5's data sets."""
+    """Length of the decoder's sequences in T5's data sets."""
     tensorboard_dir: str | None = None
     """Folder of event files: the metrics of each step, and of evaluations, under Megatron's names."""
     set_all_logging_options: bool = False
-    """Also times, throughput, memory and the number of zeros in the gradient."""
+    """Event files also have times, throughput, memory and the number of zeros in the gradient."""
     eval_iters: int = 100
     """Global batches of an evaluation on data sets of mt; programs read it, too."""
     eval_interval: int = 1000
@@ -185,23 +185,23 @@ class MegatronLMPlugin(BaseModel):
     def sections(self, mixed_precision: str) -> Sections:
         """The keys that are set by fields which depend on neither model nor data."""
         # The table of `mt import accelerate` is used, so that a YAML and a program with the same fields mean the same.
-        given = {PREFIX + name: value for name, value in self.changed().items() if name in IMPORTED}
-        values = {"megatron_lm_config": given, "mixed_precision": mixed_precision}
+        fields = {PREFIX + name: value for name, value in self.changed().items() if name in IMPORTED}
+        values = {"megatron_lm_config": fields, "mixed_precision": mixed_precision}
         result = import_accelerate(values, "MegatronLMPlugin")
         return {section: dict(keys) for section, keys in result.sections.items()}
 
 
 def _check_refused(plugin: MegatronLMPlugin) -> None:
-    given = plugin.changed()
-    refused = [f"{name}={given[name]!r}: {reason}" for name, reason in REFUSED.items() if name in given]
+    changed = plugin.changed()
+    refused = [f"{name}={changed[name]!r}: {reason}" for name, reason in REFUSED.items() if name in changed]
     if refused:
         raise ConfigError("\n".join(f"MegatronLMPlugin has {text}; leave the field out" for text in refused))
 
 
 def _check_dependent(plugin: MegatronLMPlugin) -> None:
-    given = plugin.changed()
+    changed = plugin.changed()
     for name, (other, value) in DEPENDENT.items():
-        if name in given and (getattr(plugin, other) is None if value is ... else getattr(plugin, other) != value):
+        if name in changed and (getattr(plugin, other) is None if value is ... else getattr(plugin, other) != value):
             needed = other if value is ... else f"{other}={value!r}"
             raise ConfigError(f"MegatronLMPlugin({name}=...) counts only with {needed}; give both or neither")
     has_dtype = "exp_avg_dtype" in (plugin.other_megatron_args or {})
@@ -231,7 +231,7 @@ def _check_contradictions(plugin: MegatronLMPlugin) -> None:
 
 def _from_environment(kind: type[MegatronLMPlugin], given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that the launcher sets and the program does not. Raises ConfigError for a text that is no value."""
-    found = {}
+    fields = {}
     for name, field in kind.model_fields.items():
         # A launcher writes fields without a value as the word None. What the program gives itself wins.
         text = os.environ.get(VARIABLE_PREFIX + name.upper())
@@ -240,10 +240,10 @@ def _from_environment(kind: type[MegatronLMPlugin], given: Mapping[str, Any]) ->
         try:
             kind_of_field: Any = field.annotation
             # Not strict, as the class is: variables are texts, "4" and "true".
-            found[name] = TypeAdapter(kind_of_field).validate_strings(text)
+            fields[name] = TypeAdapter(kind_of_field).validate_strings(text)
         except ValidationError:
             raise ConfigError(f"{VARIABLE_PREFIX}{name.upper()}={text!r} is no value of the field {name}") from None
-    return found
+    return fields
 
 
 def _sentences(error: ValidationError, fields: Mapping[str, Any]) -> str:

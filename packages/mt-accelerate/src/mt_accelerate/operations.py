@@ -65,15 +65,24 @@ def pad_across_data_parallel_group(tensor: Tensor, dim: int = 0, pad_index: int 
     return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
 
 
-def on_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The function of every tensor in nested mappings, lists, tuples and named tuples."""
-    if isinstance(value, Mapping):
-        return {name: on_tensors(function, one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [on_tensors(function, one) for one in value]
-        # A named tuple takes its fields one by one.
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return function(value)
+def on_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """The function of every leaf in nested mappings, lists, tuples and named tuples."""
+    return recursively_apply(function, value, test_type=lambda leaf: True)
+
+
+def gather(tensor: Any) -> Any:
+    """[rows, ...] -> those of all data-parallel ranks, of each tensor in nested values."""
+    return on_tensors(gather_across_data_parallel_groups, tensor)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """The sum or the mean over all data-parallel ranks, times scale, of each tensor in nested values."""
+    return on_tensors(lambda one: reduce_across_data_parallel_group(one, reduction, scale), tensor)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Each tensor in nested values, filled up along dim to the largest size of all data-parallel ranks."""
+    return on_tensors(lambda one: pad_across_data_parallel_group(one, dim, pad_index, pad_first), tensor)
 
 
 def is_first_rank() -> bool:
@@ -82,12 +91,12 @@ def is_first_rank() -> bool:
 
 def from_first_rank(value: T) -> T:
     """The first rank's value, on every rank."""
-    held = [value]
+    values = [value]
     if dist.is_initialized():
         # Values of mt and the program's indices and seeds, between ranks of
         # one job: pickled, and never read from a file.
-        dist.broadcast_object_list(held, src=0)
-    return held[0]
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def on_first_rank(function: Callable[[], T]) -> T:
@@ -104,7 +113,7 @@ def world_ranks() -> Axis:
 
 
 def data_parallel_ranks() -> Axis:
-    """Those that the collectives here are over."""
+    """The ranks that the collectives here are over."""
     return RANKS.get() or world_ranks()
 
 
@@ -187,7 +196,7 @@ def slice_tensors(value: Any, rows: slice) -> Any:
 
 
 def concatenate(values: Any, dim: int = 0) -> Any:
-    """Of values that are nested alike, tensor by tensor."""
+    """Values that are nested alike, concatenated tensor by tensor."""
     first = values[0]
     if isinstance(first, tuple | list):
         return honor_type(first, [concatenate([one[i] for one in values], dim) for i in range(len(first))])
@@ -197,7 +206,7 @@ def concatenate(values: Any, dim: int = 0) -> Any:
 
 
 def find_device(value: Any) -> torch.device | None:
-    """Of the first tensor."""
+    """Device of the first tensor; None without tensors."""
     if isinstance(value, Tensor):
         return value.device
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
@@ -218,9 +227,9 @@ def gather_object(value: list[Any]) -> list[Any]:
     ranks = data_parallel_ranks()
     if ranks.size == 1:
         return value
-    found: list[Any] = [None] * ranks.size
-    dist.all_gather_object(found, value, group=ranks.group)
-    return [one for of_rank in found for one in of_rank]
+    lists: list[Any] = [None] * ranks.size
+    dist.all_gather_object(lists, value, group=ranks.group)
+    return [one for of_rank in lists for one in of_rank]
 
 
 def broadcast(value: Any, from_process: int = 0) -> Any:

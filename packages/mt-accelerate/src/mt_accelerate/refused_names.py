@@ -135,12 +135,12 @@ def available(name: str) -> Any:
     match = re.fullmatch(r"is_(\w+?)_available", name)
     if match is None:
         return None
-    found = match.group(1)
-    if found == "cuda":
+    package = match.group(1)
+    if package == "cuda":
         return lambda *arguments: find_spec("torch") is not None and _has_cuda()
-    if found in ELSEWHERE or found.startswith(("4bit", "8bit", "fp8", "weights", "transformer_engine_mx")):
-        return lambda *arguments, **options: found == "weights_only"
-    return lambda *arguments, **options: _is_installed(PACKAGES.get(found, found))
+    if package in ELSEWHERE or package.startswith(("4bit", "8bit", "fp8", "weights", "transformer_engine_mx")):
+        return lambda *arguments, **options: package == "weights_only"
+    return lambda *arguments, **options: _is_installed(PACKAGES.get(package, package))
 
 
 def _is_installed(package: str) -> bool:

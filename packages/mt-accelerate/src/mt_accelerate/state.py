@@ -29,13 +29,17 @@ from mt_core.train.build import resolve_device
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 class Processes(ABC):
     """The ranks of a run. The main process is the first rank, with Megatron-LM the last one."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Of this process."""
+        """The device of this process."""
 
     @property
     @abstractmethod
@@ -43,7 +47,7 @@ class Processes(ABC):
 
     @property
     def num_processes(self) -> int:
-        return dist.get_world_size() if dist.is_initialized() else 1
+        return world_size()
 
     @property
     def process_index(self) -> int:
@@ -59,7 +63,7 @@ class Processes(ABC):
 
     @property
     def is_last_process(self) -> bool:
-        return self.process_index == self.num_processes - 1
+        return self.process_index == world_size() - 1
 
     @property
     def is_local_main_process(self) -> bool:
@@ -67,13 +71,13 @@ class Processes(ABC):
         environment = read_environment()
         if environment.world_size == 1:
             return self.is_main_process
-        last = self.main_process_index == self.num_processes - 1
+        last = self.main_process_index == world_size() - 1
         return environment.local_rank == (environment.local_world_size - 1 if last else 0)
 
     @property
     def use_distributed(self) -> bool:
         """Whether there are several processes."""
-        return self.num_processes > 1
+        return world_size() > 1
 
     @property
     def default_device(self) -> torch.device:
@@ -123,7 +127,7 @@ class Processes(ABC):
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This rank's part of a list, tuple, tensor or data set, or of each value of a mapping; the first ranks have
         one more where the ranks do not divide it. apply_padding: repeats the last one, so that no part is shorter."""
-        yield _part(inputs, self.process_index, self.num_processes, apply_padding)
+        yield _part(inputs, self.process_index, world_size(), apply_padding)
 
     def destroy_process_group(self) -> None:
         if dist.is_initialized():
@@ -192,22 +196,22 @@ class GradientState:
     dataloader_references: list[Any]
 
     def __new__(cls) -> GradientState:
-        found = _CURRENT_GRADIENTS.get()
-        if found is None:
+        current = _CURRENT_GRADIENTS.get()
+        if current is None:
             raise ConfigError("GradientState() belongs to an Accelerator; make one first")
-        return found
+        return current
 
     @classmethod
     def begin(
         cls, num_steps: int, *, adjust_scheduler: bool, sync_with_dataloader: bool, sync_each_batch: bool
     ) -> GradientState:
-        """That of a new Accelerator."""
-        made = object.__new__(cls)
-        made.num_steps, made.sync_gradients = num_steps, True
-        made.adjust_scheduler, made.sync_with_dataloader = adjust_scheduler, sync_with_dataloader
-        made.sync_each_batch, made.dataloader_references = sync_each_batch, []
-        _CURRENT_GRADIENTS.set(made)
-        return made
+        """The state of a new Accelerator, which `GradientState()` gives from here on."""
+        state = object.__new__(cls)
+        state.num_steps, state.sync_gradients = num_steps, True
+        state.adjust_scheduler, state.sync_with_dataloader = adjust_scheduler, sync_with_dataloader
+        state.sync_each_batch, state.dataloader_references = sync_each_batch, []
+        _CURRENT_GRADIENTS.set(state)
+        return state
 
     @property
     def active_dataloader(self) -> Any:
@@ -280,19 +284,19 @@ class AcceleratorState(Processes):
     _device: torch.device
 
     def __new__(cls) -> AcceleratorState:
-        found = _CURRENT.get()
-        if found is None:
+        current = _CURRENT.get()
+        if current is None:
             raise ConfigError("AcceleratorState() belongs to an Accelerator; make one first")
-        return found
+        return current
 
     @classmethod
     def begin(cls, plugin: MegatronLMPlugin | None, mixed_precision: str, device: torch.device) -> AcceleratorState:
-        """That of a new Accelerator."""
-        made = object.__new__(cls)
-        made.megatron_lm_plugin, made.mixed_precision, made._device = plugin, mixed_precision, device
-        made.distributed_type = _type(plugin is not None, device)
-        _CURRENT.set(made)
-        return made
+        """The state of a new Accelerator, which `AcceleratorState()` gives from here on."""
+        state = object.__new__(cls)
+        state.megatron_lm_plugin, state.mixed_precision, state._device = plugin, mixed_precision, device
+        state.distributed_type = _type(plugin is not None, device)
+        _CURRENT.set(state)
+        return state
 
     @property
     def device(self) -> torch.device:

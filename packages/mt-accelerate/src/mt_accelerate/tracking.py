@@ -115,14 +115,14 @@ class RunTracker(GeneralTracker):
 
 
 def chosen_trackers(log_with: Any, logging_dir: str | None, host: PluginHost) -> list[LoggerType | GeneralTracker]:
-    """Of `Accelerator(log_with=...)`: a name, a GeneralTracker, or a list of them; `all` is each whose package is
-    installed. Raises ConfigError for others, and PluginError for a package that is missing."""
-    given = [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple) else [log_with]
-    found: list[LoggerType | GeneralTracker] = []
-    for one in given:
-        more = [one] if isinstance(one, GeneralTracker) else _named(str(one), logging_dir, host)
-        found += [tracker for tracker in more if tracker not in found]
-    return found
+    """Trackers of `Accelerator(log_with=...)`: a name, a GeneralTracker, or a list of them; `all` is each whose
+    package is installed. Raises ConfigError for others, and PluginError for a package that is missing."""
+    requested = [] if log_with is None else list(log_with) if isinstance(log_with, list | tuple) else [log_with]
+    trackers: list[LoggerType | GeneralTracker] = []
+    for one in requested:
+        named = [one] if isinstance(one, GeneralTracker) else _named(str(one), logging_dir, host)
+        trackers += [tracker for tracker in named if tracker not in trackers]
+    return trackers
 
 
 def _named(name: str, logging_dir: str | None, host: PluginHost) -> Sequence[LoggerType]:
@@ -151,8 +151,8 @@ def _is_usable(kind: LoggerType, logging_dir: str | None, host: PluginHost) -> b
 def _build(kind: LoggerType, keys: Mapping[str, Any], host: PluginHost) -> tuple[Tracker, LoggingConfig]:
     """The tracker, and the section [logging] that it was built with. Trackers look at no other section."""
     name = KEYS[kind].name
-    given = {key: (value, "the program") for key, value in {"trackers": [name], **keys}.items()}
-    sections: dict[str, Any] = dict(build_sections(("logging",), {"logging": given}, host, Problems()))
+    values = {key: (value, "the program") for key, value in {"trackers": [name], **keys}.items()}
+    sections: dict[str, Any] = dict(build_sections(("logging",), {"logging": values}, host, Problems()))
     # Without validation of the whole: a tracker is chosen before there is a model.
     config = Config.model_construct(**sections)
     tracker = host[CALLBACKS].get(name, key="logging.trackers").build.load()(config)

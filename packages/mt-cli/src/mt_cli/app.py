@@ -210,11 +210,11 @@ def with_subcommands(command: Any, name: str, host: PluginHost) -> Any:
 def ordered_commands(host: PluginHost) -> list[CommandSpec]:
     """mt-cli's own commands in their order, then the others by name; one for each name."""
     own = plugin.mt_register_commands()
-    found = {spec.name: spec for spec in host[COMMANDS] if " " not in spec.name}
+    registered = {spec.name: spec for spec in host[COMMANDS] if " " not in spec.name}
     # An allow-list can leave mt-cli's own plugin out; the commands that show why stay.
-    kept = [spec for spec in own if spec.name in found or spec.name in DIAGNOSIS]
-    others = sorted(found.keys() - {spec.name for spec in own})
-    return kept + [found[name] for name in others]
+    first = [spec for spec in own if spec.name in registered or spec.name in DIAGNOSIS]
+    others = sorted(registered.keys() - {spec.name for spec in own})
+    return first + [registered[name] for name in others]
 
 
 def as_command(name: str, app: Any) -> Any:

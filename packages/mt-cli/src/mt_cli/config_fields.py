@@ -27,7 +27,7 @@ class ConfigField:
     key: str
     type: str
     default: str
-    """As TOML, "null", or "required"."""
+    """TOML, "null", or "required"."""
     doc: str
     conditions: Mapping[str, list[Any]]
     """Key of the section -> values with which this key counts; empty: it always counts."""
@@ -104,14 +104,14 @@ def find_fields(dotted: str, host: PluginHost) -> list[ConfigField]:
     section, dot, key = dotted.rpartition(".")
     sections = [require_section(section, host)] if dot else section_names(host)
     everything = [field for name in sections for field in section_fields(name, host)]
-    found = [field for field in everything if field.key == key]
-    if not found:
+    matching = [field for field in everything if field.key == key]
+    if not matching:
         if key in MEGATRON_KEYS:
             raise ConfigError(f"{key} is an option of Megatron's and no key here: {MEGATRON_KEYS[key]}")
         names = [field.dotted for field in everything] + [field.key for field in everything]
         where = f"unknown key {dotted}{did_you_mean(dotted, names)}"
         raise ConfigError(f"{where}; mt config keys {section if dot else ''}".rstrip() + " lists them")
-    return found
+    return matching
 
 
 def require_section(name: str, host: PluginHost) -> str:
@@ -227,8 +227,8 @@ def _bounds(schema: Mapping[str, Any]) -> str:
 
 def names_of(key: str, host: PluginHost) -> dict[str, Sequence[str]]:
     """Software -> its names for a dotted key, of those that have one."""
-    found = {spec.name: spec.names.load()().get(key, ()) for spec in _key_names(host)}
-    return {software: names for software, names in found.items() if names}
+    by_software = {spec.name: spec.names.load()().get(key, ()) for spec in _key_names(host)}
+    return {software: names for software, names in by_software.items() if names}
 
 
 def keys_called(name: str, host: PluginHost) -> list[str]:

@@ -174,10 +174,10 @@ class Finding:
 
 def examine(packages: Sequence[Package]) -> list[Finding]:
     """Look for each package; those that are there are imported in processes of their own, all at once."""
-    found = {package: locate(package) for package in packages}
+    findings = {package: locate(package) for package in packages}
     # In other processes: a broken GPU package can end the process that imports it by a signal.
-    imports = {package: _start_import(package.module) for package, finding in found.items() if not finding}
-    return [found[package] or _await_import(package, imports[package]) for package in packages]
+    imports = {package: _start_import(package.module) for package, finding in findings.items() if not finding}
+    return [findings[package] or _await_import(package, imports[package]) for package in packages]
 
 
 def locate(package: Package) -> Finding | None:
@@ -236,8 +236,8 @@ def distribution_version(module: str) -> str | None:
 
 def distribution_versions(host: PluginHost) -> dict[str, str]:
     """Distribution -> version, for each that brings a plugin; mt's own first."""
-    found = {plugin.distribution: plugin.version for plugin in host.plugins}
-    return {name: found[name] for name in sorted(found, key=lambda name: (not name.startswith("mt-"), name))}
+    versions = {plugin.distribution: plugin.version for plugin in host.plugins}
+    return {name: versions[name] for name in sorted(versions, key=lambda name: (not name.startswith("mt-"), name))}
 
 
 def version_lines(host: PluginHost) -> list[str]:

@@ -23,7 +23,7 @@ class ModelSize:
 
     total: int
     parts: Mapping[str, int]
-    """By the part of the model that holds them, largest first."""
+    """Parameters by the part of the model that holds them, largest first."""
     vocab_size: int | None
 
 

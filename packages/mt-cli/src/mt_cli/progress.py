@@ -115,7 +115,8 @@ class LiveProgress(PlainProgress):
 
 
 def build_progress(config: Config) -> Callback:
-    """By logging.progress; `auto` is live on a terminal and plain elsewhere, and for Megatron's lines."""
+    """The display that logging.progress names; `auto` is live on a terminal, and plain elsewhere and for Megatron's
+    lines."""
     console, lines = Console(), log_lines(config.logging)
     wanted = config.logging.progress
     if wanted == "none":

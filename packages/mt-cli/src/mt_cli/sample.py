@@ -73,7 +73,7 @@ def _print_text(trainer: Trainer, prompt: str) -> None:
 
 
 def _generator(trainer: Trainer) -> TextGenerator:
-    """Of the model on this process alone: with several ranks, from the checkpoint that training ended with."""
+    """A generator of the model on this process alone: with several ranks, from the checkpoint that training wrote."""
     from mt_core.train.trained_model import load_trained_model
     from mt_infer.text import TextGenerator
 
@@ -81,5 +81,5 @@ def _generator(trainer: Trainer) -> TextGenerator:
         return TextGenerator.of_engine(trainer.engine)
     assert trainer.directory is not None
     # Generating on the trainer's sharded model would need all ranks; this runs on one, which reads the whole model.
-    own = load_trained_model(trainer.directory.checkpoints, trainer.host, device=trainer.engine.device.type)
-    return TextGenerator.of_model(own.model, own.tokenizer, own.config, own.ctx)
+    trained = load_trained_model(trainer.directory.checkpoints, trainer.host, device=trainer.engine.device.type)
+    return TextGenerator.of_model(trained.model, trained.tokenizer, trained.config, trained.ctx)

@@ -16,8 +16,8 @@ _CHUNK = 1 << 22
 
 def text_files(names: Iterable[str]) -> list[Path]:
     """Uncompressed text files of names that are a file, a folder or a pattern."""
-    found = [path for name in names for path in _files_of(name)]
-    return [path for path in found if path.suffix.lower() in PLAIN + JSON_LINES]
+    files = [path for name in names for path in _files_of(name)]
+    return [path for path in files if path.suffix.lower() in PLAIN + JSON_LINES]
 
 
 def _files_of(name: str) -> Iterator[Path]:

@@ -153,7 +153,7 @@ def _accept_data(draft: Draft, settings: Settings) -> None:
 
 
 def _entries(parts: Sequence[str]) -> Sequence[str | Settings]:
-    """Of data.data_path: paths, or weights and paths in turn."""
+    """Entries of data.data_path: paths, or weights and paths in turn."""
     # Megatron-LM: get_blend_from_list, which takes every other text for a weight if all of these are numbers.
     weights, paths = parts[::2], parts[1::2]
     if len(weights) > len(paths) or not all(map(_is_number, weights)):
@@ -228,15 +228,15 @@ def _sentence_piece(path: Path | None) -> Settings | None:
 def _take_tokenizer(draft: Draft, answer: str) -> None:
     path = Path(answer)
     if answer == "bytes":
-        found: Settings | None = {"tokenizer_type": "ByteLevelTokenizer"}
+        section: Settings | None = {"tokenizer_type": "ByteLevelTokenizer"}
     else:
-        found = _tokenizer_in(path) if path.is_dir() else _sentence_piece(path if path.suffix == ".model" else None)
-    if found is None or not (answer == "bytes" or path.exists()):
+        section = _tokenizer_in(path) if path.is_dir() else _sentence_piece(path if path.suffix == ".model" else None)
+    if section is None or not (answer == "bytes" or path.exists()):
         raise ConfigError(
             f"{answer}: no tokenizer is there; give a folder with tokenizer.json, vocab.json and merges.txt or "
             "vocab.txt, or a SentencePiece .model, or bytes"
         )
-    draft.accept({f"tokenizer.{key}": value for key, value in found.items()})
+    draft.accept({f"tokenizer.{key}": value for key, value in section.items()})
 
 
 def _paths(draft: Draft) -> list[str]:

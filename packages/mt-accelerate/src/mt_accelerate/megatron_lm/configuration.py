@@ -40,7 +40,7 @@ def training_sections(
     Raises ConfigError for a field of the plugin that contradicts the model or the program, and an optimizer that cannot
     be followed.
     """
-    own = plugin.sections(mixed_precision)
+    of_plugin = plugin.sections(mixed_precision)
     others = other_sections(plugin.other_megatron_args or {}, model)
     batch = {
         "micro_batch_size": micro_batch_size,
@@ -49,8 +49,8 @@ def training_sections(
         "seed": seed,
         "device": device,
     }
-    given = merged(
-        own,
+    of_program = merged(
+        of_plugin,
         schedule,
         {
             "model": model_section(model, plugin),
@@ -63,29 +63,29 @@ def training_sections(
             "logging": _logging(plugin),
         },
     )
-    _require_no_contradiction(given, others)
-    return merged(given, others)
+    _require_no_contradiction(of_program, others)
+    return merged(of_program, others)
 
 
-def _require_no_contradiction(given: Sections, others: Sections) -> None:
+def _require_no_contradiction(of_program: Sections, others: Sections) -> None:
     """others: of other_megatron_args. Raises ConfigError for a key that the program gives another value."""
     for section, keys in others.items():
         for key, value in keys.items():
             # The same value twice is no contradiction, so that a launch script's arguments may be passed as they are.
-            if (found := given.get(section, {}).get(key, value)) != value:
+            if (stated := of_program.get(section, {}).get(key, value)) != value:
                 raise ConfigError(
                     f"other_megatron_args gives {section}.{key}={value!r}, and the program's model, optimizer, loaders "
-                    f"and seed give {found!r}; leave it out, and change it there"
+                    f"and seed give {stated!r}; leave it out, and change it there"
                 )
 
 
 def merged(*parts: Mapping[str, Mapping[str, Any]]) -> Sections:
     """Sections with the keys of all parts; later ones win."""
-    found: Sections = {}
+    sections: Sections = {}
     for part in parts:
         for section, keys in part.items():
-            found[section] = {**found.get(section, {}), **keys}
-    return found
+            sections[section] = {**sections.get(section, {}), **keys}
+    return sections
 
 
 def _optimizer(optimizer: OptimizerLike, undecayed: Sequence[str] | None, plugin: MegatronLMPlugin) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def model_section(model: Mapping[str, Any], plugin: MegatronLMPlugin) -> dict[st
 
 
 def data_parallel_size(plugin: MegatronLMPlugin) -> int:
-    """Of this world. Raises ConfigError when the layout does not fit into it."""
+    """Data-parallel ranks of this world. Raises ConfigError when the layout does not fit into it."""
     # The expert-parallel size is no factor: ranks with other experts are data-parallel ranks of the other layers.
     world = dist.get_world_size() if dist.is_initialized() else 1
     shared = plugin.tp_degree * plugin.pp_degree * plugin.context_parallel_size

@@ -117,7 +117,7 @@ class DataParallelLoader:
         return self._order.global_size
 
     def kept_rows(self) -> list[int]:
-        """Of the last batch, gathered over ranks: the rows that are no repetitions."""
+        """Rows of the last batch, gathered over ranks, that are no repetitions."""
         order, dp = self._order, self.ctx.dp.size
         groups = [micro_batch_samples(0, order.global_size, order.micro_size, rank, dp) for rank in range(dp)]
         # Row i of the gathered batch is sample samples[i] of the global batch:

@@ -165,7 +165,7 @@ class MegatronEngine:
         )
         self.optimizer_wrapper: Any = None
         self.gradients: GradientState | None = None
-        """Of the Accelerator."""
+        """The state of the Accelerator that prepared the model."""
         self.program_optimizer: Any = None
         """The optimizer of the program, where a scheduler of torch sets its rate."""
         self._accumulated: AccumulatedStep | None = None
@@ -184,11 +184,11 @@ class MegatronEngine:
 
     @property
     def consumed_samples(self) -> int:
-        """Of training, over all ranks."""
+        """Training samples so far, over all ranks."""
         return self.engine.state.consumed_samples
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Of this rank: shards, of its pipeline stage."""
+        """The shards of this rank, of its pipeline stage."""
         return self.engine.model.parameters(recurse)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -279,19 +279,19 @@ class MegatronEngine:
             return {}
         mean, self._evaluated = sum(self._evaluated) / len(self._evaluated), []
         # Bounded as in Megatron: exp(20) is far above any vocabulary, and exp of an early loss may overflow.
-        found = {"eval_loss": mean, "eval_ppl": math.exp(min(20.0, mean))}
+        results = {"eval_loss": mean, "eval_ppl": math.exp(min(20.0, mean))}
         if self._record is not None:
             self._record.add_evaluation(mean)
         if self.engine.ctx.is_writer:
-            print(f"validation loss at iteration {self.iteration}: {mean:.6f}, perplexity {found['eval_ppl']:.6f}")
-        return found
+            print(f"validation loss at iteration {self.iteration}: {mean:.6f}, perplexity {results['eval_ppl']:.6f}")
+        return results
 
     def save_checkpoint(self, output_dir: str) -> None:
-        """As `Accelerator.save_state`."""
+        """Does what `Accelerator.save_state` does for the model."""
         self.engine.save_state(output_dir, with_optimizer=not self.plugin.no_save_optim)
 
     def load_checkpoint(self, input_dir: str) -> None:
-        """As `Accelerator.load_state`."""
+        """Does what `Accelerator.load_state` does for the model."""
         self.engine.load_state(input_dir, with_optimizer=not self.plugin.no_load_optim)
 
     def close(self) -> None:

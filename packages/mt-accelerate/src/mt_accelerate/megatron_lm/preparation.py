@@ -98,35 +98,35 @@ MODEL_OPTIONS = ("attention_dropout", "hidden_dropout", "position_embedding_type
 """Keys of [model] that fields of the plugin set or contradict, in families that have them."""
 
 
-def build_engine(given: Prepared, state: AcceleratorState, accelerator: Any, host: PluginHost) -> MegatronEngine:
+def build_engine(program: Prepared, state: AcceleratorState, accelerator: Any, host: PluginHost) -> MegatronEngine:
     """Collective. accelerator: passed to the program's train step. Raises ConfigError for a model without a name map,
     and for an optimizer, a scheduler or a field of the plugin that cannot be followed."""
     # Order of collectives on every rank: weights, then the seed, then what MegatronEngine builds.
-    _share_weights(given.model)
-    plugin, reader = state.megatron_lm_plugin, read_module(given.model, host)
+    _share_weights(program.model)
+    plugin, reader = state.megatron_lm_plugin, read_module(program.model, host)
     assert plugin is not None  # without one the program's own modules run (without_plugin)
-    size, dp = _micro_batch_size(given, plugin), data_parallel_size(plugin)
+    size, dp = _micro_batch_size(program, plugin), data_parallel_size(plugin)
     plugin.set_global_batch_size(size * plugin.num_micro_batches * dp)
     sections = reader.metadata["config"]
     configured = training_sections(
         {**sections["model"], **_options_of_family(reader, host)},
         sections["tokenizer"],
         plugin,
-        given.optimizer,
-        undecayed_names(given.model, given.optimizer.param_groups, host),
+        program.optimizer,
+        undecayed_names(program.model, program.optimizer.param_groups, host),
         mixed_precision=state.mixed_precision,
         micro_batch_size=size,
         dp_size=dp,
         # Programs may seed every process differently; a run has one seed, the first rank's.
         seed=from_first_rank(torch.initial_seed() % 2**31),
         device=state.device.type,
-        schedule=schedule_sections(plugin, given.scheduler, dp, _steps_of_epoch(given, plugin)),
-        data=data_section(given, plugin, sections["model"]["family"]),
+        schedule=schedule_sections(plugin, program.scheduler, dp, _steps_of_epoch(program, plugin)),
+        data=data_section(program, plugin, sections["model"]["family"]),
     )
     # Checks of the layout read WORLD_SIZE, which is not set where the program has joined its processes itself.
     with as_world(state.num_processes):
         loaded = load_config(sections=configured, host=host)
-    engine = MegatronEngine(loaded, plugin, reader, given.model.config.to_dict(), accelerator, host)
+    engine = MegatronEngine(loaded, plugin, reader, program.model.config.to_dict(), accelerator, host)
     # Of training alone: the plugin has refused numbers for validation and test.
     engine.engine.state.consumed_samples = (plugin.consumed_samples or [0])[0]
     return engine
@@ -139,42 +139,42 @@ def _share_weights(model: nn.Module) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def _micro_batch_size(given: Prepared, plugin: MegatronLMPlugin) -> int:
-    if given.dummy is not None:
-        return int(given.dummy.dataset_args.get("micro_batch_size", 1))
-    return micro_batch_size(given.loaders, plugin.is_train_batch_min)
+def _micro_batch_size(program: Prepared, plugin: MegatronLMPlugin) -> int:
+    if program.dummy is not None:
+        return int(program.dummy.dataset_args.get("micro_batch_size", 1))
+    return micro_batch_size(program.loaders, plugin.is_train_batch_min)
 
 
-def _steps_of_epoch(given: Prepared, plugin: MegatronLMPlugin) -> int | None:
-    """Of the first loader's data; None for data sets of mt."""
-    if not given.loaders:
+def _steps_of_epoch(program: Prepared, plugin: MegatronLMPlugin) -> int | None:
+    """Steps of an epoch of the first loader's data; None for data sets of mt."""
+    if not program.loaders:
         return None
     # The first loader is that of training, as Accelerate takes it.
-    return max(len(given.loaders[0].dataset) // (plugin.global_batch_size or 1), 1)  # type: ignore[arg-type]
+    return max(len(program.loaders[0].dataset) // (plugin.global_batch_size or 1), 1)  # type: ignore[arg-type]
 
 
-def data_section(given: Prepared, plugin: MegatronLMPlugin, family: str) -> dict[str, Any]:
+def data_section(program: Prepared, plugin: MegatronLMPlugin, family: str) -> dict[str, Any]:
     """[data]. Raises ConfigError for a length of the decoder beside data that has none."""
     length = plugin.seq_length or plugin.encoder_seq_length
     decoder = plugin.decoder_seq_length
-    if decoder is not None and (given.dummy is None or family != "t5"):
+    if decoder is not None and (program.dummy is None or family != "t5"):
         raise ConfigError(
             f"MegatronLMPlugin(decoder_seq_length={decoder}) is of T5's data sets (MegatronLMDummyDataLoader); a "
             f"DataLoader's batches have their own lengths, and model.family={family} is none of T5's otherwise"
         )
-    if given.dummy is None:
-        length = length or _length_of_samples(given)
-    own = {"seq_length": length, "decoder_seq_length": decoder, "eod_mask_loss": plugin.eod_mask_loss or None}
-    keys = {key: value for key, value in own.items() if value is not None}
-    if given.dummy is None:
+    if program.dummy is None:
+        length = length or _length_of_samples(program)
+    lengths = {"seq_length": length, "decoder_seq_length": decoder, "eod_mask_loss": plugin.eod_mask_loss or None}
+    keys = {key: value for key, value in lengths.items() if value is not None}
+    if program.dummy is None:
         return keys
     # Before the train step is built, which passes it to get_batch_func.
     plugin.megatron_dataset_flag = True
-    return {**dataset_section(given.dummy.dataset_args, family), **keys}
+    return {**dataset_section(program.dummy.dataset_args, family), **keys}
 
 
-def _length_of_samples(given: Prepared) -> int:
-    loader = given.loaders[0]
+def _length_of_samples(program: Prepared) -> int:
+    loader = program.loaders[0]
     # The first sample as a batch: its length is known only after padding.
     return int(loader.collate_fn([loader.dataset[0]])["input_ids"].shape[1])
 

@@ -64,19 +64,19 @@ class MegatronRun:
         # For the functions of accelerate.utils, which programs call without a model.
         RANKS.set(engine.engine.ctx.dp)
         # By identity: objects are returned in the order in which they were given, and modules have no useful equality.
-        made: dict[int, Any] = {id(given.model): engine}
-        engine.optimizer_wrapper = made[id(given.optimizer)] = MegatronLMOptimizerWrapper(engine.engine)
+        prepared: dict[int, Any] = {id(given.model): engine}
+        engine.optimizer_wrapper = prepared[id(given.optimizer)] = MegatronLMOptimizerWrapper(engine.engine)
         if is_ordinary(given.scheduler):
             engine.program_optimizer = given.optimizer
             self._scheduler = OrdinaryScheduler(given.scheduler, self.gradients, data_parallel_ranks().size)
-            made[id(given.scheduler)] = self._scheduler
+            prepared[id(given.scheduler)] = self._scheduler
         elif given.scheduler is not None:
-            made[id(given.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)
+            prepared[id(given.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)
         self._loaders = [
             DataParallelLoader(loader, engine.engine, self.gradients, self._random) for loader in given.loaders
         ]
-        made |= {id(loader): found for loader, found in zip(given.loaders, self._loaders, strict=True)}
-        results = [made.get(id(value), value) for value in objects]
+        prepared |= {id(loader): found for loader, found in zip(given.loaders, self._loaders, strict=True)}
+        results = [prepared.get(id(value), value) for value in objects]
         if given.dummy is not None:
             self._iterators = dataset_iterators(engine, self._host)
             iterators = iter(self._iterators)

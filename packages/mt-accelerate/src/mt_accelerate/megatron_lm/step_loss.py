@@ -86,12 +86,12 @@ class ComputedOutput:
 
 def step_batch(batch: RankBatch, raw: Callable[[int, int], Mapping[str, np.ndarray]]) -> RankBatch:
     """The micro-batches with the program's own rows beside them, each counted once in the loss."""
-    made, start = [], 0
+    micro_batches, start = [], 0
     for arrays, samples in zip(batch.micro_batches, batch.samples, strict=True):
         rows = raw(start, start + len(samples))
         # One position for the whole micro-batch, in place of the tokens' mask,
         # which the program's loss function applies.
         once = {"loss_mask": np.ones(1, dtype=np.float32)}
-        made.append({**arrays, **{RAW + name: value for name, value in rows.items()}, **once})
+        micro_batches.append({**arrays, **{RAW + name: value for name, value in rows.items()}, **once})
         start += len(samples)
-    return RankBatch(made, batch.samples)
+    return RankBatch(micro_batches, batch.samples)

@@ -88,11 +88,11 @@ class GPTTrainStep(_LanguageModelStep):
         ends = end_of_document(vars(self.args)) if self.args.eod_mask_loss else ()
 
         def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Any, ...]:
-            found = causal_fields(next(data_iterator), ends)
-            tokens = found["tokens"]
+            fields = causal_fields(next(data_iterator), ends)
+            tokens = fields["tokens"]
             # [rows, S]: every field has the rows of the batch, by which it is cut into micro-batches.
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            return tokens, found["labels"], found["loss_mask"], None, found.get("position_ids", positions)
+            return tokens, fields["labels"], fields["loss_mask"], None, fields.get("position_ids", positions)
 
         return get_batch
 
@@ -118,8 +118,8 @@ class BertTrainStep(_LanguageModelStep):
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> GetBatch:
         def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Any, ...]:
-            found = masked_fields(next(data_iterator))
-            return tuple(found.get(str(name)) for name in self.fields)
+            fields = masked_fields(next(data_iterator))
+            return tuple(fields.get(str(name)) for name in self.fields)
 
         return get_batch
 
@@ -141,8 +141,8 @@ class ClassificationTrainStep(BertTrainStep):
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> GetBatch:
         def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Any, ...]:
-            found = classification_fields(next(data_iterator), ("padding_mask", "tokentype_ids"))
-            return tuple(found.get(str(name)) for name in self.fields)
+            fields = classification_fields(next(data_iterator), ("padding_mask", "tokentype_ids"))
+            return tuple(fields.get(str(name)) for name in self.fields)
 
         return get_batch
 
@@ -169,8 +169,8 @@ class T5TrainStep(_LanguageModelStep):
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> GetBatch:
         def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Any, ...]:
-            found = translation_fields(next(data_iterator), vars(self.args))
-            return tuple(found.get(str(name)) for name in self.fields)
+            fields = translation_fields(next(data_iterator), vars(self.args))
+            return tuple(fields.get(str(name)) for name in self.fields)
 
         return get_batch
 

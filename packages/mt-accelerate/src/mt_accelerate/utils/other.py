@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
-from functools import reduce as folded
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,10 +17,7 @@ from packaging.version import Version
 from safetensors.torch import save_file
 
 from mt_accelerate.operations import (
-    gather_across_data_parallel_groups,
     on_tensors,
-    pad_across_data_parallel_group,
-    reduce_across_data_parallel_group,
 )
 from mt_accelerate.state import PartialState
 from mt_accelerate.without_plugin import models
@@ -50,21 +47,6 @@ class RNGType(StrEnum):
 
 def wait_for_everyone() -> None:
     wait_for_all()
-
-
-def gather(tensor: Any) -> Any:
-    """The same as `Accelerator.gather`."""
-    return on_tensors(gather_across_data_parallel_groups, tensor)
-
-
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The same as `Accelerator.reduce`."""
-    return on_tensors(lambda one: reduce_across_data_parallel_group(one, reduction, scale), tensor)
-
-
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """The same as `Accelerator.pad_across_processes`."""
-    return on_tensors(lambda one: pad_across_data_parallel_group(one, dim, pad_index, pad_first), tensor)
 
 
 def extract_model_from_parallel(
@@ -190,7 +172,7 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
     """attr: names with dots between them."""
-    return folded(getattr, attr.split("."), obj)
+    return reduce(getattr, attr.split("."), obj)
 
 
 def tqdm(*arguments: Any, main_process_only: bool = True, **options: Any) -> Any:

@@ -53,7 +53,7 @@ class RankBatches(BatchSampler):
         yield from (self._part(batches) if self.config.split_batches else batches[self.ranks.rank :: self.ranks.size])
 
     def _filled_up(self, batches: list[list[int]]) -> list[list[int]]:
-        """As many full batches as all ranks need, filled up from the beginning of the data."""
+        """Full batches, as many as all ranks need: the last ones are filled up from the beginning of the data."""
         order = [index for batch in batches for index in batch]
         if not order:
             return batches
@@ -70,9 +70,9 @@ class RankBatches(BatchSampler):
     def _part(self, batches: list[list[int]]) -> Iterator[list[int]]:
         size = (self.batch_size or 0) // self.ranks.size
         for batch in batches:
-            own = batch[self.ranks.rank * size : (self.ranks.rank + 1) * size]
-            if own:
-                yield own
+            part = batch[self.ranks.rank * size : (self.ranks.rank + 1) * size]
+            if part:
+                yield part
 
 
 class RankSamples(IterableDataset[Any]):
@@ -187,9 +187,9 @@ class PreparedLoader:
 
     def skipped(self, count: int) -> PreparedLoader:
         """The same batches without the first ones, in the next epoch."""
-        made = PreparedLoader(self.base_dataloader, self._ranks, self.device, self.gradient_state, self.config)
-        made._skip = count
-        return made
+        shortened = PreparedLoader(self.base_dataloader, self._ranks, self.device, self.gradient_state, self.config)
+        shortened._skip = count
+        return shortened
 
     def __len__(self) -> int:
         return max(len(self._loader) - self._skip, 0)
@@ -257,7 +257,7 @@ def _seed_sampler(loader: DataLoader[Any], config: DataLoaderConfiguration) -> N
 
 
 def rows_without_repetitions(value: Any, loader: PreparedLoader | None) -> Any:
-    """Of what was gathered in the last batch of a loader."""
+    """Rows of what was gathered in the last batch of a loader, without those that filled it up."""
     if loader is None or not loader.at_end or loader.remainder <= 0:
         return value
     rows = find_batch_size(value)

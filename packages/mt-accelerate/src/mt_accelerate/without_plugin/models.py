@@ -78,9 +78,9 @@ def _in_precision(forward: Callable[..., Any], cast: Callable[[], Any]) -> Calla
     @functools.wraps(forward)
     def wrapper(*inputs: Any, **options: Any) -> Any:
         with cast():
-            found = forward(*inputs, **options)
+            outputs = forward(*inputs, **options)
         # Losses outside of the module are computed in 32 bits.
-        return convert_to_fp32(found)
+        return convert_to_fp32(outputs)
 
     return wrapper
 

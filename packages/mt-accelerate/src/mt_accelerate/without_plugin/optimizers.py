@@ -67,11 +67,11 @@ class PreparedOptimizer(Optimizer):
             self.step_was_skipped = False
             return self.optimizer.step(closure)
         before = self.scaler.get_scale()
-        found = self.scaler.step(self.optimizer, closure)
+        result = self.scaler.step(self.optimizer, closure)
         self.scaler.update()
         # The scaler halves its scale after a gradient that was not finite, whose step it left out.
         self.step_was_skipped = self.scaler.get_scale() < before
-        return found
+        return result
 
 
 # A program's scheduler: it moves with the optimizer's steps.

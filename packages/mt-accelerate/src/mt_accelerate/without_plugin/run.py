@@ -57,9 +57,9 @@ class OwnModules:
 
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool]) -> list[Any]:
         """Collective. Schedulers last: they move with the optimizers."""
-        given = list(zip(objects, placements, strict=True))
-        found = [one if _is_scheduler(one) else self.prepare_one(one, place) for one, place in given]
-        return [self.prepare_scheduler(one) if _is_scheduler(one) else one for one in found]
+        placed = list(zip(objects, placements, strict=True))
+        prepared = [one if _is_scheduler(one) else self.prepare_one(one, place) for one, place in placed]
+        return [self.prepare_scheduler(one) if _is_scheduler(one) else one for one in prepared]
 
     def prepare_one(self, one: Any, place: bool) -> Any:
         """Anything else stays as it is."""
@@ -70,7 +70,7 @@ class OwnModules:
         return self.prepare_optimizer(one) if isinstance(one, Optimizer) else one
 
     def prepare_model(self, model: nn.Module, place: bool, evaluation: bool = False) -> nn.Module:
-        made = models.prepare(
+        prepared = models.prepare(
             model,
             self.state.device,
             self.state.mixed_precision,
@@ -79,16 +79,16 @@ class OwnModules:
             place=place,
             evaluation=evaluation,
         )
-        if all(made is not one for one in self.models):
-            self.models.append(made)
-        return made
+        if all(prepared is not one for one in self.models):
+            self.models.append(prepared)
+        return prepared
 
     def prepare_optimizer(self, optimizer: Any) -> PreparedOptimizer:
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        made = PreparedOptimizer(optimizer, self.gradients, self.scaler)
-        self.optimizers.append(made)
-        return made
+        prepared = PreparedOptimizer(optimizer, self.gradients, self.scaler)
+        self.optimizers.append(prepared)
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         if isinstance(scheduler, PreparedScheduler):
@@ -100,17 +100,17 @@ class OwnModules:
             )
         moves = 1 if self.config.split_batches else self.state.num_processes
         with_optimizer = self.step_scheduler_with_optimizer
-        made = PreparedScheduler(scheduler, self.optimizers, self.gradients, moves, with_optimizer=with_optimizer)
-        self.schedulers.append(made)
-        return made
+        prepared = PreparedScheduler(scheduler, self.optimizers, self.gradients, moves, with_optimizer=with_optimizer)
+        self.schedulers.append(prepared)
+        return prepared
 
     def prepare_loader(self, loader: Any, place: bool) -> PreparedLoader:
         if isinstance(loader, PreparedLoader):
             return loader
         device = self.state.device if place else None
-        made = PreparedLoader(loader, data_parallel_ranks(), device, self.gradients, self.config)
-        self.loaders.append(made)
-        return made
+        prepared = PreparedLoader(loader, data_parallel_ranks(), device, self.gradients, self.config)
+        self.loaders.append(prepared)
+        return prepared
 
     # -- in the loop ------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class OwnModules:
     # -- states -----------------------------------------------------------------------------------
 
     def weights(self) -> list[dict[str, Tensor]]:
-        """Of the prepared models, for hooks of the program."""
+        """State dicts of the prepared models, for hooks of the program."""
         return [self.unwrap(model, True).state_dict() for model in self.models]
 
     def save_state(self, folder: str, own_models: Sequence[nn.Module]) -> None:

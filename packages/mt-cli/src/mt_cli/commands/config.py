@@ -177,11 +177,11 @@ def explain(
     if sentences := sentences_about(key, host):
         return typer.echo("\n".join(sentences))
     # First as a name of other software, which may stand for several keys; else as a key.
-    found = [field for name in keys_called(key, host) or [key] for field in find_fields(name, host)]
-    names = {field.dotted: names_of(field.dotted, host) for field in found}
+    fields = [field for name in keys_called(key, host) or [key] for field in find_fields(name, host)]
+    names = {field.dotted: names_of(field.dotted, host) for field in fields}
     if as_json:
-        return typer.echo(json.dumps([{**_as_dict(field), "names": names[field.dotted]} for field in found], indent=2))
-    for position, field in enumerate(found):
+        return typer.echo(json.dumps([{**_as_dict(field), "names": names[field.dotted]} for field in fields], indent=2))
+    for position, field in enumerate(fields):
         if position:
             typer.echo()
         _console().print(_explanation(field, names[field.dotted]))

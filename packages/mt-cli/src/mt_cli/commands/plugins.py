@@ -32,13 +32,13 @@ def plugins(
     host = host_of(context)
     if kind is not None and kind not in host.kinds:
         raise ConfigError(f"--kind {kind}: kinds are {', '.join(host.kinds)}{did_you_mean(kind, host.kinds)}")
-    found = listing(host, [kind] if kind else list(host.kinds))
+    listed = listing(host, [kind] if kind else list(host.kinds))
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(listed, indent=2))
     else:
-        _print(found)
+        _print(listed)
     # With MT_PLUGINS_STRICT the command serves as a check in scripts: it prints everything and then fails.
-    if is_strict() and (found["duplicates"] or any(_is_fault(p) for p in found["plugins"])):
+    if is_strict() and (listed["duplicates"] or any(_is_fault(p) for p in listed["plugins"])):
         raise typer.Exit(1)
 
 
@@ -89,14 +89,14 @@ def _is_fault(plugin: dict[str, Any]) -> bool:
     return any(problem["stage"] != "allow-list" for problem in plugin["problems"])
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(listed: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print(_registration_table(found["registrations"], console.width))
+    console.print(_registration_table(listed["registrations"], console.width))
     console.print()
-    console.print(_plugin_table(found))
-    _print_problems(console, found)
+    console.print(_plugin_table(listed))
+    _print_problems(console, listed)
 
 
 def _registration_table(registrations: list[dict[str, Any]], width: int) -> Table:
@@ -122,9 +122,9 @@ def _registration_table(registrations: list[dict[str, Any]], width: int) -> Tabl
     return table
 
 
-def _plugin_table(found: dict[str, Any]) -> Table:
+def _plugin_table(listed: dict[str, Any]) -> Table:
     table = _new_table("plugin", "distribution", "version", "needs", "state")
-    for plugin in found["plugins"]:
+    for plugin in listed["plugins"]:
         needs = f"mt-core {plugin['mt_core_range']}" if plugin["mt_core_range"] else ""
         table.add_row(plugin["name"], plugin["distribution"], plugin["version"], needs, _state(plugin))
     return table
@@ -147,15 +147,15 @@ def _new_table(*columns: str) -> Table:
     return table
 
 
-def _print_problems(console: Console, found: dict[str, Any]) -> None:
-    for plugin in found["plugins"]:
+def _print_problems(console: Console, listed: dict[str, Any]) -> None:
+    for plugin in listed["plugins"]:
         label = f'plugin "{plugin["name"]}" ({plugin["distribution"]} {plugin["version"]})'
         for note in plugin["notes"]:
             console.print(f"\n{label}: {note}", style="yellow", markup=False)
         for problem in plugin["problems"]:
             if problem["stage"] != "allow-list":
                 console.print(f"\n{label}, {problem['stage']}: {problem['message']}", style="red", markup=False)
-    for twice in found["duplicates"]:
+    for twice in listed["duplicates"]:
         owners = " and ".join(twice["plugins"])
         text = f"{twice['kind'].replace('_', ' ')}: {twice['name']} is registered by {owners}; neither is used"
         console.print(f"\n{text}", style="red", markup=False)

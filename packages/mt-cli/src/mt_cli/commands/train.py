@@ -211,7 +211,7 @@ def _announce(config: Path | None, preset: str | None) -> None:
 
 
 def _name_of_run(loaded: LoadedConfig, config: Path | None) -> str:
-    """Of the file, of the preset, or of the checkpoint that the model comes from."""
+    """The name of the file, of the preset, or of the checkpoint that the model comes from."""
     origin = loaded.origin("model.family")
     if config is None and origin.startswith("checkpoint "):
         return f"from-{Path(origin.removeprefix('checkpoint ')).name}"
