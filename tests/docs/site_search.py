@@ -4,8 +4,8 @@ The site (Material for MkDocs) searches in the browser with lunr. Its index has 
 each heading, with the fields title (boost 1000) and text (boost 1), BM25 without normalization by length (b = 0), and
 stop words left out. A query's words match as prefixes. The score of a document is multiplied by 1 + boost squared,
 where boost counts whether it is a page, and whether all words were found; documents of one page are shown as one hit.
-lunr for Python does the same here, on the site's own `search_index.json`, or on an index of the Markdown files with the
-same division.
+lunr for Python computes nearly the same order here (its expansion of prefixes differs from that of the browser's
+version), on the site's own `search_index.json`, or on an index of the Markdown files with the same division.
 """
 
 from __future__ import annotations
@@ -20,50 +20,11 @@ from pathlib import Path
 
 from lunr.builder import Builder
 from lunr.query import Query, QueryPresence
-from lunr.stop_word_filter import stop_word_filter
+from lunr.stop_word_filter import WORDS, stop_word_filter
 
 SEPARATOR = re.compile(r"""[\s\-_,:!=\[\]()"`/.;?]+""")
 """That of mkdocs.yml."""
 HITS = 3
-STOP_WORDS = frozenset(
-    [
-        "a",
-        "an",
-        "and",
-        "are",
-        "as",
-        "at",
-        "be",
-        "by",
-        "can",
-        "do",
-        "does",
-        "for",
-        "from",
-        "how",
-        "i",
-        "if",
-        "in",
-        "is",
-        "it",
-        "of",
-        "on",
-        "or",
-        "the",
-        "to",
-        "what",
-        "when",
-        "where",
-        "which",
-        "while",
-        "who",
-        "why",
-        "will",
-        "with",
-        "you",
-        "your",
-    ]
-)
 CASES = Path(__file__).with_name("search_questions.json")
 
 
@@ -109,7 +70,7 @@ class SiteSearch:
         searched = Query(self.index.fields)
         for term in terms:
             searched.term(term, wildcard=Query.WILDCARD_TRAILING, presence=QueryPresence.OPTIONAL)
-        wanted = [term for term in terms if term not in STOP_WORDS]
+        wanted = [term for term in terms if term not in WORDS]
         found = []
         for match in self.index.query(searched):
             entry = self.entries[match["ref"]]
