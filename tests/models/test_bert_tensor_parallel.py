@@ -15,6 +15,7 @@ from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
+from mt_core.specs import LOSSES, MODELS
 
 pytestmark = pytest.mark.dist
 SIZES = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "vocab_size=101", "init_method_std=0.2"]
@@ -54,14 +55,14 @@ def loss_and_gradients(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Modu
     family, loss, keys = CASES[case]
     options = [f"model.family={family}", f"train.loss={loss}", *(f"model.{key}" for key in (*SIZES, *keys))]
     config = load_config(overrides=[*options, "data.seq_length=12", "train.train_iters=1"], host=host()).config
-    model = host().models.get(family).build.load()(config.model, ModelBuildContext(config, ctx, host()))
+    model = host()[MODELS].get(family).build.load()(config.model, ModelBuildContext(config, ctx, host()))
     initialize(model, 5, ctx)
     use_streams(model, DropoutStreams(5))
     batch = samples()
     if "class" in loss:
         batch["labels"], batch["loss_mask"] = torch.tensor([1, 0, 1, 1]), torch.ones(4)
     output = model(**{name: batch[name] for name in model.inputs if name in batch})
-    losses = host().losses.get(loss, key="train.loss").build.load()(config, ctx)(output, batch)
+    losses = host()[LOSSES].get(loss, key="train.loss").build.load()(config, ctx)(output, batch)
     total = (losses * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
     total.backward()
     for name, layout in parameter_layouts(model).items():

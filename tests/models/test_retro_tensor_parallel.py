@@ -15,6 +15,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
+from mt_core.specs import LOSSES, MODELS
 
 pytestmark = pytest.mark.dist
 KEYS = [f"model.{key}={value}" for key, value in SHAPE.items()]
@@ -35,11 +36,11 @@ CASES = {
 def loss_and_gradients(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Module]:
     """The model after backward; its partial gradients are summed."""
     config = load_config(overrides=[*BASE, *CASES[case]], host=host()).config
-    model = host().models.get("retro").build.load()(config.model, ModelBuildContext(config, ctx, host()))
+    model = host()[MODELS].get("retro").build.load()(config.model, ModelBuildContext(config, ctx, host()))
     initialize(model, 5, ctx)
     batch = samples()
     labels = {"labels": batch["tokens"].roll(-1, 1)}
-    losses = host().losses.get("cross_entropy", key="train.loss").build.load()(config, ctx)(model(**batch), labels)
+    losses = host()[LOSSES].get("cross_entropy", key="train.loss").build.load()(config, ctx)(model(**batch), labels)
     losses.mean().backward()
     for name, layout in parameter_layouts(model).items():
         if "tp" in layout.partial_gradient and ctx.tp.size > 1:

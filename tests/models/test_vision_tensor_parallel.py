@@ -18,6 +18,7 @@ from mt_core.nn.embedding import gather_logits
 from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
+from mt_core.specs import MODELS
 
 pytestmark = pytest.mark.dist
 
@@ -75,7 +76,7 @@ def forward_backward(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Module
     """The output, and the model with gradients as the data-parallel step would see them."""
     sections = {"train": {"loss": "classification"}} if case == "classes" else {}
     config = config_from(host(), CASES[case], data={"seq_length": 16}, **sections)
-    model = host().models.get(config.model.family).build.load()(config.model, ModelBuildContext(config, ctx, host()))
+    model = host()[MODELS].get(config.model.family).build.load()(config.model, ModelBuildContext(config, ctx, host()))
     initialize(model, 1, ctx)
     out = output(model, case, ctx)
     if case in OF_TEXTS:

@@ -374,7 +374,7 @@ EXPERTS = (
     ),
     Mutation(
         "the expert bias moves by the load of one rank",
-        f"{MOE}/routing/load.py",
+        f"{MOE}/routing/balance.py",
         "for axis in (self.ctx.tp, self.ctx.dp_cp):",
         "for axis in ():",
         (MOE_LAYOUTS.format(2),),
@@ -388,14 +388,14 @@ EXPERTS = (
     ),
     Mutation(
         "weights of chosen experts are not divided by their sum",
-        f"{MOE}/routing/scores.py",
+        f"{MOE}/routing/selection.py",
         "return (chosen - log_sum.logaddexp(torch.full_like(log_sum, LOG_EPSILON))).exp()",
         "return chosen.exp()",
         ("tests/moe/test_routing.py", "-k", "weights_are"),
     ),
     Mutation(
         "the expert bias has no part in the choice",
-        f"{MOE}/routing/choice.py",
+        f"{MOE}/routing/selection.py",
         "if bias is not None:\n",
         "if False:\n",
         ("tests/moe/test_routing.py", "-k", "expert_bias"),

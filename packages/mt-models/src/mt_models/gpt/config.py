@@ -116,6 +116,23 @@ class GPTConfig(ModelConfig):
         return None
 
 
+SAME_KEYS = (
+    "vocab_size",
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "norm_epsilon",
+    "attention_dropout",
+    "untie_embeddings_and_output_weights",
+    "init_method_std",
+    "use_scaled_init_method",
+    "rotary_base",
+)
+"""Keys that a GPT with the layers of a Llama has in common with it."""
+
+
 def check_gpt(config: Config) -> None:
     """Raise ConfigError for a GPT that cannot be built, or cannot read its samples."""
     model = config.model

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_models.blocks.config import DecoderConfig
-from mt_models.gpt.config import GPTConfig
+from mt_models.gpt.config import SAME_KEYS, GPTConfig
 from mt_models.hugging_face import HuggingFaceFamily
 from mt_models.llama.config import LlamaConfig
 from mt_models.llama.hugging_face import HUGGING_FACE as LLAMA
@@ -40,22 +40,6 @@ def as_qwen(config: GPTConfig) -> QwenConfig:
     return QwenConfig(
         family="qwen", add_qkv_bias=config.add_qkv_bias, qk_layernorm=config.qk_layernorm, **_decoder_keys(config)
     )
-
-
-SAME_KEYS = (
-    "vocab_size",
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "norm_epsilon",
-    "attention_dropout",
-    "untie_embeddings_and_output_weights",
-    "init_method_std",
-    "use_scaled_init_method",
-    "rotary_base",
-)
 
 
 def _decoder_keys(config: GPTConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ SPEC = ModelSpec(
     name_maps={"megatron": Lazy("mt_models.retro.config:MEGATRON")},
     starts_from=(
         StartsFrom(family="gpt", initialized=ADDED),
-        StartsFrom(family="llama", initialized=ADDED, keys=Lazy("mt_models.retro.llama_keys:retro_keys_of_llama")),
+        StartsFrom(family="llama", initialized=ADDED, keys=Lazy("mt_models.retro.config:retro_keys_of_llama")),
     ),
     shrink=Lazy("mt_models.retro.config:shrink_retro"),
     training_flops=Lazy("mt_models.retro.config:training_flops"),

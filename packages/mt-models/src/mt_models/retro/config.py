@@ -23,7 +23,8 @@ from mt_models.flops import (
 from mt_models.flops import (
     flops_per_token as decoder_flops_per_token,
 )
-from mt_models.gpt.config import GPTConfig, check_gpt
+from mt_models.gpt.config import SAME_KEYS, GPTConfig, check_gpt
+from mt_models.llama.config import LlamaConfig
 
 SHARED_WITH_DATA = ("retro_chunk_length", "retro_num_neighbors", "retro_num_retrieved_chunks")
 """Keys that the data set has too: its samples carry what the model expects."""
@@ -309,3 +310,28 @@ def training_flops(config: Config) -> float:
 MEGATRON = MegatronMap(
     unsupported="Megatron-Core removed RETRO in January 2026, and its chunked attention had other parameters"
 )
+
+
+# A Llama as the start of a RETRO: its section [model] in the keys of a GPT, whose parameters it has.
+
+SAME = (*SAME_KEYS, "attention_backend", "max_position_embeddings")
+"""Keys of both families."""
+
+
+def retro_keys_of_llama(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """See `mt_core.specs.ModelKeys`. Raises ConfigError for experts, rope scaling, and biases in some layers only."""
+    llama = LlamaConfig.model_validate(stored)
+    for key, allowed in (("moe", None), ("rope_scaling_type", "none"), ("mlp_bias", llama.attention_bias)):
+        if getattr(llama, key) != allowed:
+            raise ConfigError(
+                f"the Llama of the checkpoint has model.{key}={getattr(llama, key)}, which model.family=retro cannot "
+                f"have (it has to be {allowed}); start from another checkpoint"
+            )
+    return {
+        **{key: getattr(llama, key) for key in SAME},
+        "ffn_hidden_size": llama.ffn_size,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "add_bias_linear": llama.mlp_bias,
+    }
