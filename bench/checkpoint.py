@@ -11,7 +11,7 @@ relative to the raw one of the same round, and of mt's rate relative to its.
 
 Raw: one file written in blocks of 4 MiB and fsynced; read in blocks into freshly allocated memory.
 
-Asynchronous saving: how long training stands still, that is until `WritesInBackground.write` returns, against a copy
+Asynchronous saving: how long training stands still, that is until `AsyncCheckpointWriter.write` returns, against a copy
 of the same tensors into memory that was used before. The first save also gets its memory from the system.
 """
 
@@ -38,7 +38,7 @@ from mt_core.parallel.context import AxisSizes, build_parallel_context
 from mt_core.plugins import load_plugins
 from mt_core.train.checkpoint.local_shards import whole_fragment
 from mt_core.train.checkpoint.run_directory import RunDirectory
-from mt_core.train.checkpoint.saving import Commit, Contents, ShardedMethod, WritesInBackground
+from mt_core.train.checkpoint.saving import AsyncCheckpointWriter, CheckpointContents, Commit, ShardedMethod
 from mt_tools.bench.report import as_line, conditions
 from mt_tools.bench.timing import elapsed
 
@@ -186,8 +186,8 @@ def stalls(folder: Path, state: State, rounds: int) -> tuple[float, list[tuple[f
     config = CheckpointConfig(async_save=True, keep_last=1)
     commit = Commit(directory, config, load_plugins())
     ctx = build_parallel_context(AxisSizes())
-    writer = WritesInBackground(ShardedMethod(ShardedSave(), commit, ctx), 1, ctx)
-    contents = Contents([whole_fragment(name, tensor) for name, tensor in state.items()], {}, {})
+    writer = AsyncCheckpointWriter(ShardedMethod(ShardedSave(), commit, ctx), 1, ctx)
+    contents = CheckpointContents([whole_fragment(name, tensor) for name, tensor in state.items()], {}, {})
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
 
     def save(iteration: int) -> float:

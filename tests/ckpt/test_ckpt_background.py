@@ -29,7 +29,7 @@ from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train import Callback, Trainer
 from mt_core.train.checkpoint.local_shards import whole_fragment
 from mt_core.train.checkpoint.run_directory import RunDirectory
-from mt_core.train.checkpoint.saving import Commit, Contents, HostCopies, WholeMethod, WritesInBackground
+from mt_core.train.checkpoint.saving import AsyncCheckpointWriter, CheckpointContents, Commit, HostCopies, WholeMethod
 
 SMALL = [
     "model.num_layers=1",
@@ -91,14 +91,14 @@ def directory(tmp_path: Path) -> RunDirectory:
     return found
 
 
-def background(save: Callable[..., None], directory: RunDirectory, host: PluginHost, **keys) -> WritesInBackground:
+def background(save: Callable[..., None], directory: RunDirectory, host: PluginHost, **keys) -> AsyncCheckpointWriter:
     config = CheckpointConfig(async_save=True, **keys)
     method = WholeMethod(save, Commit(directory, config, host), CONTEXT)
-    return WritesInBackground(method, config.async_in_flight, CONTEXT)
+    return AsyncCheckpointWriter(method, config.async_in_flight, CONTEXT)
 
 
-def contents(tensors: Iterable[tuple[str, torch.Tensor]], metadata=None, files=None) -> Contents:
-    return Contents([whole_fragment(name, tensor) for name, tensor in tensors], metadata or {}, files or {})
+def contents(tensors: Iterable[tuple[str, torch.Tensor]], metadata=None, files=None) -> CheckpointContents:
+    return CheckpointContents([whole_fragment(name, tensor) for name, tensor in tensors], metadata or {}, files or {})
 
 
 def test_what_is_written_is_what_the_tensors_were(directory: RunDirectory, host: PluginHost) -> None:

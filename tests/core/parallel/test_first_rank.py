@@ -18,7 +18,13 @@ from mt_core.parallel.first_rank import on_first_rank
 from mt_core.tensor_slice import TensorSlice
 from mt_core.testing import run_ranks
 from mt_core.train.checkpoint import saving
-from mt_core.train.checkpoint.saving import Contents, ShardedMethod, WholeMethod, WritesInBackground, WritesNow
+from mt_core.train.checkpoint.saving import (
+    AsyncCheckpointWriter,
+    CheckpointContents,
+    ShardedMethod,
+    SyncCheckpointWriter,
+    WholeMethod,
+)
 from mt_core.train.step.batches import broadcast_batches
 
 
@@ -73,13 +79,13 @@ def shard(name: str, rank: int, world: int) -> Fragment:
 def outcomes(rank: int, world: int) -> list[str]:
     ctx = build_parallel_context(AxisSizes(tp=world))
     method = ShardedMethod(cast(Any, FullDisk()), cast(Any, None), ctx)
-    whole = WritesNow(WholeMethod(FullDisk().save, cast(Any, None), ctx), ctx.world)
-    shards = Contents([shard(name, rank, world) for name in "abc"], {}, {})
+    whole = SyncCheckpointWriter(WholeMethod(FullDisk().save, cast(Any, None), ctx), ctx.world)
+    shards = CheckpointContents([shard(name, rank, world) for name in "abc"], {}, {})
     batches = (fails() for _ in range(1)) if rank == 0 else None
     return [
         raised(lambda: on_first_rank(lambda: f"of rank {rank}", ctx.world)),
         raised(lambda: on_first_rank(fails, ctx.world)),
-        raised(lambda: method.begin(Path("x"), Contents([], {}, {}))),
+        raised(lambda: method.begin(Path("x"), CheckpointContents([], {}, {}))),
         raised(lambda: whole.write(Path("y"), shards)),
         raised(lambda: next(broadcast_batches(cast(Any, batches), ctx.world))),
     ]
@@ -96,11 +102,11 @@ def test_results_and_errors_of_the_first_rank_are_those_of_all() -> None:
 def of_threads(rank: int, world: int) -> list[str]:
     """Errors of checkpoints written in the background."""
     ctx = build_parallel_context(AxisSizes(tp=world))
-    contents = Contents([shard(name, rank, world) for name in "abc"], {}, {})
-    first = WritesInBackground(WholeMethod(FullDisk().save, cast(Any, None), ctx), 1, ctx)
+    contents = CheckpointContents([shard(name, rank, world) for name in "abc"], {}, {})
+    first = AsyncCheckpointWriter(WholeMethod(FullDisk().save, cast(Any, None), ctx), 1, ctx)
     first.write(Path("x"), contents)
     saver = FailsOnTheSecond()
-    second = WritesInBackground(ShardedMethod(cast(Any, saver), cast(Any, lambda *_: None), ctx), 1, ctx)
+    second = AsyncCheckpointWriter(ShardedMethod(cast(Any, saver), cast(Any, lambda *_: None), ctx), 1, ctx)
     second.write(Path("y"), contents)
     with mock.patch.object(saving, "ROUND_SECONDS", 0.01):
         found = [raised(lambda: first.write(Path("z"), contents)), raised(second.finish)]

@@ -7,8 +7,8 @@ from .checkpoint_specs import ConvertOptions as ConvertOptions
 from .checkpoint_specs import FilePart as FilePart
 from .checkpoint_specs import FilePlan as FilePlan
 from .checkpoint_specs import Fragment as Fragment
-from .checkpoint_specs import KeepsFiles as KeepsFiles
 from .checkpoint_specs import ReadsSlices as ReadsSlices
+from .checkpoint_specs import SupportsFilesFolder as SupportsFilesFolder
 from .config_map import ConfigMap as ConfigMap
 from .config_map import Field as Field
 from .config_map import Fixed as Fixed

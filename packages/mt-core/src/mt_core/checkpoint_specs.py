@@ -52,7 +52,7 @@ class ReadsSlices(Protocol):
 
 
 @runtime_checkable
-class KeepsFiles(Protocol):
+class SupportsFilesFolder(Protocol):
     """A `CheckpointReader` whose `files` lie in one folder under their names."""
 
     @property

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from mt_core.checkpoint_lookup import CheckpointParts, open_start
-from mt_core.checkpoint_specs import KeepsFiles
+from mt_core.checkpoint_specs import SupportsFilesFolder
 from mt_core.config.layers import Layer, Merged, merge_layers
 from mt_core.config.schema import SECTIONS
 from mt_core.config.sections import build_sections, section_type
@@ -157,7 +157,7 @@ def _stored_sections(load: str | dict[str, str], host: PluginHost) -> dict[str, 
 def _with_own_files(tokenizer: dict[str, Any], reader: CheckpointReader, host: PluginHost) -> dict[str, Any]:
     """The section with paths to the files stored in the checkpoint: the original ones may be gone."""
     spec = host[TOKENIZERS].get(tokenizer["tokenizer_type"], key="tokenizer.tokenizer_type")
-    if not isinstance(reader, KeepsFiles) or spec.materialize is None or not reader.files():
+    if not isinstance(reader, SupportsFilesFolder) or spec.materialize is None or not reader.files():
         return tokenizer
     merged = merge_layers([Layer("stored configuration", {"tokenizer": tokenizer})])
     config = build_sections(["tokenizer"], merged, host, Problems())["tokenizer"]

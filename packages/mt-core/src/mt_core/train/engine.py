@@ -52,11 +52,11 @@ from mt_core.train.auto_choices import updates_in_one_kernel, with_resolved_main
 from mt_core.train.build import kept_files
 from mt_core.train.checkpoint.partial_load import load_weights
 from mt_core.train.checkpoint.run_directory import RunDirectory
-from mt_core.train.checkpoint.saving import Contents, build_checkpoint_writer
+from mt_core.train.checkpoint.saving import CheckpointContents, build_checkpoint_writer
 from mt_core.train.checkpoint.state import (
     OPTIMIZER,
     WITHOUT_OPTIMIZER,
-    Checkpointed,
+    RunState,
     dropout_stream,
     merged_over_stages,
 )
@@ -460,18 +460,18 @@ class Engine:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def checkpointed(self) -> Checkpointed:
+    def checkpointed(self) -> RunState:
         """The checkpointed state of this run."""
-        return Checkpointed(self.model, self.weights, self.optimizer, self.scaler, self.state, self.ctx)
+        return RunState(self.model, self.weights, self.optimizer, self.scaler, self.state, self.ctx)
 
-    def contents(self, *, with_optimizer: bool = True, **metadata: Any) -> Contents:
+    def contents(self, *, with_optimizer: bool = True, **metadata: Any) -> CheckpointContents:
         """What a checkpoint of this step holds. metadata: further entries."""
         state = self.checkpointed()
         fragments = state.fragments()
         if not with_optimizer:
             fragments = [fragment for fragment in fragments if not fragment.name.startswith(OPTIMIZER)]
             metadata[WITHOUT_OPTIMIZER] = True
-        return Contents(fragments, {**state.metadata(self.config), **metadata}, dict(self.files))
+        return CheckpointContents(fragments, {**state.metadata(self.config), **metadata}, dict(self.files))
 
     def keep_files(self, source: CheckpointReader | None) -> None:
         """Let checkpoints have the files that belong to the model in the one that this run starts from: of generation

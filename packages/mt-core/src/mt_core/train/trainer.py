@@ -48,7 +48,7 @@ from mt_core.train.checkpoint.resume import (
 )
 from mt_core.train.checkpoint.run_directory import BestCheckpoint, RunDirectory
 from mt_core.train.checkpoint.saving import Committed, build_checkpoint_writer
-from mt_core.train.checkpoint.state import Checkpointed
+from mt_core.train.checkpoint.state import RunState
 from mt_core.train.engine import Engine, StepRecord
 from mt_core.train.host_transfer import DelayedAllReduceFlag
 from mt_core.train.reporting.run_summary import run_summary
@@ -401,7 +401,7 @@ class Trainer:
             if committed.problem is not None:
                 self.message(f"warning: {committed.problem}")
 
-    def checkpointed(self) -> Checkpointed:
+    def checkpointed(self) -> RunState:
         """The checkpointed state of this run."""
         return self.engine.checkpointed()
 

@@ -19,7 +19,7 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import ParameterLayout
 from mt_core.plugins import PluginHost
 from mt_core.specs import MODELS, StartsFrom
-from mt_core.train.checkpoint.state import MODEL, Checkpointed, require_fit, shapes_of_all_stages
+from mt_core.train.checkpoint.state import MODEL, RunState, require_fit, shapes_of_all_stages
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def adapted(reader: CheckpointReader, config: Config, host: PluginHost) -> Check
 
 def load_weights(
     reader: CheckpointReader,
-    run: Checkpointed,
+    run: RunState,
     layouts: Mapping[str, ParameterLayout],
     config: Config,
     host: PluginHost,

@@ -42,7 +42,7 @@ ROUND_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """Contents of one checkpoint. fragments: this rank's shards. metadata and files: the same on all ranks."""
 
     fragments: list[Fragment]
@@ -113,7 +113,7 @@ Write = Callable[[Iterable[Fragment]], Committed | None]
 class Method(Protocol):
     """Collective over all ranks."""
 
-    def begin(self, path: Path, contents: Contents) -> tuple[Iterable[Fragment], Write]:
+    def begin(self, path: Path, contents: CheckpointContents) -> tuple[Iterable[Fragment], Write]:
         """The fragments that this rank writes, and the function that writes them. Iterating over the fragments is
         collective too; the function may be called in another thread."""
         ...
@@ -126,7 +126,7 @@ class ShardedMethod:
         self._saver, self._commit, self._ctx = saver, commit, ctx
         self._plan = WritePlan()
 
-    def begin(self, path: Path, contents: Contents) -> tuple[list[Fragment], Write]:
+    def begin(self, path: Path, contents: CheckpointContents) -> tuple[list[Fragment], Write]:
         started = time.perf_counter()
         world = self._ctx.world
         # The first rank creates the place that all ranks write to, and its name is sent to them.
@@ -147,7 +147,7 @@ class WholeMethod:
     def __init__(self, save: SaveCheckpoint, commit: Commit, ctx: ParallelContext) -> None:
         self._save, self._commit, self._ctx = save, commit, ctx
 
-    def begin(self, path: Path, contents: Contents) -> tuple[Iterator[Fragment], Write]:
+    def begin(self, path: Path, contents: CheckpointContents) -> tuple[Iterator[Fragment], Write]:
         def write(fragments: Iterable[Fragment]) -> Committed | None:
             if not self._ctx.is_writer:
                 # Iterating sends this rank's shards. A deque of length 0 consumes an iterator and keeps nothing.
@@ -178,7 +178,7 @@ class WholeMethod:
 class CheckpointWriter(Protocol):
     """Writes checkpoints in the order in which they are submitted. Every rank has one."""
 
-    def write(self, path: Path, contents: Contents) -> None:
+    def write(self, path: Path, contents: CheckpointContents) -> None:
         """Submit a checkpoint. The tensors may change when this returns. Raises the error of this one or of one before
         it that any rank could not write. Collective."""
         ...
@@ -202,7 +202,7 @@ class CheckpointWriter(Protocol):
         ...
 
 
-class WritesNow:
+class SyncCheckpointWriter:
     """Synchronous: training waits until the checkpoint is written.
 
     ranks: those that wait until the first of them has committed, and raise its error.
@@ -212,7 +212,7 @@ class WritesNow:
         self._method, self._ranks = method, ranks
         self._done: list[Committed] = []
 
-    def write(self, path: Path, contents: Contents) -> None:
+    def write(self, path: Path, contents: CheckpointContents) -> None:
         fragments, write = self._method.begin(path, contents)
         if self._ranks.rank == 0:
             committed = on_first_rank(lambda: write(fragments), self._ranks)
@@ -277,7 +277,7 @@ class _WritingThread:
             task()
 
 
-class WritesInBackground:
+class AsyncCheckpointWriter:
     """Asynchronous: training waits for the copies to host memory only; a thread writes one checkpoint at a time.
 
     in_flight: maximum number of copied checkpoints not yet written. A further one waits for the oldest.
@@ -294,7 +294,7 @@ class WritesInBackground:
         self._thread = _WritingThread()
         self._has_raised = False
 
-    def write(self, path: Path, contents: Contents) -> None:
+    def write(self, path: Path, contents: CheckpointContents) -> None:
         self._wait_until(lambda: bool(self._free))
         copies = self._free.pop()
         fragments, write = self._method.begin(path, contents)
@@ -358,10 +358,10 @@ class WritesInBackground:
                 self._done += [committed] if committed is not None else []
 
 
-class WritesNothing:
+class NullCheckpointWriter:
     """For a run without a directory."""
 
-    def write(self, path: Path, contents: Contents) -> None: ...
+    def write(self, path: Path, contents: CheckpointContents) -> None: ...
 
     def committed(self) -> list[Committed]:
         return []
@@ -414,11 +414,11 @@ def build_checkpoint_writer(
     Raises PluginError for an unknown checkpoint.ckpt_format and ConfigError for one that training cannot write.
     """
     if directory is None:
-        return WritesNothing()
+        return NullCheckpointWriter()
     method = _method(config, host, Commit(directory, config, host), ctx)
     if not config.async_save:
-        return WritesNow(method, ctx.world)
-    return WritesInBackground(method, config.async_in_flight, ctx)
+        return SyncCheckpointWriter(method, ctx.world)
+    return AsyncCheckpointWriter(method, config.async_in_flight, ctx)
 
 
 def _method(config: CheckpointConfig, host: PluginHost, commit: Commit, ctx: ParallelContext) -> Method:

@@ -94,7 +94,7 @@ class CompletesWeights(Protocol):
 
 
 @dataclass(frozen=True)
-class Checkpointed:
+class RunState:
     """The whole state of a run that a checkpoint holds."""
 
     model: nn.Module
