@@ -11,7 +11,7 @@ from typing import Literal
 
 from mt_core.errors import ConfigError
 
-# The environment variables that Slurm sets for the tasks of a job step (`srun`).
+# -- the variables that Slurm sets for the tasks of a job step (`srun`) -----------------------------------
 
 STEP = "SLURM_STEP_ID"
 """Set by srun in each task. A batch script has most other Slurm variables too, but is not a task of a step."""

@@ -1,4 +1,4 @@
-"""The record of a rank's failure: `errors/rank-N.json` in the run directory, written before any cleanup."""
+"""Failures of ranks: the record `errors/rank-N.json` in the run directory, written before any cleanup; the report."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def forget_failure(folder: Path | None, rank: int) -> None:
         failure_path(folder, rank).unlink(missing_ok=True)
 
 
-# The error report when ranks fail: the first failure, then the ranks that ended because of it.
+# -- the report: the first failure, then the ranks that ended because of it -------------------------------
 
 
 def in_order(failures: Iterable[Failure]) -> list[Failure]:

@@ -1,4 +1,4 @@
-"""The processes of the ranks on this node, started through torch elastic."""
+"""The processes of the ranks on this node, started through torch elastic, and their logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext, start_processes
 
-# The logs of launched ranks, and the live view of one of them.
+# -- logs, and the live view of one of them ---------------------------------------------------------------
 
 LOGS = "logs"
 TAIL_LINES, TAIL_BYTES = 30, 16384

@@ -75,7 +75,7 @@ class AuxiliaryLoss(nn.Module):
         return 0.0 if total is None else float(total)
 
     def take_on_device(self) -> Tensor | None:
-        """As `take`, [] fp32 on the device, without synchronization. None before the first micro-batch."""
+        """Same as `take`, [] fp32 on the device, without synchronization. None before the first micro-batch."""
         if self._total is None:
             return None
         total = self._total.clone()  # then cleared in place

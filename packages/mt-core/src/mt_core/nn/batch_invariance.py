@@ -38,7 +38,7 @@ _ACTIVE: ContextVar[bool] = ContextVar("batch_invariant", default=False)
 ROWS = 16
 """Rows of a product are filled up to a multiple."""
 MOST_ROWS = 512
-"""Of one product: the check is made with as many."""
+"""Rows of one product: the check is made with as many."""
 COLUMNS = 64
 """Columns of a narrow second factor."""
 VECTOR = 64
@@ -52,7 +52,7 @@ FUNCTIONS = frozenset(
         "cos", "rsqrt", "pow", "log_sigmoid_forward", "logit", "elu", "mish",
     }
 )  # fmt: skip
-"""Of one tensor, element by element, and not exact: an exact one has one result."""
+"""Functions of one tensor, element by element, and not exact: an exact one has one result."""
 
 
 def is_batch_invariant() -> bool:

@@ -170,7 +170,7 @@ class Cache(Protocol):
         new: tuple[Tensor, ...],
         make: Callable[[Tensor], tuple[Tensor, ...]],
     ) -> Tensor:
-        """As `attend`, over the layer's MemoryState: `make` computes it once a sequence from "memory" of its
+        """Same as `attend`, over the layer's MemoryState: `make` computes it once a sequence from "memory" of its
         conditioning, of which the first "memory_length" positions are kept."""
         ...
 

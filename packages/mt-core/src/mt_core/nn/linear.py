@@ -30,7 +30,7 @@ from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.parallel.reductions import matmul_reduce_scatter, start_all_reduce_, start_reduce_scatter_into
 
 SEQUENCE_DIM = 1
-"""Of activations [B, S, H]."""
+"""Dimension of the sequence in activations [B, S, H]."""
 Cut = Literal["output", "input", "none"]
 """Which features of a matrix tensor-parallel ranks have shards of."""
 
@@ -276,7 +276,7 @@ def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 def _padded_weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, main: MainGrad | None) -> Tensor | None:
-    """As weight_gradient, for grad [..., out or its first columns] and x [..., in]; 0 for the other rows of weight."""
+    """Same as weight_gradient, for grad [..., out or its first columns] and x [..., in]; 0 for other rows of weight."""
     rows, inputs, columns = grad.flatten(0, -2), x.flatten(0, -2), grad.shape[-1]
     if columns == len(weight):
         return weight_gradient(rows, inputs, main)

@@ -177,7 +177,7 @@ def first_id_of_rank(config: Config, parallel: ParallelContext) -> int:
     return parallel.tp.rank * padded // parallel.tp.size
 
 
-# Losses on hidden states and the LM head weight, which never materialize all logits.
+# -- losses on hidden states and the LM head weight, which never materialize all logits -------------------
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class MainGrad:
         return self._total, is_cleared
 
     def view(self, view: Callable[[Tensor], Tensor]) -> MainGrad:
-        """Of the first rows, or of another shape. What is written to it is written to this one; others stay zero."""
+        """The first rows of it, or it in another shape. What is written there is written here; other rows stay zero."""
         return MainGrad(view(self._total), self._whole or self)
 
     def zero_at_once(self) -> None:
@@ -113,7 +113,7 @@ class MainGrad:
             total.addcmul_(gradient, factor)
 
     def matrices(self) -> Iterator[MainGrad]:
-        """Of each matrix of total [E, out, in]."""
+        """Main gradients of the matrices of total [E, out, in]."""
         return (MainGrad(matrix) for matrix in self.total)
 
 

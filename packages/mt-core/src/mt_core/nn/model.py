@@ -186,7 +186,7 @@ def model_options(loss: object) -> Mapping[str, Any]:
     return loss.model_options if isinstance(loss, AsksModel) else {}
 
 
-# Layers of a stack under their global numbers, of which a pipeline stage holds some.
+# -- layers under their global numbers, of which a pipeline stage holds some ------------------------------
 
 
 class NumberedLayers(nn.Module):

@@ -20,7 +20,7 @@ from mt_core.parallel.collectives import gather_copies, split_to
 from mt_core.parallel.context import ParallelContext
 
 HIDDEN_DIM = 2
-"""Of activations [B, S, H]: the one that saved inputs are sharded along."""
+"""Dimension of activations [B, S, H] that saved inputs are sharded along."""
 Layers = Sequence[tuple[int, nn.Module]]
 Call = Callable[[int, nn.Module, Tensor], Tensor]
 """(number, layer, [B, S, H]) -> [B, S, H]"""

@@ -1,4 +1,4 @@
-"""The optimizer interface of the trainer, and a base for optimizers over torch's functional kernels."""
+"""The interface of optimizers: what the trainer calls, what they are built from, the bytes of their state."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FunctionalOptimizer:
         raise NotImplementedError
 
 
-# Layouts and context for optimizers that need whole weights (Muon) where a rank holds shards.
+# -- layouts and context, for optimizers that need whole weights (Muon) where a rank holds shards ---------
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class OptimizerBuildContext:
         return {name: layout.shape for name, layout in self.layouts.items()}
 
 
-# Bytes of optimizer state per parameter.
+# -- bytes of state per parameter -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Bucket:
         pool: torch.cuda.MemPool | None = None,
     ) -> None:
         self.pool = pool
-        """Of the memory: kept for as long as the tensors are."""
+        """Pool of the memory, kept for as long as the tensors are."""
         self.axes, self.sharded, self.reduce_dtype = axes, sharded, reduce_dtype
         self.slots = list(_place(named))
         first = named[0][1]
@@ -185,7 +185,9 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-# Order of the all-gathers of updated weights, overlapped with the next forward pass: launched in the order of use.
+# -- order of the all-gathers of updated weights, overlapped with the next forward pass -------------------
+#
+# They are launched in the order of use.
 #
 #     parameters     before the layers | layer 0 | layer 1 | ... | after the layers
 #     launched       first ------------------------------------------------> last

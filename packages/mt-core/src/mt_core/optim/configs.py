@@ -1,4 +1,4 @@
-"""Options of the optimizers and schedules; apart from their code, so that reading a config needs no torch."""
+"""Options of the optimizers and schedules, and rules that span them; reading a config needs no torch."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class WSDScheduleConfig(LRScheduleConfig):
     """The same in samples."""
 
 
-# Rules of the [optimizer] section that span several keys.
+# -- rules of the [optimizer] section that span several keys ----------------------------------------------
 
 QUINTIC_STEPS = 5
 

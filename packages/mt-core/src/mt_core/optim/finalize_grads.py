@@ -16,7 +16,7 @@ from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import Axis, AxisName, ParallelContext, new_group
 from mt_core.parallel.reductions import sum_gradients, sum_over
 
-# Weights tied over pipeline stages, such as token embeddings that are also the LM head.
+# -- weights tied over pipeline stages, such as token embeddings that are also the LM head ----------------
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class Fp32RemainderWeights(AccumulatedWeights):
 
 
 class RemainderWeights(Fp32Weights):
-    """As Fp32RemainderWeights, with gradients in the dtype of the weights."""
+    """Same as Fp32RemainderWeights, with gradients in the dtype of the weights."""
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

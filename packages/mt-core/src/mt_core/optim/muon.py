@@ -31,7 +31,7 @@ from mt_core.optim.optimizers import AdamW, Lion
 from mt_core.optim.param_groups import ParamGroup, is_embedding_or_output, is_table
 from mt_core.parallel.context import Axis, ParallelContext
 
-# The nearest orthogonal matrix by Newton-Schulz iteration, and the scale of Muon's update.
+# -- the nearest orthogonal matrix by Newton-Schulz iteration, and the scale of the update ----------------
 #
 # With the singular value decomposition X = U S V^T, a step X <- a X + (b X X^T + c (X X^T)^2) X keeps U and V and maps
 # each singular value s to a s + b s^3 + c s^5. A few steps bring those above about 0.01 near to 1 (to within 0.3 of

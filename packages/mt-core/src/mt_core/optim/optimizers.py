@@ -1,4 +1,4 @@
-"""AdamW and SGD, and how they are built."""
+"""AdamW, SGD and Lion, and how they are built."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def build_sgd(config: SGDConfig, groups: list[ParamGroup], context: object = Non
     return SGD(groups, config.lr, config.sgd_momentum)
 
 
-# Lion: sign of an interpolated momentum (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023).
+# -- Lion: sign of an interpolated momentum (Chen et al., Symbolic Discovery of Optimization Algorithms, 2023)
 
 
 class Lion(FunctionalOptimizer):

@@ -17,7 +17,7 @@ from torch import nn
 from mt_core.config.schema import OptimizerConfig, WeightDecayStyle
 
 ParamGroup = dict[str, Any]
-"""As torch.optim has them: `params`, the names of these under `names`, and options such as `lr`."""
+"""Parameter group of torch.optim: `params`, the names of these under `names`, and options such as `lr`."""
 
 WORD_VECTORS = "word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -81,7 +81,7 @@ def param_groups(
     return [group for group in groups.values() if group["params"]]
 
 
-# Schedules of single parameter groups: decoupled learning rate and weight decay.
+# -- schedules of single groups: decoupled learning rate and weight decay ---------------------------------
 
 BySamples = Callable[[int], float]
 """consumed samples -> the value for the step that starts after them"""

@@ -104,7 +104,7 @@ def user_buffers(group: dist.ProcessGroup, device: torch.device) -> Iterator[tor
     backend.register_mem_pool(pool)
 
 
-# Whether GPUs read and write one another's memory, as products overlapped with collectives do.
+# -- peer access, which products overlapped with collectives need -----------------------------------------
 
 
 def peer_access_objection(ranks: Sequence[int], ranks_of_host: int) -> str | None:

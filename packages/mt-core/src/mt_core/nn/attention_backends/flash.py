@@ -134,7 +134,7 @@ def _options(request: AttentionRequest) -> dict[str, Any]:
     return options
 
 
-# FlashAttention 4 (distribution flash-attn-4, module flash_attn.cute): Hopper, and Blackwell, for which it is made.
+# -- FlashAttention 4 (distribution flash-attn-4, module flash_attn.cute): Hopper, and Blackwell, for which it is made
 #
 # It is written in CuTe's Python DSL and compiles a kernel at the first call of each kind. Its functions are those of
 # version 3 but for keywords: the sides of a window are None where they have no end, and what it returns begins with

@@ -1,4 +1,4 @@
-"""Packed documents for variable-length kernels: cumulative sequence lengths over the flattened batch."""
+"""What backends derive from attention patterns: documents of a packed batch, and values kept for each pattern."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mt_core.nn.attention import AttentionPattern
 
-# What a backend derives from an attention pattern, made once though many layers use it.
+# -- values derived once for each pattern, though many layers use it --------------------------------------
 
 T = TypeVar("T")
 

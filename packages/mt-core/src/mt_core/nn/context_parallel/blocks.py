@@ -170,9 +170,9 @@ FLASH_CUDA = BlockAttention(_cuda_forward, _cuda_backward)
 CUDNN = BlockAttention(_cudnn_forward, _cudnn_backward)
 
 
-# This rank's queries and the keys that come to them: the part that is the same however the keys are sent.
+# -- passes of this rank's queries over the keys that come to them, however the keys are sent --------------
 #
-# Keys and values arrive packed, [T, B, G, D + E] (`packing`). `sources` are the ranks they belong to: this rank
+# Keys and values arrive packed, [T, B, G, D + E] (`pack`). `sources` are the ranks they belong to: this rank
 # alone (it has to be the first), or others that are all before it or all after it, laid end to end, with the rows
 # that `ShardedPattern.rows` lists.
 

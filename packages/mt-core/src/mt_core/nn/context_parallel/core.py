@@ -129,7 +129,7 @@ def check_dropout(dropout: float, size: int) -> None:
         )
 
 
-# Two axes in place of one: all-to-all within an inner axis, point to point over an outer one.
+# -- two axes in place of one: all-to-all within an inner axis, point to point over an outer one -----------
 #
 # The ranks of a context-parallel axis of size inner * outer are numbered with the inner axis fastest:
 # rank = outer_rank * inner + inner_rank, so that inner neighbours can be processes of one machine. The zig-zag

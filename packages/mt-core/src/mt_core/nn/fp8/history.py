@@ -20,7 +20,7 @@ NOTHING = -1.0
 
 
 class AmaxHistory(LayoutModule):
-    """Of a linear layer. amax_history: [3 roles, length] fp32, the last step first; it is saved with the weights.
+    """Amax history of a linear layer. amax_history: [3 roles, length] fp32, last step first; saved with the weights.
 
     Scales stay the same for a whole step, so that neither the order of micro-batches nor a recomputed or repeated
     pass changes any: magnitudes of the step at hand are only noted, by their maximum.

@@ -20,7 +20,7 @@ from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.collectives import all_gather
 from mt_core.parallel.context import SINGLE, Axis, ParallelContext
 
-# Products of scaled matrices: a [M, K] times b [N, K] transposed -> [M, N] in a wider format.
+# -- products of scaled matrices: a [M, K] times b [N, K] transposed -> [M, N] in a wider format ----------
 
 SCALES_PER_WORD = 4
 """cuBLAS expects the scales of 128 x 128 blocks along K in multiples of so many."""
@@ -113,7 +113,7 @@ class LayerCall:
     notes: bool
     """Whether its magnitudes count for later scales: in training passes."""
     main: MainGrad | None
-    """Of the weight."""
+    """The weight's main gradient."""
 
     @property
     def communicates(self) -> bool:

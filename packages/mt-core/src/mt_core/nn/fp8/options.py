@@ -32,7 +32,7 @@ SCALINGS: Mapping[str, Callable[[Mapping[Role, torch.dtype], int, Casts], Scalin
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """Of a run, on its device. implementation: as resolved. casts: of linear layers."""
+    """FP8 options of a run, on its device. implementation: as resolved. casts: of linear layers."""
 
     config: PrecisionConfig
     implementation: str
@@ -52,7 +52,7 @@ class Fp8Options:
         return self.config.fp8_recipe == "delayed"
 
     def history(self, ctx: ParallelContext) -> AmaxHistory:
-        """Of one layer."""
+        """Amax history of one layer."""
         return AmaxHistory(self.config.fp8_amax_history_len, self.config.fp8_amax_compute_algo, ctx)
 
     def multiply(self, module: LinearModule, history: AmaxHistory | None) -> Multiply:

@@ -30,7 +30,7 @@ class Operand(Protocol):
 
     @property
     def scale(self) -> Tensor | None:
-        """Of the whole matrix, where it has one."""
+        """Scale of the whole matrix, where it has one."""
         ...
 
     def kept(self) -> Matrix:

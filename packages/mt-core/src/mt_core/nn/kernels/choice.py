@@ -1,4 +1,4 @@
-"""Choosing implementations: the configured one, or for `auto` by device and dtype."""
+"""Choice of implementations: the configured one, or for `auto` by device and dtype; and its assignment to models."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Kernels:
         self.device_type = device_type
         self.dtype = dtype
         self.attention_backends: set[str] = set()
-        """Of the layers that were built, with `auto` resolved; the environment that builds them adds the names."""
+        """Backends of the layers that were built, with `auto` resolved; what builds them adds the names."""
         self._choices: dict[str, Choice] = {}
         self._notes: dict[str, None] = {}
 
@@ -160,7 +160,7 @@ class Kernels:
         return list(self._choices.values())
 
 
-# Assigning kernels to models, losses and optimizers after they are built.
+# -- assignment to models, losses and optimizers after they are built ----------------------------------
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

@@ -31,7 +31,7 @@ from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.parallel.context import Axis
 
 CHUNK_BYTES = 2**30
-"""Of logits held at a time: 4096 rows of 128k ids. For each chunk the weight's fp32 gradient is read and written."""
+"""Bytes of logits at a time: 4096 rows of 128k ids. Each chunk reads and writes the weight's fp32 gradient."""
 CPU_CHUNK_BYTES = 100 * 2**20
 """The same on a CPU, where fewer rows suffice and passes over the logits are bound by memory."""
 ROW_MULTIPLE = 128
@@ -217,7 +217,7 @@ class _OwnFormat:
 
 
 class _Gradients:
-    """Of hidden and weight, filled a chunk of logits' gradients at a time; of one of them alone if that is requested.
+    """Gradients of hidden and weight, filled a chunk of logits' gradients at a time; one of them alone if requested.
 
     weight_sum: what the weight's is added to. empty: it has no content yet; the first product is written to it.
     """

@@ -1,4 +1,7 @@
-"""What a model requires of a kernel. Imports no torch, so that configurations can be checked without it."""
+"""Requests for kernels, and which of them each implementation supports.
+
+Imports no torch, so that configurations can be checked without it.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class KernelRequest:
         return ", ".join(words)
 
 
-# What each implementation can serve: True, or the reason why not. Packages are looked for, never imported.
+# -- support: True, or the reason why not. Packages are looked for, never imported. ---------------------
 
 Supports = Callable[[KernelRequest], bool | str]
 

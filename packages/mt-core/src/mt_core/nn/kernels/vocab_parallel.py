@@ -41,7 +41,7 @@ class RowKernels:
 
 
 def cross_entropy_by(rows: RowKernels, logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool) -> Tensor:
-    """As mt_core.nn.kernels.reference.cross_entropy, with these kernels."""
+    """Same as mt_core.nn.kernels.reference.cross_entropy.cross_entropy, with these kernels."""
     losses: Tensor = _CrossEntropy.apply(rows, logits, columns, axis, overwrite)
     return losses
 

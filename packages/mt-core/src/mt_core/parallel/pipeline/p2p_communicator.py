@@ -51,7 +51,7 @@ class P2PCommunicator:
     axis: Axis
     device: torch.device
     backward: Axis | None = None
-    """Of gradients, where they have communicators of their own; else `axis`."""
+    """Axis of gradients, where these have separate communicators; else `axis`."""
     _sent_forms: dict[Hashable, ActivationsForm] = field(default_factory=dict)
     _received_forms: dict[Hashable, ActivationsForm] = field(default_factory=dict)
     _outgoing: list[Outgoing] = field(default_factory=list)

@@ -157,7 +157,7 @@ def _multiples(number: int) -> str:
     return f"{number}, {2 * number}, {3 * number}, ..." if number else "0"
 
 
-# Megatron's `pipeline_model_parallel_layout`: what each stage holds, letter by letter.
+# -- Megatron's `pipeline_model_parallel_layout`: what each stage holds, letter by letter ------------------
 #
 #     Et*3|(tt|)*29,m|L
 #

@@ -17,7 +17,7 @@ from mt_core.parallel.pipeline.schedule_tables import Action, Kind
 from mt_core.parallel.pipeline.split_backward import backward_of_inputs
 from mt_core.parallel.pipeline.stage import Activations, form_of, tensors_of
 
-# The autograd graph of one micro-batch in one stage, from its input to its output.
+# -- the autograd graph of one micro-batch in one stage, from its input to its output ---------------------
 
 
 class StageGraph:

@@ -104,7 +104,7 @@ def num_stages_of(order: ScheduleTable) -> int:
     return 1 + max((action.stage for actions in order for action in actions), default=-1)
 
 
-# Which rank of the pipeline holds which stages.
+# -- which rank of the pipeline holds which stages --------------------------------------------------------
 
 Placement = Literal["loop", "v"]
 """loop: stage s on rank s mod ranks. v: ranks ascending, then descending: rank 0 holds the first and last stage."""
@@ -126,7 +126,7 @@ def stages_of_rank(rank: int, num_stages: int, num_ranks: int, placement: Placem
     return tuple(stage for stage, owner in enumerate(ranks) if owner == rank)
 
 
-# Start times of the actions in a schedule table, for given durations of computation and communication.
+# -- start times of the actions, for given durations of computation and communication ---------------------
 
 
 @without_garbage_collection()
@@ -190,7 +190,7 @@ def awaited(action: Action, num_stages: int) -> tuple[bool, int, int] | None:
     return None
 
 
-# Inserts sends and receives into a schedule table, free of deadlocks.
+# -- sends and receives, inserted without deadlocks -------------------------------------------------------
 
 Moment = tuple[float, int, int]
 """Time; then transfers (0) before computation (1); then the rank that makes what is sent."""

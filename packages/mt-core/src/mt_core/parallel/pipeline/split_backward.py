@@ -38,7 +38,7 @@ class WeightBackward:
     """For each start, the gradients of the node's outputs."""
     forks: set[Node]
     edges: Sequence[GradientEdge]
-    """Of the outputs. They own the graph: with torch 2.11 nodes of autograd functions in Python do not."""
+    """Edges of the outputs. They own the graph: with torch 2.11 nodes of autograd functions in Python do not."""
 
     def __call__(self) -> None:
         for group in self.groups:

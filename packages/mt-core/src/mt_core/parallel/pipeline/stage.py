@@ -1,4 +1,5 @@
-"""The part of a model in a pipeline stage, and the interface of models that can be split into stages."""
+"""Pipeline stages: what part of a model one holds, the interface of models that can be split, and the activations
+between stages."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class Pipelined(Protocol):
         ...
 
 
-# Activations between stages: a tensor, or a tuple of tensors (such as decoder and encoder states).
+# -- activations between stages: a tensor, or a tuple of tensors (such as decoder and encoder states) -----
 
 Activations = Tensor | tuple[Tensor, ...]
 

@@ -1,4 +1,4 @@
-"""Timeline of a pipeline step, measured or simulated, and its bubble."""
+"""Timeline of a pipeline step, measured or simulated: its bubble, its picture, its simulation with given times."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Timeline:
         return self.bubble_fraction / (1.0 - self.bubble_fraction)
 
 
-# A timeline as an SVG image: a row per rank, and a box per action with the index of its micro-batch.
+# -- an SVG image: a row per rank, and a box per action with the index of its micro-batch -----------------
 
 ROW, GAP, LEFT, TOP, WIDTH = 26, 6, 64, 56, 1200
 SMALLEST_WITH_NUMBER = 12.0
@@ -123,7 +123,7 @@ def _box(span: Span, x: float, y: float, width: float, turn: int) -> list[str]:
     return lines
 
 
-# Simulation of a schedule with given times: the duration of a step and its bubble.
+# -- simulation of a schedule with given times ------------------------------------------------------------
 
 
 @dataclass(frozen=True)

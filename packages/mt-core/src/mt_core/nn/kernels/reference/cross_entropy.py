@@ -11,7 +11,7 @@ from mt_core.nn.kernels.vocab_parallel import RowKernels, cross_entropy_by, redu
 from mt_core.parallel.context import Axis
 
 CPU_BLOCK_ELEMENTS = 2**18
-"""Of logits that are worked on at a time: 1 MiB in fp32."""
+"""Elements of logits that are worked on at a time: 1 MiB in fp32."""
 
 
 def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:
@@ -25,7 +25,7 @@ def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool =
 
 
 def statistics(logits: Tensor, columns: Tensor, ids: int) -> Tensor:
-    """As RowKernels."""
+    """Implements RowKernels."""
     wide = widened(logits[:, :ids])
     if wide.shape[1] == 0:
         return _statistics_of_padding(wide)
@@ -37,7 +37,7 @@ def statistics(logits: Tensor, columns: Tensor, ids: int) -> Tensor:
 
 
 def _statistics_of_padding(logits: Tensor) -> Tensor:
-    """Of a rank whose shard of the vocabulary is padding alone: m = -inf, s = y = 0. logits: [T, 0]."""
+    """Statistics of a rank whose shard of the vocabulary is padding alone: m = -inf, s = y = 0. logits: [T, 0]."""
     # The rank takes part in the reductions all the same.
     empty = logits.new_zeros(3, len(logits))
     empty[0] = float("-inf")
@@ -52,7 +52,7 @@ def _logits_of_labels(logits: Tensor, columns: Tensor) -> Tensor:
 
 
 def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor, ids: int) -> None:
-    """As RowKernels."""
+    """Implements RowKernels."""
     if ids < logits.shape[1]:
         logits[:, ids:] = 0.0
         logits = logits[:, :ids]
@@ -133,7 +133,7 @@ def _gradient_of_exponentials_(exponentials: Tensor, columns: Tensor, scale: Ten
 ROWS = _OneExponential(statistics, subtract_target_)
 
 
-# The output projection and its cross entropy in one, with torch's kernels on the rows.
+# -- the output projection and its cross entropy in one ---------------------------------------------------
 
 
 def linear_cross_entropy(

@@ -1,4 +1,7 @@
-"""A matrix in FP8 with its scales: one for all of it, one a row, or one a block."""
+"""Casts of matrices to FP8 with their scales (one for all of it, one a row, or one a block), in plain torch.
+
+A scaled matrix stands for data * scale. `Casts` is the interface of the implementations, `TorchCasts` the reference.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from torch import Tensor
 
 from mt_core.nn.kernels.reference.layers import FusedActivation, activation
 
-# Which 8-bit format each operand of a linear layer has (Micikevicius et al., FP8 Formats for Deep Learning, 2022).
+# -- formats of the operands (Micikevicius et al., FP8 Formats for Deep Learning, 2022) -------------------
 
 Role = Literal["input", "weight", "gradient"]
-"""Of a tensor in a linear layer; gradient: of the output."""
+"""Operand of a linear layer's products; gradient: that of the output."""
 ROLES: tuple[Role, ...] = ("input", "weight", "gradient")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -126,7 +129,7 @@ def padded(x: Tensor, multiple: int) -> Tensor:
     return F.pad(x, (0, missing))
 
 
-# The result of a gated activation, or the gradient of its input, as a matrix that is computed where it is cast.
+# -- a gated activation, or the gradient of its input, as a matrix that is computed where it is cast ------
 
 
 @dataclass(frozen=True)
@@ -176,10 +179,10 @@ def computed(matrix: Matrix) -> Tensor:
     return matrix if isinstance(matrix, Tensor) else matrix.compute()
 
 
-# How matrices are cast: in plain torch, the reference, or by the kernels of another implementation of Casts.
+# -- the interface of implementations, and the reference --------------------------------------------------
 
 Map = Callable[[Tensor], Tensor]
-"""Of [rows, ...] to another number of rows, such as gathering them."""
+"""Function of [rows, ...] to another number of rows, such as an all-gather."""
 Cast = Callable[[Matrix, torch.dtype, int], Scaled]
 """(x, format, margin) -> x with a scale for each row or block"""
 Along = Literal["columns", "rows", "both"]

@@ -1,4 +1,7 @@
-"""The dtype in which the references compute."""
+"""Kernels of layers in plain torch: norms, rotary embedding, softmax, activations, residual sums.
+
+All compute in fp32, or in their input's dtype if that is wider, and return their input's dtype.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# LayerNorm (Ba et al., 2016).
+# -- norms: LayerNorm (Ba et al., 2016) and RMSNorm (Zhang and Sennrich, 2019) ---------------------------
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
@@ -29,9 +32,6 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centere
     return F.layer_norm(widened(x), weight.shape, scale, widened(bias), eps).to(x.dtype)
 
 
-# RMSNorm (Zhang and Sennrich, 2019).
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, [..., H] in x's dtype; computed in fp32 or wider.
 
@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
     return F.rms_norm(widened(x), weight.shape, scale, eps).to(x.dtype)
 
 
-# Rotary position embedding (Su et al., RoFormer, 2021) of queries and keys.
+# -- rotary position embedding (Su et al., RoFormer, 2021) ------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((result.to(x.dtype), passed), dim=-1)
 
 
-# The softmax of attention scores, for backends that hold them.
+# -- softmax of attention scores, for backends that hold them ---------------------------------------------
 
 
 def scaled_masked_softmax(scores: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
@@ -100,7 +100,7 @@ def scaled_masked_softmax(scores: Tensor, scale: float, mask: Tensor | None = No
     return weights.masked_fill(blind, 0.0).to(scores.dtype)
 
 
-# Activations of the feed-forward that are worth a kernel: the gated ones and the squared ReLU.
+# -- activations of the feed-forward: the gated ones and the squared ReLU ---------------------------------
 
 FusedActivation = Literal["swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "squared_relu"]
 
@@ -115,7 +115,7 @@ def activation(x: Tensor, bias: Tensor | None, name: FusedActivation) -> Tensor:
     return activate(name, wide).to(x.dtype)
 
 
-# What stands at the end of each block: bias, dropout, and the sum with the residual stream.
+# -- the end of each block: bias, dropout, and the sum with the residual stream ---------------------------
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:

@@ -168,12 +168,13 @@ def _flags(name: str, bias: Tensor | None) -> tuple[str, bool, bool, int]:
 
 
 def activation(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
-    """As mt_core.nn.kernels.reference.layers."""
+    """Same as mt_core.nn.kernels.reference.layers.activation."""
     return _Activation.apply(x, None if bias is None else bias.contiguous(), name)
 
 
-# Activation times a weight of each row, as experts have it, in one pass. Backward starts from the inputs, so nothing
-# else is kept; it computes the gradients of both in one pass.
+# -- activation times a weight of each row, as experts have it --------------------------------------------
+#
+# In one pass. Backward starts from the inputs, so nothing else is kept; it computes the gradients of both in one pass.
 
 _WEIGHTED_BLOCK = 1024
 

@@ -118,7 +118,7 @@ def _addresses(lists: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 def _aligned(lists: Sequence[Sequence[Tensor]]) -> tuple[bool, ...]:
-    """Of each tensor, whether 16-byte accesses fit it in all lists."""
+    """Whether 16-byte accesses fit a tensor in all lists, for each tensor."""
     # Lists of single numbers, such as step counts, are not read by the block.
     sizes = [tensor.numel() for tensor in lists[0]]
     by_block = [tensors for tensors in lists if [t.numel() for t in tensors] == sizes]
@@ -163,7 +163,7 @@ def _adamw_advance(
 
 @triton.jit
 def _hash32(index, step):
-    """As the reference's, in uint32."""
+    """Same as the reference's hash32, in uint32."""
     # uint32 arithmetic wraps, which is the reference's & 0xFFFFFFFF.
     h = index.to(tl.uint32) ^ (step.to(tl.uint32) * 0x9E3779B1)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
@@ -264,7 +264,7 @@ def _adamw_update(
 
 
 class TritonAdamW:
-    """As mt_core.nn.kernels.reference.adamw.TorchAdamW. Holds the tables of the lists it was given."""
+    """Same as mt_core.nn.kernels.reference.adamw.TorchAdamW. Holds the tables of the lists it was given."""
 
     def __init__(self) -> None:
         self._table = TableCache()

@@ -73,7 +73,7 @@ def _cross_entropy_gradient(logits, gradient, columns, lse, factor, width, padde
 
 
 def statistics(logits: Tensor, columns: Tensor, ids: int) -> Tensor:
-    """As RowKernels."""
+    """Implements RowKernels."""
     rows, padded = logits.shape
     result = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
     if ids == 0:
@@ -87,7 +87,7 @@ def statistics(logits: Tensor, columns: Tensor, ids: int) -> Tensor:
 
 
 def subtract_target_(logits: Tensor, columns: Tensor, lse: Tensor, factor: Tensor, ids: int) -> None:
-    """As RowKernels."""
+    """Implements RowKernels."""
     _gradient_into(logits, logits, columns, lse, factor, ids)
 
 
@@ -145,17 +145,17 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, columns: Tensor, axis: Axis, overwrite: bool = False) -> Tensor:
-    """As mt_core.nn.kernels.reference.cross_entropy."""
+    """Same as the function of this name in mt_core.nn.kernels.reference.cross_entropy."""
     return _CrossEntropy.apply(logits, columns, axis, overwrite)
 
 
-# The output projection and its cross entropy in one, with our kernels on the rows.
+# -- the output projection and its cross entropy in one ---------------------------------------------------
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, columns: Tensor, axis: Axis, chunk: int | None = None, ids: int | None = None
 ) -> Tensor:
-    """As mt_core.nn.kernels.reference.cross_entropy."""
+    """Same as the function of this name in mt_core.nn.kernels.reference.cross_entropy."""
     return chunked_losses(hidden, weight, columns, axis, ROWS, chunk, ids)
 
 
@@ -168,5 +168,5 @@ def linear_cross_entropy_sum(
     chunk: int | None = None,
     ids: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As mt_core.nn.kernels.reference.cross_entropy."""
+    """Same as the function of this name in mt_core.nn.kernels.reference.cross_entropy."""
     return chunked_weighted_sum(hidden, weight, columns, loss_weights, axis, ROWS, chunk, ids)

@@ -98,7 +98,7 @@ def _fp8_cast_of_activation(
     MEASURED: tl.constexpr, EMULATED: tl.constexpr, NAME: tl.constexpr, GRADIENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """As _fp8_cast, of [rows, width] or [rows, 2 width]."""
+    """Same as _fp8_cast, of [rows, width] or [rows, 2 width]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -152,7 +152,7 @@ def _fp8_cast_blocks_of_activation(
     LARGEST: tl.constexpr, TURNED: tl.constexpr, EMULATED: tl.constexpr, NAME: tl.constexpr, GRADIENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """As _fp8_cast_blocks, of [rows, width] or [rows, 2 width], whose halves are multiples of blocks."""
+    """Same as _fp8_cast_blocks, of [rows, width] or [rows, 2 width], whose halves are multiples of blocks."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -174,7 +174,7 @@ def _fp8_cast_rows_of_activation(
     LARGEST: tl.constexpr, TURNED: tl.constexpr, EMULATED: tl.constexpr, NAME: tl.constexpr, GRADIENT: tl.constexpr,
     LINES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As _fp8_cast_rows, of [rows, width] or [rows, 2 width]. The two halves of a row have one scale, of a column two
+    """Same as _fp8_cast_rows, of [rows, width] or [rows, 2 width]. Two halves of a row have one scale, of a column two
     (TURNED)."""
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
     lines, extent = (width, rows) if TURNED else (rows, width)

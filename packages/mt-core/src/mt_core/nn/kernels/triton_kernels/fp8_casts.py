@@ -21,7 +21,7 @@ from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, on_device
 
 _AMAX_BLOCK, AMAX_WARPS = 8192, 16
 AMAX_PROGRAMS = 2
-"""Of a multiprocessor. Few, as each tile of a cast reads what every program found."""
+"""Programs of a multiprocessor. Few, as each tile of a cast reads what every program found."""
 TILE_SIZE, TILE_WARPS = 128, 8
 """Rows and columns of a tile: 128 bytes next to one another in either order."""
 # Of columns, the 64 lines of a tile are the neighbours in memory: 128 bytes of bf16 at once.
@@ -52,7 +52,7 @@ def _fp8_amax(x, parts, size, blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def scale_of(bits, limit):
-    """As formats.scale_of, of the bits of magnitudes."""
+    """Same as the reference's scale_of, of the bits of magnitudes."""
     # div_rn: Triton's / is an approximate division in fp32, and the bytes have to be those of torch's casts.
     scale = tl.div_rn(bits.to(tl.float32, bitcast=True), limit)
     scale = tl.where(scale < _SMALLEST, _SMALLEST, scale)  # which leaves NaN
@@ -240,7 +240,7 @@ def _fp8_cast_rows(
 
 
 class TritonCasts:
-    """As mt_core.nn.kernels.reference.fp8_casts.TorchCasts."""
+    """Same as mt_core.nn.kernels.reference.fp8_casts.TorchCasts."""
 
     # Launches: by amaxes, _fp8_amax and _fp8_cast, which takes the maximum of its parts; by the past, _fp8_cast and
     # _fp8_note; by row or block, one for each product.

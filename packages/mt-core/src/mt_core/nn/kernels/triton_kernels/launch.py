@@ -1,4 +1,4 @@
-"""What launches share."""
+"""Devices, warps and tiles of rows of the kernels' launches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def on_device(x: Tensor) -> AbstractContextManager[object]:
 
 
 def multiprocessors(x: Tensor) -> int:
-    """Of x's device; a small number in the interpreter."""
+    """Multiprocessors of x's device; a small number in the interpreter."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.device.type == "cuda" else 4
 
 
@@ -27,7 +27,7 @@ def warps_for(elements: int) -> int:
     return min(max(elements // 512, 4), 32)
 
 
-# How a matrix [rows, width] is divided over programs that hold whole rows.
+# -- tiles: how a matrix [rows, width] is divided over programs that hold whole rows ----------------------
 
 _TILE = 2048
 """Elements under which a program takes several rows."""

@@ -51,7 +51,7 @@ def _layer_norm_forward(
 def _layer_norm_forward_by_columns(
     x, weight, bias, y, mean, rstd, width, eps, ZERO_CENTERED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """As _layer_norm_forward, for a row wider than the registers: it is read again from the cache."""
+    """Same as _layer_norm_forward, for a row wider than the registers: it is read again from the cache."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
     # Three passes over a row, the last two from the cache: the mean, the variance around it, the result.
@@ -123,7 +123,7 @@ def _layer_norm_backward_by_columns(
     dy, x, weight, mean, rstd, dx, dweight, dbias, rows, width, tiles,
     ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As _layer_norm_backward, for rows wider than the registers: each is read again from the cache."""
+    """Same as _layer_norm_backward, for rows wider than the registers: each is read again from the cache."""
     first = tl.program_id(0).to(tl.int64) * tiles * ROWS
     for tile in range(tiles):
         row = first + tile * ROWS + tl.arange(0, ROWS)
@@ -231,7 +231,7 @@ def _narrow_gradients(
 def _wide_gradients(
     dx: Tensor, dy: Tensor, rows: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, zero_centered: bool
 ) -> Tensor:
-    """As _narrow_gradients, without dtotal: there are no registers for it."""
+    """Same as _narrow_gradients, without dtotal: there are no registers for it."""
     tiles = RowTiles.by_columns(rows)
     parts = torch.empty(2, tiles.programs, rows.shape[1], dtype=torch.float32, device=rows.device)
     if rows.numel():
@@ -257,7 +257,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class _AddLayerNorm(torch.autograd.Function):
-    """As _AddRMSNorm."""
+    """Same as _AddRMSNorm, for LayerNorm."""
 
     @staticmethod
     def forward(
@@ -281,7 +281,7 @@ class _AddLayerNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-    """As mt_core.nn.kernels.reference.layers."""
+    """Same as mt_core.nn.kernels.reference.layers.layer_norm."""
     return _LayerNorm.apply(x, weight.contiguous(), bias.contiguous(), eps, zero_centered)
 
 

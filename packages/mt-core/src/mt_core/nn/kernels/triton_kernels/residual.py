@@ -85,5 +85,5 @@ def _grid(x: Tensor) -> tuple[int, int]:
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, probability: float) -> Tensor:
-    """As mt_core.nn.kernels.reference.layers."""
+    """Same as mt_core.nn.kernels.reference.layers.bias_dropout_add."""
     return _BiasDropoutAdd.apply(x, None if bias is None else bias.contiguous(), residual, probability)

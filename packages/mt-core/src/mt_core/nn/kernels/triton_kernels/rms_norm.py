@@ -85,7 +85,7 @@ def _rms_norm_backward_by_columns(
     dy, dtotal, x, weight, rstd, dx, dweight, rows, width, tiles,
     ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As _rms_norm_backward, for rows wider than the registers: each is read again from the cache."""
+    """Same as _rms_norm_backward, for rows wider than the registers: each is read again from the cache."""
     first = tl.program_id(0).to(tl.int64) * tiles * ROWS
     for tile in range(tiles):
         row = first + tile * ROWS + tl.arange(0, ROWS)
@@ -206,7 +206,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
-    """As mt_core.nn.kernels.reference.layers."""
+    """Same as mt_core.nn.kernels.reference.layers.rms_norm."""
     return _RMSNorm.apply(x, weight.contiguous(), eps, zero_centered)
 
 

@@ -161,6 +161,6 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """As mt_core.nn.kernels.reference.layers."""
+    """Same as mt_core.nn.kernels.reference.layers.rotary."""
     turned: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos.contiguous(), sin.contiguous(), interleaved)
     return turned

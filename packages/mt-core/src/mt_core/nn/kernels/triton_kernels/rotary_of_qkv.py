@@ -129,7 +129,7 @@ def _normed_rotary_of_qkv_forward(
     ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """As _rotary_of_qkv forward, with RMSNorms of the heads of queries and keys before they are turned."""
+    """Same as _rotary_of_qkv forward, with RMSNorms of the heads of queries and keys before they are turned."""
     token = tl.program_id(0).to(tl.int64)
     batch, position = token // sequence, token % sequence
     c, s = angle(cos, sin, batch * angle_batch_stride + position * half, half, False, HALF)
@@ -155,8 +155,8 @@ def _norm_and_turn_backward(
     ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Of one token: grads is contiguous; source and target are at the same places of the product and of its gradient.
-    cos and sin turn back. The sums [HEADS, ...] are over tokens, of the gradient of the norm's weight."""
+    """Gradients of one token: grads is contiguous; source and target are at the same places of the product and of its
+    gradient. cos and sin turn back. The sums [HEADS, ...] are over tokens, of the gradient of the norm's weight."""
     wa, wb = _weight_pairs(weight, half, ZERO_CENTERED, INTERLEAVED, HALF)
     for start in range(0, heads, HEADS):
         head = start + tl.arange(0, HEADS)

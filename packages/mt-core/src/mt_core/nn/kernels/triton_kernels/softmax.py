@@ -56,7 +56,7 @@ def _softmax_backward(dweights, weights, dscores, scale, keys, BLOCK: tl.constex
 
 @triton.jit
 def _softmax_backward_by_columns(dweights, weights, dscores, scale, keys, BLOCK: tl.constexpr):
-    """As _softmax_backward, for a row wider than the registers: it is read again from the cache."""
+    """Same as _softmax_backward, for a row wider than the registers: it is read again from the cache."""
     row = tl.program_id(0).to(tl.int64)
     # fp32 for each lane, reduced once behind the loop.
     products = tl.zeros([BLOCK], tl.float32)
@@ -112,7 +112,7 @@ class _ScaledMaskedSoftmax(torch.autograd.Function):
 
 
 def scaled_masked_softmax(scores: Tensor, scale: float, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """As mt_core.nn.kernels.reference.layers."""
+    """Same as mt_core.nn.kernels.reference.layers.scaled_masked_softmax."""
     # The kernel steps through keys one element at a time.
     if mask is not None and mask.stride(-1) != 1:
         mask = mask.contiguous()
