@@ -212,7 +212,7 @@ def import_rope(external: Mapping[str, Any], default_base: float = 10000.0) -> d
 
 
 def import_partial_rope(
-    external: Mapping[str, Any], family: str, shares: Sequence[str], bases: Sequence[str], default_share: float
+    external: Mapping[str, Any], family: str, shares: tuple[str, ...], bases: tuple[str, ...], default_share: float
 ) -> dict[str, Any]:
     """Keys of [model] for a family that rotates a share of each head and has no scaled frequencies.
 
