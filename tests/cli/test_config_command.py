@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mt_cli.config_fields import section_fields
 from mt_core.config.files import shown, to_toml
 from mt_core.config.loading import load_config
-from mt_core.config.schema import SECTIONS
+from mt_core.config.sections import section_types
 from mt_core.plugins import load_plugins
 
 JSON = st.recursive(
@@ -165,7 +165,7 @@ def test_keys_are_listed_under_what_brings_them(mt) -> None:
 @pytest.mark.slow
 def test_keys_cover_every_field_of_every_type() -> None:
     host = load_plugins()
-    for section, base in SECTIONS.items():
+    for section, base in section_types(load_plugins()).items():
         fields = section_fields(section, host)
         assert [f.key for f in fields if not f.selected_by] == list(base.model_fields)
         for field in fields:

@@ -11,7 +11,7 @@ import pytest
 
 from mt_cli.app import HELP, build_group
 from mt_cli.config_fields import section_fields, section_names
-from mt_core.config.schema import SECTIONS
+from mt_core.config.sections import section_types
 from mt_core.config.sources import installed_presets
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.specs import COMMANDS
@@ -87,7 +87,7 @@ def test_keys_and_presets_that_are_named_exist(texts: list[tuple[str, str]], hos
     keys = {field.dotted for section in section_names(host) for field in section_fields(section, host)}
     keys |= {field.partition("[")[0] for field in keys} | set(section_names(host))
     presets, _ = installed_presets(host)
-    sections = "|".join(SECTIONS)
+    sections = "|".join(section_types(load_plugins()))
     for _, text in texts:
         for key in re.findall(rf"(?<![\w./-])((?:{sections})\.[a-z_][a-z_.0-9]*[a-z0-9])(?![\w(/])", text):
             assert key in keys or key in FILES, (key, text)

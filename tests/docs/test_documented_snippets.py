@@ -14,7 +14,7 @@ import pytest
 from tests.docs.blocks import Block, blocks
 
 from mt_core.config.loading import load_config_anywhere, load_sections
-from mt_core.config.schema import SECTIONS
+from mt_core.config.sections import section_types
 from mt_core.plugins import PluginHost, load_plugins
 
 NOT_RUN = {
@@ -117,12 +117,14 @@ def test_toml_is_configuration(block: Block, host: PluginHost, tmp_path: Path) -
         return
     path = tmp_path / "block.toml"
     path.write_text(block.text)
-    assert values.keys() - {"preset"} <= SECTIONS.keys()
+    assert values.keys() - {"preset"} <= section_types(host).keys()
     if {"preset", "train"} <= values.keys() and "train_iters" in values["train"]:
         load_config_anywhere(path, host=host)
     else:
         load_sections(
-            [name for name in SECTIONS if name in values and name not in ("model", "checkpoint")], path, host=host
+            [name for name in section_types(host) if name in values and name not in ("model", "checkpoint")],
+            path,
+            host=host,
         )
 
 

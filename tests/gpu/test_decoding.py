@@ -12,6 +12,7 @@ from mt_core.nn.cache import PagedScores
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
 from mt_core.train import build
+from mt_infer.config import InferenceConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 mt_infer = pytest.importorskip("mt_infer")
@@ -29,7 +30,7 @@ MODELS = {
 
 
 def tokens_and_graphs(model: torch.nn.Module, config, graphs: str) -> tuple[dict[int, list[int]], int]:
-    options = config.inference.model_copy(update={"cuda_graphs": graphs})
+    options = config.section(InferenceConfig).model_copy(update={"cuda_graphs": graphs})
     engine = mt_infer.InferenceEngine(model, None, ParallelContext(device=torch.device("cuda")), options, longest=256)
     greedy = mt_infer.SamplingParameters(temperature=0.0, max_tokens=24, ignore_eod=True)
     found: dict[int, list[int]] = {

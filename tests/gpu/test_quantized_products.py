@@ -11,6 +11,7 @@ from mt_core.config.loading import load_config
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
 from mt_core.train import build
+from mt_infer.config import InferenceConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 mt_infer = pytest.importorskip("mt_infer")
@@ -98,7 +99,7 @@ def test_decoding_in_graphs_gives_the_first_tokens_of_dequantized_weights(name: 
     for uses_kernel in (True, False):
         torch.manual_seed(0)
         model = build.build_initialized_model(config, ctx, host).eval()
-        quantize_weights(model, config.inference)
+        quantize_weights(model, config.section(InferenceConfig))
         assert product_of(model) == "Triton weight-only kernel on CUDA"
         if not uses_kernel:
             for module in model.modules():
@@ -111,7 +112,7 @@ def test_decoding_in_graphs_gives_the_first_tokens_of_dequantized_weights(name: 
 
 
 def first_tokens(model: torch.nn.Module, config) -> list[list[int]]:
-    options = config.inference.model_copy(update={"cuda_graphs": "decode"})
+    options = config.section(InferenceConfig).model_copy(update={"cuda_graphs": "decode"})
     engine = mt_infer.InferenceEngine(model, None, ParallelContext(device=torch.device("cuda")), options, longest=128)
     greedy = mt_infer.SamplingParameters(temperature=0.0, max_tokens=3, ignore_eod=True)
     found: dict[int, list[int]] = {

@@ -17,6 +17,7 @@ from mt_core.parallel.pipeline.schedule_tables import ranks_of_stages
 from mt_core.plugins import load_plugins
 from mt_core.train import build
 from mt_core.train.pipelining import build_stages
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine, PlacedStages
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.requests import TokenEvent
@@ -70,7 +71,13 @@ def engine_of(
         if randomized:
             randomize(model)
         return InferenceEngine(
-            model, None, ParallelContext(), config.inference, longest=longest, draft_model=draft_model
+            model,
+            None,
+            ParallelContext(),
+            config.section(InferenceConfig),
+            longest=longest,
+            draft_model=draft_model,
+            batch_invariant=config.numerics.batch_invariant,
         )
     host = load_plugins()
     device = torch.device("cpu")
@@ -81,7 +88,15 @@ def engine_of(
     placed = None
     if stages is not None:
         placed = PlacedStages(stages.all, ranks_of_stages(len(stages.all), ctx.pp.size, stages.schedule.placement))
-    return InferenceEngine(model, None, ctx, config.inference, longest=longest, placed=placed)
+    return InferenceEngine(
+        model,
+        None,
+        ctx,
+        config.section(InferenceConfig),
+        longest=longest,
+        placed=placed,
+        batch_invariant=config.numerics.batch_invariant,
+    )
 
 
 def prompts(*lengths: int, vocab: int = 60) -> list[list[int]]:

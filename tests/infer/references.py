@@ -14,11 +14,11 @@ from tests.ckpt.family_cases import CASES, make_model
 from tests.infer.engines import OPTIONS
 from torch import Tensor, nn
 
-from mt_core.config.schema import InferenceConfig
 from mt_core.interfaces import SpecialTokens
 from mt_core.plugins import load_plugins
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_infer.blocks import PrefixKeys
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 from mt_infer.requests import Request, RunningSequence
 from mt_infer.sampling.noise import uniform
@@ -43,11 +43,14 @@ def trained(name: str) -> TrainedModel:
         return load_trained_model(folder, load_plugins(), device="cpu", settings=settings)
 
 
-def engine_like(name: str, *, eod: int | None = None, longest: int = 64, **options: Any) -> InferenceEngine:
+def engine_like(
+    name: str, *, eod: int | None = None, longest: int = 64, batch_invariant: bool = False, **options: Any
+) -> InferenceEngine:
     """eod: the token that ends documents."""
     tokenizer: Any = SimpleNamespace(special=SpecialTokens(eod=eod))
     own = trained(name)
-    return InferenceEngine(own.model, tokenizer, own.ctx, InferenceConfig(**{**OPTIONS, **options}), longest=longest)
+    settings = InferenceConfig(**{**OPTIONS, **options})
+    return InferenceEngine(own.model, tokenizer, own.ctx, settings, longest=longest, batch_invariant=batch_invariant)
 
 
 def sequence_of(sampling: SamplingParameters, prompt: Sequence[int], generated: Sequence[int] = ()) -> RunningSequence:

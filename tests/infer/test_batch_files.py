@@ -15,6 +15,7 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.interfaces import SpecialTokens
 from mt_infer import SamplingParameters, TextGenerator
 from mt_infer.batch_files import generate_file
+from mt_infer.config import InferenceConfig
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.job_record import checkpoint_fingerprint, record_of
 from mt_infer.lockstep import LockstepEngine
@@ -167,7 +168,7 @@ def test_an_output_of_another_job_is_not_continued(generator, tmp_path, monkeypa
     refused("begun by another job: top_k was 0, and is 7; seed was 3, and is 4;", replace(SAMPLING, seed=4, top_k=7))
     monkeypatch.setattr(generator, "fingerprint", "another")
     refused("its model was another, or had other weights")
-    inference = generator.config.inference.model_copy(update={"quantize_weights": "int8"})
+    inference = generator.config.section(InferenceConfig).model_copy(update={"quantize_weights": "int8"})
     quantized = generator.config.model_copy(update={"inference": inference})
     with monkeypatch.context() as changed:
         changed.setattr(generator, "config", quantized)

@@ -1,4 +1,4 @@
-"""With inference.batch_invariant tokens and log-probabilities are the same bits, whatever happens around a request."""
+"""With numerics.batch_invariant tokens and log-probabilities are the same bits, whatever happens around a request."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_machine_that_cannot_is_found_before_the_first_request(monkeypatch) ->
     batch_invariance._mode.cache_clear()
     monkeypatch.setattr(batch_invariance, "_is_invariant", lambda b: b.shape[1] != 48)
     try:
-        with pytest.raises(ConfigError, match=r"inference.batch_invariant=true: .* a matrix of \[48, 32\] in float32"):
+        with pytest.raises(ConfigError, match=r"numerics.batch_invariant=true: .* a matrix of \[48, 32\] in float32"):
             engine("llama", **UNSHARED)
     finally:
         batch_invariance._mode.cache_clear()

@@ -14,6 +14,7 @@ from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
 from mt_infer.blocks import BlockPool, BlockTable, shared_counts
 from mt_infer.cache.manager import CacheManager, build_caches
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.speculation.building import DraftModel
@@ -38,7 +39,7 @@ def test_caches_and_snapshots_are_within_the_memory() -> None:
     config = configuration("hybrid", inference=inference)
     draft = DraftModel(new_model(configuration("hybrid")))
     engine = InferenceEngine(
-        new_model(config), None, ParallelContext(), config.inference, longest=16, draft_model=draft
+        new_model(config), None, ParallelContext(), config.section(InferenceConfig), longest=16, draft_model=draft
     )
     run(engine, prompts(*[5] * 70), SamplingParameters(temperature=0.0, max_tokens=2))
     assert isinstance(engine.drafter, ModelDrafter)
@@ -62,7 +63,7 @@ def test_a_memory_for_one_model_is_too_little_for_two() -> None:
 def test_requests_that_wait_have_no_features() -> None:
     """Features of images are computed once for each request, when it is admitted."""
     config = configuration("llava", inference={"max_requests": 2})
-    engine = InferenceEngine(new_model(config), None, ParallelContext(), config.inference, longest=64)
+    engine = InferenceEngine(new_model(config), None, ParallelContext(), config.section(InferenceConfig), longest=64)
     conditioned: list[None] = []
     condition = engine.runner.condition
     engine.runner.condition = lambda inputs: conditioned.append(None) or condition(inputs)  # type: ignore[assignment,func-returns-value]

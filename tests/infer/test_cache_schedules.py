@@ -16,11 +16,11 @@ from tests.ckpt.convert_cases import MODELS
 from tests.infer.engines import configuration, engine_of, new_model, randomize
 from torch import nn
 
-from mt_core.config.schema import InferenceConfig
 from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
 from mt_infer.cache.layout import SNAPSHOTS, CacheLimits, cache_layout
 from mt_infer.cache.manager import CacheManager
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 from mt_infer.new_requests import NewSequences
 from mt_infer.requests import FinishReason

@@ -15,6 +15,7 @@ from torch import nn
 
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
+from mt_infer.config import InferenceConfig
 from mt_infer.decode_graphs import DecodeGraphs, batch_sizes, layer_objections, uses_graphs
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
@@ -123,7 +124,7 @@ def test_batch_sizes() -> None:
     ("model", "options", "words"),
     [
         ("llama", {}, "this engine is on cpu; use a GPU"),
-        ("llama", {"batch_invariant": True}, "inference.batch_invariant=true computes sequences one by one"),
+        ("llama", {"batch_invariant": True}, "numerics.batch_invariant=true computes sequences one by one"),
         ("llama", {"cache_dtype": "int8"}, "inference.cache_dtype=int8 is dequantized"),
         ("llama", {"speculative_method": "ngram"}, "inference.speculative_method=ngram computes several"),
         ("t5", {}, "EncoderDecoder|encoder"),
@@ -132,9 +133,9 @@ def test_batch_sizes() -> None:
 )
 def test_what_graphs_do_not_support_is_named(model: str, options: dict, words: str) -> None:
     config = configuration(FAMILIES[model], inference=options)
-    objections = layer_objections(built := new_model(config), config.inference, ParallelContext())
-    wanted = config.inference.model_copy(update={"cuda_graphs": "decode"})
-    with pytest.raises(ConfigError, match="inference.cuda_graphs=decode cannot be: graphs are CUDA's") as refused:
-        uses_graphs(built, wanted, ParallelContext())
+    objections = layer_objections(built := new_model(config), config.section(InferenceConfig), ParallelContext())
+    wanted = config.section(InferenceConfig).model_copy(update={"cuda_graphs": "decode"})
+    with pytest.raises(ConfigError, match="inference.cuda_graphs=decode cannot be: ") as refused:
+        uses_graphs(built, wanted, ParallelContext(), config.numerics.batch_invariant)
     assert re.search(words, " ".join([str(refused.value), *objections]))
-    assert not uses_graphs(built, config.inference, ParallelContext())
+    assert not uses_graphs(built, config.section(InferenceConfig), ParallelContext())

@@ -19,13 +19,13 @@ from tests.infer.test_families import FAMILIES
 from torch import Tensor, nn
 
 from mt_cli.main import run as mt
-from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
 from mt_core.nn.layout import initialize
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train import build
 from mt_infer.cache.layout import cache_layout
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.quantization.groups import dequantize, quantize
@@ -218,8 +218,8 @@ def on_rank(rank: int, world: int, layout: str) -> list[tuple[list[int], list[fl
     ctx = build.build_context(config, torch.device("cpu"))
     model = build.build_model(config, ctx, host, None)
     initialize(model, 1, ctx)
-    quantize_weights(model, config.inference)
-    engine = LockstepEngine(InferenceEngine(model, None, ctx, config.inference, longest=64))
+    quantize_weights(model, config.section(InferenceConfig))
+    engine = LockstepEngine(InferenceEngine(model, None, ctx, config.section(InferenceConfig), longest=64))
     if rank:
         return engine.follow()
     found = [(tokens_of(events), logprobs_of(events)) for events in run(engine, prompts(9, 4), TWO_TOKENS)]
@@ -237,7 +237,7 @@ def test_every_layout_stores_the_same_numbers(layout: str) -> None:
     family, _, inference = LAYOUTS[layout]
     config = configuration(ONE_LAYER[family], inference=inference)
     model = new_model(config)
-    quantize_weights(model, config.inference)
+    quantize_weights(model, config.section(InferenceConfig))
     expected = run(engine_of(config, model=model), prompts(9, 4), TWO_TOKENS)
     for (tokens, logprobs), events in zip(RUNS.result(2, layout), expected, strict=True):
         assert tokens == tokens_of(events)
@@ -263,7 +263,7 @@ def test_every_layout_stores_the_same_numbers(layout: str) -> None:
 def test_what_cannot_be_is_refused(model: str, options: dict[str, Any], words: str) -> None:
     def load() -> None:
         config = configuration(model, inference=options)
-        quantize_weights(new_model(config), config.inference)
+        quantize_weights(new_model(config), config.section(InferenceConfig))
         engine_of(config)
 
     with pytest.raises(ConfigError, match=words):

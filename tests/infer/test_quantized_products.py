@@ -20,12 +20,12 @@ from tests.infer.test_quantization import FORMATS, GREEDY, quantized
 from torch import Tensor, nn
 
 from mt_core._torch_compat import UncompiledDispatchMode
-from mt_core.config.schema import InferenceConfig
 from mt_core.nn.layout import initialize, normal
 from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
 from mt_core.train import build
+from mt_infer.config import InferenceConfig
 from mt_infer.decode_graphs import DecodeGraphs, layer_objections
 from mt_infer.quantization import weights as quantized_weights
 from mt_infer.quantization.groups import dequantize, quantize

@@ -24,13 +24,13 @@ from tests.models.vision_reference import randomize as randomize_both
 from torch import Tensor
 
 from mt_core.config.loading import config_from_dict
-from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
 from mt_data.datasets.sft.chat_templates import ChatTemplate
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_infer.chat.chat_format import ChatFormat
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.server.served_model import ServedModel

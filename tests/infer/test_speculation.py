@@ -12,10 +12,10 @@ from tests.dist.in_turn import InTurn
 from tests.infer.engines import OPTIONS, configuration, engine_of, new_model, prompts, run, tokens_of
 from tests.infer.references import engine_like, reference, row_of, trained
 
-from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.sampling.parameters import SamplingParameters
@@ -89,11 +89,14 @@ def test_steps_that_leave_sequences_out() -> None:
 
 @pytest.mark.slow
 def test_log_probabilities_are_the_same_to_the_last_bit() -> None:
-    """With inference.batch_invariant, a chunk of drafts gives what its positions give one at a time."""
+    """With numerics.batch_invariant, a chunk of drafts gives what its positions give one at a time."""
     asked, texts = SamplingParameters(seed=4, max_tokens=20, logprobs=3), prompts(9, 4)
     alone = engine_of(configuration("llama", inference={"batch_invariant": True}))
     options = alone.options.model_copy(update={"speculative_method": "draft_model"})
-    drafting = InferenceEngine(alone.model, None, alone.ctx, options, longest=64, draft_model=DraftModel(alone.model))
+    draft = DraftModel(alone.model)
+    drafting = InferenceEngine(
+        alone.model, None, alone.ctx, options, longest=64, draft_model=draft, batch_invariant=True
+    )
     found = [[[event.logprobs for event in events] for events in run(one, texts, asked)] for one in (alone, drafting)]
     assert found[0] == found[1]
     assert drafting.speculation.acceptance_rate == 1.0
@@ -230,7 +233,7 @@ def test_a_prompt_with_images_is_continued_as_without_drafts(method: str) -> Non
     asked = SamplingParameters(temperature=0.0, max_tokens=6, logit_bias={9: 1e6})
     own = new_model(config)
     draft = DraftModel(new_model(configuration("llama"))) if method == "draft_model" else None
-    options = config.inference.model_copy(update={"speculative_method": method})
+    options = config.section(InferenceConfig).model_copy(update={"speculative_method": method})
     engine = InferenceEngine(own, None, ParallelContext(), options, longest=64, draft_model=draft)
     assert tokens_of(run(engine, [prompt], asked, [images])[0]) == [9] * 6
 

@@ -37,7 +37,7 @@ SMALL = (
     "--set",
     "inference.cache_memory_gb=0.05",
 )
-INVARIANT = ("--set", "inference.batch_invariant=true")
+INVARIANT = ("--set", "numerics.batch_invariant=true")
 
 
 @pytest.fixture(scope="module")

@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mt_core.config.loading import load_config
-from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import MODELS
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.hugging_face import load_reference, to_reference

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from mt_core.config.loading import load_config
-from mt_core.config.schema import InferenceConfig
 from mt_core.data.loader import collate
 from mt_core.errors import ConfigError, DataError, PluginError
 from mt_core.interfaces import SplitRequest
@@ -34,6 +33,7 @@ from mt_core.nn.layout import initialize, parameter_layouts
 from mt_core.nn.loss import cross_entropy
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import DATASETS, MODELS, TOKENIZERS
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.hugging_face import load_reference

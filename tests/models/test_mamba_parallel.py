@@ -16,6 +16,7 @@ from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.collectives import all_reduce
 from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.testing import run_ranks
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 
 pytestmark = pytest.mark.dist
@@ -108,7 +109,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     config = configure(host(), sharded, **MAMBA)
     messages = []
     with pytest.raises(ConfigError) as caught:
-        InferenceEngine(build(host(), config, ctx), None, ctx, config.inference, longest=8)
+        InferenceEngine(build(host(), config, ctx), None, ctx, config.section(InferenceConfig), longest=8)
     messages.append(str(caught.value))
     for keys in ({**MAMBA, "data.seq_length": 18}, {**MAMBA, "mamba_num_heads": 3, "mamba_num_groups": 3}):
         length = keys.pop("data.seq_length", LENGTH)

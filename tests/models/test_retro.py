@@ -12,12 +12,12 @@ from tests.models.retro_reference import Retro
 from torch import Tensor, nn
 
 from mt_core.config.loading import load_config
-from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError, DataError
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.specs import MODELS
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.retro.attention import attending_chunks, chunks, from_attending_chunks

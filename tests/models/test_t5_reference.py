@@ -20,10 +20,10 @@ from tests.models.bert_reference import (
 from torch import nn
 
 from mt_core.config.loading import load_config
-from mt_core.config.schema import InferenceConfig
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.loss import cross_entropy, weighted_sum
 from mt_core.parallel.context import ParallelContext
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.blocks.position_bias import buckets_of

@@ -149,7 +149,7 @@ def test_a_key_that_the_checkpoint_lacks_has_its_default(tiny) -> None:
     config = tiny().config
     stored = config.to_dict()
     del stored["optimizer"]["clip_grad"]
-    assert list(differences(stored, config)) == []
+    assert list(differences(stored, config, load_plugins())) == []
     assert [change.key for change in differences(stored, tiny("optimizer.clip_grad=0.5").config)] == [
         "optimizer.clip_grad"
     ]

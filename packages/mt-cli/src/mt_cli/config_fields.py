@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 
 from mt_core.config.files import shown
 from mt_core.config.messages import MEGATRON_KEYS
-from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, Section
+from mt_core.config.schema import CORE_SECTIONS, REGISTRY_OF_SECTION, Section
+from mt_core.config.sections import section_types
 from mt_core.errors import ConfigError, MtError, did_you_mean
 from mt_core.plugins import PluginHost, Registry
 from mt_core.specs import FEED_FORWARDS, MOE_DISPATCHERS
@@ -52,7 +53,7 @@ DISPATCHER_OPTIONS = "model.moe.moe_dispatcher_options"
 def section_fields(section: str, host: PluginHost) -> list[ConfigField]:
     """The keys of a section or of a table below one: those that all its types have, then those that plugins' types
     add or redefine."""
-    base = SECTIONS.get(section)
+    base = section_types(host).get(section)
     fields = [_describe(section, key, info) for key, info in base.model_fields.items()] if base else []
     # Two declarations of a key are one field if all four agree: then only the list of selector values grows. A family
     # that redefines a key with another default or text gets an entry of its own.
@@ -75,7 +76,7 @@ def section_fields(section: str, host: PluginHost) -> list[ConfigField]:
 
 def section_names(host: PluginHost) -> list[str]:
     """The sections, each followed by the tables below it: model.moe is one, with a type of its own."""
-    return [table for section in SECTIONS for table in (section, *_tables(section, host))]
+    return [table for section in section_types(host) for table in (section, *_tables(section, host))]
 
 
 def _tables(section: str, host: PluginHost) -> list[str]:
@@ -95,7 +96,7 @@ def selector(section: str) -> str | None:
     """The dotted key that chooses the type of a section or table."""
     if section == DISPATCHER_OPTIONS:
         return "model.moe.moe_token_dispatcher_type"
-    base = SECTIONS.get(section)
+    base = CORE_SECTIONS.get(section)
     return f"{section}.{base.selector}" if base is not None and base.selector is not None else None
 
 
@@ -115,7 +116,7 @@ def find_fields(dotted: str, host: PluginHost) -> list[ConfigField]:
 
 
 def require_section(name: str, host: PluginHost) -> str:
-    known = section_names(host) if "." in name else list(SECTIONS)
+    known = section_names(host) if "." in name else list(section_types(host))
     if name not in known:
         raise ConfigError(f"unknown section {name}{did_you_mean(name, known)}; sections are {', '.join(known)}")
     return name

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from mt_core._huge_pages import move_to_huge_pages
-from mt_core.config.schema import SECTIONS
+from mt_core.config.schema import CORE_SECTIONS
 from mt_core.kinds import Lazy
 from mt_core.plugins import load_plugins
 
@@ -43,7 +43,7 @@ def end() -> None:
 
 atexit.register(end)
 load_code()
-for section in SECTIONS.values():
+for section in CORE_SECTIONS.values():
     complete(section)
 # The garbage collector of a rank goes over its own objects only: not over all of torch's, whose pages it would copy.
 gc.collect()

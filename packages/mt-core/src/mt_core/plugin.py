@@ -70,7 +70,7 @@ def mt_register_attention_backends() -> list[AttentionBackendSpec]:
         ),
         AttentionBackendSpec(
             name="batch_invariant",
-            doc="A query's result depends on its own keys only, to the last bit; used by inference.batch_invariant",
+            doc="A query's result depends on its own keys only, to the last bit; used by numerics.batch_invariant",
             supports=Lazy("mt_core.nn.attention_backends.batch_invariant:supports_batch_invariant"),
             build=Lazy("mt_core.nn.attention_backends.batch_invariant:build_batch_invariant"),
         ),

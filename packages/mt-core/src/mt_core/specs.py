@@ -404,6 +404,8 @@ class SectionSpec(Spec):
 
     config_type: Lazy[type]
     """A subclass of mt_core.config.schema.Section; every key has a default."""
+    affects_training: bool = False
+    """Whether a run may be resumed with the same values only (or with those that checkpoint.accept_changes names)."""
 
 
 SECTIONS = Kind(

@@ -17,6 +17,7 @@ from mt_core.errors import DataError
 from mt_core.paths import write_whole, writing
 from mt_core.versions import installed_versions
 from mt_eval.tasks import Journal, Sample, Task
+from mt_infer.config import InferenceConfig
 from mt_infer.text import TextGenerator
 
 FORMAT, VERSION = "mt-eval", 1
@@ -110,7 +111,7 @@ def describe_model(path: str | Path, config: Config) -> dict[str, Any]:
         "tokenizer": config.tokenizer.tokenizer_type,
         "layout": config.parallel.model_dump(mode="json", exclude_defaults=True),
         "precision": config.precision.dtype,
-        "inference": config.inference.model_dump(mode="json", exclude_defaults=True),
+        "inference": config.section(InferenceConfig).model_dump(mode="json", exclude_defaults=True),
     }
 
 

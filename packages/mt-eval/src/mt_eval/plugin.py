@@ -6,7 +6,7 @@ from typing import Any
 
 from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Kind, Lazy
-from mt_core.specs import CommandSpec, EvaluatorSpec
+from mt_core.specs import CommandSpec, EvaluatorSpec, SectionSpec
 from mt_eval.text_scorers import TEXT_SCORERS, TextScorerSpec
 
 
@@ -60,4 +60,15 @@ def mt_register_text_scorers() -> list[TextScorerSpec]:
             doc="Google's Perspective API, with the key in PERSPECTIVE_API_KEY; options workers, language",
             build=Lazy("mt_eval.detoxification.scorers:build_perspective"),
         ),
+    ]
+
+
+@hookimpl
+def mt_register_sections() -> list[SectionSpec]:
+    return [
+        SectionSpec(
+            name="eval",
+            doc="Measurements of the model during training, beside the loss on validation sets",
+            config_type=Lazy("mt_eval.config:EvalConfig"),
+        )
     ]

@@ -8,11 +8,11 @@ read before the next replay.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
 from mt_core.nn.auxiliary import SynchronizesHost
 from mt_core.nn.cache import MemoryState, PositionState
@@ -22,6 +22,7 @@ from mt_core.train.cuda_graphs.capture import Recorder
 from mt_infer.cache.batch import Chunk
 from mt_infer.cache.decode_batch import DecodeBatch, DecodeInputs
 from mt_infer.cache.manager import CacheManager
+from mt_infer.config import InferenceConfig
 from mt_infer.runner import ModelRunner
 
 # Few sizes, since each is a capture of its own; small ones are closer together, as there a row of filler costs
@@ -106,13 +107,19 @@ def batch_sizes(most: int) -> tuple[int, ...]:
 
 
 KEY = "inference.cuda_graphs"
+INVARIANT = "numerics.batch_invariant=true computes sequences one by one; set it to false"
 
 
-def uses_graphs(model: nn.Module, options: InferenceConfig, ctx: ParallelContext) -> bool:
+def uses_graphs(
+    model: nn.Module, options: InferenceConfig, ctx: ParallelContext, is_batch_invariant: bool = False
+) -> bool:
     """Whether decode steps are captured. Raises ConfigError where that is requested and cannot be."""
     if options.cuda_graphs == "none":
         return False
-    reason = next(graph_objections(model, options, ctx), None)
+    objections = graph_objections(model, options, ctx)
+    if is_batch_invariant:
+        objections = chain([INVARIANT], objections)
+    reason = next(objections, None)
     if reason is not None and options.cuda_graphs == "decode":
         raise ConfigError(f"{KEY}=decode cannot be: {reason}; or {KEY}=auto, which does without graphs")
     return reason is None
@@ -131,8 +138,6 @@ def layer_objections(model: nn.Module, options: InferenceConfig, ctx: ParallelCo
     for axis, key in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
         if (size := ctx.axis(axis).size) > 1:  # type: ignore[arg-type]
             yield f"parallel.{key}_model_parallel_size={size} communicates in each step; set it to 1"
-    if options.batch_invariant:
-        yield "inference.batch_invariant=true computes sequences one by one; set it to false"
     if options.cache_dtype != "auto":
         yield f"inference.cache_dtype={options.cache_dtype} is dequantized sequence by sequence; set it to auto"
     if options.speculative_method is not None:

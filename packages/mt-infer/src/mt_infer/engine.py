@@ -11,16 +11,16 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError, MtError
 from mt_core.interfaces import Tokenizer
-from mt_core.nn.batch_invariance import batch_invariant
+from mt_core.nn.batch_invariance import batch_invariant as invariant_products
 from mt_core.parallel.context import ParallelContext
 from mt_core.train.cuda_graphs.capture import CudaRecorder
 from mt_infer.beams import advance_beams
 from mt_infer.cache.batch import Chunk
 from mt_infer.cache.manager import build_caches
 from mt_infer.chunk_results import ChunkResult, results_from_logits
+from mt_infer.config import InferenceConfig
 from mt_infer.decode_graphs import DecodeGraphs, uses_graphs
 from mt_infer.isolation import RANKS_OWN_ERRORS
 from mt_infer.new_requests import (
@@ -72,23 +72,25 @@ class InferenceEngine:
         longest: int,
         placed: PlacedStages | None = None,
         draft_model: DraftModel | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         # Order: the checks raise before any memory is taken; build_caches takes what inference.cache_memory_gb allows,
         # or a share of what is free then.
         self.model, self.tokenizer, self.ctx, self.options = model, tokenizer, ctx, options
-        self.longest = longest
+        self.longest, self.is_batch_invariant = longest, batch_invariant
         refuse_context_parallel(ctx)
-        refuse_invariant_quantization(options)
-        check_products(model, options)
+        if batch_invariant:
+            refuse_invariant_quantization(options)
+            check_products(model)
         self.runner = ModelRunner(model, ctx, placed)
         drafts = draft_model if options.speculative_method == "draft_model" else None
         draft = None if drafts is None else drafts.model
-        self.manager, draft_cache = build_caches(model, draft, options, ctx, longest)
+        self.manager, draft_cache = build_caches(model, draft, options, ctx, longest, batch_invariant)
         self.scheduler = Scheduler(self.manager)
         self.new_sequences = NewSequences(self.manager, tokenizer, longest)
-        self.drafter = build_drafter(options, self.manager, self.runner, drafts, draft_cache)
+        self.drafter = build_drafter(options, self.manager, self.runner, drafts, draft_cache, batch_invariant)
         self.graphs: DecodeGraphs | None = None
-        if uses_graphs(model, options, ctx):
+        if uses_graphs(model, options, ctx, batch_invariant):
             self.graphs = DecodeGraphs(self.runner, self.manager, CudaRecorder())
         self.speculation = SpeculationStatistics()
         self._ids = count()
@@ -196,7 +198,7 @@ class InferenceEngine:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """The model may be one that is being trained: without dropout, and in its mode again afterwards."""
-        with evaluating(self.model), batch_invariant(self.options.batch_invariant):
+        with evaluating(self.model), invariant_products(self.is_batch_invariant):
             yield
 
     def _sample(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
@@ -205,10 +207,10 @@ class InferenceEngine:
         if self.graphs is not None and self.graphs.serves(chunks):
             return results_from_logits(chunks, self.graphs.logits(chunks))
         # Eager: chunks of prompts, drafts, and whatever graphs do not serve.
-        batch = self.runner.batch(chunks, self.manager, is_batch_invariant=self.options.batch_invariant)
+        batch = self.runner.batch(chunks, self.manager, is_batch_invariant=self.is_batch_invariant)
         logits = self.runner.logits(batch)
         # Parts of the vocabulary that training's loss sums by, where its bits are requested.
-        shares = self.runner.vocab_shares if self.options.batch_invariant else ()
+        shares = self.runner.vocab_shares if self.is_batch_invariant else ()
         # None on ranks before the last pipeline stage: they get the results from it below.
         found = [ChunkResult() for _ in chunks]
         if logits is not None:

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from mt_infer.completions import Completion
+from mt_infer.config import InferenceConfig
 from mt_infer.prompts import Prompt
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
@@ -39,7 +40,7 @@ def answered_in_order(
     Each is yielded when it and all before it are done. Twice as many run or wait as the engine takes.
     """
     # Twice the engine's own number: requests are ready when some end, and the items read ahead stay few.
-    most = 2 * generator.config.inference.max_requests
+    most = 2 * generator.config.section(InferenceConfig).max_requests
     waiting = iter(items)
     queue: deque[Answered[ItemT]] = deque()
     running: dict[int, Answered[ItemT]] = {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_infer.config import InferenceConfig
 from mt_infer.sampling.parameters import SamplingParameters
 
 FORMAT = 2
@@ -21,7 +22,6 @@ ENGINE_KEYS = (
     "quantize_group_size",
     "quantize_output_layer",
     "cache_dtype",
-    "batch_invariant",
 )
 """Of [inference], those that change what is generated."""
 
@@ -30,8 +30,12 @@ def job_of(source: Path, sampling: SamplingParameters, model: str | None, config
     """model: its fingerprint; None for one in memory alone, of which nothing is compared."""
     # As they will be read back: tuples as lists, keys as texts.
     values = json.loads(json.dumps(asdict(sampling), default=str))
-    engine = {f"inference.{key}": getattr(config.inference, key) for key in ENGINE_KEYS}
-    settings = {"precision.dtype": config.precision.dtype, **engine}
+    engine = {f"inference.{key}": getattr(config.section(InferenceConfig), key) for key in ENGINE_KEYS}
+    settings = {
+        "precision.dtype": config.precision.dtype,
+        "numerics.batch_invariant": config.numerics.batch_invariant,
+        **engine,
+    }
     return {"format": FORMAT, "model": model, "sampling": values, "settings": settings, "input": _hash_of_file(source)}
 
 

@@ -8,7 +8,6 @@ from hashlib import blake2b
 import torch
 from torch import Tensor, nn
 
-from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
 from mt_core.interfaces import Tokenizer
 from mt_core.nn.batch_invariance import require_invariant_products
@@ -16,6 +15,7 @@ from mt_core.nn.linear import LinearModule
 from mt_core.nn.model import Generates
 from mt_core.parallel.context import ParallelContext
 from mt_infer.cache.manager import CacheManager
+from mt_infer.config import InferenceConfig
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.requests import BeamGroup, Request, RunningSequence
 from mt_infer.sampling.beam_search import BeamSearch
@@ -145,15 +145,14 @@ def refuse_context_parallel(ctx: ParallelContext) -> None:
 
 
 def refuse_invariant_quantization(options: InferenceConfig) -> None:
-    if options.batch_invariant and (options.quantize_weights is not None or options.cache_dtype != "auto"):
+    if options.quantize_weights is not None or options.cache_dtype != "auto":
         raise ConfigError(
-            "inference.batch_invariant=true gives the log-probabilities of training, which quantized numbers cannot; "
+            "numerics.batch_invariant=true gives the log-probabilities of training, which quantized numbers cannot; "
             "leave inference.quantize_weights and inference.cache_dtype out"
         )
 
 
-def check_products(model: nn.Module, options: InferenceConfig) -> None:
+def check_products(model: nn.Module) -> None:
     """Raises ConfigError, before the first request, where a product with a weight cannot be batch invariant here."""
-    if options.batch_invariant:
-        linear = [module for module in model.modules() if isinstance(module, LinearModule)]
-        require_invariant_products(module.weight.detach().t() for module in linear if module.weight.ndim == 2)
+    linear = [module for module in model.modules() if isinstance(module, LinearModule)]
+    require_invariant_products(module.weight.detach().t() for module in linear if module.weight.ndim == 2)

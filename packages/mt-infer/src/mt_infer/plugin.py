@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Lazy
-from mt_core.specs import CommandSpec
+from mt_core.specs import CommandSpec, SectionSpec
 
 
 @hookimpl
@@ -40,4 +40,15 @@ def mt_register_commands() -> list[CommandSpec]:
             doc="Talk to a model in the terminal",
             app=Lazy("mt_infer.commands.chat:chat"),
         ),
+    ]
+
+
+@hookimpl
+def mt_register_sections() -> list[SectionSpec]:
+    return [
+        SectionSpec(
+            name="inference",
+            doc="Generating and scoring with a trained model",
+            config_type=Lazy("mt_infer.config:InferenceConfig"),
+        )
     ]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mt_core.config.schema import Config, InferenceConfig, ParallelConfig
+from mt_core.config.schema import Config, ParallelConfig
 from mt_core.errors import ConfigError
 from mt_core.interfaces import Tokenizer
 from mt_core.parallel.context import ParallelContext
@@ -21,6 +21,7 @@ from mt_core.train.engine import Engine
 from mt_core.train.pipelining import Stages, build_stages
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_infer.completions import BestOf, Completion, TextEvent
+from mt_infer.config import InferenceConfig
 from mt_infer.detokenizer import Detokenizer
 from mt_infer.engine import InferenceEngine
 from mt_infer.job_record import checkpoint_fingerprint
@@ -105,10 +106,11 @@ class TextGenerator:
             model,
             tokenizer,
             ctx,
-            config.inference,
+            config.section(InferenceConfig),
             longest=longest_sequence(config, model),
             placed=placed_stages(stages, ctx),
             draft_model=draft_model,
+            batch_invariant=config.numerics.batch_invariant,
         )
         return cls(LockstepEngine(engine), tokenizer, config)
 
@@ -121,8 +123,8 @@ class TextGenerator:
         the training engine's layout, and its memory; FSDP2, which keeps weights in pieces, needs a layout. Raises
         ConfigError for that, for inference.quantize_weights and for a draft model.
         """
-        refuse_quantized_training(training.config.inference)
-        refuse_draft_model_in_training(training.config.inference)
+        refuse_quantized_training(training.config.section(InferenceConfig))
+        refuse_draft_model_in_training(training.config.section(InferenceConfig))
         if parallel is None:
             # Without a layout of its own generation computes with the modules that are trained, whose weights FSDP2
             # reshards between layers.
@@ -389,9 +391,9 @@ def refuse_draft_model_in_training(options: InferenceConfig) -> None:
 
 def prepare_weights(trained: TrainedModel) -> None:
     """In place, as an engine on a loaded checkpoint has them: inference.quantize_weights, and the LM head for a CPU."""
-    if trained.ctx.device.type == "cpu" and not trained.config.inference.batch_invariant:
+    if trained.ctx.device.type == "cpu" and not trained.config.numerics.batch_invariant:
         store_by_columns(trained.model)
-    quantize_weights(trained.model, trained.config.inference)
+    quantize_weights(trained.model, trained.config.section(InferenceConfig))
 
 
 def with_parallel(config: Config, parallel: Mapping[str, Any]) -> Config:
@@ -402,7 +404,7 @@ def with_parallel(config: Config, parallel: Mapping[str, Any]) -> Config:
 def longest_sequence(config: Config, model: Any) -> int:
     """inference.max_sequence_length, within the model's positions. Raises ConfigError for more than these."""
     positions: int | None = model.max_sequence_length
-    asked = config.inference.max_sequence_length
+    asked = config.section(InferenceConfig).max_sequence_length
     if asked is not None and positions is not None and asked > positions:
         raise ConfigError(
             f"inference.max_sequence_length={asked}, but the model has {positions} positions; it can be at most that"

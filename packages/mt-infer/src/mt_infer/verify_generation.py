@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_core.config.schema import Config, InferenceConfig
+from mt_core.config.schema import Config
 from mt_core.errors import CheckpointError
 from mt_core.nn.loss import build_cross_entropy
 from mt_core.optim.master_weights import Fp32Weights
@@ -23,6 +23,7 @@ from mt_core.train.step.batches import FIRST_SAMPLE
 from mt_core.train.step.forward_backward import Batch
 from mt_core.train.trained_model import TrainedModel
 from mt_infer.cache.layout import CacheLimits, agree, cache_layout
+from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
 from mt_infer.requests import TokenEvent
@@ -31,7 +32,7 @@ from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.speculation.building import DraftModel
 
 TOLERANCE = 1e-3
-"""Largest difference of log-probabilities in fp32 without inference.batch_invariant. In 16 bits: 0.25."""
+"""Largest difference of log-probabilities in fp32 without numerics.batch_invariant. In 16 bits: 0.25."""
 TOLERANCE_16_BITS = 0.25
 
 
@@ -97,9 +98,16 @@ def compare_ways(
     found: list[Difference] = []
     first: list[Outcome] = []
     # An engine for each way: its options decide the cache and the batches. The model and its weights are the same.
-    for name, options, one_by_one in ways(trained.config.inference, _memory_of_one(trained, longest)):
+    for name, options, one_by_one in ways(trained.config.section(InferenceConfig), _memory_of_one(trained, longest)):
         engine = InferenceEngine(
-            trained.model, None, trained.ctx, options, longest=longest, placed=placed, draft_model=draft_model
+            trained.model,
+            None,
+            trained.ctx,
+            options,
+            longest=longest,
+            placed=placed,
+            draft_model=draft_model,
+            batch_invariant=trained.config.numerics.batch_invariant,
         )
         outcomes = _serve(LockstepEngine(engine), prompts, sampling, one_by_one=one_by_one)
         require_finite(name, outcomes)
@@ -217,7 +225,7 @@ def _common(own: Sequence[int], other: Sequence[int]) -> int:
 
 def _memory_of_one(trained: TrainedModel, longest: int) -> float:
     """GiB of a cache that holds one sequence of this length and little more."""
-    options = trained.config.inference
+    options = trained.config.section(InferenceConfig)
     # Memory 0: only sizes of a position are read from the agreed layout, which are those of the rank that keeps most.
     limits = CacheLimits(0, options.cache_block_size, options.max_requests, longest, options.max_tokens_per_step)
     layout, _ = agree(cache_layout(trained.model), limits, trained.ctx.axis("model"))
@@ -228,6 +236,6 @@ def _memory_of_one(trained: TrainedModel, longest: int) -> float:
 
 
 def tolerance_of(config: Config) -> float:
-    if config.inference.batch_invariant:
+    if config.numerics.batch_invariant:
         return 0.0
     return TOLERANCE if config.precision.dtype == "fp32" else TOLERANCE_16_BITS

@@ -246,7 +246,7 @@ def toml_text(loaded: LoadedConfig, *, origin: bool = False) -> str:
     lines: list[str] = []
     for section, values in loaded.config.to_dict().items():
         lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        fields = type(getattr(loaded.config, section)).model_fields
+        fields = type(loaded.config.named(section)).model_fields
         for key, value in values.items():
             comment = f"  # {loaded.origin(f'{section}.{key}')}" if origin else ""
             if value is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mt_core.checkpoint_lookup import CheckpointParts, open_start
 from mt_core.checkpoint_specs import SupportsFilesFolder
 from mt_core.config.layers import Layer, Merged, merge_layers
-from mt_core.config.schema import SECTIONS
+from mt_core.config.schema import CORE_SECTIONS
 from mt_core.config.sections import build_sections, section_type
 from mt_core.errors import CheckpointError, ConfigError, MtError, Problems
 from mt_core.paths import as_path
@@ -88,7 +88,7 @@ def _without(layer: Layer, sections: Iterable[str]) -> Layer:
 
 def _is_complete(name: str, written: Merged, host: PluginHost) -> bool:
     """Whether every key of the section is written, as in the config.json of a run."""
-    selected = _value(written, name, SECTIONS[name].selector)
+    selected = _value(written, name, CORE_SECTIONS[name].selector)
     if not isinstance(selected, str):
         return False
     try:
@@ -105,7 +105,7 @@ def _may_be_absent(load: str | dict[str, str], wanted: Iterable[str], chosen: Me
     """
     # load_parts: each part is a table of the model section.
     has_parts = isinstance(load, str) or load.keys() <= chosen.get("model", {}).keys()
-    if has_parts and all(_value(chosen, name, SECTIONS[name].selector) is not None for name in wanted):
+    if has_parts and all(_value(chosen, name, CORE_SECTIONS[name].selector) is not None for name in wanted):
         paths = [load] if isinstance(load, str) else load.values()
         return find_spec("torch") is None or not all(as_path(path).exists() for path in paths)
     return False
@@ -116,7 +116,7 @@ def _taken(name: str, chosen: Merged, stored: Mapping[str, Any], base: StartsFro
 
     A family that starts from the checkpoint's takes the keys that are not its own.
     """
-    selector = SECTIONS[name].selector
+    selector = CORE_SECTIONS[name].selector
     assert selector is not None
     selected = _value(chosen, name, selector)
     if selector not in stored or selected in (None, stored[selector]):  # parts of a model have no family of the whole

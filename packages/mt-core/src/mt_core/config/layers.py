@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mt_core.config.messages import unknown_key
-from mt_core.config.schema import SECTIONS
+from mt_core.config.messages import unknown_section
+from mt_core.config.schema import Section
 from mt_core.errors import ConfigError, Problems
 
 DEFAULT = "default"
@@ -32,25 +32,28 @@ class Layer:
         return self.origin.startswith(("preset ", "checkpoint "))
 
 
-def merge_layers(layers: Iterable[Layer], problems: Problems | None = None) -> Merged:
+def merge_layers(
+    layers: Iterable[Layer], problems: Problems | None = None, sections: Mapping[str, type[Section]] | None = None
+) -> Merged:
     """section -> key -> (value, origin), later layers winning.
 
-    Each unknown section is a ConfigError: collected in `problems`, or raised without it.
+    A section that is no table, or none of `sections` where they are given, is a ConfigError: collected in `problems`,
+    or raised without it.
     """
     merged: dict[str, dict[str, tuple[Any, str]]] = {}
     found = problems or Problems()
     for layer in layers:
         for section, values in layer.values.items():
             with found.collect():
-                _require_section(section, values, layer.origin)
+                if sections is not None and section not in sections:
+                    raise ConfigError(unknown_section(section, layer.origin, sections))
+                _require_table(section, values, layer.origin)
                 merged.setdefault(section, {}).update({key: (value, layer.origin) for key, value in values.items()})
     if problems is None:
         found.stop_if_any()
     return merged
 
 
-def _require_section(section: str, values: object, origin: str) -> None:
-    if section not in SECTIONS:
-        raise ConfigError(unknown_key(section, None, origin))
+def _require_table(section: str, values: object, origin: str) -> None:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section} (from {origin}): got {values!r}, expected a table of keys")

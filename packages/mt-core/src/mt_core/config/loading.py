@@ -11,8 +11,8 @@ from mt_core.checkpoint_specs import CHECKPOINT_SAVERS
 from mt_core.config.checks import as_world, check_warmup, collect_broken_rules, smallest_world, world_size
 from mt_core.config.layers import DEFAULT, Layer, merge_layers
 from mt_core.config.megatron_words import refuse_foreign_formats, translate
-from mt_core.config.schema import SECTIONS, Config
-from mt_core.config.sections import build_sections, refuse_unused_values
+from mt_core.config.schema import CORE_SECTIONS, Config, Section
+from mt_core.config.sections import build_sections, refuse_unused_values, section_types
 from mt_core.config.sources import Sources, read_layers
 from mt_core.errors import MtError, Problems
 from mt_core.specs import CALLBACKS, LOSSES, PIPELINE_SCHEDULES
@@ -52,8 +52,9 @@ def load_config(
     CheckpointError where model or tokenizer come from a checkpoint.load that cannot be read.
     """
     host = host or _load_plugins()
-    read = read_layers(Sources(path, preset, list(overrides), default_preset, sections), SECTIONS, host)
-    config = Config.model_validate(read.build(SECTIONS, host))
+    names = section_types(host)
+    read = read_layers(Sources(path, preset, list(overrides), default_preset, sections), names, host)
+    config = _assemble(read.build(names, host))
     loaded = LoadedConfig(config, read.origins(), read.preset)
     _check(loaded, host)
     read.log_notes()
@@ -63,7 +64,7 @@ def load_config(
 def _check(loaded: LoadedConfig, host: PluginHost) -> None:
     """The rules that span keys; those of plugins may rely on the others."""
     problems = Problems()
-    refuse_unused_values(loaded.config, SECTIONS, loaded.origin, problems)
+    refuse_unused_values(loaded.config, section_types(host), loaded.origin, problems)
     with problems.collect():
         refuse_foreign_formats(loaded.config.checkpoint.ckpt_format, host[CHECKPOINT_SAVERS].names())
     collect_broken_rules(loaded.config, problems)
@@ -130,7 +131,7 @@ def load_sections(
     host = host or _load_plugins()
     read = read_layers(Sources(path, preset, list(overrides)), names, host)
     # Without validation: the other sections are missing, and these were checked one by one.
-    config = Config.model_construct(**cast(Any, read.build(names, host)))
+    config = Config.model_construct(**cast(Any, _arrange(read.build(names, host))))
     problems = Problems()
     refuse_unused_values(config, names, LoadedConfig(config, read.origins(), read.preset).origin, problems)
     problems.stop_if_any()
@@ -139,10 +140,23 @@ def load_sections(
 
 
 def config_from_dict(values: Mapping[str, Mapping[str, Any]], host: PluginHost) -> Config:
-    """The configuration stored in a checkpoint or run directory (`Config.to_dict()`), checked again."""
+    """The configuration stored in a checkpoint or run directory (`Config.to_dict()`), checked again. Sections whose
+    distributions are not installed are kept as they are."""
     layers, _ = translate([Layer("stored configuration", values)])
-    merged = merge_layers(layers)
-    return Config.model_validate(build_sections(SECTIONS, merged, host, Problems()))
+    merged, types = merge_layers(layers), section_types(host)
+    known = {name: keys for name, keys in merged.items() if name in types}
+    foreign = {name: dict(values[name]) for name in merged.keys() - types.keys()}
+    return _assemble(build_sections(types, known, host, Problems()), foreign)
+
+
+def _assemble(sections: Mapping[str, Section], foreign: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+    return Config.model_validate({**_arrange(sections), "foreign": foreign or {}})
+
+
+def _arrange(sections: Mapping[str, Section]) -> dict[str, Any]:
+    """Fields of Config for sections by name."""
+    core = {name: section for name, section in sections.items() if name in CORE_SECTIONS}
+    return {**core, "brought": {name: section for name, section in sections.items() if name not in core}}
 
 
 def _load_plugins() -> PluginHost:

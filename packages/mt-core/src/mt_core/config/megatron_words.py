@@ -17,10 +17,11 @@ VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
 }
 """(section, key) -> their word -> ours."""
 
-KEYS: Mapping[tuple[str, str], str] = {
-    ("train", "late_metrics"): "deferred_metrics",
+KEYS: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("train", "late_metrics"): ("train", "deferred_metrics"),
+    ("inference", "batch_invariant"): ("numerics", "batch_invariant"),
 }
-"""(section, key) of earlier versions -> the key that has replaced it in its section."""
+"""(section, key) of earlier versions -> what has replaced it."""
 
 CONVERTED_FORMATS: Mapping[str, str] = {
     "torch_dist": "megatron-dist",
@@ -39,11 +40,12 @@ def translate(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
 
 def _translate_keys(layer: Layer, notes: list[str]) -> Layer:
     values: dict[str, Any] = dict(layer.values)
-    for (section, former), key in KEYS.items():
+    for (section, former), (home, key) in KEYS.items():
         keys = values.get(section)
         if isinstance(keys, Mapping) and former in keys:
-            values[section] = {key if name == former else name: value for name, value in keys.items()}
-            notes.append(f"{section}.{former} (from {layer.origin}) is called {section}.{key} now")
+            values[section] = {name: value for name, value in keys.items() if name != former}
+            values[home] = {**values.get(home, {}), key: keys[former]}
+            notes.append(f"{section}.{former} (from {layer.origin}) is called {home}.{key} now")
     return Layer(layer.origin, values)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mt_core.config.schema import SECTIONS, Section
+from mt_core.config.schema import Section
 from mt_core.errors import did_you_mean
+from mt_core.specs import SECTIONS
 
 MEGATRON_KEYS: Mapping[str, str] = {
     "attention_head_type": "write model.num_query_groups=1 for multiquery; multihead is the default",
@@ -36,12 +37,14 @@ def validation_message(
     type_: type[Section],
     error: ValidationError,
     origins: Mapping[str, str],
+    sections: Mapping[str, type[Section]],
     other_types: Mapping[str, type[Section]] | None = None,
 ) -> str:
-    """One line for each thing that is wrong in a section. other_types: value of the section's selector -> its type."""
+    """One line for each thing that is wrong in a section. sections: all of them, by name. other_types: value of the
+    section's selector -> its type."""
     lines: dict[str, list[str]] = {}
     for entry in error.errors():
-        where, what = _line(section, type_, dict(entry), origins, other_types or {})
+        where, what = _line(section, type_, dict(entry), origins, sections, other_types or {})
         lines.setdefault(where, []).append(what)
     # dict.fromkeys drops repeated reasons and keeps their order.
     return "\n".join(where + " or ".join(dict.fromkeys(whats)) for where, whats in lines.items())
@@ -56,6 +59,7 @@ def _line(
     type_: type[Section],
     entry: dict[str, Any],
     origins: Mapping[str, str],
+    sections: Mapping[str, type[Section]],
     other_types: Mapping[str, type[Section]],
 ) -> tuple[str, str]:
     """What is meant, and what is wrong with it: a value that fits none of several types has an entry for each."""
@@ -66,7 +70,7 @@ def _line(
     key = path[0] if path else ""
     origin = origins.get(key, "default")
     if entry["type"] == "extra_forbidden" and len(path) == 1:
-        return unknown_key(section, key, origin, type_, other_types), ""
+        return unknown_key(section, key, origin, sections, type_, other_types), ""
     dotted = ".".join([section, *path])
     if entry["type"] == "missing":
         return f"{dotted} is missing; set it in the file or with --set {dotted}=...", ""
@@ -77,29 +81,35 @@ def _line(
     return f"{dotted} (from {origin}): got {entry['input']!r}, ", what
 
 
+def unknown_section(section: str, origin: str, sections: Mapping[str, type[Section]]) -> str:
+    """A section that does not exist: where it belongs, or what it resembles."""
+    home = SECTIONS.homes.get(section)
+    # --set seq_length.x=1: the name of a key stands where a section belongs.
+    homes = [name for name, base in sections.items() if section in base.model_fields]
+    hint = f"; {section} is a key of [{homes[0]}]: write {homes[0]}.{section}" if homes else ""
+    hint = f"; it is a section of {home} (pip install {home})" if home else hint
+    hint = hint or did_you_mean(section, [*sections, "preset"])
+    return f"unknown section {section} (from {origin}){hint}; sections are {', '.join(sections)}"
+
+
 def unknown_key(
     section: str,
-    key: str | None,
+    key: str,
     origin: str,
+    sections: Mapping[str, type[Section]],
     type_: type[Section] | None = None,
     other_types: Mapping[str, type[Section]] | None = None,
 ) -> str:
-    """A key or section that does not exist: where it belongs, or what it resembles. type_: of the section; None where
-    nothing is selected, so that it resembles a key of any of the other types."""
-    if key is None:
-        # --set seq_length.x=1: the name of a key stands where a section belongs.
-        homes = [name for name, base in SECTIONS.items() if section in base.model_fields]
-        belongs = f"; {section} is a key of [{homes[0]}]: write {homes[0]}.{section}" if homes else ""
-        hint = belongs or did_you_mean(section, [*SECTIONS, "preset"])
-        return f"unknown section {section} (from {origin}){hint}; sections are {', '.join(SECTIONS)}"
-    types = [type_] if type_ else [SECTIONS[section], *(other_types or {}).values()]
+    """A key that does not exist: where it belongs, or what it resembles. type_: of the section; None where nothing is
+    selected, so that it resembles a key of any of the other types."""
+    types = [type_] if type_ else [sections[section], *(other_types or {}).values()]
     hint = did_you_mean(key, dict.fromkeys(field for one in types for field in one.model_fields))
     # The most helpful hint wins: a similar key, then another selection, another section, Megatron's word.
     if able := [name for name, other in (other_types or {}).items() if key in other.model_fields]:
-        selector = f"{section}.{SECTIONS[section].selector}"
+        selector = f"{section}.{sections[section].selector}"
         names = " or ".join(part for part in (", ".join(able[:-1]), able[-1]) if part)
         hint = f"; it is a key where {selector} is {names}"
-    homes = [name for name, base in SECTIONS.items() if key in base.model_fields and name != section]
+    homes = [name for name, base in sections.items() if key in base.model_fields and name != section]
     if homes:
         hint = f"; it is a key of [{homes[0]}]: write {homes[0]}.{key}"
     if key in MEGATRON_KEYS:

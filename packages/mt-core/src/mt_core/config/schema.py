@@ -8,7 +8,7 @@ stands in the base class here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 from pydantic.config import JsonDict
@@ -571,58 +571,12 @@ class LoggingConfig(Section):
     """Name of the experiment. Default: that of the run directory."""
 
 
-class InferenceConfig(Section):
-    """Generating and scoring with a trained model (mt-infer)."""
+class NumericsConfig(Section):
+    """Results that do not depend on how they are computed, to the last bit."""
 
     batch_invariant: bool = False
-    """Tokens and log-probabilities do not depend on what shares a batch, to the last bit, and are those of training's
-    forward pass under the same key. Slower."""
-    max_sequence_length: PositiveInt | None = None
-    """Longest sequence, prompt and generated tokens together. Default: the model's positions, else data.seq_length."""
-    max_requests: PositiveInt = 64
-    """Sequences that are computed at a time; others wait."""
-    max_tokens_per_step: PositiveInt = 512
-    """New positions of a forward pass. Longer prompts take several (chunked prefill)."""
-    cache_memory_gb: PositiveFloat | None = None
-    """GiB for keys, values and states of sequences, a draft model's included. Default: half of the free memory."""
-    cache_block_size: PositiveInt = 16
-    """Positions of a block, the unit in which the cache's memory is given."""
-    prefix_caching: bool = True
-    """Keep what was computed for prompts, for others that begin alike."""
-    quantize_weights: Literal["int8", "int4", "fp8"] | None = None
-    """Store matrices in 8 or 4 bits, quantized when a checkpoint is loaded. Embeddings, norms, routers and, without
-    quantize_output_layer, the LM head keep their dtype. Default: all do."""
-    quantize_group_size: PositiveInt = used_when(128, quantize_weights=("int8", "int4", "fp8"))
-    """Input features of a matrix that share a scale."""
-    quantize_output_layer: bool = used_when(False, quantize_weights=("int8", "int4", "fp8"))
-    """Quantize the LM head too, where it is not tied to the embeddings."""
-    cuda_graphs: Literal["auto", "none", "decode"] = "auto"
-    """Capture steps that compute one position of each sequence as CUDA graphs, one for each of a few batch sizes.
-    auto: where the device and the model allow it."""
-    cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
-    """Of keys, values and latents in the cache; 8 bits have a scale for each vector. auto: the model's dtype."""
-    speculative_method: Literal["ngram", "draft_model", "mtp"] | None = None
-    """Guess tokens and verify several in one forward pass, for the same output: from the text itself, by a small model,
-    or by the model's own layers of multi-token prediction."""
-    speculative_tokens: PositiveInt = 4
-    """Tokens that are guessed at a time; with mtp at most the model's mtp_num_layers."""
-    speculative_ngram: PositiveInt = 3
-    """With ngram: last tokens that are looked up in the text before them, at most."""
-    speculative_model: str | None = None
-    """With draft_model: its run directory or checkpoint. It has the tokenizer of the large model."""
-
-
-class EvalConfig(Section):
-    """Measurements of the model during training, beside the loss on validation sets (mt-eval)."""
-
-    interval: PositiveInt | None = None
-    """Steps between measurements. Default: train.eval_interval."""
-    perplexity: dict[str, str] = Field(default_factory=dict)
-    """Name -> a text whose perplexity is measured: .bin/.idx, JSON lines or plain text."""
-    overlapping_eval: PositiveInt | None = None
-    """Tokens that each window of perplexity adds to those before it. Default: all of a window, without overlap."""
-    without_neighbors: bool = False
-    """Measure the loss on validation sets without neighbours too, for models that read some (retro)."""
+    """Results of a sequence do not depend on what shares its batch: what is generated has the log-probabilities that
+    training's forward pass computes under the same key. Slower."""
 
 
 class TimeoutsConfig(Section):
@@ -642,8 +596,12 @@ class TimeoutsConfig(Section):
     """Saving a checkpoint, as long as training waits for it."""
 
 
+SectionT = TypeVar("SectionT", bound=Section)
+
+
 class Config(Section):
-    """The whole configuration. Sections hold the types of the plugins that they name."""
+    """The whole configuration. Sections hold the types of the plugins that they name; those that distributions bring
+    (`mt_register_sections`) are read by `section`."""
 
     model: SerializeAsAny[ModelConfig]
     tokenizer: SerializeAsAny[TokenizerConfig]
@@ -653,20 +611,35 @@ class Config(Section):
     optimizer: SerializeAsAny[OptimizerConfig]
     lr_schedule: SerializeAsAny[LRScheduleConfig]
     precision: PrecisionConfig
+    numerics: NumericsConfig
     kernels: KernelsConfig
     recompute: RecomputeConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
-    inference: InferenceConfig
-    eval: EvalConfig
     timeouts: TimeoutsConfig
+    brought: dict[str, SerializeAsAny[Section]] = Field(default_factory=dict)
+    """Name -> section, of those that distributions bring."""
+    foreign: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Sections of a stored configuration whose distributions are not installed, as they are."""
+
+    def section(self, type_: type[SectionT]) -> SectionT:
+        """The section of a type that a distribution brings; with its defaults where that one's plugin is not loaded."""
+        return next((section for section in self.brought.values() if isinstance(section, type_)), None) or type_()
+
+    def named(self, name: str) -> Section:
+        """A section by its name. Raises KeyError for one that is not there."""
+        section = self.brought[name] if name in self.brought else getattr(self, name)
+        assert isinstance(section, Section)
+        return section
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON and TOML values, every key present (None included)."""
-        return self.model_dump(mode="json")
+        """Section -> key -> plain JSON and TOML value, every key present (None included)."""
+        tree = self.model_dump(mode="json")
+        foreign, brought = tree.pop("foreign"), tree.pop("brought")
+        return {**tree, **brought, **foreign}
 
 
-SECTIONS: Mapping[str, type[Section]] = {
+CORE_SECTIONS: Mapping[str, type[Section]] = {
     "model": ModelConfig,
     "tokenizer": TokenizerConfig,
     "data": DataConfig,
@@ -675,14 +648,14 @@ SECTIONS: Mapping[str, type[Section]] = {
     "optimizer": OptimizerConfig,
     "lr_schedule": LRScheduleConfig,
     "precision": PrecisionConfig,
+    "numerics": NumericsConfig,
     "kernels": KernelsConfig,
     "recompute": RecomputeConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
-    "inference": InferenceConfig,
-    "eval": EvalConfig,
     "timeouts": TimeoutsConfig,
 }
+"""The sections of mt-core. Those of all installed distributions: `mt_core.config.sections.section_types`."""
 
 REGISTRY_OF_SECTION: Mapping[str, str] = {
     "model": "models",

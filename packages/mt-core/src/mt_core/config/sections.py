@@ -10,13 +10,18 @@ from pydantic.fields import FieldInfo
 
 from mt_core.config.layers import DEFAULT, Layer, Merged
 from mt_core.config.messages import unknown_key, validation_message
-from mt_core.config.schema import REGISTRY_OF_SECTION, SECTIONS, PlainModuleConfig, Section
+from mt_core.config.schema import CORE_SECTIONS, REGISTRY_OF_SECTION, PlainModuleConfig, Section
 from mt_core.errors import ConfigError, Problems
-from mt_core.specs import PLAIN_MODULE
+from mt_core.specs import PLAIN_MODULE, SECTIONS
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
     from mt_core.plugins import PluginHost
+
+
+def section_types(host: PluginHost) -> dict[str, type[Section]]:
+    """Name -> type, of the sections of mt-core and of those that distributions bring."""
+    return {**CORE_SECTIONS, **{spec.name: spec.config_type.load() for spec in host[SECTIONS]}}
 
 
 def build_sections(names: Iterable[str], merged: Merged, host: PluginHost, problems: Problems) -> dict[str, Section]:
@@ -31,7 +36,7 @@ def build_sections(names: Iterable[str], merged: Merged, host: PluginHost, probl
 
 def section_type(name: str, selected: str | None, host: PluginHost) -> type[Section]:
     """The type of a section, given the value of its selector (None: the default)."""
-    base = SECTIONS[name]
+    base = section_types(host)[name]
     if name not in REGISTRY_OF_SECTION or base.selector is None:
         return base
     if selected is None:
@@ -52,7 +57,8 @@ def nothing_selected(section: str, selector: str, host: PluginHost) -> str:
 
 
 def _build_section(name: str, values: Mapping[str, tuple[Any, str]], host: PluginHost) -> Section:
-    selector = SECTIONS[name].selector
+    sections = section_types(host)
+    selector = sections[name].selector
     selected, chosen_by = values.get(selector or "", (None, DEFAULT))
     if selected is not None and not isinstance(selected, str):
         raise ConfigError(f"{name}.{selector}: got {selected!r}, expected a name in quotes")
@@ -71,7 +77,7 @@ def _build_section(name: str, values: Mapping[str, tuple[Any, str]], host: Plugi
     except ValidationError as error:
         origins = {key: origin for key, (_, origin) in values.items()}
         # from None: the sentence says all that pydantic's error does.
-        raise ConfigError(validation_message(name, type_, error, origins, _types(name, host))) from None
+        raise ConfigError(validation_message(name, type_, error, origins, sections, _types(name, host))) from None
 
 
 def _keys_of_no_type(name: str, values: Mapping[str, tuple[Any, str]], host: PluginHost) -> list[str]:
@@ -80,7 +86,7 @@ def _keys_of_no_type(name: str, values: Mapping[str, tuple[Any, str]], host: Plu
     known = {key for type_ in types.values() for key in type_.model_fields}
     # Without a plugin that registers a type, nothing is known of the keys.
     wrong = {key: origin for key, (_, origin) in values.items() if known and key not in known}
-    return [unknown_key(name, key, origin, None, types) for key, origin in wrong.items()]
+    return [unknown_key(name, key, origin, section_types(host), None, types) for key, origin in wrong.items()]
 
 
 def _types(name: str, host: PluginHost) -> dict[str, type[Section]]:
@@ -115,7 +121,7 @@ def refuse_unused_values(
     A preset or a checkpoint may set what a file turns off. origin_of: dotted key -> layer.
     """
     for name in names:
-        section = getattr(config, name)
+        section = config.named(name)
         for key, field in type(section).model_fields.items():
             origin = origin_of(f"{name}.{key}")
             # A value that equals the default is not lost when it is ignored.

@@ -13,7 +13,7 @@ from mt_core.config.checkpoint_layer import with_checkpoint_layer
 from mt_core.config.files import TOO_DEEP, read_config_file, require_depth
 from mt_core.config.layers import Layer, Merged, merge_layers
 from mt_core.config.megatron_words import translate
-from mt_core.config.sections import build_sections
+from mt_core.config.sections import build_sections, section_types
 from mt_core.errors import ConfigError, Problems, did_you_mean
 from mt_core.specs import MODELS
 
@@ -131,7 +131,7 @@ def read_layers(sources: Sources, names: Iterable[str], host: PluginHost) -> Rea
     if len(settled) > len(base):  # entries of tables that the checkpoint brings can be changed, too
         # Their problems and notes were collected the first time.
         layers, _ = translate(_with_overrides(settled, sources.overrides, Problems()))
-    return ReadLayers(merge_layers(layers, problems), preset, problems, notes)
+    return ReadLayers(merge_layers(layers, problems, section_types(host)), preset, problems, notes)
 
 
 def _with_overrides(layers: Sequence[Layer], texts: Sequence[str], problems: Problems) -> list[Layer]:

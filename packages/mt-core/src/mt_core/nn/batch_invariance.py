@@ -74,10 +74,10 @@ def batch_invariant(active: bool = True) -> Iterator[None]:
 
 
 def require_batch_invariance(config: Config, device: torch.device) -> None:
-    """Raises ConfigError where inference.batch_invariant is set for something that cannot provide it."""
-    if not config.inference.batch_invariant:
+    """Raises ConfigError where numerics.batch_invariant is set for something that cannot provide it."""
+    if not config.numerics.batch_invariant:
         return
-    key, parallel = "inference.batch_invariant=true", config.parallel
+    key, parallel = "numerics.batch_invariant=true", config.parallel
     if device.type != "cpu":
         raise ConfigError(
             f"{key} on {device.type}: matrix products there (cuBLAS) choose their order of additions by the number of "
@@ -196,7 +196,7 @@ class _BatchInvariance(TorchDispatchMode):
             able = next((width for width in widths if _is_invariant(_widened(full, width))), None)
             if able is None:
                 raise ConfigError(
-                    f"inference.batch_invariant=true: on this machine a row of a product with a matrix of "
+                    f"numerics.batch_invariant=true: on this machine a row of a product with a matrix of "
                     f"{list(b.shape[1:])} in {str(b.dtype).removeprefix('torch.')} depends on how many rows there are "
                     "(with OMP_NUM_THREADS=1 it may not)"
                 )

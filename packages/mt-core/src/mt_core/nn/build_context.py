@@ -22,7 +22,7 @@ from mt_core.plugins import PluginHost
 from mt_core.specs import ATTENTION_BACKENDS, CONTEXT_PARALLEL_METHODS, FEED_FORWARDS, ContextParallelMethodSpec
 
 BATCH_INVARIANT = "batch_invariant"
-"""The attention backend of inference.batch_invariant."""
+"""The attention backend of numerics.batch_invariant."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ModelBuildContext:
         Raises ConfigError, with the backend's reason, if it cannot serve.
         """
         # In place of model.attention_backend, whose kernels are not batch invariant.
-        if self.config.inference.batch_invariant:
+        if self.config.numerics.batch_invariant:
             backend = BATCH_INVARIANT
         request = AttentionRequest(
             device_type=self.parallel.device.type,

@@ -87,7 +87,7 @@ def allows_fused_loss(config: Config, model: nn.Module, host: PluginHost) -> boo
 
 def excludes_fused_loss(config: Config, host: PluginHost) -> bool:
     """Whether the layout excludes FUSED, or generation computes log-probabilities that must be the loss's bits."""
-    parallel, invariant = config.parallel, config.inference.batch_invariant
+    parallel, invariant = config.parallel, config.numerics.batch_invariant
     return parallel.use_torch_fsdp2 or splits_backward(parallel, host) or invariant
 
 

@@ -163,7 +163,7 @@ def build_forward_backward(
     forward_step: ForwardStep | None,
     recorder: ScheduleRecorder | None,
 ) -> ForwardBackward:
-    invariant = config.inference.batch_invariant
+    invariant = config.numerics.batch_invariant
     if stages is None:
         forward_step = forward_step or default_forward_step(loss)
         return NoPipelining(model, invariant_step(forward_step, invariant), weights, begin_micro_batch)

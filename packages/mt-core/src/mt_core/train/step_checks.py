@@ -37,7 +37,9 @@ ENOUGH = 8
 # LEAST: for losses near 0, whose deviations are near 0 too.
 DEVIATIONS, SHARE, LEAST = 6.0, 0.1, 0.05
 
-SAME_LOSS_SECTIONS = frozenset({"parallel", "kernels", "recompute", "precision", "optimizer", "lr_schedule"})
+SAME_LOSS_SECTIONS = frozenset(
+    {"parallel", "kernels", "numerics", "recompute", "precision", "optimizer", "lr_schedule"}
+)
 """Keys whose change leaves the loss of the first step equal up to rounding."""
 
 

@@ -58,7 +58,7 @@ from mt_core.train.signals import StopSignals
 from mt_core.train.state import TrainResult, TrainState
 from mt_core.train.step.forward_backward import ForwardStep
 from mt_core.train.step_checks import RecentLosses, StepChecks, expected_loss, is_comparable
-from mt_core.train.validation import Validation, configured_evaluators
+from mt_core.train.validation import Evaluator, Validation, configured_evaluators
 
 
 class Trainer:
@@ -106,7 +106,8 @@ class Trainer:
         self.checks = StepChecks(self.engine, self.recent_losses)
         self.loaded_weights: PartialLoad | None = None
         """What checkpoint.load (or load_parts) read and did not; None for a run that does not start from one."""
-        self._last_saved = self._last_evaluated = self._last_measured = -1
+        self._last_saved = self._last_evaluated = -1
+        self._last_measured: dict[Evaluator, int] = {}
         self._stop_reason: str | None = None
         self._is_out_of_time = False
         self._pending: StepRecord | None = None
@@ -293,16 +294,15 @@ class Trainer:
         return any(steps and self.state.iteration % steps == 0 for steps in intervals)
 
     def _evaluates_or_saves(self) -> bool:
-        intervals = (self.config.train.eval_interval, self._eval_interval, self.config.checkpoint.save_interval)
-        return any(self._is_due(interval) for interval in intervals)
+        intervals = (self.config.train.eval_interval, self.config.checkpoint.save_interval)
+        return any(self._is_due(interval) for interval in intervals) or bool(self._due_evaluators())
 
     def _evaluate_and_save_if_due(self) -> None:
         self._report_committed(self.checkpoint_writer.committed())
         with self.metrics.paused():
             if self._is_due(self.config.train.eval_interval):
                 self._evaluate_and_keep_best()
-            if self._is_due(self._eval_interval):
-                self.run_evaluators()
+            self.run_evaluators(self._due_evaluators())
             if self._is_due(self.config.checkpoint.save_interval) and self._last_saved != self.state.iteration:
                 self.save()
 
@@ -325,8 +325,8 @@ class Trainer:
         # A stopped run is saved and not evaluated: it continues later, and may have seconds left to end.
         if self._stop_reason is None and self._last_evaluated != self.state.iteration:
             self._evaluate_and_keep_best()
-        if self._stop_reason is None and self._last_measured != self.state.iteration:
-            self.run_evaluators()
+        if self._stop_reason is None:
+            self.run_evaluators(self.evaluators)
         self.phases.enter("save")
         self._report_committed(self.checkpoint_writer.finish())
         wait_for_all()
@@ -351,18 +351,19 @@ class Trainer:
         require_known_metric(metric, self.validation.names())
         return BestCheckpoint(metric, self.directory, self.ctx, self.state.iteration) if self.directory else None
 
-    def run_evaluators(self) -> None:
-        """Measure what the section [eval] turns on."""
-        if not self.evaluators:
+    def run_evaluators(self, evaluators: Iterable[Evaluator]) -> None:
+        """Measure by those that have not measured the model of this step yet."""
+        due = [evaluator for evaluator in evaluators if self._last_measured.get(evaluator) != self.state.iteration]
+        if not due:
             return
         self.phases.enter("evaluate")
-        measured = {name: value for one in self.evaluators for name, value in one.evaluate(self).items()}
-        self._last_measured = self.state.iteration
+        measured = {name: value for evaluator in due for name, value in evaluator.evaluate(self).items()}
+        self._last_measured |= dict.fromkeys(due, self.state.iteration)
         self.callbacks.on_evaluation(self, {"iteration": self.state.iteration, **measured})
 
-    @property
-    def _eval_interval(self) -> int | None:
-        return self.config.eval.interval or self.config.train.eval_interval if self.evaluators else None
+    def _due_evaluators(self) -> list[Evaluator]:
+        default = self.config.train.eval_interval
+        return [evaluator for evaluator in self.evaluators if self._is_due(evaluator.interval or default)]
 
     def _reference_losses(self) -> dict[str, float]:
         """Losses of baseline models on the evaluated samples, from data sets that provide them."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mt_core.config.metrics import OVERALL, require_metrics, value_names, wanted_metrics
 from mt_core.config.schema import Config
-from mt_core.errors import ConfigError
 from mt_core.interfaces import Dataset
 from mt_core.plugins import PluginHost
 from mt_core.specs import EVALUATORS, Metric
@@ -95,6 +94,11 @@ def together(parts: Sequence[Predictions]) -> Predictions:
 
 
 class Evaluator(Protocol):
+    @property
+    def interval(self) -> int | None:
+        """Steps between measurements; None: train.eval_interval."""
+        ...
+
     def evaluate(self, run: Run) -> Mapping[str, float]:
         """Metrics by name, which go to callbacks with those of the validation sets. Collective over the world; those of
         rank 0 count."""
@@ -102,10 +106,7 @@ class Evaluator(Protocol):
 
 
 def configured_evaluators(config: Config, host: PluginHost) -> list[Evaluator]:
-    """Those that the section [eval] turns on. Raises ConfigError for keys that no installed evaluator reads."""
-    for key in ("perplexity", "without_neighbors"):
-        if getattr(config.eval, key) and key not in host[EVALUATORS].names():
-            raise ConfigError(f"eval.{key} is set, and no plugin measures it; install mt-eval, or remove the key")
+    """Those that the configuration turns on."""
     built = [spec.build.load()(config) for spec in host[EVALUATORS]]
     # A plugin's build() returns None where the section does not turn it on.
     return [evaluator for evaluator in built if evaluator is not None]

@@ -8,6 +8,7 @@ from typing import Any
 from mt_core.config.schema import Config
 from mt_core.parallel.context import is_writer
 from mt_core.train.trainer import Trainer
+from mt_eval.config import EvalConfig
 from mt_eval.evaluation import measure
 from mt_eval.perplexity.task import Perplexity
 from mt_eval.perplexity.texts import TextSet
@@ -24,11 +25,12 @@ class PerplexityEvaluator:
     """
 
     def __init__(self, config: Config) -> None:
-        self.texts = {name: TextSet(name, path) for name, path in config.eval.perplexity.items()}
+        self.texts = {name: TextSet(name, path) for name, path in config.section(EvalConfig).perplexity.items()}
         if is_writer():
             for text in self.texts.values():
                 text.require_file()
-        self.stride = config.eval.overlapping_eval
+        self.stride = config.section(EvalConfig).overlapping_eval
+        self.interval = config.section(EvalConfig).interval
         # FSDP2 keeps pieces of weights; each rank generates with a copy of its own.
         self.parallel = REPLICAS if config.parallel.use_torch_fsdp2 else None
         self._tasks: list[Perplexity] | None = None

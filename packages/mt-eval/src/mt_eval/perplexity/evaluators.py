@@ -12,13 +12,14 @@ from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.interfaces import Dataset
 from mt_core.train.trainer import Trainer
+from mt_eval.config import EvalConfig
 
 if TYPE_CHECKING:
     from mt_eval.perplexity.during_training import PerplexityEvaluator
 
 
 def build_evaluator(config: Config) -> PerplexityEvaluator | None:
-    if not config.eval.perplexity:
+    if not config.section(EvalConfig).perplexity:
         return None
     # Imports the inference engine, which a run without such texts starts 0.2 s sooner without.
     from mt_eval.perplexity.during_training import PerplexityEvaluator
@@ -52,6 +53,9 @@ class WithoutNeighbors:
 class LossWithoutNeighbors:
     """Implements mt_core.train.validation.Evaluator."""
 
+    def __init__(self, interval: int | None) -> None:
+        self.interval = interval
+
     def evaluate(self, run: Trainer) -> Mapping[str, float]:
         """`<set>_loss_without_neighbors` of each validation set, over the samples of its loss."""
         return {
@@ -63,11 +67,11 @@ class LossWithoutNeighbors:
 
 def build_without_neighbors(config: Config) -> LossWithoutNeighbors | None:
     """Raises ConfigError for data without neighbours."""
-    if not config.eval.without_neighbors:
+    if not config.section(EvalConfig).without_neighbors:
         return None
     if not hasattr(config.data, "retro_num_neighbors"):
         raise ConfigError(
             f"eval.without_neighbors=true: samples of data.dataset_type={config.data.dataset_type} have no neighbours; "
             "remove the key"
         )
-    return LossWithoutNeighbors()
+    return LossWithoutNeighbors(config.section(EvalConfig).interval)

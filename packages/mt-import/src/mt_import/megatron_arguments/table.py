@@ -66,7 +66,7 @@ REASONS: Mapping[str, str] = {
     "reads": "files of every format are recognized, read by any number of processes, and checked as a whole",
     "records": "metrics.jsonl and log.txt in the run directory are the records",
     "restarts": "docs/guides/launching.md says how faults and restarts are handled",
-    "rounding": "changes the order or dtype of a sum within a product; inference.batch_invariant fixes it here",
+    "rounding": "changes the order or dtype of a sum within a product; numerics.batch_invariant fixes it here",
     "scaling": "scores are divided by the layer's number and multiplied back in fp32, which computes the same",
     "schedule": "the schedule is that of the configuration; a resumed run with another one is refused, and mt import "
     "CHECKPOINT translates that of a checkpoint",

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from mt_core.config.schema import SECTIONS, Section
-from mt_core.config.sections import section_type
+from mt_core.config.schema import Section
+from mt_core.config.sections import section_type, section_types
 from mt_core.plugins import PluginHost
 from mt_core.specs import FEED_FORWARDS
 from mt_import.megatron_arguments.command_line import Given
@@ -38,7 +38,9 @@ def remove_idle_keys(tree: Tree, host: PluginHost) -> dict[str, str]:
     removed: dict[str, str] = {}
     for name, values in tree.items():
         type_ = _type_of(name, values, host)
-        while idle := _idle_keys(name, values, type_):  # a key that goes may be the condition of another one
+        while idle := _idle_keys(
+            name, values, type_, section_types(host)[name].selector
+        ):  # a key that goes may be the condition of another one
             for key, reason in idle.items():
                 del values[key]
                 removed[f"{name}.{key}"] = reason
@@ -49,7 +51,7 @@ def remove_defaults(tree: Tree, host: PluginHost) -> dict[str, Any]:
     """Take keys out of the tree that say what would be so without them. Returns them, dotted, with their values."""
     removed: dict[str, Any] = {}
     for name, values in tree.items():
-        base, type_ = SECTIONS[name], _type_of(name, values, host)
+        base, type_ = section_types(host)[name], _type_of(name, values, host)
         # A type names itself in its selector, which is no default of the section.
         fields = {**type_.model_fields, **{key: base.model_fields[key] for key in [base.selector] if key is not None}}
         removed |= _take_defaults(f"{name}.", values, fields)
@@ -69,14 +71,13 @@ def _take_defaults(prefix: str, values: dict[str, Any], fields: Mapping[str, Fie
 
 
 def _type_of(name: str, values: Mapping[str, Any], host: PluginHost) -> type[Section]:
-    return section_type(name, values.get(SECTIONS[name].selector or ""), host)
+    return section_type(name, values.get(section_types(host)[name].selector or ""), host)
 
 
-def _idle_keys(name: str, values: Mapping[str, Any], type_: type[Section]) -> dict[str, str]:
+def _idle_keys(name: str, values: Mapping[str, Any], type_: type[Section], selector: str | None) -> dict[str, str]:
     found = {}
     for key in values:
         if key not in type_.model_fields:
-            selector = SECTIONS[name].selector
             found[key] = f"{name}.{selector}={values.get(selector or '')} does not have it"
         elif reason := _unmet(name, key, values, type_):
             found[key] = reason
@@ -180,7 +181,7 @@ def translate(
     # Keys that no given argument names: Megatron's defaults and derived values, which differ from ours.
     named = {key for account in accounts for key in account.keys}
     written = {key: value for key, value in dotted(tree).items() if key not in named}
-    return Translation(_ordered(tree), tuple(accounts), written, values, entry, version)
+    return Translation(_ordered(tree, host), tuple(accounts), written, values, entry, version)
 
 
 def _keep_named(tree: Tree, given: Mapping[str, Given]) -> None:
@@ -230,6 +231,6 @@ def _account(
     return Account(one.words, "no effect", {}, reason)
 
 
-def _ordered(tree: Tree) -> Tree:
+def _ordered(tree: Tree, host: PluginHost) -> Tree:
     """In the order of the schema, without empty sections."""
-    return {name: tree[name] for name in SECTIONS if tree.get(name)}
+    return {name: tree[name] for name in section_types(host) if tree.get(name)}

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from mt_core._torch_compat import free_cuda_bytes
-from mt_core.config.schema import InferenceConfig
 from mt_core.nn.attention_backends.batch_invariant import KEYS
 from mt_core.parallel.context import ParallelContext
 from mt_infer.blocks import BlockPool, BlockTable, Key, OutOfBlocksError, PrefixKeys, shared_counts
@@ -26,6 +25,7 @@ from mt_infer.cache.layout import (
     split_memory,
 )
 from mt_infer.cache.storage import GroupStorage, StateStorage
+from mt_infer.config import InferenceConfig
 
 if TYPE_CHECKING:
     from mt_infer.requests import RunningSequence
@@ -228,7 +228,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def build_caches(
-    model: nn.Module, draft_model: nn.Module | None, options: InferenceConfig, ctx: ParallelContext, longest: int
+    model: nn.Module,
+    draft_model: nn.Module | None,
+    options: InferenceConfig,
+    ctx: ParallelContext,
+    longest: int,
+    is_batch_invariant: bool = False,
 ) -> tuple[CacheManager, CacheManager | None]:
     """Collective over the ranks of the model, which get caches of the same size. Raises ConfigError for a memory that
     does not hold one sequence."""
@@ -238,7 +243,7 @@ def build_caches(
         options.max_requests,
         longest,
         options.max_tokens_per_step,
-        unread=KEYS if options.batch_invariant else 0,
+        unread=KEYS if is_batch_invariant else 0,
     )
     axis = ctx.axis("model")
     # The order of the collectives is that of the calls: the model first, then the draft model.

@@ -128,7 +128,7 @@ def verify_generation(
 ) -> None:
     """Sample from a model one request at a time, together, in chunks, with prefixes and preemption, and compare.
 
-    With --set inference.batch_invariant=true all tokens and log-probabilities have to be the same bits, and those of
+    With --set numerics.batch_invariant=true all tokens and log-probabilities have to be the same bits, and those of
     training's forward pass; without it the largest difference of log-probabilities is printed. Exit code 1 when more
     differs than that. The engine is the one that `mt serve` builds with the same --set: quantized weights, draft model.
     """

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
 from mt_core.nn.embedding import VocabParallelOutput
 from mt_core.nn.kernels.request import KernelRequest, supports_triton
 from mt_core.nn.layout import LayoutModule
 from mt_core.nn.linear import LinearModule
+from mt_infer.config import InferenceConfig
 from mt_infer.quantization.groups import INT4_PER_WORD, Stored, dequantize, quantize
 
 FP8_SINCE = (8, 9)

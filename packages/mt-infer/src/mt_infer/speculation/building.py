@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from mt_core.config.schema import InferenceConfig
 from mt_core.errors import ConfigError
 from mt_core.nn.model import Generates, PredictsAhead, as_generator, contract
 from mt_core.plugins import PluginHost
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_infer.cache.manager import CacheManager
+from mt_infer.config import InferenceConfig
 from mt_infer.runner import ModelRunner, PlacedStages, placed_stages
 from mt_infer.speculation.draft_model import ModelDrafter
 from mt_infer.speculation.drafter import Drafter, NgramDrafter
@@ -34,6 +34,7 @@ def build_drafter(
     runner: ModelRunner,
     draft: DraftModel | None,
     cache: CacheManager | None,
+    is_batch_invariant: bool = False,
 ) -> Drafter | None:
     """None without inference.speculative_method. cache: the draft model's.
 
@@ -48,7 +49,7 @@ def build_drafter(
         return _multi_token(most, manager, runner)
     if draft is None or cache is None:
         raise ConfigError('inference.speculative_method="draft_model" needs inference.speculative_model, its path')
-    return _model(options, runner, draft, cache)
+    return _model(options, runner, draft, cache, is_batch_invariant)
 
 
 def _multi_token(most: int, manager: CacheManager, runner: ModelRunner) -> Drafter:
@@ -65,7 +66,9 @@ def _multi_token(most: int, manager: CacheManager, runner: ModelRunner) -> Draft
     return MultiTokenDrafter(most, model, runner, manager)
 
 
-def _model(options: InferenceConfig, runner: ModelRunner, draft: DraftModel, cache: CacheManager) -> Drafter:
+def _model(
+    options: InferenceConfig, runner: ModelRunner, draft: DraftModel, cache: CacheManager, is_batch_invariant: bool
+) -> Drafter:
     draft.model.eval()
     # In the same layout, over the same process groups, as the large model.
     own = ModelRunner(draft.model, runner.ctx, draft.placed)
@@ -78,7 +81,7 @@ def _model(options: InferenceConfig, runner: ModelRunner, draft: DraftModel, cac
         options.speculative_tokens,
         own,
         cache,
-        is_batch_invariant=options.batch_invariant,
+        is_batch_invariant=is_batch_invariant,
         image_token=image_token_of(runner.model),
     )
 
@@ -100,7 +103,7 @@ def load_draft_model(
 
     longest: positions of a sequence. Raises ConfigError for a model with another tokenizer, or fewer positions.
     """
-    options = trained.config.inference
+    options = trained.config.section(InferenceConfig)
     if options.speculative_method != "draft_model" or options.speculative_model is None:
         return None
     # The same layout as the large model's; what else the settings say is about the large one.

@@ -20,7 +20,7 @@ def changed_keys(config: Config, small: Config) -> dict[str, list[str]]:
 
     Keys that were not set are left out: a changed default says nothing about the configuration.
     """
-    changed = {name: _changed(getattr(config, name), getattr(small, name)) for name in COMPUTED}
+    changed = {name: _changed(config.named(name), small.named(name)) for name in COMPUTED}
     return {name: changes for name, changes in changed.items() if changes}
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mt_core.checkpoint_lookup import find_checkpoint
-from mt_core.config.schema import CheckpointConfig, Config, Section
+from mt_core.config.schema import CORE_SECTIONS, CheckpointConfig, Config, Section
 from mt_core.errors import CheckpointError
 from mt_core.interfaces import Tokenizer
 from mt_core.plugins import PluginHost
-from mt_core.specs import LOSSES
+from mt_core.specs import LOSSES, SECTIONS
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.state import environment
 
@@ -83,7 +83,7 @@ FREE_KEYS = frozenset(
 """Keys that do not affect the trained weights."""
 BACKEND = "attention_backend"
 MAIN_WEIGHTS = "optimizer.main_weights"
-FREE_SECTIONS = frozenset({"checkpoint", "logging", "inference", "eval", "timeouts"})
+FREE_SECTIONS = frozenset({"checkpoint", "logging", "timeouts"})
 
 
 def find_resume(directory: RunDirectory | None, config: CheckpointConfig) -> Path | None:
@@ -104,14 +104,13 @@ def find_resume(directory: RunDirectory | None, config: CheckpointConfig) -> Pat
     return found
 
 
-def differences(stored: Mapping[str, Any], config: Config) -> Iterator[Change]:
+def differences(stored: Mapping[str, Any], config: Config, host: PluginHost) -> Iterator[Change]:
     """The keys that affect the run and whose values differ."""
     now = config.to_dict()
-    for section in now:
-        if section in FREE_SECTIONS:
-            continue
+    brought = {spec.name for spec in host[SECTIONS] if spec.affects_training}
+    for section in [name for name in now if name in brought or name in CORE_SECTIONS.keys() - FREE_SECTIONS]:
         old, new = stored.get(section, {}), now[section]
-        defaults = _defaults(getattr(config, section))
+        defaults = _defaults(config.named(section))
         for key in sorted({*old, *new}):
             # An older version wrote the checkpoint, before this key existed.
             added = key not in old and key in defaults
@@ -133,7 +132,7 @@ def require_same_run(metadata: Mapping[str, Any], config: Config, origin: str, h
     Implementations of the same loss or attention, which differ in rounding, and forms of the master weights count as
     different with train.deterministic only.
     """
-    found = differences(metadata["config"], config)
+    found = differences(metadata["config"], config, host)
     if not config.train.deterministic:
         # Such a change moves the loss by rounding alone, which continues the run in all but its bits.
         found = (change for change in found if not _is_other_rounding(change, host))

@@ -36,7 +36,7 @@ def default_forward_step(loss: Loss) -> ForwardStep:
 
 
 def invariant_step(step: ForwardStep, active: bool) -> ForwardStep:
-    """The step, batch invariant if it is active (inference.batch_invariant): as generation computes it."""
+    """The step, batch invariant if it is active (numerics.batch_invariant): as generation computes it."""
 
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         with batch_invariant(active):
