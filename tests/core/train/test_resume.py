@@ -126,7 +126,7 @@ def test_a_changed_setting_must_be_accepted_by_its_key(tiny, tmp_path, change) -
 def test_what_changes_no_weight_may_change(tiny) -> None:
     free = ["train.check_memory=false", "train.deferred_metrics=never", "parallel.pipeline_backward_communicator=false"]
     free += ["recompute.cpu_offloading_num_layers=1"]
-    assert list(differences(tiny().config.to_dict(), tiny(*free).config)) == []
+    assert list(differences(tiny().config.to_dict(), tiny(*free).config, load_plugins())) == []
 
 
 def test_another_model_cannot_be_accepted(tiny, tmp_path) -> None:
@@ -150,7 +150,7 @@ def test_a_key_that_the_checkpoint_lacks_has_its_default(tiny) -> None:
     stored = config.to_dict()
     del stored["optimizer"]["clip_grad"]
     assert list(differences(stored, config, load_plugins())) == []
-    assert [change.key for change in differences(stored, tiny("optimizer.clip_grad=0.5").config)] == [
+    assert [change.key for change in differences(stored, tiny("optimizer.clip_grad=0.5").config, load_plugins())] == [
         "optimizer.clip_grad"
     ]
 

@@ -11,6 +11,7 @@ import torch
 from tests.core.train.cuda_graphs.replayed import TapeRecorder
 from torch import Tensor, nn
 
+from mt_core.plugins import load_plugins
 from mt_core.errors import ConfigError
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.model import NumberedLayers
@@ -379,7 +380,7 @@ def test_warm_up_steps_are_for_graphs(tiny) -> None:
 def test_a_run_goes_on_with_graphs_or_without(tiny) -> None:
     stored = tiny().config.to_dict()
     graphs = tiny("train.cuda_graphs=blocks", "train.cuda_graph_warmup_steps=5").config
-    assert list(differences(stored, graphs)) == []
+    assert list(differences(stored, graphs, load_plugins())) == []
 
 
 def test_rows_follow_stages_and_leave_inner_stacks_out() -> None:
