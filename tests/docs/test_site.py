@@ -7,7 +7,8 @@ from collections import Counter
 
 from tests.docs.blocks import ROOT
 
-from mt_core.config.schema import SECTIONS
+from mt_core.config.sections import section_types
+from mt_core.plugins import load_plugins
 
 NAVIGATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
 
@@ -25,7 +26,7 @@ def test_no_heading_stands_in_the_navigation_twice() -> None:
 def test_the_page_on_configuration_lists_every_section() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     table = text.partition("| section |")[2].partition("\n\n")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(SECTIONS)
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(section_types(load_plugins()))
 
 
 def test_the_glossary_is_long_and_names_what_others_say() -> None:

@@ -11,11 +11,11 @@ import torch
 from tests.core.train.cuda_graphs.replayed import TapeRecorder
 from torch import Tensor, nn
 
-from mt_core.plugins import load_plugins
 from mt_core.errors import ConfigError
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.model import NumberedLayers
 from mt_core.parallel.pipeline.stage import Stage
+from mt_core.plugins import load_plugins
 from mt_core.train import Callback, Trainer
 from mt_core.train.checkpoint.resume import differences
 from mt_core.train.cuda_graphs.capture import form_of, replaced
