@@ -10,6 +10,7 @@ from pydantic import Field
 from mt_core.config.checks import divisors, listed, must_divide
 from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, Section, used_when
 from mt_core.errors import ConfigError
+from mt_models.blocks.moe import MoEOptions
 
 # Rules that several families share.
 
@@ -201,6 +202,14 @@ def check_decoder(config: Config) -> None:
             f"model; use at most {model.max_sequence_length}, raise model.max_position_embeddings, or set "
             "model.rope_scaling_type and model.rope_scaling_factor"
         )
+
+
+def check_moe_decoder(config: Config) -> None:
+    """The same for a family whose layers are MoE: raise ConfigError also without experts."""
+    check_decoder(config)
+    model = config.model
+    assert isinstance(model, DecoderConfig)
+    MoEOptions(model)
 
 
 def _check_heads(model: DecoderConfig) -> None:

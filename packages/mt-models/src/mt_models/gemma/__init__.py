@@ -8,7 +8,7 @@ SPEC = ModelSpec(
     doc="Gemma 2 and 3, text: GeGLU, norms around every block, local and global layers in turn, soft caps",
     config_type=Lazy("mt_models.gemma.config:GemmaConfig"),
     build=Lazy("mt_models.gemma.model:build_gemma"),
-    check=Lazy("mt_models.gemma.config:check_gemma"),
+    check=Lazy("mt_models.blocks.config:check_decoder"),
     presets=Lazy("mt_models.gemma.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.gemma.hugging_face:HUGGING_FACE"),

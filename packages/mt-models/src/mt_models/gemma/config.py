@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mt_core.config.schema import Config, PositiveInt
+from mt_core.config.schema import PositiveInt
 from mt_core.config_map import MegatronMap
-from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
+from mt_models.blocks.config import RMSNormDecoderConfig
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 
@@ -46,10 +46,6 @@ class GemmaConfig(RMSNormDecoderConfig):
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if (layer + 1) % self.sliding_window_pattern else None
-
-
-def check_gemma(config: Config) -> None:
-    check_decoder(config)
 
 
 # Shapes of the Gemma models, as published (text only).

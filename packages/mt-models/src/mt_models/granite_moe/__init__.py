@@ -8,7 +8,7 @@ SPEC = ModelSpec(
     doc="Granite 3 MoE: small experts, factors on embeddings, scores and logits",
     config_type=Lazy("mt_models.granite_moe.config:GraniteMoeConfig"),
     build=Lazy("mt_models.granite_moe.model:build_granite_moe"),
-    check=Lazy("mt_models.granite_moe.config:check_granite_moe"),
+    check=Lazy("mt_models.blocks.config:check_moe_decoder"),
     presets=Lazy("mt_models.granite_moe.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.granite_moe.hugging_face:HUGGING_FACE"),

@@ -6,9 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from mt_core.config.schema import Config
-from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
-from mt_models.blocks.moe import MoEOptions
+from mt_models.blocks.config import RMSNormDecoderConfig
 
 Factor = Annotated[float, Field(gt=0)]
 
@@ -34,13 +32,6 @@ class GraniteMoeConfig(RMSNormDecoderConfig):
     @property
     def qk_layernorm(self) -> bool:
         return False
-
-
-def check_granite_moe(config: Config) -> None:
-    check_decoder(config)
-    model = config.model
-    assert isinstance(model, GraniteMoeConfig)
-    MoEOptions(model)
 
 
 # Shapes of the Granite-MoE models, as published.

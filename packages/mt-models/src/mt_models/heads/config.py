@@ -11,11 +11,11 @@ from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.bert.config import PRESETS as BERT
 from mt_models.bert.config import BertConfig, check_encoder, encoder_flops
-from mt_models.blocks.config import refuse_divided_sequences_and_layers
+from mt_models.blocks.config import check_decoder, refuse_divided_sequences_and_layers
 from mt_models.flops import Convention, Flops
 from mt_models.flops import flops_per_token as decoder_flops_per_token
 from mt_models.gpt.config import GPTConfig, check_gpt
-from mt_models.llama.config import LlamaConfig, check_llama
+from mt_models.llama.config import LlamaConfig
 
 
 class HeadConfig(ModelConfig):
@@ -76,7 +76,7 @@ def _check_bert(config: Config) -> None:
     check_encoder(config.model, config)
 
 
-CHECKS_OF_BASE = {"bert": _check_bert, "gpt": check_gpt, "llama": check_llama}
+CHECKS_OF_BASE = {"bert": _check_bert, "gpt": check_gpt, "llama": check_decoder}
 
 
 def check_choice(config: Config) -> None:

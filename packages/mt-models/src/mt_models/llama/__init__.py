@@ -8,7 +8,7 @@ SPEC = ModelSpec(
     doc="Llama 1, 2 and 3: grouped queries, SwiGLU, rotary positions with their scalings",
     config_type=Lazy("mt_models.llama.config:LlamaConfig"),
     build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
-    check=Lazy("mt_models.llama.config:check_llama"),
+    check=Lazy("mt_models.blocks.config:check_decoder"),
     presets=Lazy("mt_models.llama.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.llama.hugging_face:HUGGING_FACE"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.config.schema import Config
-from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
+from mt_models.blocks.config import RMSNormDecoderConfig
 from mt_models.blocks.megatron_decoder import rotary_map
 
 
@@ -32,10 +31,6 @@ class LlamaConfig(RMSNormDecoderConfig):
     @property
     def qk_layernorm(self) -> bool:
         return False
-
-
-def check_llama(config: Config) -> None:
-    check_decoder(config)
 
 
 # Shapes of the Llama models, as published.

@@ -8,7 +8,7 @@ SPEC = ModelSpec(
     doc="Mistral 7B: Llama with attention over a sliding window",
     config_type=Lazy("mt_models.mistral.config:MistralConfig"),
     build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
-    check=Lazy("mt_models.mistral.config:check_mistral"),
+    check=Lazy("mt_models.blocks.config:check_decoder"),
     presets=Lazy("mt_models.mistral.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.mistral.hugging_face:HUGGING_FACE"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.config.schema import Config, PositiveInt
-from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
+from mt_core.config.schema import PositiveInt
+from mt_models.blocks.config import RMSNormDecoderConfig
 from mt_models.blocks.megatron_decoder import rotary_map
 
 
@@ -25,10 +25,6 @@ class MistralConfig(RMSNormDecoderConfig):
     @property
     def qk_layernorm(self) -> bool:
         return False
-
-
-def check_mistral(config: Config) -> None:
-    check_decoder(config)
 
 
 # Shapes of the Mistral models, as published.

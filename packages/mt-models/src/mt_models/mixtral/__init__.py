@@ -8,7 +8,7 @@ SPEC = ModelSpec(
     doc="Mixtral: Mistral with 8 experts in every layer",
     config_type=Lazy("mt_models.mixtral.config:MixtralConfig"),
     build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
-    check=Lazy("mt_models.mixtral.config:check_mixtral"),
+    check=Lazy("mt_models.blocks.config:check_moe_decoder"),
     presets=Lazy("mt_models.mixtral.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.mixtral.hugging_face:HUGGING_FACE"),

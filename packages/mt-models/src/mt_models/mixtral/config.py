@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.config.schema import Config
-from mt_models.blocks.config import check_decoder
 from mt_models.blocks.megatron_decoder import rotary_map
-from mt_models.blocks.moe import MoEOptions
 from mt_models.mistral.config import MistralConfig
 
 
@@ -16,13 +13,6 @@ class MixtralConfig(MistralConfig):
 
     moe: dict[str, Any]
     """Options of the MoE layers; num_experts has to be set."""
-
-
-def check_mixtral(config: Config) -> None:
-    check_decoder(config)
-    model = config.model
-    assert isinstance(model, MixtralConfig)
-    MoEOptions(model)
 
 
 # Shapes of the Mixtral models, as published.

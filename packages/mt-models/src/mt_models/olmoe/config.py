@@ -9,8 +9,7 @@ from pydantic import Field
 from mt_core.config.checks import must_divide
 from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
-from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
-from mt_models.blocks.moe import MoEOptions
+from mt_models.blocks.config import RMSNormDecoderConfig, check_moe_decoder
 
 
 class OlmoeConfig(RMSNormDecoderConfig):
@@ -33,10 +32,9 @@ class OlmoeConfig(RMSNormDecoderConfig):
 
 
 def check_olmoe(config: Config) -> None:
-    check_decoder(config)
+    check_moe_decoder(config)
     model = config.model
     assert isinstance(model, OlmoeConfig)
-    MoEOptions(model)
     # The norm of the keys is sharded as the keys are: whole heads for each rank.
     size = config.parallel.tensor_model_parallel_size
     must_divide("parallel.tensor_model_parallel_size", size, "model.num_query_groups", model.query_groups)

@@ -8,9 +8,8 @@ from pydantic import Field
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
+from mt_models.blocks.config import RMSNormDecoderConfig, check_moe_decoder
 from mt_models.blocks.megatron_decoder import rotary_map
-from mt_models.blocks.moe import MoEOptions
 
 
 class QwenMoeConfig(RMSNormDecoderConfig):
@@ -37,10 +36,9 @@ class QwenMoeConfig(RMSNormDecoderConfig):
 
 
 def check_qwen_moe(config: Config) -> None:
-    check_decoder(config)
+    check_moe_decoder(config)
     model = config.model
     assert isinstance(model, QwenMoeConfig)
-    MoEOptions(model)
     if model.rotary_dim == 0:
         raise ConfigError(
             f"model.rotary_percent={model.rotary_percent} of {model.head_dim} channels leaves none to rotate; "
