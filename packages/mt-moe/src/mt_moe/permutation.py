@@ -1,5 +1,6 @@
-"""Permutes tokens into the order of their experts, and back. Shapes: n rows, each copied m times, R = n m rows.
+"""The router's output, and the permutation of tokens into the order of their experts and back.
 
+Shapes: n rows, each copied m times, R = n m rows.
 `permute` copies each row to its m positions, `unpermute` sums the m positions of each row: each is the backward pass
 of the other. Both use two primitives on rows, so that a kernel has to replace only these.
 """

@@ -1,4 +1,4 @@
-"""What the configurations of Llama-like families share, with the rules that tie the keys together."""
+"""What the configurations of decoders and of encoders share, with the rules that tie the keys together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A causal language model around a stack of layers: tokens -> embedding -> layers -> logits."""
+"""A causal language model around a stack of layers: tokens -> embedding -> layers -> logits; and the Llama-like one."""
 
 from __future__ import annotations
 

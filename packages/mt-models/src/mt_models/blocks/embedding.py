@@ -1,4 +1,4 @@
-"""Replicated embedding tables: positions, token types."""
+"""Replicated embedding tables (positions, token types), and logits from tied token embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A linear layer that is replicated on every tensor-parallel rank: the small matrices of heads."""
+"""Linear layers that are not in mt_core: one replicated on every tensor-parallel rank, for the small matrices of heads,
+and a column-parallel one whose output is several blocks of different sizes."""
 
 from __future__ import annotations
 

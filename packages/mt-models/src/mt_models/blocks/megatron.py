@@ -1,4 +1,5 @@
-"""What several families share: Megatron's arguments as keys of [model], and those keys as arguments."""
+"""What several families share of Megatron's arguments: the kind of model that they show, arguments as keys of [model],
+and those keys as arguments."""
 
 from __future__ import annotations
 

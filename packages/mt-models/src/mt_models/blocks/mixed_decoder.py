@@ -1,4 +1,4 @@
-"""A causal decoder with layers of several kinds, each with what it keeps for generation."""
+"""Layers with one block each (Mamba, attention, feed-forward), and a causal decoder of several kinds of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norms that are not in mt_core."""
+"""Norms that are not in mt_core: zero-centered (Gemma), over all heads together (OLMoE), gated (Mamba-2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The relative position bias of T5 (Raffel et al., 2020): a learned bias for each head and bucket of distances."""
+"""Biases of attention scores by distance: T5's learned ones (Raffel et al., 2020) and the slopes of ALiBi."""
 
 from __future__ import annotations
 

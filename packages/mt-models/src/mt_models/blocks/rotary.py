@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., RoFormer, 2021)."""
+"""Rotary position embedding (Su et al., RoFormer, 2021), and its scalings for longer sequences."""
 
 from __future__ import annotations
 

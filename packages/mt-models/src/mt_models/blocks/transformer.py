@@ -1,4 +1,4 @@
-"""The pre-norm transformer layer, and a stack of them."""
+"""Transformer layers, pre-norm and post-norm, and stacks of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the DeepSeek family."""
+"""Configuration of the DeepSeek family, its published sizes and its FLOPs."""
 
 from __future__ import annotations
 

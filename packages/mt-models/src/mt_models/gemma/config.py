@@ -1,4 +1,4 @@
-"""Configuration of the Gemma family."""
+"""Configuration of the Gemma family, and its published sizes."""
 
 from __future__ import annotations
 

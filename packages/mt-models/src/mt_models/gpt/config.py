@@ -1,4 +1,4 @@
-"""Configuration of the GPT family, with the rules that tie its keys together."""
+"""Configuration of the GPT family: keys, the rules that tie them together, published sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the GPT-OSS family."""
+"""Configuration of the GPT-OSS family, and its published sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the Granite-MoE family."""
+"""Configuration of the Granite-MoE family, and its published sizes."""
 
 from __future__ import annotations
 

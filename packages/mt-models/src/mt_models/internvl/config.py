@@ -1,4 +1,4 @@
-"""Configuration of InternVL."""
+"""Configuration of InternVL, and its published sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the Llama family."""
+"""Configuration of the Llama family, and its published sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the Mamba family."""
+"""Configuration of the Mamba family, its published sizes and its FLOPs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the Mistral family."""
+"""Configuration of the Mistral family, and its published sizes."""
 
 from __future__ import annotations
 

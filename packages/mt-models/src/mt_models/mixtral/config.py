@@ -1,4 +1,4 @@
-"""Configuration of the Mixtral family."""
+"""Configuration of the Mixtral family, and its published sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the OLMoE family."""
+"""Configuration of the OLMoE family, and its published sizes."""
 
 from __future__ import annotations
 

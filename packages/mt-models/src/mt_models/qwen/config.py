@@ -1,4 +1,4 @@
-"""Configuration of the Qwen family."""
+"""Configuration of the Qwen family, and its published sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the Qwen-MoE family."""
+"""Configuration of the Qwen-MoE family, and its published sizes."""
 
 from __future__ import annotations
 

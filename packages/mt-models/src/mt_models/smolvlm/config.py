@@ -1,4 +1,4 @@
-"""Configuration of SmolVLM and Idefics3."""
+"""Configuration of SmolVLM and Idefics3, and its published sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the T5 family, with the rules that tie its keys together."""
+"""Configuration of the T5 family: keys, the rules that tie them together, published sizes and FLOPs."""
 
 from __future__ import annotations
 

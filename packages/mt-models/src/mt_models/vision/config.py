@@ -1,4 +1,4 @@
-"""Configuration of vision transformers, with the rules that tie the keys together."""
+"""Configuration of vision transformers: keys, the rules that tie them together, published sizes and FLOPs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`loop`: one GEMM per expert, written into one tensor; one batched GEMM if all experts have the same number of
-rows. The reference implementation."""
+"""Rows in the order of experts, and `loop`, the reference implementation of their product: one GEMM per expert, written
+into one tensor; one batched GEMM if all experts have the same number of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Expert selection. Nothing here has a gradient. Shapes: T tokens, E experts, k chosen experts."""
+"""Scores, the experts chosen by them, their weights, and capacity. The choice has no gradient; the weights have one.
+Shapes: T tokens, E experts, k chosen experts."""
 
 from __future__ import annotations
 
