@@ -30,7 +30,7 @@ def scores() -> Canvas:
     """Probabilities of the experts and the choice of two."""
     logits, routing = routed()
     canvas = Canvas(660, 330, "Scores of 12 tokens for 8 experts; frames show the two that each token chooses")
-    canvas.text(70, 20, "scores of the router (darker: higher) and the two experts of each token", style="big")
+    canvas.text(70, 20, "scores of the router (stronger colour: higher) and the two experts of each token", style="big")
     heat(canvas, 70, 40, (60, 22), logits.softmax(-1).tolist(), title="score ")
     for expert in range(EXPERTS):
         canvas.text(100 + expert * 60, 34, f"expert {expert}", anchor="middle", style="small muted")
@@ -142,7 +142,10 @@ def load_by_layer() -> Canvas:
         860, 50 + 30 * len(keys) + 30, "Largest load over mean load by layer and step, with the auxiliary loss"
     )
     canvas.text(
-        80, 20, "largest load / mean load, by layer (rows) and step (columns); darker is more uneven", style="big"
+        80,
+        20,
+        "largest load / mean load, by layer (rows) and step (columns); a stronger colour is more uneven",
+        style="big",
     )
     steps = len(run["iteration"])
     excess = [[value - 1 for value in run[key]] for key in keys]
