@@ -74,6 +74,7 @@ NOT_CONFIGURED = {
     r"triton|liger|cuda_graphs|fp8": "needs a GPU's kernels",
     r"facts-(retro|sft)": "starts from a run of docs/guides/retro.md; tests/eval/test_qa.py trains all of them",
     r"preset retro-tiny": "starts from a GPT of four layers; tests/models/test_partial_load.py has smaller ones",
+    r"mt train llama\.toml": "a file that mt import writes; tests/import_ does so",
     r"loss=focal": "needs the plugin of the page; test_documented_plugin.py runs it",
     r"preset sinks-tiny": "needs the plugin of the page; test_documented_model.py runs it",
 }

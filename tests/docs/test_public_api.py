@@ -17,6 +17,7 @@ from mt_core.plugins import CORE_KINDS
 ROOT = Path(__file__).parents[2]
 STUBS = sorted(ROOT.glob("packages/*/src/**/__init__.pyi"))
 MODULES_OF_THEIR_OWN = {
+    "mt_core.specs": "the kinds of things that plugins register, by which a host is asked",
     "mt_accelerate.utils": "the names of accelerate.utils, in one module as there",
     "mt_ckpt.megatron.arguments": "tables of arguments, shown to say where they are",
 }

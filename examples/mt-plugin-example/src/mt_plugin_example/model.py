@@ -14,7 +14,7 @@ from mt_core.nn import (
     ColumnParallelLinear,
     LayoutModule,
     Model,
-    ModelEnvironment,
+    ModelBuildContext,
     ParameterLayout,
     RMSNorm,
     RowParallelLinear,
@@ -90,7 +90,7 @@ class GatedConv(nn.Module):
 class ConvLayer(nn.Module):
     """x + conv(norm(x)), then x + feed_forward(norm(x)): [B, S, H] -> the same."""
 
-    def __init__(self, config: ConvConfig, environment: ModelEnvironment, number: int) -> None:
+    def __init__(self, config: ConvConfig, environment: ModelBuildContext, number: int) -> None:
         super().__init__()
         ctx = environment.parallel
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon, ctx)
@@ -111,7 +111,7 @@ class ConvModel(Model):
     continues_text = True
     """`mt generate` takes it: there is `decode_stage`."""
 
-    def __init__(self, config: ConvConfig, environment: ModelEnvironment) -> None:
+    def __init__(self, config: ConvConfig, environment: ModelBuildContext) -> None:
         super().__init__()
         assert config.vocab_size is not None  # filled in from the tokenizer before a model is built
         self.config = config
@@ -138,5 +138,5 @@ class ConvModel(Model):
         return self.config.num_layers
 
 
-def build_conv(config: ConvConfig, environment: ModelEnvironment) -> ConvModel:
+def build_conv(config: ConvConfig, environment: ModelBuildContext) -> ConvModel:
     return ConvModel(config, environment)
