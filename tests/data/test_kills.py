@@ -19,10 +19,11 @@ import pytest
 from tests.small_process import in_small_process
 
 from mt_core.interfaces import SplitRequest
+from mt_data.corpora.clean_options import preset
 from mt_data.corpora.cleaning import clean
 from mt_data.corpora.decontamination import decontaminate
 from mt_data.corpora.deduplication import dedup
-from mt_data.corpora.options import DedupOptions, OverlapOptions, preset
+from mt_data.corpora.options import DedupOptions, OverlapOptions
 from mt_data.corpora.running import RunOptions
 from mt_data.datasets.bert import BertDataConfig, build_bert
 from mt_data.datasets.gpt import GPTDataConfig, build_gpt

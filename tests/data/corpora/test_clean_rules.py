@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
+from mt_data.corpora.clean_options import PRESETS, CleanOptions, preset
 from mt_data.corpora.cleaning import Cleaner
-from mt_data.corpora.options import PRESETS, CleanOptions, preset
 from mt_data.corpora.rules import Document, duplicate_ngram_share, duplicate_shares, filter_lines, top_ngram_share
 
 CITED = {"removed_citation": 3}

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from mt_core.errors import ConfigError
 from mt_data.commands.corpora import clean, decontaminate, dedup, filter_urls
+from mt_data.corpora.streaming import Reading
 
 SENTENCE = "The people of the old city have lived with the river number {} and will be there for ever. "
 
@@ -74,7 +75,7 @@ def test_from_a_crawl_to_training_text(write_jsonl: Any, tmp_path: Path) -> None
 
 
 def test_rules_lists_every_rule() -> None:
-    from mt_data.corpora.options import CleanOptions
+    from mt_data.corpora.clean_options import CleanOptions
 
     out = type_in("clean", "--rules")
     assert all(name[:10] in out for name in CleanOptions.model_fields)
@@ -87,8 +88,11 @@ def test_flags_reach_the_library(write_jsonl: Any, tmp_path: Path) -> None:
     type_in(*words, "--ending", ".jsonl.gz", "--report", tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text())["documents"]["dropped"] == 1
     assert (tmp_path / "out/a.jsonl.gz").exists()
-    with pytest.raises(ConfigError, match="--on-error 'ignore' is not known"):
+    with pytest.raises(AssertionError, match=r"(?s)Invalid value for '--on-error'.*'ignore' is not one of 'raise'"):
         type_in("clean", path, "-o", tmp_path / "x", "--on-error", "ignore")
+    ignore: Any = "ignore"
+    with pytest.raises(ConfigError, match="--on-error 'ignore' is not known; give raise or skip"):
+        Reading(on_error=ignore)
 
 
 def test_neither_torch_nor_optional_packages_are_imported_to_show_help() -> None:
@@ -108,7 +112,7 @@ import sys
 sys.modules["torch"] = None
 from pathlib import Path
 from mt_data.corpora.cleaning import clean
-from mt_data.corpora.options import preset
+from mt_data.corpora.clean_options import preset
 from mt_data.corpora.decontamination import decontaminate
 from mt_data.corpora.deduplication import dedup
 from mt_data.corpora.options import DedupOptions

@@ -18,9 +18,10 @@ import pytest
 from tests.covering import EXHAUSTIVE
 
 from mt_core.errors import ConfigError, DataError
+from mt_data.corpora.clean_options import CleanOptions, preset
 from mt_data.corpora.cleaning import clean
 from mt_data.corpora.deduplication import dedup
-from mt_data.corpora.options import CleanOptions, DedupOptions, preset
+from mt_data.corpora.options import DedupOptions
 from mt_data.corpora.report import EXAMPLES_PER_REASON, Report
 from mt_data.corpora.state import locked
 from mt_data.corpora.streaming import Reading
@@ -208,7 +209,7 @@ STREAM = """
 import sys
 from pathlib import Path
 from mt_data.corpora.cleaning import clean
-from mt_data.corpora.options import preset
+from mt_data.corpora.clean_options import preset
 from mt_data.corpora.running import RunOptions
 path = Path(sys.argv[1])
 clean([path], preset("none"), RunOptions(path.with_suffix(".out")))

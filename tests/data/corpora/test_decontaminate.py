@@ -135,8 +135,8 @@ def test_when_a_document_goes(options: dict[str, Any], text: str, reason: str, w
         assert 'shares "which river flows' in report.total.dropped[reason].examples[0]
 
 
-@pytest.mark.parametrize(("maximum", "kept"), [(3, 3), (2, 6), (None, 3)])
-def test_common_phrases_are_ignored(maximum: int | None, kept: int, write_jsonl: Any, run: Any) -> None:
+@pytest.mark.parametrize(("maximum", "kept"), [(3, 3), (2, 6), (0, 3)])
+def test_common_phrases_are_ignored(maximum: int, kept: int, write_jsonl: Any, run: Any) -> None:
     texts = [padded(QUESTION, 10 + i, 0) for i in range(3)] + [padded("x", i, 0) for i in range(3)]
     found, report = result_of(write_jsonl, run, texts, max_documents=maximum)
     assert len(found) == report.total.kept == kept

@@ -237,7 +237,7 @@ memory = 16 * 2**20
 if method == "exact":
     mark_exact(rows("digests", "<u8", 2), original, memory)
 else:
-    options = DedupOptions(num_perm=2, bands=2, rows=1, memory_bytes=memory)
+    options = DedupOptions(num_perm=2, bands=2, rows=1, memory_mb=memory >> 20)
     mark_near(rows("keys", "<u8", 2), rows("signatures", "<u4", 2), original, options)
 assert int((original >= 0).sum()) == PART
 (peak,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, get_args, get_origin, get_type_hints
 
 from mt_core.errors import PluginError
 from mt_core.plugins import STRICT_VARIABLE, PluginHost, load_plugins
@@ -69,3 +73,65 @@ def _not_replaced(missing: list[str]) -> list[str]:
 def listed(names: list[str]) -> str:
     """ "a, b and c" """
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+class Help:
+    """Annotation of a dataclass's field that `with_fields` makes an option of: its help, and what else typer.Option
+    takes. For dataclasses of a library, which do not import typer."""
+
+    def __init__(self, text: str, *names: str, **settings: Any) -> None:
+        self.text, self.names, self.settings = text, names, settings
+
+
+def with_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of each parameter that is a dataclass in its place, as options.
+
+    So options that several commands share, or that a library has too, are declared once, with their defaults. Fields
+    are annotated as typer's options are, or with `Help`.
+    """
+    groups: dict[str, Any] = {}
+    parameters = []
+    hints = get_type_hints(command, include_extras=True)
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            groups[name] = hints[name]
+            parameters += _options_of(hints[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def call(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    # typer reads both, and would follow __wrapped__ to the command itself.
+    del call.__wrapped__  # type: ignore[attr-defined]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def _options_of(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    signature = inspect.signature(group).parameters
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=signature[field.name].default,
+            annotation=_as_option(hints[field.name]),
+        )
+        for field in fields(group)
+    ]
+
+
+def _as_option(hint: Any) -> Any:
+    """The annotation with typer's option in place of `Help`."""
+    described = get_args(hint)[1] if get_origin(hint) is Annotated else None
+    if not isinstance(described, Help):
+        return hint
+    # Only modules of commands, which import typer themselves, come here.
+    from typer import Option
+
+    return Annotated[get_args(hint)[0], Option(*described.names, help=described.text, **described.settings)]

@@ -4,46 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-Inputs = Annotated[list[str], typer.Argument(help="Files or quoted globs: .jsonl, .parquet, .txt, also .gz and .zst")]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for the results, a file for each input")]
-Dropped = Annotated[Path | None, typer.Option(help="Folder for what is left out, with the reason; not kept by default")]
-Ending = Annotated[
-    str | None, typer.Option(help=".jsonl, .jsonl.gz or .jsonl.zst; compressed as the inputs by default")
-]
-TextKey = Annotated[str, typer.Option(help="Key of the records that holds the text")]
-InputFormat = Annotated[str, typer.Option(help="jsonl, text, text-lines or parquet, for names without a known ending")]
-OnError = Annotated[str, typer.Option(help="raise: stop at a line that cannot be used; skip: count it and go on")]
-Workers = Annotated[int, typer.Option(help="Processes; the result is the same for any number")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace results made with other options or inputs")]
-ReportFile = Annotated[Path | None, typer.Option("--report", help="The report as JSON; OUTPUT/report.json by default")]
-
-
-def run_options(
-    output: Path,
-    dropped: Path | None,
-    ending: str | None,
-    text_key: str,
-    input_format: str,
-    on_error: str,
-    workers: int,
-    overwrite: bool,
-    report: Path | None,
-    advance: Callable[[int, int], None],
-) -> Any:
-    """The options as the library takes them. Raises ConfigError for those that cannot be."""
-    from mt_core.errors import ConfigError
+if TYPE_CHECKING:
+    from mt_data.corpora.report import CorpusReport
     from mt_data.corpora.running import RunOptions
     from mt_data.corpora.streaming import Reading
 
-    if on_error not in ("raise", "skip"):
-        raise ConfigError(f"--on-error {on_error!r} is not known; give raise or skip")
-    reading = Reading(text_key, input_format, "skip" if on_error == "skip" else "raise")
-    return RunOptions(output, dropped, ending, reading, workers, overwrite, report, advance)
+Inputs = Annotated[list[str], typer.Argument(help="Files or quoted globs: .jsonl, .parquet, .txt, also .gz and .zst")]
+TextKey = Annotated[str, typer.Option(help="Key of the records that holds the text")]
+
+
+@dataclass(frozen=True)
+class ReadingOptions:
+    """How the inputs of all corpus commands are read."""
+
+    input_format: Annotated[
+        str, typer.Option(help="jsonl, text, text-lines or parquet, for names without a known ending")
+    ] = "auto"
+    on_error: Annotated[
+        Literal["raise", "skip"],
+        typer.Option(help="raise: stop at a line that cannot be used; skip: count it and go on"),
+    ] = "raise"
+    workers: Annotated[int, typer.Option(help="Processes; the result is the same for any number")] = 1
+
+    def of_key(self, key: str) -> Reading:
+        """Options of the library, for texts under `key`."""
+        from mt_data.corpora.streaming import Reading
+
+        return Reading(key, self.input_format, self.on_error)
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What all corpus commands write."""
+
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the results, a file for each input")]
+    dropped: Annotated[
+        Path | None, typer.Option(help="Folder for what is left out, with the reason; not kept by default")
+    ] = None
+    ending: Annotated[
+        str | None, typer.Option(help=".jsonl, .jsonl.gz or .jsonl.zst; compressed as the inputs by default")
+    ] = None
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace results made with other options or inputs")
+    ] = False
+    report: Annotated[
+        Path | None, typer.Option("--report", help="The report as JSON; OUTPUT/report.json by default")
+    ] = None
+
+
+def run_corpus_command(
+    what: str, outputs: OutputOptions, reading: ReadingOptions, key: str, work: Callable[[RunOptions], CorpusReport]
+) -> None:
+    """Do the work with its progress shown, and print its report. Raises ConfigError for options that cannot be."""
+    from rich.console import Console
+
+    from mt_data.corpora.running import RunOptions
+
+    with progress(what) as advance:
+        report = work(
+            RunOptions(
+                outputs.output,
+                outputs.dropped,
+                outputs.ending,
+                reading.of_key(key),
+                reading.workers,
+                outputs.overwrite,
+                outputs.report,
+                advance,
+            )
+        )
+    Console().print(report.table())
 
 
 @contextmanager
@@ -76,10 +112,3 @@ def _rate_column() -> Any:
             return Text(f"{task.speed:,.0f} documents/s" if task.speed else "")
 
     return Rate()
-
-
-def show(report: Any) -> None:
-    """Print a report's table."""
-    from rich.console import Console
-
-    Console().print(report.table())

@@ -1,8 +1,8 @@
+from .clean_options import CleanOptions as CleanOptions
+from .clean_options import preset as preset
 from .cleaning import clean as clean
 from .decontamination import decontaminate as decontaminate
 from .deduplication import dedup as dedup
-from .options import CleanOptions as CleanOptions
 from .options import DedupOptions as DedupOptions
 from .options import OverlapOptions as OverlapOptions
-from .options import preset as preset
 from .running import RunOptions as RunOptions

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError
-from mt_data.corpora.options import CleanOptions
+from mt_data.corpora.clean_options import CleanOptions
 from mt_data.corpora.report import CorpusReport
 from mt_data.corpora.requires import require, versions
 from mt_data.corpora.rules import (

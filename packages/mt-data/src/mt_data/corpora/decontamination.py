@@ -54,7 +54,7 @@ def decontaminate(
     jobs = plan_jobs(sources, run)
     with locked(run.output):
         # With a limit the table depends on how often n-grams are in all inputs, so these become part of the identity.
-        collective = sources if options.max_documents is not None else []
+        collective = sources if options.max_documents else []
         task = OverlapTask(
             options, run.reading, tuple(eval_keys), sources_digest(eval_files), sources_digest(collective), run.work
         )
@@ -80,7 +80,7 @@ def prepare_table(
         f"of them shorter than {options.min_ngram} words, not searched for": found.too_short,
         "n-grams searched for": count,
     }
-    if options.max_documents is not None:
+    if options.max_documents:
         save_grams(run.work / "all", grams)
         frequent = document_counts(sources, count, run)
         grams = without_frequent(grams, frequent, options.max_documents)

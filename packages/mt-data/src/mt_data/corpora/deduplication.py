@@ -92,7 +92,7 @@ class KeepFirstTask:
 
     def identity(self) -> dict[str, Any]:
         # Memory changes how sorting is divided, not what is found.
-        options = {name: value for name, value in asdict(self.options).items() if name != "memory_bytes"}
+        options = {name: value for name, value in asdict(self.options).items() if name != "memory_mb"}
         return {
             "command": "dedup",
             **asdict(self.reading),

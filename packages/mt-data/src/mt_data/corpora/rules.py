@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import ConfigError, did_you_mean
-from mt_data.corpora.options import CleanOptions
+from mt_data.corpora.clean_options import CleanOptions
 from mt_data.corpora.requires import require
 from mt_data.corpora.words import U64, ngram_hashes, word_hashes
 

@@ -19,9 +19,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
-from mt_core.errors import DataError
+from mt_core.errors import ConfigError, DataError
 from mt_data.corpora.outputs import atomic_writer
 from mt_data.corpora.report import Report
 from mt_data.corpora.state import Finished, reusable, save_finished, source_identity
@@ -43,6 +43,10 @@ class Reading:
     key: str = "text"
     input_format: str = "auto"
     on_error: OnError = "raise"
+
+    def __post_init__(self) -> None:
+        if self.on_error not in get_args(OnError):
+            raise ConfigError(f"--on-error {self.on_error!r} is not known; give {' or '.join(get_args(OnError))}")
 
 
 class Batch(NamedTuple):

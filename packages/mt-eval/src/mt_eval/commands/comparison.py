@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mt_core.commands import need
+from mt_core.commands import need, with_fields
 from mt_core.paths import as_path, write_whole
-from mt_data.commands.corpus_options import InputFormat, OnError, TextKey, Workers, progress, run_options
+from mt_data.commands.corpus_options import ReadingOptions, TextKey, progress
+from mt_data.corpora.options import NgramOptions
 from mt_eval.commands.options import seed_option
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ SHOWN = 10
 """Samples that are printed; all are in the result file."""
 
 
+@with_fields
 def contamination(
     task: Annotated[Path, typer.Argument(parser=as_path, metavar="TASKFILE", help="JSON lines or Parquet.")],
     train: Annotated[list[str], typer.Option(help="Training files or quoted globs. Repeatable.", show_default=False)],
@@ -74,29 +76,28 @@ def contamination(
         list[str],
         typer.Option(help="Key of the task's records with text to search for. Repeatable.", show_default=False),
     ],
-    ngram: Annotated[int, typer.Option(help="Words of the n-grams.")] = 13,
-    min_ngram: Annotated[int, typer.Option(help="Shorter texts of at least so many words count as one n-gram.")] = 8,
-    max_documents: Annotated[
-        int, typer.Option(help="Ignore n-grams in more training documents than this, as common phrases; 0: no limit.")
-    ] = 10,
+    ngrams: NgramOptions,
+    reading: ReadingOptions,
     text_key: TextKey = "text",
-    input_format: InputFormat = "auto",
-    on_error: OnError = "raise",
-    workers: Workers = 1,
 ) -> None:
     """Which samples of a task are in a training set, by shared n-grams."""
     from mt_data.corpora.options import OverlapOptions
+    from mt_data.corpora.running import RunOptions
     from mt_eval.contamination import find_contamination
 
-    options = OverlapOptions(ngram=ngram, min_ngram=min_ngram, max_documents=max_documents or None)
-    work = output.with_suffix(".work")
+    options = OverlapOptions(**asdict(ngrams))
     with progress("contamination") as advance:
-        run = run_options(work, None, None, text_key, input_format, on_error, workers, True, None, advance)
-        found = find_contamination(task, eval_keys, train, options, run).to_dict()
-    settings = {"ngram": ngram, "min_ngram": min_ngram, "max_documents": max_documents, "eval_keys": eval_keys}
-    content = {"task": str(task), "train": train, **settings, **found}
-    write_whole(output, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
-    show_contamination(found)
+        run = RunOptions(
+            output.with_suffix(".work"),
+            reading=reading.of_key(text_key),
+            workers=reading.workers,
+            overwrite=True,
+            advance=advance,
+        )
+        overlaps = find_contamination(task, eval_keys, train, options, run).to_dict()
+    settings = {"task": str(task), "train": train, **asdict(ngrams), "eval_keys": eval_keys}
+    write_whole(output, (json.dumps({**settings, **overlaps}, indent=2, ensure_ascii=False) + "\n").encode())
+    show_contamination(overlaps)
 
 
 def show_contamination(found: dict[str, object]) -> None:

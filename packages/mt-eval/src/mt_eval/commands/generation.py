@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mt_core.commands import host_of, need
+from mt_core.commands import host_of, need, with_fields
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path
 from mt_eval.commands.options import (
     AS_JSON,
     CHAT_TEMPLATE,
     CHECKPOINT,
-    DEVICE,
     LIMIT,
     OUTPUT,
     STOP,
+    EvaluationOptions,
     named_options,
     need_extra,
     run_tasks,
     show,
 )
-from mt_infer.commands.layout import NPROC, SETTINGS, progress_bar
+from mt_infer.commands.layout import progress_bar
 
 if TYPE_CHECKING:
     from mt_eval.tasks import Task
@@ -100,9 +100,11 @@ PASSAGES = "Passages"
 TOP_K = 5
 
 
+@with_fields
 def qa(
     context: typer.Context,
     path: CHECKPOINT,
+    run: EvaluationOptions,
     data: Annotated[
         list[str],
         typer.Option(
@@ -145,11 +147,6 @@ def qa(
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 64,
     stop: STOP = None,
     limit: LIMIT = None,
-    output: OUTPUT = None,
-    as_json: AS_JSON = False,
-    set_: SETTINGS = None,
-    device: DEVICE = "auto",
-    nproc: NPROC = None,
 ) -> None:
     """Questions answered with retrieved passages: exact match and F1 of greedy answers."""
     given = {
@@ -170,7 +167,9 @@ def qa(
         host = host_of(context)
         found = None
         if retriever is not None:
-            found = host.registry("passage_retrievers").get(retriever, key="--retriever").build.load()(options, device)
+            found = (
+                host.registry("passage_retrievers").get(retriever, key="--retriever").build.load()(options, run.device)
+            )
         sampling = SamplingParameters(temperature=0.0, max_tokens=max_tokens, stop=tuple(stop or ()))
         return [
             QuestionAnswering(
@@ -186,15 +185,17 @@ def qa(
             for with_passages in ((True, False) if without_passages else (True,))
         ]
 
-    run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)
+    run_tasks(context, path, build, run)
 
 
 # `mt eval vqa`.
 
 
+@with_fields
 def vqa(
     context: typer.Context,
     path: CHECKPOINT,
+    run: EvaluationOptions,
     data: Annotated[
         list[str],
         typer.Option(
@@ -209,11 +210,6 @@ def vqa(
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 32,
     stop: STOP = None,
     limit: LIMIT = None,
-    output: OUTPUT = None,
-    as_json: AS_JSON = False,
-    set_: SETTINGS = None,
-    device: DEVICE = "auto",
-    nproc: NPROC = None,
 ) -> None:
     """Questions about images, and captions: exact match and VQAv2's accuracy of greedy answers."""
     given = {"image_folder": None if image_folder is None else str(image_folder), "chat_template": chat_template}
@@ -226,4 +222,4 @@ def vqa(
         sampling = SamplingParameters(temperature=0.0, max_tokens=max_tokens, stop=tuple(stop or ()))
         return [VisualQuestions(data, generator.tokenizer, generator.config, keys=keys, sampling=sampling, limit=limit)]
 
-    run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)
+    run_tasks(context, path, build, run)

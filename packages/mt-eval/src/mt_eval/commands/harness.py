@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mt_core.commands import need
+from mt_core.commands import need, with_fields
 from mt_core.paths import as_path
-from mt_eval.commands.options import AS_JSON, CHECKPOINT, DEVICE, OUTPUT, need_extra, seed_option
-from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks, progress_bar
+from mt_eval.commands.options import CHECKPOINT, EvaluationOptions, need_extra, seed_option
+from mt_infer.commands.layout import engine_settings, on_ranks, progress_bar
 
 if TYPE_CHECKING:
     from mt_infer.text import TextGenerator
 
 
+@with_fields
 def harness(
     context: typer.Context,
     path: CHECKPOINT,
+    run: EvaluationOptions,
     tasks: Annotated[str, typer.Option("--tasks", "-t", metavar="A,B", help="Tasks and groups of lm_eval.")],
     num_fewshot: Annotated[
         int | None, typer.Option("--num-fewshot", "-f", min=0, help="Examples before each question.")
@@ -57,11 +59,6 @@ def harness(
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Run tasks that execute what a model writes.")
     ] = False,
-    output: OUTPUT = None,
-    as_json: AS_JSON = False,
-    set_: SETTINGS = None,
-    device: DEVICE = "auto",
-    nproc: NPROC = None,
 ) -> None:
     """Tasks of lm-evaluation-harness, zero-shot or few-shot."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt eval harness")
@@ -94,10 +91,10 @@ def harness(
                     rows[kind] = bar.add_task(kind, total=total)
                 bar.update(rows[kind], completed=done)
 
-            results = run_harness(generator, path, options, output=output, on_answer=on_answer)
-        show(results, as_json)
+            results = run_harness(generator, path, options, output=run.output, on_answer=on_answer)
+        show(results, run.as_json)
 
-    on_ranks(context, path, engine_settings(set_ or []), device, nproc, use)
+    on_ranks(context, path, engine_settings(run.set_ or []), run.device, run.nproc, use)
 
 
 def show(results: dict[str, Any], as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ from rich.table import Table
 from mt_core.commands import listed, need
 from mt_core.errors import ConfigError, PluginError
 from mt_core.paths import as_path
-from mt_infer.commands.layout import engine_settings, on_ranks, progress_bar
+from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks, progress_bar
 
 if TYPE_CHECKING:
     from mt_eval.evaluation import Evaluation
@@ -49,16 +50,19 @@ def seed_option(text: str, *names: str) -> Any:
     return typer.Option(*names, min=0, max=LARGEST_SEED, help=text)
 
 
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Where an evaluation runs, and what it writes."""
+
+    output: OUTPUT = None
+    as_json: AS_JSON = False
+    set_: SETTINGS = None
+    device: DEVICE = "auto"
+    nproc: NPROC = None
+
+
 def run_tasks(
-    context: typer.Context,
-    path: Path,
-    build: Callable[[TextGenerator], Sequence[Task]],
-    *,
-    output: Path | None,
-    as_json: bool,
-    set_: Sequence[str],
-    device: str,
-    nproc: int | None,
+    context: typer.Context, path: Path, build: Callable[[TextGenerator], Sequence[Task]], run: EvaluationOptions
 ) -> None:
     """Loads the model on all ranks, evaluates the tasks that `build` gives, and prints the result."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt eval")
@@ -73,12 +77,12 @@ def run_tasks(
                 generator,
                 tasks,
                 path,
-                output=output,
+                output=run.output,
                 on_sample=lambda task, done: bar.update(rows[id(task)], completed=done),
             )
-        show(evaluation, as_json)
+        show(evaluation, run.as_json)
 
-    on_ranks(context, path, engine_settings(set_), device, nproc, use)
+    on_ranks(context, path, engine_settings(run.set_ or []), run.device, run.nproc, use)
 
 
 def named_files(entries: Sequence[str]) -> dict[str, str]:

@@ -8,21 +8,18 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from mt_core.commands import host_of
+from mt_core.commands import host_of, with_fields
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path
 from mt_eval.commands.options import (
-    AS_JSON,
     CHECKPOINT,
-    DEVICE,
     LIMIT,
-    OUTPUT,
     SEQ_LENGTH,
+    EvaluationOptions,
     named_files,
     run_tasks,
     window_length,
 )
-from mt_infer.commands.layout import NPROC, SETTINGS
 
 if TYPE_CHECKING:
     from mt_core.interfaces import Split
@@ -35,9 +32,11 @@ MEGATRON_OVERLAP = 32
 """Megatron-LM's default of --overlapping-eval."""
 
 
+@with_fields
 def ppl(
     context: typer.Context,
     path: CHECKPOINT,
+    run: EvaluationOptions,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,11 +68,6 @@ def ppl(
         typer.Option(help="Predict the first token of a document too. Default: yes, but for plain text."),
     ] = None,
     limit: LIMIT = None,
-    output: OUTPUT = None,
-    as_json: AS_JSON = False,
-    set_: SETTINGS = None,
-    device: DEVICE = "auto",
-    nproc: NPROC = None,
 ) -> None:
     """Perplexity of texts: of a token, a byte and a word; or of the samples of a split, with their neighbours."""
     named = named_files(data or [])
@@ -96,7 +90,7 @@ def ppl(
             chosen, generator.config, tokenizer, host, without_neighbors=without_neighbors, limit=limit
         )
 
-    run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)
+    run_tasks(context, path, build, run)
 
 
 def split_named(split: str | None, has_texts: bool, without_neighbors: bool) -> Split | None:
@@ -112,18 +106,15 @@ def split_named(split: str | None, has_texts: bool, without_neighbors: bool) -> 
     return cast("Split", split)
 
 
+@with_fields
 def wikitext103(
     context: typer.Context,
     path: CHECKPOINT,
+    run: EvaluationOptions,
     data: Annotated[Path, typer.Argument(parser=as_path, metavar="FILE", help="wiki.test.tokens of WikiText-103.")],
     overlapping_eval: Annotated[int, typer.Option(min=1, help="Tokens that each window adds.")] = MEGATRON_OVERLAP,
     seq_length: SEQ_LENGTH = None,
     limit: LIMIT = None,
-    output: OUTPUT = None,
-    as_json: AS_JSON = False,
-    set_: SETTINGS = None,
-    device: DEVICE = "auto",
-    nproc: NPROC = None,
 ) -> None:
     """WikiText-103 as Megatron-LM measured it; word_perplexity is its adjusted perplexity."""
 
@@ -136,26 +127,23 @@ def wikitext103(
         # A stride above the window would leave tokens out; models with fewer positions than 32 have no overlap.
         return [Perplexity(texts, generator.tokenizer, length, stride=min(overlapping_eval, length), limit=limit)]
 
-    run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)
+    run_tasks(context, path, build, run)
 
 
 # `mt eval lambada`.
 
 
+@with_fields
 def lambada(
     context: typer.Context,
     path: CHECKPOINT,
+    run: EvaluationOptions,
     data: Annotated[Path, typer.Argument(parser=as_path, metavar="FILE", help='JSON lines with "text".')],
     strict: Annotated[
         bool, typer.Option("--strict/--loose", help="The whole last word, or its last token only.")
     ] = True,
     seq_length: SEQ_LENGTH = None,
     limit: LIMIT = None,
-    output: OUTPUT = None,
-    as_json: AS_JSON = False,
-    set_: SETTINGS = None,
-    device: DEVICE = "auto",
-    nproc: NPROC = None,
 ) -> None:
     """LAMBADA: how often the last word of a passage is the likeliest one."""
 
@@ -165,4 +153,4 @@ def lambada(
         length = window_length(generator, seq_length)
         return [Lambada(data, generator.tokenizer, length, is_strict=strict, limit=limit)]
 
-    run_tasks(context, path, build, output=output, as_json=as_json, set_=set_ or [], device=device, nproc=nproc)
+    run_tasks(context, path, build, run)
