@@ -46,9 +46,9 @@ LAYOUTS = (
     Mutation(
         "gradients of a column-parallel layer's input are not summed",
         f"{CORE}/nn/linear.py",
-        "dx, reducing = _start_sum(_input_gradient(grad, weight), axis, ctx.sequence_parallel)",
+        "dx, reducing = start_sum(_input_gradient(grad, weight), axis, ctx.sequence_parallel)",
         "dx, reducing = (_input_gradient(grad, weight), None) if not ctx.sequence_parallel "
-        "else _start_sum(_input_gradient(grad, weight), axis, True)",
+        "else start_sum(_input_gradient(grad, weight), axis, True)",
         (TP2,),
     ),
     Mutation(
@@ -168,7 +168,7 @@ STEPS = (
     ),
     Mutation(
         "auxiliary losses are those of one rank",
-        f"{CORE}/train/step/auxiliary_means.py",
+        f"{CORE}/train/step/optimizer_step.py",
         "sum_on_device(means / self.ctx.dp.size, self.ctx.dp)",
         "means",
         ("tests/core/train/test_auxiliary_means.py",),
@@ -225,7 +225,7 @@ STEPS = (
     ),
     Mutation(
         "the loss of an evaluation is not summed over ranks",
-        f"{CORE}/train/evaluation/mean_loss.py",
+        f"{CORE}/train/predictions.py",
         "(whole,) = sum_over([total], ctx.dp_cp, ctx.device)",
         "whole, divisor = total, divisor / ctx.dp.size",
         (FORMULAS, "-k", "weighs and 2-never"),
@@ -291,7 +291,7 @@ DATA_ORDER = (
     ),
     Mutation(
         "the validation part of one long document begins with the training part's tokens",
-        f"{DATA}/token_range.py",
+        f"{DATA}/splits.py",
         "skipped = self._skipped if index == self.elements.start else 0",
         "skipped = 0",
         ("tests/data/datasets/test_own_text.py", "-k", "partition or one_long_document"),
@@ -305,7 +305,7 @@ DATA_ORDER = (
     ),
     Mutation(
         "a shuffle throws words of the next mask away",
-        f"{DATA}/legacy_random.py",
+        f"{DATA}/mersenne_twister.py",
         "if len(targets) >= wanted:",
         "if len(targets) > wanted:",
         ("tests/data/datasets/test_gpt_index.py", "-k", "words_behind"),
@@ -336,7 +336,7 @@ DATA_ORDER = (
 RESUMING = (
     Mutation(
         "a resumed run draws other random numbers",
-        f"{CORE}/train/checkpoint/random_streams.py",
+        f"{CORE}/train/checkpoint/state.py",
         'torch.set_rng_state(reader.read(f"{RNG}cpu.{rank}"))',
         "pass",
         (RESUME,),
@@ -457,7 +457,7 @@ CONVERSION = (
 SAMPLING = (
     Mutation(
         "drafts are accepted unverified",
-        f"{INFER}/speculation/verification.py",
+        f"{INFER}/speculation/drafter.py",
         "while count < len(drafts) and sampled[count].token == drafts[count]:",
         "while count < len(drafts):",
         ("tests/infer/test_speculation.py::test_tokens_with_ngrams[gpt2]",),
