@@ -19,7 +19,7 @@ from tests.ckpt.family_cases import CASES, Case, model_type_of
 from mt_core.plugins import load_plugins
 from mt_core.specs import MODELS
 
-MAX_HARMLESS_REFUSALS = 300
+MAX_HARMLESS_REFUSALS = 250
 """Of all values of one case for each configuration."""
 NOT_SWEPT = {
     "smolvlm": "idefics3, under another name",
