@@ -9,10 +9,11 @@ import pytest
 
 from mt_core.checkpoint_lookup import open_checkpoint
 from mt_core.config.loading import load_config
+from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_import.megatron_arguments.translation import dotted
 from mt_import.readers.accelerate import import_environment
-from mt_import.result import check_configuration
+from mt_import.result import ImportResult, check_configuration
 from mt_import.sources import import_file
 
 FILES = Path(__file__).parent / "files"
@@ -125,6 +126,51 @@ def test_yaml_of_others_becomes_a_configuration(name: str, host: PluginHost) -> 
     assert {key: found.get(key) for key in wanted} == wanted
     assert result.of_status("refused") == []
     check_configuration(result.sections, world, host)
+
+
+def bridge(tmp_path: Path, host: PluginHost, *, model: str = "", scheduler: str = "", top: str = "") -> ImportResult:
+    """The file of a Bridge model with further keys of [model] and of the scheduler, and sections."""
+    text = (FILES / "bridge_llama.yaml").read_text()
+    text = text.replace("model:\n", f"model:\n{model}", 1).replace("scheduler:\n", f"scheduler:\n{scheduler}", 1)
+    (tmp_path / "bridge.yaml").write_text(f"{text}\n{top}")
+    return import_file(tmp_path / "bridge.yaml", host)
+
+
+def test_bridges_scheduler_says_the_weight_decay(tmp_path: Path, host: PluginHost) -> None:
+    """Its constant schedule sets that of all steps; weight_decay of the optimizer, 0.1 here, is never used."""
+    ends = "  start_weight_decay: 0.033\n  end_weight_decay: 0.033\n  weight_decay_incr_style: constant\n"
+    assert bridge(tmp_path, host, scheduler=ends).sections["optimizer"]["weight_decay"] == 0.033
+    with pytest.raises(ConfigError, match=r"start_weight_decay=0.0 and .*end_weight_decay=0.033 with .*=constant"):
+        bridge(tmp_path, host, scheduler=ends.replace("0.033", "0.0", 1))
+
+
+def test_keys_that_bridges_models_have_by_other_names(tmp_path: Path, host: PluginHost) -> None:
+    model = "  scale_factor: 8.0\n  low_freq_factor: 1.0\n  high_freq_factor: 4.0\n  old_context_len: 8192\n"
+    found = dotted(bridge(tmp_path, host, model=model, top="mixed_precision: fp16_mixed").sections)
+    assert (found["model.rope_scaling_type"], found["model.rope_scaling_factor"]) == ("llama3", 8.0)
+    with pytest.raises(ConfigError, match=r"model.low_freq_factor=2.0 is not read; with model.scale_factor it is 1.0"):
+        bridge(tmp_path, host, model=model.replace("1.0", "2.0", 1))
+
+
+def test_stages_of_a_rank_in_bridges_words(tmp_path: Path, host: PluginHost) -> None:
+    text = (
+        (FILES / "bridge_llama.yaml")
+        .read_text()
+        .replace("virtual_pipeline_model_parallel_size: null", "virtual_pipeline_model_parallel_size: 4")
+    )
+    (tmp_path / "bridge.yaml").write_text(text)
+    parallel = import_file(tmp_path / "bridge.yaml", host).sections["parallel"]
+    assert parallel["virtual_pipeline_model_parallel_size"] == 4
+    assert parallel["pipeline_schedule"] == "interleaved_1f1b"
+
+
+def test_what_changes_a_model_of_bridges_is_not_dropped(tmp_path: Path, host: PluginHost) -> None:
+    refused = bridge(tmp_path, host, model="  attention_chunk_size: 8192\n").of_status("refused")
+    assert [one.reason for one in refused] == ["attention within chunks of the sequence"]
+    text = (FILES / "bridge_llama.yaml").read_text().replace("torch.nn.functional.silu", "torch.nn.functional.mish")
+    (tmp_path / "bridge.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"the activation torch.nn.functional.mish \(gated mish\) is not read"):
+        import_file(tmp_path / "bridge.yaml", host)
 
 
 @pytest.mark.slow

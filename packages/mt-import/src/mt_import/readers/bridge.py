@@ -22,6 +22,7 @@ SUFFIX = "_config"
 """Of sections in older files."""
 NAMES: Mapping[str, str] = {
     "num_moe_experts": "num_experts",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "sequence_length": "seq_length",
@@ -53,9 +54,22 @@ NAMES: Mapping[str, str] = {
 }
 """Key there -> Megatron's attribute, where it is another name."""
 IGNORED = (
-    *(TARGET, "_call_", "_partial_", "_args_", "name", "target", "precision", "devices", "num_nodes", "accelerator"),
+    *(
+        TARGET,
+        "_call_",
+        "_partial_",
+        "_args_",
+        "name",
+        "target",
+        "precision",
+        "mixed_precision",
+        "devices",
+        "num_nodes",
+        "accelerator",
+    ),
     *("share_embeddings_and_output_weights", "gated_linear_unit", "activation_func", "activation", "betas", "type"),
     *("model_type", "params_dtype", "pipeline_dtype", "autocast_dtype", "perform_initialization", "megatron_amp_O2"),
+    *("scale_factor", "rope_scaling", "low_freq_factor", "high_freq_factor", "old_context_len"),
     *(
         "library",
         "vocab_size",
@@ -67,6 +81,26 @@ IGNORED = (
     ),
 )
 """Keys that are read together with others, or that say nothing of a run."""
+ACTIVATIONS: Mapping[str, str | None] = {
+    "": None,
+    "gelu": None,
+    "gated silu": "swiglu",
+    "swiglu": "swiglu",
+    "squared_relu": "squared_relu",
+    "squared-relu": "squared_relu",
+    "openai-gelu": "openai_gelu",
+    "gated quick_gelu": "quick_geglu",
+    "megatron.bridge.models.mamba.nemotron_h_provider.NemotronHModelProvider.<lambda>": "squared_relu",
+}
+"""Activation function, `gated` before the name where the feed-forward is -> Megatron's option; None: its default."""
+ROPE_SCALING: Mapping[str, float] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8192}
+"""Constants of Llama 3.1's scaling in Megatron."""
+UNREAD: Mapping[str, str] = {
+    "attention_chunk_size": "attention within chunks of the sequence",
+    "nope_layer_interval": "layers without positions",
+}
+"""Keys of Bridge's model that are no options of Megatron-LM and change what it computes -> what they request."""
+DTYPES: Mapping[str, str] = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 LIBRARIES: Mapping[str, tuple[str, str]] = {
     "sentencepiece": ("SentencePieceTokenizer", "model"),
     "huggingface": ("HuggingFaceTokenizer", "type"),
@@ -98,7 +132,8 @@ def import_bridge(values: Mapping[str, Any], source: str, host: PluginHost, opti
     flat = dict(_flat(values, values))
     given, unknown = _given_of(flat)
     given |= _joint(flat)
-    entry = entry_script(options.entry or "gpt")
+    _apply_weight_decay(given)
+    entry = entry_script(options.entry or ("hybrid" if "hybrid_override_pattern" in given else "gpt"))
     translation = translate(given, entry, host, source=source, version=options.version or "main")
     processes = _processes(flat, options)
     result = result_of(translation, f"{source} with {len(given)} values", processes)
@@ -172,18 +207,32 @@ def _given_of(flat: Mapping[str, Any]) -> tuple[dict[str, Given], list[Account]]
         if argument is None:
             # Switches that are off need no account.
             if value not in (False, "", []):
-                unknown.append(Account(f"{path} {value}", "no effect", {}, "no argument of Megatron-LM's"))
+                unknown.append(_account_of_unknown(path, value))
             continue
         value = _value(argument, name, value)
+        # Filled in from the other by Megatron-Core.
+        if name == "embedding_init_method_std" and value == flat.get("model.init_method_std"):
+            continue
         # A dump has every attribute; those with Megatron's default count as not given.
         if value != argument.default:
             given[argument.dest] = Given(argument, path, value)
     return given, unknown
 
 
+def _account_of_unknown(path: str, value: Any) -> Account:
+    """The account of a key that is no option of Megatron-LM's: refused where it changes what a model computes."""
+    parent, _, name = path.rpartition(".")
+    words = f"{path} {value}"
+    if parent == "model" and name in UNREAD:
+        return Account(words, "refused", {}, UNREAD[name])
+    return Account(words, "no effect", {}, "no argument of Megatron-LM's")
+
+
 def _value(argument: Argument, name: str, value: Any) -> Any:
     if name == "persist_layer_norm":
         return not value
+    if isinstance(value, str) and value in DTYPES:
+        return DTYPES[value]
     if name == "blend" and isinstance(value, list) and value and isinstance(value[0], list):
         prefixes, weights = value[0], value[1] if len(value) > 1 and value[1] else None
         # [prefixes, weights] -> "weight prefix weight prefix", as --data-path has it.
@@ -201,16 +250,19 @@ def _joint(flat: Mapping[str, Any]) -> dict[str, Given]:
     found: dict[str, Any] = {}
     if last.get("share_embeddings_and_output_weights") is False:
         found["untie_embeddings_and_output_weights"] = True
-    activation = str(last.get("activation_func") or last.get("activation") or "")
-    if (last.get("gated_linear_unit") and "silu" in activation) or activation in ("fast-swiglu", "swiglu"):
-        found["swiglu"] = True
-    elif "squared" in activation:
-        found["squared_relu"] = True
-    precision = str(last.get("precision", last.get("params_dtype", "")))
+    found |= _activation(str(last.get("activation_func") or last.get("activation") or ""), last)
+    found |= _rope_scaling(flat)
+    # Bridge's mixed_precision wins over the switches of its model.
+    precision = str(last.get("mixed_precision") or last.get("precision") or last.get("params_dtype") or "")
     if last.get("bf16") or "bf" in precision:
         found["bf16"] = True
-    elif last.get("fp16") or precision in ("16", "16-mixed", "torch.float16"):
+    elif last.get("fp16") or precision in ("16", "16-mixed", "torch.float16", "fp16_mixed"):
         found["fp16"] = True
+    if last.get("max_position_embeddings") is None and last.get("seq_length") is not None:
+        # Bridge's models have a table of positions for the length of a sample.
+        found["max_position_embeddings"] = last["seq_length"]
+    if flat.get("tokenizer.vocab_size") is not None:
+        found["vocab_size"] = flat["tokenizer.vocab_size"]
     # Megatron's parser has a flag beside the number.
     if last.get("num_query_groups"):
         found["group_query_attention"] = True
@@ -219,6 +271,45 @@ def _joint(flat: Mapping[str, Any]) -> dict[str, Given]:
     found |= _nemo_tokenizer(flat)
     rows = {argument.dest: argument for argument in arguments()}
     return {dest: Given(rows[dest], rows[dest].spelled, value) for dest, value in found.items()}
+
+
+def _activation(name: str, last: Mapping[str, Any]) -> dict[str, bool]:
+    """The option of an activation function, by its name or that of its object. Raises ConfigError for another one."""
+    kind = name if name.endswith("<lambda>") else name.rpartition(".")[2].removeprefix("fast-")
+    kind = f"gated {kind}" if last.get("gated_linear_unit") else kind
+    if kind not in ACTIVATIONS:
+        raise ConfigError(
+            f"the activation {name} ({kind}) is not read; it can be {', '.join(filter(None, ACTIVATIONS))}"
+        )
+    return {option: True for option in [ACTIVATIONS[kind]] if option is not None}
+
+
+def _rope_scaling(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Llama 3.1's scaling, of which Megatron has the factor as an option. Raises ConfigError for other frequencies."""
+    factor = flat.get("model.scale_factor")
+    if factor is None or flat.get("model.rope_scaling") is False:
+        return {}
+    for name, value in ROPE_SCALING.items():
+        if flat.get(f"model.{name}", value) != value:
+            raise ConfigError(
+                f"model.{name}={flat[f'model.{name}']} is not read; with model.scale_factor it is {value}"
+            )
+    return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
+
+
+def _apply_weight_decay(given: dict[str, Given]) -> None:
+    """Bridge's scheduler sets the weight decay from its own start and end, whatever the optimizer's says."""
+    start, end = given.get("start_weight_decay"), given.get("end_weight_decay")
+    style = given.get("weight_decay_incr_style")
+    if end is not None and (style is None or style.value == "constant"):
+        if start is not None and start.value != end.value:
+            raise ConfigError(
+                f"{start.spelled}={start.value} and {end.spelled}={end.value} with weight_decay_incr_style=constant; "
+                "make them equal, or choose linear or cosine"
+            )
+        given["weight_decay"] = Given(by_dest()["weight_decay"], end.spelled, end.value)
+        given.pop("start_weight_decay", None)
+        del given["end_weight_decay"]
 
 
 def _nemo_tokenizer(flat: Mapping[str, Any]) -> dict[str, Any]:
