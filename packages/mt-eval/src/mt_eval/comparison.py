@@ -42,7 +42,9 @@ class Bootstrap:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one metric. first, second: means over the samples, weighted. difference: second - first; of perplexity, which
+    """Difference of one metric.
+
+    first, second: means over the samples, weighted. difference: second - first; of perplexity, which
     is exp(-mean log-likelihood), second / first. low, high: the interval of the difference. samples: those with the
     metric in both evaluations; not_scored: the others."""
 

@@ -26,7 +26,7 @@ NORMALIZATION = "Unicode NFKC, lower case, without punctuation and symbols"
 
 @dataclass(frozen=True)
 class Overlap:
-    """Of a sample: its n-grams, and those that are in training documents, with the words of the first one."""
+    """Overlap of a sample: its n-grams, and those that are in training documents, with the words of the first one."""
 
     name: str
     ngrams: int

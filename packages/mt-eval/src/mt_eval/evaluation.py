@@ -90,7 +90,7 @@ def read_evaluation(path: Path) -> Evaluation:
 
 
 def samples_path(results: Path) -> Path:
-    """Of the samples that belong to a result file."""
+    """Path of the samples that belong to a result file."""
     return results.with_suffix(".samples.jsonl")
 
 

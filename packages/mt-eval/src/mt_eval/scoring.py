@@ -33,14 +33,14 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Scored:
-    """Of the requested tokens: natural logarithms of their probabilities, and whether each is the likeliest one."""
+    """Natural logarithms of the probabilities of the requested tokens, and whether each is the likeliest one."""
 
     logprobs: list[float]
     is_greedy: list[bool]
 
 
 def score(generator: TextGenerator, continuations: Iterable[Continuation]) -> Iterator[Scored]:
-    """Of each continuation, in order. As many are computed at a time as the engine takes, and as many wait.
+    """Scores of each continuation, in order. As many are computed at a time as the engine takes, and as many wait.
 
     What precedes `first` may come from the engine's prefix cache. Raises ConfigError for a model with an encoder, and
     for continuations that are too long or have tokens that the model lacks.

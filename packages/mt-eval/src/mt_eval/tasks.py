@@ -57,7 +57,7 @@ class Task(Protocol):
         ...
 
     def metrics(self, samples: Sequence[Sample]) -> Mapping[str, float]:
-        """Of all samples of the task."""
+        """Metrics over all samples of the task."""
         ...
 
 

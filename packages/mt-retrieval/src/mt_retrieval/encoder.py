@@ -140,7 +140,7 @@ def encoder_fingerprint(reader: CheckpointReader, tokenizer: Tokenizer) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed."""
+    """Versions of the packages that are installed."""
     return installed_versions(DISTRIBUTIONS)
 
 

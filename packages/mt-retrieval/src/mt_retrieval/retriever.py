@@ -82,7 +82,7 @@ class Retriever:
     def find(
         self, questions: Sequence[str], k: int, on_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> SearchResult:
-        """As `search`, rows of the evidence."""
+        """The passages of `search` as rows of the evidence."""
 
         def vectors(first: int, end: int) -> NDArray[np.float32]:
             return self.encoder.questions(questions[first:end])

@@ -15,7 +15,7 @@ from mt_infer.server.security import RequestChecks
 from mt_retrieval.retriever import Retriever
 
 MOST_QUESTIONS, MOST_PASSAGES = 256, 1000
-"""Of a request."""
+"""Limits of a request."""
 
 
 class SearchBody(BaseModel):

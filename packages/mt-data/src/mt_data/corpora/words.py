@@ -59,7 +59,7 @@ def normalized_words(text: str) -> list[str]:
 
 
 def _normalized(token: str) -> str:
-    """As one word, although some characters have spaces in NFKC; punctuation of either form is left out."""
+    """The token as one word, although some characters have spaces in NFKC; punctuation of either form is left out."""
     compatible = unicodedata.normalize("NFKC", without_punctuation(token))
     return without_punctuation("".join(compatible.lower().split()))
 

@@ -30,7 +30,7 @@ class OpenedTokens:
 
     reader: IndexedDataset
     name: str
-    """As the configuration names it: a prefix, or a file of raw text."""
+    """Name in the configuration: a prefix, or a file of raw text."""
     fractions: SplitFractions
     split: Split
     cache: IndexCache

@@ -359,7 +359,7 @@ def _parse(row: Row, index: int, task: TextTask, where: str) -> LabelledTexts | 
 
 
 def _number_of(label: str, task: TextTask) -> float | None:
-    """Of the class, or the label itself; None for a label that the task does not have."""
+    """Number of the class, or the label itself; None for a label that the task does not have."""
     if task.labels is not None:
         return task.labels.index(label) if label in task.labels else None
     try:

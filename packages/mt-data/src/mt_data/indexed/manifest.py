@@ -79,7 +79,7 @@ class BlockChecksummer:
         self._current = self._filled = 0
 
     def record(self) -> BlockChecksums:
-        """Of all that was written; nothing can be written after it."""
+        """Checksums of all that was written; nothing can be written after it."""
         if self._filled:
             self._close()
         data = np.array(self._done, CHECKSUM).tobytes()
@@ -113,7 +113,7 @@ class CheckedBlocks:
         return self._source.view(offset, count)
 
     def read(self, offset: int, count: int) -> memoryview | bytes:
-        """As `Bytes.read`: what is returned is what was compared. Raises DataError for a damaged block."""
+        """Read like `Bytes.read`: what is returned is what was compared. Raises DataError for a damaged block."""
         if (blocks := self._to_check(offset, count)) is None:
             return self._source.read(offset, count)
         start = offset - blocks.start * self._block_bytes

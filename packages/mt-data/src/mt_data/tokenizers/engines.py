@@ -46,7 +46,7 @@ PATTERNS: dict[PatternName, str] = {
     rf"|\s++$|\s*[\r\n]|{_SPACES}|\s",
     "o200k": rf"{_O200K}|{_SPACES}|\s+",
 }
-"""As published: v1 and v2 by Megatron, gpt2, cl100k and o200k by OpenAI."""
+"""Published patterns: v1 and v2 by Megatron, gpt2, cl100k and o200k by OpenAI."""
 
 # tiktoken's matcher backtracks over alternatives one by one, but runs a group without look-ahead and possessive
 # quantifiers as one automaton. `\z` is `$` where that would mean the end of a line, as in Oniguruma.
@@ -180,7 +180,7 @@ def _piece_reader(decoder: tokenizers.decoders.Decoder | None) -> Callable[[str]
 
 
 def piece_bytes(piece: str) -> bytes:
-    """Of a piece of SentencePiece: `<0x0A>` is a byte, `\u2581` a space."""
+    """Bytes of a piece of SentencePiece: `<0x0A>` is a byte, `\u2581` a space."""
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):
         return bytes([int(piece[3:5], 16)])
     return piece.replace(SPACE, " ").encode()

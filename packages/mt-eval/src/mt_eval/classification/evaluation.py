@@ -111,7 +111,7 @@ def _write_samples(path: Path, found: Mapping[str, Predictions], evaluation: Eva
 
 
 def _samples(found: Predictions) -> list[Sample]:
-    """Of the samples with a label: the loss, and of classes whether the likeliest is the right one."""
+    """Values of the samples with a label: the loss, and of classes whether the likeliest is the right one."""
     # labelled() leaves out the samples without a label, as the mask below does.
     outputs, losses, labels = found.labelled()
     uids = found.fields["uid"][found.fields["loss_mask"] > 0].tolist()
@@ -133,7 +133,7 @@ LoadForSeed = Callable[[int], LoadedConfig]
 
 @dataclass(frozen=True)
 class SeedScores:
-    """Of one run: the evaluation at `iteration`, the best by checkpoint.best_metric, else the last."""
+    """Scores of one run: the evaluation at `iteration`, the best by checkpoint.best_metric, else the last."""
 
     seed: int
     iteration: int

@@ -19,7 +19,9 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SetPredictions:
-    """Of the N samples of one set, by uid. outputs: [N, C], logits, or [N, 1] of a regression. labels, labelled: [N],
+    """Predictions for the N samples of one set, by uid.
+
+    outputs: [N, C], logits, or [N, 1] of a regression. labels, labelled: [N],
     where `labelled` is false there is no label. truncated: [N], whether the texts were cut."""
 
     uids: NDArray[np.int64]

@@ -42,7 +42,7 @@ SEQ_LENGTH = Annotated[
 ]
 
 LARGEST_SEED = 2**32 - 1
-"""Of train.seed, and of numpy.random.seed, which lm_eval calls."""
+"""Limit of train.seed, and of numpy.random.seed, which lm_eval calls."""
 
 
 def seed_option(text: str, *names: str) -> Any:

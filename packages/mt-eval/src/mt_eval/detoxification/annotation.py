@@ -17,7 +17,7 @@ from mt_infer.batch_files import whole_lines
 
 COMPLETIONS, TEXT, SCORES, SCORER = "completions", "text", "scores", "scorer"
 Line = dict[str, Any]
-"""Of a file of `mt generate --output`: a prompt and its completions, each with a text."""
+"""A line of a file of `mt generate --output`: a prompt and its completions, each with a text."""
 
 
 def annotate(

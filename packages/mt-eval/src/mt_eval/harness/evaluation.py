@@ -27,7 +27,9 @@ SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_rando
 
 @dataclass(frozen=True)
 class HarnessOptions:
-    """As lm_eval's. tasks: names of tasks and groups, with * for any letters. include_path: a folder with more of them.
+    """Options of lm_eval.
+
+    tasks: names of tasks and groups, with * for any letters. include_path: a folder with more of them.
     limit: documents of a task, below 1 a share of them. chat_template: a built-in name or a file; `apply_chat_template`
     alone takes the tokenizer's. fewshot_as_multiturn: examples as messages of their own; default: where there is a chat
     template. seed: of examples, of metrics and of texts that are sampled; default: lm_eval's own."""

@@ -25,7 +25,7 @@ def exact_match(text: str, references: Sequence[str]) -> float:
 
 
 def f1(text: str, references: Sequence[str]) -> float:
-    """Of the words that the normalized texts share; the best over the references."""
+    """F1 of the words that the normalized texts share; the best over the references."""
     return max(_f1(normalized_answer(text).split(), normalized_answer(one).split()) for one in references)
 
 

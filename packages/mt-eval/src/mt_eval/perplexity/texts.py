@@ -190,7 +190,7 @@ _PTB = (
 
 
 def wikitext(text: str) -> str:
-    """Of the WikiText files; quotes are paired across lines."""
+    """Undo the tokenization of the WikiText files; quotes are paired across lines."""
     text = _replaced(text, _WIKITEXT_BEFORE)
     for pair in _PAIRS:
         text = pair.sub(r"\1\2\3", text)
@@ -198,7 +198,7 @@ def wikitext(text: str) -> str:
 
 
 def ptb(text: str) -> str:
-    """Of the Penn Treebank files."""
+    """Undo the tokenization of the Penn Treebank files."""
     return _replaced(text, _PTB)
 
 

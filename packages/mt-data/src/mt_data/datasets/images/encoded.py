@@ -94,7 +94,7 @@ class EncodedRecords:
         return image_tokens.expand(*self.text(record), [grid for _, grid in self.images(record)])
 
     def fingerprint(self) -> str:
-        """Of texts and of the names and places of images, whose pixels are not read for it."""
+        """Fingerprint of texts and of the names and places of images, whose pixels are not read for it."""
         digest = sha256()
         # positions, images_end, first_label and views follow from these and the tiling.
         for name in ("tokens", "counted", "bounds", "grid", "image_bounds", "names", "name_bounds", "offset", "size"):
@@ -188,12 +188,12 @@ def _size_and_time(path: str) -> tuple[int, ...]:
 
 
 def cache_key(paths: Sequence[Path], **content: Any) -> Mapping[str, Any]:
-    """Of `encode_files`: content is what else decides the arrays."""
+    """Cache key of `encode_files`: content is what else decides the arrays."""
     return {"image_text": FORMAT, "files": [_identity(path) for path in paths], **content}
 
 
 def _identity(path: Path) -> Any:
-    """Of a shard its name, size and time: a checksum would read the images."""
+    """Name, size and time of a shard: a checksum would read the images."""
     # JSON lines by content, since they are small; images are not part of it.
     if not is_shard(path):
         return [str(path.resolve()), file_checksum(path)]

@@ -55,7 +55,7 @@ class ImageText:
 
 
 def place(file: str | Path, number: int) -> str:
-    """Of record `number` of a file, counted from 1, for messages."""
+    """Place of record `number` of a file, counted from 1, for messages."""
     return f"{file}, {'sample' if is_shard(file) else 'line'} {number}"
 
 

@@ -80,7 +80,7 @@ def draw(height: int, width: int, *, seed: int, split: Split, index: int) -> Pic
 # Synthetic images with texts that describe them.
 
 MAX_PROPORTION = 3
-"""Of images in dynamic resolution: the longer side in units of the shorter."""
+"""Proportions of images in dynamic resolution: the longer side in units of the shorter."""
 
 
 class CaptionedShapesDataConfig(ImageTextKeys):

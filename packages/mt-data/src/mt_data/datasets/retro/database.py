@@ -124,7 +124,7 @@ class ChunkDatabase:
         return self.texts[text].read(document, first, min(length, end - first)).astype(np.int64)
 
     def tokens(self, number: int) -> NDArray[np.int64]:
-        """Of the chunk alone."""
+        """Tokens of the chunk alone."""
         text, document, first, length = self.rows[number : number + 1].tolist()[0]
         return self.texts[text].read(document, first, length).astype(np.int64)
 

@@ -69,7 +69,7 @@ KEYS = (
     "on_too_long",
     "on_error",
 )
-"""Of the data section, that change the arrays."""
+"""Keys of the data section that change the arrays."""
 log = logging.getLogger(__name__)
 
 

@@ -104,7 +104,7 @@ def with_options(question: str, options: Sequence[str]) -> str:
 
 
 def passage_text(title: str | None, text: str) -> str:
-    """As Megatron-LM writes a passage; without a title: the text alone."""
+    """A passage as Megatron-LM writes it; without a title the text alone."""
     return f"title: {title}, source: {text}" if title else text
 
 
@@ -135,7 +135,7 @@ def _passages(value: Mapping[str, Any], where: str) -> Iterator[str]:
 
 
 def passage_of(passage: Any, where: str) -> str:
-    """Of a text, {"title": ..., "text": ...} or [title, text]. Raises DataError for anything else."""
+    """The passage of a text, {"title": ..., "text": ...} or [title, text]. Raises DataError for anything else."""
     if isinstance(passage, dict):
         passage = [passage.get("title") or "", passage.get("text")]
     if isinstance(passage, list) and len(passage) == 2 and all(isinstance(part, str) for part in passage):
