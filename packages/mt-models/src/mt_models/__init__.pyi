@@ -1,5 +1,6 @@
 from .blocks.attention import SelfAttention as SelfAttention
 from .blocks.config import DecoderConfig as DecoderConfig
+from .blocks.config import RMSNormDecoderConfig as RMSNormDecoderConfig
 from .blocks.config import check_decoder as check_decoder
 from .blocks.decoder import CausalDecoder as CausalDecoder
 from .blocks.decoder import RotaryDecoder as RotaryDecoder
