@@ -169,7 +169,7 @@ def test_an_output_of_another_job_is_not_continued(generator, tmp_path, monkeypa
     monkeypatch.setattr(generator, "fingerprint", "another")
     refused("its model was another, or had other weights")
     inference = generator.config.section(InferenceConfig).model_copy(update={"quantize_weights": "int8"})
-    quantized = generator.config.model_copy(update={"inference": inference})
+    quantized = generator.config.with_section("inference", inference)
     with monkeypatch.context() as changed:
         changed.setattr(generator, "config", quantized)
         refused('inference.quantize_weights was null, and is "int8"')

@@ -50,7 +50,7 @@ def test_caches_and_snapshots_are_within_the_memory() -> None:
 
 def test_a_memory_for_one_model_is_too_little_for_two() -> None:
     model, ctx = new_model(configuration("gpt2")), ParallelContext()
-    options = configuration("gpt2", inference={"max_requests": 1}).inference
+    options = configuration("gpt2", inference={"max_requests": 1}).section(InferenceConfig)
     manager, none = build_caches(model, None, options, ctx, 16)
     assert none is None
     needed = sum(tensor.nbytes for tensor in tensors_of(manager))

@@ -237,6 +237,18 @@ def mt_register_callbacks() -> list[CallbackSpec]:
             always=True,
         ),
         CallbackSpec(
+            name="early_stop",
+            doc="Stops a run whose metric does not improve any more (train.early_stop_patience)",
+            build=Lazy("mt_core.train.common_callbacks:build_early_stop"),
+            always=True,
+        ),
+        CallbackSpec(
+            name="host_memory",
+            doc="Records the resident memory of the largest process (host_memory_gb)",
+            build=Lazy("mt_core.train.common_callbacks:build_host_memory"),
+            all_ranks=True,
+        ),
+        CallbackSpec(
             name="log_file",
             doc="Writes log.txt in the run directory",
             build=Lazy("mt_core.train.reporting.log_files:build_log_file"),

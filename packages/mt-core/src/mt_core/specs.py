@@ -364,6 +364,8 @@ class CallbackSpec(Spec):
 
     build: Lazy[BuildCallback]
     always: bool = False
+    all_ranks: bool = False
+    """Whether each rank has one. Others run on rank 0 alone, since they write files or to the terminal."""
 
 
 CALLBACKS = Kind("callbacks", "a callback", CallbackSpec, "mt-core")

@@ -304,6 +304,12 @@ class TrainConfig(Section):
     """Steps before anything is captured."""
     callbacks: list[str] = Field(default_factory=list)
     """Names of callbacks to add to those that are always on."""
+    early_stop_patience: PositiveInt | None = None
+    """Stop after so many evaluations in which early_stop_metric has not improved. Default: never."""
+    early_stop_metric: str | None = None
+    """A metric of evaluations: a loss is better lower, any other one higher. Default: valid_loss."""
+    early_stop_min_delta: NonNegativeFloat = 0.0
+    """Smaller improvements count as none."""
     sample_prompt: str | None = "def "
     """A text is generated from this prompt at the end; null or an empty text generates none."""
     sample_tokens: PositiveInt = 200
@@ -625,6 +631,10 @@ class Config(Section):
     def section(self, type_: type[SectionT]) -> SectionT:
         """The section of a type that a distribution brings; with its defaults where that one's plugin is not loaded."""
         return next((section for section in self.brought.values() if isinstance(section, type_)), None) or type_()
+
+    def with_section(self, name: str, section: Section) -> Config:
+        """With another section that a distribution brings."""
+        return self.model_copy(update={"brought": {**self.brought, name: section}})
 
     def named(self, name: str) -> Section:
         """A section by its name. Raises KeyError for one that is not there."""

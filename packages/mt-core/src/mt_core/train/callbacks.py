@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from mt_core.specs import CALLBACKS
 from mt_core.train.checkpoint.partial_load import PartialLoad
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.engine import Engine
+from mt_core.train.reporting.recorded import Reduce
 from mt_core.train.state import TrainResult, TrainState
 
 Metrics = Mapping[str, float | int | str]
@@ -59,9 +61,22 @@ class Run(Protocol):
         """Show the user a message, by the callbacks that do."""
         ...
 
+    def record(self, name: str, value: float, reduce: Reduce = "mean") -> None:
+        """A value for the next line of the log, reduced over the steps since the last one and over ranks."""
+        ...
+
 
 class Callback:
-    """Base of all callbacks."""
+    """Base of all callbacks. Those of the configuration run on rank 0, or on all ranks if their spec says so
+    (`CallbackSpec.all_ranks`); those that a program passes run where it passes them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values that a checkpoint keeps, of rank 0."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """On all ranks that run it, before training starts: what `state_dict` had returned. Not called where the
+        checkpoint has none."""
 
     def on_message(self, run: Run, text: str) -> None:
         """A message for the user: how `auto` was resolved, what was resumed, what was saved."""
@@ -122,6 +137,24 @@ class CallbackList(Callback):
     def close(self) -> None:
         self._each(lambda callback: callback.close())
 
+    def state_dict(self) -> dict[str, Any]:
+        """By the name of the class, numbered where there are several; without callbacks that have no state."""
+        return {name: state for name, callback in self._named() if (state := callback.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, callback in self._named():
+            if name in state:
+                callback.load_state_dict(state[name])
+
+    def _named(self) -> list[tuple[str, Callback]]:
+        counts: Counter[str] = Counter()
+        named = []
+        for callback in self.callbacks:
+            name = f"{type(callback).__module__}.{type(callback).__qualname__}"
+            named.append((f"{name}.{counts[name]}", callback))
+            counts[name] += 1
+        return named
+
     def _each(self, call: Callable[[Callback], Any]) -> None:
         for callback in self.callbacks:
             call(callback)
@@ -165,11 +198,14 @@ class GuardedTracker(CallbackList):
             )
 
 
-def configured_callbacks(config: Config, host: PluginHost) -> list[Callback]:
-    """The callbacks that are always active, those named by train.callbacks, and the trackers."""
+def configured_callbacks(config: Config, host: PluginHost, *, is_first: bool) -> list[Callback]:
+    """The callbacks that are always active, those named by train.callbacks, and the trackers. is_first: on rank 0; the
+    others have those of all ranks."""
     named = config.train.callbacks
     specs = [spec for spec in host[CALLBACKS] if spec.always and spec.name not in named]
     specs += [host[CALLBACKS].get(name, key="train.callbacks") for name in named]
+    if not is_first:
+        return [spec.build.load()(config) for spec in specs if spec.all_ranks]
     trackers = [host[CALLBACKS].get(name, key="logging.trackers") for name in config.logging.trackers]
     guarded = [GuardedTracker(spec.name, spec.build.load()(config)) for spec in trackers]
     return [*(spec.build.load()(config) for spec in specs), *guarded]

@@ -51,6 +51,7 @@ from mt_core.train.checkpoint.saving import Committed, build_checkpoint_writer
 from mt_core.train.checkpoint.state import RunState
 from mt_core.train.engine import Engine, StepRecord
 from mt_core.train.host_transfer import DelayedAllReduceFlag
+from mt_core.train.reporting.recorded import RecordedMetrics, Reduce
 from mt_core.train.reporting.run_summary import run_summary
 from mt_core.train.reporting.step_metrics import StepMetrics
 from mt_core.train.same_start import require_same_checkpoint, require_same_samples
@@ -90,8 +91,7 @@ class Trainer:
         self.phases = phases or Phases()
         self.loaded = config
         self.directory = RunDirectory(run_dir, config.config.checkpoint.save) if run_dir is not None else None
-        # Callbacks write to the console and to files: only one process runs them.
-        configured = configured_callbacks(config.config, self.host) if is_writer() else []
+        configured = configured_callbacks(config.config, self.host, is_first=is_writer())
         self.callbacks = CallbackList([*configured, *callbacks])
         self.evaluators = configured_evaluators(config.config, self.host)
         # The length of a caller's data set is known before the engine is built, which needs the number of steps for its
@@ -102,6 +102,9 @@ class Trainer:
         self.resumed_from = find_resume(self.directory, config.config.checkpoint)
         self.engine = Engine.build(config, host=self.host, model=model, loss=loss, forward_step=forward_step)
         self.checkpoint_writer = build_checkpoint_writer(self.config.checkpoint, self.host, self.directory, self.ctx)
+        # Callbacks of other ranks than the first: those of all ranks, and what a program passes.
+        records = not is_writer() and bool(self.callbacks.callbacks)
+        self.recorded = RecordedMetrics(gathers=any_over(records, axis=self.ctx.world, device=self.engine.device))
         self.recent_losses = RecentLosses()
         self.checks = StepChecks(self.engine, self.recent_losses)
         self.loaded_weights: PartialLoad | None = None
@@ -208,6 +211,14 @@ class Trainer:
         """Show the user a message, by the callbacks that do."""
         self.callbacks.on_message(self, text)
 
+    def record(self, name: str, value: float, reduce: Reduce = "mean") -> None:
+        """A value for the next line of the log (`on_log`), reduced over the steps since the last line and over all
+        ranks that record it: the mean of all values, their sum, the largest or the smallest.
+
+        Raises TrainingError for an unknown reduction, or another one than the name had before.
+        """
+        self.recorded.add(name, value, reduce)
+
     @cached_property
     def last_iteration(self) -> int:
         """The last step of training without an early stop."""
@@ -286,7 +297,7 @@ class Trainer:
         self.callbacks.on_step_end(self, metrics)
         line = self.metrics.line_of_log(metrics, self.last_iteration)
         if line is not None:
-            self.callbacks.on_log(self, line)
+            self.callbacks.on_log(self, {**line, **self.recorded.take(self.ctx.world)})
 
     def _is_due(self, interval: int | None) -> bool:
         """Whether what is done each `interval` steps, and at the end of each epoch, is done after this step."""
@@ -384,7 +395,11 @@ class Trainer:
             return None
         self.phases.enter("save")
         path = self.directory.checkpoint(self.state.iteration)
-        contents = self.engine.contents(recent_losses=self.recent_losses.to_list(), data=self._data_identity)
+        contents = self.engine.contents(
+            recent_losses=self.recent_losses.to_list(),
+            data=self._data_identity,
+            callbacks=self.callbacks.state_dict(),
+        )
         self.checkpoint_writer.write(path, contents)
         self._last_saved = self.state.iteration
         if self.config.checkpoint.async_save:
@@ -433,6 +448,7 @@ class Trainer:
         # Keys outside of SAME_LOSS_SECTIONS may change the loss itself.
         self.checks.expected_loss = expected_loss(losses) if is_comparable(change.key for change in changes) else None
         self._last_saved = self.state.iteration
+        self.callbacks.load_state_dict(reader.metadata.get("callbacks", {}))
         self._stored_data = reader.metadata.get("data", {})  # absent in checkpoints of older releases
 
     def _check_data(self) -> None:
