@@ -37,14 +37,15 @@ def validation_message(
     type_: type[Section],
     error: ValidationError,
     origins: Mapping[str, str],
-    sections: Mapping[str, type[Section]],
+    sections: Mapping[str, type[Section]] | None = None,
     other_types: Mapping[str, type[Section]] | None = None,
 ) -> str:
-    """One line for each thing that is wrong in a section. sections: all of them, by name. other_types: value of the
+    """One line for each thing that is wrong in a section. sections: all of them, by name; None: no other section is
+    suggested for a misplaced key. other_types: value of the
     section's selector -> its type."""
     lines: dict[str, list[str]] = {}
     for entry in error.errors():
-        where, what = _line(section, type_, dict(entry), origins, sections, other_types or {})
+        where, what = _line(section, type_, dict(entry), origins, sections or {}, other_types or {})
         lines.setdefault(where, []).append(what)
     # dict.fromkeys drops repeated reasons and keeps their order.
     return "\n".join(where + " or ".join(dict.fromkeys(whats)) for where, whats in lines.items())
