@@ -106,7 +106,7 @@ def with_fields(command: Callable[..., None]) -> Callable[..., None]:
         command(**values)
 
     # typer reads both, and would follow __wrapped__ to the command itself.
-    del call.__wrapped__  # type: ignore[attr-defined]
+    del call.__wrapped__
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call

@@ -36,7 +36,7 @@ _INT32_MAX = np.iinfo(np.int32).max
 def build_compiled_index(
     elements: range, sequence_lengths: NDArray[np.int32], plan: GPTIndexPlan, progress: Progress | None = None
 ) -> GPTIndex:
-    """The index of `gpt_index.build_gpt_index`. Takes 16 bytes a document and epoch at most, and the samples' arrays."""
+    """The index of `gpt_index.build_gpt_index`. Takes 16 bytes a document and epoch at most, and its arrays."""
     count = len(elements) * plan.epochs
     if count > MAX_DOCUMENTS:
         raise DataError(
