@@ -78,7 +78,7 @@ def test_gpt2_from_a_hugging_face_folder_has_the_bits_of_training(width: int, tm
     keys = {"n_layer": 2 if width == 32 else 1, "n_head": 4, "n_embd": width, "vocab_size": 96, "n_positions": 64}
     special = {"bos_token_id": 0, "eos_token_id": 0}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**keys, **special)).save_pretrained(tmp_path)
-    settings = {"inference": {**OPTIONS, "batch_invariant": True, "max_tokens_per_step": 11}}
+    settings = {"inference": {**OPTIONS, "max_tokens_per_step": 11}, "numerics": {"batch_invariant": True}}
     generator = TextGenerator.load(tmp_path, device="cpu", settings=settings)
     together = [one for (one,) in generator.generate(TEXTS, [replace(own, ignore_eod=True) for own in SAMPLING])]
     for text, done in zip(TEXTS, together, strict=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_infer.config import InferenceConfig
 from mt_infer.decode_graphs import DecodeGraphs, batch_sizes, layer_objections, uses_graphs
 from mt_infer.engine import InferenceEngine
+from mt_infer.recorded_steps import CpuRecorder, place_by_lifetime
 from mt_infer.sampling.parameters import SamplingParameters
 
 GREEDY = SamplingParameters(temperature=0.0, max_tokens=9, logprobs=2)
@@ -48,6 +51,7 @@ def engines(name: str, **options: object) -> tuple[InferenceEngine, InferenceEng
     model = new_model(config)
     randomize(model)
     plain, graphed = (engine_of(config, model=model) for _ in range(2))
+    plain.graphs = None
     recorder = TapeRecorder()
     graphed.graphs = DecodeGraphs(graphed.runner, graphed.manager, recorder)
     return plain, graphed, recorder
@@ -66,6 +70,54 @@ def test_graphs_give_the_tokens_of_the_steps_they_replace(case: str) -> None:
     (pool,) = recorder.pools
     assert len(pool) == recorder.runs_aside == 3  # for 1, 2 and 4 rows
     assert sum(graph.replays for graph in pool) >= 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_steps_of_a_cpu_give_the_same_tokens(case: str) -> None:
+    """One to three sequences, whose products are those of torch and of packed weights."""
+    plain, recorded, _ = engines(CASES[case])
+    recorded.graphs = DecodeGraphs(recorded.runner, recorded.manager, CpuRecorder())
+    expected, found = (run(engine, prompts(*LENGTHS), GREEDY) for engine in (plain, recorded))
+    for own, other in zip(found, expected, strict=True):
+        assert tokens_of(own) == tokens_of(other)
+        assert logprobs_of(own) == pytest.approx(logprobs_of(other), abs=2e-5)
+    assert set(recorded.graphs.captured) >= {1, 3}
+
+
+def test_packed_weights_follow_a_change_of_weights() -> None:
+    plain, recorded, _ = engines("llama")
+    recorded.graphs = DecodeGraphs(recorded.runner, recorded.manager, CpuRecorder())
+    for _ in range(2):
+        expected, found = (run(engine, prompts(*LENGTHS), GREEDY) for engine in (plain, recorded))
+        assert [tokens_of(one) for one in found] == [tokens_of(one) for one in expected]
+        in_place(plain.model)  # of both
+        for engine in (plain, recorded):
+            engine.weights_changed()
+
+
+def test_an_engine_on_a_cpu_records_its_steps() -> None:
+    assert isinstance(engine_of(configuration("llama")).graphs.recorder, CpuRecorder)
+    for options in ({"cuda_graphs": "none"}, {"cache_dtype": "int8"}, {"speculative_method": "ngram"}):
+        assert engine_of(configuration("llama", inference=options)).graphs is None
+    assert engine_of(configuration("llama", numerics={"batch_invariant": True})).graphs is None
+
+
+def test_memory_of_steps_is_shared_by_tensors_that_are_not_needed_at_once() -> None:
+    draw = random.Random(3)
+    for _ in range(50):
+        count = draw.randint(1, 30)
+        lives = {one: tuple(sorted((draw.randrange(40), draw.randrange(40)))) for one in range(count)}
+        sizes = {one: 64 * draw.randint(1, 9) for one in range(count)}
+        starts, total = place_by_lifetime(lives, sizes)
+        for one, other in combinations(range(count), 2):
+            meet = lives[one][0] <= lives[other][1] and lives[other][0] <= lives[one][1]
+            apart = starts[one] + sizes[one] <= starts[other] or starts[other] + sizes[other] <= starts[one]
+            assert apart or not meet
+        assert total == max(starts[one] + sizes[one] for one in range(count))
+    # A chain, in which each tensor is read by the next step alone.
+    lives = {one: (one, one + 1) for one in range(100)}
+    assert place_by_lifetime(lives, dict.fromkeys(lives, 64))[1] == 128
 
 
 def test_preempted_sequences_forked_beams_and_drawn_tokens() -> None:

@@ -391,3 +391,17 @@ def call_without_overrides(func: Callable[..., Any], args: Any, kwargs: Mapping[
     """func, past the `__torch_function__` of subclasses."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def pack_linear_weight(weight: Tensor, rows: int) -> Tensor | None:
+    """[N, K] in oneDNN's own order, for products with about so many rows on a CPU; None where torch lacks oneDNN."""
+    if not torch.backends.mkldnn.is_available() or weight.dtype != torch.float32:
+        return None
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return packed
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """[M, K] times what pack_linear_weight returned -> [M, N]"""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return product

@@ -31,7 +31,7 @@ class InferenceConfig(Section):
     """Quantize the LM head too, where it is not tied to the embeddings."""
     cuda_graphs: Literal["auto", "none", "decode"] = "auto"
     """Capture steps that compute one position of each sequence as CUDA graphs, one for each of a few batch sizes.
-    auto: where the device and the model allow it."""
+    auto: where the device and the model allow it; on a CPU their operators are recorded."""
     cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
     """Of keys, values and latents in the cache; 8 bits have a scale for each vector. auto: the model's dtype."""
     speculative_method: Literal["ngram", "draft_model", "mtp"] | None = None

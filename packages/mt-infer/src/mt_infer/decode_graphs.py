@@ -18,11 +18,13 @@ from mt_core.nn.auxiliary import SynchronizesHost
 from mt_core.nn.cache import MemoryState, PositionState
 from mt_core.nn.model import as_generator
 from mt_core.parallel.context import ParallelContext
-from mt_core.train.cuda_graphs.capture import Recorder
+from mt_core.train.cuda_graphs.capture import CudaRecorder, Recorder
 from mt_infer.cache.batch import Chunk
 from mt_infer.cache.decode_batch import DecodeBatch, DecodeInputs
 from mt_infer.cache.manager import CacheManager
+from mt_infer.cache.paged_attention import paged_attention_by_row
 from mt_infer.config import InferenceConfig
+from mt_infer.recorded_steps import CpuRecorder, RecordedStep
 from mt_infer.runner import ModelRunner
 
 # Few sizes, since each is a capture of its own; small ones are closer together, as there a row of filler costs
@@ -39,15 +41,21 @@ class DecodeGraph:
         self.inputs = DecodeInputs(rows, manager, runner.ctx.device)
         # Rows of filler alone: the warm-up run below computes on valid places without touching a sequence.
         self.inputs.fill([])
-        batch = DecodeBatch(self.inputs, manager)
-        # Eager, on the capture stream: at a first call Triton compiles and cuBLAS allocates a workspace, which cannot
-        # be part of a graph.
-        with recorder.aside():
-            runner.logits(batch)
-        # Recorded, not run. Every tensor it reads has to stay where it is: the inputs, the weights and the cache.
+        if not isinstance(recorder, CpuRecorder):
+            # Eager, on the capture stream: at a first call Triton compiles and cuBLAS allocates a workspace, which
+            # cannot be part of a graph.
+            with recorder.aside():
+                runner.logits(DecodeBatch(self.inputs, manager))
+        # Recorded, and on a GPU not run. Every tensor it reads has to stay where it is: the inputs, the weights and the
+        # cache.
         with recorder.capture(pool) as self._graph:
-            logits = runner.logits(batch)
+            attention = None
+            if isinstance(self._graph, RecordedStep):
+                attention = self._graph.whole(paged_attention_by_row)
+            logits = runner.logits(DecodeBatch(self.inputs, manager, attention))
         assert logits is not None
+        if isinstance(recorder, CpuRecorder):
+            self._graph.finish([logits], recorder.packs)
         self.logits = logits
 
     def replay(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -63,7 +71,9 @@ class DecodeGraphs:
 
     def __init__(self, runner: ModelRunner, manager: CacheManager, recorder: Recorder) -> None:
         self.runner, self.manager, self.recorder = runner, manager, recorder
-        self.sizes = batch_sizes(manager.limits.max_requests)
+        most = manager.limits.max_requests
+        # A recording is one pass: each number of sequences has its own, without rows of filler.
+        self.sizes = tuple(range(1, most + 1)) if isinstance(recorder, CpuRecorder) else batch_sizes(most)
         self._pool = recorder.new_pool()
         self.captured: dict[int, DecodeGraph] = {}
         self.last: DecodeGraph | None = None
@@ -88,8 +98,11 @@ class DecodeGraphs:
         return self.last.replay(chunks)
 
     def weights_changed(self) -> None:
-        """Values may have changed in place. Weights at other addresses need new graphs."""
-        if self.captured and self._weights != self._addresses():
+        """Values may have changed in place. Weights at other addresses, and copies of weights, need new graphs."""
+        has_copies = isinstance(self.recorder, CpuRecorder)
+        if isinstance(self.recorder, CpuRecorder):
+            self.recorder.packs.clear()
+        if self.captured and (has_copies or self._weights != self._addresses()):
             self.captured.clear()
             self.last = None
 
@@ -110,10 +123,21 @@ KEY = "inference.cuda_graphs"
 INVARIANT = "numerics.batch_invariant=true computes sequences one by one; set it to false"
 
 
+def step_recorder(
+    model: nn.Module, options: InferenceConfig, ctx: ParallelContext, is_batch_invariant: bool = False
+) -> Recorder | None:
+    """What captures decode steps: CUDA graphs on a GPU, lists of operators on a CPU; None where they are computed
+    eagerly. Raises ConfigError where graphs are requested and cannot be."""
+    if options.cuda_graphs == "auto" and ctx.device.type == "cpu":
+        is_eager = is_batch_invariant or any(layer_objections(model, options, ctx))
+        return None if is_eager else CpuRecorder()
+    return CudaRecorder() if uses_graphs(model, options, ctx, is_batch_invariant) else None
+
+
 def uses_graphs(
     model: nn.Module, options: InferenceConfig, ctx: ParallelContext, is_batch_invariant: bool = False
 ) -> bool:
-    """Whether decode steps are captured. Raises ConfigError where that is requested and cannot be."""
+    """Whether decode steps are captured as CUDA graphs. Raises ConfigError where that is requested and cannot be."""
     if options.cuda_graphs == "none":
         return False
     objections = graph_objections(model, options, ctx)

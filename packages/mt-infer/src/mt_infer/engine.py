@@ -15,13 +15,12 @@ from mt_core.errors import ConfigError, MtError
 from mt_core.interfaces import Tokenizer
 from mt_core.nn.batch_invariance import batch_invariant as invariant_products
 from mt_core.parallel.context import ParallelContext
-from mt_core.train.cuda_graphs.capture import CudaRecorder
 from mt_infer.beams import advance_beams
 from mt_infer.cache.batch import Chunk
 from mt_infer.cache.manager import build_caches
 from mt_infer.chunk_results import ChunkResult, results_from_logits
 from mt_infer.config import InferenceConfig
-from mt_infer.decode_graphs import DecodeGraphs, uses_graphs
+from mt_infer.decode_graphs import DecodeGraphs, step_recorder
 from mt_infer.isolation import RANKS_OWN_ERRORS
 from mt_infer.new_requests import (
     NewSequences,
@@ -90,8 +89,9 @@ class InferenceEngine:
         self.new_sequences = NewSequences(self.manager, tokenizer, longest)
         self.drafter = build_drafter(options, self.manager, self.runner, drafts, draft_cache, batch_invariant)
         self.graphs: DecodeGraphs | None = None
-        if uses_graphs(model, options, ctx, batch_invariant):
-            self.graphs = DecodeGraphs(self.runner, self.manager, CudaRecorder())
+        recorder = step_recorder(model, options, ctx, batch_invariant)
+        if recorder is not None:
+            self.graphs = DecodeGraphs(self.runner, self.manager, recorder)
         self.speculation = SpeculationStatistics()
         self._ids = count()
 

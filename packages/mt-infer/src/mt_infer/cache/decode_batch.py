@@ -55,6 +55,9 @@ class DecodeInputs:
         self._number_values = self._host_numbers.numpy()
         self._block_values = [host.numpy() for host in self._host_blocks]
         self._written = [[_Written() for _ in range(rows)] for _ in range(groups)]
+        self.read_places: list[list[slice | Tensor]] = [[] for _ in range(groups)]
+        """Of each group, for each row the places of the positions that it sees; on a CPU alone."""
+        self._is_on_host = device.type == "cpu"
 
     @property
     def tokens(self) -> Tensor:
@@ -86,6 +89,8 @@ class DecodeInputs:
         # Pinned host memory may be rewritten only after the copy has read it. Reading the step's tokens waits for the
         # stream, and the copy is before them on it.
         self._fill_numbers(sequences)
+        if self._is_on_host:
+            self._fill_read_places(sequences)
         self.numbers.copy_(self._host_numbers, non_blocking=True)
         for group, (host, blocks) in enumerate(zip(self._host_blocks, self.blocks, strict=True)):
             if self._fill_blocks(group, sequences):
@@ -105,6 +110,17 @@ class DecodeInputs:
             numbers[:PLACES, row] = sequence.tokens[position], position, sequence.capacity, sequence.slot or 0
             for group, table in enumerate(sequence.tables):
                 numbers[PLACES + group, row] = table.place(position)
+
+    def _fill_read_places(self, sequences: Sequence[RunningSequence]) -> None:
+        groups = zip(self.read_places, self.manager.storages, self.manager.layout.groups, strict=True)
+        for number, (places, storage, group) in enumerate(groups):
+            spare = slice(storage.spare_place, storage.spare_place + 1)
+            places[:] = [spare] * self.rows
+            for row, sequence in enumerate(sequences):
+                end = sequence.computed + 1
+                first = 0 if group.window is None else max(end - group.window, 0)
+                found = sequence.tables[number].places(first, end)
+                places[row] = found if isinstance(found, slice) else torch.from_numpy(found)
 
     def _fill_blocks(self, group: int, sequences: Sequence[RunningSequence]) -> bool:
         """Whether there was anything new."""
@@ -139,8 +155,8 @@ class DecodeBatch:
     sequences: Sequence[CachedSequence] = ()
     is_batch_invariant = False
 
-    def __init__(self, inputs: DecodeInputs, manager: CacheManager) -> None:
-        self.inputs, self.manager = inputs, manager
+    def __init__(self, inputs: DecodeInputs, manager: CacheManager, attention: PagedAttention | None = None) -> None:
+        self.inputs, self.manager, self.attention = inputs, manager, attention
         self._groups = {
             id(layer): number for number, group in enumerate(manager.layout.groups) for layer in group.layers
         }
@@ -173,10 +189,10 @@ class DecodeBatch:
             # [rows, ...] at [rows] places; rows of filler all write to the spare place, in any order.
             store.write(self.inputs.places(group), values[0])
             stored.append(store.values)
-        table = PageTable(
-            self.inputs.blocks[group], self.inputs.position_ids[0], self.manager.storages[group].block_size
-        )
-        return paged(TabledPages(table, choose_paged_attention(new[0].device, new[0].dtype)), *new, *stored)
+        size, inputs = self.manager.storages[group].block_size, self.inputs
+        table = PageTable(inputs.blocks[group], inputs.position_ids[0], size, inputs.read_places[group])
+        attention = self.attention or choose_paged_attention(new[0].device, new[0].dtype)
+        return paged(TabledPages(table, attention), *new, *stored)
 
     def attend_memory(
         self,

@@ -6,7 +6,7 @@ B sequences, N query heads, G key-value groups (G divides N), M blocks of a tabl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,11 +20,13 @@ class PageTable:
     """Which blocks hold the positions of each sequence.
 
     blocks: [B, M] int32, in the order of positions. positions: [B] int64, of the queries: the last position of each.
+    places: of each sequence, the places of the positions that its query sees, as the host knows them.
     """
 
     blocks: Tensor
     positions: Tensor
     block_size: int
+    places: Sequence[slice | Tensor] = ()
 
 
 PagedAttention = Callable[[tuple[Tensor, ...], tuple[Tensor, ...], Tensor, PageTable, PagedScores], Tensor]
@@ -50,6 +52,41 @@ def plain_paged_attention(
     distance = table.positions[:, None] - torch.arange(places.shape[1], device=values.device)  # [B, T]
     weights = _weights(found, distance, scores).to(values.dtype)  # [B, G, N / G, T]
     return torch.einsum("bgnt,btgv->bgnv", weights, values[places]).flatten(1, 2)  # [B, N, V]
+
+
+def paged_attention_by_row(
+    queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: Tensor, table: PageTable, scores: PagedScores
+) -> Tensor:
+    """One sequence after the other, over the positions that it has: for a CPU, where shapes may change."""
+    groups, size = values.shape[1:]
+    out = values.new_empty(len(queries[0]), groups, queries[0].shape[1] // groups, size)  # [B, G, N / G, V]
+    if len(queries) == 1 and (scores.softcap, scores.slopes, scores.sinks) == (None, None, None):
+        _attend_plainly((queries[0] * scores.scale).unflatten(1, (groups, -1)), keys[0], values, table.places, out)
+    else:
+        for row, places in enumerate(table.places):
+            read = tuple(key[places] for key in keys)
+            out[row] = _attend_row(tuple(query[row] for query in queries), read, values[places], scores)
+    return out.flatten(1, 2)
+
+
+def _attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, rows: Sequence[slice | Tensor], out: Tensor) -> None:
+    """queries [B, G, N / G, D], scaled; keys [places, G, D], values [places, G, V] -> out [B, G, N / G, V]"""
+    for query, places, own in zip(queries.unbind(0), rows, out.unbind(0), strict=True):
+        # [G, N / G, D] x [G, D, T] -> [G, N / G, T]
+        weights = torch.bmm(query, keys[places].permute(1, 2, 0)).softmax(-1)
+        torch.bmm(weights, values[places].transpose(0, 1), out=own)
+
+
+def _attend_row(queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: Tensor, scores: PagedScores) -> Tensor:
+    """queries [N, D], keys [T, G, D], values [T, G, V] -> [G, N / G, V]"""
+    found = sum(
+        torch.einsum("gnd,tgd->gnt", query.unflatten(0, (values.shape[1], -1)), key).float()
+        for query, key in zip(queries, keys, strict=True)
+    )
+    assert isinstance(found, Tensor)
+    distance = torch.arange(len(values) - 1, -1, -1)[None]  # [1, T]; the query is at the last position
+    weights = _weights(found[None], distance, scores)[0].to(values.dtype)
+    return torch.einsum("gnt,tgv->gnv", weights, values)
 
 
 def _weights(products: Tensor, distance: Tensor, scores: PagedScores) -> Tensor:
