@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -97,9 +99,10 @@ def test_the_snippets_of_a_page_run(page: str, small: None, tmp_path: Path, monk
     (tmp_path / "chats.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4."}]}\n'
     )
-    names: dict[str, object] = {"__name__": "snippet"}
+    snippets = ModuleType("snippets")
+    monkeypatch.setitem(sys.modules, "snippets", snippets)  # where dataclasses look for their module
     for block in (block for block in PYTHON if block.page == page and not reason_not_run(block)):
-        exec(compile(block.text, block.place, "exec"), names)
+        exec(compile(block.text, block.place, "exec"), vars(snippets))
 
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if reason_not_run(block)], ids=place)
