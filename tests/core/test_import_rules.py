@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -211,3 +211,52 @@ def test_no_modules_import_each_other(package: str) -> None:
         for name in free:
             del remaining[name]
     assert sorted(remaining) == []
+
+
+def without_circles(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """What remains of a graph when nodes that lead nowhere are taken away, again and again: its circles, and what leads
+    to them."""
+    remaining = {name: set(targets) for name, targets in graph.items()}
+    while free := [name for name, targets in remaining.items() if not targets & remaining.keys()]:
+        for name in free:
+            del remaining[name]
+    return remaining
+
+
+def siblings(package: str) -> dict[str, dict[str, set[str]]]:
+    """Folder -> its modules and folders by name -> those of its other entries that they import, from any depth."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for module, targets in imports_within(package).items():
+        for target in targets:
+            ours, theirs = module.split("."), target.split(".")
+            shared = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+            # None: one is the folder of the other.
+            if shared is not None:
+                entries = found.setdefault(".".join(ours[:shared]), {})
+                entries.setdefault(ours[shared], set()).add(theirs[shared])
+                entries.setdefault(theirs[shared], set())
+    return found
+
+
+@pytest.mark.parametrize("package", names())
+def test_the_entries_of_each_folder_import_in_one_direction(package: str) -> None:
+    """At every depth: modules and folders side by side have one order, also by imports in functions and for types."""
+    circles = {folder: sorted(without_circles(graph)) for folder, graph in siblings(package).items()}
+    assert {folder: entries for folder, entries in circles.items() if entries} == {}
+
+
+def test_a_circle_of_folders_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    imports = {"p.a.x": {"p.b.y"}, "p.b.y": set(), "p.b.z": {"p.a.w"}, "p.a.w": set(), "p.c": {"p.a.x"}}
+    monkeypatch.setattr(f"{__name__}.imports_within", lambda package: imports)
+    assert siblings("p") == {"p": {"a": {"b"}, "b": {"a"}, "c": {"a"}}}
+    assert without_circles(siblings("p")["p"]).keys() == {"a", "b", "c"}
+
+
+MOST_FILES, MOST_LINES = 1000, 600
+"""Python files of all packages, and lines of one: small modules of one topic are merged, long ones divided."""
+
+
+def test_files_are_few_and_none_is_long() -> None:
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGES.rglob("src/**/*.py")}
+    assert len(lines) <= MOST_FILES
+    assert [str(path.relative_to(PACKAGES)) for path, count in lines.items() if count > MOST_LINES] == []

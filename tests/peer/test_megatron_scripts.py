@@ -19,7 +19,7 @@ import pytest
 from tests.peer.environment import installed_alone
 
 from mt_core.config.loading import LoadedConfig
-from mt_core.config.schema import ParallelConfig
+from mt_core.config.parallel import ParallelConfig
 from mt_core.errors import MtError
 from mt_core.plugins import PluginHost
 from mt_data.indexed.writer import IndexedDatasetWriter

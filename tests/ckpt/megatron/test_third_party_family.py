@@ -17,8 +17,9 @@ from mt_ckpt.model import expected_parameters
 from mt_ckpt.native.read import open_checkpoint
 from mt_ckpt.native.save import save_checkpoint
 from mt_core.checkpoint_specs import ConvertOptions
+from mt_core.config.fields import PositiveInt
 from mt_core.config.loading import config_from_dict
-from mt_core.config.schema import ModelConfig, PositiveInt
+from mt_core.config.schema import ModelConfig
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_core.hookspecs import hookimpl

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from mt_core.config.schema import ParallelConfig
+from mt_core.config.parallel import ParallelConfig
 from mt_core.errors import ConfigError, PluginError
 from mt_core.parallel.pipeline.schedule_tables import Action, Kind, forward_only, ranks_of_stages, with_communication
 from mt_core.parallel.pipeline.schedules import PipelineSchedule, configured_schedule, rank_actions

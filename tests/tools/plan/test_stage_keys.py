@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mt_core.config.loading import load_config
-from mt_core.config.schema import ParallelConfig
+from mt_core.config.parallel import ParallelConfig
 from mt_core.errors import ConfigError
 from mt_core.parallel.pipeline.partition import stages_by_keys
 from mt_core.parallel.pipeline.stage import Stage

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mt_core.config.loading import load_config_anywhere
-from mt_core.config.schema import Config, ParallelConfig
+from mt_core.config.parallel import ParallelConfig
+from mt_core.config.schema import Config
 from mt_core.data.training_length import build_batch_size, total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins

@@ -11,9 +11,10 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.fields import FieldInfo
 
+from mt_core.config.fields import Section
 from mt_core.config.files import shown
 from mt_core.config.messages import MEGATRON_KEYS
-from mt_core.config.schema import CORE_SECTIONS, REGISTRY_OF_SECTION, Section
+from mt_core.config.schema import CORE_SECTIONS, REGISTRY_OF_SECTION
 from mt_core.config.sections import section_types
 from mt_core.errors import ConfigError, MtError, did_you_mean
 from mt_core.plugins import PluginHost, Registry

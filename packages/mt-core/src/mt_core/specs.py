@@ -405,7 +405,7 @@ class SectionSpec(Spec):
     """A section of the configuration that a distribution brings: `[name]`, read with `config.section(type)`."""
 
     config_type: Lazy[type]
-    """A subclass of mt_core.config.schema.Section; every key has a default."""
+    """A subclass of mt_core.config.fields.Section; every key has a default."""
     affects_training: bool = False
     """Whether a run may be resumed with the same values only (or with those that checkpoint.accept_changes names)."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from mt_core.config.schema import PositiveInt, Section
+from mt_core.config.fields import PositiveInt, Section
 
 
 class EvalConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mt_core.config.schema import PositiveFloat, PositiveInt, Section, used_when
+from mt_core.config.fields import PositiveFloat, PositiveInt, Section, used_when
 
 
 class InferenceConfig(Section):

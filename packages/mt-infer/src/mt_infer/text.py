@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mt_core.config.schema import Config, ParallelConfig
+from mt_core.config.parallel import ParallelConfig
+from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.interfaces import Tokenizer
 from mt_core.parallel.context import ParallelContext

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from mt_core.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, Section, used_when
 from mt_core.config.messages import validation_message
-from mt_core.config.schema import NonNegativeFloat, NonNegativeInt, PositiveInt, Section, used_when
 from mt_core.errors import ConfigError
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]

@@ -1,3 +1,10 @@
+from .fields import NonNegativeFloat as NonNegativeFloat
+from .fields import NonNegativeInt as NonNegativeInt
+from .fields import PositiveFloat as PositiveFloat
+from .fields import PositiveInt as PositiveInt
+from .fields import Probability as Probability
+from .fields import Section as Section
+from .fields import used_when as used_when
 from .loading import LoadedConfig as LoadedConfig
 from .loading import config_from_dict as config_from_dict
 from .loading import load_config as load_config
@@ -5,12 +12,5 @@ from .schema import Config as Config
 from .schema import DataConfig as DataConfig
 from .schema import LRScheduleConfig as LRScheduleConfig
 from .schema import ModelConfig as ModelConfig
-from .schema import NonNegativeFloat as NonNegativeFloat
-from .schema import NonNegativeInt as NonNegativeInt
 from .schema import OptimizerConfig as OptimizerConfig
-from .schema import PositiveFloat as PositiveFloat
-from .schema import PositiveInt as PositiveInt
-from .schema import Probability as Probability
-from .schema import Section as Section
 from .schema import TokenizerConfig as TokenizerConfig
-from .schema import used_when as used_when

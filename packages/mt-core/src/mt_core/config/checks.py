@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from mt_core.errors import ConfigError, Problems
 
 if TYPE_CHECKING:
-    from mt_core.config.schema import Config, ParallelConfig
+    from mt_core.config.parallel import ParallelConfig
+    from mt_core.config.schema import Config
 
 
 WORLD_SIZE = "WORLD_SIZE"

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mt_core.config.fields import Section
 from mt_core.config.messages import unknown_section
-from mt_core.config.schema import Section
 from mt_core.errors import ConfigError, Problems
 
 DEFAULT = "default"

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mt_core.checkpoint_specs import CHECKPOINT_SAVERS
 from mt_core.config.checks import as_world, check_warmup, collect_broken_rules, smallest_world, world_size
+from mt_core.config.fields import Section
 from mt_core.config.layers import DEFAULT, Layer, merge_layers
 from mt_core.config.megatron_words import refuse_foreign_formats, translate
-from mt_core.config.schema import CORE_SECTIONS, Config, Section
+from mt_core.config.schema import CORE_SECTIONS, Config
 from mt_core.config.sections import build_sections, refuse_unused_values, section_types
 from mt_core.config.sources import Sources, read_layers
 from mt_core.errors import MtError, Problems

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mt_core.config.schema import Section
+from mt_core.config.fields import Section
 from mt_core.errors import did_you_mean
 from mt_core.specs import SECTIONS
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from mt_core.config.fields import Section
 from mt_core.config.layers import DEFAULT, Layer, Merged
 from mt_core.config.messages import unknown_key, validation_message
-from mt_core.config.schema import CORE_SECTIONS, REGISTRY_OF_SECTION, PlainModuleConfig, Section
+from mt_core.config.schema import CORE_SECTIONS, REGISTRY_OF_SECTION, PlainModuleConfig
 from mt_core.errors import ConfigError, Problems
 from mt_core.specs import PLAIN_MODULE, SECTIONS
 

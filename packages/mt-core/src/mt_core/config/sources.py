@@ -18,7 +18,7 @@ from mt_core.errors import ConfigError, Problems, did_you_mean
 from mt_core.specs import MODELS
 
 if TYPE_CHECKING:
-    from mt_core.config.schema import Section
+    from mt_core.config.fields import Section
     from mt_core.plugins import Plugin, PluginHost
 
 

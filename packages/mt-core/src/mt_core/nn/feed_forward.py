@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from mt_core.config.schema import Activation, Section
+from mt_core.config.fields import Section
+from mt_core.config.schema import Activation
 from mt_core.nn.activations import FUSED, activate, is_gated
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.request import Feature

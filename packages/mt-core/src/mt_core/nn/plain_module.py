@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mt_core.config.schema import ParallelConfig
+from mt_core.config.parallel import ParallelConfig
 from mt_core.config.sections import nothing_selected
 from mt_core.errors import ConfigError
 from mt_core.nn.build_context import ModelBuildContext

@@ -6,16 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mt_core.config.schema import (
-    Config,
-    LRScheduleConfig,
-    NonNegativeFloat,
-    OptimizerConfig,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    used_when,
-)
+from mt_core.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, Probability, used_when
+from mt_core.config.schema import Config, LRScheduleConfig, OptimizerConfig
 from mt_core.errors import ConfigError
 
 AdamBeta = Annotated[float, Field(ge=0, lt=1)]

@@ -15,7 +15,8 @@ from mt_core._torch_compat import symmetric_memory_objection
 from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.checks import check_warmup, global_batch_size
 from mt_core.config.loading import LoadedConfig
-from mt_core.config.schema import Config, ParallelConfig
+from mt_core.config.parallel import ParallelConfig
+from mt_core.config.schema import Config
 from mt_core.data import building
 from mt_core.data.training_length import total_train_samples
 from mt_core.errors import ConfigError

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from mt_core.config.schema import DataConfig, Section
+from mt_core.config.fields import Section
+from mt_core.config.schema import DataConfig
 from mt_core.errors import ConfigError
 
 DEFAULT_SPLIT = "969, 30, 1"

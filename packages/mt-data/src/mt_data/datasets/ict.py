@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import model_validator
 
-from mt_core.config.schema import Probability
+from mt_core.config.fields import Probability
 from mt_core.errors import ConfigError, DataError
 from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.cache import combined

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import PositiveInt, model_validator
 
-from mt_core.config.schema import Probability
+from mt_core.config.fields import Probability
 from mt_core.errors import ConfigError
 from mt_core.interfaces import Tokenizer
 from mt_data.datasets.config import IndexedDataConfig

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from mt_core.config.schema import Section
+from mt_core.config.fields import Section
 from mt_core.config.sections import section_type, section_types
 from mt_core.plugins import PluginHost
 from mt_core.specs import FEED_FORWARDS

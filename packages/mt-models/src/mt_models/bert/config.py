@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mt_core.config.checks import divisors, listed
-from mt_core.config.schema import Activation, Config, ModelConfig, NonNegativeInt, PositiveInt, Probability
+from mt_core.config.fields import NonNegativeInt, PositiveInt, Probability
+from mt_core.config.schema import Activation, Config, ModelConfig
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import EncoderConfig, check_tensor_parallel, refuse_divided_sequences
 from mt_models.flops import Flops, core_flops, dense_feed_forward_flops, output_flops, projection_flops

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
+from mt_core.config.fields import NonNegativeInt, PositiveInt
+from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.bert.config import PRESETS as BERTS

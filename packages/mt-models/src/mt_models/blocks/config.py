@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide
-from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, Section, used_when
+from mt_core.config.fields import PositiveInt, Probability, Section, used_when
+from mt_core.config.schema import Config, ModelConfig
 from mt_core.errors import ConfigError
 from mt_models.blocks.moe import MoEOptions
 

@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide
-from mt_core.config.schema import Config, ModelConfig, NonNegativeFloat, PositiveInt
+from mt_core.config.fields import NonNegativeFloat, PositiveInt
+from mt_core.config.schema import Config, ModelConfig
 from mt_core.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mt_core.config.schema import PositiveInt
+from mt_core.config.fields import PositiveInt
 from mt_core.config_map import MegatronMap
 from mt_models.blocks.config import RMSNormDecoderConfig
 

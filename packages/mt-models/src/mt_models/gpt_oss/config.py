@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from mt_core.config.fields import PositiveInt
 from mt_core.config.layer_pattern import read_pattern
-from mt_core.config.schema import Config, PositiveInt
+from mt_core.config.schema import Config
 from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions
 

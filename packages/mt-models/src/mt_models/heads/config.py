@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mt_core.config.schema import Config, DataConfig, ModelConfig, PositiveInt, Probability
+from mt_core.config.fields import PositiveInt, Probability
+from mt_core.config.schema import Config, DataConfig, ModelConfig
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.bert.config import PRESETS as BERT

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide
-from mt_core.config.schema import Activation, Config, PositiveInt, Probability, used_when
+from mt_core.config.fields import PositiveInt, Probability, used_when
+from mt_core.config.schema import Activation, Config
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import check_tensor_parallel
 from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
 
 from mt_core.config.checks import divisors, listed
+from mt_core.config.fields import NonNegativeInt, PositiveInt, used_when
 from mt_core.config.messages import validation_message
-from mt_core.config.schema import Config, ModelConfig, NonNegativeInt, PositiveInt, used_when
+from mt_core.config.schema import Config, ModelConfig
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mt_core.config.schema import Config, PositiveInt
+from mt_core.config.fields import PositiveInt
+from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
 from mt_models.flops import Convention, Flops

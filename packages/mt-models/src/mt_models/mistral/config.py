@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.config.schema import PositiveInt
+from mt_core.config.fields import PositiveInt
 from mt_models.blocks.config import RMSNormDecoderConfig
 from mt_models.blocks.megatron_decoder import rotary_map
 

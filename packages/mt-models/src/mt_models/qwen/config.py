@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
+from mt_core.config.fields import NonNegativeInt, PositiveInt
+from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
 from mt_models.blocks.megatron_decoder import rotary_map

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from mt_core.config.checks import must_divide
-from mt_core.config.schema import Config, NonNegativeInt, PositiveInt
+from mt_core.config.fields import NonNegativeInt, PositiveInt
+from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import EncoderConfig

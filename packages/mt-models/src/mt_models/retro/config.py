@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mt_core.config.checks import listed
-from mt_core.config.schema import Config, PositiveInt, Probability
+from mt_core.config.fields import PositiveInt, Probability
+from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import refuse_divided_sequences_and_layers

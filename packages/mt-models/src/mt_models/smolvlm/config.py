@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.config.checks import must_divide
-from mt_core.config.schema import Config, PositiveInt
+from mt_core.config.fields import PositiveInt
+from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.llava.config import PixelShuffleConfig, check_parts, check_squares

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mt_core.config.checks import divisors, listed
-from mt_core.config.schema import Activation, Config, ModelConfig, PositiveInt, Probability, used_when
+from mt_core.config.fields import PositiveInt, Probability, used_when
+from mt_core.config.schema import Activation, Config, ModelConfig
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import check_tensor_parallel, refuse_divided_sequences
 from mt_models.flops import (

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mt_core.config.checks import divisors, listed, must_divide_all
-from mt_core.config.schema import Config, ModelConfig, PositiveInt, Probability, used_when
+from mt_core.config.fields import PositiveInt, Probability, used_when
+from mt_core.config.schema import Config, ModelConfig
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import EncoderConfig, refuse_divided_sequences_and_layers

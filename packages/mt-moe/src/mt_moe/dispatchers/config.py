@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from mt_core.config.fields import PositiveInt, Section
 from mt_core.config.messages import validation_message
-from mt_core.config.schema import PositiveInt, Section
 from mt_core.errors import ConfigError
 from mt_moe.config import MoeConfig
 

@@ -119,7 +119,7 @@ def _with_layout(small: Config, settings: list[str], host: PluginHost) -> Config
 
 def _layout(config: Config, world: int | None = None) -> str:
     """ "8 processes, tensor_model_parallel_size 2, sequence_parallel"."""
-    from mt_core.config.schema import ParallelConfig
+    from mt_core.config.parallel import ParallelConfig
     from mt_tools.verify.small_layout import processes
 
     plain = ParallelConfig().model_dump()

@@ -14,7 +14,8 @@ from torch import nn
 
 from mt_core._torch_compat import uncompiled_references
 from mt_core.config.checks import as_world, data_parallel_size
-from mt_core.config.schema import Config, ParallelConfig, RecomputeConfig
+from mt_core.config.parallel import ParallelConfig
+from mt_core.config.schema import Config, RecomputeConfig
 from mt_core.data.building import build_tokenizer, unsuitable_data
 from mt_core.data.training_length import build_batch_size, total_train_samples
 from mt_core.errors import ConfigError

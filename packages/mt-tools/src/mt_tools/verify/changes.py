@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mt_core.config.schema import Config, Section
+from mt_core.config.fields import Section
+from mt_core.config.schema import Config
 from mt_tools.verify.small_config import has_global_loss
 
 COMPUTED = ("model", "parallel", "recompute", "precision", "kernels", "optimizer", "train")

@@ -11,7 +11,8 @@ from typing import Any
 from mt_core.config.checks import as_world, check_config
 from mt_core.config.loading import config_from_dict
 from mt_core.config.metrics import configured_loss
-from mt_core.config.schema import Config, ParallelConfig
+from mt_core.config.parallel import ParallelConfig
+from mt_core.config.schema import Config
 from mt_core.data.building import build_tokenizer
 from mt_core.errors import ConfigError
 from mt_core.interfaces import CAUSAL_LM_SAMPLE

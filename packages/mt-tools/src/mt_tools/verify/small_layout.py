@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from mt_core.config.checks import SPLIT_KEYS, smallest_world
-from mt_core.config.schema import ParallelConfig
+from mt_core.config.parallel import ParallelConfig
 from mt_core.parallel.pipeline.partition import expand
 from mt_core.parallel.pipeline.schedules import configured_schedule
 from mt_core.plugins import PluginHost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mt_core.config.schema import ParallelConfig
+from mt_core.config.parallel import ParallelConfig
 from mt_tools.verify.small_layout import copies, processes
 
 Tree = dict[str, dict[str, Any]]

@@ -13,7 +13,7 @@ from mt_core.errors import ConfigError
 from mt_core.parallel.pipeline.stage import Stage
 
 if TYPE_CHECKING:
-    from mt_core.config.schema import ParallelConfig
+    from mt_core.config.parallel import ParallelConfig
 
 
 def balanced_stages(

@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from itertools import count
 
 from mt_core._torch_compat import torch_pipeline_order
-from mt_core.config.schema import ParallelConfig
+from mt_core.config.parallel import ParallelConfig
 from mt_core.errors import ConfigError
 from mt_core.parallel.pipeline.gc_control import without_garbage_collection
 from mt_core.parallel.pipeline.schedule_tables import (

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mt_core.checkpoint_lookup import find_checkpoint
-from mt_core.config.schema import CORE_SECTIONS, CheckpointConfig, Config, Section
+from mt_core.config.fields import Section
+from mt_core.config.schema import CORE_SECTIONS, CheckpointConfig, Config
 from mt_core.errors import CheckpointError
 from mt_core.interfaces import Tokenizer
 from mt_core.plugins import PluginHost

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from mt_core.config.schema import DataConfig, used_when
+from mt_core.config.fields import used_when
+from mt_core.config.schema import DataConfig
 from mt_data.datasets.text_files import STREAM_KEYS, refuse_unused
 
 Colours = Annotated[list[float], Field(min_length=3, max_length=3)]

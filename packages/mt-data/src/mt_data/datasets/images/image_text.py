@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from mt_core.config.schema import used_when
+from mt_core.config.fields import used_when
 from mt_core.errors import DataError
 from mt_core.interfaces import SplitRequest, Tokenizer
 from mt_data.datasets.cache import combined
