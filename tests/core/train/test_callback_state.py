@@ -16,7 +16,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 from mt_core.train.common_callbacks import EarlyStop
-from mt_core.train.reporting.recorded import RecordedMetrics
+from mt_core.train.recorded import RecordedMetrics
 
 WORLD = ParallelContext().world
 

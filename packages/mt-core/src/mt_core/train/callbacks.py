@@ -18,7 +18,7 @@ from mt_core.specs import CALLBACKS
 from mt_core.train.checkpoint.partial_load import PartialLoad
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.engine import Engine
-from mt_core.train.reporting.recorded import Reduce
+from mt_core.train.recorded import Reduce
 from mt_core.train.state import TrainResult, TrainState
 
 Metrics = Mapping[str, float | int | str]

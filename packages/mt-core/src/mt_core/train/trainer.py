@@ -51,7 +51,7 @@ from mt_core.train.checkpoint.saving import Committed, build_checkpoint_writer
 from mt_core.train.checkpoint.state import RunState
 from mt_core.train.engine import Engine, StepRecord
 from mt_core.train.host_transfer import DelayedAllReduceFlag
-from mt_core.train.reporting.recorded import RecordedMetrics, Reduce
+from mt_core.train.recorded import RecordedMetrics, Reduce
 from mt_core.train.reporting.run_summary import run_summary
 from mt_core.train.reporting.step_metrics import StepMetrics
 from mt_core.train.same_start import require_same_checkpoint, require_same_samples
