@@ -304,8 +304,8 @@ OPTIMIZERS = Kind("optimizers", "an optimizer", OptimizerSpec, "mt-core")
 
 
 class BuildLRSchedule(Protocol):
-    def __call__(self, config: Any, horizon: Any) -> Callable[[int], float]:
-        """Consumed samples -> learning rate. horizon: a mt_core.optim.schedules.Horizon."""
+    def __call__(self, config: Any, horizon: Any) -> Any:
+        """A mt_core.optim.schedules.LRSchedule: consumed samples -> learning rate. horizon: its Horizon."""
         ...
 
 

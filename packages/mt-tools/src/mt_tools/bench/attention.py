@@ -112,7 +112,7 @@ def cores_for(
         ):
             answer = "its scores would fill the memory"
         if answer is True:
-            cores[spec.name] = spec.build.load()(request)
+            cores[spec.name] = spec.build.load()(request, softmax_in_fp32=True)
         else:
             refused[spec.name] = str(answer)
     return cores, refused

@@ -147,7 +147,7 @@ def open_chunks(
             )
     path = folder / CHUNKS
     try:
-        rows = np.lib.format.open_memmap(path, mode="r")
+        rows: Any = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} is no array in NumPy's format: {error}; build the database again") from error
     kept = manifest.counts.kept if manifest.counts else 0
