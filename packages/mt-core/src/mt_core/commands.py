@@ -107,7 +107,7 @@ def with_fields(command: Callable[..., None]) -> Callable[..., None]:
 
     # typer reads both, and would follow __wrapped__ to the command itself.
     del call.__wrapped__
-    call.__signature__ = inspect.Signature(parameters)
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
 

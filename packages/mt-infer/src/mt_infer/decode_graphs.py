@@ -55,6 +55,7 @@ class DecodeGraph:
             logits = runner.logits(DecodeBatch(self.inputs, manager, attention))
         assert logits is not None
         if isinstance(recorder, CpuRecorder):
+            assert isinstance(self._graph, RecordedStep)
             self._graph.finish([logits], recorder.packs)
         self.logits = logits
 
