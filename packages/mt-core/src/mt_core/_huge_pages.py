@@ -8,7 +8,7 @@ from pathlib import Path
 
 HUGE_PAGE = 2 << 20
 MADV_COLLAPSE = 25
-"""Of Linux since 6.1; the `mmap` module does not have it."""
+"""Advice of Linux since 6.1; the `mmap` module does not have it."""
 MAPS = Path("/proc/self/maps")
 
 

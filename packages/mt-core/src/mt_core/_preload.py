@@ -29,7 +29,7 @@ def load_code() -> None:
 
 
 def complete(loaded: Any) -> None:
-    """Of a type of configuration: make its validator, which pydantic defers until the first value."""
+    """Build the validator of a type of configuration, which pydantic defers until the first value."""
     if isinstance(loaded, type) and issubclass(loaded, BaseModel):
         loaded.model_rebuild()
 

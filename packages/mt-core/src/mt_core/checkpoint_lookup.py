@@ -219,5 +219,5 @@ class CheckpointParts:
 
 
 def name_within(part: str, name: str) -> str:
-    """Of a parameter, in the whole model."""
+    """Name of a part's parameter in the whole model."""
     return name if name.startswith(f"{part}.") else f"{part}.{name}"

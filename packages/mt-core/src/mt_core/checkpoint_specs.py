@@ -89,7 +89,7 @@ class ConvertOptions:
     target_expert_tensor_parallel_size: int | None = None
     """Default: as target_tensor_parallel_size."""
     make_vocab_size_divisible_by: int | None = None
-    """Of formats that store padding. Default: as the model's configuration."""
+    """Multiple that formats with padding pad the vocabulary to. Default: as the model's configuration."""
     vocab_padding: VocabPadding | None = None
     """What the rows of padding are, of formats that store them. Default: those that the source has; others so that a
     softmax over them too gives the loss of the model."""
@@ -100,9 +100,9 @@ class ConvertOptions:
     target_megatron_version: str | None = None
     """The Megatron-Core that the files are for, such as 0.12. Default: the newest."""
     target_transformer_impl: Literal["transformer_engine", "local"] | None = None
-    """Of Megatron's formats: whose layers' names are written. Default: the source run's, else Transformer Engine's."""
+    """Layers whose names Megatron's formats are written with. Default: the source run's, else Transformer Engine's."""
     target_optimizer_format: Literal["fully_reshardable", "dp_reshardable", "plain", "none"] | None = None
-    """Of Megatron's formats: the layout of an optimizer's state, or that it is left out. Default: plain of a run
+    """Layout of an optimizer's state in Megatron's formats, or that it is left out. Default: plain of a run
     without the distributed optimizer, else fully_reshardable."""
     upcycle_experts: int | None = None
     """Turn the dense feed-forwards into mixtures of so many experts, which compute the same at first."""

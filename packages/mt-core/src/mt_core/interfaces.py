@@ -62,7 +62,7 @@ class HasTokenBytes(Protocol):
     """A tokenizer whose ids stand for fixed bytes, so that generated text can be constrained to a grammar."""
 
     def token_bytes(self) -> list[bytes | None] | None:
-        """Of each id, what it adds to a text; None for special ones and ids without a token. None in place of the list
+        """Bytes that each id adds to a text; None for special ones and ids without a token. None in place of the list
         where the text of an id depends on its neighbours."""
         ...
 

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def installed_versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Of those that are installed."""
+    """Distribution -> version, of those that are installed."""
     return {name: found for name in distributions if (found := _version(name)) is not None}
 
 

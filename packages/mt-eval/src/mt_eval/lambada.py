@@ -64,8 +64,9 @@ class Lambada:
         return {metric: weighted_mean(samples, metric) for metric in ("accuracy", "log_likelihood")}
 
     def _continuation(self, number: int) -> Continuation:
-        """Of a passage, by its number from 0. The last word's tokens are those that the passage has behind its
-        context, as lm-evaluation-harness divides them. Raises DataError for a word without tokens, or with too many."""
+        """Continuation of passage `number`, counted from 0. The last word's tokens are those that the passage has
+        behind its context, as lm-evaluation-harness divides them. Raises DataError for a word without tokens, or with
+        too many."""
         passage = self.passages[number]
         if not self.is_strict:
             tokens = [*self._start, *self._encode(passage)]

@@ -193,7 +193,7 @@ class QuestionAnswering:
         return Request(record, tokens, self._neighbors(passages, needed), len(passages))
 
     def _neighbors(self, passages: Sequence[str], positions: int) -> dict[str, Tensor]:
-        """Of every chunk of the prompt and of the answer."""
+        """Fields with the neighbours of every chunk of the prompt and of the answer."""
         wanted = passages[self.data.neighbor_passages]
         if self.shape is None or not wanted:
             return {}

@@ -58,7 +58,7 @@ class ImportResult:
 
 
 def result_of(translation: Translation, source: str, processes: Processes, notes: Sequence[str] = ()) -> ImportResult:
-    """Of Megatron's arguments."""
+    """Result of an import of Megatron's arguments."""
     return ImportResult(
         f"{source}, as Megatron's {_VERSIONS[translation.version]} reads them",
         translation.sections,

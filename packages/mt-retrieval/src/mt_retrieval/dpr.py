@@ -63,7 +63,7 @@ class DPRDataConfig(TextDataConfig):
 
     @property
     def passages(self) -> int:
-        """Of a question in training: the positive one and the hard negatives."""
+        """Number of passages of a question in training: the positive one and the hard negatives."""
         return 1 + self.train_hard_neg
 
     @model_validator(mode="after")
@@ -319,7 +319,7 @@ class MinedNegatives:
         return _negatives(mined_file(self.folder, max(begun))).get(question, otherwise) if begun else otherwise
 
     def first_samples(self) -> list[int]:
-        """Of each file, the sample from which on it is used."""
+        """First sample of each file, from which on it is used."""
         if not self.folder.is_dir():
             return []
         matches = (NAME.fullmatch(path.name) for path in self.folder.iterdir())

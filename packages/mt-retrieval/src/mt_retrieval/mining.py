@@ -58,7 +58,7 @@ def _first(candidates: Iterable[ScoredPassage], question: TrainingQuestion, coun
 
 
 def _content(text: str) -> str:
-    """Of passages that differ in spaces or case only the same."""
+    """Normalized text, equal for passages that differ only in spaces or case."""
     return " ".join(normalized_tokens(text))
 
 

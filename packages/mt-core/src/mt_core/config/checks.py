@@ -41,7 +41,7 @@ def check_config(config: Config) -> None:
 
 
 def collect_broken_rules(config: Config, problems: Problems) -> None:
-    """As `check_config`, beside other problems."""
+    """Collect what `check_config` raises, beside other problems."""
     with problems.collect():
         check_world(config.parallel)  # without which there is no data-parallel size to check the others with
         for check in (check_layout, check_batch_size):

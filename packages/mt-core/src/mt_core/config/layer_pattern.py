@@ -17,7 +17,7 @@ from mt_core.errors import ConfigError
 MOE_LAYER_FREQ = "model.moe.moe_layer_freq"
 _TOKEN = re.compile(r"\s*(\d+|[\[\](),+*])")
 _LONGEST = 100_000
-"""Of a list on the way; no model has more layers, and a typing error should not fill the memory."""
+"""Longest list at any time; no model has more layers, and a typing error should not fill the memory."""
 
 Value = int | list[int]
 

@@ -99,8 +99,8 @@ def load_config_anywhere(
     host: PluginHost | None = None,
     default_preset: str | None = None,
 ) -> LoadedConfig:
-    """As `load_config`, checked for as many processes as its layout needs: to look at a run that is meant for more
-    processes than there are here."""
+    """Load as `load_config` does, but check for as many processes as the layout needs: to look at a run that is meant
+    for more processes than there are here."""
     host = host or _load_plugins()
     sources = Sources(path, preset, overrides, default_preset)
     with as_world(_enough_processes(sources, host)):

@@ -84,7 +84,7 @@ def with_train_iters(config: Config, samples: int) -> Config:
 
 
 def iterations_per_epoch(config: Config) -> int | None:
-    """Of a configuration with train.train_iters resolved; None without train.train_epochs."""
+    """Iterations of an epoch, with train.train_iters resolved; None without train.train_epochs."""
     train = config.train
     if train.train_epochs is None or train.train_iters is None:
         return None

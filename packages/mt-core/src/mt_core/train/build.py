@@ -231,7 +231,7 @@ def build_initialized_model(
     kernels: Kernels | None = None,
     provider: ModelProvider | None = None,
 ) -> nn.Module:
-    """As `build_model`, with weights drawn from `train.seed`: the same canonical tensors under every layout."""
+    """`build_model` with weights drawn from `train.seed`: the same canonical tensors under every layout."""
     # Memory is allocated but not written; initialize() writes every parameter.
     model = build_within_memory(lambda: build_model(config, ctx, host, stages, kernels, provider), config, ctx, host)
     initialize(model, config.train.seed, ctx)

@@ -22,7 +22,7 @@ from mt_core.train.recorded import Reduce
 from mt_core.train.state import TrainResult, TrainState
 
 Metrics = Mapping[str, float | int | str]
-"""Of a step, by name: `loss`, `grad_norm`, `learning_rate` and what layers report."""
+"""Metrics of a step, by name: `loss`, `grad_norm`, `learning_rate` and what layers report."""
 
 
 class Run(Protocol):

@@ -135,7 +135,7 @@ class Engine:
     device_batches: DeviceBatches
     malloc: str | None
     flops_per_sample: float | None = None
-    """Of training, by the count of the model family; None if it has none."""
+    """FLOPs of training on one sample, as the model family counts them; None if it does not."""
     kept_logits: KeptLogits | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     """What checkpoints hold beside tensors, by name: of the tokenizer, and see `keep_files`."""
@@ -342,7 +342,7 @@ class Engine:
         return replace(outcome, logits=self.take_logits())
 
     def launch_step(self, rank_batch: RankBatch, learning_rate: float | None = None) -> StepRecord:
-        """As `train_step`, without waiting for the device if `step.deferred`. Advances the counters of `state`."""
+        """Run `train_step` without waiting for the device if `step.deferred`. Advances the counters of `state`."""
         started = time.perf_counter()
         if self.kept_logits is not None:
             self.kept_logits.begin()
@@ -371,7 +371,7 @@ class Engine:
         return SplitStep(self, micro_batches)
 
     def next_learning_rate(self) -> float:
-        """Of the next step, by the schedule; sets what single parameter groups have beside it."""
+        """Learning rate of the next step, by the schedule; sets what single parameter groups have beside it."""
         self.group_schedules.prepare(self.optimizer.param_groups, self.state.consumed_samples)
         return self.schedule(self.state.consumed_samples)
 

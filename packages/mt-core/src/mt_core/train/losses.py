@@ -66,7 +66,7 @@ class KeptLogits:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Of a model's output. Raises ConfigError for one that has none."""
+    """Logits in a model's output. Raises ConfigError for one that has none."""
     logits = output.logits if hasattr(output, "logits") else output
     if not isinstance(logits, Tensor):
         raise ConfigError(f"{type(output).__name__} has no logits")

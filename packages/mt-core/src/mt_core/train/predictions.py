@@ -20,7 +20,7 @@ OUTPUTS, LOSSES = "outputs", "losses"
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of N samples, in the order of the data set, on the CPU.
+    """Outputs and losses of N samples, in the order of the data set, on the CPU.
 
     outputs: [N, ...] of the model. losses: [N]. fields: those of the samples that have one value each, [N], such as
     labels, loss_mask (0 where there is no label) and uid.

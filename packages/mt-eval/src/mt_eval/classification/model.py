@@ -125,7 +125,7 @@ def _require_choice(config: Config, path: str | Path) -> None:
 
 
 def _data_keys(config: Config, task: str | None, path: str | Path) -> dict[str, Any]:
-    """Of the section [data]: those of the training, without its files, or the defaults of another task."""
+    """Keys of the section [data]: those of the training, without its files, or the defaults of another task."""
     if task is None and not config.data.metrics:
         raise ConfigError(f"{path} does not say on which task it was trained; give --task mnli, qqp, race or another")
     if task is None or task == config.data.dataset_type:

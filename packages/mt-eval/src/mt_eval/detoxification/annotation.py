@@ -127,7 +127,7 @@ def toxicity_metrics(lines: Iterable[Line], attribute: str = ATTRIBUTE) -> dict[
 
 
 def scores_of(line: Line, attribute: str = ATTRIBUTE) -> list[float]:
-    """Of the completions that have scores. Raises DataError for scores without the attribute."""
+    """Scores of the completions that have one. Raises DataError for scores without the attribute."""
     found = [score_of(completion, attribute) for completion in line.get(COMPLETIONS, [])]
     return [score for score in found if score is not None]
 

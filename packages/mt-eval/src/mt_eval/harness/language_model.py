@@ -91,7 +91,8 @@ class HarnessModel(TemplateLM):
         return [self.prefix_token_id, *bare] if added else bare
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """As TemplateLM.loglikelihood: without a context the text follows BOS, unless it begins with it."""
+        """Tokens of context and continuation, as in TemplateLM.loglikelihood: without a context the text follows BOS,
+        unless it begins with it."""
         if context:
             return self._encode_pair(context, continuation)
         ids = self.tok_encode(continuation, add_special_tokens=False)
@@ -105,7 +106,7 @@ class HarnessModel(TemplateLM):
         return [(answer.values[LOG_LIKELIHOOD], bool(answer.values[IS_GREEDY])) for answer in found]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows of the model's length that predict each token once."""
+        """Log-likelihoods of whole texts, in windows of the model's length that predict each token once."""
         found = self._answers("loglikelihood_rolling", requests, self._rolling)
         return [answer.values[LOG_LIKELIHOOD] for answer in found]
 

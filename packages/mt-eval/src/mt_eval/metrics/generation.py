@@ -160,7 +160,7 @@ class Generation:
         return corpus_bleu([text for text, _ in pairs], [references for _, references in pairs])
 
     def _failure(self, text: str, values: Mapping[str, Any]) -> str | None:
-        """Of the prompt, its continuation and the test; HumanEval's tests define `check`, which is called."""
+        """Failure of prompt, continuation and test as a program; HumanEval's tests define `check`, which is called."""
         assert self.runner is not None
         entry = values.get(ENTRY_POINT)
         # isidentifier: the name goes into a program.

@@ -117,7 +117,7 @@ def split_tasks(
     without_neighbors: bool = False,
     limit: int | None = None,
 ) -> list[SamplePerplexity]:
-    """Of the data sets of a split of the configuration; without_neighbors: each a second time, without them.
+    """Perplexity of the data sets of a split of the configuration; without_neighbors: each a second time, without them.
 
     Raises ConfigError for a split without data, and as the data set.
     """

@@ -137,7 +137,7 @@ def _compared(left: str, sign: str, right: str) -> bool | None:
 
 
 def _literal_pattern(word: Word, variables: Variables) -> str:
-    """Of [ ], which compares texts, where [[ ]] matches a pattern."""
+    """Pattern that matches only the word's text: [ ] compares texts, [[ ]] matches a pattern."""
     return glob.escape(_text(word, variables))
 
 

@@ -50,7 +50,7 @@ def expand_text(word: Word, variables: Variables) -> str:
 
 
 def expand_pattern(word: Word, variables: Variables) -> str:
-    """As a pattern of fnmatch, in which what is quoted stands for itself."""
+    """Return the word as a pattern of fnmatch, in which quoted text is literal."""
     texts = ((part.quoted, expand_text((part,), variables)) for part in word)
     return "".join(glob.escape(text) if quoted else text.replace("[^", "[!") for quoted, text in texts)
 

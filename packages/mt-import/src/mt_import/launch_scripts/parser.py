@@ -358,7 +358,7 @@ _DECLARING = tuple((Text(word),) for word in _DECLARES)
 
 
 def _piped(commands: list[Statement]) -> tuple[Statement, ...]:
-    """Of `cat <<EOF | bash` the second command reads the text."""
+    """Give the heredoc of `cat <<EOF | bash` to the second command, which reads it."""
     first, second, *rest = commands
     if isinstance(first, Simple) and isinstance(second, Simple) and first.words == ((Text("cat"),),):
         return (first, replace(second, heredoc=second.heredoc or first.heredoc), *rest)

@@ -24,7 +24,7 @@ class Given:
 
     @property
     def words(self) -> str:
-        """As one would type it."""
+        """The argument as typed on a command line."""
         if self.argument.is_flag:
             return self.spelled
         values = self.value if isinstance(self.value, list | tuple) else [self.value]

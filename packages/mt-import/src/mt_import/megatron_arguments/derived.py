@@ -147,7 +147,7 @@ def _aliases(values: Values) -> None:
 
 
 def _hybrid_pattern(values: Values) -> None:
-    """Of a hybrid that says only the shares of its attention and feed-forward layers, as Megatron spreads them."""
+    """Layer pattern of a hybrid that gives only shares of attention and feed-forward layers, by Megatron's rule."""
     layers, attention, feed_forward = (
         values["num_layers"],
         values["hybrid_attention_ratio"],

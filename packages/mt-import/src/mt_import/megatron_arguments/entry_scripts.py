@@ -101,7 +101,7 @@ def entry_script(name: str) -> EntryScript:
 
 
 def entry_of_file(path: str) -> EntryScript | None:
-    """Of the script that a launcher starts; None for one that is not Megatron's."""
+    """Entry of the script that a launcher starts; None for one that is not Megatron's."""
     return next((entry for entry in ENTRY_SCRIPTS if any(_ends_with(path, script) for script in entry.scripts)), None)
 
 

@@ -19,7 +19,7 @@ from mt_import.result import ImportResult, Processes, result_of
 TARGET = "_target_"
 BRIDGE_SECTIONS = ("model", "dataset", "optimizer", "scheduler", "train", "checkpoint", "logger", "tokenizer", "ddp")
 SUFFIX = "_config"
-"""Of sections in older files."""
+"""Ending of the names of sections in older files."""
 NAMES: Mapping[str, str] = {
     "num_moe_experts": "num_experts",
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",

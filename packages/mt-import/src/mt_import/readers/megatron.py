@@ -196,7 +196,7 @@ def _by_option(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 # The arguments that Megatron's checkpoints hold.
 
 KEY = "megatron"
-"""Of a reader's metadata: what Megatron's files say, unchanged."""
+"""Key of a reader's metadata with the unchanged content of Megatron's files."""
 FAMILIES: Mapping[str, str] = {"bert": "bert", "t5": "t5", "hybrid": "hybrid", "mamba": "hybrid"}
 """Family of the checkpoint's model -> the script that trains it, where it is not pretrain_gpt.py."""
 FOLLOWS: Mapping[str, tuple[str, ...]] = {

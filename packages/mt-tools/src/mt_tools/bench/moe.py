@@ -53,7 +53,7 @@ class MoeShape:
 
 
 SHAPES = (MoeShape(4096, 4096, 14336, 8, 2), MoeShape(32768, 2048, 768, 128, 8))
-"""Of Mixtral 8x7B and Qwen3-30B-A3B."""
+"""Shapes of Mixtral 8x7B and Qwen3-30B-A3B."""
 SMALL = (MoeShape(64, 64, 128, 8, 2), MoeShape(128, 64, 32, 16, 8))
 
 

@@ -203,8 +203,8 @@ def measure_training(
 
 
 def peak_bytes(config: Config) -> int:
-    """Of the steps since the statistics were reset. A replayed graph allocates nothing: its memory is what torch holds
-    for it."""
+    """Peak memory of the steps since the statistics were reset. A replayed graph allocates nothing: its memory is what
+    torch reserves for it."""
     in_graphs = config.train.cuda_graphs != "none"
     return torch.cuda.max_memory_reserved() if in_graphs else torch.cuda.max_memory_allocated()
 

@@ -52,7 +52,7 @@ class LiveMemory(UncompiledDispatchMode):
         return out
 
     def bytes_without(self, others: Collection[StorageWeakRef]) -> int:
-        """Of the living storages that are not among others."""
+        """Bytes of the living storages that are not among `others`."""
         alive = (reference() for reference in self._alive.values())
         return sum(each.nbytes() for each in alive if each is not None and StorageWeakRef(each) not in others)
 
@@ -76,7 +76,7 @@ class LiveMemory(UncompiledDispatchMode):
 
 
 def bytes_of(tensors: Collection[Tensor]) -> float:
-    """Of their elements."""
+    """Bytes of the elements of all tensors."""
     return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
 
 
@@ -114,7 +114,10 @@ class TemporaryMemory:
 
 
 def temporary_of_sequence(pieces: Sequence[tuple[float, TemporaryMemory]]) -> TemporaryMemory:
-    """Of pieces that run one after another, forward and then backward. pieces: (bytes that it keeps, its own)."""
+    """Temporary memory of pieces that run in sequence, forward and then backward.
+
+    pieces: (bytes that the piece keeps, its temporary memory).
+    """
     kept, all_kept = 0.0, sum(size for size, _ in pieces)
     behind = total = sum(temporary.gradients for _, temporary in pieces)
     forward = backward = 0.0
@@ -169,7 +172,7 @@ class StageCost:
 
 
 def sum_of(pieces: Iterable[StageCost]) -> StageCost:
-    """Of pieces of a stage that run one after another."""
+    """Cost of the pieces of a stage, which run in sequence."""
     found = list(pieces)
     total = StageCost()
     for piece in found:

@@ -27,10 +27,10 @@ BITS: Mapping[str, int] = {"float32": 32, "bfloat16": 16, "float16": 16, "int8":
 TRAINED: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """dtype -> precision.dtype, of those that mt trains in."""
 ADAM_BYTES = {"float32": 4 + 4 + 8, "bfloat16": 2 + 4 + 2 + 8, "float16": 2 + 4 + 4 + 8}
-"""Of a parameter: weight, fp32 gradient, what 16-bit training keeps beside the weight (the other 16 bits of bf16, or
-an fp32 copy of fp16), two fp32 moments."""
+"""Bytes of a parameter: weight, fp32 gradient, what 16-bit training keeps beside the weight (the other 16 bits of bf16,
+or an fp32 copy of fp16), two fp32 moments."""
 LONGEST_SEQUENCE = 4096
-"""Of a Hugging Face model that can take longer ones, unless another length is requested."""
+"""Tokens of a sequence of a Hugging Face model that can take longer ones, unless another length is requested."""
 
 
 @dataclass(frozen=True)

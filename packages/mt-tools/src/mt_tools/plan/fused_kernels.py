@@ -41,7 +41,7 @@ from mt_core.parallel.context import Axis, ParallelContext
 
 
 class PlannedCasts:
-    """As mt_core.nn.kernels.triton_kernels.fp8_activations.TritonActivationCasts: without temporaries."""
+    """Stands for mt_core.nn.kernels.triton_kernels.fp8_activations.TritonActivationCasts: without temporaries."""
 
     def amaxes(self, x: Matrix) -> Tensor:
         return _tensor_of(x).new_empty((), dtype=torch.float32)
@@ -128,8 +128,8 @@ class ConfiguredKernels(Kernels):
     def pick_fused(
         self, kernel: KernelName, *features: Feature, width: int = 0, joined: KernelName | None = None
     ) -> Callable[..., Any] | None:
-        """Of rotary, which frees its input unless it normalizes heads, of weighted activations, and of FP8 casts that
-        compute an activation. The sum of a norm is planned apart: the same tensors are saved."""
+        """Planned forms of rotary, which frees its input unless it normalizes heads, of weighted activations, and of
+        FP8 casts that compute an activation. The sum of a norm is planned apart: the same tensors are saved."""
         found = FUSED.get(kernel)
         if (kernel, joined) == ("fp8_cast", "activation"):
             found = self.pick(kernel)
@@ -298,4 +298,4 @@ FAKES: Mapping[KernelName, Callable[..., Any]] = {
 """With the same signature as the real kernel."""
 
 FUSED: Mapping[KernelName, Callable[..., Any]] = {"rotary": rotary_of_qkv, "activation": weighted_activation}
-"""Of the form `fused`."""
+"""Kernel -> its planned form `fused`."""

@@ -207,7 +207,7 @@ def bytes_of_parameter(planner: QuickPlanner) -> tuple[float, float]:
 
 
 def weights_gib(planner: QuickPlanner, choice: Choice, world: int) -> float:
-    """Of weights, gradients and optimizer state of an average rank, without padding."""
+    """GiB of weights, gradients and optimizer state of an average rank, without padding."""
     parallel, parameters = choice["parallel"], planner.parameters
     fixed, sharded = bytes_of_parameter(planner)
     stage = world // parallel["pipeline_model_parallel_size"]

@@ -97,7 +97,7 @@ class LayoutPlan:
     """Pipeline bubble: fraction of the time of all ranks spent waiting."""
     time: StepTime
     parameters: ParameterCount
-    """Of the whole model."""
+    """Parameters of the whole model."""
 
     @cached_property
     def ramp_up(self) -> Sequence[tuple[int, int]]:
@@ -118,7 +118,7 @@ class LayoutPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one rank."""
+        """Tokens per second of one rank."""
         return self.flops_per_step / self.flops_per_token / self.seconds / self.world
 
     def utilization(self, machine: Machine) -> float:

@@ -43,7 +43,7 @@ class WeightCost:
     optimizer_state: float = 0.0
     gradient_memory: GradientMemory = "accumulated"
     late_gradients: float = 0.0
-    """Of the gradients, those that are made in the backward pass, or as fp32 copies for the update."""
+    """The part of the gradients that is allocated in the backward pass, or as fp32 copies for the update."""
     buffers: float = 0.0
     updated: float = 0.0
     """Elements that this rank's optimizer updates."""
@@ -69,8 +69,8 @@ def newton_schulz_bytes(rows: int, columns: int) -> int:
 
 
 def update_bytes(config: Config, model: nn.Module) -> float:
-    """Of the largest matrix that Muon orthogonalizes on one rank, whole whatever the layout, or those of the experts of
-    a rank together; 0 for other optimizers."""
+    """Bytes of the update of the largest matrix that Muon orthogonalizes on one rank, unsharded in every layout, or of
+    the experts of a rank together; 0 for other optimizers."""
     if not isinstance(config.optimizer, MuonConfig):
         return 0.0
     matrices = {name: layout for name, layout in parameter_layouts(model).items() if is_matrix(name, layout)}

@@ -75,7 +75,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = 
 
 
 def _shown(value: Any) -> str:
-    """As in TOML and after --set, strings without quotes."""
+    """The value as written after --set: TOML, with strings unquoted."""
     if value is MISSING:
         return "default"
     return value if isinstance(value, str) else json.dumps(value)

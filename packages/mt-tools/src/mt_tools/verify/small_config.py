@@ -232,7 +232,7 @@ def _same_by_rounds(moe: Mapping[str, Any], parallel: Mapping[str, Any]) -> bool
 
 
 def _short_length(tree: Tree) -> int:
-    """Of samples: a few tokens for each rank that shares a sequence."""
+    """Length of samples: a few tokens for each rank that shares a sequence."""
     parallel = tree["parallel"]
     unit = 2 * parallel["context_parallel_size"] * parallel["tensor_model_parallel_size"]
     # 2 cp zig-zag chunks, each of which tp ranks divide.

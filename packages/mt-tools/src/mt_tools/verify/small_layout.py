@@ -34,7 +34,7 @@ def processes(parallel: ParallelConfig) -> int:
 
 
 def copies(parallel: ParallelConfig, world: int) -> int:
-    """Of the model, on `world` processes."""
+    """Number of copies of the model on `world` processes."""
     model = parallel.tensor_model_parallel_size * parallel.context_parallel_size * parallel.pipeline_model_parallel_size
     return world // model
 

@@ -155,12 +155,12 @@ def _is_other_rounding(change: Change, host: PluginHost) -> bool:
 
 
 def _without_backend(value: Any) -> Any:
-    """Of a part of a model, such as the decoder of LLaVA, all but its attention backend."""
+    """Keys of a part of a model, such as the decoder of LLaVA, without its attention backend."""
     return {key: entry for key, entry in value.items() if key != BACKEND} if isinstance(value, dict) else value
 
 
 def require_same_data(stored: Mapping[str, str], now: Mapping[str, str], config: Config, origin: str) -> list[Change]:
-    """As `require_same_run`, for the `data_identity` of the checkpoint and of this run.
+    """Compare the `data_identity` of the checkpoint with that of this run, by the rules of `require_same_run`.
 
     Other content follows from another data key (another tokenizer key), and is accepted with it.
     """

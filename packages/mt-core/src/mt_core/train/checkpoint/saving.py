@@ -193,8 +193,8 @@ class CheckpointWriter(Protocol):
         ...
 
     def finish(self) -> list[Committed]:
-        """As `committed`, after all submitted checkpoints have been written. Raises the error of one that any rank
-        could not write. Collective."""
+        """Wait until all submitted checkpoints have been written, then return `committed`. Raises the error of one that any
+        rank could not write. Collective."""
         ...
 
     def close(self) -> list[str]:

@@ -188,7 +188,7 @@ class RunState:
         self._restore_progress(reader)
 
     def restore_without_optimizer(self, reader: CheckpointReader) -> None:
-        """As `restore`, but that the optimizer's state and the loss scale stay as they are."""
+        """Restore as `restore` does, but leave the optimizer's state and the loss scale unchanged."""
         layouts = parameter_layouts(self.model)
         self.weights.finish_gather()
         require_fit(reader, shapes_of_all_stages(layouts, self.ctx), MODEL)

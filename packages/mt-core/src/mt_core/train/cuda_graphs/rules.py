@@ -53,7 +53,7 @@ def reason_against(model: nn.Module, config: Config, ctx: ParallelContext) -> st
 
 
 def reason_against_step(config: Config, optimizer: Optimizer) -> str | None:
-    """As `reason_against`, for what graphs of layers support, and graphs of whole steps do not."""
+    """Reason against graphs of whole steps where graphs of layers are supported; None if there is no reason."""
     parallel = config.parallel
     if (size := parallel.pipeline_model_parallel_size) > 1:
         return (

@@ -18,8 +18,8 @@ LARGEST_EXPONENT = 20.0
 
 
 def megatron_step_line(metrics: Metrics, last_iteration: int) -> str:
-    """As Megatron-LM 0.19 prints it: fields between ` | `, in its order and with its widths, each optional one only
-    where its value is known."""
+    """Line of a step as Megatron-LM 0.19 prints it: fields between ` | `, in its order and with its widths, each
+    optional one only where its value is known."""
     fields = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {metrics['iteration']:8d}/{last_iteration:8d}",
         f"consumed samples: {metrics['consumed_samples']:12d}",
@@ -117,5 +117,5 @@ def evaluation_line(metrics: Metrics) -> str:
 
 
 def worded(name: str) -> str:
-    """Of a value of an evaluation: `matched_accuracy` as "matched accuracy"."""
+    """Name of a value of an evaluation in words: `matched_accuracy` as "matched accuracy"."""
     return name.replace("_", " ")

@@ -146,7 +146,7 @@ class StepMetrics:
         }
 
     def _speed(self, tokens: float, samples: int, seconds: float) -> MetricValues:
-        """Of samples where a loss is of a whole sample: what its mask counts are no tokens."""
+        """Throughput in tokens, or in samples where the loss is per sample and its mask does not count tokens."""
         if self._counts_tokens:
             return {"tokens_per_second": tokens / seconds}
         return {"samples_per_second": samples / seconds}

@@ -53,7 +53,7 @@ class ForwardBackward(Protocol):
         ...
 
     def forward(self, batches: Sequence[Batch], share: LossShare) -> Tensor:
-        """As `forward_backward`, without gradients."""
+        """Loss of `forward_backward`, without gradients."""
         ...
 
 

@@ -44,13 +44,13 @@ OF_LOG_ONLY = {*OF_LOG, "skipped_since_log"}
 
 
 def step_values(metrics: Metrics) -> dict[str, float]:
-    """Of on_step_end: what a step has, and what layers added to its loss."""
+    """Values to track of `on_step_end`: what a step has, and what layers added to its loss."""
     left_out = {*AXES, *OF_LOG_ONLY}
     return {OF_STEP.get(key, key): float(value) for key, value in metrics.items() if key not in left_out}
 
 
 def log_values(metrics: Metrics) -> dict[str, float]:
-    """Of on_log: speed, memory, and what layers report."""
+    """Values to track of `on_log`: speed, memory, and what layers report."""
     left_out = {*AXES, *OF_STEP, "skipped_since_log"}
     return {OF_LOG.get(key, key): float(value) for key, value in metrics.items() if key not in left_out}
 
@@ -89,7 +89,7 @@ class TrackedRun:
 
     @property
     def name(self) -> str | None:
-        """Of the run directory."""
+        """Name of the run directory."""
         return self.folder.absolute().name if self.folder is not None else None
 
 

@@ -66,7 +66,7 @@ class ImageTextKeys(ImageDataConfig):
 
     @property
     def most_cells(self) -> int:
-        """Of an image in dynamic resolution that fits into a sample."""
+        """Largest number of cells of an image in dynamic resolution that fits into a sample."""
         return min(self.max_pixels // (self.img_h * self.img_w), self.seq_length)
 
     @property

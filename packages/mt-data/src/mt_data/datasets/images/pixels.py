@@ -86,7 +86,7 @@ QUARTER_TURNS = (5, 6, 7, 8)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Those of Pillow that are read. It decodes some others with programs of their own, such as EPS with Ghostscript."""
 MAX_PROPORTION = 200
-"""Of the longer side of an image to the shorter one."""
+"""Largest ratio of the longer side of an image to the shorter one."""
 
 
 def read_image(file: ImageFile) -> NDArray[np.uint8]:
@@ -144,7 +144,7 @@ def _upright(image: Image, name: str) -> NDArray[np.uint8]:
 
 
 def _eight_bits(image: Image, name: str) -> Image:
-    """Of whole numbers of 16 or 32 bits the range of their type as 0 to 255; Pillow would clip them at 255.
+    """Map integers of 16 or 32 bits from the range of their type to 0 to 255; Pillow would clip them at 255.
 
     Raises DataError for floating-point values, whose range nothing states, and for negative ones.
     """
@@ -305,7 +305,7 @@ class Taps:
 
     @classmethod
     def of(cls, old: int, new: int, within: range, resample: Resample) -> Taps:
-        """Of the new pixels `within`, when `old` pixels become `new`."""
+        """Taps of the new pixels `within`, when `old` pixels become `new`."""
         radius, kernel = FILTERS[resample]
         scale = old / new
         stretch = max(scale, 1.0)

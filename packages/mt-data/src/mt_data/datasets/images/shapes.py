@@ -136,7 +136,7 @@ class CaptionedShapesDataset:
 
 
 def sizes_in_cells(config: CaptionedShapesDataConfig) -> list[Grid]:
-    """Of pictures in dynamic resolution. Raises ConfigError where none is allowed."""
+    """Sizes of pictures in dynamic resolution, in cells. Raises ConfigError where none is allowed."""
     sizes = [
         grid
         for grid in grids(config.most_cells)

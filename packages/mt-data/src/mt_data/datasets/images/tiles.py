@@ -40,12 +40,12 @@ class Tiling:
 
     @property
     def max_views(self) -> int:
-        """Of one image."""
+        """Most views of one image."""
         return self.num_views(Grid(1, self.max_num_tiles))
 
     @property
     def min_views(self) -> int:
-        """Of one image."""
+        """Fewest views of one image."""
         return 1
 
     def grid(self, height: int, width: int) -> Grid:
@@ -173,8 +173,8 @@ class DynamicResolution(Tiling):
 
     @property
     def min_views(self) -> int:
-        """Of one image. Where an image is made smaller, both sides are rounded down to whole cells, which leaves more
-        than a quarter of max_pixels, but can be fewer than min_pixels."""
+        """Fewest views of one image. Where an image is made smaller, both sides are rounded down to whole cells, which
+        leaves more than a quarter of max_pixels, but can be fewer than min_pixels."""
         cell = self.img_h * self.img_w
         return max(min(-(-self.min_pixels // cell), self.max_pixels // (4 * cell) + 1), 1)
 

@@ -21,7 +21,7 @@ from mt_data.records import BlockedFile, Record, read_record
 MANIFEST = "manifest.json"
 CHUNKS, NEIGHBORS = "chunks.npy", "neighbors.npy"
 FINGERPRINT_DIGITS = 8
-"""Of a text, in the name of the folder of its neighbours."""
+"""Hexadecimal digits of a text's fingerprint in the name of the folder of its neighbours."""
 
 
 class Text(Record):

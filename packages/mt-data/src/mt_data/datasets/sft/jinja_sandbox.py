@@ -143,7 +143,7 @@ CHARACTERS = 64 << 20
 MEMBER = 16
 """Characters that a member of what is joined counts for."""
 LARGEST_NUMBER = 1 << 20
-"""As a width, a count or a repetition."""
+"""Largest width, count or repetition."""
 LONGEST_SOURCE = 4 << 20
 _GROWING = frozenset(["join", "replace", "indent", "format", "center", "wordwrap", "batch", "slice", "round", "tojson"])
 """Filters whose result may be longer than what they are given."""
