@@ -193,8 +193,10 @@ class CheckpointWriter(Protocol):
         ...
 
     def finish(self) -> list[Committed]:
-        """Wait until all submitted checkpoints have been written, then return `committed`. Raises the error of one that any
-        rank could not write. Collective."""
+        """Wait until all submitted checkpoints have been written, then return `committed`. Collective.
+
+        Raises the error of a checkpoint that any rank could not write.
+        """
         ...
 
     def close(self) -> list[str]:
