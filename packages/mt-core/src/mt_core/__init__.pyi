@@ -48,6 +48,7 @@ from .specs import FeedForwardSpec as FeedForwardSpec
 from .specs import LossSpec as LossSpec
 from .specs import LRScheduleSpec as LRScheduleSpec
 from .specs import ModelSpec as ModelSpec
+from .specs import ModelTransformSpec as ModelTransformSpec
 from .specs import MoeDispatcherSpec as MoeDispatcherSpec
 from .specs import OptimizerSpec as OptimizerSpec
 from .specs import PipelineScheduleSpec as PipelineScheduleSpec

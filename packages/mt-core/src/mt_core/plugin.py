@@ -14,6 +14,7 @@ from mt_core.specs import (
     LossSpec,
     LRScheduleSpec,
     ModelSpec,
+    ModelTransformSpec,
     OptimizerSpec,
     PipelineScheduleSpec,
 )
@@ -225,6 +226,18 @@ def mt_register_losses() -> list[LossSpec]:
 def _tracker(name: str, doc: str) -> CallbackSpec:
     module = "mt_core.train.trackers.services"
     return CallbackSpec(name=name, doc=doc, build=Lazy(f"{module}:build_{name}"))
+
+
+@hookimpl
+def mt_register_model_transforms() -> list[ModelTransformSpec]:
+    return [
+        ModelTransformSpec(
+            name="freeze",
+            doc="Leaves the parameters of train.frozen_parameters out of training",
+            applies=Lazy("mt_core.nn.freezing:freezes_parameters"),
+            transform=Lazy("mt_core.nn.freezing:freeze_parameters"),
+        )
+    ]
 
 
 @hookimpl

@@ -188,6 +188,8 @@ class TrainConfig(Section):
     """A metric of evaluations: a loss is better lower, any other one higher. Default: valid_loss."""
     early_stop_min_delta: NonNegativeFloat = 0.0
     """Smaller improvements count as none."""
+    frozen_parameters: list[str] = Field(default_factory=list)
+    """Canonical names of parameters that are not trained (mt ckpt inspect lists them), with * for any characters."""
     sample_prompt: str | None = "def "
     """A text is generated from this prompt at the end; null or an empty text generates none."""
     sample_tokens: PositiveInt = 200

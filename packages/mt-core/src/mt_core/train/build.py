@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,7 +48,7 @@ from mt_core.parallel.context import AxisSizes, ParallelContext, axis_members, b
 from mt_core.parallel.pipeline.schedules import configured_schedule, splits_backward
 from mt_core.parallel.pipeline.stage import Stage
 from mt_core.plugins import PluginHost
-from mt_core.specs import DATASETS, LR_SCHEDULES, MODELS, OPTIMIZERS, TOKENIZERS
+from mt_core.specs import DATASETS, LR_SCHEDULES, MODEL_TRANSFORMS, MODELS, OPTIMIZERS, TOKENIZERS
 from mt_core.train.auto_choices import REMAINDERS
 from mt_core.train.checkpoint.state import merged_over_stages
 from mt_core.train.memory import build_within_memory
@@ -190,8 +190,17 @@ def build_model(
     provider = provider or host[MODELS].get(config.model.family, key="model.family").build.load()
     environment = ModelBuildContext(config, ctx, host, stages, kernels)
     model = provider(config.model, environment)
+    model = transform_model(model, environment)
     use_kernels(model.modules(), environment.kernels)
     use_fp8(model, config, ctx, environment.kernels)
+    return model
+
+
+def transform_model(model: nn.Module, context: ModelBuildContext) -> nn.Module:
+    """The model after the registered transforms that its configuration turns on."""
+    for spec in sorted(context.host[MODEL_TRANSFORMS], key=lambda spec: spec.name):
+        if spec.applies.load()(context.config):
+            model = spec.transform.load()(model, context.config, context)
     return model
 
 
@@ -321,20 +330,21 @@ def build_optimizer(config: Config, environment: OptimizerBuildContext, host: Pl
         decoupled=options.decoupled_lr is not None,
         undecayed=options.no_weight_decay,
     )
-    _require_used_patterns(options.no_weight_decay, environment)
+    require_used_patterns("optimizer.no_weight_decay", options.no_weight_decay, environment.shapes, environment.ctx)
     spec = host[OPTIMIZERS].get(options.optimizer, key="optimizer.optimizer")
     return spec.build.load()(options, groups, environment)
 
 
-def _require_used_patterns(patterns: Sequence[str] | None, environment: OptimizerBuildContext) -> None:
-    """Raises ConfigError for a pattern of no_weight_decay that no parameter has, on any pipeline stage. Collective."""
+def require_used_patterns(key: str, patterns: Sequence[str] | None, names: Iterable[str], ctx: ParallelContext) -> None:
+    """Raises ConfigError for a pattern that no parameter has, on any pipeline stage. names: those of this rank's
+    parameters. Collective."""
     if not patterns:
         return
-    own = {pattern: True for pattern in patterns if any(matches(name, [pattern]) for name in environment.shapes)}
-    used = merged_over_stages(own, environment.ctx)
+    own = dict.fromkeys(pattern for name in names for pattern in patterns if matches(name, [pattern]))
+    used = merged_over_stages(own, ctx)
     if unused := [pattern for pattern in patterns if pattern not in used]:
         raise ConfigError(
-            f"optimizer.no_weight_decay: no parameter has the name {', '.join(unused)}; the names are those of "
+            f"{key}: no parameter has the name {', '.join(unused)}; the names are those of "
             "mt ckpt inspect, with * for any characters"
         )
 

@@ -32,6 +32,7 @@ from mt_core.data.loss_weights import LossCounts, LossNormalization
 from mt_core.data.training_length import BatchSizeSchedule, build_batch_size, total_train_samples
 from mt_core.errors import ConfigError
 from mt_core.interfaces import Dataset, Tokenizer
+from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.kernels.choice import Kernels, configured_kernels
 from mt_core.nn.layout import ParameterLayout, parameter_layouts, stream_seed
@@ -46,6 +47,7 @@ from mt_core.optim.schedules import LRSchedule
 from mt_core.parallel.collectives import all_gather
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.first_rank import on_first_rank
+from mt_core.parallel.reductions import any_over
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train import build
 from mt_core.train.auto_choices import updates_in_one_kernel, with_resolved_main_weights
@@ -181,10 +183,15 @@ class Engine:
             adopt_plain_module(model, ctx)
         if model is None:
             model = build.build_initialized_model(config, ctx, host, own_stages, kernels, model_provider)
+        else:
+            model = build.transform_model(model, ModelBuildContext(config, ctx, host, own_stages, kernels))
         # Before graphs are built, which wrap the forward of the layers as they find it.
         build.compile_blocks(model, config)
         # Read before build_weights(), which under FSDP2 replaces the parameters by DTensors.
         layouts = parameter_layouts(model)
+        build.require_used_patterns("train.frozen_parameters", config.train.frozen_parameters, layouts, ctx)
+        if not any_over(any(layout.trained for layout in layouts.values()), axis=ctx.world, device=device):
+            raise ConfigError("train.frozen_parameters leaves nothing to train; name fewer parameters")
         malloc = keep_freed_memory(config, model, ctx, host)
         copies = find_tied_weights([name for name, _ in model.named_parameters()], ctx)
         main_weights = build.build_weights(config, model, ctx, copies, host)
