@@ -1,5 +1,5 @@
-"""States in the files of Accelerate: weights as safetensors, those of other objects by torch, read without running
-pickled code."""
+"""States and their folders in the layout of Accelerate: weights as safetensors, other objects by torch, read without
+running pickled code."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
 
 
-# Objects that `Accelerator.register_for_checkpointing` was given.
+# -- objects registered by `register_for_checkpointing` ----------------------------------------------
 
 
 def file_of(folder: str | Path, number: int) -> Path:
@@ -116,7 +116,7 @@ def load_states(objects: Sequence[Any], folder: str | Path) -> None:
         one.load_state_dict(read(file_of(folder, number)))
 
 
-# Folders that `save_state` and `load_state` name themselves.
+# -- folders that `save_state` and `load_state` name -------------------------------------------------
 
 
 def next_folder(project: ProjectConfiguration) -> Path:

@@ -1,4 +1,4 @@
-"""Options that programs give `Accelerator` as objects: of loaders, accumulation, autocast, DDP, profiles."""
+"""Options that programs give `Accelerator` as objects: loaders, accumulation, autocast, DDP, profiles, folders."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Handlers:
         return cls(**found)
 
 
-# `ProjectConfiguration`: the folders of a program's run.
+# -- folders of a run: `ProjectConfiguration` --------------------------------------------------------
 
 
 @dataclass(frozen=True)

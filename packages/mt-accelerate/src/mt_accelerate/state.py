@@ -1,4 +1,4 @@
-"""`AcceleratorState` and `PartialState`: the processes of a run, and what the program gave for all of them."""
+"""`AcceleratorState`, `PartialState` and `GradientState`: processes of a run, shared objects, accumulation."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _padded(part: Any, length: int) -> Any:
     return kind([*part, *[part[-1]] * missing])
 
 
-# `GradientState`: whether the next step of the optimizer is due, and which loader the program is reading.
+# -- `GradientState` ---------------------------------------------------------------------------------
 
 
 class GradientState:
@@ -241,7 +241,7 @@ class GradientState:
 _CURRENT_GRADIENTS: ContextVar[GradientState | None] = ContextVar("mt_accelerate.state", default=None)
 
 
-# The kinds of distribution that programs compare `accelerator.distributed_type` with.
+# -- kinds of distribution, with which programs compare `accelerator.distributed_type` ---------------
 
 
 class DistributedType(StrEnum):

@@ -1,4 +1,4 @@
-"""Trackers of a program's metrics, as `accelerate.tracking` has them, on the trackers of mt."""
+"""Trackers of a program's metrics, as in `accelerate.tracking`, on the trackers of mt; event files of the engine."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             )
 
 
-# Event files of what the engine computes: `MegatronLMPlugin(tensorboard_dir=...)`.
+# -- event files of the engine's metrics: `MegatronLMPlugin(tensorboard_dir=...)` --------------------
 
 
 class TrainingRecord:

@@ -119,7 +119,7 @@ def iterations_beside(path: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := ITERATION.fullmatch(name)))
 
 
-# Whether a checkpoint of any format is whole, as far as its format can tell.
+# -- completeness, as far as the format can tell -----------------------------------------------------
 
 WITH_CHECKSUMS = {".bin", ".pt", ".pth"}
 """Archives of torch.save, whose members have a CRC-32 that is compared on reading."""
@@ -173,7 +173,7 @@ def has_checksums(opened: Opened) -> bool:
     return bool(weights) and weights <= WITH_CHECKSUMS
 
 
-# A hash by which results name the checkpoint that produced them.
+# -- fingerprint -------------------------------------------------------------------------------------
 
 
 def checkpoint_fingerprint(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What can be said about each configuration key: type, default, conditions, help."""
+"""Description of each configuration key: type, default, conditions, help, names in other software."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _bounds(schema: Mapping[str, Any]) -> str:
     return f" {' and '.join(given)}" if given else ""
 
 
-# What keys of the configuration are called in other software, as plugins register it.
+# -- names of keys in other software, as plugins register them ---------------------------------------
 
 
 def names_of(key: str, host: PluginHost) -> dict[str, Sequence[str]]:

@@ -1,4 +1,4 @@
-"""Facts about this machine and its torch, each as a word and a value."""
+"""Facts about this machine: torch, devices, optional packages, versions of the distributions of mt."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _backends(torch: ModuleType) -> list[str]:
     return [name for name in names if getattr(torch.distributed, f"is_{name}_available", bool)()]
 
 
-# Packages that mt can do without: whether they are there, whether they work, and what they are for.
+# -- optional packages -------------------------------------------------------------------------------
 
 IMPORT_TIMEOUT = 120
 """Seconds. A GPU package may compile or load hundreds of megabytes when it is imported."""
@@ -231,7 +231,7 @@ def distribution_version(module: str) -> str | None:
         return None
 
 
-# Versions of the installed distributions of mt and of its plugins.
+# -- versions of mt and its plugins ------------------------------------------------------------------
 
 
 def distribution_versions(host: PluginHost) -> dict[str, str]:

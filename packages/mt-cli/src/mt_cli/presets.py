@@ -1,4 +1,4 @@
-"""Exact parameter counts of presets, from models whose tensors hold no memory."""
+"""Parameter counts of presets, from models whose tensors hold no memory, and the command that trains one."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def part_of(name: str) -> str:
     return ".".join(names[:depth])
 
 
-# How to train a preset: the command, and the keys that it lacks.
+# -- training a preset: the command, and the keys that it lacks --------------------------------------
 
 STEPS = "train.train_iters=1000"
 CARRIED = ("builtin", "mock")

@@ -1,4 +1,4 @@
-"""Finds the checkpoints of a run, and opens a checkpoint of any registered format. Imports no torch."""
+"""Finds the checkpoints of a run and those that it starts from, and opens any registered format. Imports no torch."""
 
 from __future__ import annotations
 
@@ -158,8 +158,7 @@ def open_checkpoint(path: Path, host: PluginHost, config: Path | None = None) ->
     raise CheckpointError(f"{path} is no complete checkpoint of a known format; loaders are {names}")
 
 
-# The checkpoint that a run starts from: one (`checkpoint.load`), or one for each part of the model
-# (`checkpoint.load_parts`). Imports no torch.
+# -- checkpoints that a run starts from: `checkpoint.load`, or `checkpoint.load_parts` ---------------
 
 MODEL = "model."
 

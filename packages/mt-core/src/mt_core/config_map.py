@@ -140,7 +140,7 @@ def require_known(kind: str, value: str, allowed: Iterable[str]) -> str:
     return value
 
 
-# The model that a config.json of Hugging Face describes, without weights. Imports no torch.
+# -- Hugging Face: the model that a config.json describes, without weights ---------------------------
 
 CONFIG = "config.json"
 HF_FORMAT = "hf"
@@ -187,7 +187,7 @@ def model_section(external: Mapping[str, Any], host: PluginHost) -> dict[str, An
     return dict(family.read_config(external))
 
 
-# Declaration of how a model family stands among Megatron-Core's arguments: `ModelSpec.name_maps["megatron"]`.
+# -- Megatron-Core: `ModelSpec.name_maps["megatron"]` ------------------------------------------------
 #
 # Megatron's checkpoints carry the arguments of their run, which say what the model is. Parameters need no map:
 # canonical names and layouts are Megatron-Core's.

@@ -1,4 +1,4 @@
-"""A configuration as a file, and the command that trains with it."""
+"""A configuration as a file, the command that trains with it, and the report of an import."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _processes(processes: Processes) -> list[str]:
     return words
 
 
-# The account of an import, for people and as JSON.
+# -- report, for people and as JSON ------------------------------------------------------------------
 
 TITLES: Mapping[Status, str] = {
     "translated": "translated",

@@ -1,4 +1,4 @@
-"""What an import gives: a configuration, an account of what was given, and how to launch."""
+"""Result of an import: configuration, report, launch; and whether training accepts the configuration."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _notes_on_start(values: Mapping[str, Any], checkpoint: Mapping[str, Any]) ->
         )
 
 
-# Whether an imported configuration is one that training takes.
+# -- checks of an imported configuration -------------------------------------------------------------
 
 NAME = "imported.json"
 GPU_DISPATCHER = "flex"

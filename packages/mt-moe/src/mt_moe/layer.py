@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: route, dispatch, compute, combine."""
+"""The mixture-of-experts layer: route, dispatch, compute, combine; and the shared experts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mt_core.plugins import PluginHost
 
 
-# Shared experts: a dense feed-forward that is applied to every token, in addition to the routed experts.
+# -- shared experts ----------------------------------------------------------------------------------
 
 
 class SharedExperts(LayoutModule):

@@ -1,4 +1,4 @@
-"""A heat map of one metric of every layer over the steps of a run: rows are layers, columns are steps. Plain SVG."""
+"""`mt moe`: a heat map (SVG) of one metric over a run, with a row for each layer and a column for each step."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 1
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
 
 
-# `mt moe`: plots the expert load over a run.
+# -- `mt moe` ----------------------------------------------------------------------------------------
 
 app = typer.Typer(no_args_is_help=True, help="Look at the load of experts.")
 

@@ -1,4 +1,4 @@
-"""Samples of supervised training: a question, its positive passage, and negatives."""
+"""Samples of supervised training (a question, its positive passage, negatives), from DPR's files and mined ones."""
 
 from __future__ import annotations
 
@@ -209,11 +209,10 @@ def _require_negatives(questions: Sequence[TrainingQuestion], rules: NegativeRul
             )
 
 
-# Questions with passages from DPR's JSON files.
+# -- questions with passages from DPR's JSON files ---------------------------------------------------
 #
 # A file is an array (or JSON lines) of objects with `question`, `positive_ctxs`, `negative_ctxs`, `hard_negative_ctxs`
-# and `answers`; a passage has `title` and `text`, and may have `passage_id`. Files may be compressed (.gz,
-# .zst).
+# and `answers`; a passage has `title` and `text`, and may have `passage_id`. Files may be compressed (.gz, .zst).
 
 
 NEGATIVES = ("hard_negative_ctxs", "negative_ctxs")
@@ -298,7 +297,7 @@ def _context(value: Any, where: str) -> Context:
     return Context(value["title"], value["text"], None if number is None else str(number))
 
 
-# Hard negatives that are mined while training runs: files in DPR's format, each from a sample on.
+# -- hard negatives mined during training: files in DPR's format, each from a sample on --------------
 #
 # `mined-000000012800.json` has the negatives of sample 12800 and those after it, until another file begins. Which file
 # a sample takes does not depend on when it is read, so that a resumed run repeats its samples exactly.

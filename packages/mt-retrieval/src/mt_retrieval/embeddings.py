@@ -1,4 +1,4 @@
-"""`manifest.json` of a folder of embeddings: what they are of, and the hash of each file."""
+"""A folder of embeddings: its `manifest.json` with the origin and the hash of each file, and reading it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Manifest(Record):
         return len(self.shards) == self.job.num_shards
 
 
-# Reads a folder of embeddings; each file is compared with its hash before it is used.
+# -- reading; each file is compared with its hash before it is used ----------------------------------
 
 CURE = "run the same mt retrieve embed again, which replaces it"
 

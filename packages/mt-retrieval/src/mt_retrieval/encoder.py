@@ -121,7 +121,7 @@ class Encoder:
         return means
 
 
-# What identifies an encoder, and what a result records of its origin.
+# -- identity of an encoder, and what results record of its origin -----------------------------------
 
 DISTRIBUTIONS = ("mt-core", "mt-data", "mt-infer", "mt-models", "mt-retrieval", "torch", "numpy", "faiss-cpu")
 WEIGHTS = "model."

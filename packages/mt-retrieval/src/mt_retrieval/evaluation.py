@@ -144,7 +144,7 @@ def _file(path: Path) -> dict[str, str]:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
-# Whether a passage has the answer of a question, as DPR's evaluation defines it (Karpukhin et al., 2020).
+# -- answers in passages, as in DPR's evaluation (Karpukhin et al., 2020) ----------------------------
 #
 # Both sides are in Unicode's normal form D, so that accents count. By string: the answer's tokens, in lower case, are a
 # contiguous part of the passage's. By regex: the answer is a pattern, found in the passage whatever its case. Titles

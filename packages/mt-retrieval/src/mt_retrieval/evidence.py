@@ -1,4 +1,4 @@
-"""What is embedded and searched: numbered passages."""
+"""Passages to embed and search, numbered: from files or indexed data sets; and their sequences for the towers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Evidence(Protocol):
         ...
 
 
-# Passages from a tab-separated file with the columns id, text and title: DPR's psgs_w100.tsv.
+# -- passages from a tab-separated file: DPR's psgs_w100.tsv -----------------------------------------
 #
 # The first line names the columns. Fields may be in double quotes, as Python's csv module writes them. Only the offsets
 # of the rows are kept in memory (8 bytes each).
@@ -151,7 +151,7 @@ def _records(lines: Iterator[bytes]) -> Iterator[list[str]]:
     return csv.reader((line.decode("utf-8") for line in lines), delimiter="\t")
 
 
-# Passages that are the blocks of the inverse cloze task: those of an indexed data set of sentences, with titles.
+# -- blocks of the inverse cloze task: passages from an indexed data set of sentences, with titles ---
 
 SEED = 1234
 """Orders the index of blocks; ids are sorted here, so that it has no effect."""
@@ -206,7 +206,7 @@ class BlockEvidence:
         return self._blocks.titles[document].tolist(), text.tolist()
 
 
-# Opens evidence by its path.
+# -- opening by path ---------------------------------------------------------------------------------
 
 
 def open_evidence(path: str, tokenizer: Tokenizer, seq_length: int, trained_on: DataConfig) -> Evidence:
@@ -224,7 +224,7 @@ def open_evidence(path: str, tokenizer: Tokenizer, seq_length: int, trained_on: 
     )
 
 
-# The sequences that the towers take: CLS question SEP, and CLS title SEP text SEP.
+# -- sequences of the towers: CLS question SEP, and CLS title SEP text SEP ---------------------------
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Index(Protocol):
         ...
 
 
-# Exact search with NumPy: every inner product is computed.
+# -- exact search with NumPy -------------------------------------------------------------------------
 
 BLOCK_ROWS = 16384
 """Passages whose scores are in memory at a time."""
@@ -134,7 +134,7 @@ def _merged(a: SearchResult, b: SearchResult, k: int) -> SearchResult:
     return SearchResult(np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1))
 
 
-# Indices of faiss over embeddings, and their folder: `index.faiss` with `index.json`.
+# -- faiss: `index.faiss` with `index.json` ----------------------------------------------------------
 
 INDEX_FILE, INDEX_RECORD = "index.faiss", "index.json"
 IndexType = Literal["flat", "ivf", "pq", "hnsw"]
@@ -285,7 +285,7 @@ def set_parameters(index: Any, parameters: str, kind: str) -> None:
         ) from error
 
 
-# Opens an index by its path.
+# -- opening by path ---------------------------------------------------------------------------------
 
 
 def open_index(path: Path, search_parameters: str | None = None) -> Index:

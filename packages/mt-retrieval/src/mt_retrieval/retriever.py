@@ -151,7 +151,7 @@ def require_same(what: str, origin: Origin, found: str, path: str) -> None:
         )
 
 
-# An index of embedded passages as a retriever of other distributions (`--retriever index` of `mt eval qa`).
+# -- retriever for other distributions (`--retriever index` of `mt eval qa`) -------------------------
 
 OPTIONS = ("path", "checkpoint", "evidence", "search_parameters")
 

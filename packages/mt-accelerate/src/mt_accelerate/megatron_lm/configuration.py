@@ -1,4 +1,4 @@
-"""The configuration of mt that a program's objects stand for."""
+"""The configuration of mt from a program's objects, and from Megatron's arguments in the plugin."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def dataset_section(arguments: Mapping[str, Any], family: str) -> dict[str, Any]
     return {"dataset_type": DATASET_NAMES.get(family, "gpt"), **keys}
 
 
-# `MegatronLMPlugin(other_megatron_args=...)`: Megatron's arguments as keys, by the table of `mt import`.
+# -- `MegatronLMPlugin(other_megatron_args=...)`, by the table of `mt import` ------------------------
 
 EXPLICIT: Mapping[str, str] = {"exp_avg_dtype": "optimizer.exp_avg_dtype"}
 """Arguments that other fields of the plugin make a key of."""

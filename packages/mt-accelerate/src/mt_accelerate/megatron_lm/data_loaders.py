@@ -188,7 +188,7 @@ def micro_batch_size(loaders: Sequence[DataLoader[Any]], smallest: bool) -> int:
     return (min if smallest else max)(sizes)
 
 
-# Batches of mt's data sets, for a program that gives MegatronLMDummyDataLoader.
+# -- data sets of mt, for a program that gives MegatronLMDummyDataLoader -----------------------------
 
 SPLITS = ("training", "validation", "test")
 

@@ -94,7 +94,7 @@ class MegatronLMOptimizerWrapper(Optimizer):
         """Does nothing."""
 
 
-# Which parameters of mt the groups of a program's optimizer decay.
+# -- weight decay: which parameters of mt the groups of a program's optimizer decay ------------------
 
 Groups = Sequence[Mapping[str, Any]]
 

@@ -1,4 +1,4 @@
-"""What an Accelerator does with the plugin: one model of mt, whose call is a whole step."""
+"""An Accelerator with the plugin: one model of mt, whose call is a whole step, and the export of its weights."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class MegatronRun:
         return self.refuse("prepare_model")
 
 
-# `Accelerator.save_model`: the weights of a prepared model in Hugging Face's format.
+# -- `Accelerator.save_model`: weights in Hugging Face's format --------------------------------------
 
 
 def export(engine: Engine, folder: Path, max_shard_size: str, host: PluginHost) -> None:

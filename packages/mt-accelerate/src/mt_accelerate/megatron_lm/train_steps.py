@@ -221,7 +221,7 @@ def mean_classification_loss(labels: Tensor, logits: Tensor) -> tuple[Tensor, di
     return loss, {"loss": report["lm loss"]}
 
 
-# The train step in use: the program's own, or that of the model's family where the program replaces a part of it.
+# -- choice of the train step ------------------------------------------------------------------------
 
 STEPS = {"bert": BertTrainStep, "t5": T5TrainStep}
 """Model family -> its train step; others have that of classifiers, or of GPT."""

@@ -1,4 +1,4 @@
-"""A program's optimizer: its step counts when the gradients of all accumulated batches are there."""
+"""A program's optimizer, which steps once the gradients of all accumulated batches are there, and its scheduler."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PreparedOptimizer(Optimizer):
         return result
 
 
-# A program's scheduler: it moves with the optimizer's steps.
+# -- scheduler ---------------------------------------------------------------------------------------
 
 
 class PreparedScheduler:

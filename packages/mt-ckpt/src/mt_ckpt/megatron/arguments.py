@@ -36,7 +36,7 @@ class Arguments(MegatronArguments):
         return int(self.get("expert_tensor_parallel_size", self.tensor_parallel))
 
 
-# How every argument of Megatron is handled: it is read, has to have one value, or is ignored for a reason.
+# -- how every argument is handled: read, required to have one value, or ignored for a reason --------
 #
 # The reasons are for arguments that change neither what the stored tensors are nor what the model computes with them.
 # An argument that is in none of the tables is of a newer version; it is kept, and named in the metadata.

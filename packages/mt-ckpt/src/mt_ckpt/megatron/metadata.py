@@ -64,7 +64,7 @@ def true_vocab_size(args: Arguments, padded: int, given: int | None) -> int:
     return min(int(said) + counts_end, padded)  # that tokenizer used to add its end of document to what it was given
 
 
-# The schedules of an optimizer's groups, as Megatron's OptimizerParamScheduler has them. Times are in samples.
+# -- schedules of optimizer groups, as in Megatron's OptimizerParamScheduler; times in samples -------
 
 CONSTANT = "constant"
 

@@ -136,7 +136,7 @@ def offsets_of(counts: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
     return offsets
 
 
-# Parameters that our model replicates on every tensor-parallel rank, and Megatron shards by rows.
+# -- parameters that mt replicates on tensor-parallel ranks, and Megatron shards by rows -------------
 #
 # The down projections of latent attention are sharded by Megatron's own layers and by its older ones of Transformer
 # Engine; newer ones replicate them. The input projection (eh_proj) of an MTP depth is sharded by all.

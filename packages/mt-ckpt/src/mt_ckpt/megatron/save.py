@@ -291,7 +291,7 @@ def core_model(weights: Mapping[str, Any], entries: Sequence[RankEntry], made: P
     return OrderedItems({**items, **dict.fromkeys(extra_states(entries, heads))})
 
 
-# The names that a strict load of Megatron-Core wants in the files of ranks, compared with those that are there.
+# -- names that a strict load requires in the files of ranks -----------------------------------------
 #
 # Our own reader takes the names of every version and of both kinds of layers; a strict load takes those of one. Which
 # these are follows from `versions.py`, the model and the options, not from the files.

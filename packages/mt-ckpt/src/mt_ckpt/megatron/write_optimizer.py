@@ -128,7 +128,7 @@ def _decays(entry: RankEntry, dims: int) -> bool:
     return dims > 1 and not entry.name.endswith(".bias")
 
 
-# Writes `distrib_optim.pt`: the optimizer's state of a rank as Megatron's distributed optimizer keeps it.
+# -- `distrib_optim.pt`, the file of the distributed optimizer ---------------------------------------
 #
 # For each model part, and apart for its experts, there is a flat buffer of each state, laid out as `flat_buffers` says.
 # The buffers of all ranks of a stage are written together, so that a tensor is read once for all of them.

@@ -1,4 +1,4 @@
-"""The index of a PyTorch distributed checkpoint (DCP), read without torch's unpickler, and written.
+"""The index and the common part of a PyTorch distributed checkpoint (DCP), read without torch's unpickler, and written.
 
 `.metadata` is a pickle of `torch.distributed.checkpoint.metadata.Metadata`: for each key a tensor's whole shape and the
 chunks in which it was saved, or that it is bytes; and for each chunk the file, offset and length of what torch.save
@@ -202,7 +202,7 @@ def _read_part(chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> Tensor:
     return part[tuple(slice(b, b + s) for b, s in zip(begin, size, strict=True))]
 
 
-# The non-tensor part of a distributed checkpoint: arguments, iteration, schedule, optimizer groups.
+# -- common part: arguments, iteration, schedule, optimizer groups -----------------------------------
 
 COMMON_FILE = "common.pt"
 """Until Megatron-Core 0.18; since 0.19 the same is an object in the index."""
@@ -259,7 +259,7 @@ def read_common(index: Index) -> Mapping[str, Any]:
     return value
 
 
-# Writes the index of a PyTorch distributed checkpoint (DCP).
+# -- writing -----------------------------------------------------------------------------------------
 
 METADATA = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"

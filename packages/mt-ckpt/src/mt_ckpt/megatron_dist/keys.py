@@ -117,7 +117,7 @@ def are_alike(parameters: Iterable[str]) -> bool:
     return all(all(members == group[0] for members in group) for group in by_stack.values())
 
 
-# Parameters of a Mamba mixer, which torch_dist keeps as the tensors that they are packed from.
+# -- packed parameters of a Mamba mixer, which torch_dist keeps apart --------------------------------
 
 PACKED: Mapping[str, tuple[str, ...]] = {
     ".mixer.in_proj.weight": ("z", "x", "B", "C", "dt"),

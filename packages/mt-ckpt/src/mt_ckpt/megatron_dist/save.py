@@ -206,7 +206,7 @@ def _from_json(entry: dict[str, Any]) -> WrittenBlob:
     )
 
 
-# The keys that a strict load of Megatron-Core wants in a distributed checkpoint, compared with those of the index.
+# -- keys that a strict load requires, compared with those of the index ------------------------------
 
 
 def require_strict_names(

@@ -96,7 +96,7 @@ def _scaling(params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# `params.json` of Meta's Llama, from the contents of a config.json.
+# -- Meta's Llama ------------------------------------------------------------------------------------
 
 SCALING = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """The scaling that Meta's code has in it, beside its factor."""

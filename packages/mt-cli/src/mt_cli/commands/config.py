@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mt_core.plugins import PluginHost
 
 
-# `mt config init`: makes a configuration by a few questions.
+# -- init --------------------------------------------------------------------------------------------
 
 Number = Annotated[int | None, typer.Option(show_default=False)]
 

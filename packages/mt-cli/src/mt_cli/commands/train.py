@@ -1,4 +1,4 @@
-"""`mt train`."""
+"""`mt train`, in one process or in those of a launcher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mt_core.train.trainer import Trainer, TrainResult
 
 
-# What `mt train` does about several processes: whose world it checks against, and what each rank is given.
+# -- several processes -------------------------------------------------------------------------------
 
 
 @contextmanager

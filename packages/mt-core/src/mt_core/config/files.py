@@ -1,4 +1,4 @@
-"""Reads a configuration file: TOML, JSON or YAML, by the ending of its name."""
+"""Reads configuration files (TOML, JSON, YAML, by the ending of the name) within limits, and writes values as TOML."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _require_text_keys(values: Any) -> None:
         _require_text_keys(entry)
 
 
-# Limits on what a configuration may hold, so that an absurd file ends in a sentence and not in endless work.
+# -- limits on a configuration, so that an absurd file ends in an error message and not in endless work ---
 
 MAX_FILE_BYTES = 16 << 20
 MAX_DEPTH = 50
@@ -210,7 +210,7 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {".json": _parse_json, ".yaml": pa
 """File ending -> parser, which raises ValueError. Files with other endings are TOML."""
 
 
-# Values of a configuration written as TOML, which the standard library only reads.
+# -- writing TOML, which the standard library only reads ---------------------------------------------
 
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 

@@ -1,4 +1,4 @@
-"""Values of one section, made into its type."""
+"""Values of one section as its type, and the refusal of values that nothing reads."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _without_replaced_preset(
     }
 
 
-# Values that somebody wrote and nothing reads.
+# -- values that nothing reads -----------------------------------------------------------------------
 
 
 def refuse_unused_values(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mt_core.plugins import Plugin, PluginHost
 
 
-# Presets: partial configurations that model families bring.
+# -- presets: partial configurations of model families -----------------------------------------------
 
 NO_PRESETS: Mapping[str, Any] = {}
 """Presets of a family whose models are given by programs."""

@@ -1,6 +1,6 @@
-"""Whole epochs over a training set (train.train_epochs), each in an order of its own.
+"""Length of training in whole epochs (train.train_epochs), and the global batch size by consumed samples.
 
-As Megatron's finetuning: an epoch is shuffled by seed + epoch, and its incomplete last batch is left out.
+As in Megatron's finetuning, each epoch is shuffled by seed + epoch, and its incomplete last batch is left out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def iterations_per_epoch(config: Config) -> int | None:
     return train.train_iters // train.train_epochs
 
 
-# The global batch size as a function of consumed samples alone.
+# -- batch size --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

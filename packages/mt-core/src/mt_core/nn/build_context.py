@@ -1,4 +1,4 @@
-"""What a model gets while it is built, beside its own configuration: the layout, the plugins, the whole config."""
+"""Context of building a model, beside its own configuration: layout, plugins, whole config, choice of backends."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _automatic_choice(backend: str, refused: Mapping[str, str]) -> str:
     return f"attention {backend} (auto{f', not {reasons}' if reasons else ''})"
 
 
-# `model.attention_backend=auto`: the first backend of an order that serves a request.
+# -- `model.attention_backend=auto` ------------------------------------------------------------------
 
 ON_CUDA = ("cudnn", "flash_attn_4", "flash_attn_3", "flash_attn_2", "sdpa", "flex", "eager")
 ELSEWHERE = ("sdpa", "eager")

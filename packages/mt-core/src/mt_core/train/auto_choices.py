@@ -1,4 +1,4 @@
-"""Resolves `optimizer.main_weights=auto`: the form of fp32 master weights with the fewest bytes, where it is exact."""
+"""Resolves `optimizer.main_weights=auto` and `train.loss=auto`: the smallest exact form, and the fastest exact loss."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sums_gradients_in_bf16(config: Config) -> bool:
     return not config.precision.accumulate_allreduce_grads_in_fp32 and model_ranks > 1
 
 
-# Resolves `train.loss=auto`: the loss of the model family, in its fastest exact implementation.
+# -- `train.loss=auto` -------------------------------------------------------------------------------
 
 LARGE_VOCABULARY = 8192
 """Token ids from which it pays not to store the logits."""

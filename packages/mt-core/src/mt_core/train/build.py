@@ -372,8 +372,10 @@ def lr_schedule(config: Config, host: PluginHost, horizon: Horizon) -> LRSchedul
     return spec.build.load()(config.lr_schedule, horizon)
 
 
-# Files that the checkpoints of a run hold: those of its tokenizer, the ones beside them in the checkpoint that it
-# starts from (generation_config.json, preprocessor_config.json), and what the data set adds (a chat template).
+# -- files of checkpoints ----------------------------------------------------------------------------
+#
+# Those of the tokenizer, the ones beside them in the checkpoint that the run starts from (generation_config.json,
+# preprocessor_config.json), and what the data set adds (a chat template).
 
 
 def kept_files(

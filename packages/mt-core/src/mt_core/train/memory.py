@@ -1,4 +1,4 @@
-"""Checks that a rank's weights, gradients and optimizer state fit into memory, before they are allocated."""
+"""Checks that weights, gradients and optimizer state fit into memory before they are allocated; malloc's thresholds."""
 
 from __future__ import annotations
 
@@ -161,9 +161,9 @@ def _left_of_cgroup() -> float | None:
     return float(limit) - float(used) if limit.isdigit() else None
 
 
-# Thresholds of glibc's malloc, so that freed tensors are used again instead of going back to the system.
+# -- thresholds of glibc's malloc, so that freed tensors are used again ------------------------------
 #
-# By default glibc maps each allocation above 32 MiB by itself and unmaps it when it is freed. The pages of the next
+# By default glibc maps each allocation above 32 MiB separately and unmaps it when it is freed. The pages of the next
 # tensor of that size are then faulted in, and filled with zeros, again: up to a quarter of a training step on a CPU.
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -1,4 +1,4 @@
-"""The pipeline stages of a run, from its configuration."""
+"""The pipeline stages of a run, from its configuration, and the timeline of a step."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def build_forward_backward(
     return Pipelining(model, stages, loss, ctx, recorder, begin_micro_batch, is_batch_invariant=invariant)
 
 
-# The timeline of one step under pipeline parallelism, in the file that logging.trace_schedule names.
+# -- timeline of one step, in the file that logging.trace_schedule names -----------------------------
 
 TRACED_STEP = 2
 """Counted from the first step of this process, which includes warm-up."""

@@ -1,4 +1,4 @@
-"""The outputs of a model for every sample of a data set, each computed once, on every rank."""
+"""Outputs of a model for every sample of a data set, on every rank, and the mean loss over a validation set."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _sum_over(column: Tensor, ctx: ParallelContext) -> Tensor:
     return summed.cpu()
 
 
-# Mean loss over the first batches of a validation set: the same ones every time.
+# -- mean loss over the first batches of a validation set, the same ones every time ------------------
 
 
 def evaluate(

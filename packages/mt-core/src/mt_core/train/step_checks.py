@@ -1,4 +1,5 @@
-"""Checks after each step: finite loss and gradient norm, the first loss after resuming, equal replicas."""
+"""Checks after each step (finite loss and gradient norm, first loss after resuming, equal replicas), and the module at
+fault."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def is_comparable(changed_keys: Iterable[str]) -> bool:
     return all(key.partition(".")[0] in SAME_LOSS_SECTIONS for key in changed_keys)
 
 
-# Checks that replicas of the weights are bitwise equal.
+# -- equal replicas ----------------------------------------------------------------------------------
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The largest prime below 2^16, as in Adler-32. The factors of positions repeat with this period.
@@ -156,7 +157,7 @@ def bit_hash(tensor: Tensor) -> Tensor:
     return (bits * places).sum()
 
 
-# Locates the first module with non-finite values, after a step has failed.
+# -- first module with non-finite values -------------------------------------------------------------
 
 
 def first_fault(model: nn.Module, ctx: ParallelContext) -> str | None:

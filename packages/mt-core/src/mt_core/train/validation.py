@@ -1,4 +1,4 @@
-"""Evaluation of named validation sets: the loss of each, and the metrics of its predictions."""
+"""Evaluation during training: the loss and metrics of named validation sets, and other measurements."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def together(parts: Sequence[Predictions]) -> Predictions:
     )
 
 
-# Measurements of the model during training, beside the loss on validation sets.
+# -- evaluators: other measurements during training --------------------------------------------------
 
 
 class Evaluator(Protocol):

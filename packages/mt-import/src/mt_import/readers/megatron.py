@@ -193,7 +193,7 @@ def _by_option(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     yield option, values
 
 
-# The arguments that Megatron's checkpoints hold.
+# -- arguments in Megatron's checkpoints -------------------------------------------------------------
 
 KEY = "megatron"
 """Key of a reader's metadata with the unchanged content of Megatron's files."""

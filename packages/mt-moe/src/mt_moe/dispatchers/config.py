@@ -39,7 +39,7 @@ def read_options(config_type: type, values: Mapping[str, Any]) -> Any:
         raise ConfigError(validation_message(OPTIONS, config_type, error, dict.fromkeys(values, OPTIONS))) from None
 
 
-# Options of the `flex` dispatcher, and whether its library is installed. Imports no torch.
+# -- `flex`, and whether its library is installed ----------------------------------------------------
 
 Backend = Literal["deepep", "hybridep"]
 DISPATCHER = "model.moe.moe_token_dispatcher_type=flex"

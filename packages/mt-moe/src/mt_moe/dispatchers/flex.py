@@ -130,7 +130,7 @@ class State:
     shared: list[int]
 
 
-# DeepEP backend of `flex`: kernels that send tokens over NVLink and RDMA.
+# -- DeepEP ------------------------------------------------------------------------------------------
 #
 # Each token is sent once to every rank that has some of its experts. The receiving rank permutes the rows into the
 # order of experts, and combine sums the partial outputs. A choice that was dropped by capacity is expert -1 and is not

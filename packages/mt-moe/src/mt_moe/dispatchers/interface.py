@@ -81,7 +81,7 @@ class OverlappingDispatcher(Dispatcher, Protocol):
     def finish_dispatch(self, sending: Any) -> Dispatched: ...
 
 
-# Bounds on the rows of a rank, which need no number from the device, and what exceeds them.
+# -- bounds on the rows of a rank, without a number from the device ----------------------------------
 
 
 def rank_capacity(tokens: int, routing: Routing, place: ExpertPlacement, factor: float | None) -> int:

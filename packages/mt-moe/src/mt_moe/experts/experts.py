@@ -75,7 +75,7 @@ def load_product(name: Name, device_type: str = "cuda") -> GroupedProduct:
     return {"loop": loop_product, "grouped": grouped_product}[name]
 
 
-# Controls what operations save for their backward passes.
+# -- what operations save for their backward passes --------------------------------------------------
 
 
 def recompute_saved(x: Tensor, compute: Callable[[], Tensor]) -> saved_tensors_hooks:

@@ -24,7 +24,7 @@ from mt_moe.kernels.availability import is_interpreted
 # needs lines that begin at multiples of 16 bytes. It cannot gather rows: those are addressed by pointers.
 
 
-# The properties of a GPU, which every launch reads.
+# -- properties of the GPU ---------------------------------------------------------------------------
 
 
 @cache  # torch resolves the device again at each call, which takes as long as a part of the launch

@@ -114,7 +114,7 @@ def draw_at_random(logits: Tensor, topk: int, seed: int) -> Tensor:
     return torch.rand(logits.shape, device=logits.device, generator=generator).topk(topk).indices
 
 
-# Balanced choice by Sinkhorn's iteration, as Megatron's `sinkhorn` router (Clark et al., S-BASE, 2022).
+# -- Sinkhorn's iteration, as in Megatron's `sinkhorn` router (Clark et al., S-BASE, 2022) -----------
 
 TOLERANCE = 1e-4
 EPSILON = 1e-8
@@ -151,7 +151,7 @@ def sinkhorn_weights(logits: Tensor, experts: Tensor) -> Tensor:
     return scores.gather(1, experts)
 
 
-# Token dropping: which of a rank's tokens are kept if experts have a capacity. Shapes: T tokens, k experts of each.
+# -- token dropping ----------------------------------------------------------------------------------
 
 
 def expert_capacity(tokens: int, topk: int, num_experts: int, factor: float) -> int:

@@ -1,4 +1,4 @@
-"""`mt retrieve embed`."""
+"""`mt retrieve`: embed, index and search passages; measure recall, mine negatives, serve."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def embed(
             )
 
 
-# `mt retrieve index`.
+# -- index -------------------------------------------------------------------------------------------
 
 
 def index(
@@ -99,7 +99,7 @@ def index(
     typer.echo(f"{output}: {described}, {record.count:,} passages, {size / 1e6:,.1f} MB")
 
 
-# `mt retrieve search`.
+# -- search ------------------------------------------------------------------------------------------
 
 
 def search(
@@ -129,7 +129,7 @@ def search(
             typer.echo(f"  {scored.score:8.3f}  [{scored.passage.id}] {scored.passage.title}: {scored.passage.text}")
 
 
-# `mt retrieve evaluate`.
+# -- evaluate ----------------------------------------------------------------------------------------
 
 
 def evaluate(
@@ -195,7 +195,7 @@ def _opened(
     )
 
 
-# `mt retrieve mine`.
+# -- mine --------------------------------------------------------------------------------------------
 
 
 def mine(
@@ -221,7 +221,7 @@ def mine(
     typer.echo(f"{output}: {count:,} hard negatives")
 
 
-# `mt retrieve serve`.
+# -- serve -------------------------------------------------------------------------------------------
 
 LOOPBACK = "127.0.0.1"
 EXTRA = ("fastapi", "uvicorn")
@@ -262,7 +262,7 @@ def serve(
     run_app(app, listening, on_ready=announce, drain_seconds=10)
 
 
-# `mt retrieve`: puts the commands of this folder together.
+# -- the app -----------------------------------------------------------------------------------------
 
 app = typer.Typer(no_args_is_help=True, help="Embed, index and search passages; measure recall.")
 

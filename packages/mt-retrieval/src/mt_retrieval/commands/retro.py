@@ -1,4 +1,4 @@
-"""`mt retro build`."""
+"""`mt retro`: chunk database, index and neighbours of a Retro project."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mt_data.datasets.retro.project import DatabaseManifest, NeighborsManifest
 
 
-# `mt retro query`.
+# -- query -------------------------------------------------------------------------------------------
 
 
 def query(
@@ -84,7 +84,7 @@ def neighbors_summary(manifest: NeighborsManifest) -> str:
     return f"neighbours of {manifest.prefix}: {manifest.job.count:,} chunks with up to {manifest.job.num_neighbors}"
 
 
-# `mt retro db db_build`.
+# -- db ----------------------------------------------------------------------------------------------
 
 
 def db_build(
@@ -169,7 +169,7 @@ def build(
             say(neighbors_summary(manifest))
 
 
-# `mt retro index`.
+# -- index -------------------------------------------------------------------------------------------
 
 
 def train(
@@ -214,7 +214,7 @@ def add(
         say(f"index {manifest.job.factory}: {ChunkEmbeddings(project).manifest.job.count:,} chunks")
 
 
-# `mt retro verify`.
+# -- verify ------------------------------------------------------------------------------------------
 
 
 def verify(
@@ -234,7 +234,7 @@ def verify(
             say(line)
 
 
-# `mt retro`: puts the commands of this folder together.
+# -- the app -----------------------------------------------------------------------------------------
 
 app = typer.Typer(no_args_is_help=True, help="Chunk database, index and neighbours of a Retro project.")
 db_app = typer.Typer(no_args_is_help=True, help="The chunk database.")

@@ -124,7 +124,7 @@ def ranges(count: int, size: int) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-# A folder belongs to one job: what its files depend on.
+# -- the job that a folder belongs to ----------------------------------------------------------------
 
 
 def require_same_job(folder: Path, stored: Record, job: Record) -> None:
@@ -143,7 +143,7 @@ def _shown(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-# The ranks of the world as writers of blocks.
+# -- ranks as writers --------------------------------------------------------------------------------
 
 
 def share_of_world() -> Share:

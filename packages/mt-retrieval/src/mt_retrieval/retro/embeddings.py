@@ -66,7 +66,7 @@ def open_embedder(
     return EncoderEmbedder(str(Path(name).absolute()), encoder, tokenizer, batch_size)
 
 
-# Vectors of runs of tokens, without a trained encoder: feature hashing (Weinberger et al., 2009).
+# -- feature hashing (Weinberger et al., 2009): vectors without a trained encoder --------------------
 
 RUNS = (1, 2, 3)
 """Tokens of the runs that are counted."""
@@ -137,7 +137,7 @@ def _normalized(counts: NDArray[np.float32]) -> NDArray[np.float32]:
     return vectors
 
 
-# Vectors of chunks by a BERT or a biencoder, as Megatron's Retro makes them.
+# -- BERT or a biencoder, as in Megatron's Retro -----------------------------------------------------
 
 LONGEST = 256
 """Tokens of the encoder that a chunk is cut to; Megatron's bert-max-chunk-length."""

@@ -1,4 +1,4 @@
-"""The report file of a benchmark: conditions and cases, complete after each case."""
+"""The report file of a benchmark, complete after each case; comparison of two reports, and plot of one."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _processor() -> str:
     return next(names, platform.machine())
 
 
-# Compares two reports: which metrics regressed by more than noise.
+# -- comparison --------------------------------------------------------------------------------------
 
 LOWER_IS_BETTER = frozenset(
     {"ms", "microseconds", "peak_mb", "peak_gb", "idle_share", "seconds", "step_ms", "time_ratio", "operators"}
@@ -162,7 +162,7 @@ def missing(before: Report, after: Report) -> list[str]:
     return [case["name"] for case in before.cases if case["name"] not in there]
 
 
-# Plots a report: for each measurement that has a floor, a bar with the fraction of the floor that it reaches.
+# -- plot --------------------------------------------------------------------------------------------
 
 ROW, LABEL, WIDTH, MARGIN = 18, 470, 400, 30
 OF_FLOOR = {"percent_of_floor": 1.0, "of_gemm_peak": 100.0, "mfu": 100.0}

@@ -37,7 +37,7 @@ from mt_core.nn.kernels.vocab_parallel import RowKernels, cross_entropy_by
 from mt_core.nn.linear import LinearModule
 from mt_core.parallel.context import Axis, ParallelContext
 
-# FP8 casts and products of GPUs for planning: they compute nothing, and have the memory of the real kernels.
+# -- FP8 casts and products, with the memory of the real kernels -------------------------------------
 
 
 class PlannedCasts:

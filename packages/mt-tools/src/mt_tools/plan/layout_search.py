@@ -1,4 +1,5 @@
-"""Which layouts of N ranks are valid, which fit, and which is fastest by the estimates of `timing`."""
+"""Search for layouts of N ranks: which are valid, which fit, and which is fastest by the estimates of `timing`; and for
+the longest sequence that fits."""
 
 from __future__ import annotations
 
@@ -260,7 +261,7 @@ def _reason(error: ConfigError) -> str:
     return " ".join("N" if any(c.isdigit() for c in word) else word for word in str(error).split(";")[0].split())
 
 
-# The longest sequence whose plan fits into a rank's memory.
+# -- longest sequence --------------------------------------------------------------------------------
 
 LoadAt = Callable[[int], Config]
 """Sequence length -> the validated configuration. Raises ConfigError for lengths that it cannot have."""

@@ -1,4 +1,4 @@
-"""Process groups that send nothing: they record the collectives that the runtime calls, by axis."""
+"""Process groups that record collectives by axis and send nothing, and parallel contexts of simulated ranks."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def has_values(tensor: Tensor) -> bool:
     return tensor.device.type != "meta"
 
 
-# Parallel contexts of simulated ranks: the first rank of a pipeline stage, on the meta device.
+# -- parallel contexts of simulated ranks ------------------------------------------------------------
 
 SHOWN_AS: dict[AxisName, str] = {
     "shard": "dp",

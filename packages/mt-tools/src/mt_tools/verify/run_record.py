@@ -1,4 +1,4 @@
-"""What a few steps of training computed, as unsharded tensors with canonical names, to compare layouts."""
+"""Results of a few steps on CPU ranks, as unsharded tensors with canonical names, to compare layouts."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _gradient(shard: Tensor, scale: float) -> Tensor:
     return torch.zeros_like(shard) if shard.grad is None else shard.grad / scale  # the loss scale is taken out
 
 
-# Runs small configurations on CPU ranks of this machine, and returns what they computed.
+# -- runs on CPU ranks of this machine ---------------------------------------------------------------
 
 TIMEOUT = 600.0
 

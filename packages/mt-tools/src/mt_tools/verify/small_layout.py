@@ -1,4 +1,4 @@
-"""The number of processes of a small run, and its layout over them."""
+"""The number of processes of a small run, its layout over them, and its pipeline stages."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _shares_within_instances(parallel: ParallelConfig) -> bool:
     return copies % count == 0 and copies_of_experts % count == 0 and copies // count >= 2
 
 
-# Pipeline stages of a small run: fewer stages with fewer layers, and as uneven as configured.
+# -- pipeline stages: fewer, with fewer layers, as uneven as configured ------------------------------
 
 LAYOUT, VIRTUAL = "pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"

@@ -1,4 +1,4 @@
-"""The directory of a run: resolved configuration, metrics, log, checkpoints."""
+"""The directory of a run: resolved configuration, metrics, log, checkpoints, and which of them is the best."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _write(path: Path, text: str) -> None:
         raise CheckpointError(f"{path} cannot be written: {reason}; what was there before is untouched") from error
 
 
-# The checkpoint of the best evaluation (checkpoint.best_metric), which `best.json` beside `latest` names.
+# -- the checkpoint of the best evaluation -----------------------------------------------------------
 
 
 class BestCheckpoint:

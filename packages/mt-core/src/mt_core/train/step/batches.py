@@ -1,4 +1,4 @@
-"""A step's micro-batches as tensors on the device, copied during the previous step.
+"""A step's micro-batches: read or received from the rank that reads, and copied to the device during the previous step.
 
 On a GPU the copies run on a side stream, from pinned memory. The compute stream waits for them by an event; the host
 does not wait.
@@ -126,7 +126,7 @@ def begin_micro_batch(batch: Batch) -> None:
     SAMPLE.set(int(batch[FIRST_SAMPLE]))
 
 
-# One rank reads the batches and broadcasts them to the ranks that hold the same model: they take the same samples.
+# -- one reader for each group of ranks that take the same samples -----------------------------------
 #
 # The ranks of a tensor- or pipeline-parallel group may each read the data set, which multiplies the reads, or the first
 # rank reads and broadcasts, which costs a few integers per token. Both give the same arrays.

@@ -1,4 +1,4 @@
-"""Runs of MLflow, on a server or in a local store."""
+"""Writers of the trackers: MLflow, Comet, TensorBoard, trackio, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -79,10 +79,12 @@ def build_mlflow(config: Config) -> Tracker:
     return Tracker("mlflow", MlflowWriter, config)
 
 
-# Experiments of Comet. COMET_START_ONLINE=0 writes archives, which `comet upload` sends later.
+# -- Comet -------------------------------------------------------------------------------------------
 
 
 class CometWriter:
+    """COMET_START_ONLINE=0 writes archives, which `comet upload` sends later."""
+
     def __init__(self, run: TrackedRun) -> None:
         import comet_ml
 
@@ -118,12 +120,14 @@ def build_comet(config: Config) -> Tracker:
     return Tracker("comet", CometWriter, config)
 
 
-# Event files of TensorBoard; every series also over consumed samples (`lm loss vs samples`), as in Megatron.
+# -- TensorBoard -------------------------------------------------------------------------------------
 
 FOLDER = "tensorboard"
 
 
 class TensorBoardWriter:
+    """Writes every series over consumed samples, too (`lm loss vs samples`), as Megatron does."""
+
     run_id = None
 
     def __init__(self, run: TrackedRun) -> None:
@@ -154,11 +158,11 @@ def build_tensorboard(config: Config) -> Tracker:
     return Tracker("tensorboard", TensorBoardWriter, config)
 
 
-# Runs of trackio, in its local database (TRACKIO_DIR).
+# -- trackio -----------------------------------------------------------------------------------------
 
 
 class TrackioWriter:
-    """trackio identifies a run by its name."""
+    """Writes to a local database (TRACKIO_DIR). trackio identifies a run by its name."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
@@ -186,10 +190,12 @@ def build_trackio(config: Config) -> Tracker:
     return Tracker("trackio", TrackioWriter, config)
 
 
-# Runs of Weights & Biases. WANDB_MODE=offline writes files that `wandb sync` sends later.
+# -- Weights & Biases --------------------------------------------------------------------------------
 
 
 class WandbWriter:
+    """WANDB_MODE=offline writes files that `wandb sync` sends later."""
+
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
