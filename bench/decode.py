@@ -31,6 +31,7 @@ from mt_core.nn.layout import LayoutModule
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train import build
 from mt_infer import InferenceEngine, SamplingParameters
+from mt_infer.config import InferenceConfig
 from mt_infer.quantization.weights import product_of, quantize_weights
 from mt_moe.experts.experts import ExpertLinear
 from mt_tools.bench.machine import Machine, measure_machine
@@ -87,8 +88,8 @@ def build_engine(config: Config, machine: Machine, host: PluginHost, longest: in
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
-    quantize_weights(model, config.inference)
-    return InferenceEngine(model, None, ctx, config.inference, longest=longest)
+    quantize_weights(model, config.section(InferenceConfig))
+    return InferenceEngine(model, None, ctx, config.section(InferenceConfig), longest=longest)
 
 
 def bytes_of_step(engine: InferenceEngine, batch: int, context: int) -> float:

@@ -32,6 +32,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
 from mt_core.train import build
 from mt_infer import InferenceEngine, SamplingParameters, TextGenerator
+from mt_infer.config import InferenceConfig
 from mt_infer.lm_head import store_by_columns
 from mt_tools.bench.report import conditions
 from mt_tools.bench.timing import alternating, elapsed
@@ -51,7 +52,7 @@ def our_engine() -> InferenceEngine:
     built = build.build_model(config, ctx, host)
     initialize(built, 1, ctx)
     store_by_columns(built)
-    return InferenceEngine(built.eval(), None, ctx, config.inference, longest=LONGEST)
+    return InferenceEngine(built.eval(), None, ctx, config.section(InferenceConfig), longest=LONGEST)
 
 
 def engine_of_weights(folder: Path, quantize: str | None) -> InferenceEngine:

@@ -44,7 +44,7 @@ PRESETS = {
         replace(LLAMA_3, ffn=14336, layers=32, hidden=4096, sequence=8192, batch=1, tied=False), torch.bfloat16
     ),
 }
-SMALL = {"ffn": 128, "layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "sequence": 32, "batch": 2}
+SMALL: dict[str, Any] = {"ffn": 128, "layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "sequence": 32, "batch": 2}
 WARM_UP = 5
 
 

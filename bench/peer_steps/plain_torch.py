@@ -36,6 +36,8 @@ class Rotary(nn.Module):
         width = case.hidden // case.heads
         frequencies = 10000.0 ** -(torch.arange(0, width, 2) / width)
         angles = torch.arange(case.sequence)[:, None] * frequencies.repeat(2)
+        self.cos: Tensor
+        self.sin: Tensor
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
