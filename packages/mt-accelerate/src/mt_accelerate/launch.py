@@ -17,7 +17,7 @@ from mt_core.config.files import read_values
 from mt_core.errors import ConfigError, did_you_mean
 from mt_import.readers.accelerate import PREFIX, VARIABLE_PREFIX, import_accelerate
 
-# The options of `accelerate launch`: those before the program are the launcher's, those behind it its own.
+# -- options of `accelerate launch`: those before the program are the launcher's ---------------------
 
 VALUES: Mapping[str, str] = {
     "num_processes": "num_processes",

@@ -15,7 +15,7 @@ from mt_core.parallel import first_rank
 from mt_core.parallel.collectives import all_gather, all_reduce
 from mt_core.parallel.context import SINGLE, Axis
 
-# Collectives that programs call without an argument that says which ranks take part.
+# -- collectives without an argument for the group ---------------------------------------------------
 
 T = TypeVar("T")
 # Programs call these functions without naming a model, as Accelerate's and Megatron's globals allow.

@@ -24,7 +24,7 @@ from mt_core.launch.process_group import initialize
 from mt_core.parallel.context import wait_for_all
 from mt_core.train.build import resolve_device
 
-# `Processes`: what a program asks of the ranks of its run, and what it lets single ones do.
+# -- `Processes`: what a program asks of its ranks, and lets single ones do --------------------------
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -18,7 +18,7 @@ from mt_core.errors import MtError, PluginError
 from mt_core.plugins import ALLOW_LIST_VARIABLE, PluginHost, load_plugins
 from mt_core.specs import COMMANDS, CommandSpec
 
-# Parameters that cost nothing when they are not given, and options that take the rest of the line.
+# -- parameters that cost nothing when not given, and options that take the rest of the line ---------
 #
 # typer converts also a value that is missing, and imports pydantic to do so, even for --help: a third of the
 # time of `mt --help`.

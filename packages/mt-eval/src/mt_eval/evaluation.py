@@ -1,4 +1,4 @@
-"""The result file of an evaluation: metrics of each task, and what produced them."""
+"""Evaluation of tasks on a model, and its result file: metrics of each task, and what produced them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def samples_path(results: Path) -> Path:
     return results.with_suffix(".samples.jsonl")
 
 
-# What produced a result: the checkpoint, the versions, the layout.
+# -- origin of a result: checkpoint, versions, layout ------------------------------------------------
 
 PACKAGES = ("mt-core", "mt-models", "mt-data", "mt-ckpt", "mt-infer", "mt-eval", "torch", "transformers", "lm-eval")
 
@@ -125,7 +125,7 @@ def describe_run(device: str) -> dict[str, Any]:
     }
 
 
-# Runs tasks on a model, resumed where a killed run was.
+# -- running tasks; a killed run is resumed ----------------------------------------------------------
 
 OnSample = Callable[[Task, int], None]
 """(task, number of its samples that are done)."""

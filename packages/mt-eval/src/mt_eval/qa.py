@@ -29,7 +29,7 @@ from mt_infer.in_order import complete
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
-# Comparing an answer with the right ones, as Megatron-LM's evaluation of InstructRetro does.
+# -- comparison of answers, as in Megatron-LM's evaluation of InstructRetro --------------------------
 
 NO_ANSWER = "no_passages_used"
 """A right answer of Megatron's files that stands for none."""

@@ -1,4 +1,4 @@
-"""What an evaluation consists of: tasks, each of samples with values."""
+"""Tasks of an evaluation, each of samples with values, and the file that keeps the samples."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def weighted_mean(samples: Iterable[Sample], metric: str) -> float:
     return sum(sample.weight * sample.values[metric] for sample in having) / weight if weight else float("nan")
 
 
-# The samples of an evaluation in a file, each as soon as it is measured. A killed evaluation goes on from it.
+# -- samples in a file, from which a killed evaluation continues -------------------------------------
 
 HEADER = "evaluation"
 

@@ -28,7 +28,7 @@ from mt_infer.prompts import PromptEncoder, has_image_token, image_data, read_im
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
-# Comparing an answer with those that people gave, as VQAv2's evaluation does (Antol et al. 2015, Goyal et al. 2017).
+# -- comparison of answers, as in VQAv2's evaluation (Antol et al. 2015, Goyal et al. 2017) ----------
 #
 # Apostrophes are left out, where the reference has a list of contractions without them that it completes.
 

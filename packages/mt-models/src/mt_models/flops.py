@@ -147,7 +147,7 @@ def mean_keys(seq_length: int, window: int | None, convention: Convention) -> fl
     return (reach * (reach + 1) / 2 + (seq_length - reach) * reach) / seq_length
 
 
-# FLOPs of the feed-forwards of a model with MoE layers: those of a token's active experts, not of all.
+# -- MoE layers: a token's active experts, not all ---------------------------------------------------
 
 
 class MoEFlopConfigLike(MoEConfigLike, Protocol):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The router's output, which a dispatcher takes.
+# -- the router's output -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from mt_data.datasets.text_files import Encode, TextDataConfig, TextSource, bare
 from mt_data.preprocess.formats import open_text
 from mt_retrieval.evidence import TextPairs, bare_question
 
-# Configuration of supervised training, under Megatron's names.
+# -- configuration, under Megatron's names -----------------------------------------------------------
 
 
 class RefreshConfig(Section):

@@ -13,7 +13,7 @@ from pydantic import Field
 from mt_core.errors import DataError
 from mt_data.records import Origin, Record, StoredFile, read_record, require_unchanged
 
-# Defaults of embedding evidence.
+# -- defaults ----------------------------------------------------------------------------------------
 
 BATCH_SIZE = 128
 SHARD_ROWS = 8192

@@ -1,4 +1,4 @@
-"""What mt-retrieval registers."""
+"""What mt-retrieval registers. Read whenever plugins are listed, so that nothing heavy is imported here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mt_core.kinds import Kind, Lazy
 from mt_core.specs import CallbackSpec, CommandSpec, DatasetSpec
 from mt_retrieval.passage_retrievers import PASSAGE_RETRIEVERS, PassageRetrieverSpec
 
-# The fields of a sample. Read whenever plugins are listed, so that nothing heavy is imported here.
+# -- fields of a sample ------------------------------------------------------------------------------
 
 DPR_SAMPLE = (
     SampleField("query_tokens", "int64", "[sequence_length]", "CLS question SEP, padded"),

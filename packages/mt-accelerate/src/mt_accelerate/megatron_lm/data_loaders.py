@@ -22,7 +22,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.train import Engine
 
-# The random numbers of a program beside those of the engine, which seeds torch's for dropout.
+# -- random numbers of a program, beside those of the engine -----------------------------------------
 
 RANDOM_FILE = "program_random.pt"
 

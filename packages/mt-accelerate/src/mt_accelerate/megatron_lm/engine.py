@@ -37,7 +37,7 @@ from mt_core.train.step.split_step import finish_step
 from mt_infer.megatron_generate import megatron_generate
 from mt_infer.text import TextGenerator
 
-# A step of several batches of a program's loader, each of which is one call of the model.
+# -- a step of several batches, each of which is one call of the model -------------------------------
 
 
 class AccumulatedStep:

@@ -27,7 +27,7 @@ from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_core.specs import MODELS
 
-# `Prepared`: what a program gave to `Accelerator.prepare`, sorted by kind.
+# -- `Prepared`: objects given to `Accelerator.prepare`, sorted by kind ------------------------------
 
 
 @dataclass

@@ -30,7 +30,7 @@ from mt_core.paths import is_remote
 from mt_core.plugins import PluginHost
 from mt_core.train.checkpoint.state import load_parameters
 
-# A few token ids for any model whose only inputs are token ids.
+# -- samples: token ids for any model whose only inputs are token ids --------------------------------
 
 NUM_TOKENS = 8
 CHOOSING_HEAD = "multichoice_head"

@@ -14,7 +14,7 @@ from mt_ckpt.meta.params import EMBEDDING, GATE, OUTPUT, to_hugging_face
 from mt_ckpt.meta.reader import PARAMS
 from mt_core.errors import CheckpointError, ConfigError
 
-# OLMo-core's `config.json`, as the contents of one of Hugging Face's.
+# -- OLMo-core's `config.json`, as the contents of one of Hugging Face's -----------------------------
 #
 # It is the configuration of a whole experiment; what the model is stands under `model`. Blocks with norms before
 # attention and feed-forward are read; a key that is not known here has to be off. The number of positions is the length

@@ -23,7 +23,7 @@ from mt_ckpt.meta.reader import HalvesRotated
 from mt_core.errors import CheckpointError
 from mt_core.plugins import PluginHost
 
-# Tensors of torchtitan that hold several of Hugging Face's: fused queries, keys and values, and stacked experts.
+# -- fused tensors of torchtitan: queries, keys and values; stacked experts --------------------------
 
 FUSED = re.compile(r"layers\.(\d+)\.attention\.qkv_linear\.wqkv\.weight")
 """[key-value heads * (queries of one + 2) * D, hidden]: of each key-value head its queries, then the key, the value."""

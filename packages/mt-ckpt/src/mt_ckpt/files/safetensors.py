@@ -28,7 +28,7 @@ from mt_ckpt.files.dtypes import ELEMENT_TYPES, format_name
 from mt_core.errors import CheckpointError
 from mt_core.paths import is_remote
 
-# Parts of files as memory, without a copy: pages of the file that the process sees.
+# -- mapped parts of files ---------------------------------------------------------------------------
 
 MADV_POPULATE_READ = 22
 """Linux 5.14 and later: bring all pages in now, and report what cannot be read as an error."""

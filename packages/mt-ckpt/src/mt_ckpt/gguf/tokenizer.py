@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from mt_ckpt.hugging_face.tokenizer import GENERATION, MORE_TEMPLATES, generation_defaults
 from mt_core.errors import CheckpointError
 
-# Values of a GGUF file's metadata, of the types that the format's description gives them.
+# -- typed values of a file's metadata ---------------------------------------------------------------
 #
 # A file says itself of which type a value is, so that any key may hold anything; some models have a list for each layer
 # where others have one number.

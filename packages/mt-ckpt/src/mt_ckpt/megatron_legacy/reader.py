@@ -25,7 +25,7 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import ParameterLayout
 from mt_core.plugins import PluginHost
 
-# The order of queries, keys and values in the rows of one matrix, which changed with the checkpoint's version.
+# -- order of queries, keys and values, by the checkpoint's version ----------------------------------
 #
 # N heads of D channels on a rank; rows are 3ND.
 #

@@ -25,7 +25,7 @@ from mt_ckpt.pickles.torch_file import NamedTensorsFile
 from mt_core.errors import CheckpointError
 from mt_core.plugins import PluginHost
 
-# Tensors cut over several files, as model parallel training left them.
+# -- tensors cut over several files by model parallelism ---------------------------------------------
 
 CutAlong = Callable[[str, tuple[int, ...]], int | None]
 """(name, shape of a part) -> the dimension along which it is cut; None: every file holds the same whole tensor"""

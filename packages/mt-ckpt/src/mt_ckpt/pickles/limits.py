@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from mt_ckpt.pickles.inert_objects import Inert
 from mt_core.errors import CheckpointError
 
-# Limits on what a pickle may describe, so that a small file cannot ask for endless work.
+# -- size, so that a small file cannot ask for endless work ------------------------------------------
 #
 # A pickle names an object as often as it likes: thirty lists, each holding the one before it twice, are a billion
 # entries to whoever walks through them, and a list may hold itself.

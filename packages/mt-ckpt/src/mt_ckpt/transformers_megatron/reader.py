@@ -19,7 +19,7 @@ from mt_core.checkpoint_lookup import MODEL
 from mt_core.errors import CheckpointError, ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
 
-# Names of the layout and canonical ones, and how a tensor is cut over tensor-parallel ranks.
+# -- names, and shards of tensor-parallel ranks ------------------------------------------------------
 
 EMBEDDING = ("model", "language_model", "embedding")
 ENCODER = ("model", "language_model", "encoder")

@@ -20,7 +20,7 @@ from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.plugins import PluginHost
 
-# How TensorRT-LLM cuts each tensor over the ranks of a stage.
+# -- shards of each tensor over the ranks of a stage -------------------------------------------------
 
 Parts = dict[str, list[Tensor]]
 """Name in the files -> what each tensor-parallel rank has of it."""

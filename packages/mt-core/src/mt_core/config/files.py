@@ -13,7 +13,7 @@ from typing import Any
 from mt_core.config.layers import Layer
 from mt_core.errors import ConfigError
 
-# YAML 1.2 text as plain values: no tags that make objects, no duplicate keys, bounded nesting and aliases.
+# -- YAML 1.2: no tags that make objects, no duplicate keys, bounded nesting and aliases -------------
 
 MAX_YAML_DEPTH = 32
 MAX_NODES = 100_000

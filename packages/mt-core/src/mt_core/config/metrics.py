@@ -9,7 +9,7 @@ from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
 from mt_core.specs import LOSSES, MODELS, LossSpec
 
-# Which registered loss `train.loss` names.
+# -- the registered loss that `train.loss` names -----------------------------------------------------
 
 
 def configured_loss(config: Config, host: PluginHost) -> LossSpec:

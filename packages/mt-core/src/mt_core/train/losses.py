@@ -21,7 +21,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.train.auto_choices import require_options, with_logits_loss, with_resolved_loss
 
-# The model's logits in a step of training or evaluation, for callers that look at them beside the loss.
+# -- logits, for callers that look at them beside the loss -------------------------------------------
 
 
 class KeptLogits:

@@ -23,7 +23,7 @@ from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.train.engine import Engine, StepRecord
 from mt_core.train.step.optimizer_step import StepOutcome
 
-# Checks that a resumed run continues the stopped one, by the loss of its first step.
+# -- resumed runs: the loss of the first step --------------------------------------------------------
 #
 # That loss is computed with the weights of the checkpoint, on samples that the stopped run had not seen. It is compared
 # with the losses of the last steps before the checkpoint, which the checkpoint stores. The tolerance around their mean

@@ -1,4 +1,4 @@
-"""Showing indexed datasets and the work on them on a terminal."""
+"""Display on a terminal: indexed datasets, the progress of work on them, and samples."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-# Draws a run: a live bar on a terminal, a line every so often elsewhere.
+# -- progress of a run: a live bar on a terminal, a line every so often elsewhere --------------------
 
 LINE_SECONDS = 30.0
 
@@ -220,7 +220,7 @@ def short(number: float) -> str:
     return f"{number:.3g}T"
 
 
-# Showing samples on a terminal.
+# -- samples -----------------------------------------------------------------------------------------
 
 LEARNED, CONTEXT, BOUNDARY = "green", "dim", "bold magenta"
 LABELS, TOKENS = "labels", "tokens"

@@ -1,4 +1,4 @@
-"""The data sets of a run, as training builds them, for commands that look at them; needs no torch."""
+"""`mt data build-index`, `preview` and `where`: the data sets of a run, as training builds them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def checked_sample(dataset: Dataset, number: int, split: str) -> int:
     return number
 
 
-# `mt data build-index`.
+# -- build-index -------------------------------------------------------------------------------------
 
 
 def build_index(
@@ -127,7 +127,7 @@ def build_index(
             typer.echo(f"{wanted}: no data")
 
 
-# `mt data preview`.
+# -- preview -----------------------------------------------------------------------------------------
 
 
 def preview(
@@ -160,7 +160,7 @@ def preview(
         console.print()
 
 
-# `mt data where`.
+# -- where -------------------------------------------------------------------------------------------
 
 
 def where(

@@ -1,4 +1,4 @@
-"""`mt data inspect`."""
+"""`mt data inspect`, `verify` and `merge`: indexed datasets."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _recorded_decoder(recorded: Mapping[str, Any], note: Callable[[str], None]) 
         return None
 
 
-# `mt data verify`.
+# -- verify ------------------------------------------------------------------------------------------
 
 
 def verify(
@@ -130,7 +130,7 @@ def summary(report: VerifyReport) -> list[str]:
     return [*lines, f"ids: {found}, all below vocab_size={report.vocab_size}"]
 
 
-# `mt data merge`.
+# -- merge -------------------------------------------------------------------------------------------
 
 
 class MergeCommand(TyperCommand):

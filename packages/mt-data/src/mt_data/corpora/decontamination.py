@@ -182,7 +182,7 @@ def judge_overlap(value: dict[str, Any], key: str, table: GramTable, options: Ov
     return Verdict(kept, changes={kind: count for kind, count in changes.items() if count})
 
 
-# The n-grams of the evaluation sets: sorted 64-bit hashes, 8 bytes each, looked up in NumPy.
+# -- n-grams of the evaluation sets: sorted 64-bit hashes, looked up in NumPy ------------------------
 
 GRAMS_AT_ONCE = 2**20
 

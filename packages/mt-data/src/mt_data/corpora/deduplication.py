@@ -120,7 +120,7 @@ class KeepFirstTask:
         return batch_filter(judge, self.reading.key)
 
 
-# Exact duplicates: 16-byte digests on disk, sorted in parts.
+# -- exact duplicates: 16-byte digests on disk, sorted in parts --------------------------------------
 #
 # Disk: 24 bytes a document while it runs, then 8 more (32 MB a million). Memory: what sorting is given.
 
@@ -170,7 +170,7 @@ def mark_exact(digests: RowFiles, original: Ids, memory_bytes: int) -> None:
         original[group[1:]] = group[0]
 
 
-# Near duplicates: MinHash signatures on disk, an LSH table by sorting, clusters by union-find.
+# -- near duplicates: MinHash signatures on disk, an LSH table by sorting, clusters by union-find ----
 #
 # Sources: Broder 1997 (MinHash); Indyk and Motwani 1998 (LSH); Leskovec, Rajaraman and Ullman, "Mining of Massive
 # Datasets", chapter 3. Signatures and the best table for a threshold are datasketch's.

@@ -1,4 +1,4 @@
-"""Rows that share a key, found by sorting in parts that fit the memory given."""
+"""Rows that share a key, by sorting in parts that fit the memory; union-find; fingerprints of documents on disk."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _groups_of(keys: U64, ids: Ids) -> Iterator[Ids]:
         yield ids[order[starts[group] : starts[group + 1]]]
 
 
-# Union-find over document ids, 8 bytes each; the smallest id stands for its set.
+# -- union-find over document ids, 8 bytes each ------------------------------------------------------
 
 
 class DisjointSets:
@@ -89,7 +89,7 @@ class DisjointSets:
         return self.parent
 
 
-# Fingerprints of documents on disk: per input file, raw little-endian rows, a document each, in its order.
+# -- fingerprints on disk: little-endian rows, one for each document of a file -----------------------
 
 CHUNK_BYTES = 2**22
 MAPS_AT_ONCE = 10_000

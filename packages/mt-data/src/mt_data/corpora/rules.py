@@ -1,4 +1,4 @@
-"""Rules that drop whole documents for their length or content.
+"""Rules that drop documents for length, content, repetition or language, and rules that remove single lines.
 
 Each takes a document and the options, and gives None, or what it found as a short text for the report.
 The rule's name is the reason under which documents are counted.
@@ -19,7 +19,7 @@ from mt_data.corpora.clean_options import CleanOptions
 from mt_data.corpora.requires import require
 from mt_data.corpora.words import U64, ngram_hashes, word_hashes
 
-# A document as the cleaning rules see it.
+# -- documents ---------------------------------------------------------------------------------------
 
 
 class Document:
@@ -181,7 +181,7 @@ def _above(value: float, maximum: float | None, unit: str) -> str | None:
     return f"{value:.4g} {unit}, maximum {maximum:g}" if maximum is not None and value > maximum else None
 
 
-# Rules that drop documents which repeat themselves (Gopher, Rae et al. 2021, table A1).
+# -- repetition within a document (Gopher, Rae et al. 2021, table A1) --------------------------------
 #
 # A repeat is what stood earlier in the same document: the first occurrence is not counted.
 # Shares of characters leave the blanks between words out.
@@ -279,7 +279,7 @@ def _first_above(
     return None
 
 
-# Which language a text is in, by py3langid: it brings its model of 139 languages (4 MB) and needs only NumPy.
+# -- language, by py3langid: a model of 139 languages (4 MB) that needs only NumPy -------------------
 
 
 class LanguageRule:
@@ -314,7 +314,7 @@ def language_identifier() -> Any:
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
 
-# Rules that take single lines out of a document; each says of a line whether it goes.
+# -- single lines; each rule says of a line whether it is removed ------------------------------------
 
 _CITATIONS = re.compile(r"\[(?:\d+|edit|citation needed)\]")
 _TERMINAL = (".", "!", "?", '"', "'", "\u201d", "\u2019", "\u00bb", "\u3002", "\uff01", "\uff1f", "\u300d", "\u2026")

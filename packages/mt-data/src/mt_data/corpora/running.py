@@ -103,7 +103,7 @@ def run_locked_filter(command: str, task: Task, sources: Sequence[Path], options
         return run_filter(command, task, jobs, options)
 
 
-# Filters: a judge says of each document what is to be written in its place, or why nothing is.
+# -- filters: a judge returns what to write for each document, or the reason to write nothing --------
 
 DROPPED_KEY = "mt_dropped"
 """The key that a dropped document gets: {reason, detail, file, line}."""

@@ -227,7 +227,7 @@ def _no_text(record: Record, key: str) -> str:
     return f"has no key {key!r} (its keys: {keys}); name the key that holds the text, or use --on-error skip"
 
 
-# A pool of processes that ends with its parent and answers in order.
+# -- process pool, which ends with its parent and answers in order -----------------------------------
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -153,7 +153,7 @@ def _file_entries(path: Path, parse: Callable[[str], str | None]) -> Iterable[st
         raise DataError(f"list {path} cannot be read: {error}") from error
 
 
-# URLs in one form, so that lists of them can be compared.
+# -- normal form of URLs -----------------------------------------------------------------------------
 
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://", re.I)
 _OTHER_SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*:(?!\d)", re.I)  # mailto:, javascript:; but not host:port

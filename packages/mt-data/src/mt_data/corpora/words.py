@@ -1,4 +1,4 @@
-"""Words as near-duplicate and overlap search see them: lower case, no punctuation."""
+"""Words as near-duplicate and overlap search see them (lower case, no punctuation), and cutting them out of a text."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def ngram_hashes(units: U64, n: int) -> U64:
     return mix(total + np.uint64(n))
 
 
-# Cutting runs of words, and some text around them, out of a text.
+# -- cutting runs of words, and some text around them, out of a text ---------------------------------
 
 Span = tuple[int, int]
 

@@ -138,7 +138,7 @@ def _cached(cache: IndexCache, key: Mapping[str, object], build: Callable[[], Bl
     return BlendIndex(**cache.get({"blend": key}, lambda: build().arrays()))
 
 
-# The order of a blend's samples, equal to Megatron's.
+# -- order of samples, equal to Megatron's -----------------------------------------------------------
 #
 # Place i goes to the data set with the largest lag, weight * max(i, 1) - count, where count is how often it
 # stood before; the lowest number wins a tie. Places follow one from another, which in a loop costs a

@@ -171,7 +171,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> NDArray[np.integer]:
     return ids if eod is None else np.append(ids, np.asarray([eod], ids.dtype))
 
 
-# The loss of a bigram model, as a yardstick: what counting pairs of tokens gives on the same text.
+# -- loss of a bigram model on the same text, for comparison -----------------------------------------
 
 LARGEST_VOCABULARY = 1024
 """Pairs are counted in a dense table; larger vocabularies get no yardstick."""

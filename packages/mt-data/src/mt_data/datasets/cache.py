@@ -1,4 +1,4 @@
-"""Folders of files that can be made again, named by what they were made from.
+"""Cache of folders that can be built again, named by the fingerprints of their inputs; indices in it.
 
 An entry is written under a temporary name and renamed, so that it is there whole or not at all; one that
 fails its check is made again. Jobs that share a disk wait for one another where the file system can lock,
@@ -161,7 +161,7 @@ def _lock(descriptor: int, path: Path) -> None:
         log.info("%s cannot be locked; another job may do the same work", path)
 
 
-# Built indices kept on a disk, found again by what they were built from.
+# -- indices, found again by what they were built from -----------------------------------------------
 #
 # An entry of the cache holds one `.npy` file an array, and `manifest.json` with the arrays' shapes, dtypes and
 # checksums, which are verified each time. Where nothing can be written the index is built in memory.
@@ -247,7 +247,7 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-# Fingerprints of what data sets are made of.
+# -- fingerprints of the inputs of data sets ---------------------------------------------------------
 
 
 def combined(parts: Sequence[Any]) -> str:
@@ -264,7 +264,7 @@ def file_checksum(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-# A progress bar for work that may take long; nothing is shown for the first second, nor without a terminal.
+# -- progress bar, shown after the first second and only on a terminal -------------------------------
 
 SILENT_SECONDS = 1.0
 

@@ -22,7 +22,7 @@ from mt_data.datasets.samples import SampleRules, causal_sample
 from mt_data.datasets.splits import WHOLE, TokenRange, divides_documents, range_of_split
 from mt_data.preprocess.encodings import check_encodings
 
-# Which program builds the index of a GPT data set: NumPy, or loops that numba compiles. The arrays are the same.
+# -- builder of the index: NumPy, or loops that numba compiles; the arrays are the same --------------
 
 IndexEngine = Literal["auto", "numpy", "numba"]
 WORTH_COMPILING = 20_000_000

@@ -238,7 +238,7 @@ def shuffle_index(plan: GPTIndexPlan, random: Shuffler) -> NDArray[np.integer]:
     return order
 
 
-# Working ahead in a thread.
+# -- working ahead in a thread -----------------------------------------------------------------------
 
 T = TypeVar("T")
 _END: Any = object()

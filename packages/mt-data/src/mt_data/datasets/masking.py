@@ -111,7 +111,7 @@ def _longest_fitting(positions: list[int], firsts: list[int], word: int, longest
     return []
 
 
-# Configuration that BERT and T5 share: sentences of documents, and what is masked in them.
+# -- configuration that BERT and T5 share ------------------------------------------------------------
 
 CONTINUES_WORD = "##"
 

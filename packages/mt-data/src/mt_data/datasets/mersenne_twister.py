@@ -1,4 +1,4 @@
-"""The random numbers of C++'s standard Mersenne Twisters, in NumPy.
+"""The random numbers of C++'s standard Mersenne Twisters, and NumPy's legacy shuffle, in NumPy.
 
 Megatron's C++ helper draws lengths from `std::mt19937` and shuffles with `std::mt19937_64`; the same
 samples in the same order need the same numbers. The 64-bit recurrence follows Nishimura and Matsumoto,
@@ -156,7 +156,7 @@ def _temper(words: NDArray[np.uint64]) -> None:
     words ^= words >> np.uint64(43)
 
 
-# NumPy's legacy shuffle (RandomState, MT19937), with the same result in less time for large arrays.
+# -- NumPy's legacy shuffle (RandomState, MT19937), faster for large arrays --------------------------
 #
 # RandomState.shuffle swaps, for i = n-1 .. 1, element i with element j, where j is drawn evenly from 0..i: 32
 # random bits are cut to the bits of i and drawn again while the outcome is above i. One step after another

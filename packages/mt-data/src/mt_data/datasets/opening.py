@@ -150,7 +150,7 @@ def _keys(made_with: Mapping[str, Any]) -> str:
     return f" ({', '.join(keys)}, and its other keys not set)" if made_with.get("config") else ""
 
 
-# From configuration to the token files of a split.
+# -- token files of a split, from the configuration --------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def _index(tokens: OpenedTokens, plan: SentenceIndexPlan) -> NDArray[np.unsigned
         raise DataError(f"{tokens.name}, {tokens.split} split: {error}") from error
 
 
-# Which sentences make a sample, for data sets whose sequences are the sentences of documents.
+# -- samples: which sentences they consist of --------------------------------------------------------
 #
 # The rules, the random numbers and so the arrays are those of Megatron's two C++ loops (`build_mapping`
 # for BERT and T5, `build_blocks_mapping` for the inverse cloze task). A sample is some consecutive

@@ -1,4 +1,4 @@
-"""What the data sets for single tasks register: their specs, and the fields of their samples.
+"""What the data sets register: their specs, and the fields of their samples.
 
 Read whenever plugins are listed, so that nothing heavy is imported here.
 """
@@ -121,9 +121,7 @@ TASK_DATASETS = (
 )
 
 
-# What the data sets with images register: their specs, and the fields of their samples.
-#
-# Read whenever plugins are listed, so that nothing heavy is imported here.
+# -- images ------------------------------------------------------------------------------------------
 
 
 def image_grids(images: str) -> SampleField:
@@ -200,7 +198,7 @@ IMAGE_DATASETS = (
 )
 
 
-# What the data sets with neighbours register; read whenever plugins are listed, so nothing heavy is imported.
+# -- neighbours --------------------------------------------------------------------------------------
 
 NEIGHBORS = "[sequence_length / retro_chunk_length, retro_num_neighbors, retrieved length]"
 RETRO_SAMPLE = (
@@ -227,7 +225,7 @@ RETRO_DATASETS = (
 )
 
 
-# What instruction tuning with passages registers; read whenever plugins are listed, so nothing heavy is imported.
+# -- instruction tuning with passages ----------------------------------------------------------------
 
 RETRO_SFT_DATASET = DatasetSpec(
     name="retro_sft",

@@ -88,7 +88,7 @@ WHOLE = SplitFractions("1 (all of it)", ((0.0, 1.0),) * 3)
 """Every split is the whole corpus: for paths that are given for one split each."""
 
 
-# A part of the tokens of a token file, where its documents are too few or too short to be divided among splits.
+# -- splits of tokens, where documents are too few or too short --------------------------------------
 
 
 class TokenFile(Protocol):
@@ -152,7 +152,7 @@ def divides_documents(file: TokenFile, fractions: SplitFractions, shortest: int)
     return all(int(lengths[part.start : part.stop].sum(dtype=np.int64)) >= shortest for part in parts)
 
 
-# The order of samples of data sets with a fixed number of items an epoch.
+# -- order of samples, for a fixed number of items per epoch -----------------------------------------
 
 
 def epoch_order(items: int, num_samples: int | None, seed: int) -> NDArray[np.int64]:

@@ -200,7 +200,7 @@ def _check_labels(lines: list[LabelledTexts], task: TextTask, request: SplitRequ
         )
 
 
-# Labelled texts from tab-separated files and from JSON lines.
+# -- labelled texts from tab-separated files and JSON lines ------------------------------------------
 #
 # A quotation mark is an ordinary character of a tab-separated file, as GLUE's files mean it. A file without the label
 # column is a test set.

@@ -303,7 +303,7 @@ def _data_file(prefix: str, size: int, mmap: bool) -> Bytes:
     return MappedFile(path, size) if mmap else PlainFile(path, size)
 
 
-# An indexed dataset read from end to end, in chunks and checked on the way: for merging and verifying.
+# -- reading from end to end in checked chunks, for merging and verifying ----------------------------
 #
 # Memory is a few chunks of storage.CHUNK_ELEMENTS, whatever the size of the data set. Files are read plainly.
 

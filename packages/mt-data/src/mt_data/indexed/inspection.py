@@ -1,4 +1,4 @@
-"""What there is to see in an indexed dataset: counts, lengths, its first documents."""
+"""Inspection of an indexed dataset: counts, lengths, its first documents."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _empty_documents(scan: Scan) -> int:
     return empty
 
 
-# Numbers about the lengths of sequences, exact, in memory that does not depend on how many there are.
+# -- statistics of lengths, exact, in memory that does not depend on their number --------------------
 
 # Lengths have 31 bits (int32, not negative): 15 high bits and 16 low ones. 33 bins: 0 to 32 binary digits.
 LOW_BITS = 16

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 from mt_core.errors import DataError
 from mt_data.indexed.storage import Bytes
 
-# Checksums of `.bin` by the block: taken while it is written, compared as blocks are read for the first time.
+# -- checksums of `.bin` by the block: taken on writing, compared on the first read ------------------
 #
 # CRC-32 of 64 KiB finds what disks and copies do to a file (bits, holes of zeros, parts of other files) at the speed of
 # memory. It is no signature.

@@ -1,4 +1,4 @@
-"""What every indexed dataset can do, wherever its bytes lie."""
+"""`SequenceReader`: what every indexed dataset can do, wherever its bytes lie; and one that lies in memory."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class SequenceReader(ABC):
         return number + count if number < 0 else number
 
 
-# An indexed dataset that lies in memory.
+# -- datasets in memory ------------------------------------------------------------------------------
 
 
 class MemoryIndexedDataset(SequenceReader):

@@ -284,7 +284,7 @@ def _changed(path: str, size: int, now: int) -> DataError:
     )
 
 
-# Read-only memory maps that hold no file descriptor, so that thousands of shards can be mapped at once.
+# -- memory maps without a file descriptor, so that thousands of shards can be mapped at once --------
 #
 # `mmap.mmap` keeps a duplicate of the descriptor unless that is turned off (`trackfd`, Python 3.13). Below that
 # version the map is made with the C library directly.

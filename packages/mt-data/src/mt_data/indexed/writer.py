@@ -244,7 +244,7 @@ class IndexedDatasetWriter:
             raise
 
 
-# Checks of what a writer is given: nothing is stored that would read back as something else.
+# -- checks of the input: nothing is stored that would read back as something else -------------------
 
 MAX_LENGTH = int(np.iinfo(LENGTH).max)
 

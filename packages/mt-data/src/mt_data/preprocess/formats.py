@@ -1,4 +1,4 @@
-"""Which format a file has, and its bytes without compression."""
+"""Formats of files: which one a file has, its bytes without compression, and Parquet's rows."""
 
 from __future__ import annotations
 
@@ -177,8 +177,10 @@ def _decompressed(raw: BinaryIO, path: Path, found: InputFormat) -> Iterator[Bin
         yield raw
 
 
-# Zstandard files, by the standard library's module (Python 3.14) or its backport, which raise EOFError when a
-# frame ends early (the reader of the `zstandard` package ends silently there).
+# -- Zstandard ---------------------------------------------------------------------------------------
+#
+# By the standard library's module (Python 3.14) or its backport, which raise EOFError when a frame ends early (the
+# reader of the `zstandard` package ends silently there).
 
 
 @contextmanager
@@ -202,7 +204,7 @@ def _zstd_module() -> ModuleType:
     return import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
 
-# Parquet files as rows, streamed; pyarrow is imported only here, when such a file is met.
+# -- Parquet -----------------------------------------------------------------------------------------
 
 # Rows of a corpus can be documents of some MB, so a batch of pyarrow's default size (65536 rows) may not fit in memory.
 BATCH_ROWS = 128

@@ -127,7 +127,7 @@ def _require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-# Which part of a corpus this process does, when many machines share the work.
+# -- part of a machine, when several share a corpus --------------------------------------------------
 
 
 @dataclass(frozen=True)

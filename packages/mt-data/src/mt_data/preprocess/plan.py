@@ -204,7 +204,7 @@ def _row_groups(file: InputFile, shard_bytes: int) -> Iterator[tuple[Part, int, 
         yield RowGroups(str(file.path), tuple(held)), size, size * COMPRESSION
 
 
-# Cuts compressed files into chunks of whole lines while they are read, ahead of those who work on them.
+# -- compressed files, cut into chunks of whole lines while they are read ----------------------------
 
 T = TypeVar("T")
 

@@ -302,7 +302,7 @@ def _parquet_records(path: Path, columns: Iterable[str] | None) -> Iterator[Reco
             yield Record(value, str(path), row)
 
 
-# The files of text below a folder.
+# -- text files below a folder -----------------------------------------------------------------------
 
 RUN = "config-origins.json"
 """Is in each run directory of mt train, whose logs and metrics are no text to train on."""

@@ -20,7 +20,7 @@ from mt_data.preprocess.plan import CutStream, cut_stream, interleave
 from mt_data.preprocess.run_plan import RunPlan, plan_run
 from mt_data.preprocess.shards import ShardResult, output_files, skipped_path
 
-# The progress of a run, as it is shown.
+# -- progress ----------------------------------------------------------------------------------------
 
 
 class Progress(Protocol):
@@ -208,7 +208,7 @@ class _Work:
         return result
 
 
-# Joins the shards of a run, in the order of the input, into the outputs.
+# -- joining shards, in the order of the input -------------------------------------------------------
 
 
 def refuse_existing(prefixes: Iterable[Path]) -> None:

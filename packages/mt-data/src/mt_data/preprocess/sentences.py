@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mt_data.preprocess.options import Splitter
 
 
-# What the sentence rules know of each language: abbreviations whose period ends no sentence.
+# -- languages: abbreviations whose period ends no sentence ------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def build_encoder(task: Task, tokenizer: Tokenizer) -> DocumentEncoder:
     return DocumentEncoder(tokenizer, task.json_keys, task.append_eod, split)
 
 
-# Writes the indexed dataset of one shard, quickly: it is read once, by the run's own join.
+# -- writing: a shard is read once, to be joined -----------------------------------------------------
 #
 # Unlike `IndexedDatasetWriter` it takes tokens of many documents to the file at a time, writes no manifest, and
 # keeps 4 bytes a sequence and 8 a document in memory, which a shard's size bounds.

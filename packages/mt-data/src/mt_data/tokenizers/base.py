@@ -1,4 +1,4 @@
-"""What the tokenizers share: the base class, reading their files, fingerprints, rebuilding, vocabulary padding."""
+"""Base of the tokenizers: the class, reading files, fingerprints, rebuilding, padding, special tokens."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def _refuse_surrogates(text: str) -> None:
         ) from error
 
 
-# Special tokens by name: which are added after the vocabulary, and which id has which meaning.
+# -- special tokens: which are added after the vocabulary, and which id has which meaning ------------
 
 Lookup = Callable[[str], int | None]
 """The id of a token by its text, or None."""

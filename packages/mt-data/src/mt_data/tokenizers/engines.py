@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-# Regular expressions that cut text into the pieces within which byte pairs are merged.
+# -- patterns that cut text into the pieces within which byte pairs are merged -----------------------
 #
 # Each is the published one of its tokenizer; ids agree only if this does. `ENGINE_PATTERNS` cut the same pieces in
 # less time.

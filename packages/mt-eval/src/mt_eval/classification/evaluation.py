@@ -1,4 +1,4 @@
-"""Named development sets of a task: scores of each and of all together, and files of predictions."""
+"""Scores on named development sets of a task, files of predictions, and the same over several seeds."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _samples(found: Predictions) -> list[Sample]:
     ]
 
 
-# The same finetuning with several seeds: mean and deviation of the scores.
+# -- several seeds: mean and deviation of the scores -------------------------------------------------
 
 LoadForSeed = Callable[[int], LoadedConfig]
 
@@ -179,7 +179,7 @@ def summary(runs: Sequence[SeedScores]) -> dict[str, float]:
     return values
 
 
-# Runs with several seeds as one result file.
+# -- result file of several seeds --------------------------------------------------------------------
 
 
 def seeds_evaluation(runs: Sequence[SeedScores], folder: Path, config: Config) -> Evaluation:

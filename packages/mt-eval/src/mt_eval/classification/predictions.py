@@ -1,4 +1,4 @@
-"""Files of predictions: a line of JSON for each sample, with the model's outputs and the label."""
+"""Files of predictions (a line of JSON for each sample, with outputs and label), and ensembles of several."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _row(path: Path, number: int, line: str) -> Mapping[str, Any]:
         ) from error
 
 
-# The predictions of several models for the same samples as those of one.
+# -- ensembles ---------------------------------------------------------------------------------------
 
 
 def read_ensemble(paths: Sequence[Path]) -> SetPredictions:

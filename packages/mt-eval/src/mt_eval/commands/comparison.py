@@ -1,4 +1,4 @@
-"""`mt eval compare`."""
+"""`mt eval compare` and `mt eval contamination`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def show(found: dict[str, dict[str, Difference]], confidence: float) -> None:
     Console().print(table)
 
 
-# `mt eval contamination`.
+# -- contamination -----------------------------------------------------------------------------------
 
 SHOWN = 10
 """Samples that are printed; all are in the result file."""

@@ -1,4 +1,4 @@
-"""`mt eval generation`."""
+"""`mt eval generation`, `mt eval qa` and `mt eval vqa`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _numbers(k: str) -> list[int]:
     return numbers
 
 
-# `mt eval qa`.
+# -- qa ----------------------------------------------------------------------------------------------
 
 PASSAGES = "Passages"
 TOP_K = 5
@@ -188,7 +188,7 @@ def qa(
     run_tasks(context, path, build, run)
 
 
-# `mt eval vqa`.
+# -- vqa ---------------------------------------------------------------------------------------------
 
 
 @with_fields

@@ -1,4 +1,4 @@
-"""`mt eval ppl` and `mt eval wikitext103`."""
+"""`mt eval ppl`, `mt eval wikitext103` and `mt eval lambada`."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def wikitext103(
     run_tasks(context, path, build, run)
 
 
-# `mt eval lambada`.
+# -- lambada -----------------------------------------------------------------------------------------
 
 
 @with_fields

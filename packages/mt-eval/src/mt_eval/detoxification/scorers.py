@@ -1,4 +1,4 @@
-"""Scorers behind HTTP: a server of one's own, and Google's Perspective API."""
+"""Scorers: a server of one's own, Google's Perspective API, a classifier finetuned by mt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mt_eval.classification.model import TrainedClassifier
 from mt_eval.classification.predictions import softmax
 from mt_eval.detoxification.annotation import ATTRIBUTE
 
-# Options of scorers (--scorer-option KEY=VALUE).
+# -- options (--scorer-option KEY=VALUE) -------------------------------------------------------------
 
 
 def require_known(scorer: str, options: Mapping[str, str], *names: str) -> Mapping[str, str]:
@@ -149,7 +149,7 @@ def _checked(url: str, scores: Any) -> Scores:
     return found
 
 
-# A classifier finetuned by mt as a scorer: the probability of one of its classes.
+# -- classifier finetuned by mt: the probability of one class ----------------------------------------
 
 TOXIC = "1"
 """Number of the class of toxic texts, in the data sets of Jigsaw and most others."""

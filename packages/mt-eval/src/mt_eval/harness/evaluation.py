@@ -174,7 +174,7 @@ def _settings(task: str, documents: Sequence[Mapping[str, Any]], results: Mappin
     return {"task": "harness", "data_hash": digest, "num_fewshot": results["n-shot"].get(task)}
 
 
-# What lm_eval logs of a document, as a sample of an evaluation.
+# -- samples, from what lm_eval logs of a document ---------------------------------------------------
 
 BYTES, LOG_LIKELIHOOD = "byte_perplexity", "log_likelihood"
 DETAILS = ("doc", "target", "arguments", "resps", "filtered_resps")

@@ -248,7 +248,7 @@ def _special_texts(generator: TextGenerator) -> list[str]:
     return sorted(text for token in ids if token is not None and (text := generator.tokenizer.decode([token])))
 
 
-# How a task of lm_eval has texts generated, as sampling parameters of the engine.
+# -- sampling parameters of a task -------------------------------------------------------------------
 
 MAX_GEN_TOKS = 256
 """lm_eval's default for tasks that do not say."""

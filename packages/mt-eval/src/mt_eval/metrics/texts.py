@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 
-# Exact match and F1 of short answers (Rajpurkar et al. 2016, SQuAD, and its evaluation script).
+# -- exact match and F1 of short answers (Rajpurkar et al. 2016, SQuAD) ------------------------------
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

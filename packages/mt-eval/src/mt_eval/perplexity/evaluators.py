@@ -1,4 +1,4 @@
-"""What the plugin registers: the evaluator of perplexity, for a configuration that names texts."""
+"""Evaluators that the plugin registers: perplexity of texts, and the loss of RETRO without neighbours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build_evaluator(config: Config) -> PerplexityEvaluator | None:
     return PerplexityEvaluator(config)
 
 
-# The validation loss of RETRO without neighbours, beside that with them, during training.
+# -- RETRO without neighbours, beside the validation loss with them ----------------------------------
 
 MASK = "neighbor_mask"
 

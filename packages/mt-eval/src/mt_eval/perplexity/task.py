@@ -104,7 +104,7 @@ def bounded_exp(loss: float) -> float:
     return math.exp(min(LARGEST_EXPONENT, loss))
 
 
-# Windows of a model's length over a longer text, which predict each token once.
+# -- windows of a model's length, which predict each token once --------------------------------------
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def _document(text: str, texts: TextSet, tokenizer: Tokenizer, start: list[int])
     return Document(np.array(ids, dtype=np.int32), num_bytes - len(tokenizer.decode(ids[:1]).encode()), words - 1)
 
 
-# Undoing the tokenization of the WikiText and Penn Treebank files, as Megatron-LM's zero-shot tasks did.
+# -- detokenization of WikiText and Penn Treebank, as in Megatron-LM's zero-shot tasks ---------------
 #
 # The rules are applied in order to the whole file, each from left to right once.
 

@@ -19,7 +19,7 @@ from mt_import.megatron_arguments.refusals import Refusal, find_refusals
 from mt_import.megatron_arguments.sections import dropped_keys, model_section, run_keys
 from mt_import.megatron_arguments.table import Argument, Version
 
-# Which keys of a translated run count, by what the configuration says of its own keys.
+# -- keys that count, by their conditions in the configuration ---------------------------------------
 
 Tree = dict[str, dict[str, Any]]
 

@@ -97,7 +97,7 @@ def _check_objective(config: Config, model: BertConfig) -> None:
         )
 
 
-# Published shapes: the original BERTs (post-norm) and Megatron's 345M (pre-norm), and a small one for a CPU.
+# -- published sizes: the original BERTs (post-norm), Megatron's 345M (pre-norm), a small one for a CPU
 
 
 def _original(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, Any]:
@@ -140,7 +140,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# Floating-point operations of BERT and the biencoder, from their configuration (counted as in mt_models.flops).
+# -- FLOPs of BERT and the biencoder (counted as in mt_models.flops) ---------------------------------
 #
 # Every position attends to all others, so that there is one convention. Operations per sequence are averaged over its
 # tokens.

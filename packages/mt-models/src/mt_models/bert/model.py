@@ -1,4 +1,4 @@
-"""The BERT model (Devlin et al., 2019): embedding, bidirectional layers, heads.
+"""The BERT model (Devlin et al., 2019): embedding, bidirectional layers, heads, loss.
 
 Shapes: B batch, S sequence, H hidden, V vocabulary (this rank's ids under tensor parallelism). With sequence
 parallelism hidden states between the layers are sharded along S.
@@ -34,7 +34,7 @@ from mt_models.blocks.embedding import LearnedTable, TiedOutput, like_token_embe
 from mt_models.blocks.linear import ReplicatedLinear
 from mt_models.blocks.transformer import PostNormLayer, PostNormStack, TransformerLayer, TransformerStack
 
-# BERT's heads: MLM, the pooler of the first position, sentence order.
+# -- heads: MLM, pooler of the first position, sentence order ----------------------------------------
 
 
 class MaskedWordHead(nn.Module):
@@ -273,7 +273,7 @@ def build_bert(config: BertConfig, context: ModelBuildContext) -> BertModel:
     return BertModel(config, context)
 
 
-# BERT's loss: MLM, and sentence order.
+# -- loss: MLM, and sentence order -------------------------------------------------------------------
 
 
 class BertLoss:

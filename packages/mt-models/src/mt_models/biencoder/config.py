@@ -1,4 +1,4 @@
-"""Configuration of the biencoder: that of its BERT towers, and how their embeddings are compared."""
+"""Configuration of the biencoder: its BERT towers, the comparison of their embeddings, published sizes and FLOPs."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def check_biencoder(config: Config) -> None:
         )
 
 
+# -- published sizes ---------------------------------------------------------------------------------
+#
 # Retrievers: that of ORQA and REALM with two towers of Megatron's BERT, those that start from the original BERT, and
 # small ones for a CPU. "ict" ones train on the inverse cloze task, "dpr" ones on questions with passages.
 
@@ -108,7 +110,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# FLOPs of the biencoder for each question, from its configuration (counted as in mt_models.flops).
+# -- FLOPs for each question (counted as in mt_models.flops) -----------------------------------------
 
 
 @dataclass(frozen=True)

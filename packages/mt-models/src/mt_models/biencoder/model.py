@@ -1,4 +1,4 @@
-"""The biencoder (Lee et al., Latent Retrieval, 2019): embeds questions and texts; scores are dot products.
+"""The biencoder (Lee et al., Latent Retrieval, 2019): embeds questions and texts; scores are dot products. Its loss.
 
 Shapes: B batch, S sequence, P width of the embeddings (biencoder_projection_dim, or hidden_size without projection).
 """
@@ -111,7 +111,7 @@ def build_biencoder(config: BiencoderConfig, context: ModelBuildContext) -> Bien
     return BiencoderModel(config, context)
 
 
-# The retrieval loss: contrastive, with the texts of the same micro-batch on all ranks as negatives.
+# -- loss: contrastive, with the texts of the same micro-batch on all ranks as negatives -------------
 
 PRESENT = "context_mask"
 """Field of a batch: 1 where there is a text, 0 where a question has fewer negatives than others, [B, C]."""

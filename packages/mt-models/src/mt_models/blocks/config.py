@@ -13,7 +13,7 @@ from mt_core.config.schema import Config, ModelConfig
 from mt_core.errors import ConfigError
 from mt_models.blocks.moe import MoEOptions
 
-# Rules that several families share.
+# -- rules that several families share ---------------------------------------------------------------
 
 
 def check_tensor_parallel(config: Config, *, query_groups: int, ffn_size: int, heads: int | None = None) -> None:
@@ -255,7 +255,7 @@ def _check_rope_scaling(model: DecoderConfig) -> None:
         raise ConfigError(f"model.rope_scaling_type=dynamic needs heads of at least 4 channels, not {model.head_dim}")
 
 
-# Configuration that encoders have in common.
+# -- encoders ----------------------------------------------------------------------------------------
 
 
 class EncoderConfig(Section):
@@ -319,7 +319,7 @@ class EncoderConfig(Section):
         return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)
 
 
-# Rules of models that support neither pipeline stages nor context parallelism.
+# -- models without pipeline stages or context parallelism -------------------------------------------
 
 
 def refuse_divided_sequences(config: Config) -> None:

@@ -210,7 +210,7 @@ class CausalDecoder(Model):
         return self.config.num_layers
 
 
-# The decoder of Llama-like families: RMSNorm, a gated feed-forward, rotary positions.
+# -- Llama-like: RMSNorm, a gated feed-forward, rotary positions -------------------------------------
 
 
 class RotaryDecoder(CausalDecoder):
@@ -258,7 +258,7 @@ def attention_core(
     )
 
 
-# Freezes parts of a model.
+# -- freezing ----------------------------------------------------------------------------------------
 
 
 def freeze(module: nn.Module) -> None:

@@ -33,7 +33,7 @@ def like_token_embeddings(x: Tensor, ctx: ParallelContext) -> Tensor:
     return split_to(x, SEQUENCE_DIM, ctx.tp) if ctx.sequence_parallel else x
 
 
-# Logits from tied token embeddings, with a bias for each id: the LM head of MLM models and of T5.
+# -- tied output: the LM head of MLM models and of T5 ------------------------------------------------
 
 
 class TiedOutput(LayoutModule):

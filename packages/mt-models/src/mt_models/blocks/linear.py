@@ -50,7 +50,7 @@ def whole_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelCo
     return linear(x, weight, bias)
 
 
-# A column-parallel layer whose output is several blocks of different sizes, such as Mamba's input projection.
+# -- packed: several blocks of different sizes, such as Mamba's input projection ---------------------
 
 
 def packed_layout(blocks: Sequence[int], rest: Sequence[int], init: Init) -> ParameterLayout:

@@ -20,7 +20,7 @@ from mt_core.nn.context_parallel.zigzag import in_order
 from mt_core.parallel.context import Axis
 from mt_models.blocks.state_space import chunked_scan, recurrent_scan
 
-# A short depthwise causal convolution along the sequence: y_t = b + sum_j w_j x_(t - k + 1 + j).
+# -- depthwise causal convolution along the sequence: y_t = b + sum_j w_j x_(t - k + 1 + j) ----------
 #
 # Shapes: B batch, S positions, C channels, k taps; the last tap is applied to the position itself.
 
@@ -175,7 +175,7 @@ def _activated(parts: list[Tensor], like: ScanInputs) -> list[Tensor]:
     return [F.silu(part).unflatten(-1, shape.shape[2:]) for part, shape in zip(parts, like[:3], strict=True)]
 
 
-# The scan of a Mamba-2 mixer over sequences sharded over context-parallel ranks, as in Megatron.
+# -- context parallelism, as in Megatron -------------------------------------------------------------
 #
 # A recurrence needs its positions in order, so an all-to-all exchanges positions for heads: each rank scans the whole
 # sequence for its share of the heads, and a second all-to-all sends the results back (as in Ulysses, see

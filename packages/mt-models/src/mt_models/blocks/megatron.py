@@ -202,7 +202,7 @@ def require(model: Any, key: str, allowed: tuple[Any, ...]) -> None:
         raise ConfigError(f"model.{key}={given} cannot be written as Megatron's arguments; it can be {legal}")
 
 
-# Sliding windows: Megatron's window_size and window_attn_skip_freq, and the window of each of our layers.
+# -- sliding windows: window_size and window_attn_skip_freq, and the window of each layer ------------
 
 SKIPPED = "window_attn_skip_freq"
 
@@ -265,7 +265,7 @@ def _skipped(layers: Sequence[bool]) -> int | list[int] | None:
     return [int(has_it) for has_it in layers]
 
 
-# YaRN: rotary positions stretched for longer sequences (Peng et al., 2023), as Megatron's arguments say it.
+# -- YaRN: rotary positions stretched for longer sequences (Peng et al., 2023) -----------------------
 #
 # Attention with heads has --position-embedding-type yarn and says everything; latent attention has --rope-type yarn and
 # takes some of it for granted. The two mscale arguments are the same for both.
@@ -328,7 +328,7 @@ def mscale_arguments(model: Any) -> dict[str, Any]:
     return {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
 
 
-# MoE: Megatron's moe_* arguments and the options under [model.moe].
+# -- MoE: the moe_* arguments and the options under [model.moe] --------------------------------------
 
 SAME: Mapping[str, Any] = {
     "moe_router_topk": 2,

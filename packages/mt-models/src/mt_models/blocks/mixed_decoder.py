@@ -20,7 +20,7 @@ from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
 from mt_models.blocks.mamba_mixer import MambaMixer
 from mt_models.blocks.rotary import RotaryAngles
 
-# Layers with one block each: x + block(norm(x)). Models with several kinds of layers are stacks of these.
+# -- layers with one block each: x + block(norm(x)) --------------------------------------------------
 #
 # All take (x, pattern, angles, cache) and use what they need. x is [batch, sequence, hidden] in the dtype of the
 # residual stream; blocks compute in `dtype`, that of the weights. multiplier: of what the block adds.

@@ -46,7 +46,7 @@ class ZeroCenteredRMSNorm(Norm):
         return self.weight, self.eps, True
 
 
-# RMSNorm over all heads of a position together, sharded by heads over tensor-parallel ranks.
+# -- over all heads of a position together, sharded by heads -----------------------------------------
 
 
 class WideRMSNorm(LayoutModule):
@@ -81,7 +81,7 @@ class WideRMSNorm(LayoutModule):
         return (wide * (squares / self.width + self.eps).rsqrt() * self.weight.float()).to(x.dtype)
 
 
-# The gated norm at the end of a Mamba-2 mixer.
+# -- gated, at the end of a Mamba-2 mixer ------------------------------------------------------------
 
 
 class GatedRMSNorm(LayoutModule):

@@ -77,7 +77,7 @@ def buckets_of(distance: Tensor, buckets: int, max_distance: int, *, bidirection
     return first + torch.where(distance < single, distance, ranged)
 
 
-# ALiBi (Press et al., Train Short, Test Long, 2021): a penalty on scores that grows with distance.
+# -- ALiBi (Press et al., Train Short, Test Long, 2021) ----------------------------------------------
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

@@ -83,7 +83,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
 
 
-# Scaled rotary frequencies for sequences longer than those trained on.
+# -- scaled frequencies ------------------------------------------------------------------------------
 #
 # D rotated channels, frequencies w_i = base^(-2i / D), L original positions, factor s. A frequency turns
 # L w / 2 pi times over the original positions.

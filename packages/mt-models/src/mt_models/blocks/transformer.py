@@ -21,7 +21,7 @@ from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.attention import AttentionConfigLike, SelfAttention
 from mt_models.blocks.rotary import RotaryAngles
 
-# Layers by their numbers, one after another.
+# -- layers by their numbers -------------------------------------------------------------------------
 
 
 class LayerStack(nn.Module):
@@ -168,7 +168,7 @@ class TransformerStack(LayerStack):
         return self.through(x, call, stage)
 
 
-# The post-norm transformer layer of the original transformer and of BERT, and a stack of them.
+# -- post-norm, as in the original transformer and in BERT -------------------------------------------
 
 
 class PostNormLayer(nn.Module):

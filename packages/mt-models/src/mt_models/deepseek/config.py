@@ -129,7 +129,7 @@ def _check_prediction(config: Config, model: DeepseekConfig) -> None:
         )
 
 
-# A small DeepSeek for checks: the sizes of its latents and heads. Imports no torch.
+# -- a small model for checks ------------------------------------------------------------------------
 
 SIZES = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
 
@@ -139,7 +139,7 @@ def shrink_deepseek(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]
     return {key: size for key, size in SIZES.items() if model[key]}
 
 
-# Shapes of the DeepSeek models, as published (base models).
+# -- published sizes ---------------------------------------------------------------------------------
 
 _YARN = {
     "rope_scaling_type": "yarn",
@@ -230,7 +230,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# FLOPs of DeepSeek for each token, from its configuration (counted as in mt_models.flops).
+# -- FLOPs for each token (counted as in mt_models.flops) --------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class GemmaConfig(RMSNormDecoderConfig):
         return self.sliding_window if (layer + 1) % self.sliding_window_pattern else None
 
 
-# Shapes of the Gemma models, as published (text only).
+# -- published sizes ---------------------------------------------------------------------------------
 
 
 def _gemma(

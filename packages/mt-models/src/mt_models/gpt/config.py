@@ -176,7 +176,7 @@ def _check_positions(model: GPTConfig, seq_length: int) -> None:
         )
 
 
-# Shapes of well-known models, and the small one that trains in a minute on two CPU cores.
+# -- published sizes, and a small one that trains in a minute on two CPU cores -----------------------
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> dict[str, Any]:

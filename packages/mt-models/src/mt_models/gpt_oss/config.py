@@ -71,7 +71,7 @@ def check_gpt_oss(config: Config) -> None:
     MoEOptions(model)
 
 
-# Shapes of the GPT-OSS models, as published.
+# -- published sizes ---------------------------------------------------------------------------------
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from mt_core.errors import CheckpointError
 from mt_core.name_map import Rule
 
-# MXFP4, the dtype of the published experts (OCP Microscaling Formats, 2023).
+# -- MXFP4, the dtype of the published experts (OCP Microscaling Formats, 2023) ----------------------
 #
 # Along a row, 32 numbers of 4 bits (sign, two bits of exponent, one of mantissa) have one factor, a power of two whose
 # 8-bit exponent is stored (E8M0: 2^(e - 127), 255 for NaN). A byte holds two numbers, the first in its low half.

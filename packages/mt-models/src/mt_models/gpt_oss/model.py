@@ -16,7 +16,7 @@ from mt_models.blocks.decoder import RotaryDecoder, attention_core
 from mt_models.blocks.transformer import TransformerLayer
 from mt_models.gpt_oss.config import GptOssConfig
 
-# Attention with sinks: a learned logit per head that takes part in the softmax without a key.
+# -- attention with sinks: a learned logit per head that takes part in the softmax without a key -----
 
 
 class CoreAttention(LayoutModule):

@@ -34,7 +34,7 @@ class GraniteMoeConfig(RMSNormDecoderConfig):
         return False
 
 
-# Shapes of the Granite-MoE models, as published.
+# -- published sizes ---------------------------------------------------------------------------------
 
 
 def _granite(layers: int, hidden: int, heads: int, experts: int, residual: float, logits: float) -> dict[str, Any]:

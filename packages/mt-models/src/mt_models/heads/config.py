@@ -125,7 +125,7 @@ def _check_regression(config: Config) -> None:
         )
 
 
-# Finetuning of BERT with the hyper-parameters of Megatron-LM's examples for MNLI and RACE; QQP has those of MNLI.
+# -- presets: the hyper-parameters of Megatron-LM's examples for MNLI and RACE; QQP has those of MNLI
 #
 # The name says task and size: `base` and `345m` are the shapes of the published models, `tiny` one for a CPU. Shape and
 # tokenizer give way to those of checkpoint.load.
@@ -172,8 +172,7 @@ NONE: dict[str, Tree] = {}
 """Heads on decoders: use presets of the base model, with model.family set to the head's."""
 
 
-# Floating-point operations of classification and multiple-choice models, from their configuration (counted as in
-# mt_models.flops). The head's are averaged over the tokens of a text.
+# -- FLOPs (counted as in mt_models.flops); the head's are averaged over the tokens of a text --------
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def build_llama_chooser(config: LlamaMultipleChoiceConfig, context: ModelBuildCo
     return LlamaChooser(config, context)
 
 
-# The losses of classification, multiple choice and regression, one value per sample.
+# -- losses, one value per sample --------------------------------------------------------------------
 
 
 def classification_loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
 from mt_models.flops import Convention, Flops, dense_feed_forward_flops, experts_flops
 from mt_models.mamba.config import convolution_flops, output_flops, projection_flops, scan_flops
 
-# The pattern of layer kinds, in Megatron's notation: `M-M-*-|M-M-*-`.
+# -- layer pattern, in Megatron's notation: `M-M-*-|M-M-*-` ------------------------------------------
 #
 # A symbol is a layer; `|` begins a new pipeline stage.
 
@@ -261,7 +261,7 @@ def _check_experts(model: HybridConfig) -> None:
     raise ConfigError(f"model.moe is set, but {pattern} has no layer of experts; put E where they go")
 
 
-# Shapes of hybrid models, as published.
+# -- published sizes ---------------------------------------------------------------------------------
 
 _NEMOTRON_H_8B = "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-"
 _BAMBA = "".join("*-" if layer in (9, 18, 27) else "M-" for layer in range(32))
@@ -300,7 +300,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# Floating-point operations of a hybrid for each token, from its configuration.
+# -- FLOPs for each token ----------------------------------------------------------------------------
 #
 # Counted as for transformers (mt_models.flops) and Mamba (mt_models.mamba.config), each layer by its kind.
 

@@ -46,7 +46,7 @@ def check_internvl(config: Config) -> None:
     check_parts(model, config)
 
 
-# InternVL3 with InternViT of 300 million parameters and Qwen 2.5.
+# -- published sizes: InternVL3 with InternViT of 300 million parameters and Qwen 2.5 ----------------
 
 INTERNVIT_300M = {
     "vision_model_type": "internvit",

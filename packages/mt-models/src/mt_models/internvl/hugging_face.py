@@ -31,7 +31,7 @@ from mt_models.vision.hugging_face import (
     with_bias,
 )
 
-# InternViT in Hugging Face's format, `internvl_vision`: a part of `internvl` alone.
+# -- InternViT, `internvl_vision`: a part of `internvl` alone ----------------------------------------
 #
 # The tower of 300 million parameters. That of 6 billion has norms of whole queries and keys, and is refused by name.
 

@@ -33,7 +33,7 @@ class LlamaConfig(RMSNormDecoderConfig):
         return False
 
 
-# Shapes of the Llama models, as published.
+# -- published sizes ---------------------------------------------------------------------------------
 
 
 def _llama(layers: int, hidden: int, heads: int, groups: int, ffn: int, positions: int, **keys: Any) -> dict[str, Any]:

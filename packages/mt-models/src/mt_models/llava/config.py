@@ -1,4 +1,4 @@
-"""Configuration of LLaVA: that of its vision tower, of its decoder, and of the projection.
+"""Configuration of LLaVA: its vision tower, its decoder, the projection; published sizes and FLOPs.
 
 VisionLanguageConfig is what other families of images and text have in common with it.
 """
@@ -284,7 +284,7 @@ def check_decoder(model: VisionLanguageConfig, config: Config) -> None:
         raise ConfigError(f"in model.language_model, which is [model] in what follows: {error}") from None
 
 
-# LLaVA 1.5: CLIP's large tower at 336 pixels, a two-layer projection, Vicuna (which is Llama 2).
+# -- published sizes: LLaVA 1.5, with CLIP's large tower at 336 pixels, and Vicuna (Llama 2) ---------
 
 
 def _llava15(layers: int, hidden: int, heads: int, ffn: int) -> dict[str, Any]:
@@ -315,7 +315,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# Small models of images and text for checks: images of few patches. Imports no torch.
+# -- a small model for checks ------------------------------------------------------------------------
 
 
 def shrink_llava(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
@@ -341,8 +341,7 @@ def shrink_images(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# Floating-point operations of LLaVA, SmolVLM and InternVL for each sample, from their configuration (counted as in
-# mt_models.flops).
+# -- FLOPs of LLaVA, SmolVLM and InternVL for each sample (counted as in mt_models.flops) ------------
 
 
 @dataclass(frozen=True)

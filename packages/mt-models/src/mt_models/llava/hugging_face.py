@@ -28,7 +28,7 @@ from mt_models.llava.config import LlavaConfig, VisionLanguageConfig
 from mt_models.llava.image_processor import read_processor, require_size, trained_keys, written_processor
 from mt_models.vision import hugging_face as vision
 
-# The decoders that LLaVA can have in Hugging Face's format.
+# -- decoders ----------------------------------------------------------------------------------------
 
 DECODERS: Mapping[str, Lazy[HuggingFaceFamily]] = {
     name: Lazy(f"mt_models.{name}.hugging_face:HUGGING_FACE") for name in ("llama", "mistral", "qwen", "gemma", "gpt")

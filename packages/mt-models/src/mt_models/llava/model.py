@@ -18,7 +18,7 @@ from mt_models.blocks.linear import ReplicatedLinear
 from mt_models.llava.config import LlavaConfig, ProjectionActivation
 from mt_models.llava.vision_language import FixedSizeImageModel
 
-# From features of the tower to vectors of the decoder's width: [N, F, W] -> [N, F, H].
+# -- projection to the decoder's width: [N, F, W] -> [N, F, H] ---------------------------------------
 
 
 class ProjectionMLP(nn.Module):

@@ -30,7 +30,7 @@ from mt_models.blocks.embedding import like_token_embeddings
 from mt_models.llava.config import VisionLanguageConfig
 from mt_models.vision.model import VisionTower, build_tower
 
-# Replaces token embeddings by image features.
+# -- image features in the place of token embeddings -------------------------------------------------
 
 
 def splice(words: Tensor, places: Tensor, features: Tensor, ctx: ParallelContext) -> Tensor:

@@ -32,7 +32,7 @@ def check_mamba(config: Config) -> None:
     check_mamba_layers(config)
 
 
-# Shapes of the Mamba-2 models, as published.
+# -- published sizes ---------------------------------------------------------------------------------
 
 
 def _mamba2(layers: int, hidden: int) -> dict[str, Any]:
@@ -59,7 +59,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# Floating-point operations of Mamba-2 layers for each token, from their configuration.
+# -- FLOPs for each token ----------------------------------------------------------------------------
 #
 # Counted as for transformers (mt_models.flops), with the products of the chunked scan and the convolution.
 

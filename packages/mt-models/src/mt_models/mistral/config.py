@@ -27,7 +27,7 @@ class MistralConfig(RMSNormDecoderConfig):
         return False
 
 
-# Shapes of the Mistral models, as published.
+# -- published sizes ---------------------------------------------------------------------------------
 
 
 def _mistral_7b(vocab: int, **keys: Any) -> dict[str, Any]:

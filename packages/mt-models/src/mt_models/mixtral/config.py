@@ -15,7 +15,7 @@ class MixtralConfig(MistralConfig):
     """Options of the MoE layers; num_experts has to be set."""
 
 
-# Shapes of the Mixtral models, as published.
+# -- published sizes ---------------------------------------------------------------------------------
 
 
 def _mixtral(layers: int, hidden: int, heads: int, ffn: int, vocab: int, positions: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def check_olmoe(config: Config) -> None:
     must_divide("parallel.tensor_model_parallel_size", size, "model.num_query_groups", model.query_groups)
 
 
-# Shapes of the OLMoE models, as published.
+# -- published sizes ---------------------------------------------------------------------------------
 
 PRESETS: dict[str, dict[str, Any]] = {
     "olmoe-1b-7b": {

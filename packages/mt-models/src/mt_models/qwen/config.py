@@ -42,7 +42,7 @@ def check_qwen(config: Config) -> None:
         )
 
 
-# Shapes of the dense Qwen models, as published (base models).
+# -- published sizes of the dense models (base) ------------------------------------------------------
 
 
 def _qwen(

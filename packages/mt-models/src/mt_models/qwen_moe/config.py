@@ -46,7 +46,7 @@ def check_qwen_moe(config: Config) -> None:
         )
 
 
-# Shapes of the Qwen-MoE models, as published (base models).
+# -- published sizes (base models) -------------------------------------------------------------------
 
 
 def _qwen_moe(layers: int, hidden: int, heads: int, groups: int, ffn: int, **keys: Any) -> dict[str, Any]:

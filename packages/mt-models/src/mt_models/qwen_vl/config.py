@@ -1,4 +1,4 @@
-"""Configuration of Qwen2.5-VL: that of its vision transformer, of its decoder, and how the two meet."""
+"""Configuration of Qwen2.5-VL: its vision transformer, its decoder, how the two meet; published sizes and FLOPs."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def _check_samples(model: QwenVLConfig, config: Config) -> None:
     )
 
 
-# Shapes of Qwen2.5-VL, as published.
+# -- published sizes ---------------------------------------------------------------------------------
 
 LAYERS = {"num_layers": 32, "hidden_size": 1280, "num_attention_heads": 16}
 
@@ -254,7 +254,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# A small Qwen2.5-VL for checks: cells of few pixels, windows of two cells. Imports no torch.
+# -- a small model for checks ------------------------------------------------------------------------
 
 
 def shrink_qwen_vl(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def shrink_qwen_vl(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
     }
 
 
-# Floating-point operations of Qwen2.5-VL for each sample, from its configuration (counted as in mt_models.flops).
+# -- FLOPs for each sample (counted as in mt_models.flops) -------------------------------------------
 
 Grid = tuple[int, int]
 """Rows and columns of merged patches of an image."""

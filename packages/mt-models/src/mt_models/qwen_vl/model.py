@@ -24,7 +24,7 @@ from mt_models.llava.vision_language import VisionLanguageModel
 from mt_models.qwen_vl.config import QwenVLConfig, QwenVLDecoderConfig
 from mt_models.qwen_vl.vision import AxialAngles, Grid, PatchMerger, QwenVisionTower
 
-# The decoder of Qwen2.5-VL: Qwen2 with multimodal rotary positions.
+# -- decoder: Qwen2 with multimodal rotary positions -------------------------------------------------
 
 
 class QwenVLDecoder(RotaryDecoder):
@@ -43,7 +43,7 @@ class QwenVLDecoder(RotaryDecoder):
         return AxialAngles(position_ids, parts, self.rotary.scale)
 
 
-# Multimodal rotary positions: three numbers for each position of a text with images, in time, height and width.
+# -- multimodal rotary positions, in time, height and width ------------------------------------------
 
 
 def multimodal_positions(places: Tensor, grids: Tensor, position_ids: Tensor | None = None) -> Tensor:

@@ -27,7 +27,7 @@ from mt_models.blocks.transformer import TransformerLayer
 from mt_models.qwen_vl.config import QwenVisionConfig, QwenVLConfig
 from mt_models.vision.layers import attention_core
 
-# Which patches of a batch of images attend to one another: those of a window, or those of an image.
+# -- attention patterns: patches of a window, or of an image -----------------------------------------
 #
 # Images are rows and columns of merged patches ("cells"), of m x m patches each. Patches of all images stand in one row
 # of length P: image by image, cells row by row, the patches of a cell row by row.
@@ -101,7 +101,7 @@ def patch_positions(grids: Sequence[Grid], side: int) -> Tensor:
     return torch.cat(parts, dim=1)[:, None]
 
 
-# Rotary angles of positions with several coordinates.
+# -- rotary angles of positions with several coordinates ---------------------------------------------
 
 
 class AxialAngles(RotaryAngles):

@@ -20,7 +20,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import AttentionConfigLike
 from mt_models.blocks.cross_attention import CrossAttention
 
-# Splits sequences into chunks, and shifts them so that a chunk sees the neighbours of the previous one.
+# -- chunks, shifted so that each sees the neighbours of the previous one ----------------------------
 #
 # Shapes: B batch, S sequence, m tokens of a chunk, L = S // m whole chunks, ... anything.
 #

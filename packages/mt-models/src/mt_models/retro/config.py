@@ -165,8 +165,7 @@ def _check_samples(model: RetroConfig, config: Config) -> None:
             )
 
 
-# Shapes: the decoders of Borgeaud et al. (2022), table 1, the one of Megatron's example of pretraining, and a small
-# one that trains in minutes on two CPU cores.
+# -- published sizes: table 1 of Borgeaud et al. (2022), Megatron's example, and a small one for a CPU
 #
 # The encoder of neighbours is as wide as the decoder, as in Megatron; the paper's is 896 wide in all sizes, and its
 # attention has relative positions, which are learned positions here.
@@ -230,7 +229,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# A small RETRO for checks: its sizes depend on one another and on those of its samples. Imports no torch.
+# -- a small model for checks ------------------------------------------------------------------------
 
 CHUNKS = 2
 """Chunks of a short sequence, so that one of them reads what was found for the one before."""
@@ -246,7 +245,7 @@ def shrink_retro(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
     }
 
 
-# Floating-point operations of RETRO for each token, from its configuration (counted as in mt_models.flops).
+# -- FLOPs for each token (counted as in mt_models.flops) --------------------------------------------
 #
 # A chunk of m tokens has K neighbours of r tokens, so that a token of the text brings K r / m tokens to the encoder.
 
@@ -313,7 +312,7 @@ MEGATRON = MegatronMap(
 )
 
 
-# A Llama as the start of a RETRO: its section [model] in the keys of a GPT, whose parameters it has.
+# -- start from a Llama: its section [model] in the keys of a GPT ------------------------------------
 
 SAME = (*SAME_KEYS, "attention_backend", "max_position_embeddings")
 """Keys of both families."""

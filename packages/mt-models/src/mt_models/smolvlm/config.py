@@ -53,7 +53,9 @@ def check_smolvlm(config: Config) -> None:
     must_divide("parallel.tensor_model_parallel_size", tensor_parallel, "model.language_model.hidden_size", width)
 
 
-# SmolVLM (its second version has the shapes of the first but for the vocabulary of the largest) and Idefics3.
+# -- published sizes of SmolVLM and Idefics3 ---------------------------------------------------------
+#
+# The second version of SmolVLM has the shapes of the first but for the vocabulary of the largest.
 
 
 def _preset(tower: dict[str, Any], decoder: dict[str, Any], **keys: int) -> dict[str, Any]:

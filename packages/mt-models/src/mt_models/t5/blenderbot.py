@@ -19,7 +19,7 @@ from mt_core.name_map import GroupedQKV, NameMap, Rule, Same
 from mt_models.hugging_face import FURTHER_ACTIVATIONS, IGNORED, NOT_A_CHOICE, OF_GENERATION, OF_HEADS, require_value
 from mt_models.t5.config import T5Config
 
-# The layout of keys and values of cross attention in Hugging Face's formats.
+# -- keys and values of cross attention in Hugging Face's formats ------------------------------------
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def _check_buckets(model: T5Config) -> None:
         )
 
 
-# Published shapes: T5, T5 1.1, and Megatron's T5.
+# -- published sizes: T5, T5 1.1, and Megatron's T5 --------------------------------------------------
 
 
 def _t5(layers: int, hidden: int, ffn: int, heads: int, head: int = 64, **keys: Any) -> dict[str, Any]:
@@ -232,7 +232,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# Floating-point operations of T5 for each sample, from its configuration (counted as in mt_models.flops).
+# -- FLOPs for each sample (counted as in mt_models.flops) -------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def check_images(model: VisionEncoderConfig, config: Config, section: str) -> No
             )
 
 
-# Shapes of the image towers of CLIP and SigLIP, as published. They name no data: images come in the tower's size.
+# -- published sizes of the image towers of CLIP and SigLIP; images come in the tower's size ---------
 
 LARGE = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16}
 BASE = {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12}
@@ -199,7 +199,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# Floating-point operations of an image tower for each image, from its configuration.
+# -- FLOPs for each image ----------------------------------------------------------------------------
 #
 # Counted as for decoders (mt_models.flops): matrix products only, backward twice forward.
 

@@ -211,7 +211,7 @@ def build_vision(config: VisionConfig, context: ModelBuildContext) -> VisionMode
     return VisionModel(config, context) if config.num_classes is None else VisionClassifier(config, context)
 
 
-# Fewer and wider positions: neighbouring patches side by side in one vector.
+# -- pixel shuffle: fewer and wider positions --------------------------------------------------------
 
 
 def pixel_shuffle(x: Tensor, grid: tuple[int, int], factor: int) -> Tensor:

@@ -15,7 +15,7 @@ from mt_moe.dispatchers.exchange import gather_counts, gather_rows_of, sum_rows_
 from mt_moe.dispatchers.interface import Dispatched, Dispatcher, ExpertPlacement
 from mt_moe.permutation import Routing, RowOrder, first_positions, permute_numbers, sort_by, sort_by_expert
 
-# HybridEP backend of `flex`: its kernels send tokens, and permute them into the order of experts on arrival.
+# -- HybridEP: sends tokens, and permutes them into the order of experts on arrival ------------------
 #
 # The calls are deep_ep.HybridEPBuffer's `dispatch_with_permute` and `combine_with_unpermute`. A routing map [T, E]
 # marks the experts of each token, a tensor of the same shape has their weights. Tokens are bf16 on CUDA devices.

@@ -27,7 +27,7 @@ from mt_moe.experts.loop import GroupedProduct, Groups, PermutingLoop, Permuting
 from mt_moe.kernels.availability import triton_objection
 from mt_moe.permutation import RowOrder
 
-# `moe_grouped_gemm`: which grouped GEMM serves the device, the dtype and the sizes of the experts.
+# -- `moe_grouped_gemm`: choice of the grouped GEMM by device, dtype and sizes -----------------------
 
 KEY = "model.moe.moe_grouped_gemm"
 Name = Literal["loop", "grouped", "triton"]

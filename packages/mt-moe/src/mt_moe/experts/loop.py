@@ -15,7 +15,7 @@ from mt_core._torch_compat import gradients_wanted
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_moe.permutation import RowOrder
 
-# Rows in the order of experts, and the interface of the grouped GEMM: one matrix for each expert.
+# -- rows in the order of experts, and the interface of the grouped GEMM -----------------------------
 
 
 class Groups:

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mt_moe.kernels.availability import is_interpreted
 
-# Operands that Hopper's tensor memory accelerator (TMA) can load, and their descriptors.
+# -- operands of Hopper's tensor memory accelerator (TMA), and their descriptors ---------------------
 #
 # It copies a rectangular tile for one instruction of one thread, fills with zeros what lies outside of the tensor, and
 # needs lines that begin at multiples of 16 bytes. It cannot gather rows: those are addressed by pointers.

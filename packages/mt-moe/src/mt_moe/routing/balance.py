@@ -1,4 +1,4 @@
-"""Load-balancing losses. Shapes: T tokens of this rank, E experts, k experts of each token.
+"""Load-balancing losses, and the load of experts. Shapes: T tokens of this rank, E experts, k experts of each token.
 
 p [T, E] are each token's scores normalized to sum 1, c[e] is how many tokens have e among their k highest scores:
 
@@ -26,7 +26,7 @@ from mt_moe.config import MoeConfig
 from mt_moe.permutation import count_occurrences
 from mt_moe.tokens import TokenShare
 
-# Expert load: how many tokens each expert gets, over a step and over all ranks.
+# -- expert load: tokens of each expert, over a step and over all ranks ------------------------------
 #
 # A micro-batch is counted in its backward pass: that runs once even if the forward pass is recomputed, and never in an
 # evaluation.

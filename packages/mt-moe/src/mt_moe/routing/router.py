@@ -28,7 +28,7 @@ from mt_moe.routing.selection import (
 )
 from mt_moe.tokens import TokenShare, own_tokens, partial_gradient_axes
 
-# Noise on the router's input (Fedus et al., Switch Transformers, 2022), the same in every parallel layout.
+# -- noise on the router's input (Fedus et al., Switch Transformers, 2022), the same in every layout -
 
 
 class InputJitter(SampleNoise):

@@ -14,7 +14,7 @@ from torch import Tensor
 from mt_moe.config import MoeConfig, ScoreFunction
 from mt_moe.permutation import count_occurrences
 
-# Logits to scores, weights and distributions over experts. Shapes: T tokens, E experts, k chosen ones.
+# -- logits to scores, weights and distributions over experts ----------------------------------------
 #
 # Everything is computed from log-scores, which stay finite where scores underflow. Distributions are normalized
 # without an epsilon: with one, a router could lower its balance loss by making all its scores small.

@@ -19,7 +19,7 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.parallel.context import wait_for_all
 from mt_data.records import Record, StoredFile, is_unchanged, read_record, require_unchanged, write_array, write_record
 
-# Defaults of `mt retro`; Megatron's, where it has them.
+# -- defaults of `mt retro`: Megatron's, where it has them -------------------------------------------
 
 SPLIT = "969, 30, 1"
 CHUNK_LENGTH = 64

@@ -46,7 +46,7 @@ from mt_retrieval.retro.blocks import (
     write_blocks,
 )
 
-# Documents cut into chunks.
+# -- documents cut into chunks -----------------------------------------------------------------------
 
 BLANK = 0
 """In place of the hash of a chunk whose text is white space."""

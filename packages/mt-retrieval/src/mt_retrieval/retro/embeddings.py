@@ -29,7 +29,7 @@ from mt_retrieval.retro.blocks import (
     write_blocks,
 )
 
-# What gives chunks vectors, near each other for similar chunks.
+# -- encoders of chunks ------------------------------------------------------------------------------
 
 
 class ChunkEmbedder(Protocol):

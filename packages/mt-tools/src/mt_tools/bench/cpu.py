@@ -22,7 +22,7 @@ from mt_tools.bench.timing import alternating, ratio
 from mt_tools.bench.training import RandomTokens, TimedRun
 from mt_tools.bench.training_presets import COMMON, TEN_BYTES
 
-# A GPT and its training loop in plain torch: the baseline for our step.
+# -- baseline: a GPT and its training loop in plain torch --------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from mt_tools.bench.training_presets import BenchPreset
 from mt_tools.plan.layouts import LayoutPlan, Planner
 from mt_tools.plan.machines import get_machine
 
-# Where the time of a step goes, by kind of kernel, from torch's profiler.
+# -- time of a step by kind of kernel, from torch's profiler -----------------------------------------
 
 KINDS = (
     ("attention", ("attention", "flash", "fmha", "sdpa")),

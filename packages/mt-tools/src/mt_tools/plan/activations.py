@@ -21,7 +21,7 @@ from mt_tools.plan.ledger import Flow, Ledger
 from mt_tools.plan.result_cache import tensors_in
 from mt_tools.plan.routing import RoutedTokens
 
-# Bytes of the tensors that operations make on the meta device, while they live.
+# -- bytes of living tensors on the meta device ------------------------------------------------------
 
 
 class LiveMemory(UncompiledDispatchMode):

@@ -34,8 +34,10 @@ from mt_tools.verify.small_config import has_global_loss
 from mt_tools.verify.small_layout import copies, processes
 from mt_tools.verify.small_training import EVALUATE_EVERY, STEPS
 
-# Runs under adverse conditions that expose mistakes: samples with unequal numbers of counted tokens, whose losses have
-# unequal weights, and all-gathered weights that arrive as late as allowed.
+# -- adverse conditions that expose mistakes ---------------------------------------------------------
+#
+# Samples have unequal numbers of counted tokens, so that their losses have unequal weights, and all-gathered weights
+# arrive as late as allowed.
 
 MASK = "loss_mask"
 

@@ -16,7 +16,7 @@ from mt_core.specs import LOSSES, SECTIONS
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.checkpoint.state import environment
 
-# Fingerprints that identify the training data, stored in checkpoints. The configuration only names files.
+# -- fingerprints of the training data, stored in checkpoints ----------------------------------------
 #
 # Blend, split and seed are configuration values. The fingerprints of the data sets and of the tokenizer show whether
 # the files they name have changed.

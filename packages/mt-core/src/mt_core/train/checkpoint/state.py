@@ -27,9 +27,9 @@ from mt_core.parallel.context import AxisName, ParallelContext
 from mt_core.train.checkpoint.local_shards import LocalShard, fill, given, whole_fragment
 from mt_core.train.state import TrainState
 
-# States of torch's default generators, which modules from outside mt draw from: one stream per part of the work.
+# -- states of torch's default generators: one stream per part of the work ---------------------------
 #
-# Dropout of `mt_core.nn.dropout` seeds them anew for each sample.
+# Modules from outside mt draw from them. Dropout of `mt_core.nn.dropout` seeds them anew for each sample.
 
 RNG = "rng."
 PART_OF: dict[AxisName, str] = {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# The tensors nested in the arguments of a layer: finding, describing and replacing them.
+# -- tensors nested in the arguments of a layer ------------------------------------------------------
 #
 # Arguments may be tensors, constants, and tuples, lists, dictionaries and plain objects of these (an attention pattern,
 # rotary angles). Attributes that begin with an underscore are caches of the object and are left out.

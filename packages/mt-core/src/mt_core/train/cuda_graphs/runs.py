@@ -22,7 +22,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_core.train.cuda_graphs.capture import Form, GraphedCall, Recorder, form_of, replaced, tensors_in
 
-# The calls of consecutive layers as CUDA graphs, for one micro-batch at a time.
+# -- calls of consecutive layers, for one micro-batch at a time --------------------------------------
 #
 # The graphs of a slot are captured in the order of replay: forward from the first layer to the last, backward from the
 # last to the first. They can therefore share one memory pool: temporary memory of a layer is reused by the next. A

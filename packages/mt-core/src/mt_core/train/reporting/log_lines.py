@@ -11,7 +11,7 @@ from typing import NamedTuple
 from mt_core.config.schema import LoggingConfig
 from mt_core.train.callbacks import Metrics
 
-# Lines about steps and evaluations in the form in which Megatron-LM prints them (logging.log_format=megatron).
+# -- Megatron-LM's format (logging.log_format=megatron) ----------------------------------------------
 
 LARGEST_EXPONENT = 20.0
 """Megatron's limit on a loss whose perplexity is printed."""

@@ -17,7 +17,7 @@ from mt_core.train.checkpoint.state import merged_over_stages
 from mt_core.train.engine import Engine, StepRecord
 from mt_core.train.step.optimizer_step import StepOutcome
 
-# Peak rates of known GPUs, which MFU is a fraction of.
+# -- peak rates of known GPUs, for MFU ---------------------------------------------------------------
 
 DENSE_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
     ("H100 PCIe", 756.0),

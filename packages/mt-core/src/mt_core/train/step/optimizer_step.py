@@ -30,7 +30,7 @@ from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.train.host_transfer import HostTransfer, device_scalar, sum_of_host_numbers, sum_on_device
 from mt_core.train.step.forward_backward import Batch, ForwardBackward
 
-# Auxiliary losses of layers (such as MoE load balancing), averaged over the micro-batches and ranks of a step.
+# -- auxiliary losses of layers, averaged over micro-batches and ranks -------------------------------
 
 
 class AuxiliaryMeans:

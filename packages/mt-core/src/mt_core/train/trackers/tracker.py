@@ -17,7 +17,7 @@ from mt_core.train.callbacks import Callback, Metrics, Run
 from mt_core.train.reporting.log_lines import loss_name, perplexity
 from mt_core.train.state import TrainResult
 
-# Names of metrics in trackers: those of Megatron-LM, where it has one.
+# -- names of metrics: those of Megatron-LM, where it has one ----------------------------------------
 
 AXES = ("iteration", "consumed_samples")
 OF_STEP: Mapping[str, str] = {

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-# Where the bytes of an image are: a file, or a member of a tar archive.
+# -- image files: a file, or a member of a tar archive -----------------------------------------------
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".npy"})
 
@@ -283,7 +283,7 @@ def as_input(image: NDArray[np.uint8], config: ImageDataConfig) -> NDArray[np.fl
     return np.ascontiguousarray(((image.astype(np.float32) / 255 - mean) / std).transpose(2, 0, 1))
 
 
-# The filters by which the sizes of images are changed, and their weights: Pillow's, to the last bit.
+# -- resize filters and their weights, equal to Pillow's to the last bit -----------------------------
 #
 # A filter is stretched over the pixels that become one (antialiasing). Time and memory are linear in the pixels.
 

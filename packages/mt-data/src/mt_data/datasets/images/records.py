@@ -210,7 +210,7 @@ def _lacking(marks: int, images: int, where: str) -> int:
     return images - marks
 
 
-# Shards in webdataset's layout: a tar archive in which consecutive members with one key are a sample.
+# -- shards in webdataset's layout: consecutive members of a tar archive with one key are a sample ---
 #
 # The key of a member is its path up to the first dot of its file name, the rest is its extension:
 # `train/0001.jpg` and `train/0001.json` are `jpg` and `json` of the sample `train/0001`. Samples are read at random

@@ -77,7 +77,7 @@ def draw(height: int, width: int, *, seed: int, split: Split, index: int) -> Pic
     return Picture(noisy.clip(0, 255).astype(np.uint8), kind, colour, PLACES[place])
 
 
-# Synthetic images with texts that describe them.
+# -- images with texts that describe them ------------------------------------------------------------
 
 MAX_PROPORTION = 3
 """Proportions of images in dynamic resolution: the longer side in units of the shorter."""
@@ -162,7 +162,7 @@ def build_captioned_shapes(
     return CaptionedShapesDataset(config, bare_encoder(tokenizer), eod, shape, request)
 
 
-# Synthetic images with classes.
+# -- images with classes -----------------------------------------------------------------------------
 
 
 class ShapesDataConfig(ImageDataConfig):

@@ -22,7 +22,7 @@ from mt_data.datasets.sft.chat_templates import ChatTemplate, Span
 from mt_data.datasets.sft.conversations import Conversation
 from mt_data.datasets.text_files import Encode, bare_encoder
 
-# The tokens of an image in a text: a place for each feature of each of its views, and markers around them.
+# -- tokens of an image: one for each feature of each view, and markers around them ------------------
 #
 # Markers are those of the processors of the published models. They are encoded by the tokenizer; where it has a token
 # for a marker, that is what comes out.

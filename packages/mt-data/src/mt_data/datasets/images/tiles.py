@@ -144,7 +144,7 @@ def grids(max_num_tiles: int) -> list[Grid]:
     return sorted(found, key=lambda grid: (grid.tiles, grid.columns))
 
 
-# Images in their own proportions: whole cells of img_h by img_w pixels, as many as an image's pixels fill.
+# -- dynamic resolution: cells of img_h by img_w pixels, as many as the image's pixels fill ----------
 #
 # As the processor of Qwen2-VL does it (Wang et al., *Qwen2-VL*, 2024).
 

@@ -42,7 +42,7 @@ def build_builtin_retro(config: BuiltinRetroDataConfig, tokenizer: Tokenizer, re
     return retro_dataset(text, items, config, request, rules, retrieval)
 
 
-# Similar chunks by MinHash (Broder, 1997): the same neighbours on every machine, in time linear in the text.
+# -- similar chunks by MinHash (Broder, 1997), the same on every machine, in linear time -------------
 #
 # The signature of a chunk is, for each of 16 hash functions, the smallest hash of its runs of four tokens. Two chunks
 # agree in a function with a probability of the share of runs that they have in common.

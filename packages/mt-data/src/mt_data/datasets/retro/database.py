@@ -16,7 +16,7 @@ from mt_data.indexed.manifest import CheckedBlocks
 from mt_data.indexed.storage import MappedFile
 from mt_data.records import BlockedFile
 
-# A token file as one stream: all sequences one behind the other, in the order of the file.
+# -- a token file as one stream ----------------------------------------------------------------------
 
 
 class TokenSource(Protocol):
@@ -159,7 +159,7 @@ def open_chunks(
     return ChunkDatabase(str(folder), manifest, rows, texts)
 
 
-# Rows of a `.npy` file whose blocks are compared with their checksums.
+# -- rows of a `.npy` file, in blocks that are compared with their checksums -------------------------
 
 
 class Rows(Protocol):

@@ -27,10 +27,10 @@ from mt_data.datasets.splits import epoch_order
 from mt_data.datasets.text_files import TextSource, build_from_text
 from mt_data.preprocess.readers import expand_globs
 
-# The tokens of files of questions with passages, encoded once and kept in the index cache.
+# -- tokens, encoded once and kept in the index cache ------------------------------------------------
 
 
-# Configuration of instruction tuning with passages.
+# -- configuration -----------------------------------------------------------------------------------
 
 
 class RetroSFTDataConfig(NeighborKeys, ChatTemplateKeys):

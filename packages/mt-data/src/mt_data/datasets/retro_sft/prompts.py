@@ -147,7 +147,7 @@ def filler_of(tokenizer: Tokenizer, chunk_length: int) -> int:
     return found or 0
 
 
-# Passages as the neighbours of chunks: ids, cut or padded to the length that the encoder reads.
+# -- passages as neighbours of chunks ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)

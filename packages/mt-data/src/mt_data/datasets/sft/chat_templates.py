@@ -155,7 +155,7 @@ def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return content
 
 
-# Chat templates that need no file. Each is a Jinja template as the ones that tokenizers bring along.
+# -- builtin templates -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

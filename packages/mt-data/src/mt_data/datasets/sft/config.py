@@ -1,4 +1,4 @@
-"""Configuration of supervised fine-tuning."""
+"""Configuration of supervised fine-tuning, and the files that its checkpoints hold."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ class SFTDataConfig(ChatTemplateKeys):
     """skip: leave out lines that are no usable conversation, with a warning that counts them and names the first."""
 
 
-# What checkpoints of fine-tuning on conversations hold beside the tokenizer: the chat template, and which ids end an
-# answer, so that whoever generates with the model writes and ends conversations as it was trained.
+# -- files in checkpoints, beside the tokenizer ------------------------------------------------------
+#
+# The chat template, and which ids end an answer, so that whoever generates with the model writes and ends
+# conversations as it was trained.
 
 GENERATION = "generation_config.json"
 END_MARK = re.compile(r"\s*(<[^<>\s]+>)")

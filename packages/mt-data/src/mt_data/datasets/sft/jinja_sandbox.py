@@ -131,7 +131,7 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys, **others)
 
 
-# How much a chat template may write and how long it may take: a template comes with a downloaded tokenizer.
+# -- limits on size and time: a template comes with a downloaded tokenizer ---------------------------
 #
 # Jinja's sandbox limits `range` alone. Here operators, filters, calls and loops count against a budget of each
 # rendering: a text that is doubled forty times, a number as wide as the memory and loops within loops end with a

@@ -19,7 +19,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.kernels.reference.adamw import NAN_HIGH, AdamWOptions, AdamWTensors
 from mt_core.nn.kernels.triton_kernels.launch import on_device
 
-# Kernels over lists of tensors: one launch whatever their number, by tables on the device.
+# -- lists of tensors: one launch whatever their number, by tables on the device ---------------------
 #
 # How the tensors are cut into blocks depends on their sizes and is computed once. Addresses change where autograd
 # allocates the gradients anew in each step; then a few kilobytes are copied to the device, and the host does not wait.
