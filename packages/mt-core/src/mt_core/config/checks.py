@@ -219,10 +219,10 @@ def _check_pipeline(config: Config) -> None:
         raise ConfigError("logging.trace_schedule needs parallel.pipeline_model_parallel_size above 1; remove it")
     if trace is not None and not trace.endswith((".json", ".svg")):
         raise ConfigError(f"logging.trace_schedule={trace} is no file that can be written; it can end in .json or .svg")
-    given = [key for key in SPLIT_KEYS if getattr(config.parallel, key)]
-    if given and size == 1:
+    splits = [key for key in SPLIT_KEYS if getattr(config.parallel, key)]
+    if splits and size == 1:
         raise ConfigError(
-            f"parallel.{given[0]} divides layers over pipeline stages, and parallel.pipeline_model_parallel_size=1; "
+            f"parallel.{splits[0]} divides layers over pipeline stages, and parallel.pipeline_model_parallel_size=1; "
             "remove it, or set that above 1"
         )
     if config.parallel.pipeline_backward_communicator and size == 1:
@@ -328,15 +328,15 @@ def _check_rampup(rampup: tuple[int, int, int], total: int, unit: int) -> None:
 def check_duration(config: Config) -> None:
     train = config.train
     lengths = ("train_iters", "train_samples", "train_epochs")
-    given = [key for key in lengths if getattr(train, key) is not None]
+    set_keys = [key for key in lengths if getattr(train, key) is not None]
     # train_iters beside train_epochs is what the epochs come to; with_train_iters compares them.
-    if len(given) != 1 and given != ["train_iters", "train_epochs"]:
-        found = f"{' and '.join(given)} are" if given else "none is"
-        raise ConfigError(f"set exactly one of {', '.join(f'train.{key}' for key in lengths)}; {found} set")
+    if len(set_keys) != 1 and set_keys != ["train_iters", "train_epochs"]:
+        which = f"{' and '.join(set_keys)} are" if set_keys else "none is"
+        raise ConfigError(f"set exactly one of {', '.join(f'train.{key}' for key in lengths)}; {which} set")
     if train.rampup_batch_size is not None and train.train_samples is None:
         raise ConfigError(
             "train.rampup_batch_size makes steps of different sizes: set train.train_samples, not "
-            f"{' and '.join(given)}"
+            f"{' and '.join(set_keys)}"
         )
 
 
@@ -404,9 +404,9 @@ def check_schedule(config: Config) -> None:
     schedule, optimizer = config.lr_schedule, config.optimizer
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}")
-    given = [key for key in WARMUPS if getattr(schedule, key) is not None]
-    if len(given) > 1:
-        raise ConfigError(f"lr_schedule: set at most one of {', '.join(WARMUPS)}; {' and '.join(given)} are set")
+    warmup_keys = [key for key in WARMUPS if getattr(schedule, key) is not None]
+    if len(warmup_keys) > 1:
+        raise ConfigError(f"lr_schedule: set at most one of {', '.join(WARMUPS)}; {' and '.join(warmup_keys)} are set")
     _check_warmup_init(config)
     if schedule.lr_decay_iters is not None and schedule.lr_decay_samples is not None:
         raise ConfigError("lr_schedule: set at most one of lr_decay_iters and lr_decay_samples")

@@ -175,12 +175,12 @@ def _parse_json(text: str) -> Any:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Raises ValueError for a key that stands twice, of which Python's reader keeps the last."""
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in table:
             raise ValueError(f"the key {key!r} stands twice in one object; keep one of the two")
-        found[key] = value
-    return found
+        table[key] = value
+    return table
 
 
 def _parse_toml(text: str) -> Any:
@@ -201,8 +201,8 @@ def _toml_name(lines: list[str]) -> str:
     for line in reversed(lines):
         if table := _TOML_TABLE.match(line):
             return f"{table[1]}.{key}" if key else f"the table [{table[1]}]"
-        if key is None and (found := _TOML_KEY.match(line)):
-            key = found[1]
+        if key is None and (key_match := _TOML_KEY.match(line)):
+            key = key_match[1]
     return key or lines[-1].strip()
 
 

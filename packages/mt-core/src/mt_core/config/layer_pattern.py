@@ -135,15 +135,15 @@ class _Parser:
         raise self.error(f"has {token!r} where a list or a number belongs")
 
     def entries(self) -> list[int]:
-        found: list[int] = []
+        entries: list[int] = []
         while self._peek() != "]":
             if not (token := self._take()).isdigit():
                 raise self.error(f"has {token!r} in a list; entries are 0 and 1")
-            found.append(int(token))
+            entries.append(int(token))
             if self._peek() != "]":
                 self._expect(",")
         self._expect("]")
-        return found
+        return entries
 
     def _joined(self, left: Value, right: Value) -> Value:
         if isinstance(left, int) or isinstance(right, int):

@@ -41,16 +41,16 @@ def merge_layers(
     or raised without it.
     """
     merged: dict[str, dict[str, tuple[Any, str]]] = {}
-    found = problems or Problems()
+    collected = problems or Problems()
     for layer in layers:
         for section, values in layer.values.items():
-            with found.collect():
+            with collected.collect():
                 if sections is not None and section not in sections:
                     raise ConfigError(unknown_section(section, layer.origin, sections))
                 _require_table(section, values, layer.origin)
                 merged.setdefault(section, {}).update({key: (value, layer.origin) for key, value in values.items()})
     if problems is None:
-        found.stop_if_any()
+        collected.stop_if_any()
     return merged
 
 

@@ -55,10 +55,10 @@ def _translate_values(layer: Layer, notes: list[str]) -> Layer:
         keys = values.get(section)
         if not isinstance(keys, Mapping):
             continue
-        given = keys.get(key)
-        if isinstance(given, str) and given in words:
-            values[section] = {**keys, key: words[given]}
-            notes.append(f"{section}.{key}={given} (from {layer.origin}) is called {words[given]} here")
+        value = keys.get(key)
+        if isinstance(value, str) and value in words:
+            values[section] = {**keys, key: words[value]}
+            notes.append(f"{section}.{key}={value} (from {layer.origin}) is called {words[value]} here")
     return Layer(layer.origin, values)
 
 

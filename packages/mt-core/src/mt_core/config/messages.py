@@ -104,7 +104,7 @@ def unknown_key(
     """A key that does not exist: where it belongs, or what it resembles. type_: of the section; None where nothing is
     selected, so that it resembles a key of any of the other types."""
     types = [type_] if type_ else [sections[section], *(other_types or {}).values()]
-    hint = did_you_mean(key, dict.fromkeys(field for one in types for field in one.model_fields))
+    hint = did_you_mean(key, dict.fromkeys(field for section_type in types for field in section_type.model_fields))
     # The most helpful hint wins: a similar key, then another selection, another section, Megatron's word.
     if able := [name for name, other in (other_types or {}).items() if key in other.model_fields]:
         selector = f"{section}.{sections[section].selector}"

@@ -39,7 +39,7 @@ class Preset:
 
 def installed_presets(host: PluginHost) -> tuple[dict[str, list[Preset]], list[str]]:
     """Preset name -> its presets (more than one is a conflict); and why some plugin's could not be read."""
-    found: dict[str, list[Preset]] = {}
+    presets: dict[str, list[Preset]] = {}
     problems = []
     for registration in host[MODELS].registrations:
         family, plugin = registration.spec.name, registration.plugin
@@ -49,8 +49,8 @@ def installed_presets(host: PluginHost) -> tuple[dict[str, list[Preset]], list[s
             problems.append(f"{plugin.label} cannot give its presets: {type(error).__name__}: {error}")
             continue
         for name, tree in trees.items():
-            found.setdefault(name, []).append(Preset(family, plugin, tree))
-    return found, problems
+            presets.setdefault(name, []).append(Preset(family, plugin, tree))
+    return presets, problems
 
 
 def find_preset(name: str, host: PluginHost) -> Mapping[str, Mapping[str, Any]]:
@@ -136,11 +136,11 @@ def read_layers(sources: Sources, names: Iterable[str], host: PluginHost) -> Rea
 
 def _with_overrides(layers: Sequence[Layer], texts: Sequence[str], problems: Problems) -> list[Layer]:
     """The layers with one for each `--set` on top."""
-    found = list(layers)
+    merged = list(layers)
     for text in texts:
         with problems.collect():
-            found.append(_override_layer(text, found))
-    return found
+            merged.append(_override_layer(text, merged))
+    return merged
 
 
 def _override_layer(text: str, below: list[Layer]) -> Layer:

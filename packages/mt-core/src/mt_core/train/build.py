@@ -166,13 +166,13 @@ def restore_tokenizer(config: Config, files: Mapping[str, bytes], host: PluginHo
 
 def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
     """model.vocab_size filled in from the tokenizer, or checked against it."""
-    given = config.model.vocab_size
-    if given is not None and given < tokenizer.vocab_size:
+    vocab_size = config.model.vocab_size
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"model.vocab_size={given} is smaller than the tokenizer's {tokenizer.vocab_size}; "
+            f"model.vocab_size={vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; "
             f"leave it unset or use at least {tokenizer.vocab_size}"
         )
-    model = config.model.model_copy(update={"vocab_size": given or tokenizer.vocab_size})
+    model = config.model.model_copy(update={"vocab_size": vocab_size or tokenizer.vocab_size})
     return config.model_copy(update={"model": model})
 
 
@@ -340,8 +340,8 @@ def require_used_patterns(key: str, patterns: Sequence[str] | None, names: Itera
     parameters. Collective."""
     if not patterns:
         return
-    own = dict.fromkeys(pattern for name in names for pattern in patterns if matches(name, [pattern]))
-    used = merged_over_stages(own, ctx)
+    matching = dict.fromkeys(pattern for name in names for pattern in patterns if matches(name, [pattern]))
+    used = merged_over_stages(matching, ctx)
     if unused := [pattern for pattern in patterns if pattern not in used]:
         raise ConfigError(
             f"{key}: no parameter has the name {', '.join(unused)}; the names are those of "

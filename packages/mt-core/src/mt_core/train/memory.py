@@ -108,13 +108,13 @@ def needed_bytes(model: nn.Module, config: Config, ctx: ParallelContext, host: P
         size, itemsize = parameter.numel(), parameter.element_size()
         # Number of ranks that the optimizer state of this parameter is divided over.
         shards = ctx.axis(SHARDS[layouts[name].replicas][0]).size
-        own = size / shards if parallel.use_distributed_optimizer or parallel.use_torch_fsdp2 else size
+        owned = size / shards if parallel.use_distributed_optimizer or parallel.use_torch_fsdp2 else size
         # FSDP2 shards weights and gradients too; the distributed optimizer keeps both whole.
-        elements = own if parallel.use_torch_fsdp2 else size
+        elements = owned if parallel.use_torch_fsdp2 else size
         weights += elements * itemsize
         gradients += elements * (FP32 if in_fp32 else itemsize)
         # Optimizer state of the rank's own elements, and what completes its 16-bit weights to fp32.
-        state += each.of(is_matrix(name, layouts[name]), int(own)) + own * completed_bytes(config, itemsize)
+        state += each.of(is_matrix(name, layouts[name]), int(owned)) + owned * completed_bytes(config, itemsize)
     return Needed(sum(p.numel() for p in model.parameters()), weights, gradients, state)
 
 
@@ -139,9 +139,9 @@ def _available_memory() -> float | None:
         lines = MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:
         return _physical_memory()
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    available = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     # /proc/meminfo counts in KiB.
-    return float(found[0]) * 1024 if found else _physical_memory()
+    return float(available[0]) * 1024 if available else _physical_memory()
 
 
 def _physical_memory() -> float | None:

@@ -69,8 +69,8 @@ class RecordedMetrics:
 
 
 def _together(of_ranks: Iterable[Mapping[str, Recorded]]) -> dict[str, Recorded]:
-    found: dict[str, Recorded] = {}
+    merged: dict[str, Recorded] = {}
     for values in of_ranks:
         for name, recorded in values.items():
-            found[name] = found[name] + recorded if name in found else recorded
-    return found
+            merged[name] = merged[name] + recorded if name in merged else recorded
+    return merged

@@ -140,8 +140,10 @@ def _package_folders(host: PluginHost) -> dict[str, Path]:
 def code_digests(packages: Mapping[str, Path]) -> dict[str, str]:
     """SHA-256 of each Python file of these packages, and of the modules that the user's program has imported."""
     files = {f"{name}/{file.relative_to(root)}": file for name, root in packages.items() for file in root.rglob("*.py")}
-    own = {name: file for name, file in _users_modules() if not any(file.is_relative_to(r) for r in packages.values())}
-    return {name: _digest(file.read_bytes()) for name, file in sorted({**files, **own}.items())}
+    users = {
+        name: file for name, file in _users_modules() if not any(file.is_relative_to(r) for r in packages.values())
+    }
+    return {name: _digest(file.read_bytes()) for name, file in sorted({**files, **users}.items())}
 
 
 def _users_modules() -> Iterator[tuple[str, Path]]:

@@ -133,10 +133,10 @@ def _differing(
     axis_name: AxisName, names: list[str], weights: Mapping[str, Tensor], ctx: ParallelContext
 ) -> Iterator[str]:
     axis = ctx.axis(axis_name)
-    own = torch.stack([bit_hash(weights[name]) for name in names])
+    rank_hashes = torch.stack([bit_hash(weights[name]) for name in names])
     # [ranks, names] int64
-    hashes = own.new_empty((axis.size, len(names)))
-    dist.all_gather_into_tensor(hashes.view(-1), own, group=axis.group)
+    hashes = rank_hashes.new_empty((axis.size, len(names)))
+    dist.all_gather_into_tensor(hashes.view(-1), rank_hashes, group=axis.group)
     for column, name in enumerate(names):
         values = hashes[:, column].tolist()
         # The majority is taken to be right.
@@ -165,11 +165,11 @@ def first_fault(model: nn.Module, ctx: ParallelContext) -> str | None:
     device. Collective over the world."""
     noted = (module.fault() for module in model.modules() if isinstance(module, ReportsNonFinite))
     # Modules come in the order of the forward pass, and the first fault is the origin of the later ones.
-    own = next((fault for fault in noted if fault is not None), None)
+    first = next((fault for fault in noted if fault is not None), None)
     if ctx.world.size == 1:
-        return own
+        return first
     everyone: list[str | None] = [None] * ctx.world.size
-    dist.all_gather_object(everyone, own, group=ctx.world.group)
+    dist.all_gather_object(everyone, first, group=ctx.world.group)
     # Ranks are numbered with the pipeline stage slowest, so the first one with a fault is of the earliest stage.
     return next((fault for fault in everyone if fault is not None), None)
 

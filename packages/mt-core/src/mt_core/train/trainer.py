@@ -145,10 +145,12 @@ class Trainer:
 
     def _require_suitable_data(self) -> None:
         """Raises ConfigError where the configured data set lacks a field that the model cannot run without."""
-        given = signature(self.model.forward).parameters
+        parameters = signature(self.model.forward).parameters
         # An input with a default (images of a model of texts and images) may be absent.
         needed = [
-            name for name in required_inputs(self.model) if name in given and given[name].default is Parameter.empty
+            name
+            for name in required_inputs(self.model)
+            if name in parameters and parameters[name].default is Parameter.empty
         ]
         if problem := building.unsuitable_data(needed, self.config, self.host):
             raise ConfigError(f"{problem}: set data.dataset_type to one of them, and its keys (mt config keys data)")

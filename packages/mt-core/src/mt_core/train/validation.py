@@ -59,11 +59,11 @@ class Validation:
         if not self.metrics:
             return _prefixed({name: self._measure(dataset) for name, dataset in self.sets.items()})
         # One pass gives the loss and all metrics.
-        found = {name: self.engine.predict(dataset) for name, dataset in self.sets.items()}
-        values = _prefixed({name: scores(predictions, self.metrics) for name, predictions in found.items()})
-        if len(found) > 1:
+        predictions_of = {name: self.engine.predict(dataset) for name, dataset in self.sets.items()}
+        values = _prefixed({name: scores(predictions, self.metrics) for name, predictions in predictions_of.items()})
+        if len(predictions_of) > 1:
             # Over all samples and not the mean over sets, whose sizes differ.
-            overall = scores(together(list(found.values())), self.metrics)
+            overall = scores(together(list(predictions_of.values())), self.metrics)
             values |= {f"{OVERALL}_{metric}": overall[metric] for metric in self.metrics}
         return values
 

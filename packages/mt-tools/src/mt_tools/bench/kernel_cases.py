@@ -69,7 +69,7 @@ def differentiated(call: Callable[[Callable[..., Any]], Tensor], *inputs: Tensor
 
 def norm_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     x, weight, bias = (random(machine, *s) for s in ((sizes.tokens, sizes.hidden), (sizes.hidden,), (sizes.hidden,)))
-    one = x.numel() * x.element_size()
+    size = x.numel() * x.element_size()
     label = f"{sizes.tokens} x {sizes.hidden}"
 
     def rms(function: Callable[..., Any]) -> Tensor:
@@ -79,8 +79,10 @@ def norm_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
         return function(x, weight, bias, 1e-5)
 
     # Forward reads x and writes y: 2. Backward reads dy and x and writes dx: 3 more.
-    yield KernelCase("rms_norm", label, sizes.hidden, rms, differentiated(rms, x, weight), 2 * one, 5 * one)
-    yield KernelCase("layer_norm", label, sizes.hidden, layer, differentiated(layer, x, weight, bias), 2 * one, 5 * one)
+    yield KernelCase("rms_norm", label, sizes.hidden, rms, differentiated(rms, x, weight), 2 * size, 5 * size)
+    yield KernelCase(
+        "layer_norm", label, sizes.hidden, layer, differentiated(layer, x, weight, bias), 2 * size, 5 * size
+    )
 
 
 def rotary_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
@@ -123,7 +125,7 @@ def activation_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
 def residual_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     x, residual = (random(machine, sizes.tokens, sizes.hidden) for _ in range(2))
     bias = random(machine, sizes.hidden)
-    one = x.numel() * x.element_size()
+    size = x.numel() * x.element_size()
 
     def call(function: Callable[..., Any]) -> Tensor:
         return function(x, bias, residual, 0.1)
@@ -133,20 +135,20 @@ def residual_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     # Forward: x and residual in, y out. Backward: dy in, dx out; the residual's gradient is dy. The sum over rows for
     # the bias reads dx.
     yield KernelCase(
-        "bias_dropout_add", label, sizes.hidden, call, step, 3 * one, 6 * one, features=("bias", "dropout")
+        "bias_dropout_add", label, sizes.hidden, call, step, 3 * size, 6 * size, features=("bias", "dropout")
     )
 
 
 def softmax_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     scores = random(machine, *sizes.scores)
-    one = scores.numel() * scores.element_size()
+    size = scores.numel() * scores.element_size()
 
     def call(function: Callable[..., Any]) -> Tensor:
         return function(scores, 0.1, None, True)
 
     label = " x ".join(str(size) for size in sizes.scores)
     step = differentiated(call, scores)
-    yield KernelCase("softmax", label, sizes.scores[-1], call, step, 2 * one, 5 * one, features=("causal",))
+    yield KernelCase("softmax", label, sizes.scores[-1], call, step, 2 * size, 5 * size, features=("causal",))
 
 
 def loss_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
@@ -156,19 +158,26 @@ def loss_cases(machine: Machine, sizes: Sizes) -> Iterator[KernelCase]:
     label = f"{sizes.tokens} x {sizes.vocabulary}"
     for dtype in dict.fromkeys((torch.float32, machine.dtype)):
         logits = torch.randn(sizes.tokens, sizes.vocabulary, device=machine.device, dtype=dtype)
-        one = logits.numel() * logits.element_size()
+        size = logits.numel() * logits.element_size()
 
         def entropy(function: Callable[..., Any], logits: Tensor = logits) -> object:
             return function(logits, columns, Axis())
 
         def entropy_step(function: Callable[..., Any], logits: Tensor = logits) -> None:
             # Overwriting the logits changes the memory, not the time: that does not depend on their values.
-            given = logits.detach().requires_grad_()
-            torch.autograd.grad(function(given, columns, Axis(), True), given, factor)
+            leaf = logits.detach().requires_grad_()
+            torch.autograd.grad(function(leaf, columns, Axis(), True), leaf, factor)
 
         name = str(dtype).removeprefix("torch.")
         yield KernelCase(
-            "cross_entropy", f"{label} {name}", sizes.vocabulary, entropy, entropy_step, one, 3 * one, memory=True
+            "cross_entropy",
+            f"{label} {name}",
+            sizes.vocabulary,
+            entropy,
+            entropy_step,
+            size,
+            3 * size,
+            memory=True,
         )
         # The next dtype's logits are as large: 2 GB in bf16, 4 GB in fp32.
         del logits

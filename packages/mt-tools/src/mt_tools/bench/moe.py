@@ -81,12 +81,12 @@ def layers_for(shape: MoeShape, machine: Machine, host: PluginHost) -> tuple[dic
     # topk experts side by side have as many FLOPs per token.
     layers = {"dense": build_layer(shape, machine, host, "dense", ffn=shape.ffn * shape.topk)}
     refused = {}
-    for product, own in PRODUCTS.items():
+    for product, product_options in PRODUCTS.items():
         options = {
             "num_experts": shape.experts,
             "moe_router_topk": shape.topk,
             "moe_router_force_load_balancing": "true",
-            **own,
+            **product_options,
         }
         try:
             layers[product] = build_layer(shape, machine, host, "moe", ffn=shape.ffn, moe=options)

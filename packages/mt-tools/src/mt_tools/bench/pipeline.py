@@ -81,7 +81,7 @@ def measured(rank: int, world: int, schedules: Sequence[tuple[str, int]], count:
     ctx = build_parallel_context(AxisSizes(pp=world))
     recorder = ScheduleRecorder(ctx.device)
     batches = [{"x": torch.ones(1)} for _ in range(count)]
-    found = []
+    timelines = []
     for name, stages_per_rank in schedules:
         schedule = load_plugins()[PIPELINE_SCHEDULES].get(name).schedule.load()
         times = stage_times(world, stages_per_rank, unit)
@@ -95,8 +95,8 @@ def measured(rank: int, world: int, schedules: Sequence[tuple[str, int]], count:
             pipeline.forward_backward(batches, share)
             steps.append(recorder.gather(ctx.pp))
         # The quickest: other processes of the machine can only delay a step.
-        found.append(min(steps[1:], key=lambda step: step.makespan))
-    return found
+        timelines.append(min(steps[1:], key=lambda step: step.makespan))
+    return timelines
 
 
 def share(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

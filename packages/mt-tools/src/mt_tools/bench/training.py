@@ -66,8 +66,8 @@ def time_shares(step: Callable[[], None], steps: int, device: torch.device) -> d
         for event in profiler.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    found = shares((name, end - start) for name, start, end in spans)
-    return {"time_shares": found, "idle_share": idle_share([(start, end) for _, start, end in spans])}
+    time_shares = shares((name, end - start) for name, start, end in spans)
+    return {"time_shares": time_shares, "idle_share": idle_share([(start, end) for _, start, end in spans])}
 
 
 def shares(times: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -112,8 +112,8 @@ def cpu(
     from mt_tools.bench.cpu import cpu_cases
     from mt_tools.bench.report import conditions
 
-    given = conditions(device="cpu", torch_threads=torch.get_num_threads(), steps=steps)
-    _write("cpu", given, out, cpu_cases(steps, host_of(context)))
+    settings = conditions(device="cpu", torch_threads=torch.get_num_threads(), steps=steps)
+    _write("cpu", settings, out, cpu_cases(steps, host_of(context)))
 
 
 @app.command()
@@ -127,8 +127,8 @@ def startup(
     from mt_tools.bench.report import conditions
     from mt_tools.bench.startup import startup_cases
 
-    given = conditions(rounds=rounds, train_rounds=train_rounds)
-    _write("startup", given, out, startup_cases(rounds, train_rounds))
+    settings = conditions(rounds=rounds, train_rounds=train_rounds)
+    _write("startup", settings, out, startup_cases(rounds, train_rounds))
 
 
 @app.command()
@@ -147,8 +147,8 @@ def pipeline(
     from mt_tools.bench.report import conditions
 
     run = PipelineRun(ranks, micro_batches, unit_ms / 1000)
-    given = conditions(ranks=ranks, micro_batches=micro_batches, unit_ms=unit_ms)
-    _write("pipeline", given, out, pipeline_cases(run, only or (), svg, host_of(context)))
+    settings = conditions(ranks=ranks, micro_batches=micro_batches, unit_ms=unit_ms)
+    _write("pipeline", settings, out, pipeline_cases(run, only or (), svg, host_of(context)))
 
 
 @app.command()

@@ -46,13 +46,13 @@ def estimate(
     from mt_tools.plan.estimate import estimate as estimated
     from mt_tools.plan.machines import get_machine
 
-    chosen = [dtype for given in dtypes or DTYPES for dtype in given.split(",")]
+    chosen = [dtype for names in dtypes or DTYPES for dtype in names.split(",")]
     on = get_machine(machine, world_size)
-    found = estimated(model, chosen, host_of(context), on, world=world_size, overrides=set_ or [])
+    result = estimated(model, chosen, host_of(context), on, world=world_size, overrides=set_ or [])
     if as_json:
-        typer.echo(json.dumps(_values(found, on), indent=2))
+        typer.echo(json.dumps(_values(result, on), indent=2))
     else:
-        _print(found, on, world_size)
+        _print(result, on, world_size)
 
 
 def _values(found: Estimate, machine: Machine) -> dict[str, Any]:

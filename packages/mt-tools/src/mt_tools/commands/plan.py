@@ -185,7 +185,7 @@ def _longest(
     from mt_core.errors import ConfigError
     from mt_tools.plan.layout_search import longest_sequence
 
-    parallel, (key, positions) = (given := load(settings)).parallel, _positions(given.model)
+    parallel, (key, positions) = (config := load(settings)).parallel, _positions(config.model)
 
     def load_at(length: int) -> Config:
         # Longer than the model's positions: planned as if it had more of them.
@@ -193,13 +193,13 @@ def _longest(
         return load([*settings, f"data.seq_length={length}", *more])
 
     unit = UNIT * parallel.context_parallel_size * parallel.tensor_model_parallel_size
-    found = longest_sequence(load_at, world, host, machine, limit, unit)
-    if found is None:
+    longest = longest_sequence(load_at, world, host, machine, limit, unit)
+    if longest is None:
         raise ConfigError(
             f"not even data.seq_length={unit} fits into {limit:.1f} GiB a rank; recompute more "
             "(recompute.recompute_granularity), or divide the model over more ranks ([parallel])"
         )
-    length, plan = found
+    length, plan = longest
     _show_plan(plan, machine, limit, as_json=as_json, longest_sequence=length)
     if not as_json:
         typer.echo(f"the longest sequence that fits is data.seq_length={length}, in steps of {unit}")
@@ -335,10 +335,10 @@ def _search(
 def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
     """The layouts, with the estimated seconds of each by part. Expert columns are shown if a layout shards experts."""
     axes = SEARCHED_AXES | (EXPERT_AXES if any(_divides_experts(layout) for layout in layouts) else {})
-    found = number_table("#", *axes, "micro batch", "recompute", "GiB", "tokens/s", "of peak")
+    layout_table = number_table("#", *axes, "micro batch", "recompute", "GiB", "tokens/s", "of peak")
     spent = number_table("seconds of #", "a step", *STEP_PARTS)
     for number, layout in enumerate(layouts, 1):
-        found.add_row(
+        layout_table.add_row(
             str(number),
             *(str(layout.get(key) or 1) for key in axes.values()),
             str(layout["micro_batch_size"]),
@@ -349,7 +349,7 @@ def _search_tables(layouts: list[dict[str, Any]]) -> tuple[Table, Table]:
         )
         seconds = f"{layout['estimated_seconds']:.3g}"
         spent.add_row(str(number), seconds, *(f"{layout['estimated_seconds_of'][part]:.3g}" for part in STEP_PARTS))
-    return found, spent
+    return layout_table, spent
 
 
 def _divides_experts(layout: dict[str, Any]) -> bool:

@@ -133,9 +133,9 @@ def _report(differences: list[Difference]) -> int:
     """Prints the largest difference of each kind, and the first above its tolerance; returns the exit code."""
     kinds = list(dict.fromkeys(difference.kind for difference in differences))
     for kind in kinds:
-        own = [difference for difference in differences if difference.kind == kind]
-        worst = max(own, key=lambda difference: difference.size)
-        typer.echo(f"{len(own):4d} x {kind:14s} worst {worst}")
+        of_kind = [difference for difference in differences if difference.kind == kind]
+        worst = max(of_kind, key=lambda difference: difference.size)
+        typer.echo(f"{len(of_kind):4d} x {kind:14s} worst {worst}")
     wrong = [difference for difference in differences if difference.too_large]
     if not wrong:
         typer.echo("the same")

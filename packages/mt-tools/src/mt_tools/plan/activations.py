@@ -40,11 +40,11 @@ class LiveMemory(UncompiledDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = kwargs.get("out")
+        out_tensor = kwargs.get("out")
         # Products into given memory make nothing; torch 2.11 has some of them on no meta device.
-        out = given if isinstance(given, Tensor) and given.is_meta else func(*args, **kwargs)
+        out = out_tensor if isinstance(out_tensor, Tensor) and out_tensor.is_meta else func(*args, **kwargs)
         if func not in self._makes_new:
-            self._makes_new[func] = all(one.alias_info is None for one in func._schema.returns)
+            self._makes_new[func] = all(returned.alias_info is None for returned in func._schema.returns)
         if self._makes_new[func]:
             for tensor in tensors_in((out,)):
                 if tensor.is_meta:
@@ -173,14 +173,14 @@ class StageCost:
 
 def sum_of(pieces: Iterable[StageCost]) -> StageCost:
     """Cost of the pieces of a stage, which run in sequence."""
-    found = list(pieces)
+    costs = list(pieces)
     total = StageCost()
-    for piece in found:
+    for piece in costs:
         total = total.plus(piece, 1)
     return replace(
         total,
-        temporary=temporary_of_sequence([(piece.kept_bytes, piece.temporary) for piece in found]),
-        sent=found[-1].sent,
+        temporary=temporary_of_sequence([(piece.kept_bytes, piece.temporary) for piece in costs]),
+        sent=costs[-1].sent,
     )
 
 

@@ -34,11 +34,11 @@ EQUIVALENT_SETTINGS = {"flex": "alltoall"}
 
 def portable(experts: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     """`model.moe` with portable options in place of kernels that need a device; shapes and memory are the same."""
-    found = {key: PORTABLE.get(key, value) for key, value in experts.items()}
-    found["moe_permute_fusion"] = on_gpu and found.get("moe_permute_fusion") is not False
-    if planned := EQUIVALENT_SETTINGS.get(found.get("moe_token_dispatcher_type", "")):
-        found |= {"moe_token_dispatcher_type": planned, "moe_dispatcher_options": {}}
-    return found
+    options = {key: PORTABLE.get(key, value) for key, value in experts.items()}
+    options["moe_permute_fusion"] = on_gpu and options.get("moe_permute_fusion") is not False
+    if planned := EQUIVALENT_SETTINGS.get(options.get("moe_token_dispatcher_type", "")):
+        options |= {"moe_token_dispatcher_type": planned, "moe_dispatcher_options": {}}
+    return options
 
 
 @dataclass(frozen=True)

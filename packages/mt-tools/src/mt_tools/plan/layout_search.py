@@ -64,8 +64,8 @@ class QuickPlanner(Planner):
         assign: Assignment = assign_round_robin,
         gradients: GradientMemory = "allocated",
     ) -> StageCosts:
-        one = config.train.model_copy(update={"micro_batch_size": 1})
-        costs = super().stage_costs(config.model_copy(update={"train": one}), world, assign, gradients)
+        train = config.train.model_copy(update={"micro_batch_size": 1})
+        costs = super().stage_costs(config.model_copy(update={"train": train}), world, assign, gradients)
         # Activations, messages and FLOPs of a micro-batch grow with its samples; one measurement serves all sizes.
         return costs.of_samples(config.train.micro_batch_size)
 
@@ -117,23 +117,23 @@ def search(planner: QuickPlanner, world: int, memory_gib: float) -> Found:
             "a search compares layouts of one global batch, and train.global_batch_size is not set; add "
             "--set train.global_batch_size=N, the samples of a step over all ranks"
         )
-    found = Found()
+    result = Found()
     for axes in axis_choices(planner, world):
         # The smallest micro-batch without recomputation: rules that it breaks hold for the others, too.
         bare = _with(planner.config, axes, "none", 1)
         try:
             _checked(planner, bare, world)
         except ConfigError as error:
-            found.refused[_reason(error)] += 1
+            result.refused[_reason(error)] += 1
             continue
         # Before the plan, which is slow: an average rank is a lower bound of the fullest.
         if weights_gib(planner, bare, world) > memory_gib:
-            found.too_large += 1
+            result.too_large += 1
             continue
         for size in MICRO_BATCHES:
-            _try_micro_batch(planner, axes, size, world, memory_gib, found)
-    found.candidates.sort(key=lambda candidate: candidate.tokens_per_second, reverse=True)
-    return found
+            _try_micro_batch(planner, axes, size, world, memory_gib, result)
+    result.candidates.sort(key=lambda candidate: candidate.tokens_per_second, reverse=True)
+    return result
 
 
 def _try_micro_batch(
@@ -282,8 +282,8 @@ def longest_sequence(
             return None
         planner = Planner(config, host, machine)
         planner.require_suitable_data()
-        found = planner.plan(config, world)
-        return found if found.memory_gib <= memory_gib else None
+        plan = planner.plan(config, world)
+        return plan if plan.memory_gib <= memory_gib else None
 
     best, units = fitting(1), 1
     if best is None:

@@ -88,8 +88,8 @@ def this_machine(processes: int = 1) -> Machine:
         )
     about = torch.cuda.get_device_properties(0)
     known = next((machine for key, machine in MACHINES.items() if key in about.name.lower()), None)
-    found = known or replace(MACHINES["h100"], name=about.name, has_speed=False)
-    return replace(found, memory_gib=about.total_memory / GIB, capability=(about.major, about.minor))
+    machine_type = known or replace(MACHINES["h100"], name=about.name, has_speed=False)
+    return replace(machine_type, memory_gib=about.total_memory / GIB, capability=(about.major, about.minor))
 
 
 def _memory() -> int:

@@ -65,13 +65,13 @@ def rank_values(rank: RankPlan, clock: Clock) -> dict[str, Any]:
 
 def messages(flow: Flow, clock: Clock) -> dict[str, dict[str, float]]:
     """By axis: calls per step, the bytes of their largest tensors, and the bytes a rank sends in a ring."""
-    found: dict[str, Counter[str]] = {}
+    rows: dict[str, Counter[str]] = {}
     for (axis, operation), payload in flow.bytes.items():
-        row = found.setdefault(axis, Counter())
+        row = rows.setdefault(axis, Counter())
         row["calls"] += round(flow.calls[axis, operation])
         row["bytes"] += round(payload)
         row["sent"] += round(sent_bytes(operation, payload, clock.size(axis)))
-    return {axis: dict(row) for axis, row in found.items()}
+    return {axis: dict(row) for axis, row in rows.items()}
 
 
 def search_values(found: Found, machine: Machine, top: int) -> dict[str, Any]:

@@ -60,8 +60,8 @@ class _Numbers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func is torch.tensor and torch.device(options.get("device") or "cpu").type == "meta":
-            found = torch.tensor(*args, **{**options, "device": "cpu"})
-            return found if _is_known(found) else found.to("meta")
+            tensor = torch.tensor(*args, **{**options, "device": "cpu"})
+            return tensor if _is_known(tensor) else tensor.to("meta")
         return func(*args, **options)
 
 
@@ -104,11 +104,11 @@ def _positions(func: Any, args: Any) -> Any:
     """Boolean masks among indices, as the positions of their true elements: their number has to be known."""
     if func is not aten.index.Tensor:
         return args
-    found: list[Tensor | None] = []
+    indices: list[Tensor | None] = []
     for index in args[1]:
         is_mask = index is not None and _has_values(index) and index.dtype is torch.bool
-        found += index.nonzero().unbind(1) if is_mask else [index]
-    return args[0], found
+        indices += index.nonzero().unbind(1) if is_mask else [index]
+    return args[0], indices
 
 
 def _topk(assign: Assignment, func: Any, args: Any, options: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

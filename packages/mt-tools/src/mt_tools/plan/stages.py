@@ -244,9 +244,9 @@ def layer_kinds(config: Config, model: nn.Module) -> dict[int, Kind]:
         return {}
     # Layers with and without a window have the same parameters and other attention.
     window_of = getattr(config.model, "window_of", lambda number: None)
-    found: dict[object, Kind] = {}
+    kinds: dict[object, Kind] = {}
     return {
-        number: found.setdefault((_parameters_of(staged, number), window_of(number)), len(found))
+        number: kinds.setdefault((_parameters_of(staged, number), window_of(number)), len(kinds))
         for number in only_stage(config).layers
     }
 
@@ -298,16 +298,16 @@ def text_with_image(config: Config, batch: Mapping[str, Tensor], parts: int) -> 
     rows, length = batch["tokens"].shape
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     features: int = config.model.image_seq_length  # type: ignore[attr-defined]
-    found: dict[str, Tensor] = {"tokens": tokens}
+    inputs: dict[str, Tensor] = {"tokens": tokens}
     if getattr(config.data, "dynamic_resolution", False):
         cells: int = config.data.most_cells  # type: ignore[attr-defined]
         views = (rows, cells, *batch["images"].shape[-3:])
-        found |= {"images": torch.empty(views, device="meta"), "image_grids": torch.tensor([[[1, cells]]] * rows)}
+        inputs |= {"images": torch.empty(views, device="meta"), "image_grids": torch.tensor([[[1, cells]]] * rows)}
         features *= cells
     must_divide("parallel.context_parallel_size", parts, "the positions of an image", features)
     # An image's placeholders at the beginning of each row.
     tokens[:, : features // parts] = config.model.image_token_index  # type: ignore[attr-defined]
-    return found
+    return inputs
 
 
 def field_shape(one: SampleField, config: Config, ctx: ParallelContext) -> tuple[int, ...]:

@@ -118,8 +118,8 @@ def step_time(
 ) -> StepTime:
     """stages: the stages of each pipeline rank. simulated: seconds from the first pass to the last."""
     # One micro-batch through each rank.
-    one = [sum((cost.forward + cost.backward for cost in costs), Flow()) for costs in stages]
-    busiest = max(one, key=lambda flow: clock.compute(flow) + clock.messages(flow))
+    flows = [sum((cost.forward + cost.backward for cost in costs), Flow()) for costs in stages]
+    busiest = max(flows, key=lambda flow: clock.compute(flow) + clock.messages(flow))
     products, messages = passes * clock.compute(busiest), passes * clock.messages(busiest)
     # Of one micro-batch: a forward pass is about a third.
     backward = 2 / 3 * (products + messages) / passes

@@ -178,15 +178,20 @@ def resident_bytes(weights: MasterWeights, model: nn.Module) -> tuple[float, flo
     """(weights, gradients, master weights, buffers) after `_exchange`."""
     named = dict(weights.named_parameters())
     buckets = weights.buckets if isinstance(weights, ParamAndGradBuffer) else []
-    own = parameter_storages(model)
+    storages = parameter_storages(model)
     # In fp32 training the master weights are the model's own storage.
-    main = {key: size for key, size in storage_bytes(named.values()).items() if key not in own}
+    main = {key: size for key, size in storage_bytes(named.values()).items() if key not in storages}
     gradients = storage_bytes(
         [bucket.gradients for bucket in buckets] + [one.grad for one in named.values() if one.grad is not None]
     )
     # The copy in the dtype of the reduction.
     sent = sum(bucket.size * bucket.reduce_dtype.itemsize for bucket in buckets if _is_copied(bucket))
-    return float(sum(own.values())), float(sum(gradients.values())), float(sum(main.values())), float(sent)
+    return (
+        float(sum(storages.values())),
+        float(sum(gradients.values())),
+        float(sum(main.values())),
+        float(sent),
+    )
 
 
 def _copied_gradients(weights: MasterWeights) -> float:

@@ -40,7 +40,7 @@ def unseen(config: Config, small: Config) -> list[str]:
     """Features of the configuration that the small run does without, so that their errors cannot show."""
     model, reduced = config.model.model_dump(), small.model.model_dump()
     precision, dtype = config.precision, small.precision.dtype
-    found = {
+    features = {
         f"arithmetic in {precision.dtype}: --dtype {precision.dtype} of mt verify layout runs in it": (
             precision.dtype != dtype
         ),
@@ -51,7 +51,7 @@ def unseen(config: Config, small: Config) -> list[str]:
         ),
         "compilation, CUDA graphs and GPU kernels": _on_gpu_alone(config),
     }
-    return [text for text, hidden in found.items() if hidden]
+    return [text for text, hidden in features.items() if hidden]
 
 
 def _on_gpu_alone(config: Config) -> bool:

@@ -216,7 +216,7 @@ def record(config: Config, *, world: int | None = None, steps: int = STEPS, run_
     world = world or processes(config.parallel)
     records = run_ranks(world, record_on_rank, config.to_dict(), steps, run_dir, timeout=TIMEOUT)
     # Returned by the rank, not raised: an MtError is a sentence for the user, without a traceback of a worker.
-    refused = next((found for found in records if isinstance(found, MtError)), None)
+    refused = next((result for result in records if isinstance(result, MtError)), None)
     if refused is not None:
         raise refused
     return records[0]
@@ -227,8 +227,8 @@ def in_the_same_rounds(config: Config, world: int | None, other: Config, host: P
     routers whose balance loss counts rounds of micro-batches."""
     if not (configured_loss(config, host).compares_samples or has_global_loss(config.model.model_dump())):
         return config
-    own = copies(config.parallel, world or processes(config.parallel))
-    size = max(1, copies(other.parallel, processes(other.parallel)) // own)
+    num_copies = copies(config.parallel, world or processes(config.parallel))
+    size = max(1, copies(other.parallel, processes(other.parallel)) // num_copies)
     return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_size": size})})
 
 
@@ -249,7 +249,7 @@ def record_on_rank(
     host = load_plugins()
     loaded = LoadedConfig(config_from_dict(tree, host), {}, None)
     try:
-        found = record_run(loaded, steps, host=host, run_dir=run_dir, adverse=True)
+        run = record_run(loaded, steps, host=host, run_dir=run_dir, adverse=True)
     except MtError as error:
         return error
-    return found if rank == 0 else None
+    return run if rank == 0 else None

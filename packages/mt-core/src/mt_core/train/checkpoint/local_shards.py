@@ -34,9 +34,9 @@ class LocalShard:
         regions = self.layout.regions(ctx)
         # A rank's part of an optimizer buffer is a range of elements, which is up to three rectangles of a matrix. A
         # region is a slice of the local tensor and the same slice of the canonical one. Intersections are fragments.
-        for number, own in enumerate(self.slices):
+        for number, owned_slice in enumerate(self.slices):
             for region in regions:
-                common = own.meet(TensorSlice(region.local, region.canonical.shape))
+                common = owned_slice.meet(TensorSlice(region.local, region.canonical.shape))
                 if common is not None:
                     yield Fragment(
                         name=self.name,
@@ -44,7 +44,7 @@ class LocalShard:
                         dtype=self.dtype,
                         tensor_slice=common.relative_to(region.local).placed_at(region.canonical.start),
                         # Lazy: nothing is copied or converted until the fragment is written.
-                        tensor=partial(self._cut, number, common.relative_to(own.start)),
+                        tensor=partial(self._cut, number, common.relative_to(owned_slice.start)),
                     )
 
     def _cut(self, number: int, tensor_slice: TensorSlice) -> Tensor:
@@ -52,7 +52,7 @@ class LocalShard:
         # `part` then holds the elements of the slices one after another; with one slice it may have the slice's shape
         # and any strides.
         if len(self.slices) > 1:
-            sizes = [own.numel for own in self.slices]
+            sizes = [owned_slice.numel for owned_slice in self.slices]
             part = part.view(-1).split(sizes)[number]
         return part.view(self.slices[number].shape)[tensor_slice.slices]
 

@@ -124,7 +124,7 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 def _fitting(patterns: Iterable[str], names: Iterable[str], key: str, what: str) -> set[str]:
     """The names that match one of the patterns. Raises ConfigError for a pattern that matches none."""
-    names, found = list(names), set()
+    names, matched = list(names), set()
     for pattern in patterns:
         fitting = {name for name in names if fnmatchcase(name, pattern)}
         if not fitting:
@@ -132,5 +132,5 @@ def _fitting(patterns: Iterable[str], names: Iterable[str], key: str, what: str)
                 f'{key} has "{pattern}", which fits no {what}; their names begin with '
                 f"{', '.join(sorted({name.partition('.')[0] for name in names}))}"
             )
-        found |= fitting
-    return found
+        matched |= fitting
+    return matched

@@ -92,17 +92,19 @@ def find_resume(directory: RunDirectory | None, config: CheckpointConfig) -> Pat
 
     Raises CheckpointError when there is one and checkpoint.resume=never, or none and one is required.
     """
-    own = directory.find(config.ckpt_step) if directory is not None else None
-    if config.resume == "never" and own is not None:
-        raise CheckpointError(f"checkpoint.resume=never, but {own} exists; choose another --run-dir or remove that one")
-    found = own
-    if own is None and config.resume_from is not None:
-        found = find_checkpoint(config.resume_from, config.ckpt_step)
-    if found is None and (config.resume == "required" or config.ckpt_step is not None):
+    newest = directory.find(config.ckpt_step) if directory is not None else None
+    if config.resume == "never" and newest is not None:
+        raise CheckpointError(
+            f"checkpoint.resume=never, but {newest} exists; choose another --run-dir or remove that one"
+        )
+    path = newest
+    if newest is None and config.resume_from is not None:
+        path = find_checkpoint(config.resume_from, config.ckpt_step)
+    if path is None and (config.resume == "required" or config.ckpt_step is not None):
         where = directory.checkpoints if directory is not None else "no run directory was given, so it"
         key = "resume=required" if config.resume == "required" else f"ckpt_step={config.ckpt_step}"
         raise CheckpointError(f"checkpoint.{key}, but {where} has no checkpoint")
-    return found
+    return path
 
 
 def differences(stored: Mapping[str, Any], config: Config, host: PluginHost) -> Iterator[Change]:

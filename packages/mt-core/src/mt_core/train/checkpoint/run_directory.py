@@ -112,10 +112,10 @@ class BestCheckpoint:
     def __init__(self, metric: str, directory: RunDirectory, ctx: ParallelContext, iteration: int) -> None:
         """iteration: at which the run begins; a record of a later one belongs to an abandoned run."""
         self.metric, self._directory, self._ctx = metric, directory, ctx
-        found = read_best(directory.checkpoints)
+        best = read_best(directory.checkpoints)
         # Values of another metric do not compare.
-        fits = found is not None and found.metric == metric and found.iteration <= iteration
-        self.record = found if fits else None
+        fits = best is not None and best.metric == metric and best.iteration <= iteration
+        self.record = best if fits else None
 
     def improves(self, values: Mapping[str, float]) -> bool:
         """Whether the evaluation is better than all before it; one that is NaN never is. Collective over the world."""

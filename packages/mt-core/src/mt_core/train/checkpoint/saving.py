@@ -89,11 +89,13 @@ class Commit:
         if self._config.keep_last is None:
             return []
         # Only folders that a loader recognizes are candidates for removal.
-        found = retention.checkpoints_in(latest.parent, lambda path: any(detect(path) for detect in self._detectors))
+        checkpoints = retention.checkpoints_in(
+            latest.parent, lambda path: any(detect(path) for detect in self._detectors)
+        )
         # Later checkpoints belong to an abandoned run: this one resumed from an earlier step. They are not counted.
-        found = [path for path in found if retention.iteration_of(path) <= retention.iteration_of(latest)]
+        checkpoints = [path for path in checkpoints if retention.iteration_of(path) <= retention.iteration_of(latest)]
         kept = (latest.name, best_name(latest.parent))
-        named = retention.superfluous(found, self._config.keep_last, self._config.keep_every, kept)
+        named = retention.superfluous(checkpoints, self._config.keep_last, self._config.keep_every, kept)
         return [path for path in named if not self._awaits_export(path)]
 
     def _awaits_export(self, path: Path) -> bool:
@@ -338,12 +340,12 @@ class AsyncCheckpointWriter:
 
     def _raise_first(self) -> None:
         """Raise the error of the first rank that has one. Collective."""
-        own = self._failed[0][1] if self._failed else None
+        rank_error = self._failed[0][1] if self._failed else None
         try:
-            raise_on_all_ranks(own, self._ctx.world)
+            raise_on_all_ranks(rank_error, self._ctx.world)
         except Exception as error:
             self._has_raised = True
-            if error is own:
+            if error is rank_error:
                 self._failed.popleft()
             raise
 

@@ -55,21 +55,21 @@ def collect(fragments: Sequence[Fragment], ctx: ParallelContext) -> Iterator[tup
 
     Collective: every rank has to exhaust the iterator.
     """
-    own = {(fragment.name, fragment.tensor_slice): fragment for fragment in fragments}
+    local = {(fragment.name, fragment.tensor_slice): fragment for fragment in fragments}
     for name, shape, dtype, places in _table(fragments, ctx):
         # Slices cover the tensor (_require_cover), so no element stays uninitialized.
         whole = torch.empty(shape if ctx.is_writer else (0,), dtype=dtype)
         # Every rank goes through the same table, so sends and receives pair up in order.
         for rank, tensor_slice in places:
             if ctx.is_writer and rank == 0:
-                whole[tensor_slice.slices] = own[name, tensor_slice].tensor().detach().cpu()
+                whole[tensor_slice.slices] = local[name, tensor_slice].tensor().detach().cpu()
             elif ctx.is_writer:
                 # On the device of the group's backend: NCCL sends no host memory.
                 values = torch.empty(tensor_slice.shape, dtype=dtype, device=ctx.device)
                 dist.recv(values, src=ctx.world.ranks[rank], group=ctx.world.group)
                 whole[tensor_slice.slices] = values.cpu()
             elif rank == ctx.world.rank:
-                values = own[name, tensor_slice].tensor().detach().to(ctx.device).contiguous()
+                values = local[name, tensor_slice].tensor().detach().to(ctx.device).contiguous()
                 dist.send(values, dst=ctx.world.ranks[0], group=ctx.world.group)
         yield name, whole
 
@@ -108,9 +108,9 @@ def gather_claims(claims: list[WriteItem], ctx: ParallelContext) -> list[list[Wr
 def _scatter(shares: list[tuple[int, ...]] | None, ctx: ParallelContext) -> tuple[int, ...]:
     if ctx.world.size == 1:
         return shares[0] if shares else ()
-    own: list[Any] = [()]
-    dist.scatter_object_list(own, shares, src=ctx.world.ranks[0], group=ctx.world.group)
-    return own[0]
+    received: list[Any] = [()]
+    dist.scatter_object_list(received, shares, src=ctx.world.ranks[0], group=ctx.world.group)
+    return received[0]
 
 
 def share_out(everyone: Sequence[Sequence[WriteItem]]) -> list[tuple[int, ...]]:

@@ -193,19 +193,19 @@ class GraphedCall:
     def capture_backward(self, gradients: Sequence[Tensor | None]) -> None:
         """gradients: for each output the memory that will hold its gradient; None: allocate it."""
         self.output_gradients = [
-            torch.empty_like(output) if given is None else given
-            for output, given in zip(self.outputs, gradients, strict=True)
+            torch.empty_like(output) if gradient is None else gradient
+            for output, gradient in zip(self.outputs, gradients, strict=True)
         ]
         wanted = [tensor for tensor in (*self.inputs, *self.parameters) if tensor.requires_grad]
         with self._recorder.capture(self._pool) as self._backward:
             # grad() and not backward(): gradients are returned as static tensors and .grad stays untouched.
-            found = torch.autograd.grad(
+            computed = torch.autograd.grad(
                 [output for output, needed in zip(self.outputs, self._differentiable, strict=True) if needed],
                 wanted,
                 [g for g, needed in zip(self.output_gradients, self._differentiable, strict=True) if needed],
                 allow_unused=True,
             )
-        by_tensor = dict(zip(map(id, wanted), found, strict=True))
+        by_tensor = dict(zip(map(id, wanted), computed, strict=True))
         # None for tensors without a gradient, as autograd expects it of a Function.
         self.gradients = [by_tensor.get(id(tensor)) for tensor in (*self.inputs, *self.parameters)]
         # Drop the references to memory that only the backward pass read: the pool reuses it for the next captures.

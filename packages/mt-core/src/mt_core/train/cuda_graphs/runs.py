@@ -59,9 +59,9 @@ class GraphPoolSlot:
         for call in recorded:
             args, kwargs = replaced((call.args, call.kwargs), _fixed, known)
             graphed = GraphedCall(call.function, args, kwargs, call.parameters, recorder, pool)
-            for came, own in zip(call.outputs, graphed.outputs, strict=True):
+            for came, output in zip(call.outputs, graphed.outputs, strict=True):
                 # Later layers read this output in place.
-                known[id(came)] = own.detach().requires_grad_(came.requires_grad)
+                known[id(came)] = output.detach().requires_grad_(came.requires_grad)
             self.calls.append(graphed)
         self._capture_backward(recorded, known)
         self.is_free = True
@@ -80,8 +80,8 @@ class GraphPoolSlot:
                 continue
             # The input gradients of the calls that read this output. With several readers autograd sums them into a
             # tensor of its own, which replay_backward() copies.
-            found = [readers.get(id(known[id(came)]), []) for came in call.outputs]
-            graphed.capture_backward([gradients[0] if len(gradients) == 1 else None for gradients in found])
+            candidates = [readers.get(id(known[id(came)]), []) for came in call.outputs]
+            graphed.capture_backward([gradients[0] if len(gradients) == 1 else None for gradients in candidates])
             # strict=False: gradients of the parameters follow those of the inputs.
             for tensor, gradient in zip(graphed.inputs, graphed.gradients, strict=False):
                 readers.setdefault(id(tensor), []).append(gradient)
@@ -109,12 +109,12 @@ class GraphPoolSlot:
     @torch.no_grad()
     def _feed(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Copy inputs that are not in static memory; once per tensor, even if several layers read it."""
-        for own, given in zip(inputs, tensors, strict=True):
+        for static, tensor in zip(inputs, tensors, strict=True):
             # Identity of the caller's tensor is enough within one pass: it is not written between the layers that read
             # it.
-            if own.data_ptr() != given.data_ptr() and self._fed.get(id(own)) is not given:
-                own.copy_(given)
-                self._fed[id(own)] = given
+            if static.data_ptr() != tensor.data_ptr() and self._fed.get(id(static)) is not tensor:
+                static.copy_(tensor)
+                self._fed[id(static)] = tensor
 
 
 def _fixed(tensor: Tensor) -> Tensor:

@@ -32,9 +32,9 @@ class CapturedStep:
 
     @torch.no_grad()
     def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        for own, given in zip(self.inputs, inputs, strict=True):
+        for static, tensor in zip(self.inputs, inputs, strict=True):
             # On the same stream as the replay, which follows it.
-            own.copy_(given, non_blocking=True)
+            static.copy_(tensor, non_blocking=True)
         self.graph.replay()
         for parameter, gradient in self.gradients:
             # No Python of the step has run: an eager step in between may have cleared or replaced the gradient.
@@ -63,13 +63,13 @@ class StepGraphs:
     def __call__(self, compute: ComputeGradients, batches: Sequence[Batch], tokens: Tensor) -> tuple[Tensor, Tensor]:
         """compute(batches, tokens), by a graph where there is one. tokens: [] on the device."""
         self._forget_if_moved()
-        given = list(batches), tokens
-        form = form_of(given)
+        arguments = list(batches), tokens
+        form = form_of(arguments)
         if form not in self.graphs and self._captures(form):
-            self.graphs[form] = self._capture(compute, *given)
+            self.graphs[form] = self._capture(compute, *arguments)
             self._note = f"CUDA graph of the step captured, for {len(batches)} micro-batch{'es' * (len(batches) > 1)}"
         if form in self.graphs:
-            return self.graphs[form].replay(tensors_in(given))
+            return self.graphs[form].replay(tensors_in(arguments))
         # On the stream of the later capture, so that libraries have their workspaces there.
         with self.recorder.aside():
             return compute(batches, tokens)

@@ -160,13 +160,13 @@ class StepMetrics:
         return {"tflops": tflops, **({"mfu": tflops / self._peak} if self._peak is not None else {})}
 
     def _reported_by_layers(self) -> MetricValues:
-        own = {
+        of_stage = {
             name: value
             for module in self.engine.model.modules()
             if isinstance(module, ReportsMetrics)
             for name, value in module.metrics().items()
         }
-        return dict(merged_over_stages(own, self.engine.ctx))
+        return dict(merged_over_stages(of_stage, self.engine.ctx))
 
 
 def _memory(device: torch.device) -> MetricValues:

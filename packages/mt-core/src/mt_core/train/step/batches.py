@@ -69,15 +69,15 @@ class DeviceBatches:
         # Identity and not equality: batches hold arrays, whose == is no bool.
         if not any(copied.rank_batch is rank_batch for copied in self._on_the_way):
             self._start(rank_batch, self._stream)
-        found = next(copied for copied in self._on_the_way if copied.rank_batch is rank_batch)
-        self._on_the_way = [copied for copied in self._on_the_way if copied is not found]
+        device_batch = next(copied for copied in self._on_the_way if copied.rank_batch is rank_batch)
+        self._on_the_way = [copied for copied in self._on_the_way if copied is not device_batch]
         computing = torch.cuda.current_stream(self.device)
-        computing.wait_event(found.arrived)
-        for batch in found.batches:
+        computing.wait_event(device_batch.arrived)
+        for batch in device_batch.batches:
             for tensor in batch.values():
                 if tensor.device.type == "cuda":
                     tensor.record_stream(computing)  # else its memory is given away when the copies are done with it
-        return found.batches
+        return device_batch.batches
 
     def _start(self, rank_batch: RankBatch, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
@@ -102,8 +102,8 @@ def micro_batches(rank_batch: RankBatch, cp: Axis, normalization: LossNormalizat
         # Positions are added before the sequence is cut.
         whole = arrays if cp.size == 1 else with_positions(arrays)
         tensors = {name: torch.from_numpy(array) for name, array in whole.items()}
-        own = {name: own_positions(tensor, cp) for name, tensor in tensors.items()}
-        batches.append({**own, FIRST_SAMPLE: torch.tensor(samples.start)})
+        local_tensors = {name: own_positions(tensor, cp) for name, tensor in tensors.items()}
+        batches.append({**local_tensors, FIRST_SAMPLE: torch.tensor(samples.start)})
     return batches
 
 

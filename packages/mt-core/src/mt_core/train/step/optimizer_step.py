@@ -56,8 +56,8 @@ class AuxiliaryMeans:
         # Every stage gives a number for each name, 0 for those of other stages, so that one all-reduce over the stages
         # merges them.
         totals = {name: loss.take_on_device() for name, loss in self.own.items()}
-        own = [totals.get(name) for name in self.names]
-        means = torch.stack([device_scalar(0.0 if total is None else total, self.ctx) for total in own]) / passes
+        in_order = [totals.get(name) for name in self.names]
+        means = torch.stack([device_scalar(0.0 if total is None else total, self.ctx) for total in in_order]) / passes
         # dp and not dp_cp: all ranks that share a micro-batch have the same value (see AuxiliaryLoss).
         return list(sum_on_device(sum_on_device(means / self.ctx.dp.size, self.ctx.dp), self.ctx.pp))
 
