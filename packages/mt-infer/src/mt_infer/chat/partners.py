@@ -9,8 +9,9 @@ import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+from mt_core.commands import Help
 from mt_core.errors import ConfigError
 
 Message = Mapping[str, Any]
@@ -19,13 +20,13 @@ Message = Mapping[str, Any]
 
 @dataclass
 class ChatSettings:
-    """What a conversation's answers are sampled with. max_tokens: None for all that fits."""
+    """What a conversation's answers are sampled with, and options of `mt chat`."""
 
-    temperature: float = 0.8
-    top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int | None = None
-    seed: int | None = None
+    temperature: Annotated[float, Help("0 takes the likeliest token each time.", min=0)] = 0.8
+    top_k: Annotated[int, Help("Keep the k likeliest tokens; 0 keeps all.", min=0)] = 0
+    top_p: Annotated[float, Help("Keep the likeliest tokens up to this probability.")] = 1.0
+    max_tokens: Annotated[int | None, Help("Of an answer. Default: all that fits.", min=1)] = None
+    seed: Annotated[int | None, Help("Same seed, same answers. Default: others each time.")] = None
 
 
 class Partner(Protocol):

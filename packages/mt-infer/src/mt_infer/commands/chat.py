@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mt_core.commands import need
+from mt_core.commands import need, with_fields
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path
+from mt_infer.chat.partners import ChatSettings
 from mt_infer.commands.layout import SETTINGS, engine_settings
 
 if TYPE_CHECKING:
@@ -20,16 +21,14 @@ if TYPE_CHECKING:
 SCHEMES = ("http://", "https://")
 
 
+@with_fields
 def chat(
     partner: Annotated[
         str, typer.Argument(metavar="PATH|URL", help="A run directory or checkpoint, or the address of a server.")
     ],
+    *,
     system: Annotated[str | None, typer.Option(help="System prompt.", show_default=False)] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this probability.")] = 1.0,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer. Default: all that fits.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answers. Default: others each time.")] = None,
+    settings: ChatSettings,
     model: Annotated[str | None, typer.Option(help="Of a server. Default: its first.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="MT_API_KEY", help="For a server that requires one.", show_default=False)
@@ -46,13 +45,11 @@ def chat(
     from rich.markup import escape
 
     from mt_infer.chat.conversation import Conversation
-    from mt_infer.chat.partners import ChatSettings
 
     console = Console()
-    settings = ChatSettings(temperature, top_p, top_k, max_tokens, seed)
-    with _partner(partner, model, api_key, chat_template, set_ or [], device) as found:
-        console.print(f"[bold]{escape(found.name)}[/bold]; /help lists commands, /quit ends", highlight=False)
-        Conversation(found, console, settings, system).run(lambda: console.input("[bold cyan]> [/bold cyan]"))
+    with _partner(partner, model, api_key, chat_template, set_ or [], device) as answering:
+        console.print(f"[bold]{escape(answering.name)}[/bold]; /help lists commands, /quit ends", highlight=False)
+        Conversation(answering, console, settings, system).run(lambda: console.input("[bold cyan]> [/bold cyan]"))
 
 
 @contextmanager

@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 from rich.progress import TextColumn
 
-from mt_core.commands import need
+from mt_core.commands import need, with_fields
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path, writing
-from mt_infer.commands import sampling as options
 from mt_infer.commands.layout import NPROC, SETTINGS, engine_settings, on_ranks, progress_bar
+from mt_infer.commands.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,44 +85,17 @@ STANDARD_INPUT = "-"
 FILES = "Many prompts"
 
 
+@with_fields
 def generate(
     context: typer.Context,
     path: Annotated[
         Path, typer.Argument(parser=as_path, metavar="PATH", help="A run directory, or a checkpoint of any format.")
     ],
+    *,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to continue; - reads standard input. Repeatable.", show_default=False)
     ] = None,
-    max_tokens: options.MAX_TOKENS = 200,
-    min_tokens: options.MIN_TOKENS = 0,
-    temperature: options.TEMPERATURE = None,
-    top_k: options.TOP_K = 0,
-    top_p: options.TOP_P = 1.0,
-    top_p_decay: options.TOP_P_DECAY = 0.0,
-    top_p_bound: options.TOP_P_BOUND = 0.0,
-    min_p: options.MIN_P = 0.0,
-    typical_p: options.TYPICAL_P = 1.0,
-    repetition_penalty: options.REPETITION_PENALTY = 1.0,
-    frequency_penalty: options.FREQUENCY_PENALTY = 0.0,
-    presence_penalty: options.PRESENCE_PENALTY = 0.0,
-    logit_bias: options.LOGIT_BIAS = None,
-    bad_words: options.BAD_WORDS = None,
-    forced_text: options.FORCED_TEXT = "",
-    seed: options.SEED = None,
-    stop: options.STOP = None,
-    stop_token: options.STOP_TOKEN = None,
-    ignore_eod: options.IGNORE_EOD = False,
-    n: options.N = 1,
-    best_of: options.BEST_OF = None,
-    logprobs: options.LOGPROBS = None,
-    prompt_logprobs: options.PROMPT_LOGPROBS = None,
-    num_beams: options.NUM_BEAMS = 1,
-    length_penalty: options.LENGTH_PENALTY = 1.0,
-    early_stopping: options.EARLY_STOPPING = "false",
-    json_schema: options.JSON_SCHEMA = None,
-    regex: options.REGEX = None,
-    grammar: options.GRAMMAR = None,
-    choice: options.CHOICE = None,
+    sampling: SamplingOptions,
     image: Annotated[
         list[Path] | None,
         typer.Option(parser=as_path, metavar="FILE", help="An image for the next <image> of the prompts. Repeatable."),
@@ -150,39 +123,9 @@ def generate(
 ) -> None:
     """Continue prompts with a trained model."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt generate")
-    sampling = options.sampling_of(
-        {
-            "max_tokens": max_tokens,
-            "min_tokens": min_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "top_p_decay": top_p_decay,
-            "top_p_bound": top_p_bound,
-            "min_p": min_p,
-            "typical_p": typical_p,
-            "repetition_penalty": repetition_penalty,
-            "frequency_penalty": frequency_penalty,
-            "presence_penalty": presence_penalty,
-            "seed": seed,
-            "stop": tuple(stop or ()),
-            "ignore_eod": ignore_eod,
-            "n": n,
-            "best_of": best_of,
-            "logprobs": logprobs,
-            "prompt_logprobs": prompt_logprobs,
-            "num_beams": num_beams,
-            "length_penalty": length_penalty,
-            "early_stopping": early_stopping,
-            "json_schema": json_schema,
-            "regex": regex,
-            "grammar": grammar,
-            "choices": tuple(choice or ()),
-        }
-    )
-    if not (as_json or output) and (logprobs is not None or prompt_logprobs is not None):
+    parameters = sampling.parameters()
+    if not (as_json or output) and (parameters.logprobs is not None or parameters.prompt_logprobs is not None):
         raise ConfigError("log-probabilities are shown with --json; add it, or leave out --logprobs, --prompt-logprobs")
-    named = options.TokenOptions(logit_bias or (), bad_words or (), forced_text, stop_token or ())
     check_files(input_, output, prompt or [], num_samples)
     if output is not None and image:
         raise ConfigError("--image is for --prompt; prompts of --input and --num-samples have no images")
@@ -192,12 +135,12 @@ def generate(
         source = input_ or write_samples_input(output, num_samples or 0)
 
     def use(generator: TextGenerator) -> None:
-        asked = named.applied(sampling, generator.tokenizer)
+        requested = sampling.with_tokens(parameters, generator.tokenizer)
         if output is not None:
-            run_file(generator, source, output, asked)
+            run_file(generator, source, output, requested)
             return
         requests = _requests(generator, texts, image or [])
-        (show_json if as_json else show)(generator, requests, asked)
+        (show_json if as_json else show)(generator, requests, requested)
 
     on_ranks(context, path, engine_settings(set_ or []), device, nproc, use)
 

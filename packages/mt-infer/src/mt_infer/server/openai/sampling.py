@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,42 +14,27 @@ from mt_infer.server.options import ServerOptions
 from mt_infer.server.served_model import ServedModel
 
 ANY_OBJECT = {"type": "object"}
+SAME_NAMES = frozenset(SamplingFields.model_fields) & {field.name for field in dataclasses.fields(SamplingParameters)}
+"""Fields of a request that are sampling parameters under the same name. Those of the endpoints, some of which have
+another meaning (`logprobs` of a chat), are not among them."""
 
 
 def sampling_of(fields: SamplingFields, model: ServedModel, *, max_tokens: int, **others: Any) -> SamplingParameters:
     """others: further SamplingParameters, which the endpoints name differently. Raises ApiError, ConfigError."""
     if fields.prompt_logprobs is not None:
         refuse_encoder(model, "prompt_logprobs")
-    others.setdefault("prompt_logprobs", fields.prompt_logprobs)
     # The request's and those of the chat template.
     others["stop"] = (*fields.stops, *others.get("stop", ()))
     others["stop_token_ids"] = (*(fields.stop_token_ids or ()), *others.get("stop_token_ids", ()))
-    top_k = fields.top_k
-    return given_parameters(
-        max_tokens=max_tokens,
-        temperature=fields.temperature,
-        top_k=None if top_k is None else max(top_k, 0),
-        top_p=fields.top_p,
-        min_p=fields.min_p,
-        repetition_penalty=fields.repetition_penalty,
-        frequency_penalty=fields.frequency_penalty,
-        presence_penalty=fields.presence_penalty,
-        logit_bias=logit_bias(fields, model),
-        seed=fields.seed,
-        n=fields.n,
-        min_tokens=fields.min_tokens,
-        typical_p=fields.typical_p,
-        top_p_decay=fields.top_p_decay,
-        top_p_bound=fields.top_p_bound,
-        banned_token_ids=fields.banned_token_ids,
-        bad_words_ids=bad_words_ids(fields.bad_words or (), model),
-        forced_tokens=fields.forced_tokens,
-        num_beams=fields.n if fields.use_beam_search else None,
-        length_penalty=fields.length_penalty,
-        early_stopping=fields.early_stopping,
-        priority=fields.priority,
-        **{"ignore_eod": fields.ignore_eos, **constraint(fields), **others},
-    )
+    values = {name: getattr(fields, name) for name in SAME_NAMES} | {
+        "max_tokens": max_tokens,
+        "top_k": None if fields.top_k is None else max(fields.top_k, 0),
+        "logit_bias": logit_bias(fields, model),
+        "bad_words_ids": bad_words_ids(fields.bad_words or (), model),
+        "num_beams": fields.n if fields.use_beam_search else None,
+        "ignore_eod": fields.ignore_eos,
+    }
+    return given_parameters(**values | constraint(fields) | others)
 
 
 def refuse_encoder(model: ServedModel, field: str) -> None:
