@@ -137,7 +137,7 @@ def timed_steps(engine: InferenceEngine, batch: int, context: int, steps: int) -
         generator = torch.Generator().manual_seed(number)
         engine.add(torch.randint(0, vocab, (context,), generator=generator).tolist(), sampling)
     # Prompts are computed first: the steps that are timed decode alone.
-    while any(sequence.waiting > 1 for sequence in engine.scheduler.sequences()):
+    while any(sequence.num_uncomputed_tokens > 1 for sequence in engine.scheduler.sequences()):
         engine.step()
     seconds = []
     for _ in range(steps + WARM_UP):

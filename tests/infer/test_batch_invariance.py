@@ -141,8 +141,8 @@ def least_memory(engine: InferenceEngine) -> float:
     """GiB that hold one sequence of the longest length, and the states of all."""
     layout, limits = engine.manager.layout, engine.manager.limits
     per_position = sum(group.bytes_per_position for group in layout.groups)
-    longest = limits.longest + limits.block_size
-    return (longest * per_position + limits.slots * layout.bytes_per_sequence) / 2**30
+    positions = limits.max_model_len + limits.block_size
+    return (positions * per_position + limits.slots * layout.bytes_per_sequence) / 2**30
 
 
 def reduced(rank: int, world_size: int) -> list[torch.Tensor]:

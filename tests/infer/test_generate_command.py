@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from mt_cli.main import run
 from mt_core.errors import ConfigError
 from mt_infer.batch_files import generate_file
+from mt_infer.commands.sampling import SamplingOptions
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -81,6 +83,55 @@ def test_constrained_text(capsys: pytest.CaptureFixture[str], model: Path, tmp_p
     assert records(capsys, *common, "--grammar", tmp_path / "grammar.lark")[0]["text"][::2] == "xy"
     assert output(capsys, *common, "--choice", "left").strip() == "Say: left"
     assert records(capsys, *common, "--regex", "z{3}")[0]["text"] == "zzz"
+
+
+# Of each option another value than its default, with what it needs.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "max_tokens": {"max_tokens": 3},
+    "min_tokens": {"min_tokens": 2},
+    "temperature": {"temperature": 0.5},
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.5},
+    "top_p_decay": {"top_p_decay": 0.5, "top_p": 0.9},
+    "top_p_bound": {"top_p_bound": 0.1, "top_p_decay": 0.5, "top_p": 0.9},
+    "min_p": {"min_p": 0.1},
+    "typical_p": {"typical_p": 0.5},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "presence_penalty": {"presence_penalty": 0.5},
+    "logit_bias": {"logit_bias": ["17=-2.5"]},
+    "bad_words": {"bad_words": ["a"]},
+    "forced_text": {"forced_text": "a"},
+    "seed": {"seed": 1},
+    "stop": {"stop": ["a"]},
+    "stop_token": {"stop_token": ["17"]},
+    "ignore_eod": {"ignore_eod": True},
+    "n": {"n": 2},
+    "best_of": {"best_of": 2},
+    "logprobs": {"logprobs": 1},
+    "prompt_logprobs": {"prompt_logprobs": 1},
+    "num_beams": {"num_beams": 2, "temperature": 1.0},
+    "length_penalty": {"length_penalty": 0.5},
+    "early_stopping": {"early_stopping": "never"},
+    "json_schema": {"json_schema": "{}"},
+    "regex": {"regex": "a+"},
+    "grammar": {"grammar": "grammar.lark"},
+    "choice": {"choice": ["a"]},
+}
+
+
+@pytest.mark.parametrize("name", [option.name for option in fields(SamplingOptions)])
+def test_each_option_changes_the_parameters(generator: TextGenerator, tmp_path: Path, name: str) -> None:
+    """An option whose name is no sampling parameter's would otherwise be left out in silence."""
+    values = dict(OPTIONS[name])
+    if name == "grammar":
+        values["grammar"] = tmp_path / values["grammar"]
+        values["grammar"].write_text('start: "a"', encoding="utf-8")
+    with_it, without = (
+        SamplingOptions(**options) for options in (values, {key: values[key] for key in values if key != name})
+    )
+    tokenizer = generator.tokenizer
+    assert with_it.with_tokens(with_it.parameters(), tokenizer) != without.with_tokens(without.parameters(), tokenizer)
 
 
 def test_tokens_by_their_text(capsys: pytest.CaptureFixture[str], model: Path) -> None:

@@ -12,7 +12,7 @@ from mt_core import specs
 from mt_core.config.loading import config_from_dict
 from mt_core.errors import ConfigError
 from mt_core.nn.build_context import ModelBuildContext
-from mt_core.nn.model import Generates, Model, as_generator, contract, is_pipelined
+from mt_core.nn.model import Model, SupportsGeneration, as_generator, contract, is_pipelined
 from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.plugins import load_plugins
 from mt_core.train.losses import KeptLogits
@@ -33,8 +33,8 @@ def build(host, keys) -> nn.Module:
 def test_every_family_builds_a_model_under_the_contract(name, host) -> None:
     model = build(host, MODELS[name])
     assert isinstance(model, Model)
-    assert isinstance(model, Generates) == (name not in ("bert", "vision"))
-    assert isinstance(model, Generates) or not model.continues_text
+    assert isinstance(model, SupportsGeneration) == (name not in ("bert", "vision"))
+    assert isinstance(model, SupportsGeneration) or not model.continues_text
 
 
 class CopiesToDevice(TorchDispatchMode):

@@ -55,11 +55,14 @@ def advance_beams(group: BeamGroup, scheduler: Scheduler) -> list[TokenEvent]:
 def _following(group: BeamGroup) -> list[tuple[Continuation, Matcher | None]]:
     """For each beam of the next step its parent and its token, and its matcher behind that token. An exception ends the
     search, before any memory has changed hands."""
-    found = [group.candidates[member] for member in group.members]
+    candidates = [group.candidates[member] for member in group.members]
     group.candidates.clear()
     try:
-        following = group.search.advance(found, [member.generated for member in group.members])
-        return [(one, _advanced(group.members[one.parent].matcher, one.token)) for one in following]
+        following = group.search.advance(candidates, [member.generated for member in group.members])
+        return [
+            (continuation, _advanced(group.members[continuation.parent].matcher, continuation.token))
+            for continuation in following
+        ]
     except Exception:
         log.exception("a beam search failed")
         group.error = SAMPLING_FAILED
@@ -81,19 +84,19 @@ def _remove(group: BeamGroup, scheduler: Scheduler) -> None:
 
 
 def _continue(group: BeamGroup, following: Sequence[tuple[Continuation, Matcher | None]], scheduler: Scheduler) -> None:
-    before, continuations = group.members, [one for one, _ in following]
+    before, continuations = group.members, [continuation for continuation, _ in following]
     # Example, beams A B C; A is continued twice, C once: B is released, A continues itself, a fork of A is the second,
     # C the third.
-    going_on = {one.parent for one in continuations}
+    going_on = {continuation.parent for continuation in continuations}
     for number, member in enumerate(before):
         # Before forks, which may need the blocks.
         if number not in going_on:
             scheduler.manager.release(member)
     group.members, has_memory = _children(before, continuations, scheduler.manager)
     scheduler.replace(before, group.members)
-    for member, (one, matcher) in zip(group.members, following, strict=True):
+    for member, (continuation, matcher) in zip(group.members, following, strict=True):
         # After all forks: a fork copies its parent's tokens without the new one.
-        member.tokens.append(one.token)
+        member.tokens.append(continuation.token)
         member.matcher = matcher
     # A beam without memory cannot run: the group waits as a whole, and is computed again with its new tokens.
     if not has_memory:

@@ -25,7 +25,7 @@ Key = bytes
 
 
 def block_key(before: Key, tokens: Sequence[int]) -> Key:
-    """Of a full block: `before` is the key of the block before it, or of what the sequence depends on beside tokens."""
+    """Key of a full block. before: the key of the block before it, or of what the sequence depends on beside tokens."""
     # A chain: equal keys mean equal tokens from the beginning on, not only in this block. 128 bits, so that no
     # collision, which would give a sequence another text's values, is to be expected.
     return blake2b(before + np.asarray(tokens, dtype=np.int64).tobytes(), digest_size=16).digest()

@@ -23,7 +23,7 @@ class ChunkResult:
     sampled: list[Sampled] = field(default_factory=list)
     """The next token, and those behind it whose drafts were right."""
     candidates: list[Candidate] = field(default_factory=list)
-    """Of a beam."""
+    """Candidates to continue a beam."""
     drafts: tuple[int, ...] = ()
     """Guesses of the tokens to come."""
     prompt: list[LogProbs | None] = field(default_factory=list)
@@ -39,18 +39,18 @@ def results_from_logits(
     An exception ends the sequence of its own chunk, with SAMPLING_FAILED. alone: whether no other rank computes the
     same; else one that other ranks may not have (memory) is raised, since they would go on with the sequence.
     """
-    found = _Results(chunks, logits, shares, alone)
-    found.run(found.score_prompts, range(len(chunks)))
+    results = _Results(chunks, logits, shares, alone)
+    results.run(results.score_prompts, range(len(chunks)))
     # Chunks behind which a token is sampled. Beams need scores of candidates in place of a token.
-    ending = [number for number in found.valid() if chunks[number].is_last]
-    found.run(found.find_candidates, [number for number in ending if chunks[number].sequence.beams is not None])
+    ending = [number for number in results.valid() if chunks[number].is_last]
+    results.run(results.find_candidates, [number for number in ending if chunks[number].sequence.beams is not None])
     others = [number for number in ending if chunks[number].sequence.beams is None]
-    found.run(found.choose_tokens, others)
+    results.run(results.choose_tokens, others)
     for number in others:
         # One by one: matchers are advanced, which is not repeated.
-        if found.results[number].error is None:
-            found.run(found.follow_constraint, [number])
-    return found.results
+        if results.results[number].error is None:
+            results.run(results.follow_constraint, [number])
+    return results.results
 
 
 class _Results:
@@ -77,11 +77,11 @@ class _Results:
     def find_candidates(self, numbers: Sequence[int]) -> None:
         last = torch.cat([self.rows[number][-1:] for number in numbers])  # [beams, vocab]
         candidates = beam_candidates(last, [self.chunks[number].sequence for number in numbers])
-        for number, own in zip(numbers, candidates, strict=True):
+        for number, of_beam in zip(numbers, candidates, strict=True):
             matcher = self.chunks[number].sequence.matcher
             # Log-probabilities are nan together, and the largest is first.
-            error = DIVERGED if math.isnan(own[0][0]) else None if matcher is None else matcher.error
-            self.results[number].candidates, self.results[number].error = own, error
+            error = DIVERGED if math.isnan(of_beam[0][0]) else None if matcher is None else matcher.error
+            self.results[number].candidates, self.results[number].error = of_beam, error
 
     def choose_tokens(self, numbers: Sequence[int]) -> None:
         # [sum of 1 + drafts, vocab]; rows of prompt_logprobs before these are left out.
@@ -113,22 +113,22 @@ def _constrained(sequence: RunningSequence, sampled: list[Sampled]) -> tuple[lis
     matcher = sequence.matcher
     if matcher is None:
         return sampled, None
-    for place, one in enumerate(sampled):
-        is_stop = one.token in sequence.stop_ids
+    for place, next_token in enumerate(sampled):
+        is_stop = next_token.token in sequence.stop_ids
         # A stop token is not text, and need not match.
         if not is_stop:
-            matcher.advance(one.token)
+            matcher.advance(next_token.token)
         # The matcher failed at this token or before it, so that nothing ensures that the token matches.
         if (error := matcher.error) is not None:
             return sampled[:place], error
         # What is behind it was sampled for drafts beyond the end.
         if is_stop or matcher.is_complete:
-            return [*sampled[:place], replace(one, is_end=True)], None
+            return [*sampled[:place], replace(next_token, is_end=True)], None
     return sampled, None
 
 
 def _prompt_logprobs(chunk: Chunk, logits: Tensor, shares: Sequence[int]) -> list[LogProbs | None]:
-    """Of the prompt's tokens that follow the positions of the chunk's logits."""
+    """Those of the prompt's tokens that follow the positions of the chunk's logits."""
     sequence, wanted = chunk.sequence, chunk.sequence.request.sampling.prompt_logprobs
     if wanted is None or chunk.start >= sequence.prompt_length:
         return []

@@ -92,6 +92,6 @@ def _rank(events: Sequence[TextEvent]) -> tuple[bool, float]:
 
 
 def mean_logprob(events: Sequence[TextEvent]) -> float:
-    """Of the tokens; 0 for none."""
-    found = [event.logprobs.token for event in events if event.logprobs is not None]
-    return sum(found) / len(found) if found else 0.0
+    """Mean over the tokens; 0 for none."""
+    logprobs = [event.logprobs.token for event in events if event.logprobs is not None]
+    return sum(logprobs) / len(logprobs) if logprobs else 0.0

@@ -33,7 +33,7 @@ class InferenceConfig(Section):
     """Capture steps that compute one position of each sequence as CUDA graphs, one for each of a few batch sizes.
     auto: where the device and the model allow it; on a CPU their operators are recorded."""
     cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
-    """Of keys, values and latents in the cache; 8 bits have a scale for each vector. auto: the model's dtype."""
+    """Type of keys, values and latents in the cache; 8 bits have a scale for each vector. auto: the model's dtype."""
     speculative_method: Literal["ngram", "draft_model", "mtp"] | None = None
     """Guess tokens and verify several in one forward pass, for the same output: from the text itself, by a small model,
     or by the model's own layers of multi-token prediction."""

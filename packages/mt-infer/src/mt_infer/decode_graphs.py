@@ -158,7 +158,7 @@ def graph_objections(model: nn.Module, options: InferenceConfig, ctx: ParallelCo
 
 
 def layer_objections(model: nn.Module, options: InferenceConfig, ctx: ParallelContext) -> Iterator[str]:
-    """As graph_objections, on any device."""
+    """Why decode steps cannot be recorded on any device, and what to set instead."""
     # The asserts of decoding.batch rely on these.
     for axis, key in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
         if (size := ctx.axis(axis).size) > 1:  # type: ignore[arg-type]

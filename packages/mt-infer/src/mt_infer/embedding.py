@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_core.interfaces import Tokenizer
-from mt_core.nn.model import Embeds, as_embedder, contract
+from mt_core.nn.model import SupportsEmbedding, as_embedder, contract
 from mt_core.train.trained_model import TrainedModel
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.engine import evaluating
@@ -27,7 +27,7 @@ class TextEmbedder:
 
     def __init__(
         self,
-        model: Embeds,
+        model: SupportsEmbedding,
         tokenizer: Tokenizer,
         device: torch.device,
         vocab_size: int,

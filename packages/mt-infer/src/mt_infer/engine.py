@@ -179,10 +179,10 @@ class InferenceEngine:
             # Recurrent states cannot drop their last positions. A copy from before the pass is what roll_back restores
             # when a draft is rejected; attention needs none, since positions behind `computed` are not read.
             snapshots = [self.manager.snapshot(chunk.sequence) if chunk.drafts else None for chunk in chunks]
-            found = self._sample(chunks)
+            results = self._sample(chunks)
         # A search decides over all its beams at once, so beams advance after every chunk of the step has its
         # candidates.
-        return [*events, *self._advance_all(chunks, found, snapshots), *self._advance_beams(chunks)]
+        return [*events, *self._advance_all(chunks, results, snapshots), *self._advance_beams(chunks)]
 
     def weights_changed(self) -> None:
         """After an update of the model's weights: no prefix may be reused. Raises ConfigError while requests run."""
@@ -212,49 +212,49 @@ class InferenceEngine:
         # Parts of the vocabulary that training's loss sums by, where its bits are requested.
         shares = self.runner.vocab_shares if self.is_batch_invariant else ()
         # None on ranks before the last pipeline stage: they get the results from it below.
-        found = [ChunkResult() for _ in chunks]
+        results = [ChunkResult() for _ in chunks]
         if logits is not None:
-            found = results_from_logits(chunks, logits, shares, alone=self.ctx.tp.size == 1)
+            results = results_from_logits(chunks, logits, shares, alone=self.ctx.tp.size == 1)
         if self.drafter is not None and logits is not None:
             # On the last stage, while its hidden states are at hand (multi-token prediction).
-            drafts = self.drafter.continued(batch, [one.sampled for one in found])
-            for one, guesses in zip(found, drafts, strict=True):
-                one.drafts = guesses or ()
+            drafts = self.drafter.continued(batch, [result.sampled for result in results])
+            for result, guesses in zip(results, drafts, strict=True):
+                result.drafts = guesses or ()
                 if guesses is None:
-                    one.error = one.error or DRAFT_FAILED
+                    result.error = result.error or DRAFT_FAILED
         # One object for each chunk, in the order of `chunks`, which is the same on every rank.
-        return self.runner.from_last_stage(found)
+        return self.runner.from_last_stage(results)
 
     def _advance_all(
-        self, chunks: Sequence[Chunk], found: Sequence[ChunkResult], snapshots: Sequence[list[Tensor] | None]
+        self, chunks: Sequence[Chunk], results: Sequence[ChunkResult], snapshots: Sequence[list[Tensor] | None]
     ) -> list[TokenEvent]:
         events = []
-        for chunk, own, snapshot in zip(chunks, found, snapshots, strict=True):
+        for chunk, result, snapshot in zip(chunks, results, snapshots, strict=True):
             if chunk.drafts:
                 # The last sampled token is no draft: it replaces the first wrong one, or follows the last right one.
-                self.speculation.count(len(chunk.drafts), max(len(own.sampled) - 1, 0))
-            events += self._advance(chunk, own, snapshot)
+                self.speculation.count(len(chunk.drafts), max(len(result.sampled) - 1, 0))
+            events += self._advance(chunk, result, snapshot)
         return events
 
-    def _advance(self, chunk: Chunk, found: ChunkResult, snapshot: list[Tensor] | None) -> list[TokenEvent]:
+    def _advance(self, chunk: Chunk, result: ChunkResult, snapshot: list[Tensor] | None) -> list[TokenEvent]:
         # -1 where nothing was sampled: chunks of a prompt but the last, and beams.
-        sequence, accepted = chunk.sequence, len(found.sampled) - 1
-        if found.prompt:
-            sequence.keep_prompt_logprobs(chunk.first_logits, found.prompt)
+        sequence, accepted = chunk.sequence, len(result.sampled) - 1
+        if result.prompt:
+            sequence.keep_prompt_logprobs(chunk.first_logits, result.prompt)
         # Not where the pass is rolled back below: computed() releases blocks that have left the window, for good.
         if snapshot is None or accepted == len(chunk.drafts):
             self.manager.computed(sequence, chunk.end)
-        if sequence.beams is not None and found.candidates:
-            sequence.beams.candidates[sequence] = found.candidates
+        if sequence.beams is not None and result.candidates:
+            sequence.beams.candidates[sequence] = result.candidates
         events = []
-        for sampled in found.sampled:
+        for sampled in result.sampled:
             events.append(append_sampled(sequence, sampled, self.longest))
             if events[-1].finish is not None:
                 self.scheduler.remove(sequence)
                 return events
         # Tokens before the error are valid and have been reported.
-        if found.error is not None:
-            return [*events, *self._end_failed(sequence, found.error)]
+        if result.error is not None:
+            return [*events, *self._end_failed(sequence, result.error)]
         if snapshot is not None and accepted < len(chunk.drafts):
             # Recurrent states have drafts in them: what was accepted is computed again.
             self.manager.roll_back(sequence, chunk.start, snapshot)
@@ -262,7 +262,7 @@ class InferenceEngine:
         # here. Rejected drafts stay in the blocks behind `computed`; the next pass overwrites them.
         elif accepted > 0:
             self.manager.computed(sequence, chunk.end + accepted)
-        sequence.drafts = found.drafts
+        sequence.drafts = result.drafts
         return events
 
     def _end_failed(self, sequence: RunningSequence, error: str) -> list[TokenEvent]:
@@ -278,7 +278,9 @@ class InferenceEngine:
         that it returns."""
         removed = self._remove_request(request)
         is_search = removed[0].beams is not None
-        indices = range(removed[0].request.sampling.n) if is_search else dict.fromkeys(one.index for one in removed)
+        indices = (
+            range(removed[0].request.sampling.n) if is_search else dict.fromkeys(sequence.index for sequence in removed)
+        )
         return [failed(request, index, error) for index in indices]
 
     def _advance_beams(self, chunks: Sequence[Chunk]) -> list[TokenEvent]:
@@ -291,7 +293,11 @@ class InferenceEngine:
         no memory for it. Returns the requests for which that raises, with their errors."""
         # Sequences of one request share the tensors: n samples of one image encode it once, also when some were
         # preempted and lost their reference.
-        known = {one.request.id: one.conditioning for one in self.scheduler.running if one.conditioning is not None}
+        known = {
+            sequence.request.id: sequence.conditioning
+            for sequence in self.scheduler.running
+            if sequence.conditioning is not None
+        }
         errors: dict[int, str] = {}
         for sequence in (chunk.sequence for chunk in chunks):
             request = sequence.request

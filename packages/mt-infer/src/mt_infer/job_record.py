@@ -23,7 +23,7 @@ ENGINE_KEYS = (
     "quantize_output_layer",
     "cache_dtype",
 )
-"""Of [inference], those that change what is generated."""
+"""Keys of [inference] that change what is generated."""
 
 
 def job_of(source: Path, sampling: SamplingParameters, model: str | None, config: Config) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 
 
 def checkpoint_fingerprint(path: Path) -> str:
-    """Of the names and the content of a checkpoint's files, wherever it lies. Reads all of them."""
+    """Hash of the names and the content of a checkpoint's files, wherever it lies. Reads all of them."""
     # Sorted: the order of a folder's entries is the file system's.
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     digest = blake2b(digest_size=16)

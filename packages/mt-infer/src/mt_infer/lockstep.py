@@ -87,7 +87,7 @@ class LockstepEngine:
         sampling: SamplingParameters | None = None,
         inputs: Mapping[str, Tensor] | None = None,
     ) -> int:
-        """As InferenceEngine.add; goes to the replica with the fewest requests."""
+        """Adds a request like InferenceEngine.add; it goes to the replica with the fewest requests."""
         sampling = sampling or SamplingParameters()
         if sampling.seed is None:
             sampling = replace(sampling, seed=new_seed())

@@ -205,7 +205,7 @@ class Measured:
 
 
 def measure(path: Path, text: str, device: str, settings: Settings) -> Iterator[Measured]:
-    """Of each form, one loaded model after another. Raises DataError for a text of less than two tokens."""
+    """Measures each form, one loaded model after another. Raises DataError for a text of less than two tokens."""
     for name, keys in FORMS.items():
         inference = {**settings.get("inference", {}), **keys}
         generator = TextGenerator.load(path, device=device, settings={**settings, "inference": inference})

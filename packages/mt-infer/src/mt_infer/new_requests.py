@@ -12,7 +12,7 @@ from mt_core.errors import ConfigError
 from mt_core.interfaces import Tokenizer
 from mt_core.nn.batch_invariance import require_invariant_products
 from mt_core.nn.linear import LinearModule
-from mt_core.nn.model import Generates
+from mt_core.nn.model import SupportsGeneration
 from mt_core.parallel.context import ParallelContext
 from mt_infer.cache.manager import CacheManager
 from mt_infer.config import InferenceConfig
@@ -25,10 +25,10 @@ from mt_infer.sampling.parameters import SamplingParameters
 
 
 class NewSequences:
-    """Makes them for one engine. longest: positions of a sequence."""
+    """Makes them for one engine. max_model_len: positions of a sequence."""
 
-    def __init__(self, manager: CacheManager, tokenizer: Tokenizer | None, longest: int) -> None:
-        self.manager, self.tokenizer, self.longest = manager, tokenizer, longest
+    def __init__(self, manager: CacheManager, tokenizer: Tokenizer | None, max_model_len: int) -> None:
+        self.manager, self.tokenizer, self.max_model_len = manager, tokenizer, max_model_len
         self.constraints = Constraints(tokenizer)
 
     def of_request(self, request: Request) -> list[RunningSequence]:
@@ -55,7 +55,7 @@ class NewSequences:
             sequence_seed(sampling.seed, index),
             # capacity: dynamic rotary scaling takes this length from the first position on, since cached keys cannot
             # follow a changing base.
-            min(len(request.tokens) + sampling.max_tokens, self.longest),
+            min(len(request.tokens) + sampling.max_tokens, self.max_model_len),
             self.manager.new_tables(),
             # The root of the prefix keys: equal tokens with other images are other values in the cache.
             self.manager.new_keys(content_hash(request.inputs)),
@@ -79,7 +79,7 @@ class NewSequences:
 
 
 def content_hash(inputs: Mapping[str, Tensor]) -> bytes:
-    """Of the tensors that a sequence is conditioned by; empty for none."""
+    """Hash of the tensors that a sequence is conditioned by; empty for none."""
     digest = blake2b(digest_size=16)
     for name, tensor in sorted(inputs.items()):
         # Name, shape and dtype go first: equal bytes in another shape are another input.
@@ -89,27 +89,27 @@ def content_hash(inputs: Mapping[str, Tensor]) -> bytes:
     return digest.digest() if inputs else b""
 
 
-def check_request(request: Request, model: Generates, manager: CacheManager, sequences: NewSequences) -> None:
+def check_request(request: Request, model: SupportsGeneration, manager: CacheManager, sequences: NewSequences) -> None:
     """Raises ConfigError for a request that the engine cannot serve."""
     _check_inputs(request, model)
     if not request.tokens:
         raise ConfigError("the prompt is empty, and the tokenizer has no id that starts a document")
     if request.sampling.num_beams > 1:
         sequences.stop_text(request.sampling)
-        _check_beams(request, manager, sequences.longest)
+        _check_beams(request, manager, sequences.max_model_len)
     # Compiles the constraint, or finds it compiled: an invalid one is refused before the request waits.
     sequences.constraints.matcher(request.sampling)
     # A token that nothing follows takes no position.
     # max_tokens=1 samples from the last position of the prompt alone; max_tokens=0 scores the prompt.
     asked = len(request.tokens) + (1 if request.sampling.max_tokens > 1 else 0)
-    if asked > sequences.longest:
+    if asked > sequences.max_model_len:
         raise ConfigError(
-            f"the prompt has {len(request.tokens)} tokens, and sequences have at most {sequences.longest} with what is "
-            "generated (inference.max_sequence_length, the model's positions); shorten the prompt"
+            f"the prompt has {len(request.tokens)} tokens, and sequences have at most {sequences.max_model_len} with "
+            "what is generated (inference.max_sequence_length, the model's positions); shorten the prompt"
         )
 
 
-def _check_inputs(request: Request, model: Generates) -> None:
+def _check_inputs(request: Request, model: SupportsGeneration) -> None:
     known = model.conditioned_by
     unknown = [name for name in request.inputs if name not in known]
     if unknown:
@@ -120,7 +120,7 @@ def _check_inputs(request: Request, model: Generates) -> None:
     model.check_request(torch.tensor(request.tokens), request.inputs)
 
 
-def _check_beams(request: Request, manager: CacheManager, longest: int) -> None:
+def _check_beams(request: Request, manager: CacheManager, max_model_len: int) -> None:
     """That all beams fit into the cache at once, in the worst case with nothing in common."""
     beams, limits = request.sampling.num_beams, manager.limits
     if beams > limits.max_requests:
@@ -128,7 +128,7 @@ def _check_beams(request: Request, manager: CacheManager, longest: int) -> None:
             f"num_beams={beams} is above inference.max_requests={limits.max_requests}, the sequences that are "
             "computed at a time; raise that, or search with fewer beams"
         )
-    length = min(len(request.tokens) + request.sampling.max_tokens, longest)
+    length = min(len(request.tokens) + request.sampling.max_tokens, max_model_len)
     if not manager.holds(beams, length):
         raise ConfigError(
             f"the cache does not hold num_beams={beams} sequences of {length} positions; raise "

@@ -66,7 +66,7 @@ def _batches(lines: Path) -> Iterator[list[dict[str, Any]]]:
 
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
-    """Of a JSON value."""
+    """Kind of a JSON value."""
     # Deeper values are stored as JSON texts, before recursion or pyarrow fail on them.
     if depth > DEEPEST:
         return MIXED

@@ -31,7 +31,7 @@ ENCODER_TOKENS, IMAGES, IMAGE_GRIDS = "encoder_tokens", "images", "image_grids"
 """Names in a model's `conditioned_by`."""
 COLOURS = ("image_mean", "image_std")
 WHOLE = Grid(1, 1)
-"""Of an image that is not cut."""
+"""The grid of an image that is not cut."""
 
 
 class ImageViews(NamedTuple):
@@ -102,7 +102,7 @@ class PromptEncoder:
 
     @cached_property
     def image_tokens(self) -> ImageTokens:
-        """Of a model that takes images."""
+        """Tokens that stand for images, of a model that takes some."""
         return image_data(self.config).image_tokens(bare_encoder(self.tokenizer))
 
     def with_images(self, prompt: str, grids: Sequence[Grid], encode: Encode | None = None) -> list[int]:
@@ -187,7 +187,7 @@ def read_images(files: Sequence[ImageFile], data: ImageTextDataConfig) -> list[I
 
 
 def views_of(images: Iterable[NDArray[np.uint8]], data: ImageTextDataConfig) -> list[ImageViews]:
-    """Of images uint8 [height, width, 3]."""
+    """Views of images uint8 [height, width, 3]."""
     tiling, found = data.tiling, []
     for image in images:
         grid = tiling.grid(*image.shape[:2])

@@ -74,21 +74,21 @@ class Refit:
             self._exchange(copies, sources.get(copies[0].name, []))
 
     def _exchange(self, copies: list[Copy], sources: list[Fragment]) -> None:
-        """Of one weight."""
-        own, operations, arriving = _rank(), [], []
+        """Sends and receives the parts of one weight."""
+        this_rank, operations, arriving = _rank(), [], []
         targets = [fragment for (name, _), fragment in self._targets.items() if name == copies[0].name]
         for copy in copies:
-            if own == copy.source:
+            if this_rank == copy.source:
                 part = _part(sources, copy.tensor_slice)
                 # On this rank already: no message.
-                if own == copy.target:
+                if this_rank == copy.target:
                     _part(targets, copy.tensor_slice).copy_(part)
                     continue
                 # fp32 on the wire, since trainer and engine may have different dtypes; exact for 16-bit weights, and
                 # copy_ rounds where they arrive.
                 sent = part.to(torch.float32).contiguous()
                 operations.append(dist.P2POp(dist.isend, sent, copy.target))
-            elif own == copy.target:
+            elif this_rank == copy.target:
                 part = _part(targets, copy.tensor_slice)
                 received = torch.empty(part.shape, dtype=torch.float32, device=part.device)
                 operations.append(dist.P2POp(dist.irecv, received, copy.source))

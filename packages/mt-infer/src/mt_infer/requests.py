@@ -93,7 +93,7 @@ class RunningSequence:
     memory: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """Layer -> its MemoryState."""
     prompt_logprobs: list[LogProbs | None] = field(default_factory=list)
-    """Of each token of the prompt but the first."""
+    """Those of each token of the prompt but the first."""
     cached: int = 0
     """Positions of the prompt that another sequence had computed."""
     stop_ids: frozenset[int] = frozenset()
@@ -123,13 +123,14 @@ class RunningSequence:
     def generated(self) -> Sequence[int]:
         return self.tokens[self.prompt_length :]
 
-    def keep_prompt_logprobs(self, position: int, found: Sequence[LogProbs | None]) -> None:
-        """Of the tokens that follow this position and those behind it. After a preemption they are computed again."""
-        self.prompt_logprobs[position : position + len(found)] = found
+    def keep_prompt_logprobs(self, position: int, logprobs: Sequence[LogProbs | None]) -> None:
+        """Stores those of the tokens that follow this position and the next ones. After a preemption they are computed
+        again."""
+        self.prompt_logprobs[position : position + len(logprobs)] = logprobs
 
     @property
-    def waiting(self) -> int:
-        """Positions that are to be computed before the next token can be sampled."""
+    def num_uncomputed_tokens(self) -> int:
+        """Positions that are to be computed before the next token can be sampled; 1 while the sequence decodes."""
         return len(self.tokens) - self.computed
 
 
@@ -140,7 +141,7 @@ class BeamGroup:
     search: BeamSearch
     members: list[RunningSequence] = field(default_factory=list)
     candidates: dict[RunningSequence, list[Candidate]] = field(default_factory=dict)
-    """Of the members whose logits are known."""
+    """Candidates of the members whose logits are known."""
     error: str | None = None
     """Why the search cannot go on."""
 
@@ -154,9 +155,9 @@ class BeamGroup:
         return len(self.candidates) == len(self.members)
 
 
-def append_sampled(sequence: RunningSequence, sampled: Sampled, longest: int) -> TokenEvent:
-    """Adds a sampled token to its sequence. longest: positions of a sequence."""
-    event = _event_of(sequence, sampled, longest)
+def append_sampled(sequence: RunningSequence, sampled: Sampled, max_model_len: int) -> TokenEvent:
+    """Adds a sampled token to its sequence. max_model_len: positions of a sequence."""
+    event = _event_of(sequence, sampled, max_model_len)
     if event.token is None:
         return event
     sequence.tokens.append(event.token)
@@ -172,7 +173,7 @@ def failed(request: int, index: int, error: str) -> TokenEvent:
     return TokenEvent(request, index, None, finish=FinishReason.ERROR, error=error)
 
 
-def _event_of(sequence: RunningSequence, sampled: Sampled, longest: int) -> TokenEvent:
+def _event_of(sequence: RunningSequence, sampled: Sampled, max_model_len: int) -> TokenEvent:
     sampling, done = sequence.request.sampling, len(sequence.tokens) - sequence.prompt_length + 1
     finish: FinishReason | None = None
     token: int | None = sampled.token
@@ -182,7 +183,7 @@ def _event_of(sequence: RunningSequence, sampled: Sampled, longest: int) -> Toke
     elif sampled.token in sequence.stop_ids:
         token, finish = None, FinishReason.STOP
     # The token is reported with the end.
-    elif done == sampling.max_tokens or sequence.prompt_length + done >= longest:
+    elif done == sampling.max_tokens or sequence.prompt_length + done >= max_model_len:
         finish = FinishReason.LENGTH
     prompt = None
     if sampling.prompt_logprobs is not None and done == 1:

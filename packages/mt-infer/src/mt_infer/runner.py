@@ -35,7 +35,7 @@ class PlacedStages:
 
 
 def placed_stages(stages: Stages | None, ctx: ParallelContext) -> PlacedStages | None:
-    """Of a model that was built with these stages."""
+    """Pipeline stages that a model was built with, and their ranks; None for a model without."""
     if stages is None:
         return None
     return PlacedStages(stages.all, ranks_of_stages(len(stages.all), ctx.pp.size, stages.schedule.placement))
@@ -103,17 +103,17 @@ class ModelRunner:
     def _through(self, placed: PlacedStages, run: Callable[[Stage, Any], Any], key: Hashable) -> Any:
         """`run` of this rank's stages, in turn with those of the others: hidden states (None for the first stage) ->
         those of the next. Returns the last one's here. key: determines the shapes of what is sent."""
-        own, last = self.ctx.pp.rank, len(placed.stages) - 1
+        this_rank, last = self.ctx.pp.rank, len(placed.stages) - 1
         hidden: Any = None
         for number, (stage, rank) in enumerate(zip(placed.stages, placed.ranks, strict=True)):
             # A rank may hold several stages (interleaved or V-shaped placement): it runs each in its turn, in the order
             # of the model, and stages on the same rank pass hidden states without communication.
-            if rank != own:
+            if rank != this_rank:
                 continue
-            if number and placed.ranks[number - 1] != own:
+            if number and placed.ranks[number - 1] != this_rank:
                 hidden = self._receive(placed.ranks[number - 1], (number, key))
             hidden = run(stage, hidden)
-            if number < last and placed.ranks[number + 1] != own:
+            if number < last and placed.ranks[number + 1] != this_rank:
                 self._send(hidden, placed.ranks[number + 1], (number + 1, key))
         if self._p2p is not None:
             # Sends are asynchronous and keep their tensors until they are done: none may outlive the step.
@@ -123,14 +123,14 @@ class ModelRunner:
     def _to_decoder(self, hidden: Any, key: Hashable) -> Any:
         """The encoder's output, from the rank of its last stage, on all that decode; None on others."""
         assert self.encoder is not None
-        own, source = self.ctx.pp.rank, self.encoder.ranks[-1]
+        this_rank, source = self.ctx.pp.rank, self.encoder.ranks[-1]
         others = set(self.decoder.ranks) - {source}
-        if own == source:
+        if this_rank == source:
             # Sends and receives of a pair match by order; any order of the receivers does.
             for rank in sorted(others):
                 self._send(hidden, rank, key)
             return hidden
-        return self._receive(source, key) if own in others else None
+        return self._receive(source, key) if this_rank in others else None
 
     def from_last_stage(self, value: ValueT) -> ValueT:
         """What the last stage's ranks have, on every rank of the model; any object that pickles."""
@@ -160,8 +160,8 @@ def placed_stacks(model: EncodesInStages, placed: PlacedStages) -> tuple[PlacedS
     """The stages of the encoder and of the decoder, each in the numbering of its stack."""
     parts = [(model.stacks_of_stage(stage), rank) for stage, rank in zip(placed.stages, placed.ranks, strict=True)]
     # One placed stage may hold the end of the encoder and the beginning of the decoder: it is then in both.
-    encoder = [(own, rank) for (own, _), rank in parts if own is not None]
-    decoder = [(own, rank) for (_, own), rank in parts if own is not None]
+    encoder = [(stage_of_stack, rank) for (stage_of_stack, _), rank in parts if stage_of_stack is not None]
+    decoder = [(stage_of_stack, rank) for (_, stage_of_stack), rank in parts if stage_of_stack is not None]
     return PlacedStages(*zip(*encoder, strict=True)), PlacedStages(*zip(*decoder, strict=True))
 
 

@@ -1,9 +1,19 @@
 """Which sequences a forward pass computes, and how many positions of each.
 
-Every step computes the next position of all running sequences, and fills the rest of its budget with prompts, which may
-take several steps (chunked prefill). When memory runs out, the sequence that came last gives up its memory and waits to
-be computed again. Requests with a lower number of `priority` come before others. The beams of a request run together,
-or wait together.
+Everything rests on two counters of a sequence: `len(tokens)`, its prompt and what was generated, and `computed`, the
+leading positions that are in the cache. There is no phase of prefill or of decoding: a step computes positions of a
+sequence from `computed` on, and a token is sampled where `computed` reaches `len(tokens)`. `num_uncomputed_tokens` is
+the difference:
+
+    a new prompt of 100 tokens     computed=0, 100 uncomputed; less where its prefix is in the cache
+    a chunk of it was computed     computed=61, 39 uncomputed
+    decoding                       1 uncomputed: the token that was sampled last
+    after a preemption             computed=0 again, and the generated tokens are computed like a prompt
+
+A step computes at most max_num_batched_tokens positions: those of running sequences first, then of waiting ones, whose
+prompts may take several steps (chunked prefill). When memory runs out, the sequence that came last gives up its memory
+and waits to be computed again. Requests with a lower number of `priority` come before others. The beams of a request
+run together, or wait together.
 """
 
 from __future__ import annotations
@@ -37,7 +47,7 @@ class Scheduler:
         self.waiting: deque[RunningSequence] = deque()
         self.preemptions = 0
         self.queried_tokens = self.cached_tokens = 0
-        """Of admitted sequences: those that were looked up among prefixes, and those that were found."""
+        """Tokens of admitted sequences that were looked up among prefixes, and those of them that were in the cache."""
         self._preempted: set[RunningSequence] = set()
         """In the present schedule."""
 
@@ -69,14 +79,14 @@ class Scheduler:
         """The chunks of the next forward pass; empty when there is nothing to do."""
         # 1. Running sequences, in their order: one position each where they decode, the next part of the prompt
         # else.
-        budget = self.manager.limits.step
+        budget = self.manager.limits.max_num_batched_tokens
         self._preempted.clear()
         chunks: list[Chunk] = []
         # A copy: _reserve preempts, which removes from `running`.
         for sequence in list(self.running):
             if sequence in self._preempted:
                 continue  # for one that came before it
-            count = self._reserve(sequence, min(sequence.waiting, budget))
+            count = self._reserve(sequence, min(sequence.num_uncomputed_tokens, budget))
             # 0: the budget is used up, or the sequence was preempted for its own next block.
             if count:
                 chunks.append(self._with_drafts(self._chunk(sequence, count), budget - count))
@@ -139,7 +149,7 @@ class Scheduler:
                 # Preempted beams are admitted with memory for all of their positions: the search goes on only when its
                 # last member has logits.
                 alone = len(sequences) == 1
-                count = self._within(sequence, budget) if alone else sequence.waiting
+                count = self._within(sequence, budget) if alone else sequence.num_uncomputed_tokens
                 self.manager.reserve(sequence, sequence.computed + count)
         except OutOfBlocksError:
             # All of them, also those that were not reached: release() of a sequence without memory frees nothing.
@@ -156,8 +166,12 @@ class Scheduler:
     def _taken(self) -> int:
         """Running sequences, with the beams that they are going to be."""
         # Each group once, by its first member.
-        leaders = [one.beams for one in self.running if one.beams is not None and one is one.beams.members[0]]
-        return len(self.running) + sum(beams.missing for beams in leaders)
+        groups = [
+            sequence.beams
+            for sequence in self.running
+            if sequence.beams is not None and sequence is sequence.beams.members[0]
+        ]
+        return len(self.running) + sum(beams.missing for beams in groups)
 
     def _wanted(self, sequences: Sequence[RunningSequence]) -> int:
         beams = sequences[0].beams
@@ -173,7 +187,7 @@ class Scheduler:
 
     def _within(self, sequence: RunningSequence, budget: int) -> int:
         """Positions of the next chunk."""
-        end = self.manager.chunk_end(sequence, sequence.computed + min(sequence.waiting, budget))
+        end = self.manager.chunk_end(sequence, sequence.computed + min(sequence.num_uncomputed_tokens, budget))
         return end - sequence.computed
 
     def _reserve(self, sequence: RunningSequence, count: int) -> int:
@@ -198,14 +212,14 @@ class Scheduler:
             # Candidates of members that this step has computed would be mixed with those of a later step.
             sequence.beams.candidates.clear()
         # Reversed, each before others of its priority: they wait in their order, before those that have not started.
-        for one in reversed(together(sequence)):
+        for member in reversed(together(sequence)):
             self.preemptions += 1
-            self._preempted.add(one)
-            self.running.remove(one)
-            self.manager.release(one)
+            self._preempted.add(member)
+            self.running.remove(member)
+            self.manager.release(member)
             # Frees the tensors (an encoder's output); _condition makes them again after admission.
-            one.conditioning = None
-            self.waiting.insert(bisect_left(self.waiting, one.priority, key=PRIORITY), one)
+            member.conditioning = None
+            self.waiting.insert(bisect_left(self.waiting, member.priority, key=PRIORITY), member)
 
     def sequences(self) -> Iterator[RunningSequence]:
         yield from self.running

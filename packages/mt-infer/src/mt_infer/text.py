@@ -83,7 +83,8 @@ class TextGenerator:
         device: str = "auto",
         settings: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> TextGenerator:
-        """Of a model that was loaded with these settings: its weights stored for decoding, and its draft model."""
+        """Generator of a model that was loaded with these settings: its weights are stored for decoding, and its draft
+        model is loaded."""
         # Order: weights are quantized and stored first, so that the cache is sized by the memory that they leave free.
         prepare_weights(trained)
         longest = longest_sequence(trained.config, trained.model)
@@ -102,7 +103,7 @@ class TextGenerator:
         stages: Stages | None = None,
         draft_model: DraftModel | None = None,
     ) -> TextGenerator:
-        """Of a model in memory, in the layout and with the weights that it has. stages: of its pipeline."""
+        """Generator of a model in memory, in the layout and with the weights that it has. stages: of its pipeline."""
         engine = InferenceEngine(
             model,
             tokenizer,
@@ -181,7 +182,8 @@ class TextGenerator:
         return request
 
     def compile_constraint(self, sampling: SamplingParameters) -> None:
-        """Of a request to come, which takes seconds for a large one; from any thread. `submit` has it compiled then.
+        """Compiles the constraint of a request to come, in seconds for a large one; from any thread. `submit`
+        then has it.
 
         Raises ConfigError for a constraint that is not valid.
         """
@@ -250,10 +252,13 @@ class TextGenerator:
         beside = inputs or [{}] * len(prompts)
         # All at once: the engine batches them.
         numbers = [self.submit(*request) for request in zip(prompts, each, beside, strict=True)]
-        found = {number: [Completion() for _ in range(own.n)] for number, own in zip(numbers, each, strict=True)}
-        for event in self._events_of(found):
-            found[event.request][event.index].add(event)
-        return [found[number] for number in numbers]
+        completions = {
+            number: [Completion() for _ in range(parameters.n)]
+            for number, parameters in zip(numbers, each, strict=True)
+        }
+        for event in self._events_of(completions):
+            completions[event.request][event.index].add(event)
+        return [completions[number] for number in numbers]
 
     def stream(
         self,
@@ -279,11 +284,11 @@ class TextGenerator:
 
     def _events_of(self, requests: Iterable[int]) -> Iterator[TextEvent]:
         """Steps until these requests have ended. Events of others are kept for their callers."""
-        own = set(requests)
-        while not self.engine.is_idle and any(request in own for request, _ in self._open):
-            yield from self._taken(own)
+        awaited = set(requests)
+        while not self.engine.is_idle and any(request in awaited for request, _ in self._open):
+            yield from self._taken(awaited)
             self._kept += self._stepped()
-        yield from self._taken(own)
+        yield from self._taken(awaited)
 
     def _taken(self, requests: Set[int]) -> list[TextEvent]:
         """The kept events of these requests, which are kept no longer."""
@@ -295,8 +300,11 @@ class TextGenerator:
         """The log-probability of each token of each text but its first, given those before it."""
         # No token is generated; the probabilities of the prompt are taken of its prefill.
         scoring = SamplingParameters(max_tokens=0, prompt_logprobs=0)
-        completions = [found[0] for found in self.generate(prompts, scoring)]
-        return [[one.token for one in (done.prompt_logprobs or ())[1:] if one is not None] for done in completions]
+        completions = [of_prompt[0] for of_prompt in self.generate(prompts, scoring)]
+        return [
+            [logprobs.token for logprobs in (completion.prompt_logprobs or ())[1:] if logprobs is not None]
+            for completion in completions
+        ]
 
     # -- several ranks ----------------------------------------------------------------------------
 
@@ -313,12 +321,12 @@ class TextGenerator:
 
     @cached_property
     def fingerprint(self) -> str | None:
-        """Of the checkpoint's files, all of which are read; None without a checkpoint."""
+        """Hash of the checkpoint's files, all of which are read; None without a checkpoint."""
         return None if self.checkpoint is None else checkpoint_fingerprint(self.checkpoint)
 
     @property
     def vocab_size(self) -> int:
-        """Of the model."""
+        """Token ids of the model."""
         return self.config.model.vocab_size or self.tokenizer.vocab_size
 
     def _check_tokens(self, sampling: SamplingParameters) -> None:

@@ -38,7 +38,7 @@ TOLERANCE_16_BITS = 0.25
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one request: generated tokens, and the log-probability of each token of prompt and text but the first."""
+    """Result of a request: generated tokens, and the log-probability of each token of prompt and text but the first."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -94,17 +94,19 @@ def compare_ways(
     Raises CheckpointError for log-probabilities that are not finite.
     """
     sampling = SamplingParameters(temperature=1.0, max_tokens=max_tokens, seed=seed, logprobs=0, prompt_logprobs=0)
-    longest = max(map(len, prompts)) + max_tokens
+    max_model_len = max(map(len, prompts)) + max_tokens
     found: list[Difference] = []
     first: list[Outcome] = []
     # An engine for each way: its options decide the cache and the batches. The model and its weights are the same.
-    for name, options, one_by_one in ways(trained.config.section(InferenceConfig), _memory_of_one(trained, longest)):
+    for name, options, one_by_one in ways(
+        trained.config.section(InferenceConfig), _memory_of_one(trained, max_model_len)
+    ):
         engine = InferenceEngine(
             trained.model,
             None,
             trained.ctx,
             options,
-            longest=longest,
+            longest=max_model_len,
             placed=placed,
             draft_model=draft_model,
             batch_invariant=trained.config.numerics.batch_invariant,
@@ -223,14 +225,14 @@ def _common(own: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
 
 
-def _memory_of_one(trained: TrainedModel, longest: int) -> float:
+def _memory_of_one(trained: TrainedModel, max_model_len: int) -> float:
     """GiB of a cache that holds one sequence of this length and little more."""
     options = trained.config.section(InferenceConfig)
     # Memory 0: only sizes of a position are read from the agreed layout, which are those of the rank that keeps most.
-    limits = CacheLimits(0, options.cache_block_size, options.max_requests, longest, options.max_tokens_per_step)
+    limits = CacheLimits(0, options.cache_block_size, options.max_requests, max_model_len, options.max_tokens_per_step)
     layout, _ = agree(cache_layout(trained.model), limits, trained.ctx.axis("model"))
     # Two blocks more than one sequence: a second one can be admitted, and is preempted as the first grows.
-    positions = longest + 2 * options.cache_block_size
+    positions = max_model_len + 2 * options.cache_block_size
     size = sum(group.bytes_per_position for group in layout.groups) * positions
     return (size + (options.max_requests + 1) * layout.bytes_per_sequence) / 2**30
 

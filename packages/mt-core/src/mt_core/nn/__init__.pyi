@@ -24,7 +24,7 @@ from .layout import zeros as zeros
 from .linear import ColumnParallelLinear as ColumnParallelLinear
 from .linear import RowParallelLinear as RowParallelLinear
 from .loss import cross_entropy as cross_entropy
-from .model import Generates as Generates
 from .model import Model as Model
+from .model import SupportsGeneration as SupportsGeneration
 from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm

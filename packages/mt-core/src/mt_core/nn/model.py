@@ -19,7 +19,7 @@ class Model(nn.Module):
     """Base of the modules that `ModelSpec.build` returns, with defaults for what only some models have.
 
     A model that can be cut into pipeline stages also has the methods of `mt_core.parallel.pipeline.stage.Pipelined`;
-    one that generates has those of `Generates`.
+    one that generates has those of `SupportsGeneration`.
     """
 
     inputs: tuple[str, ...] = MODEL_INPUTS
@@ -68,7 +68,7 @@ def contract(model: nn.Module) -> Model:
 
 
 @runtime_checkable
-class Generates(Protocol):
+class SupportsGeneration(Protocol):
     """A model whose layers keep state in a `Cache`, from which tokens can be sampled one after another."""
 
     conditioned_by: ClassVar[tuple[str, ...]]
@@ -130,9 +130,9 @@ class PredictsAhead(Protocol):
         ...
 
 
-def as_generator(model: nn.Module) -> Generates:
+def as_generator(model: nn.Module) -> SupportsGeneration:
     """The model, if tokens can be sampled from it. Raises ConfigError if its family cannot."""
-    if not isinstance(model, Generates):
+    if not isinstance(model, SupportsGeneration):
         raise ConfigError(
             f"{type(model).__name__} does not generate text: causal language models and encoder-decoder models do"
         )
@@ -145,7 +145,7 @@ def required_inputs(model: nn.Module) -> tuple[str, ...]:
 
 
 @runtime_checkable
-class Embeds(Protocol):
+class SupportsEmbedding(Protocol):
     """A model that gives each text a vector."""
 
     def embed(self, tokens: Tensor, padding_mask: Tensor, input_type: Literal["query", "document"]) -> Tensor:
@@ -156,9 +156,9 @@ class Embeds(Protocol):
     def max_sequence_length(self) -> int | None: ...
 
 
-def as_embedder(model: nn.Module) -> Embeds:
+def as_embedder(model: nn.Module) -> SupportsEmbedding:
     """The model, if texts can be embedded with it. Raises ConfigError if its family cannot."""
-    if not isinstance(model, Embeds):
+    if not isinstance(model, SupportsEmbedding):
         raise ConfigError(
             f"{type(model).__name__} embeds no text: encoders (bert, biencoder) and causal language models do"
         )
@@ -175,7 +175,7 @@ def is_pipelined(model: nn.Module) -> bool:
 
 
 @runtime_checkable
-class AsksModel(Protocol):
+class HasModelOptions(Protocol):
     """A loss that needs something else from the model than logits."""
 
     model_options: Mapping[str, Any]
@@ -183,7 +183,7 @@ class AsksModel(Protocol):
 
 
 def model_options(loss: object) -> Mapping[str, Any]:
-    return loss.model_options if isinstance(loss, AsksModel) else {}
+    return loss.model_options if isinstance(loss, HasModelOptions) else {}
 
 
 # -- layers under their global numbers, of which a pipeline stage holds some ------------------------------

@@ -125,19 +125,19 @@ class CachedBatch:
         stored, places = self.manager.storages[number].of(layer), self._of_group(number)
         # Written first: a sequence that is read from the cache below gets its new positions too.
         pairs = zip(stored, kept, strict=True)
-        own = [store.write(places.written, values[0, : self.count])[None] for store, values in pairs]
-        found = []
+        written = [store.write(places.written, values[0, : self.count])[None] for store, values in pairs]
+        outputs = []
         for chunk, end, read in zip(self.sequences, self.ends, places.read, strict=True):
             span = slice(end - chunk.count, end)  # columns of the row
             # A new sequence attends to itself only: what was stored is what it has.
             # [1, K, ...], K the positions so far (of a window: those that are read), the new ones last.
-            past = [x[:, span] for x in own] if chunk.start == 0 else [store.read(read)[None] for store in stored]
+            past = [x[:, span] for x in written] if chunk.start == 0 else [store.read(read)[None] for store in stored]
             # One call a sequence: attention kernels take one length of keys, and sequences differ in it.
-            found.append(attend(*(x[:, span] for x in new), *past))
+            outputs.append(attend(*(x[:, span] for x in new), *past))
         # Filler attends to itself, so that the result has the shape [1, T, ...]. Nothing of it is stored.
         if self.filler:
-            found.append(attend(*(x[:, self.count :] for x in (*new, *kept))))
-        return _packed(found)
+            outputs.append(attend(*(x[:, self.count :] for x in (*new, *kept))))
+        return _packed(outputs)
 
     def attend_memory(
         self,
@@ -146,7 +146,7 @@ class CachedBatch:
         new: tuple[Tensor, ...],
         make: Callable[[Tensor], tuple[Tensor, ...]],
     ) -> Tensor:
-        found = []
+        outputs = []
         for chunk, end in zip(self.sequences, self.ends, strict=True):
             # The layer's keys and values of the encoder's output, made in the sequence's first pass and released with
             # its cache.
@@ -154,10 +154,10 @@ class CachedBatch:
             if id(layer) not in memory:
                 length = int(chunk.conditioning["memory_length"])
                 memory[id(layer)] = tuple(x[:, :length] for x in make(chunk.conditioning["memory"]))
-            found.append(attend(*(x[:, end - chunk.count : end] for x in new), *memory[id(layer)]))
+            outputs.append(attend(*(x[:, end - chunk.count : end] for x in new), *memory[id(layer)]))
         if self.filler:
-            found.append(torch.zeros_like(new[0][:, self.count :]))
-        return _packed(found)
+            outputs.append(torch.zeros_like(new[0][:, self.count :]))
+        return _packed(outputs)
 
     def advance(
         self,
@@ -168,7 +168,7 @@ class CachedBatch:
         assert self.manager.states is not None
         states = self.manager.states.of(layer)
         # Replaced below: results come by length, and are packed in the order of sequences.
-        found: list[Tensor] = [torch.empty(0)] * len(self.sequences)
+        outputs: list[Tensor] = [torch.empty(0)] * len(self.sequences)
         for numbers in self._by_length():
             chunks = [self.sequences[number] for number in numbers]
             spans = [range(self.ends[number] - self.sequences[number].count, self.ends[number]) for number in numbers]
@@ -180,12 +180,12 @@ class CachedBatch:
                 # Layers may compute states in another dtype than they keep.
                 state[slots] = value.to(state.dtype)
             for number, result in zip(numbers, out.split(1), strict=True):
-                found[number] = result
+                outputs[number] = result
         if self.filler:
             # Filler starts from zeros and stores no state.
             zeros = tuple(torch.zeros_like(state[:1]) for state in states)
-            found.append(advance(tuple(x[:, self.count :] for x in inputs), zeros)[0])
-        return _packed(found)
+            outputs.append(advance(tuple(x[:, self.count :] for x in inputs), zeros)[0])
+        return _packed(outputs)
 
     def positions_for_logits(self, x: Tensor) -> Tensor:
         self.hidden = x
@@ -238,8 +238,8 @@ class _Places:
     read: list[slice | Tensor]
 
 
-def _packed(found: list[Tensor]) -> Tensor:
-    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+def _packed(outputs: list[Tensor]) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _numbers(places: slice | np.ndarray) -> np.ndarray:

@@ -43,7 +43,7 @@ class DecodeInputs:
     def __init__(self, rows: int, manager: CacheManager, device: torch.device) -> None:
         self.rows, self.manager = rows, manager
         # M, for the longest sequence: a table in a graph cannot grow.
-        blocks = -(-manager.limits.longest // manager.limits.block_size)
+        blocks = -(-manager.limits.max_model_len // manager.limits.block_size)
         groups = len(manager.storages)
         # All numbers are one tensor, so that a step makes one copy to the device for them.
         self._host_numbers = _on_host((PLACES + groups, rows), torch.int64, device)
@@ -56,7 +56,7 @@ class DecodeInputs:
         self._block_values = [host.numpy() for host in self._host_blocks]
         self._written = [[_Written() for _ in range(rows)] for _ in range(groups)]
         self.read_places: list[list[slice | Tensor]] = [[] for _ in range(groups)]
-        """Of each group, for each row the places of the positions that it sees; on a CPU alone."""
+        """For each group and each row, the places of the positions that the row sees; on a CPU alone."""
         self._is_on_host = device.type == "cpu"
 
     @property

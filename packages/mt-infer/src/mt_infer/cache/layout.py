@@ -83,16 +83,16 @@ SNAPSHOTS = 64
 
 @dataclass(frozen=True)
 class CacheLimits:
-    """memory: bytes. longest: positions of a sequence. step: new positions of all sequences in a forward
-    pass. unread: how far behind a window positions are kept nevertheless. snapshots: recurrent states that are kept at
-    the ends of prefixes at most.
+    """memory: bytes. max_model_len: positions of a sequence. max_num_batched_tokens: new positions of all sequences in
+    a forward pass. unread: how far behind a window positions are kept nevertheless. snapshots: recurrent states that
+    are kept at the ends of prefixes at most.
     """
 
     memory: int
     block_size: int
     max_requests: int
-    longest: int
-    step: int
+    max_model_len: int
+    max_num_batched_tokens: int
     unread: int = 0
     snapshots: int = SNAPSHOTS
 
@@ -133,15 +133,15 @@ def sizes_within(layout: CacheLayout, limits: CacheLimits) -> CacheSizes:
     more = [(limits.max_requests - 1) * count for count in longest]
     # All groups, and the snapshots, get the same share of what they could use beyond one sequence.
     wanted = _bytes_of(more, layout, limits) + limits.snapshots * layout.bytes_per_sequence
-    # Example: longest=4096, block_size=16 and max_requests=4 give 256 blocks at least and 768 more at most; memory for
-    # half of these gives 256 + 384.
+    # Example: max_model_len=4096, block_size=16 and max_requests=4 give 256 blocks at least and 768 more at most;
+    # memory for half of these gives 256 + 384.
     share = min((limits.memory - needed) / wanted, 1.0) if wanted else 1.0
     blocks = tuple(least + int(count * share) for least, count in zip(longest, more, strict=True))
     return CacheSizes(blocks, int(limits.snapshots * share))
 
 
 def least_bytes(layout: CacheLayout, limits: CacheLimits) -> int:
-    """Of one sequence of the longest length, and of the recurrent states of all requests."""
+    """Memory of one sequence of the longest length, and of the recurrent states of all requests."""
     longest = [_blocks_of_longest(group, limits) for group in layout.groups]
     return limits.slots * layout.bytes_per_sequence + _bytes_of(longest, layout, limits)
 
@@ -155,28 +155,29 @@ def _require_room(limits: CacheLimits, needed: int) -> None:
     if needed > limits.memory:
         raise ConfigError(
             f"inference.cache_memory_gb={limits.memory / 2**30:.3g} does not hold one sequence of "
-            f"inference.max_sequence_length={limits.longest} positions, which takes {needed / 2**30:.3g} GiB "
+            f"inference.max_sequence_length={limits.max_model_len} positions, which takes {needed / 2**30:.3g} GiB "
             f"(with the states of inference.max_requests={limits.max_requests} sequences); give more memory, or "
             "shorter sequences"
         )
 
 
 def _blocks_of_longest(group: CacheGroup, limits: CacheLimits) -> int:
-    return blocks_of_sequence(group, limits, limits.longest)
+    return blocks_of_sequence(group, limits, limits.max_model_len)
 
 
-def blocks_of_sequence(group: CacheGroup, limits: CacheLimits, longest: int) -> int:
+def blocks_of_sequence(group: CacheGroup, limits: CacheLimits, positions: int) -> int:
     """Blocks that a sequence of so many positions uses at a time."""
     if group.window is not None:
         # While a chunk is computed: the window before it, what batch invariance reads behind that, the chunk itself (at
         # most a whole step), and a part of a block at the beginning of the window.
-        longest = min(longest, group.window + limits.unread + limits.step + limits.block_size)
-    return -(-longest // limits.block_size)
+        positions = min(positions, group.window + limits.unread + limits.max_num_batched_tokens + limits.block_size)
+    return -(-positions // limits.block_size)
 
 
 @dataclass(frozen=True)
 class _Needs:
-    """Of a rank: bytes of a position in each group, by its window; of a sequence; and what it has in all."""
+    """What a rank needs and has. positions: bytes of a position in each group, by its window. sequence: bytes of the
+    recurrent states of a sequence. memory: bytes in all."""
 
     positions: dict[int | None, int]
     sequence: int
@@ -188,27 +189,27 @@ def agree(layout: CacheLayout, limits: CacheLimits, axis: Axis) -> tuple[CacheLa
     # `axis` is "model": all ranks along tp and pp.
     if axis.size == 1:
         return layout, limits
-    own = _Needs(
+    needs = _Needs(
         {group.window: group.bytes_per_position for group in layout.groups}, layout.bytes_per_sequence, limits.memory
     )
-    found: list[_Needs | None] = [None] * axis.size
+    gathered: list[_Needs | None] = [None] * axis.size
     # Example, pp=2: stage 0 has a group of full attention with 4 KiB a position, stage 1 one of full attention with 8
     # KiB and one of a window. Both count 8 KiB and the window's bytes, and have as many blocks of either; the tensors
     # of stage 0 take less.
-    dist.all_gather_object(found, own, group=axis.group)
-    ranks = [one for one in found if one is not None]
+    dist.all_gather_object(gathered, needs, group=axis.group)
+    ranks = [rank for rank in gathered if rank is not None]
     groups = tuple(
-        _agreed_group(window, layout, ranks) for window in widest_first(key for one in ranks for key in one.positions)
+        _agreed_group(window, layout, ranks) for window in widest_first(key for rank in ranks for key in rank.positions)
     )
-    sequence = max(one.sequence for one in ranks)
+    sequence = max(rank.sequence for rank in ranks)
     agreed = replace(layout, groups=groups, bytes_per_sequence=sequence)
     # The smallest memory: a rank with more of it leaves the difference unused.
-    return agreed, replace(limits, memory=min(one.memory for one in ranks))
+    return agreed, replace(limits, memory=min(rank.memory for rank in ranks))
 
 
 def _agreed_group(window: int | None, layout: CacheLayout, ranks: Sequence[_Needs]) -> CacheGroup:
-    size = max(one.positions.get(window, 0) for one in ranks)
-    own = [group for group in layout.groups if group.window == window]
+    size = max(rank.positions.get(window, 0) for rank in ranks)
+    groups = [group for group in layout.groups if group.window == window]
     # Without layers no tensors are allocated, but sequences have tables in the group: they run out of blocks, and are
     # preempted, at the same step as on the ranks that have the layers.
-    return replace(own[0], bytes_per_position=size) if own else CacheGroup(window, (), (), "auto", size)
+    return replace(groups[0], bytes_per_position=size) if groups else CacheGroup(window, (), (), "auto", size)

@@ -1,4 +1,15 @@
-"""The cache of an engine: memory for sequences, prefixes in common."""
+"""The cache of an engine: memory for sequences, prefixes in common.
+
+Memory of keys and values is divided into blocks of `block_size` positions (`mt_infer.blocks` has their rules). A
+sequence has a table of blocks for each group of layers, which are those that need the same positions; block
+`position // block_size` of the table holds a position:
+
+    admit      the table begins with the full blocks of a prefix that another sequence computed (same key); none if no
+               prefix is in common
+    reserve    free blocks are appended for the positions of the next chunk
+    computed   blocks that are full now get their keys, so that others find them; those that left a window are released
+    release    every block has one user less; without users it is free, and keeps content and key until it is taken
+"""
 
 from __future__ import annotations
 
@@ -211,7 +222,7 @@ class CacheManager:
 
 
 SHARE_OF_FREE = 0.5
-"""Of the free memory, when the configuration does not say."""
+"""Part of the free memory that the cache takes, when the configuration does not say."""
 
 
 def cache_bytes(options: InferenceConfig, device: torch.device) -> int:
@@ -232,7 +243,7 @@ def build_caches(
     draft_model: nn.Module | None,
     options: InferenceConfig,
     ctx: ParallelContext,
-    longest: int,
+    max_model_len: int,
     is_batch_invariant: bool = False,
 ) -> tuple[CacheManager, CacheManager | None]:
     """Collective over the ranks of the model, which get caches of the same size. Raises ConfigError for a memory that
@@ -241,7 +252,7 @@ def build_caches(
         cache_bytes(options, ctx.device),
         options.cache_block_size,
         options.max_requests,
-        longest,
+        max_model_len,
         options.max_tokens_per_step,
         unread=KEYS if is_batch_invariant else 0,
     )
@@ -250,10 +261,10 @@ def build_caches(
     layout, limits = agree(cache_layout(model, options.cache_dtype), own_limits, axis)
     if draft_model is None:
         return CacheManager(layout, limits, ctx.device, share_prefixes=options.prefix_caching), None
-    of_drafts, limits = agree(cache_layout(draft_model), limits, axis)
+    draft_layout, limits = agree(cache_layout(draft_model), limits, axis)
     # Both within cache_memory_gb.
-    own, drafts = split_memory(limits, (layout, of_drafts))
+    model_limits, draft_limits = split_memory(limits, (layout, draft_layout))
     return (
-        CacheManager(layout, own, ctx.device, share_prefixes=options.prefix_caching),
-        CacheManager(of_drafts, drafts, ctx.device, share_prefixes=False),
+        CacheManager(layout, model_limits, ctx.device, share_prefixes=options.prefix_caching),
+        CacheManager(draft_layout, draft_limits, ctx.device, share_prefixes=False),
     )

@@ -169,7 +169,7 @@ def _paged_attention_combine(
 def triton_paged_attention(
     queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: Tensor, table: PageTable, scores: PagedScores
 ) -> Tensor:
-    """As mt_infer.cache.paged_attention.plain_paged_attention, for one or two queries and keys."""
+    """The kernel of mt_infer.cache.paged_attention.plain_paged_attention, for one or two queries and keys."""
     queries = tuple(query if query.stride(-1) == 1 else query.contiguous() for query in queries)
     (q, k), (q_second, k_second) = (queries[0], keys[0]), (queries[-1], keys[-1])
     second = q_second.shape[-1] if len(queries) > 1 else 0
@@ -211,5 +211,5 @@ def splits_of(programs: int, reach: int, tile: int, processors: int) -> int:
 
 
 def channels(size: int) -> int:
-    """Of a tile of keys or values with this many channels: tl.dot takes powers of 2 from 16. 0 for no second key."""
+    """Channels of a tile of keys or values that have so many: tl.dot takes powers of 2 from 16. 0 for no second key."""
     return max(int(triton.next_power_of_2(size)), 16) if size else 0

@@ -88,7 +88,7 @@ class ChatFormat:
         return self._rendered(formed, tools, options)
 
     def _form(self, content: Content) -> Content:
-        """As the template takes it: parts, or a text in which MARK stands for an image."""
+        """The form that the template takes: parts, or a text in which MARK stands for an image."""
         # Texts stay texts where the template takes both.
         takes_parts = self._takes_parts or (has_image(content) and self._writes_images)
         return as_parts(content) if takes_parts else as_text(content)

@@ -50,7 +50,7 @@ def rendered(template: CompiledTemplate, values: dict[str, Any]) -> str:
 
 
 def strftime_now(form: str) -> str:
-    """As Hugging Face's templates call it."""
+    """The function that Hugging Face's templates call."""
     return datetime.now().strftime(form)
 
 

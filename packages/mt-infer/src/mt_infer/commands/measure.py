@@ -184,7 +184,7 @@ def _verify(
 
 
 def own_texts() -> list[str]:
-    """Of several lengths, some of which begin alike."""
+    """Texts of several lengths, some of which begin alike."""
     return [TEXT, TEXT * 3, TEXT[:20], TEXT * 2 + "It"]
 
 

@@ -24,7 +24,7 @@ class Groups(Protocol):
 
 GroupedProduct = Callable[[Tensor, Tensor, Groups], Tensor]
 MOST_ROWS = 256
-"""Of a product that reads the stored numbers, once for each 64 rows: at most 4 times, 4 bytes a number or less. To
+"""Rows of a product that reads the stored numbers, once for each 64 rows: at most 4 times, 4 bytes a number or less. To
 dequantize moves 4.5 or 5 (the stored number, two bytes written, two read), and with more rows the tensor cores are the
 limit, which a dense GEMM uses better than a kernel that converts its operand for each tile of rows."""
 

@@ -21,22 +21,22 @@ from mt_core.nn.kernels.triton_kernels.launch import multiprocessors, on_device
 from mt_infer.quantization.groups import Stored
 
 COLUMNS = {8: 64, 4: 128}
-"""Of the output, of a program, by the bits of a number: a tile of W takes 8 KiB as it is stored, and fills instructions
-of the tensor cores (wgmma), whose left operand has 64 rows."""
+"""Columns of the output that a program computes, by the bits of a number: a tile of W takes 8 KiB as it is stored,
+and fills instructions of the tensor cores (wgmma), whose left operand has 64 rows."""
 DEPTH = 128
 """Input features of a step, with inputs of 16 bits."""
 PROGRAMS_PER_PROCESSOR = 4
 """So many have registers on Hopper, with 16 rows: 128 a thread."""
 STAGES = 4
-"""Of the pipeline of loads. A program has three tiles of W on the way, so that four on each of 132 processors have
-12 MiB. An H200 transfers 4.8 MB in a latency of 1 us."""
+"""Stages of the pipeline of loads. A program has three tiles of W on the way, so that four on each of 132 processors
+have 12 MiB. An H200 transfers 4.8 MB in a latency of 1 us."""
 LEAST_STEPS = 2
-"""Of a program: below, the launch and the sum of the parts cost more than they save."""
+"""Steps of a program at least: below, the launch and the sum of the parts cost more than they save."""
 SUM_BLOCK = 1024
 PER_WORD = {8: 1, 4: 4}
 """Numbers in a word of what is stored, by their bits."""
 LINES, LINE_WORDS = 8, 256
-"""Of a program that dequantizes."""
+"""Lines and words of a program that dequantizes."""
 
 
 @triton.jit
@@ -204,7 +204,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a product. rows: of all experts. itemsize: bytes of an input. bits: of a stored number."""
+    """Sizes of a product. rows: of all experts. itemsize: bytes of an input. bits: of a stored number."""
 
     rows: int
     width: int
@@ -266,7 +266,7 @@ def triton_product(
 
 
 def triton_dequantize(stored: Stored, group: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """As mt_infer.quantization.groups.dequantize, in one pass over memory: [..., columns] in dtype."""
+    """Dequantizes like mt_infer.quantization.groups.dequantize, in one pass over memory: [..., columns] in dtype."""
     values, scales, lows = _operands(stored)
     out = scales.new_empty(*scales.shape[:-1], columns, dtype=dtype)
     lines, per_word = out.numel() // columns, PER_WORD[8 if lows is None else 4]

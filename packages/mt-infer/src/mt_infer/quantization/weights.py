@@ -154,5 +154,5 @@ def product_of(model: nn.Module) -> str:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Of the parameters in memory, each counted once."""
+    """Bytes of the parameters in memory, each counted once."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

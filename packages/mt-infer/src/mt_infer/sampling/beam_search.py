@@ -30,7 +30,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """Of a token of a beam: its log-probability as the search adds it, and the likeliest candidates in its place."""
+    """A token of a beam: its log-probability as the search adds it, and the likeliest candidates in its place."""
 
     logprob: float
     likeliest: tuple[Candidate, ...]
@@ -70,7 +70,7 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """Of each beam: for the search, and to report the likeliest."""
+        """Number of candidates of each beam: for the search, and to report the likeliest."""
         return max(self.kept, self.sampling.logprobs or 0)
 
     def advance(

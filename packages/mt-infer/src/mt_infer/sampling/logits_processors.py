@@ -63,7 +63,8 @@ def penalize(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def times_generated(row: SamplingRow, vocab: int) -> dict[int, int]:
-    """Of each token of the prompt and the text. A prompt may have ids behind the vocabulary, which stand for images."""
+    """How often each token of the prompt and the text was generated. A prompt may have ids behind the vocabulary,
+    which stand for images: these are left out."""
     generated = Counter(row.generated)
     # dict.fromkeys: each token once, in the order of the text.
     return {token: generated[token] for token in dict.fromkeys(row.tokens) if token < vocab}

@@ -14,11 +14,11 @@ from mt_core.errors import ConfigError
 # The lists of sampling parameters: from what files, requests and programs give to tuples of checked elements.
 
 LARGEST_NUMBER = 1e12
-"""Of biases and penalties: together they stay far from the largest number of fp32."""
+"""Limit of biases and penalties: together they stay far from the largest number of fp32."""
 SHOWN = 80
 """Characters of a value in a message."""
 DIGITS = 20
-"""Of an id that is a text."""
+"""Digits of an id that is a text."""
 
 
 def is_integer(value: object) -> bool:
@@ -50,10 +50,10 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
 
 def stop_texts(name: str, value: Any) -> tuple[str, ...]:
     """A text by itself is one stop text, as in OpenAI's interface."""
-    found = texts(name, [value] if isinstance(value, str) else value)
-    if "" in found:
+    stops = texts(name, [value] if isinstance(value, str) else value)
+    if "" in stops:
         raise refused(name, value, "texts of at least one character, since an empty one ends every text")
-    return found
+    return stops
 
 
 def token_biases(name: str, value: Any) -> Mapping[int, float]:
@@ -183,7 +183,7 @@ class SamplingParameters:
             object.__setattr__(self, "temperature", 0.0)
 
     def _check_types(self) -> None:
-        """Of all but lists: a value from a file, a program or an option may be of any type."""
+        """Checks all but lists: a value from a file, a program or an option may be of any type."""
         for entry in fields(self):
             # Annotations are texts here (from __future__ import annotations): they are the keys of TYPES.
             value, kind = getattr(self, entry.name), str(entry.type).removesuffix(" | None")
@@ -219,7 +219,7 @@ class SamplingParameters:
         yield from self._bounds()
 
     def _bounds(self) -> Iterator[tuple[str, bool, str]]:
-        """As _checks: what later computations with a number of fp32 or int64 can hold."""
+        """Further checks: what later computations with a number of fp32 or int64 can hold."""
         yield "repetition_penalty", self.repetition_penalty >= 1 / LARGEST_NUMBER, f"at least {1 / LARGEST_NUMBER:g}"
         steepest = LARGEST_LENGTH_PENALTY
         yield "length_penalty", abs(self.length_penalty) <= steepest, f"from -{steepest:g} to {steepest:g}"
@@ -323,5 +323,5 @@ LARGEST_LENGTH_PENALTY = 30.0
 """A length of 31 bits to the power of it is a number of fp64, and so is a score that is multiplied by it."""
 LARGEST_INTEGER = 2**31 - 1
 MOST_SEQUENCES = 2**16
-"""Of a request: each takes memory as soon as it waits."""
+"""Sequences of a request at most: each takes memory as soon as it waits."""
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choices")

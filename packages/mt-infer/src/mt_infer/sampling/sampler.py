@@ -21,8 +21,8 @@ NOT_FINITE = -1
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Of one token: its own log-probability under the model (before temperature and the like), and of the likeliest. Of
-    a token of a beam, as the search adds it: after penalties and the like."""
+    """Log-probability of one token under the model (before temperature and the like), and those of the likeliest. For a
+    token of a beam, as the search adds it: after penalties and the like."""
 
     token: float
     top: tuple[tuple[int, float], ...] = ()
@@ -111,7 +111,8 @@ def draw(probabilities: Tensor, noise: Tensor) -> Tensor:
 def log_probabilities(
     logits: Tensor, tokens: Tensor, wanted: Sequence[int | None], shares: Sequence[int] = ()
 ) -> list[LogProbs | None]:
-    """Of tokens [B] under logits [B, vocab], with the likeliest ids. wanted: how many for each row; None: no report.
+    """Log-probabilities of tokens [B] under logits [B, vocab], with the likeliest ids. wanted: how many for each row;
+    None: no report.
 
     shares: sizes of the ranks' parts of the vocabulary; then sums are taken part by part, as training's loss does.
     """

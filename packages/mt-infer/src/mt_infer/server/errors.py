@@ -44,7 +44,7 @@ class ApiError(Exception):
 
 
 def end_of_text(error: str) -> ApiError:
-    """Of a text that cannot be continued, with the error of its last event."""
+    """The error of a text that cannot be continued, from the error of its last event."""
     if error == DIVERGED:
         return ApiError(error, status=500, code="not_finite")
     return ApiError(error, status=500 if error in FAILED else 400)
@@ -64,7 +64,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """Of pydantic's list: the first field, with all that it may be."""
+    """The error of the first field in pydantic's list, with all that the field may be."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")

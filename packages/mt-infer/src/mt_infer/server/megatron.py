@@ -102,9 +102,10 @@ def _prompt(model: ServedModel, body: MegatronBody, text: str) -> list[int]:
 
 def _sampling(model: ServedModel, body: MegatronBody, prompts: Sequence[Sequence[int]]) -> SamplingParameters:
     longest = longest_prompt(prompts, model) + body.tokens_to_generate
-    if longest > model.longest:
+    if longest > model.max_model_len:
         raise ApiError(
-            f"the longest prompt and tokens_to_generate are {longest} tokens; this model's context is {model.longest}",
+            f"the longest prompt and tokens_to_generate are {longest} tokens; this model's context is "
+            f"{model.max_model_len}",
             param="tokens_to_generate",
         )
     scored = 0 if body.logprobs else None

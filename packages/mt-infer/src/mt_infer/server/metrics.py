@@ -51,7 +51,7 @@ class RequestClock:
         metrics.prompt_tokens.labels(model).inc(prompt_tokens)
 
     def token(self, index: int) -> None:
-        """Of sequence number `index`."""
+        """Counts and times a token of sequence number `index`."""
         now = time.monotonic()
         if not self._last:
             self.metrics.first_token.labels(self.model).observe(now - self._start)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mt_core.errors import ConfigError
 from mt_core.interfaces import HasTokenBytes, Tokenizer
-from mt_core.nn.model import Generates
+from mt_core.nn.model import SupportsGeneration
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_infer.chat.chat_format import ChatFormat, load_chat_format
@@ -46,7 +46,7 @@ class ServedModel:
         return self.tokenizer.token_bytes() if isinstance(self.tokenizer, HasTokenBytes) else None
 
     @property
-    def longest(self) -> int:
+    def max_model_len(self) -> int:
         """Tokens of a sequence."""
         owner = self.generator or self.embedder
         assert owner is not None
@@ -130,7 +130,7 @@ def load_models(
     for name, path in zip(found, paths, strict=True):
         trained = load_trained_model(path, host, device=device, settings=settings)
         # One command serves language models and encoders, by what the checkpoint holds.
-        if not isinstance(trained.model, Generates):
+        if not isinstance(trained.model, SupportsGeneration):
             models.append(_encoder(name, trained))
             continue
         generator = TextGenerator.of_trained(trained, host, device=device, settings=settings)

@@ -70,7 +70,7 @@ class Service:
         sampling: SamplingParameters,
         inputs: Mapping[str, Tensor],
     ) -> AsyncGenerator[tuple[int, TextEvent], None]:
-        """Of the engine, timed for the metrics."""
+        """The engine's events, timed for the metrics."""
         count = len(prompts) * sampling.n
         events: asyncio.Queue[Event] = asyncio.Queue()
         # What it is if the generator is closed: a client that went away.

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from mt_core.errors import ConfigError
-from mt_core.nn.model import Generates, PredictsAhead, as_generator, contract
+from mt_core.nn.model import PredictsAhead, SupportsGeneration, as_generator, contract
 from mt_core.plugins import PluginHost
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_infer.cache.manager import CacheManager
@@ -71,7 +71,7 @@ def _model(
 ) -> Drafter:
     draft.model.eval()
     # In the same layout, over the same process groups, as the large model.
-    own = ModelRunner(draft.model, runner.ctx, draft.placed)
+    draft_runner = ModelRunner(draft.model, runner.ctx, draft.placed)
     if as_generator(draft.model).conditioned_by:
         raise ConfigError(
             f"inference.speculative_model is a {type(draft.model).__name__}, which reads other inputs beside tokens; "
@@ -79,21 +79,21 @@ def _model(
         )
     return ModelDrafter(
         options.speculative_tokens,
-        own,
+        draft_runner,
         cache,
         is_batch_invariant=is_batch_invariant,
         image_token=image_token_of(runner.model),
     )
 
 
-def image_token_of(model: Generates) -> int | None:
+def image_token_of(model: SupportsGeneration) -> int | None:
     """The id that stands for a feature of an image in prompts; None for a model of text."""
     return getattr(getattr(model, "config", None), "image_token_index", None)
 
 
 def load_draft_model(
     trained: TrainedModel,
-    longest: int,
+    max_model_len: int,
     host: PluginHost,
     *,
     device: str,
@@ -101,7 +101,7 @@ def load_draft_model(
 ) -> DraftModel | None:
     """inference.speculative_model, in the layout of the large model; None if no such model drafts.
 
-    longest: positions of a sequence. Raises ConfigError for a model with another tokenizer, or fewer positions.
+    max_model_len: positions of a sequence. Raises ConfigError for a model with another tokenizer, or fewer positions.
     """
     options = trained.config.section(InferenceConfig)
     if options.speculative_method != "draft_model" or options.speculative_model is None:
@@ -111,10 +111,10 @@ def load_draft_model(
     draft = load_trained_model(options.speculative_model, host, device=device, settings=layout)
     require_same_vocabulary(trained, draft)
     positions = contract(draft.model).max_sequence_length
-    if positions is not None and positions < longest:
+    if positions is not None and positions < max_model_len:
         raise ConfigError(
             f"inference.speculative_model={options.speculative_model!r} has {positions} positions, and sequences may "
-            f"have {longest}; set inference.max_sequence_length={positions}, or take another draft model"
+            f"have {max_model_len}; set inference.max_sequence_length={positions}, or take another draft model"
         )
     return DraftModel(draft.model, placed_stages(draft.stages, draft.ctx))
 

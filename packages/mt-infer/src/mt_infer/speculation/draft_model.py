@@ -58,24 +58,26 @@ class ModelDrafter(Drafter):
         # Sequences that ended, or were preempted: the copy's memory is free for others.
         for gone in [sequence for sequence in self._copies if sequence not in running]:
             self.manager.release(self._copies.pop(gone))
-        drafted = [_Drafted(one, self._copy(one), self.usable(one, len(one.tokens))) for one in self.ready(running)]
+        drafted = [
+            _Drafted(draft, self._copy(draft), self.usable(draft, len(draft.tokens))) for draft in self.ready(running)
+        ]
         # Those without room in the small model's cache are not drafted for in this step.
-        drafted = [one for one in drafted if self._reserve(one)]
+        drafted = [draft for draft in drafted if self._reserve(draft)]
         self._catch_up(drafted)
         # Of recurrent small models, after the true tokens and before any draft.
-        snapshots = [self.manager.snapshot(one.copy) for one in drafted]
+        snapshots = [self.manager.snapshot(draft.copy) for draft in drafted]
         # The number of turns is the same on every rank, since each may have a collective.
         for count in range(1, self.most):
-            self._extend([one for one in drafted if one.wanted > count and not one.has_failed])
-        for one, snapshot in zip(drafted, snapshots, strict=True):
-            one.sequence.drafts = one.tokens
+            self._extend([draft for draft in drafted if draft.wanted > count and not draft.has_failed])
+        for draft, snapshot in zip(drafted, snapshots, strict=True):
+            draft.sequence.drafts = draft.tokens
             # Keys and values of drafts are overwritten; recurrent states are restored.
-            self.manager.roll_back(one.copy, len(one.sequence.tokens), snapshot)
-        return [one.sequence for one in drafted if one.has_failed]
+            self.manager.roll_back(draft.copy, len(draft.sequence.tokens), snapshot)
+        return [draft.sequence for draft in drafted if draft.has_failed]
 
     def ready(self, running: Sequence[RunningSequence]) -> list[RunningSequence]:
         """Without prompts with images, which the small model cannot read."""
-        return [one for one in super().ready(running) if not self._has_images(one.request)]
+        return [sequence for sequence in super().ready(running) if not self._has_images(sequence.request)]
 
     def _has_images(self, request: Request) -> bool:
         return bool(request.inputs) and self.image_token in request.tokens
@@ -88,16 +90,16 @@ class ModelDrafter(Drafter):
             self._copies[sequence] = replace(sequence, tables=tables, keys=keys, computed=0, slot=None, memory={})
         return self._copies[sequence]
 
-    def _reserve(self, one: _Drafted) -> bool:
+    def _reserve(self, draft: _Drafted) -> bool:
         """Whether there is memory for the sequence and its draft."""
         try:
             # New, or released when there was no room.
-            if not one.copy.computed:
-                self.manager.admit(one.copy)
-            self.manager.reserve(one.copy, len(one.copy.tokens) + one.wanted)
+            if not draft.copy.computed:
+                self.manager.admit(draft.copy)
+            self.manager.reserve(draft.copy, len(draft.copy.tokens) + draft.wanted)
         except OutOfBlocksError:
             # All of it: the copy is computed anew when there is room.
-            self.manager.release(one.copy)
+            self.manager.release(draft.copy)
             return False
         return True
 
@@ -105,22 +107,22 @@ class ModelDrafter(Drafter):
         """Computes the tokens that are new since the last time, and drafts one."""
         behind = list(drafted)
         while self._on_any_rank(behind):
-            budget, chunks = self.manager.limits.step, []
-            for one in behind:
+            budget, chunks = self.manager.limits.max_num_batched_tokens, []
+            for draft in behind:
                 # A prompt takes several turns, max_tokens_per_step positions each.
-                count = min(one.copy.waiting, budget)
+                count = min(draft.copy.num_uncomputed_tokens, budget)
                 if count:
                     # Logits behind the last known token only.
-                    ends = int(count == one.copy.waiting)
-                    chunks.append((one, Chunk(one.copy, one.copy.computed, count, ends)))
+                    ends = int(count == draft.copy.num_uncomputed_tokens)
+                    chunks.append((draft, Chunk(draft.copy, draft.copy.computed, count, ends)))
                     budget -= count
             self._run(chunks)
-            behind = [one for one in behind if one.copy.waiting]
+            behind = [draft for draft in behind if draft.copy.num_uncomputed_tokens]
 
     def _extend(self, drafted: Sequence[_Drafted]) -> None:
         """Drafts one more token of each."""
         # The last draft as the chunk's only position: it is not among the sequence's tokens.
-        chunks = [(one, Chunk(one.copy, one.copy.computed, 1, 1, one.tokens[-1:])) for one in drafted]
+        chunks = [(draft, Chunk(draft.copy, draft.copy.computed, 1, 1, draft.tokens[-1:])) for draft in drafted]
         if self._on_any_rank(chunks):
             self._run(chunks)
 
@@ -136,16 +138,16 @@ class ModelDrafter(Drafter):
 
     @torch.inference_mode()
     def _run(self, chunks: Sequence[tuple[_Drafted, Chunk]]) -> None:
-        own = [chunk for _, chunk in chunks]
-        batch = self.runner.batch(own, self.manager, is_batch_invariant=self.is_batch_invariant)
+        computed = [chunk for _, chunk in chunks]
+        batch = self.runner.batch(computed, self.manager, is_batch_invariant=self.is_batch_invariant)
         logits = self.runner.logits(batch)
-        ending = [one for one, chunk in chunks if chunk.logits]
+        ending = [draft for draft, chunk in chunks if chunk.logits]
         # The large model's sequence: its seed, index and parameters, so that the same random number is drawn.
-        rows = [SamplingRow(one.sequence, one.tokens) for one in ending]
+        rows = [SamplingRow(draft.sequence, draft.tokens) for draft in ending]
         # Every rank continues from the same drafts.
         chosen = [] if logits is None else choose_drafts(logits, rows, alone=self.runner.ctx.tp.size == 1)
-        for one, token in zip(ending, self.runner.from_last_stage(chosen), strict=True):
-            one.has_failed = token is None
-            one.tokens = one.tokens if token is None else (*one.tokens, token)
-        for one, chunk in chunks:
-            one.copy.computed = chunk.start + chunk.count
+        for draft, token in zip(ending, self.runner.from_last_stage(chosen), strict=True):
+            draft.has_failed = token is None
+            draft.tokens = draft.tokens if token is None else (*draft.tokens, token)
+        for draft, chunk in chunks:
+            draft.copy.computed = chunk.start + chunk.count

@@ -58,7 +58,13 @@ class Drafter:
 
         Those that the last step left out have drafts still.
         """
-        return [one for one in running if one.waiting == 1 and not one.drafts and self.usable(one, len(one.tokens))]
+        return [
+            sequence
+            for sequence in running
+            if sequence.num_uncomputed_tokens == 1
+            and not sequence.drafts
+            and self.usable(sequence, len(sequence.tokens))
+        ]
 
 
 def choose_drafts(logits: Tensor, rows: Sequence[SamplingRow], *, alone: bool) -> list[int | None]:

@@ -103,7 +103,7 @@ class ChatBody(SamplingFields):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """As templates write them."""
+        """Tools in the form that templates write."""
         if self.tools is None or self.tool_choice == "none":
             return None
         return [tool.for_template() for tool in self.tools]
@@ -193,9 +193,10 @@ async def _images(service: Service, model: ServedModel, urls: Sequence[str]) -> 
     """
     data = image_data(model.require_generator().config)
     # A lower bound: a tiled image takes several times as many.
-    if (tokens := len(urls) * data.image_seq_length) > model.longest:
+    if (tokens := len(urls) * data.image_seq_length) > model.max_model_len:
         raise ApiError(
-            f"this model's context is {model.longest} tokens; {len(urls)} images take {tokens} and more; send fewer",
+            f"this model's context is {model.max_model_len} tokens; {len(urls)} images take {tokens} and more; "
+            "send fewer",
             param="messages",
             code="context_length_exceeded",
         )

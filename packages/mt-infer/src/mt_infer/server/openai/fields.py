@@ -134,7 +134,7 @@ class SamplingFields(IgnoredFields):
     use_beam_search: bool | None = None
     """With n beams, of which all are returned."""
     length_penalty: Annotated[float, Field(ge=-30, le=30)] | None = None
-    """Of a beam's score; with early_stopping, as transformers has it."""
+    """Exponent of the length that divides a beam's score; this and early_stopping are those of transformers."""
     early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Likeliest tokens to report beside each token of the prompt. In vLLM's form; not in a stream."""

@@ -72,7 +72,7 @@ class StoredFiles:
         return self.add(name, BATCH_OUTPUT, b"")
 
     def append(self, number: str, line: bytes) -> None:
-        """Of a file that was deleted meanwhile nothing is written."""
+        """Writes a line at the end; nothing if the file was deleted meanwhile."""
         file = self._by_id.get(number)
         if file is None:
             return

@@ -135,7 +135,7 @@ def _call(call: MessageToolCall, number: int) -> dict[str, Any]:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """OpenAI's. Pillow decodes some others with programs of their own."""
 MAX_PIXELS = 32_000_000
-"""Of an image; a small file may hold many."""
+"""Limit of an image; a small file may hold many."""
 
 
 def read_image_urls(urls: Sequence[str], folders: Sequence[Path]) -> Iterator[NDArray[np.uint8]]:
@@ -153,7 +153,7 @@ def _read(url: str, name: str, folders: Sequence[Path]) -> NDArray[np.uint8]:
 
 
 def _data(url: str, name: str) -> bytes:
-    """Of data:image/...;base64,... (RFC 2397)."""
+    """Content of data:image/...;base64,... (RFC 2397)."""
     head, _, encoded = url.removeprefix("data:").partition(",")
     if not head.startswith("image/") or not head.endswith(";base64"):
         raise _refused(f"{name} is data:{head[:50]}; it must be data:image/...;base64, with the file behind the comma")
@@ -182,7 +182,7 @@ def _file(url: str, name: str, folders: Sequence[Path]) -> Path:
 
 
 def _path_of(url: str) -> Path | None:
-    """Of a file: URL, without links and `..`; None for others. Raises ValueError for what is no URL or no path."""
+    """Path of a file: URL, without links and `..`; None for others. Raises ValueError for what is no URL or no path."""
     parts = urlsplit(url)
     # http: URLs are never fetched: a request could reach addresses inside the server's network.
     if parts.scheme != "file" or parts.netloc not in ("", "localhost"):

@@ -239,11 +239,11 @@ class ResponseBody(IgnoredFields):
     stream_options: StreamOptions | None = None
     background: Literal[False] | None = None
     max_tool_calls: Count | None = None
-    """Of OpenAI's own tools; has no effect on functions."""
+    """Limit for OpenAI's own tools; has no effect on functions."""
     truncation: Literal["disabled"] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    """Of this server, as the next one."""
+    """This server's, as is the next one."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")

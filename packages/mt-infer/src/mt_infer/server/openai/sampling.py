@@ -95,12 +95,12 @@ def tokens_to_generate(
     """max_tokens of a request, within the context and the server's limit. default: where it is not given; None: all
     that fits. Raises ApiError for more than fits."""
     longest = longest_prompt(prompts, model)
-    room = model.longest - longest
+    room = model.max_model_len - longest
     # Without max_tokens one token at least must fit.
     wanted = 1 if asked is None else asked
     if wanted > room:
         raise ApiError(
-            f"this model's context is {model.longest} tokens; the request has {longest} in the prompt and "
+            f"this model's context is {model.max_model_len} tokens; the request has {longest} in the prompt and "
             f"{wanted} more to generate; shorten either",
             param="messages" if default is None else "prompt",
             code="context_length_exceeded",

@@ -23,7 +23,7 @@ class TokenizeBody(RequestBody):
     model: Name | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    """Of a prompt: what the tokenizer puts around a text, such as BOS. Default: true."""
+    """Whether a prompt gets what the tokenizer puts around a text, such as BOS. Default: true."""
     messages: Messages | None = None
     tools: Annotated[list[Tool], Field(min_length=1, max_length=1000)] | None = None
     add_generation_prompt: bool | None = None
@@ -66,7 +66,7 @@ async def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
 def _tokenized(model: ServedModel, body: TokenizeBody) -> dict[str, Any]:
     tokens = _ids(model, body)
     texts = token_texts(model, tokens) if body.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": model.longest, "tokens": tokens, "token_strs": texts}
+    return {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens, "token_strs": texts}
 
 
 def _ids(model: ServedModel, body: TokenizeBody) -> list[int]:
@@ -95,7 +95,7 @@ def describe(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "mt",
-        "max_model_len": model.longest,
+        "max_model_len": model.max_model_len,
         "generates": model.generator is not None,
         "has_chat_template": model.chat is not None,
         "takes_images": model.generator is not None and model.generator.prompts.takes_images,
