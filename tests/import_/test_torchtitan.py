@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mt_cli.presets import count_parameters
 from mt_core.config.files import to_toml
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
@@ -81,6 +82,16 @@ def test_a_file_becomes_a_configuration_that_training_takes(tmp_path: Path, host
         ({"model__converters": ["float8"]}, "precision", {"fp8_format": "hybrid"}),
         ({"model__name": "qwen3", "model__flavor": "0.6B"}, "model", {"family": "qwen", "num_layers": 28}),
         ({"model__name": "deepseek_v3", "model__flavor": "671B"}, "model", {"family": "deepseek", "num_layers": 61}),
+        ({"model__name": "llama2", "model__flavor": "7B"}, "model", {"num_query_groups": 32, "ffn_hidden_size": 11008}),
+        (
+            {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "DualPipeV"},
+            "parallel",
+            {"pipeline_schedule": "dualpipe_v", "virtual_pipeline_model_parallel_size": 2},
+        ),
+        # Where the first files had them, and where the last ones have them.
+        ({"training__tensor_parallel_degree": 2}, "parallel", {"tensor_model_parallel_size": 2}),
+        ({"experimental__pipeline_parallel_degree": 2}, "parallel", {"pipeline_model_parallel_size": 2}),
+        ({"debug__seed": 7, "debug__deterministic": True}, "train", {"seed": 7, "deterministic": True}),
     ],
 )
 def test_a_key_decides(changes: dict[str, Any], section: str, keys: dict[str, Any], tmp_path: Path, host: Any) -> None:
@@ -94,9 +105,13 @@ def test_a_key_decides(changes: dict[str, Any], section: str, keys: dict[str, An
         ({"model__flavor": "9B"}, "it can be llama3 8B"),
         ({"optimizer__name": "Muon"}, "it can be AdamW"),
         ({"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 2}, "HSDP"),
-        ({"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "DualPipeV"}, "1F1B"),
+        (
+            {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "LoopedBFS"},
+            "DualPipeV",
+        ),
         ({"optimiser__lr": 1.0}, 'did you mean "optimizer"'),
         ({"model__converters": ["mx"]}, "float8 can"),
+        ({"model__name": "llama4", "model__flavor": "17bx16e"}, "layers without positions"),
     ],
 )
 def test_what_cannot_be_done_is_named(changes: dict[str, Any], message: str, tmp_path: Path, host: Any) -> None:
@@ -107,3 +122,50 @@ def test_what_cannot_be_done_is_named(changes: dict[str, Any], message: str, tmp
 def test_what_is_on_and_not_done_is_refused(tmp_path: Path, host: PluginHost) -> None:
     result = imported(tmp_path, host, training__enable_cpu_offload=True)
     assert [one.words for one in result.of_status("refused")] == ["training.enable_cpu_offload True"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "parameters"),
+    [
+        # Embedding and output, and in each layer four projections, three of the feed-forward and two norms.
+        ("llama3", "debugmodel", 2 * 2048 * 256 + 6 * (4 * 256**2 + 3 * 256 * 768 + 2 * 256) + 256),
+        # One embedding; heads of 128, 8 for keys and values, a norm of queries and one of keys.
+        (
+            "qwen3",
+            "debugmodel",
+            2048 * 256 + 8 * (2 * 256 * 2048 + 2 * 256 * 1024 + 2 * 128 + 3 * 256 * 3072 + 2 * 256) + 256,
+        ),
+        (
+            "qwen3",
+            "debugmodel_moe",
+            2 * 2048 * 256
+            + 8 * (2 * 256 * 2048 + 2 * 256 * 1024 + 2 * 128 + 64 * 3 * 256 * 768 + 64 * 256 + 2 * 256)
+            + 256,
+        ),
+        # 16 heads of 192 for queries, latent keys and values of 512 with 64 for positions; one dense layer of six.
+        (
+            "deepseek_v3",
+            "debugmodel",
+            2 * 2048 * 256
+            + 6 * (256 * 16 * 192 + 256 * 576 + 512 + 512 * 16 * 256 + 16 * 128 * 256 + 2 * 256)
+            + 3 * 256 * 1024
+            + 5 * (8 * 3 * 256 * 256 + 3 * 256 * 512 + 8 * 256)
+            + 256,
+        ),
+    ],
+)
+def test_debug_models_have_torchtitans_sizes(
+    name: str, flavor: str, parameters: int, tmp_path: Path, host: PluginHost
+) -> None:
+    result = imported(tmp_path, host, model__name=name, model__flavor=flavor)
+    sections = {**result.sections, "data": {**result.sections["data"], "dataset_type": "mock"}}
+    sections["tokenizer"] = {"tokenizer_type": "NullTokenizer", "vocab_size": 2048}
+    loaded = check_configuration(sections, 1, host)
+    assert count_parameters(loaded.config, host).total == parameters
+
+
+def test_every_key_is_accounted_for_once(tmp_path: Path, host: PluginHost) -> None:
+    result = imported(tmp_path, host, checkpoint__enable_checkpoint=True, training__compile=True)
+    words = [one.words.partition(" ")[0] for one in result.accounts]
+    assert sorted(words) == sorted({*words})
+    assert {"training.local_batch_size", "checkpoint.enable_checkpoint", "training.compile"} <= {*words}

@@ -12,26 +12,24 @@ from typing import Any
 
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
-from mt_core.specs import MODELS
 from mt_import.megatron_arguments.translation import Account, as_tree
+from mt_import.readers.torchtitan_models import PRESETS, model_section, note_on_model
 from mt_import.result import ImportResult, Processes
 
 Values = Mapping[str, Mapping[str, Any]]
 Keys = dict[str, Any]
 SECTIONS = ("job", "model", "training", "optimizer", "lr_scheduler", "parallelism")
 """Sections of which a file has at least three."""
-PRESETS: Mapping[tuple[str, str], tuple[str, str]] = {
-    ("llama3", "8B"): ("llama", "llama3-8b"),
-    ("llama3", "70B"): ("llama", "llama3-70b"),
-    ("llama3", "405B"): ("llama", "llama3.1-405b"),
-    ("deepseek_v3", "16B"): ("deepseek", "deepseek-v2-lite"),
-    ("deepseek_v3", "236B"): ("deepseek", "deepseek-v2"),
-    ("deepseek_v3", "671B"): ("deepseek", "deepseek-v3"),
-    **{("qwen3", size): ("qwen", f"qwen3-{size.lower()}") for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
-    **{("qwen3", size): ("qwen_moe", f"qwen3-{size.lower()}") for size in ("30B-A3B", "235B-A22B")},
+SCHEDULES: Mapping[str, str] = {
+    "1F1B": "1f1b",
+    "GPipe": "gpipe",
+    "Interleaved1F1B": "interleaved_1f1b",
+    "InterleavedZeroBubble": "interleaved_zero_bubble",
+    "ZBVZeroBubble": "zbv_zero_bubble",
+    "DualPipeV": "dualpipe_v",
 }
-"""(model, flavor) -> (family, preset), where both have the same sizes."""
-SCHEDULES: Mapping[str, str] = {"1F1B": "1f1b", "Interleaved1F1B": "interleaved_1f1b", "GPipe": "gpipe"}
+SINGLE_STAGE = ("1F1B", "GPipe")
+"""Schedules with one stage on a rank; the others have two unless layers of a stage are given."""
 TAILS: Mapping[str, str] = {"linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
 DEFAULTS: Mapping[str, Any] = {
     "optimizer.name": "AdamW",
@@ -84,6 +82,7 @@ IDLE: Mapping[str, str] = {
     "float8": "counts only with model.converters",
     "mx": "counts only with model.converters",
     "quantize": "counts only with model.converters",
+    "debug": "how determinism is checked changes no result",
 }
 """Section -> why keys that are not read by themselves have no effect."""
 REFUSED: Mapping[str, str] = {
@@ -91,6 +90,8 @@ REFUSED: Mapping[str, str] = {
     "optimizer.early_step_in_backward": "updates within the backward pass, without clipping",
     "parallelism.pipeline_parallel_schedule_csv": "a schedule from a file",
     "experimental.custom_import": "code of your own; write a plugin",
+    "debug.moe_force_load_balance": "routing that ignores the router",
+    "training.debug_moe_force_load_balance": "routing that ignores the router",
     "job.custom_config_module": "code of your own; write a plugin",
 }
 NOTE_DATA = "data and tokenizer are named by torchtitan's data sets: add [data] data_path and [tokenizer]"
@@ -116,18 +117,14 @@ def is_torchtitan(values: Mapping[str, Any]) -> bool:
 def import_torchtitan(values: Values, source: str, host: PluginHost) -> ImportResult:
     """Raises ConfigError for a model or flavor that no preset is, and values that cannot be read."""
     given = {f"{section}.{key}": value for section, keys in values.items() for key, value in _items(section, keys)}
-    for old, new in OLD_NAMES.items():
-        if old in given:
-            given.setdefault(new, given[old])
-    settings = Settings(given)
+    renamed = {new: given[old] for old, new in OLD_NAMES.items() if old in given}
+    settings = Settings({**renamed, **given})
     decided: dict[str, Keys] = {}
     for name, rule in RULES.items():
         decided[name] = rule(settings)
     tree = as_tree({key: value for keys in decided.values() for key, value in keys.items()})
-    tree["model"] = {**_model(settings, host), **tree.get("model", {})}
-    accounts = [
-        _account(key, value, decided, settings) for key, value in given.items() if key not in OLD_NAMES.values()
-    ]
+    tree["model"] = {**model_section(*_chosen(settings), host), **tree.get("model", {})}
+    accounts = [_account(key, value, decided, settings) for key, value in given.items()]
     named = {key for account in accounts for key in account.keys}
     written = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
     written = {key: value for key, value in written.items() if key not in named and not key.startswith("model.")}
@@ -137,7 +134,7 @@ def import_torchtitan(values: Values, source: str, host: PluginHost) -> ImportRe
         accounts,
         written,
         Processes(None),
-        [_note_on_model(settings), NOTE_DATA, NOTE_DECAY],
+        [note_on_model(*_chosen(settings)), NOTE_DATA, NOTE_DECAY],
         complete=False,
     )
 
@@ -156,27 +153,19 @@ OLD_NAMES: Mapping[str, str] = {
     "training.batch_size": "training.local_batch_size",
     "training.compile": "compile.enable",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "training.warmup_steps": "lr_scheduler.warmup_steps",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "experimental.pipeline_parallel_schedule": "parallelism.pipeline_parallel_schedule",
+    "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
+    "debug.seed": "training.seed",
+    "debug.deterministic": "training.deterministic",
 }
-"""Keys of older versions -> today's."""
-
-
-def _model(settings: Settings, host: PluginHost) -> Keys:
-    name, flavor = str(settings["model.name"]), str(settings["model.flavor"])
-    if (name, flavor) not in PRESETS:
-        known = [f"{model} {size}" for model, size in PRESETS]
-        raise ConfigError(
-            f"model.name={name} with flavor={flavor} is the size of no preset; it can be {', '.join(known)}"
-            f"{did_you_mean(f'{name} {flavor}', known)}"
-        )
-    family, preset = PRESETS[name, flavor]
-    presets: Any = host[MODELS].get(family).presets
-    presets = presets.load() if hasattr(presets, "load") else presets
-    return {"family": family, **presets[preset]["model"]}
-
-
-def _note_on_model(settings: Settings) -> str:
-    preset = PRESETS[_chosen(settings)][1]
-    return f"[model] is the preset {preset}: the published model, with its routing and scaling of positions"
+"""Keys of other versions -> the ones that are read."""
 
 
 def _optimizer(settings: Settings) -> Keys:
@@ -266,7 +255,7 @@ def _pipeline(settings: Settings) -> Keys:
             f"parallelism.pipeline_parallel_schedule={schedule} is not read; it can be {', '.join(SCHEDULES)}"
         )
     found: Keys = {"parallel.pipeline_schedule": SCHEDULES[schedule]}
-    if schedule == "Interleaved1F1B":  # two stages on a rank unless layers of a stage are given
+    if schedule not in SINGLE_STAGE:
         found["parallel.virtual_pipeline_model_parallel_size"] = 2
     return found
 
@@ -334,10 +323,9 @@ READ_BY: Mapping[str, str] = {
     "training.mixed_precision_param": "precision",
     "model.converters": "precision",
     "compile.enable": "training",
-    "training.compile": "training",
 }
 """Keys that another rule than that of their section reads."""
-OWN_KEYS = ("training.batch_size", "training.seed", "training.deterministic", "checkpoint.enable", "checkpoint.folder")
+OWN_KEYS = ("training.seed", "training.deterministic", "checkpoint.enable", "checkpoint.folder")
 
 
 def _account(key: str, value: Any, decided: Mapping[str, Keys], settings: Settings) -> Account:
@@ -346,9 +334,9 @@ def _account(key: str, value: Any, decided: Mapping[str, Keys], settings: Settin
         return Account(words, "translated", {"model.family": PRESETS[_chosen(settings)][0]}, "")
     if key in REFUSED and value:
         return Account(words, "refused", {}, REFUSED[key])
-    section = key.partition(".")[0]
-    read = key in DEFAULTS or key in READ_BY or key in OLD_NAMES or key in OWN_KEYS or key.startswith("metrics.enable_")
-    if read and (keys := _decided_by(key, decided[READ_BY.get(key, section)])):
+    section, today = key.partition(".")[0], OLD_NAMES.get(key, key)
+    read = today in DEFAULTS or today in READ_BY or today in OWN_KEYS or today.startswith("metrics.enable_")
+    if read and (keys := _decided_by(today, decided[READ_BY.get(today, today.partition(".")[0])])):
         return Account(words, "translated", keys, "")
     if section not in IDLE and section not in RULES:
         raise ConfigError(f"[{section}] is no section of torchtitan's{did_you_mean(section, [*IDLE, *RULES])}")
@@ -370,7 +358,6 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "max_norm": ("optimizer.clip_grad",),
     "min_lr_factor": ("optimizer.min_lr",),
     "local_batch_size": ("train.micro_batch_size",),
-    "batch_size": ("train.micro_batch_size",),
     "global_batch_size": ("train.global_batch_size",),
     "seq_len": ("data.seq_length",),
     "steps": ("train.train_iters",),
@@ -387,7 +374,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "fsdp_reshard_after_forward": ("parallel.fsdp_reshard_after_forward",),
     "pipeline_parallel_schedule": ("parallel.pipeline_schedule", "parallel.virtual_pipeline_model_parallel_size"),
     "interval": ("checkpoint.save_interval",),
-    "enable_checkpoint": ("checkpoint.save_interval",),
+    "enable": ("checkpoint.save_interval",),
     "keep_latest_k": ("checkpoint.keep_last",),
     "log_freq": ("logging.log_interval",),
     "enable_tensorboard": ("logging.trackers",),
