@@ -21,8 +21,10 @@ from mt_core.testing import run_ranks
 from mt_infer.cache.layout import SNAPSHOTS, CacheLimits, cache_layout
 from mt_infer.cache.manager import CacheManager
 from mt_infer.config import InferenceConfig
+from mt_infer.decode_graphs import DecodeGraphs
 from mt_infer.engine import InferenceEngine
 from mt_infer.new_requests import NewSequences
+from mt_infer.recorded_steps import CpuRecorder
 from mt_infer.requests import FinishReason
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.scheduler import Scheduler
@@ -66,6 +68,8 @@ def crowded(kind: str, sequences: float) -> InferenceEngine:
     engine.manager = CacheManager(layout, limits, device, share_prefixes=True)
     engine.scheduler = Scheduler(engine.manager)
     engine.new_sequences = NewSequences(engine.manager, None, LONGEST)
+    if engine.graphs is not None:  # steps recorded over the cache that was replaced
+        engine.graphs = DecodeGraphs(engine.runner, engine.manager, CpuRecorder())
     return engine
 
 

@@ -28,6 +28,7 @@ from tests.infer.engines import (
 )
 from torch import Tensor, nn
 
+from mt_core import specs
 from mt_core.config.schema import Config
 from mt_core.plugins import PluginHost, load_plugins
 from mt_infer.requests import TokenEvent
@@ -182,7 +183,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
 def reference_of(config: Config, model: nn.Module, folder: Path) -> nn.Module:
     """The model of `transformers` from files with our weights, in the names that we write."""
     transformers = pytest.importorskip("transformers")
-    family: HuggingFaceFamily = host().models.get(config.model.family).name_maps["hf"].load()
+    family: HuggingFaceFamily = host()[specs.MODELS].get(config.model.family).name_maps["hf"].load()
     external = family.write_config(config.model)
     (folder / "config.json").write_text(json.dumps(external))
     save_file(to_reference(model, family), folder / "model.safetensors", metadata={"format": "pt"})

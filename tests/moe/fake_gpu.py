@@ -27,7 +27,7 @@ def act_as_a_gpu(patch: Callable[[Any, str, Any], None], launched: Counter[str])
     def run_timed(self: Any, *args: Any, **kwargs: Any) -> None:
         launched[self.base_fn.__name__] += 1
 
-    def product_of_a_gpu(name: Any, device_type: str) -> GroupedProduct:
+    def product_of_a_gpu(name: Any, device_type: str = "cuda") -> GroupedProduct:
         return load(name)
 
     patch(JITFunction, "run", run)

@@ -80,6 +80,8 @@ def test_tests_are_last() -> None:
 
 def test_plain_models_are_those_of_the_presets(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench" / "peer_steps"))
+    # Another module of this name may have been imported by the process: the cases of plans.
+    monkeypatch.delitem(sys.modules, "cases", raising=False)
     import plain_on_gpu
 
     for one in (one for one in listed("1") if one.name.startswith("plain-")):

@@ -11,8 +11,8 @@ import pytest
 
 from mt_core.config import load_config
 from mt_core.config.loading import LoadedConfig
-from mt_core.errors import TrainingError
-from mt_core.parallel.context import ParallelContext
+from mt_core.errors import ConfigError, PluginError, TrainingError
+from mt_core.parallel.context import AxisSizes, ParallelContext, build_parallel_context
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 from mt_core.train.common_callbacks import EarlyStop
@@ -42,7 +42,7 @@ def test_a_wrong_reduction_is_named() -> None:
     with pytest.raises(TrainingError, match="reduce='median'.: it can be mean, sum, max, min"):
         recorded.add("x", 1.0, "median")  # type: ignore[arg-type]
     recorded.add("x", 1.0, "sum")
-    with pytest.raises(TrainingError, match="with reduce='sum' and with 'mean'"):
+    with pytest.raises(TrainingError, match="record.'x'.: recorded with reduce='sum' and with 'mean'"):
         recorded.add("x", 1.0, "mean")
 
 
@@ -59,6 +59,36 @@ class Records(Callback):
 
     def on_log(self, run: Any, metrics: Mapping[str, Any]) -> None:
         self.lines.append(dict(metrics))
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [({"t": object()}, "not JSON serializable"), ({1: 2}, "not the same after JSON"), ({"x": float("nan")}, "JSON")],
+)
+def test_a_state_that_no_checkpoint_can_keep_is_refused_at_the_start(state: dict[Any, Any], words: str) -> None:
+    callback = Records(1.0)
+    callback.state_dict = lambda: state  # type: ignore[method-assign]
+    with pytest.raises(PluginError, match=words) as refused:
+        Trainer(tiny("train.train_iters=2"), callbacks=[callback]).train()
+    assert "Records.0.state_dict()" in str(refused.value)
+    assert callback.lines == []
+
+
+def clash_on_rank(rank: int, world: int) -> str:
+    recorded = RecordedMetrics(gathers=True)
+    recorded.add("clash", 1.0, "sum" if rank else "max")
+    try:
+        recorded.take(build_parallel_context(AxisSizes()).world)
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_another_reduction_on_another_rank_is_an_error_on_all() -> None:
+    words = "record('clash'): recorded with reduce='max' and with 'sum'; use one for a name"
+    assert run_ranks(2, clash_on_rank) == [words, words]
 
 
 def record_on_rank(rank: int, world: int) -> list[tuple[float, float, float, bool]]:
@@ -106,6 +136,21 @@ def test_an_early_stop_continues_its_count_after_a_resume(tmp_path: Path) -> Non
     assert at_once == (5, "valid_loss has not improved in 3 evaluations (train.early_stop_patience)")
     assert run("cut", "train.exit_iteration=3")[0] == 3
     assert run("cut") == at_once
+    assert run("cut") == at_once, "started again it stays where it is"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("train.early_stop_metric=valid_lss",), 'train.early_stop_metric="valid_lss": evaluations have valid_loss'),
+        (("train.early_stop_metric=held_perplexity",), "evaluations have valid_loss"),
+        (("train.eval_interval=null",), "train.eval_interval is null"),
+    ],
+)
+def test_what_an_early_stop_cannot_follow_is_refused(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Trainer(tiny("train.train_iters=2", "train.early_stop_patience=1", *overrides)).train()
+    assert words in str(refused.value)
 
 
 def test_an_early_stop_by_the_configuration(tmp_path: Path) -> None:

@@ -138,7 +138,8 @@ def test_tokenizers_do_without_torch_and_transformers(gpt2_files: dict[str, str]
     program = f"""
 import sys
 from mt_core.plugins import load_plugins
-spec = load_plugins().tokenizers.get("GPT2BPETokenizer")
+from mt_core.specs import TOKENIZERS
+spec = load_plugins()[TOKENIZERS].get("GPT2BPETokenizer")
 tokenizer = spec.build.load()(spec.config_type.load()(**{gpt2_files!r}))
 tokenizer.encode_array("a b")
 for name in ("bert_wordpiece", "hugging_face", "sentence_piece", "tik_token", "training"):

@@ -366,7 +366,7 @@ def test_an_unknown_field_of_a_shape_is_refused() -> None:
     spec = replace(
         load_plugins()[DATASETS].get("mock"), sample=(SampleField("image", "float32", "[rows, columns]", ""),)
     )
-    host = SimpleNamespace(datasets=SimpleNamespace(get=lambda name, key: spec))
+    host = {DATASETS: SimpleNamespace(get=lambda name, key: spec)}
     with pytest.raises(ConfigError, match=r'field image \[rows, columns\] of data.dataset_type=mock is.*number "rows"'):
         empty_batch(built(tree(), 1), host, ParallelContext())
 

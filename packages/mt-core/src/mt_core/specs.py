@@ -439,7 +439,7 @@ SECTIONS = Kind(
     "a section of the configuration",
     SectionSpec,
     "mt-core",
-    homes={"inference": "mt-infer", "eval": "mt-eval", "trackers": "mt-ops"},
+    homes={"inference": "mt-infer", "eval": "mt-eval"},
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError
@@ -88,7 +89,11 @@ def unknown_section(section: str, origin: str, sections: Mapping[str, type[Secti
     # --set seq_length.x=1: the name of a key stands where a section belongs.
     homes = [name for name, base in sections.items() if section in base.model_fields]
     hint = f"; {section} is a key of [{homes[0]}]: write {homes[0]}.{section}" if homes else ""
-    hint = f"; it is a section of {home} (pip install {home})" if home else hint
+    if home is not None:
+        # find_spec imports nothing of a top-level package.
+        is_installed = find_spec(home.replace("-", "_")) is not None
+        remedy = "which is installed and not loaded: mt plugins says why" if is_installed else f"pip install {home}"
+        hint = f"; it is a section of {home} ({remedy})"
     hint = hint or did_you_mean(section, [*sections, "preset"])
     return f"unknown section {section} (from {origin}){hint}; sections are {', '.join(sections)}"
 

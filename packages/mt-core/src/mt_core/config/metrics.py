@@ -70,12 +70,12 @@ def value_names(sets: Collection[str], metrics: Collection[str]) -> list[str]:
     return [f"{name}_loss" for name in sets] + [f"{part}_{metric}" for part in (*sets, *several) for metric in metrics]
 
 
-def require_known_metric(metric: str, names: Sequence[str]) -> None:
-    """Raise ConfigError for a checkpoint.best_metric that evaluations do not have."""
+def require_known_metric(metric: str, names: Collection[str], key: str = "checkpoint.best_metric") -> None:
+    """Raise ConfigError for a metric of `key` that evaluations of validation sets do not have."""
     if metric not in names:
         known = (
             f"evaluations have {', '.join(names)}"
             if names
             else "there is no validation set; name one, or set it to null"
         )
-        raise ConfigError(f'checkpoint.best_metric="{metric}": {known}{did_you_mean(metric, names)}')
+        raise ConfigError(f'{key}="{metric}": {known}{did_you_mean(metric, names)}')

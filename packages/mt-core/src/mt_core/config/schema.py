@@ -185,7 +185,7 @@ class TrainConfig(Section):
     early_stop_patience: PositiveInt | None = None
     """Stop after so many evaluations in which early_stop_metric has not improved. Default: never."""
     early_stop_metric: str | None = None
-    """A metric of evaluations: a loss is better lower, any other one higher. Default: valid_loss."""
+    """A loss or metric of a validation set, as in checkpoint.best_metric. Default: valid_loss."""
     early_stop_min_delta: NonNegativeFloat = 0.0
     """Smaller improvements count as none."""
     frozen_parameters: list[str] = Field(default_factory=list)

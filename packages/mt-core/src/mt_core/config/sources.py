@@ -13,9 +13,10 @@ from mt_core.config.checkpoint_layer import with_checkpoint_layer
 from mt_core.config.files import TOO_DEEP, read_config_file, require_depth
 from mt_core.config.layers import Layer, Merged, merge_layers
 from mt_core.config.megatron_words import translate
+from mt_core.config.schema import CORE_SECTIONS
 from mt_core.config.sections import build_sections, section_types
 from mt_core.errors import ConfigError, Problems, did_you_mean
-from mt_core.specs import MODELS
+from mt_core.specs import MODELS, SECTIONS
 
 if TYPE_CHECKING:
     from mt_core.config.fields import Section
@@ -115,6 +116,9 @@ class ReadLayers:
 def read_layers(sources: Sources, names: Iterable[str], host: PluginHost) -> ReadLayers:
     """Read and merge. names: the sections that are requested; a checkpoint is opened only for these."""
     file_preset, file_layer = read_config_file(Path(sources.path)) if sources.path is not None else (None, None)
+    left_out: list[str] = []
+    if file_layer is not None:
+        file_layer, left_out = _without_absent_sections(file_layer, section_types(host))
     preset = sources.preset or file_preset
     by_default = preset is None and file_layer is None and sources.sections is None
     preset = sources.default_preset if by_default else preset
@@ -131,7 +135,19 @@ def read_layers(sources: Sources, names: Iterable[str], host: PluginHost) -> Rea
     if len(settled) > len(base):  # entries of tables that the checkpoint brings can be changed, too
         # Their problems and notes were collected the first time.
         layers, _ = translate(_with_overrides(settled, sources.overrides, Problems()))
-    return ReadLayers(merge_layers(layers, problems, section_types(host)), preset, problems, notes)
+    return ReadLayers(merge_layers(layers, problems, section_types(host)), preset, problems, [*left_out, *notes])
+
+
+def _without_absent_sections(layer: Layer, types: Mapping[str, type[Section]]) -> tuple[Layer, list[str]]:
+    """The config.json of a run without sections of distributions that are not loaded here, and a note for each: a run
+    writes all sections, whether or not its configuration named them."""
+    if not CORE_SECTIONS.keys() <= layer.values.keys():
+        return layer, []
+    absent = {name: home for name, home in SECTIONS.homes.items() if name in layer.values and name not in types}
+    notes = [
+        f"[{name}] (from {layer.origin}) is of {home}, which is not loaded: left out" for name, home in absent.items()
+    ]
+    return Layer(layer.origin, {name: keys for name, keys in layer.values.items() if name not in absent}), notes
 
 
 def _with_overrides(layers: Sequence[Layer], texts: Sequence[str], problems: Problems) -> list[Layer]:

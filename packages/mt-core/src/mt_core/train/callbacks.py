@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,16 @@ Metrics = Mapping[str, float | int | str]
 """Metrics of a step, by name: `loss`, `grad_norm`, `learning_rate` and what layers report."""
 
 
+class ValidationSets(Protocol):
+    def full_name(self, metric: str) -> str:
+        """With the set that a metric alone stands for."""
+        ...
+
+    def names(self) -> Collection[str]:
+        """What an evaluation gives."""
+        ...
+
+
 class Run(Protocol):
     """The part of the running `Trainer` that callbacks may use."""
 
@@ -37,6 +48,11 @@ class Run(Protocol):
     resumed_from: Path | None
     loaded_weights: PartialLoad | None
     """What checkpoint.load read and did not; None for a run that does not start from one."""
+
+    @property
+    def validation(self) -> ValidationSets:
+        """The validation sets, with the names of what their evaluations give."""
+        ...
 
     @property
     def config(self) -> Config: ...
@@ -138,8 +154,14 @@ class CallbackList(Callback):
         self._each(lambda callback: callback.close())
 
     def state_dict(self) -> dict[str, Any]:
-        """By the name of the class, numbered where there are several; without callbacks that have no state."""
-        return {name: state for name, callback in self._named() if (state := callback.state_dict())}
+        """By the name of the class, numbered where there are several; without callbacks that have no state.
+
+        Raises PluginError for a state that does not come back from JSON as it is.
+        """
+        states = {name: state for name, callback in self._named() if (state := callback.state_dict())}
+        for name, state in states.items():
+            _require_json(name, state)
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, callback in self._named():
@@ -158,6 +180,18 @@ class CallbackList(Callback):
     def _each(self, call: Callable[[Callback], Any]) -> None:
         for callback in self.callbacks:
             call(callback)
+
+
+def _require_json(name: str, state: Mapping[str, Any]) -> None:
+    try:
+        same = json.loads(json.dumps(state, allow_nan=False)) == state
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"{name}.state_dict(): {error}; a checkpoint keeps JSON values") from error
+    if not same:
+        raise PluginError(
+            f"{name}.state_dict() is not the same after JSON: {state!r}; it may hold lists and dictionaries with texts "
+            "as keys, and no tuples"
+        )
 
 
 class GuardedTracker(CallbackList):

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mt_core.config.metrics import require_known_metric
 from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
 from mt_core.train.callbacks import Callback, Metrics, Run
 
 DEFAULT_METRIC = "valid_loss"
@@ -23,25 +25,42 @@ class EarlyStop(Callback):
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.best, self.evaluations = math.inf, 0
 
+    def on_train_start(self, run: Run) -> None:
+        """Raises ConfigError for a metric that no validation set has, and for a run without evaluations."""
+        self.metric = run.validation.full_name(self.metric)
+        require_known_metric(self.metric, run.validation.names(), key="train.early_stop_metric")
+        if run.config.train.eval_interval is None and run.config.train.train_epochs is None:
+            raise ConfigError(
+                f"train.early_stop_patience={self.patience} counts evaluations, and train.eval_interval is null; set "
+                "it to the steps between them"
+            )
+        if self.evaluations >= self.patience:
+            self._stop(run)
+
     def on_evaluation(self, run: Run, metrics: Metrics) -> None:
         if self.metric not in metrics:
             return
         value = float(metrics[self.metric])
-        # Losses, whose lower values are better, end with this word; other metrics are better where they are higher.
-        value = value if self.metric.endswith("loss") else -value
+        # As for checkpoint.best_metric: losses are minimized, all other metrics of validation sets maximized.
+        value = value if self.metric.endswith("_loss") else -value
         if value < self.best - self.min_delta:
             self.best, self.evaluations = value, 0
             return
         self.evaluations += 1
         if self.evaluations >= self.patience:
-            run.stop(f"{self.metric} has not improved in {self.evaluations} evaluations (train.early_stop_patience)")
+            self._stop(run)
+
+    def _stop(self, run: Run) -> None:
+        run.stop(f"{self.metric} has not improved in {self.evaluations} evaluations (train.early_stop_patience)")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"metric": self.metric, "best": self.best, "evaluations": self.evaluations}
+        # JSON has no infinity, which stands for no evaluation yet.
+        best = self.best if math.isfinite(self.best) else None
+        return {"metric": self.metric, "best": best, "evaluations": self.evaluations}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         # Another metric begins anew.
-        if state["metric"] == self.metric:
+        if state["metric"] == self.metric and state["best"] is not None:
             self.best, self.evaluations = float(state["best"]), int(state["evaluations"])
 
 

@@ -27,6 +27,9 @@ class Recorded:
     smallest: float
 
     def __add__(self, other: Recorded) -> Recorded:
+        """Raises TrainingError for values that are reduced in another way."""
+        if self.reduce != other.reduce:
+            raise TrainingError(f"recorded with reduce={self.reduce!r} and with {other.reduce!r}; use one for a name")
         return Recorded(
             self.reduce,
             self.total + other.total,
@@ -52,11 +55,7 @@ class RecordedMetrics:
         """Raises TrainingError for an unknown reduction, or another one than the name had before."""
         if reduce not in REDUCTIONS:
             raise TrainingError(f"record({name!r}, reduce={reduce!r}): it can be {', '.join(REDUCTIONS)}")
-        before = self._values.get(name)
-        if before is not None and before.reduce != reduce:
-            raise TrainingError(f"record({name!r}): recorded with reduce={before.reduce!r} and with {reduce!r}")
-        new = Recorded(reduce, value, 1, value, value)
-        self._values[name] = new if before is None else before + new
+        _add(self._values, name, Recorded(reduce, value, 1, value, value))
 
     def take(self, world: Axis) -> dict[str, float]:
         """Name -> value, of all ranks; nothing is kept. Collective over the world where `gathers` is set."""
@@ -69,8 +68,15 @@ class RecordedMetrics:
 
 
 def _together(of_ranks: Iterable[Mapping[str, Recorded]]) -> dict[str, Recorded]:
-    merged: dict[str, Recorded] = {}
+    total: dict[str, Recorded] = {}
     for values in of_ranks:
         for name, recorded in values.items():
-            merged[name] = merged[name] + recorded if name in merged else recorded
-    return merged
+            _add(total, name, recorded)
+    return total
+
+
+def _add(values: dict[str, Recorded], name: str, recorded: Recorded) -> None:
+    try:
+        values[name] = values[name] + recorded if name in values else recorded
+    except TrainingError as error:
+        raise TrainingError(f"record({name!r}): {error}") from None

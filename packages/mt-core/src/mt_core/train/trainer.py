@@ -191,7 +191,11 @@ class Trainer:
                 for text in run_summary(self):
                     self.message(text)
                 self.callbacks.on_train_start(self)
-                self._run_steps(signals)
+                # A state that no checkpoint can keep is an error before the first step.
+                self.callbacks.state_dict()
+                # A callback may find that there is nothing to do: an early stop whose run is started again.
+                if not any_over(self._stop_reason is not None, self.ctx.world, self.engine.device):
+                    self._run_steps(signals)
             result = self._finish(interrupted=self._agree_on_stop(signals))
             self.callbacks.on_train_end(self, result)
             return result
@@ -376,7 +380,7 @@ class Trainer:
 
     def _due_evaluators(self) -> list[Evaluator]:
         default = self.config.train.eval_interval
-        return [evaluator for evaluator in self.evaluators if self._is_due(evaluator.interval or default)]
+        return [one for one in self.evaluators if self._is_due(getattr(one, "interval", None) or default)]
 
     def _reference_losses(self) -> dict[str, float]:
         """Losses of baseline models on the evaluated samples, from data sets that provide them."""

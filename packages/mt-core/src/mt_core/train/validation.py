@@ -94,10 +94,8 @@ def together(parts: Sequence[Predictions]) -> Predictions:
 
 
 class Evaluator(Protocol):
-    @property
-    def interval(self) -> int | None:
-        """Steps between measurements; None: train.eval_interval."""
-        ...
+    """Measures the model. An attribute `interval: int | None` may say the steps between measurements; else
+    train.eval_interval does."""
 
     def evaluate(self, run: Run) -> Mapping[str, float]:
         """Metrics by name, which go to callbacks with those of the validation sets. Collective over the world; those of
