@@ -18,13 +18,14 @@ from mt_core.train import Callback, Trainer
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-LAYERS, HIDDEN, FFN, VOCAB, SEQUENCE, MICRO_BATCH = 2, 64, 128, 320, 16, 2
+LAYERS, HIDDEN, FFN, VOCAB, SEQUENCE, MICRO_BATCH = 2, 256, 128, 320, 16, 2
 PARAMETERS = (
     2 * VOCAB * HIDDEN  # embedding and output layer
     + LAYERS * (3 * HIDDEN * HIDDEN + HIDDEN * HIDDEN + 3 * HIDDEN * FFN + 2 * HIDDEN)
     + HIDDEN
 )
-"""Of a llama without biases. Every weight has a multiple of 64 elements, so buckets have no padding."""
+"""Of a llama without biases. Every weight has a multiple of 4 x 64 elements, so that the shards of 4 ranks are aligned
+without padding."""
 ZERO, FSDP = "parallel.use_distributed_optimizer=true", "parallel.use_torch_fsdp2=true"
 TP, SP, PP = (
     "parallel.tensor_model_parallel_size=2",
@@ -32,7 +33,7 @@ TP, SP, PP = (
     "pipeline_model_parallel_size=2",
 )
 WHOLE_WEIGHTS = "parallel.fsdp_reshard_after_forward=false"
-SMALL_BUCKETS = "parallel.ddp_bucket_size=10000"
+SMALL_BUCKETS = "parallel.ddp_bucket_size=100000"
 
 
 def config(data_parallel: int, micro_batches: int, *more: str) -> LoadedConfig:

@@ -94,7 +94,17 @@ def evaluation_of_this_rank_alone() -> None:
 
 
 def auxiliary_losses_of_this_rank_alone() -> None:
-    optimizer_step.sum_on_device = lambda value, axis: value  # type: ignore[assignment]
+    take, sum_on_device = optimizer_step.AuxiliaryMeans.take, optimizer_step.sum_on_device
+
+    def take_alone(means: Any, passes: int) -> list[torch.Tensor]:
+        # The loss of the step is summed by the same function, and stays.
+        optimizer_step.sum_on_device = lambda value, axis: value  # type: ignore[assignment]
+        try:
+            return take(means, passes)
+        finally:
+            optimizer_step.sum_on_device = sum_on_device
+
+    optimizer_step.AuxiliaryMeans.take = take_alone  # type: ignore[method-assign]
 
 
 def global_loss_of_this_rank_alone() -> None:

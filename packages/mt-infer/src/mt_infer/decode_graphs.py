@@ -130,10 +130,12 @@ def step_recorder(
     """What captures decode steps: CUDA graphs on a GPU, lists of operators on a CPU; None where they are computed
     eagerly. Raises ConfigError where graphs are requested and cannot be."""
     if options.cuda_graphs == "auto" and ctx.device.type == "cpu":
-        # Operators on a subclass of Tensor, as quantized weights are, are not those of its values.
-        kinds = {type(tensor) for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
-        is_plain = kinds <= {nn.Parameter, Tensor}
-        is_eager = is_batch_invariant or not is_plain or any(layer_objections(model, options, ctx))
+        # Quantized weights are subclasses of Tensor, whose operators are not those of their values.
+        weights = (getattr(module, "weight", None) for module in model.modules())
+        is_quantized = any(
+            isinstance(weight, Tensor) and type(weight) not in (nn.Parameter, Tensor) for weight in weights
+        )
+        is_eager = is_batch_invariant or is_quantized or any(layer_objections(model, options, ctx))
         return None if is_eager else CpuRecorder()
     return CudaRecorder() if uses_graphs(model, options, ctx, is_batch_invariant) else None
 
