@@ -83,30 +83,6 @@ class ModelSpec(Spec):
 MODELS = Kind("models", "a model family", ModelSpec, "mt-models")
 
 
-class TransformModel(Protocol):
-    def __call__(self, model: torch.nn.Module, config: Any, context: Any) -> torch.nn.Module:
-        """The model, changed, or another one in its place. Its parameters have no values yet.
-
-        config: a mt_core.config.Config. context: the mt_core.nn.build_context.ModelBuildContext that it was built with.
-        """
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelTransformSpec(Spec):
-    """A change of models after a family has built them and before kernels are chosen, turned on by keys of its own.
-
-    Transforms are applied in the order of their names, wherever a model is built: in training, generation, plans.
-    """
-
-    applies: Lazy[Callable[[Any], bool]]
-    """(config: mt_core.config.Config) -> whether the configuration turns it on"""
-    transform: Lazy[TransformModel]
-
-
-MODEL_TRANSFORMS = Kind("model_transforms", "a model transform", ModelTransformSpec, "mt-core")
-
-
 class AdaptCheckpoint(Protocol):
     def __call__(self, reader: CheckpointReader, config: Any, host: Any) -> CheckpointReader:
         """config: the mt_core.config.Config of the model that starts from it. host: the PluginHost.
@@ -422,6 +398,30 @@ class CommandSpec(Spec):
 
 
 COMMANDS = Kind("commands", "a command", CommandSpec, "mt-cli")
+
+
+class TransformModel(Protocol):
+    def __call__(self, model: torch.nn.Module, config: Any, context: Any) -> torch.nn.Module:
+        """The model, changed, or another one in its place. Its parameters have no values yet.
+
+        config: a mt_core.config.Config. context: the mt_core.nn.build_context.ModelBuildContext that it was built with.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTransformSpec(Spec):
+    """A change of models after a family has built them and before kernels are chosen, turned on by keys of its own.
+
+    Transforms are applied in the order of their names, wherever a model is built: in training, generation, plans.
+    """
+
+    applies: Lazy[Callable[[Any], bool]]
+    """(config: mt_core.config.Config) -> whether the configuration turns it on"""
+    transform: Lazy[TransformModel]
+
+
+MODEL_TRANSFORMS = Kind("model_transforms", "a model transform", ModelTransformSpec, "mt-core")
 
 
 @dataclass(frozen=True, kw_only=True)
