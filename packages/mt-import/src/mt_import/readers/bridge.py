@@ -14,6 +14,7 @@ from mt_import.megatron_arguments.entry_scripts import entry_script
 from mt_import.megatron_arguments.table import Argument, arguments, by_dest
 from mt_import.megatron_arguments.translation import Account, translate
 from mt_import.readers.megatron import MegatronOptions
+from mt_import.readers.nemo import DATA, GIVEN_LATER, MISSING, NemoValues, in_megatrons_words, note_on_missing
 from mt_import.result import ImportResult, Processes, result_of
 
 TARGET = "_target_"
@@ -51,6 +52,7 @@ NAMES: Mapping[str, str] = {
     "native_amp_growth_interval": "loss_scale_window",
     "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
     "bias": "add_bias_linear",
+    "ngroups_mamba": "mamba_num_groups",
 }
 """Key there -> Megatron's attribute, where it is another name."""
 IGNORED = (
@@ -118,7 +120,6 @@ OWN_SECTIONS = (
 """Sections about records and restarts."""
 _REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 _PRODUCT = re.compile(r"\$\{multiply:([^,]+),(.+)\}")
-MISSING = "???"
 
 
 def is_bridge(values: Mapping[str, Any]) -> bool:
@@ -130,14 +131,27 @@ def is_bridge(values: Mapping[str, Any]) -> bool:
 def import_bridge(values: Mapping[str, Any], source: str, host: PluginHost, options: MegatronOptions) -> ImportResult:
     """A Bridge dump or override file, or a NeMo 1.x configuration. Raises ConfigError."""
     flat = dict(_flat(values, values))
+    nemo = in_megatrons_words(flat) if "trainer" in values else None
+    flat = flat if nemo is None else nemo.flat
     given, unknown = _given_of(flat)
     given |= _joint(flat)
     _apply_weight_decay(given)
-    entry = entry_script(options.entry or ("hybrid" if "hybrid_override_pattern" in given else "gpt"))
+    hybrid = "hybrid" if "hybrid_override_pattern" in given else "gpt"
+    entry = entry_script(options.entry or (hybrid if nemo is None else nemo.entry))
     translation = translate(given, entry, host, source=source, version=options.version or "main")
     processes = _processes(flat, options)
     result = result_of(translation, f"{source} with {len(given)} values", processes)
-    return replace(result, accounts=[*result.accounts, *unknown])
+    result = replace(result, accounts=[*result.accounts, *unknown])
+    return result if nemo is None else _of_nemo(result, nemo)
+
+
+def _of_nemo(result: ImportResult, nemo: NemoValues) -> ImportResult:
+    result = replace(result, accounts=[*result.accounts, *nemo.refused])
+    if not nemo.missing:
+        return result
+    if DATA in nemo.missing:  # without data Megatron's arguments mean mock data
+        result.sections["data"].pop("dataset_type", None)
+    return replace(result, notes=[note_on_missing(nemo.missing), *result.notes], complete=False)
 
 
 def _flat(values: Mapping[str, Any], root: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -152,6 +166,8 @@ def _flat(values: Mapping[str, Any], root: Mapping[str, Any], path: str = "") ->
                 yield from _flat(value, root, here)
             elif isinstance(value.get(TARGET), str):
                 yield here, value[TARGET]
+        elif value == MISSING and here.startswith(GIVEN_LATER):
+            yield here, value
         else:
             yield here, _resolved(value, here, root)
 

@@ -1,0 +1,129 @@
+"""NeMo 1.x's keys that say a thing in other words than Megatron, or that Megatron-LM has no option for.
+
+Facts of NeMo 1.23 (`core/optim/lr_scheduler.py`, `collections/nlp/models/language_modeling`). Everything here works on
+the flat form: dotted path -> value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mt_core.errors import ConfigError, did_you_mean
+from mt_import.megatron_arguments.translation import Account
+
+MISSING = "???"
+"""Value that the command line has to give."""
+GIVEN_LATER = ("model.data.", "model.tokenizer.")
+"""Keys whose values a file may leave to the command line: data and tokenizer are added to what is imported."""
+DATA, MOCK = "model.data.data_prefix", "model.data.mock_dataset"
+SCHEDULER = "model.optim.sched"
+STYLES: Mapping[str, str] = {"CosineAnnealing": "cosine", "WarmupAnnealing": "linear"}
+"""Policy of the learning rate -> Megatron's lr_decay_style."""
+OPTIMIZERS = ("fused_adam", "distributed_fused_adam", "megatron_fused_adam", "mcore_distributed_optim", "adamw")
+DISTRIBUTED_OPTIMIZERS = ("distributed_fused_adam", "mcore_distributed_optim")
+NORMALIZATIONS: Mapping[str, str] = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "layernorm1p": "LayerNorm"}
+OTHER_MODELS: Mapping[str, str] = {
+    "model.encoder.": "an encoder and a decoder with options of their own; write model.family=t5",
+    "model.data.seq_length_dec": "an encoder and a decoder; write model.family=t5",
+    "model.retro.": "retrieval; write model.family=retro, see docs/models/retro.md",
+    "model.peft.": "finetuning of a .nemo file, which is not read",
+    "model.restore_from_path": "finetuning of a .nemo file, which is not read",
+}
+"""Beginning of keys of files that are not imported -> why. Without a value they do not count."""
+CHANGES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "model.apply_embedding_scaling": ((False,), "embeddings times the root of the hidden size"),
+    "model.headscale": ((False,), "a scale of each head"),
+    "model.transformer_block_type": (("pre_ln",), "norms in another place"),
+    "model.normalize_attention_scores": ((True,), "scores that are not divided by the root of the head's size"),
+    "model.ffn_dropout": ((0,), "dropout within the feed-forward"),
+    "model.use_scaled_init_method": ((True,), "the same deviation for all matrices at the start"),
+    "mcore_customization_config.parallel_attention": ((False,), "attention and feed-forward beside each other"),
+    "mcore_customization_config.new_decoder_architecture": ((False,), "two norms side by side"),
+}
+"""Keys that change what is computed -> (values with which they do not, what others request)."""
+
+
+@dataclass(frozen=True)
+class NemoValues:
+    """flat: with Megatron's words in place of NeMo's. entry: name of the script that trains such a model. missing: keys
+    that the command line has to give. refused: accounts of what cannot be done."""
+
+    flat: dict[str, Any]
+    entry: str
+    missing: list[str]
+    refused: list[Account]
+
+
+def in_megatrons_words(flat: Mapping[str, Any]) -> NemoValues:
+    """Raises ConfigError for another kind of model, and for a schedule, optimizer or norm that is not read."""
+    for beginning, why in OTHER_MODELS.items():
+        if found := [key for key, value in flat.items() if key.startswith(beginning) and value is not None]:
+            raise ConfigError(f"{found[0]}: {why}")
+    missing = [key for key, value in flat.items() if value == MISSING]
+    # A file may have the key as a comment alone; then there is no training without it either.
+    missing += [] if flat.get(DATA) is not None or flat.get(MOCK) else [DATA]
+    changed = [key for key, (same, _) in CHANGES.items() if flat.get(key) is not None and flat[key] not in same]
+    refused = [Account(f"{key} {flat[key]}", "refused", {}, CHANGES[key][1]) for key in changed]
+    kept = {key: value for key, value in flat.items() if key not in missing and key not in changed}
+    kept |= _schedule(kept) | _optimizer(kept) | _normalization(kept) | _fp8(kept) | _layer_pattern(kept)
+    return NemoValues(kept, _entry(kept), missing, refused)
+
+
+def note_on_missing(missing: list[str]) -> str:
+    return f"not in the file, as NeMo's command line gives it: {', '.join(missing)}; add it to [data] or [tokenizer]"
+
+
+def _entry(flat: Mapping[str, Any]) -> str:
+    if "model.bert_binary_head" in flat:
+        return "bert"
+    return "hybrid" if "model.hybrid_override_pattern" in flat else "gpt"
+
+
+def _schedule(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The policy's name, and steps at the end with the least rate, of which Megatron's decay says where they begin."""
+    name, steps = flat.get(f"{SCHEDULER}.name"), flat.get("trainer.max_steps")
+    if name is None:
+        return {f"{SCHEDULER}.lr_decay_style": "constant"}
+    if name not in STYLES:
+        raise ConfigError(
+            f"{SCHEDULER}.name={name} is not read; it can be {', '.join(STYLES)}{did_you_mean(str(name), STYLES)}"
+        )
+    found: dict[str, Any] = {f"{SCHEDULER}.lr_decay_style": STYLES[name]}
+    if constant := flat.get(f"{SCHEDULER}.constant_steps"):
+        found |= {f"{SCHEDULER}.lr_decay_iters": int(steps) - int(constant), f"{SCHEDULER}.constant_steps": None}
+    if ratio := flat.get(f"{SCHEDULER}.warmup_ratio"):
+        found |= {f"{SCHEDULER}.warmup_steps": int(float(ratio) * int(steps)), f"{SCHEDULER}.warmup_ratio": None}
+    return found
+
+
+def _optimizer(flat: Mapping[str, Any]) -> dict[str, Any]:
+    name = flat.get("model.optim.name", OPTIMIZERS[0])
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"model.optim.name={name} is not read; it can be {', '.join(OPTIMIZERS)}")
+    return {"model.optim.use_distributed_optimizer": True} if name in DISTRIBUTED_OPTIMIZERS else {}
+
+
+def _normalization(flat: Mapping[str, Any]) -> dict[str, Any]:
+    name = flat.get("model.normalization")
+    if name is None:
+        return {}
+    if str(name).lower() not in NORMALIZATIONS:
+        raise ConfigError(f"model.normalization={name} is not read; it can be {', '.join(NORMALIZATIONS)}")
+    found: dict[str, Any] = {"model.normalization": NORMALIZATIONS[str(name).lower()]}
+    return found | ({"model.apply_layernorm_1p": True} if str(name).lower() == "layernorm1p" else {})
+
+
+def _fp8(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A switch and one of two formats, in place of Megatron's format."""
+    chosen = "hybrid" if flat.get("model.fp8_hybrid") else "e4m3"
+    return {"model.fp8": chosen if flat.get("model.fp8") else None, "model.fp8_e4m3": None, "model.fp8_hybrid": None}
+
+
+def _layer_pattern(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Without a pattern all layers of NeMo's Mamba are Mamba's, and its numbers of experts are not used."""
+    if "model.hybrid_override_pattern" not in flat or flat["model.hybrid_override_pattern"] is not None:
+        return {}
+    unused = {key: None for key in flat if key == "model.num_moe_experts" or key.startswith("model.moe_")}
+    return {**unused, "model.hybrid_override_pattern": "M" * int(flat["model.num_layers"])}

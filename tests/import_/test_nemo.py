@@ -1,0 +1,106 @@
+"""Configurations of NeMo 1.x: what its 1.23 does with the keys that Megatron-LM has not, worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mt_core.errors import ConfigError
+from mt_core.plugins import PluginHost
+from mt_import.result import ImportResult
+from mt_import.sources import import_file
+
+FILE = (Path(__file__).parent / "files" / "nemo_gpt.yaml").read_text()
+
+
+def imported(tmp_path: Path, host: PluginHost, *changes: tuple[str, str]) -> ImportResult:
+    text = FILE
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    (tmp_path / "nemo.yaml").write_text(text)
+    return import_file(tmp_path / "nemo.yaml", host)
+
+
+def more(*lines: str) -> tuple[str, str]:
+    return "model:\n", "model:\n" + "".join(f"  {line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("change", "section", "keys"),
+    [
+        (
+            ("constant_steps: 0", "constant_steps: 40000"),
+            "lr_schedule",
+            # of 100000 steps the last 40000 have the least rate
+            {"lr_decay_style": "cosine", "lr_decay_iters": 60000, "lr_warmup_iters": 500},
+        ),
+        (("constant_steps: 0", "constant_steps: null"), "lr_schedule", {"lr_decay_style": "cosine"}),
+        (("name: CosineAnnealing", "name: WarmupAnnealing"), "lr_schedule", {"lr_decay_style": None}),  # our default
+        (("warmup_steps: 500", "warmup_ratio: 0.02"), "lr_schedule", {"lr_warmup_iters": 2000}),
+        (("name: fused_adam", "name: distributed_fused_adam"), "parallel", {"use_distributed_optimizer": True}),
+        (more("normalization: rmsnorm"), "model", {"normalization": "RMSNorm"}),
+        (more("normalization: layernorm1p"), "model", {"normalization": None}),  # stored otherwise, computed alike
+        (more("fp8: true", "fp8_hybrid: true"), "precision", {"fp8_format": "hybrid"}),
+        (more("fp8: true", "fp8_e4m3: true"), "precision", {"fp8_format": "e4m3"}),
+        (more("fp8: false", "fp8_e4m3: false", "fp8_hybrid: true"), "precision", {"fp8_format": None}),
+        (more("bert_binary_head: true"), "model", {"family": "bert", "add_pooler": True}),
+    ],
+)
+def test_a_key_decides(
+    change: tuple[str, str], section: str, keys: dict[str, Any], tmp_path: Path, host: PluginHost
+) -> None:
+    result = imported(tmp_path, host, change)
+    assert result.of_status("refused") == []
+    found = result.sections[section]
+    assert {key: found.get(key) for key in keys} == keys
+
+
+def test_a_mamba_without_a_pattern_has_mambas_layers_alone(tmp_path: Path, host: PluginHost) -> None:
+    keys = ("hybrid_override_pattern: null", "ngroups_mamba: 4", "num_moe_experts: 16", "moe_router_topk: 2")
+    model = imported(tmp_path, host, more(*keys, "normalization: RMSNorm")).sections["model"]
+    assert (model["family"], model["hybrid_layer_pattern"], model["mamba_num_groups"]) == ("hybrid", "M" * 12, 4)
+    assert "moe" not in model
+
+
+def test_what_the_command_line_gives_is_named_and_left_out(tmp_path: Path, host: PluginHost) -> None:
+    given = "data_prefix: [0.5, a_text_document, 0.5, b_text_document]"
+    for instead in ("data_prefix: ???", "num_samples: null"):
+        result = imported(tmp_path, host, (given, instead))
+        assert not result.complete
+        assert {"data_path", "dataset_type"}.isdisjoint(result.sections["data"])
+        assert "gives it: model.data.data_prefix; add it" in result.notes[0]
+    with pytest.raises(ConfigError, match=r"model.num_layers is \?\?\?"):
+        imported(tmp_path, host, ("num_layers: 12", "num_layers: ???"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("name: CosineAnnealing", "name: NoamAnnealing"), "it can be CosineAnnealing, WarmupAnnealing"),
+        (("name: fused_adam", "name: adafactor"), "model.optim.name=adafactor is not read"),
+        (more("normalization: low_precision_layernorm"), "it can be layernorm, rmsnorm, layernorm1p"),
+        (more("restore_from_path: gpt.nemo"), "a .nemo file"),
+        (more("encoder: {num_layers: 12}"), "model.encoder.num_layers: an encoder and a decoder"),
+    ],
+)
+def test_what_is_not_read_is_named(change: tuple[str, str], message: str, tmp_path: Path, host: PluginHost) -> None:
+    with pytest.raises(ConfigError, match=message):
+        imported(tmp_path, host, change)
+
+
+@pytest.mark.parametrize(
+    ("key", "same"),
+    [
+        ("apply_embedding_scaling: true", "apply_embedding_scaling: false"),
+        ("transformer_block_type: normformer", "transformer_block_type: pre_ln"),
+        ("normalize_attention_scores: false", "normalize_attention_scores: true"),
+        ("ffn_dropout: 0.1", "ffn_dropout: 0.0"),
+    ],
+)
+def test_what_changes_the_model_is_refused(key: str, same: str, tmp_path: Path, host: PluginHost) -> None:
+    refused = imported(tmp_path, host, more(key)).of_status("refused")
+    assert [one.words.partition(" ")[0] for one in refused] == [f"model.{key.partition(':')[0]}"]
+    assert imported(tmp_path, host, more(same)).of_status("refused") == []
