@@ -70,8 +70,11 @@ def test_what_the_command_line_gives_is_named_and_left_out(tmp_path: Path, host:
     for instead in ("data_prefix: ???", "num_samples: null"):
         result = imported(tmp_path, host, (given, instead))
         assert not result.complete
-        assert {"data_path", "dataset_type"}.isdisjoint(result.sections["data"])
+        assert "data_path" not in result.sections["data"]
+        assert result.sections["data"]["dataset_type"] == "gpt"  # not mock, which Megatron has without data
         assert "gives it: model.data.data_prefix; add it" in result.notes[0]
+    bert = imported(tmp_path, host, (given, "data_prefix: ???"), more("bert_binary_head: true"))
+    assert bert.sections["data"]["dataset_type"] == "bert"
     with pytest.raises(ConfigError, match=r"model.num_layers is \?\?\?"):
         imported(tmp_path, host, ("num_layers: 12", "num_layers: ???"))
 

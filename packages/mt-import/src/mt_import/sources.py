@@ -98,7 +98,10 @@ def _read(path: Path) -> Any:
         text = path.read_text(encoding="utf-8", errors="replace")
         if f"{FUNCTIONAL_TEST}:" not in text:
             raise
+    try:
         return parse_yaml(_without_repeated_options(text))
+    except ValueError as error:  # an option twice, with two values
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _without_repeated_options(text: str) -> str:
