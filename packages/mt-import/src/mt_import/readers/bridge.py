@@ -150,7 +150,8 @@ def _of_nemo(result: ImportResult, nemo: NemoValues) -> ImportResult:
     if not nemo.missing:
         return result
     if DATA in nemo.missing:  # without data Megatron's arguments mean mock data
-        result.sections["data"]["dataset_type"] = entry_script(nemo.entry).dataset_type
+        data = {**result.sections["data"], "dataset_type": entry_script(nemo.entry).dataset_type}
+        result = replace(result, sections={**result.sections, "data": data})
     return replace(result, notes=[note_on_missing(nemo.missing), *result.notes], complete=False)
 
 

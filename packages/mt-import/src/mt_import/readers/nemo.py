@@ -81,9 +81,16 @@ def _entry(flat: Mapping[str, Any]) -> str:
     return "hybrid" if "model.hybrid_override_pattern" in flat else "gpt"
 
 
+def _max_steps(flat: Mapping[str, Any]) -> int:
+    steps = flat.get("trainer.max_steps")
+    if steps is None:
+        raise ConfigError(f"{SCHEDULER} counts from the end of training, and trainer.max_steps is not set; set it")
+    return int(steps)
+
+
 def _schedule(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The policy's name, and steps at the end with the least rate, of which Megatron's decay says where they begin."""
-    name, steps = flat.get(f"{SCHEDULER}.name"), flat.get("trainer.max_steps")
+    name = flat.get(f"{SCHEDULER}.name")
     if name is None:
         return {f"{SCHEDULER}.lr_decay_style": "constant"}
     if name not in STYLES:
@@ -92,9 +99,9 @@ def _schedule(flat: Mapping[str, Any]) -> dict[str, Any]:
         )
     found: dict[str, Any] = {f"{SCHEDULER}.lr_decay_style": STYLES[name]}
     if constant := flat.get(f"{SCHEDULER}.constant_steps"):
-        found |= {f"{SCHEDULER}.lr_decay_iters": int(steps) - int(constant), f"{SCHEDULER}.constant_steps": None}
+        found |= {f"{SCHEDULER}.lr_decay_iters": _max_steps(flat) - int(constant), f"{SCHEDULER}.constant_steps": None}
     if ratio := flat.get(f"{SCHEDULER}.warmup_ratio"):
-        found |= {f"{SCHEDULER}.warmup_steps": int(float(ratio) * int(steps)), f"{SCHEDULER}.warmup_ratio": None}
+        found |= {f"{SCHEDULER}.warmup_steps": int(float(ratio) * _max_steps(flat)), f"{SCHEDULER}.warmup_ratio": None}
     return found
 
 
