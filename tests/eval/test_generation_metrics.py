@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +93,8 @@ ISOLATED_FAILURES = {
     "import ctypes\nassert not ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, None)": "AssertionError",
     "import os; os.kill(PARENT, 0)": "ProcessLookupError",
     "open('/proc/PARENT/environ')": "FileNotFoundError",
-    "import os\nwhile True: os.fork()": "more than 32 processes",
+    # The kernel refuses the next process, or the watching process sees one too many, whichever comes first.
+    "import os\nwhile True: os.fork()": "more than 32 processes|Resource temporarily unavailable",
 }
 PASSES = (
     "assert 1 + 1 == 2\nopen('own', 'w').write('x')",
@@ -119,7 +121,7 @@ def test_isolated_programs_reach_nothing_else(runner: ProgramRunner, program: st
     if not runner.isolates:
         pytest.skip("user namespaces are off")
     # Not in the parameter: the processes that run tests have to collect the same ones.
-    assert ISOLATED_FAILURES[program] in str(runner.failure(program.replace("PARENT", str(os.getpid()))))
+    assert re.search(ISOLATED_FAILURES[program], str(runner.failure(program.replace("PARENT", str(os.getpid())))))
 
 
 @pytest.mark.parametrize("program", PASSES)
