@@ -98,7 +98,7 @@ def _gpus(torch: ModuleType) -> dict[str, str]:
 
 
 def _formats(torch: ModuleType, device: str) -> str:
-    """Number formats in which a matrix product works."""
+    """Dtypes in which a matrix product works."""
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return ", ".join(name for name, dtype in dtypes.items() if _multiplies(torch, device, dtype))
 

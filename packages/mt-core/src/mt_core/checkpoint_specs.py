@@ -94,7 +94,7 @@ class ConvertOptions:
     """What the rows of padding are, of formats that store them. Default: those that the source has; others so that a
     softmax over them too gives the loss of the model."""
     dtype: str | None = None
-    """Number format of the written weights: fp32, bf16 or fp16. Default: as they are."""
+    """Dtype of the written weights: fp32, bf16 or fp16. Default: as they are."""
     max_shard_size: int | None = None
     """Bytes of a file, of formats that cut by size."""
     target_megatron_version: str | None = None

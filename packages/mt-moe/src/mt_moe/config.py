@@ -58,7 +58,7 @@ class MoeConfig(Section):
     moe_router_bias: bool | None = None
     """A trained bias on the logits. Default: as the model's other linear layers."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
-    """Number format of the logits and of all that follows from them."""
+    """Dtype of the logits and of all that follows from them."""
     moe_input_jitter_eps: PositiveFloat | None = None
     """In training the router's input is multiplied by noise in [1 - eps, 1 + eps], the same in every
     layout."""

@@ -251,7 +251,7 @@ FP8 = ("e4m3", "hybrid")
 
 
 class PrecisionConfig(Section):
-    """Number formats."""
+    """Dtypes and loss scaling."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Weights and activations. bf16 and fp16 keep fp32 master weights and accumulate gradients in fp32."""

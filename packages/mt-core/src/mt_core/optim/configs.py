@@ -30,7 +30,7 @@ class AdamConfig(OptimizerConfig):
     """What 16-bit training keeps beside bf16 weights: fp32 copies, or only the 16 bits that bf16 leaves out. auto:
     remainders where a GPU's fused kernel trains the same bits with them, else copies."""
     exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Number format of both moments; bf16 is rounded stochastically."""
+    """Dtype of both moments; bf16 is rounded stochastically."""
 
 
 class SGDConfig(OptimizerConfig):

@@ -29,6 +29,8 @@ ISOLATED = (
 )  # fmt: skip
 """util-linux: no network interfaces, and all processes end with the first one, which `WORKER` is."""
 REASON_BYTES = 2000
+REFUSED_PROCESS = "BlockingIOError: [Errno 11]"
+"""What Python reports of a fork that the kernel refuses."""
 GivenT = TypeVar("GivenT")
 FoundT = TypeVar("FoundT")
 
@@ -94,7 +96,11 @@ class ProgramRunner:
             return f"did not end within {self.limits.seconds} s"
         if reached_end:
             return None
-        return lines[-1] if lines else f"ended with status {status}, before its end"
+        reason = lines[-1] if lines else f"ended with status {status}, before its end"
+        # The kernel may refuse a process before the watching one has counted one too many.
+        if reason.startswith(REFUSED_PROCESS):
+            reason += f" (more than {self.limits.processes} processes are refused)"
+        return reason
 
     def _outcome(self, file: Path, errors: int) -> tuple[bool, int | None]:
         """Whether the program reached its end, and the exit status; None for one that was ended."""
