@@ -20,7 +20,7 @@ FLOORS = (
     {"mt_core"},
     {"mt_models", "mt_data", "mt_ckpt", "mt_moe"},
     {"mt_infer", "mt_tools", "mt_import"},
-    {"mt_eval", "mt_tune", "mt_retrieval", "mt_accelerate"},
+    {"mt_eval", "mt_tune", "mt_retrieval", "mt_accelerate", "mt_ops"},
     {"mt_cli"},
 )
 """From the ground up. Two distributions of one floor never import each other, and nothing imports mt_cli."""
@@ -252,11 +252,12 @@ def test_a_circle_of_folders_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert without_circles(siblings("p")["p"]).keys() == {"a", "b", "c"}
 
 
-MOST_FILES, MOST_LINES = 920, 600
-"""Python files of all packages, and lines of one: small modules of one topic are merged, long ones divided."""
+LEAST_MEAN, MOST_LINES = 140, 600
+"""Lines of the mean file over all packages, and of the longest: small modules of one topic are merged, long ones
+divided."""
 
 
 def test_files_are_few_and_none_is_long() -> None:
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGES.rglob("src/**/*.py")}
-    assert len(lines) <= MOST_FILES
+    assert sum(lines.values()) / len(lines) >= LEAST_MEAN
     assert [str(path.relative_to(PACKAGES)) for path, count in lines.items() if count > MOST_LINES] == []

@@ -41,6 +41,7 @@ EXAMPLES: Mapping[str, specs.Spec] = {
     "mt_register_optimizers": spec(specs.OptimizerSpec, config_type=HERE, build=HERE),
     "mt_register_lr_schedules": spec(specs.LRScheduleSpec, config_type=HERE, build=HERE),
     "mt_register_losses": spec(specs.LossSpec, build=HERE),
+    "mt_register_batch_sources": spec(specs.BatchSourceSpec, build=HERE),
     "mt_register_callbacks": spec(specs.CallbackSpec, build=HERE),
     "mt_register_evaluators": spec(specs.EvaluatorSpec, build=HERE),
     "mt_register_model_transforms": spec(specs.ModelTransformSpec, applies=HERE, transform=HERE),

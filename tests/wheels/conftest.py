@@ -23,6 +23,8 @@ PACKAGES = (
     "mt-infer",
     "mt-tools",
     "mt-import",
+    "mt-ops",
+    "mt-tune",
     "mt-eval",
     "mt-accelerate",
     "mt-retrieval",

@@ -39,6 +39,7 @@ from .plugins import Plugin as Plugin
 from .plugins import PluginHost as PluginHost
 from .plugins import load_plugins as load_plugins
 from .specs import AttentionBackendSpec as AttentionBackendSpec
+from .specs import BatchSourceSpec as BatchSourceSpec
 from .specs import CallbackSpec as CallbackSpec
 from .specs import CommandSpec as CommandSpec
 from .specs import ContextParallelMethodSpec as ContextParallelMethodSpec

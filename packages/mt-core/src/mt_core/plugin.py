@@ -8,6 +8,7 @@ from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Lazy
 from mt_core.specs import (
     AttentionBackendSpec,
+    BatchSourceSpec,
     CallbackSpec,
     ContextParallelMethodSpec,
     FeedForwardSpec,
@@ -226,6 +227,17 @@ def mt_register_losses() -> list[LossSpec]:
 def _tracker(name: str, doc: str) -> CallbackSpec:
     module = "mt_core.train.trackers.services"
     return CallbackSpec(name=name, doc=doc, build=Lazy(f"{module}:build_{name}"))
+
+
+@hookimpl
+def mt_register_batch_sources() -> list[BatchSourceSpec]:
+    return [
+        BatchSourceSpec(
+            name="dataset",
+            doc="The batches of the data set, which follow from the number of samples that were consumed",
+            build=Lazy("mt_core.train.batch_source:DatasetBatches"),
+        )
+    ]
 
 
 @hookimpl

@@ -352,6 +352,26 @@ class Metric(Protocol):
         ...
 
 
+class BuildBatchSource(Protocol):
+    def __call__(self, run: Any) -> Any:
+        """A mt_core.train.batch_source.BatchSource. run: the mt_core.train.Trainer, its weights restored.
+
+        Called on all ranks. Raises ConfigError.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSourceSpec(Spec):
+    """Gives the batches of a run in place of the data set alone, selected by `train.batch_source`: samples that the
+    model draws, or fields that the loss needs and a model computes (log-probabilities of a reference)."""
+
+    build: Lazy[BuildBatchSource]
+
+
+BATCH_SOURCES = Kind("batch_sources", "a source of batches", BatchSourceSpec, "mt-core")
+
+
 class BuildCallback(Protocol):
     def __call__(self, config: Any) -> Any:
         """A mt_core.train.Callback. config: a mt_core.config.Config."""

@@ -164,6 +164,8 @@ class TrainConfig(Section):
     loss: str = AUTO_LOSS
     """Name of the loss, or `auto`: the model family's own loss, where possible in the implementation that does not
     store logits. Does not change values beyond rounding."""
+    batch_source: str = "dataset"
+    """What gives the batches: `dataset`, or a registered source, such as of samples that the model draws."""
     loss_normalization: Literal["weights", "tokens", "sequences", "constant"] = "weights"
     """What the sum of a step's losses, each times its weight in `loss_mask`, is divided by: the sum of the weights
     over the global batch; the number of positions with a weight above 0; the number of sequences, each of which

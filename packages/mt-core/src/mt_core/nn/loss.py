@@ -3,9 +3,9 @@ mt_core.data.loss_weights)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,16 @@ class ReportsEvaluation(Protocol):
 
     def take_metrics(self) -> Mapping[str, float]:
         """Means over the batches of all ranks since the last call. Collective over data-parallel ranks."""
+        ...
+
+
+@runtime_checkable
+class ReportsTraining(Protocol):
+    """A loss with metrics of its own for training, which it collects while gradients are enabled."""
+
+    def take_recorded(self) -> Iterable[tuple[str, float, Literal["mean", "sum", "max", "min"]]]:
+        """(name, value, reduction) of this rank since the last call, for `run.record`; at each line of the log, on all
+        ranks. Ranks without the last pipeline stage have none. Not collective."""
         ...
 
 

@@ -1,3 +1,5 @@
+from .batch_source import BatchSource as BatchSource
+from .batch_source import TrainingRun as TrainingRun
 from .build import build_initialized_model as build_initialized_model
 from .build import build_model as build_model
 from .callbacks import Callback as Callback

@@ -14,7 +14,7 @@ for rank_batch in engine.train_batches(dataset):
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -142,6 +142,8 @@ class Engine:
     files: Mapping[str, bytes] = field(default_factory=dict)
     """What checkpoints hold beside tensors, by name: of the tokenizer, and see `keep_files`."""
     state: TrainState = field(default_factory=TrainState)
+    complete_batch: Callable[[RankBatch], RankBatch] | None = None
+    """Adds to batches of validation the fields that no data set has (`BatchSource.complete`)."""
 
     @classmethod
     def build(
@@ -454,7 +456,11 @@ class Engine:
         size, count = self.batch_size.full, self.evaluated_samples(dataset)
         # The last batch may be short; a rank without a sample in it computes a micro-batch that does not count.
         steps = [(first, min(size, count - first)) for first in range(0, count, size)]
-        yield from self.device_batches.ahead(self.read_batches(dataset, steps))
+        batches = self.read_batches(dataset, steps)
+        if self.complete_batch is None:
+            yield from self.device_batches.ahead(batches)
+        else:
+            yield from map(self.complete_batch, batches)
 
     def evaluation_metrics(self) -> Mapping[str, float]:
         """What the loss reports of the batches of `evaluate` beside its mean. Collective."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from inspect import Parameter, signature
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,12 +32,13 @@ from mt_core.data.training_length import iterations_per_epoch, with_train_iters
 from mt_core.errors import ConfigError
 from mt_core.interfaces import Dataset
 from mt_core.launch.phases import Phases
-from mt_core.nn.loss import Loss
+from mt_core.nn.loss import Loss, ReportsTraining
 from mt_core.nn.model import required_inputs
 from mt_core.parallel.context import ParallelContext, is_writer, wait_for_all
 from mt_core.parallel.first_rank import on_first_rank
 from mt_core.parallel.reductions import any_over
 from mt_core.plugins import PluginHost, load_plugins
+from mt_core.train.batch_source import configured_batch_source, restore_source, stored_state
 from mt_core.train.callbacks import Callback, CallbackList, configured_callbacks
 from mt_core.train.checkpoint.partial_load import PartialLoad, load_weights
 from mt_core.train.checkpoint.resume import (
@@ -103,7 +105,7 @@ class Trainer:
         self.engine = Engine.build(config, host=self.host, model=model, loss=loss, forward_step=forward_step)
         self.checkpoint_writer = build_checkpoint_writer(self.config.checkpoint, self.host, self.directory, self.ctx)
         # Callbacks of other ranks than the first: those of all ranks, and what a program passes.
-        records = not is_writer() and bool(self.callbacks.callbacks)
+        records = (not is_writer() and bool(self.callbacks.callbacks)) or isinstance(self.engine.loss, ReportsTraining)
         self.recorded = RecordedMetrics(gathers=any_over(records, axis=self.ctx.world, device=self.engine.device))
         self.recent_losses = RecentLosses()
         self.checks = StepChecks(self.engine, self.recent_losses)
@@ -116,6 +118,8 @@ class Trainer:
         self._pending: StepRecord | None = None
         """With deferred metrics: the step whose metrics are read next."""
         self._stored_data: Mapping[str, str] = {}
+        self._stored: Mapping[str, Any] = {}
+        """Metadata of the checkpoint that the run resumes."""
         self.phases.enter("load")
         self._restore()
         self.phases.enter("data")
@@ -138,6 +142,9 @@ class Trainer:
         require_same_samples(self._data_identity, self._configured_data(train_data, valid_data), self.config)
         # A data set that is too short is an error before the first step and not in the middle of a run.
         building.require_samples(self.train_data, self.engine.total_samples)
+        self.source = configured_batch_source(self)
+        if self.resumed_from is not None:
+            restore_source(self.source, self._stored, str(self.resumed_from))
         self.validation = Validation(self.engine, self.valid_data)
         self.best = self._build_best()
         self.metrics = StepMetrics(self.engine)
@@ -203,6 +210,7 @@ class Trainer:
             # Also after an error: a checkpoint that was in flight is completed and committed.
             for text in self.checkpoint_writer.close():
                 self.message(text)
+            self.source.close()
             self.callbacks.close()
 
     def _create(self, directory: RunDirectory) -> None:
@@ -233,7 +241,7 @@ class Trainer:
     def _run_steps(self, signals: StopSignals) -> None:
         self.model.train()
         self.metrics = StepMetrics(self.engine)
-        batches = self.engine.train_batches(self.train_data)
+        batches = self.source.batches()
         any_rank = self._build_stop_flag()
         minutes, began = self.config.train.exit_duration_in_mins, time.monotonic()
         try:
@@ -303,7 +311,13 @@ class Trainer:
         self.callbacks.on_step_end(self, metrics)
         line = self.metrics.line_of_log(metrics, self.last_iteration)
         if line is not None:
+            self._record_of_loss()
             self.callbacks.on_log(self, {**line, **self.recorded.take(self.ctx.world)})
+
+    def _record_of_loss(self) -> None:
+        if isinstance(self.engine.loss, ReportsTraining):
+            for name, value, reduce in self.engine.loss.take_recorded():
+                self.record(name, value, reduce)
 
     def _is_due(self, interval: int | None) -> bool:
         """Whether what is done each `interval` steps, and at the end of each epoch, is done after this step."""
@@ -405,6 +419,7 @@ class Trainer:
             recent_losses=self.recent_losses.to_list(),
             data=self._data_identity,
             callbacks=self.callbacks.state_dict(),
+            **stored_state(self.source),
         )
         self.checkpoint_writer.write(path, contents)
         self._last_saved = self.state.iteration
@@ -448,6 +463,7 @@ class Trainer:
             self.message(f"accepted changes:\n{change_table(changes)}")
         self.checkpointed().restore(reader)
         self.engine.keep_files(reader)
+        self._stored = reader.metadata
         losses = list(reader.metadata.get("recent_losses", []))  # absent in checkpoints from before this check
         self.recent_losses.replace(losses)
         self.checks.resumed_from = path

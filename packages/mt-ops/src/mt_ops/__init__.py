@@ -1,0 +1,1 @@
+"""Reports, comparisons, a live view and control of training runs."""
