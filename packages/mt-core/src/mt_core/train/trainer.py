@@ -105,7 +105,9 @@ class Trainer:
         self.engine = Engine.build(config, host=self.host, model=model, loss=loss, forward_step=forward_step)
         self.checkpoint_writer = build_checkpoint_writer(self.config.checkpoint, self.host, self.directory, self.ctx)
         # Callbacks of other ranks than the first: those of all ranks, and what a program passes.
-        records = (not is_writer() and bool(self.callbacks.callbacks)) or isinstance(self.engine.loss, ReportsTraining)
+        records = not is_writer() and bool(self.callbacks.callbacks)
+        # Losses are computed on the ranks of the last stage; a source may record on any rank.
+        records |= isinstance(self.engine.loss, ReportsTraining) or self.config.train.batch_source != "dataset"
         self.recorded = RecordedMetrics(gathers=any_over(records, axis=self.ctx.world, device=self.engine.device))
         self.recent_losses = RecentLosses()
         self.checks = StepChecks(self.engine, self.recent_losses)
@@ -315,7 +317,8 @@ class Trainer:
             self.callbacks.on_log(self, {**line, **self.recorded.take(self.ctx.world)})
 
     def _record_of_loss(self) -> None:
-        if isinstance(self.engine.loss, ReportsTraining):
+        loss: object = self.engine.loss
+        if isinstance(loss, ReportsTraining):
             for name, value, reduce in self.engine.loss.take_recorded():
                 self.record(name, value, reduce)
 
