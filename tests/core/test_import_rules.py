@@ -35,6 +35,7 @@ WITHOUT_TORCH = (
     "mt_core.kinds",
     "mt_core.interfaces",
     "mt_core.checkpoint_specs",
+    "mt_core.run_events",
 )
 """Modules and packages that import no torch at their top level: they work where it is not installed."""
 TRAINING_PARTS_OF_CLI = ("mt_cli.progress", "mt_cli.sample")
@@ -142,7 +143,7 @@ def test_the_contract_and_the_data_import_no_torch() -> None:
 
 
 ORDER = (
-    {"errors", "versions", "tensor_slice", "_torch_compat", "_huge_pages"},
+    {"errors", "versions", "tensor_slice", "_torch_compat", "_huge_pages", "run_events"},
     {"paths"},
     {"retention"},
     {"interfaces", "kinds"},

@@ -262,6 +262,12 @@ def mt_register_callbacks() -> list[CallbackSpec]:
             always=True,
         ),
         CallbackSpec(
+            name="event_log",
+            doc="Writes events.jsonl and environment.json in the run directory",
+            build=Lazy("mt_core.train.reporting.event_log:build_event_log"),
+            always=True,
+        ),
+        CallbackSpec(
             name="early_stop",
             doc="Stops a run whose metric does not improve any more (train.early_stop_patience)",
             build=Lazy("mt_core.train.common_callbacks:build_early_stop"),

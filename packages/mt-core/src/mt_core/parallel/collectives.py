@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mt_core.parallel.context import Axis
+from mt_core.parallel.context import Axis, waiting
 from mt_core.parallel.reductions import all_reduce_, reduce_scatter_into
 
 
@@ -28,7 +28,8 @@ def all_gather(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """The shards of all ranks concatenated along `dim`. Not differentiable."""
     shards = empty_shards(x, axis)
     # flatten(0, 1) is a view of contiguous memory, so the collective fills `shards`.
-    dist.all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=axis.group)
+    with waiting(axis):
+        dist.all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=axis.group)
     return concat_shards(shards, dim)
 
 

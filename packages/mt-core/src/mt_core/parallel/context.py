@@ -23,7 +23,9 @@ second grid, folded independently of the first: rank = ((pp * EDP + edp) * EP + 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -61,6 +63,13 @@ AxisName = Literal[
 ]
 
 
+@dataclass
+class Waited:
+    """Seconds that the host of this rank has spent in blocking collectives of an axis."""
+
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class Axis:
     """One parallel axis as this process sees it. group is None when the axis has one process."""
@@ -70,6 +79,7 @@ class Axis:
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     ranks: tuple[int, ...] = (0,)
     """Global ranks of the processes on it, by their rank on the axis."""
+    waited: Waited = field(default_factory=Waited, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -178,6 +188,21 @@ def wait_for_all() -> None:
 
 
 SINGLE = Axis()
+
+
+def waiting(axis: Axis) -> AbstractContextManager[object]:
+    """Context manager around a collective that blocks the host: its time is counted (`Axis.waited`)."""
+    # A clock would end the graph that torch.compile traces.
+    return nullcontext() if torch.compiler.is_compiling() else _counted(axis.waited)
+
+
+@contextmanager
+def _counted(waited: Waited) -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        waited.seconds += time.perf_counter() - began
 
 
 def axis_members(world_size: int, sizes: AxisSizes) -> dict[AxisName, list[tuple[int, ...]]]:

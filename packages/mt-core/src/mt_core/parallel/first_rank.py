@@ -30,6 +30,15 @@ def on_first_rank(make: Callable[[], T], axis: Axis) -> T:
     return value  # type: ignore[return-value]
 
 
+def all_gather_objects(value: T, axis: Axis) -> list[T]:
+    """The values of all ranks of the axis, by rank, as copies that were pickled. Collective."""
+    if axis.size == 1:
+        return [value]
+    of_ranks: list[Any] = [None] * axis.size
+    dist.all_gather_object(of_ranks, value, group=axis.group)
+    return of_ranks
+
+
 def raise_on_all_ranks(error: Exception | None, axis: Axis) -> None:
     """Raise the error of the first rank of the axis that has one. Collective."""
     of_ranks = [error]

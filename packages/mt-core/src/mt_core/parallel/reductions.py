@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core import _torch_compat
-from mt_core.parallel.context import Axis
+from mt_core.parallel.context import Axis, waiting
 
 BUCKET_ELEMENTS = 10_000_000
 """Elements per all-reduce: large enough for few messages, small enough for little extra memory."""
@@ -33,7 +33,8 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 def all_reduce_(x: Tensor, axis: Axis, operation: Operation = "sum") -> None:
     """Reduce x over the axis, in place. x is contiguous."""
     if axis.size > 1:
-        dist.all_reduce(x, op=_OPERATIONS[operation], group=axis.group)
+        with waiting(axis):
+            dist.all_reduce(x, op=_OPERATIONS[operation], group=axis.group)
 
 
 def start_all_reduce_(x: Tensor, axis: Axis, operation: Operation = "sum") -> dist.Work | None:
@@ -49,7 +50,8 @@ def reduce_scatter_into(shard: Tensor, whole: Tensor, axis: Axis) -> None:
     shard may be those rows of whole itself; the other rows of whole then have no meaning afterwards.
     """
     if axis.size > 1:
-        dist.reduce_scatter_tensor(shard, whole, group=axis.group)
+        with waiting(axis):
+            dist.reduce_scatter_tensor(shard, whole, group=axis.group)
     else:
         shard.copy_(whole)
 

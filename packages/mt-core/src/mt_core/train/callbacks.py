@@ -81,6 +81,10 @@ class Run(Protocol):
         """A value for the next line of the log, reduced over the steps since the last one and over ranks."""
         ...
 
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that happened, with JSON values by name, for events.jsonl and other callbacks (`on_event`)."""
+        ...
+
 
 class Callback:
     """Base of all callbacks. Those of the configuration run on rank 0, or on all ranks if their spec says so
@@ -116,6 +120,9 @@ class Callback:
     def on_checkpoint(self, run: Run, path: Path) -> None:
         """After a checkpoint is complete on the disk."""
 
+    def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
+        """Something that happened, with JSON values by name: see mt_core.run_events."""
+
     def on_train_end(self, run: Run, result: TrainResult) -> None:
         """After the last step and checkpoint."""
 
@@ -146,6 +153,9 @@ class CallbackList(Callback):
 
     def on_checkpoint(self, run: Run, path: Path) -> None:
         self._each(lambda callback: callback.on_checkpoint(run, path))
+
+    def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
+        self._each(lambda callback: callback.on_event(run, kind, fields))
 
     def on_train_end(self, run: Run, result: TrainResult) -> None:
         self._each(lambda callback: callback.on_train_end(run, result))

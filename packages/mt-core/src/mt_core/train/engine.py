@@ -87,6 +87,7 @@ from mt_core.train.step.optimizer_step import (
     defers_metrics,
 )
 from mt_core.train.step.split_step import SplitStep
+from mt_core.train.time_parts import TimeParts
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,8 @@ class Engine:
     files: Mapping[str, bytes] = field(default_factory=dict)
     """What checkpoints hold beside tensors, by name: of the tokenizer, and see `keep_files`."""
     state: TrainState = field(default_factory=TrainState)
+    time: TimeParts = field(default_factory=TimeParts)
+    """Where the time of this rank goes."""
     complete_batch: Callable[[RankBatch], RankBatch] | None = None
     """Adds to batches of validation the fields that no data set has (`BatchSource.complete`)."""
 
@@ -165,6 +168,7 @@ class Engine:
         one, which takes the model's outputs (logits sharded over the vocabulary under tensor parallelism). weights:
         in place of initial ones, as checkpoint.load has them. return_logits: outcomes of steps have the model's logits.
         """
+        parts = TimeParts()
         host = host or load_plugins()
         config, tokenizer, device = build.resolve_config(loaded, host)
         # Before any group is made, so that no rank waits for one that raises.
@@ -173,6 +177,7 @@ class Engine:
             require_whole(model, config.parallel)
         require_same_program(config, tokenizer, host)
         ctx = build.build_context(config, device)
+        parts.observe(device, ctx)
         # First of all work on the device: hooks on gradients belong to the stream on which they are registered.
         if config.train.cuda_graphs != "none" and device.type == "cuda":
             use_capture_stream(device)
@@ -206,7 +211,7 @@ class Engine:
         trace = _build_trace(config, ctx, stages)
         recorder = trace.recorder if trace is not None else None
         forward_backward = build_forward_backward(
-            config, ctx, model, main_weights, stages, losses.trained, forward_step, recorder
+            config, ctx, model, main_weights, stages, losses.trained, forward_step, recorder, parts
         )
         # Over all stages: a kernel may serve a layer that only another stage has.
         kernels.require_used(merged_over_stages(dict.fromkeys(kernels.picked, True), ctx))
@@ -222,6 +227,7 @@ class Engine:
             count_zeros=config.logging.log_num_zeros_in_grad,
             deferred=defers_metrics(config, ctx, optimizer),
             capture=graphs if isinstance(graphs, StepGraphs) else None,
+            time=parts,
         )
         # After initialization, which draws from generators of its own, so that steps start from a defined state.
         torch.manual_seed(stream_seed(config.train.seed, dropout_stream(ctx)))
@@ -251,6 +257,7 @@ class Engine:
             flops_per_sample=flops_per_sample,
             malloc=malloc,
             kept_logits=losses.kept_logits,
+            time=parts,
         )
         engine.keep_files(weights)
         # Last: the optimizer's master weights exist and are set too.

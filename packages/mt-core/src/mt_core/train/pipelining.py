@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.partition import balanced_stages, stages_by_keys, stages_from_layout
 from mt_core.parallel.pipeline.pipeline import Pipeline
-from mt_core.parallel.pipeline.schedule_tables import stages_of_rank
+from mt_core.parallel.pipeline.schedule_run import Recorder
+from mt_core.parallel.pipeline.schedule_tables import Action, Kind, stages_of_rank
 from mt_core.parallel.pipeline.schedules import PipelineSchedule, configured_schedule
 from mt_core.parallel.pipeline.stage import Pipelined, Stage
 from mt_core.parallel.pipeline.trace import ScheduleRecorder, write_trace
@@ -35,6 +37,7 @@ from mt_core.train.step.forward_backward import (
     invariant_step,
 )
 from mt_core.train.step.optimizer_step import PendingOutcome
+from mt_core.train.time_parts import TimeParts
 
 MATRICES_OF_A_LAYER = 12
 """A transformer layer has about 12 hidden_size^2 weights."""
@@ -99,6 +102,28 @@ def output_cost(config: Config) -> float:
     return float(config.model.vocab_size / (MATRICES_OF_A_LAYER * hidden))
 
 
+class TimedActions:
+    """A recorder that counts the time of the actions of a step; those of an evaluation are the evaluation's."""
+
+    def __init__(self, time: TimeParts, recorder: Recorder | None) -> None:
+        self.time, self.recorder = time, recorder
+
+    @contextmanager
+    def span(self, action: Action) -> Iterator[None]:
+        part = PARTS.get(action.kind, "communication") if self.time.current != "evaluate" else "evaluate"
+        with self.time(part), self.recorder.span(action) if self.recorder is not None else nullcontext():
+            yield
+
+
+PARTS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward",
+    Kind.BACKWARD_WEIGHT: "backward",
+}
+"""Other actions wait for another stage."""
+
+
 class Pipelining:
     """Runs micro-batches through the pipeline stages of several processes (see forward_backward.ForwardBackward)."""
 
@@ -108,7 +133,7 @@ class Pipelining:
         stages: Stages,
         loss: Loss,
         ctx: ParallelContext,
-        recorder: ScheduleRecorder | None = None,
+        recorder: Recorder | None = None,
         begin: Callable[[Batch], object] = lambda batch: None,
         *,
         is_batch_invariant: bool = False,
@@ -162,18 +187,20 @@ def build_forward_backward(
     loss: Loss,
     forward_step: ForwardStep | None,
     recorder: ScheduleRecorder | None,
+    time: TimeParts,
 ) -> ForwardBackward:
     invariant = config.numerics.batch_invariant
     if stages is None:
         forward_step = forward_step or default_forward_step(loss)
-        return NoPipelining(model, invariant_step(forward_step, invariant), weights, begin_micro_batch)
+        return NoPipelining(model, invariant_step(forward_step, invariant), weights, begin_micro_batch, time)
     require_pipelined(model, config)
     if forward_step is not None:
         raise ConfigError(
             f"parallel.pipeline_model_parallel_size={ctx.pp.size}: a custom forward_step runs the whole model at once, "
             "which no process has; give a loss instead"
         )
-    return Pipelining(model, stages, loss, ctx, recorder, begin_micro_batch, is_batch_invariant=invariant)
+    timed = TimedActions(time, recorder)
+    return Pipelining(model, stages, loss, ctx, timed, begin_micro_batch, is_batch_invariant=invariant)
 
 
 # -- timeline of one step, in the file that logging.trace_schedule names -----------------------------

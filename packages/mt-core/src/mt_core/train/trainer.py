@@ -35,9 +35,10 @@ from mt_core.launch.phases import Phases
 from mt_core.nn.loss import Loss, ReportsTraining
 from mt_core.nn.model import required_inputs
 from mt_core.parallel.context import ParallelContext, is_writer, wait_for_all
-from mt_core.parallel.first_rank import on_first_rank
+from mt_core.parallel.first_rank import all_gather_objects, on_first_rank
 from mt_core.parallel.reductions import any_over
 from mt_core.plugins import PluginHost, load_plugins
+from mt_core.run_events import account, event, read_events
 from mt_core.train.batch_source import configured_batch_source, restore_source, stored_state
 from mt_core.train.callbacks import Callback, CallbackList, configured_callbacks
 from mt_core.train.checkpoint.partial_load import PartialLoad, load_weights
@@ -54,13 +55,15 @@ from mt_core.train.checkpoint.state import RunState
 from mt_core.train.engine import Engine, StepRecord
 from mt_core.train.host_transfer import DelayedAllReduceFlag
 from mt_core.train.recorded import RecordedMetrics, Reduce
-from mt_core.train.reporting.run_summary import run_summary
+from mt_core.train.reporting.event_log import StatusFile, status_interval
+from mt_core.train.reporting.run_summary import run_summary, time_lines
 from mt_core.train.reporting.step_metrics import StepMetrics
 from mt_core.train.same_start import require_same_checkpoint, require_same_samples
 from mt_core.train.signals import StopSignals
 from mt_core.train.state import TrainResult, TrainState
 from mt_core.train.step.forward_backward import ForwardStep
 from mt_core.train.step_checks import RecentLosses, StepChecks, expected_loss, is_comparable
+from mt_core.train.time_parts import DEVICE_WAIT
 from mt_core.train.validation import Evaluator, Validation, configured_evaluators
 
 
@@ -103,6 +106,10 @@ class Trainer:
         # Before the engine is built, which takes longest: a missing checkpoint is reported at once.
         self.resumed_from = find_resume(self.directory, config.config.checkpoint)
         self.engine = Engine.build(config, host=self.host, model=model, loss=loss, forward_step=forward_step)
+        self.time = self.engine.time
+        # Of a program of its own: the phases are those of its rank session.
+        if phases is not None:
+            self.time.count_start()
         self.checkpoint_writer = build_checkpoint_writer(self.config.checkpoint, self.host, self.directory, self.ctx)
         # Callbacks of other ranks than the first: those of all ranks, and what a program passes.
         records = not is_writer() and bool(self.callbacks.callbacks)
@@ -125,6 +132,7 @@ class Trainer:
         self.phases.enter("load")
         self._restore()
         self.phases.enter("data")
+        self.time.enter("data")
         if train_data is None and forward_step is None:
             self._require_suitable_data()
         self.train_data = (
@@ -151,6 +159,7 @@ class Trainer:
         self.best = self._build_best()
         self.metrics = StepMetrics(self.engine)
         self.last_evaluation: dict[str, float] = {}
+        self.time.enter("other")
 
     def _require_suitable_data(self) -> None:
         """Raises ConfigError where the configured data set lacks a field that the model cannot run without."""
@@ -195,20 +204,25 @@ class Trainer:
         if self.directory is not None:
             # The directory exists before any rank writes into it.
             on_first_rank(partial(self._create, self.directory), self.ctx.world)
+        status: StatusFile | None = None
         try:
             with StopSignals() as signals, deterministic_algorithms(self.config.train.deterministic):
                 for text in run_summary(self):
                     self.message(text)
                 self.callbacks.on_train_start(self)
+                status = self._start_status()
                 # A state that no checkpoint can keep is an error before the first step.
                 self.callbacks.state_dict()
                 # A callback may find that there is nothing to do: an early stop whose run is started again.
                 if not any_over(self._stop_reason is not None, self.ctx.world, self.engine.device):
                     self._run_steps(signals)
             result = self._finish(interrupted=self._agree_on_stop(signals))
+            self._report_time()
             self.callbacks.on_train_end(self, result)
             return result
         finally:
+            if status is not None:
+                status.stop()
             # Also after an error: a checkpoint that was in flight is completed and committed.
             for text in self.checkpoint_writer.close():
                 self.message(text)
@@ -218,6 +232,15 @@ class Trainer:
     def _create(self, directory: RunDirectory) -> None:
         directory.create()
         directory.write_config(LoadedConfig(self.config, self.loaded.origins, self.loaded.preset))
+
+    def _start_status(self) -> StatusFile | None:
+        """What shows each second where this rank is; None without a run directory."""
+        interval = status_interval(self.config.logging.status_interval, self.ctx.world.size)
+        if self.directory is None or interval is None:
+            return None
+        status = StatusFile(self.directory.path, self.phases, self, interval)
+        status.start()
+        return status
 
     def stop(self, reason: str) -> None:
         """End training after the current step, with a checkpoint."""
@@ -235,6 +258,10 @@ class Trainer:
         """
         self.recorded.add(name, value, reduce)
 
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that happened, with JSON values by name, for events.jsonl and other callbacks (`on_event`)."""
+        self.callbacks.on_event(self, kind, fields)
+
     @cached_property
     def last_iteration(self) -> int:
         """The last step of training without an early stop."""
@@ -247,7 +274,7 @@ class Trainer:
         any_rank = self._build_stop_flag()
         minutes, began = self.config.train.exit_duration_in_mins, time.monotonic()
         try:
-            for rank_batch in batches:
+            for rank_batch in self._waited_for(batches):
                 self.take_step(rank_batch)
                 if signals.received is not None:
                     self.stop(f"signal {signals.received.name}")
@@ -267,6 +294,15 @@ class Trainer:
                     return
         finally:
             batches.close()
+
+    def _waited_for(self, batches: Iterator[RankBatch]) -> Iterator[RankBatch]:
+        """The same batches; the time until each is there is that of waiting for data."""
+        while True:
+            with self.time("data_wait"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def _agree_on_stop(self, signals: StopSignals) -> bool:
         """Whether a signal to any rank, or the time of the job, ended training, so that another start continues it. All
@@ -305,7 +341,8 @@ class Trainer:
         record, self._pending = self._pending, None
         if record is None:
             return
-        outcome = record.pending.result()
+        with self.time(DEVICE_WAIT):
+            outcome = record.pending.result()
         warning = self.checks.check(record, outcome, self.train_data)
         if warning is not None:
             self.message(warning)
@@ -317,9 +354,9 @@ class Trainer:
             self.callbacks.on_log(self, {**line, **self.recorded.take(self.ctx.world)})
 
     def _record_of_loss(self) -> None:
-        loss: object = self.engine.loss
+        loss: Any = self.engine.loss
         if isinstance(loss, ReportsTraining):
-            for name, value, reduce in self.engine.loss.take_recorded():
+            for name, value, reduce in loss.take_recorded():
                 self.record(name, value, reduce)
 
     def _is_due(self, interval: int | None) -> bool:
@@ -362,8 +399,9 @@ class Trainer:
         if self._stop_reason is None:
             self.run_evaluators(self.evaluators)
         self.phases.enter("save")
-        self._report_committed(self.checkpoint_writer.finish())
-        wait_for_all()
+        with self.time("save"):
+            self._report_committed(self.checkpoint_writer.finish())
+            wait_for_all()
         losses = {name: value for name, value in self.last_evaluation.items() if name.endswith("_loss")}
         metrics = {name: value for name, value in self.last_evaluation.items() if name not in losses}
         return TrainResult(self.state, losses, self._reference_losses(), self._stop_reason, metrics, interrupted)
@@ -373,7 +411,8 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics of each validation set, over train.eval_iters global batches or all samples."""
         self.phases.enter("evaluate")
-        self.last_evaluation = self.validation.evaluate()
+        with self.time("evaluate"):
+            self.last_evaluation = self.validation.evaluate()
         if self.last_evaluation:
             self.callbacks.on_evaluation(self, {"iteration": self.state.iteration, **self.last_evaluation})
         return self.last_evaluation
@@ -391,7 +430,8 @@ class Trainer:
         if not due:
             return
         self.phases.enter("evaluate")
-        measured = {name: value for evaluator in due for name, value in evaluator.evaluate(self).items()}
+        with self.time("evaluate"):
+            measured = {name: value for evaluator in due for name, value in evaluator.evaluate(self).items()}
         self._last_measured |= dict.fromkeys(due, self.state.iteration)
         self.callbacks.on_evaluation(self, {"iteration": self.state.iteration, **measured})
 
@@ -417,7 +457,15 @@ class Trainer:
         if self.directory is None:
             return None
         self.phases.enter("save")
-        path = self.directory.checkpoint(self.state.iteration)
+        with self.time("save"):
+            began = time.perf_counter()
+            path = self._write_checkpoint(self.directory)
+            self.event("save", path=str(path), seconds=time.perf_counter() - began)
+        self._account_time()
+        return path
+
+    def _write_checkpoint(self, directory: RunDirectory) -> Path:
+        path = directory.checkpoint(self.state.iteration)
         contents = self.engine.contents(
             recent_losses=self.recent_losses.to_list(),
             data=self._data_identity,
@@ -430,6 +478,21 @@ class Trainer:
             self.message(f"requested {path.name}, which is written while training continues")
         self._report_committed(self.checkpoint_writer.committed())
         return path
+
+    def _account_time(self) -> None:
+        """The time of all ranks by part, as an event. Collective over the world."""
+        totals = self.time.totals()
+        self.event("parts", ranks=all_gather_objects(totals, self.ctx.world))
+
+    def _report_time(self) -> None:
+        """The account of the whole run, in the log's last lines. Collective over the world."""
+        self._account_time()
+        if self.directory is None or not is_writer():
+            return
+        whole = account([*read_events(self.directory.path), event("end", self.state.iteration)])
+        if whole is not None:
+            for line in time_lines(whole, self.config.logging.failures_per_node_day, self.ctx.world.size):
+                self.message(line)
 
     def _report_committed(self, checkpoints: Iterable[Committed]) -> None:
         for committed in checkpoints:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mt_core.parallel.collectives import all_gather
-from mt_core.parallel.context import Axis
+from mt_core.parallel.context import Axis, waiting
 
 
 def gather_counts(counts: Tensor, axis: Axis) -> Tensor:
@@ -54,7 +54,8 @@ class AllToAll:
         """The received rows."""
         assert self.work is not None
         # With NCCL the current stream waits, not the host.
-        self.work.wait()
+        with waiting(self.axis):
+            self.work.wait()
         _, arrived = self.under_way
         self.work, self.under_way = None, ()
         return arrived

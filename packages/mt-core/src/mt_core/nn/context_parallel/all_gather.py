@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mt_core.nn.context_parallel.blocks import BackwardPass, BlockBackend, ForwardPass, pack, unpack
 from mt_core.nn.context_parallel.masks import ShardedPattern
-from mt_core.parallel.context import Axis
+from mt_core.parallel.context import Axis, waiting
 from mt_core.parallel.reductions import reduce_scatter_into
 
 
@@ -69,7 +69,8 @@ class AllGatherAttention(torch.autograd.Function):
 def gather(kv: Tensor, axis: Axis) -> Tensor:
     """[2c, ...] of this rank -> [CP, 2c, ...]"""
     shards = kv.new_empty((axis.size, *kv.shape))
-    dist.all_gather_into_tensor(shards.flatten(0, 1), kv, group=axis.group)
+    with waiting(axis):
+        dist.all_gather_into_tensor(shards.flatten(0, 1), kv, group=axis.group)
     return shards
 
 

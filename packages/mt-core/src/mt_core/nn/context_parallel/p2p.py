@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mt_core.nn.context_parallel.blocks import BackwardPass, BlockBackend, ForwardPass, pack, unpack
 from mt_core.nn.context_parallel.masks import ShardedPattern
-from mt_core.parallel.context import Axis
+from mt_core.parallel.context import Axis, waiting
 
 
 @dataclass
@@ -37,10 +37,12 @@ class Transfer:
     sent: Tensor
     received: Tensor
     works: list[Any]
+    axis: Axis
 
     def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        with waiting(self.axis):
+            for work in self.works:
+                work.wait()
         return self.received
 
 
@@ -55,7 +57,7 @@ def exchange(axis: Axis, sent: Tensor, target: int, source: int, rows: int) -> T
         dist.P2POp(dist.irecv, received, axis.ranks[source], axis.group),
     ]
     # Batched: with NCCL, separate sends and receives could wait for each other in a cycle of ranks.
-    return Transfer(sent, received, dist.batch_isend_irecv(operations))
+    return Transfer(sent, received, dist.batch_isend_irecv(operations), axis)
 
 
 class Rounds:

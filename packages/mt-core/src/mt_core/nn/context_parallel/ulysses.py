@@ -23,7 +23,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.context_parallel.masks import SegmentGatherer
 from mt_core.nn.context_parallel.zigzag import as_shards, in_order
-from mt_core.parallel.context import Axis
+from mt_core.parallel.context import Axis, waiting
 
 
 def ulysses_attention(axis: Axis, core: AttentionCore) -> AttentionCore:
@@ -84,7 +84,8 @@ class _AllToAll(torch.autograd.Function):
 
 def all_to_all(chunks: Tensor, axis: Axis) -> Tensor:
     received = torch.empty_like(chunks, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, chunks.contiguous(), group=axis.group)
+    with waiting(axis):
+        dist.all_to_all_single(received, chunks.contiguous(), group=axis.group)
     return received
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from mt_core.config.schema import Config
 from mt_core.train.callbacks import Callback, Metrics, Run
@@ -61,7 +63,9 @@ def build_log_file(config: Config) -> LogFile:
     return LogFile(log_lines(config.logging))
 
 
-# metrics.jsonl: one JSON object a line, for steps (`"kind": "train"`) and evaluations (`"kind": "valid"`).
+# metrics.jsonl: one JSON object a line, for steps (`"kind": "train"`) and evaluations (`"kind": "valid"`), with the
+# time since the epoch, the seconds since this process began to train (`elapsed`), and those of each part of the time
+# since the last line (`parts`, of rank 0).
 
 
 class MetricsJsonl(Callback):
@@ -69,15 +73,20 @@ class MetricsJsonl(Callback):
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
+        self._began = time.time()
+        self._parts: Mapping[str, float] = {}
 
     def on_train_start(self, run: Run) -> None:
+        self._began, self._parts = time.time(), run.engine.time.totals()
         if run.directory is not None:
             path = run.directory.path / METRICS_FILE
             drop_after(path, run.state.iteration)
             self._file = path.open("a", encoding="utf-8")
 
     def on_log(self, run: Run, metrics: Metrics) -> None:
-        self._write("train", metrics)
+        before, self._parts = self._parts, run.engine.time.totals()
+        parts = {part: round(seconds - before.get(part, 0.0), 6) for part, seconds in self._parts.items()}
+        self._write("train", {**metrics, "parts": {part: seconds for part, seconds in parts.items() if seconds > 0}})
 
     def on_evaluation(self, run: Run, metrics: Metrics) -> None:
         self._write("valid", metrics)
@@ -87,9 +96,11 @@ class MetricsJsonl(Callback):
             self._file.close()
             self._file = None
 
-    def _write(self, kind: str, metrics: Metrics) -> None:
+    def _write(self, kind: str, metrics: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **metrics}) + "\n")
+            now = time.time()
+            line = {"kind": kind, **metrics, "time": round(now, 3), "elapsed": round(now - self._began, 3)}
+            self._file.write(json.dumps(line) + "\n")
             self._file.flush()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 
 import torch
 
@@ -14,6 +15,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.fp8.use import fp8_report
 from mt_core.nn.layout import ParameterLayout
 from mt_core.parallel.context import AxisName
+from mt_core.run_events import TimeAccount
 from mt_core.train.callbacks import Run
 from mt_core.train.checkpoint.state import shapes_of_all_stages
 from mt_core.train.reporting.step_metrics import peak_tflops, unknown_peak
@@ -76,6 +78,20 @@ def sums_of_nccl(environment: Mapping[str, str]) -> str:
         f"train.deterministic=true with NCCL_ALGO={names}: switches sum in any order; it can be Ring, Tree, "
         "CollnetDirect, CollnetChain or ^NVLS"
     )
+
+
+def time_lines(account: TimeAccount, failures_per_node_day: float, ranks: int) -> Iterator[str]:
+    """The last lines of the log: where the time of the run went, and what a failure would cost."""
+    yield from account.lines()
+    # Ranks of a node: those that this machine started.
+    nodes = max(ranks // max(int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), 1), 1)
+    interval = account.save_interval(failures_per_node_day * nodes)
+    if interval is not None:
+        yield (
+            f"with {failures_per_node_day:g} failures of a node a day ({nodes} {'node' if nodes == 1 else 'nodes'}; "
+            f"logging.failures_per_node_day) checkpoints each {timedelta(seconds=round(interval))} lose least; a "
+            f"failure then costs {timedelta(seconds=round(account.failure_cost(interval)))}"
+        )
 
 
 def _model(run: Run) -> str:

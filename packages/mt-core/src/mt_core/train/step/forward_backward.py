@@ -15,6 +15,7 @@ from mt_core.nn.batch_invariance import batch_invariant
 from mt_core.nn.loss import Loss
 from mt_core.nn.model import contract, model_options
 from mt_core.optim.master_weights import MasterWeights, UnshardedWeights
+from mt_core.train.time_parts import TimeParts
 
 Batch = Mapping[str, Tensor]
 ForwardStep = Callable[[nn.Module, Batch], Tensor]
@@ -69,8 +70,10 @@ class NoPipelining:
         forward_step: ForwardStep,
         weights: MasterWeights | None = None,
         begin: Callable[[Batch], object] = lambda batch: None,
+        time: TimeParts | None = None,
     ) -> None:
         self.model, self.forward_step, self.begin = model, forward_step, begin
+        self.time = time or TimeParts()
         self.weights = weights or UnshardedWeights(model)
 
     def forward_backward(self, batches: Sequence[Batch], share: LossShare) -> Tensor:
@@ -79,9 +82,11 @@ class NoPipelining:
         for number, batch in enumerate(batches):
             self.weights.begin_pass(number)
             self.begin(batch)
-            part = share(self.forward_step(self.model, batch), batch)
+            with self.time("forward"):
+                part = share(self.forward_step(self.model, batch), batch)
             # Before the next forward pass: the activations of one micro-batch are alive at a time.
-            part.backward()
+            with self.time("backward"):
+                part.backward()
             total = total + part.detach()
         return total
 

@@ -29,6 +29,7 @@ from mt_core.optim.master_weights import MasterWeights
 from mt_core.parallel.context import Axis, ParallelContext
 from mt_core.train.host_transfer import HostTransfer, device_scalar, sum_of_host_numbers, sum_on_device
 from mt_core.train.step.forward_backward import Batch, ForwardBackward
+from mt_core.train.time_parts import DEVICE_WAIT, TimeParts
 
 # -- auxiliary losses of layers, averaged over micro-batches and ranks -------------------------------
 
@@ -157,7 +158,9 @@ class OptimizerStep:
         count_zeros: bool = False,
         deferred: bool = False,
         capture: CaptureGradients | None = None,
+        time: TimeParts | None = None,
     ) -> None:
+        self.time = time or TimeParts()
         self.weights, self.optimizer, self.forward_backward = weights, optimizer, forward_backward
         self.scaler, self.clip_grad, self.count_zeros, self.deferred = scaler, clip_grad, count_zeros, deferred
         self.sums = sums or GradFinalizer({}, ParallelContext(), TiedWeights(), sharded=False)
@@ -217,8 +220,9 @@ class OptimizerStep:
         scale = self.scaler.scale
         # Launched before the weights' reductions are waited for.
         loss = _unscaled(self._over_ranks(contribution), scale)
-        self.weights.reduce()
-        self.sums.finalize_model_grads(self.weights.named_parameters())
+        with self.time("communication"):
+            self.weights.reduce()
+            self.sums.finalize_model_grads(self.weights.named_parameters())
         if self.on_gradients is not None:
             self.on_gradients()
         # The norm of scaled gradients is divided by the scale, which is cheaper than to unscale them first; their
@@ -235,7 +239,8 @@ class OptimizerStep:
             self._update(learning_rate)
         else:
             # Waits for the device: the host decides whether to update.
-            outcome = pending.result()
+            with self.time(DEVICE_WAIT):
+                outcome = pending.result()
             self.scaler.update(overflowed=not outcome.updated)
             if outcome.updated:
                 self._scale_gradients(clip_factor(outcome.grad_norm, self.clip_grad) / scale)
@@ -288,9 +293,10 @@ class OptimizerStep:
         return [p.grad for _, p in self.weights.named_parameters() if p.grad is not None]
 
     def _update(self, learning_rate: float) -> None:
-        set_learning_rate(self.optimizer, learning_rate)
-        self.optimizer.step()
-        self.weights.copy_to_model()
+        with self.time("optimizer"):
+            set_learning_rate(self.optimizer, learning_rate)
+            self.optimizer.step()
+            self.weights.copy_to_model()
 
 
 def divided(total: Tensor, divisor: float | Tensor) -> Tensor:
