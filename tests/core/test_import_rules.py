@@ -36,6 +36,7 @@ WITHOUT_TORCH = (
     "mt_core.interfaces",
     "mt_core.checkpoint_specs",
     "mt_core.run_events",
+    "mt_core.run_requests",
 )
 """Modules and packages that import no torch at their top level: they work where it is not installed."""
 TRAINING_PARTS_OF_CLI = ("mt_cli.progress", "mt_cli.sample")
@@ -144,7 +145,7 @@ def test_the_contract_and_the_data_import_no_torch() -> None:
 
 ORDER = (
     {"errors", "versions", "tensor_slice", "_torch_compat", "_huge_pages", "run_events"},
-    {"paths"},
+    {"paths", "run_requests"},
     {"retention"},
     {"interfaces", "kinds"},
     {"checkpoint_specs"},

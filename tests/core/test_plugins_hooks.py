@@ -43,6 +43,7 @@ EXAMPLES: Mapping[str, specs.Spec] = {
     "mt_register_losses": spec(specs.LossSpec, build=HERE),
     "mt_register_batch_sources": spec(specs.BatchSourceSpec, build=HERE),
     "mt_register_callbacks": spec(specs.CallbackSpec, build=HERE),
+    "mt_register_run_requests": spec(specs.RunRequestSpec, answer=HERE),
     "mt_register_evaluators": spec(specs.EvaluatorSpec, build=HERE),
     "mt_register_model_transforms": spec(specs.ModelTransformSpec, applies=HERE, transform=HERE),
     "mt_register_sections": spec(specs.SectionSpec, config_type=HERE),

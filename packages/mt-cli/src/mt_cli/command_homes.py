@@ -6,6 +6,7 @@ COMMAND_HOMES = {
     "chat": "mt-infer",
     "ckpt": "mt-ckpt",
     "convert": "mt-ckpt",
+    "ctl": "mt-ops",
     "data": "mt-data",
     "estimate": "mt-tools",
     "eval": "mt-eval",

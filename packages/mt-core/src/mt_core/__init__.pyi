@@ -53,6 +53,7 @@ from .specs import ModelTransformSpec as ModelTransformSpec
 from .specs import MoeDispatcherSpec as MoeDispatcherSpec
 from .specs import OptimizerSpec as OptimizerSpec
 from .specs import PipelineScheduleSpec as PipelineScheduleSpec
+from .specs import RunRequestSpec as RunRequestSpec
 from .specs import SectionSpec as SectionSpec
 from .specs import TokenizerSpec as TokenizerSpec
 from .tensor_slice import TensorSlice as TensorSlice

@@ -18,6 +18,7 @@ from mt_core.specs import (
     ModelTransformSpec,
     OptimizerSpec,
     PipelineScheduleSpec,
+    RunRequestSpec,
 )
 
 if TYPE_CHECKING:
@@ -227,6 +228,18 @@ def mt_register_losses() -> list[LossSpec]:
 def _tracker(name: str, doc: str) -> CallbackSpec:
     module = "mt_core.train.trackers.services"
     return CallbackSpec(name=name, doc=doc, build=Lazy(f"{module}:build_{name}"))
+
+
+@hookimpl
+def mt_register_run_requests() -> list[RunRequestSpec]:
+    answers = "mt_core.train.run_control:answer_"
+    return [
+        RunRequestSpec(name="save", doc="Writes a checkpoint of this step", answer=Lazy(f"{answers}save")),
+        RunRequestSpec(name="eval", doc="Evaluates on the validation sets", answer=Lazy(f"{answers}evaluate")),
+        RunRequestSpec(name="stop", doc="Saves and stops", answer=Lazy(f"{answers}stop")),
+        RunRequestSpec(name="note", doc="Writes a text to the events of the run", answer=Lazy(f"{answers}note")),
+        RunRequestSpec(name="set", doc="Changes a value of the configuration", answer=Lazy(f"{answers}set")),
+    ]
 
 
 @hookimpl

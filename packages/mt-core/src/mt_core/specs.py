@@ -391,6 +391,26 @@ class CallbackSpec(Spec):
 CALLBACKS = Kind("callbacks", "a callback", CallbackSpec, "mt-core")
 
 
+class AnswerRunRequest(Protocol):
+    def __call__(self, trainer: Any, argument: str, by: str) -> str:
+        """The answer, after the request is carried out. trainer: the mt_core.train.Trainer, between two steps.
+
+        Called on all ranks, which do the same and answer the same. Raises MtError where it cannot be carried out: on
+        all ranks, and training goes on.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequestSpec(Spec):
+    """Something that a running training can be asked for: `mt ctl RUN NAME ARGUMENT`."""
+
+    answer: Lazy[AnswerRunRequest]
+
+
+RUN_REQUESTS = Kind("run_requests", "a request to a run", RunRequestSpec, "mt-core", homes={"generate": "mt-infer"})
+
+
 class BuildEvaluator(Protocol):
     def __call__(self, config: Any) -> Any:
         """config: a mt_core.config.Config. None: the configuration turns on nothing of this evaluator."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Lazy
-from mt_core.specs import CommandSpec, SectionSpec
+from mt_core.specs import CommandSpec, RunRequestSpec, SectionSpec
 
 
 @hookimpl
@@ -40,6 +40,17 @@ def mt_register_commands() -> list[CommandSpec]:
             doc="Talk to a model in the terminal",
             app=Lazy("mt_infer.commands.chat:chat"),
         ),
+    ]
+
+
+@hookimpl
+def mt_register_run_requests() -> list[RunRequestSpec]:
+    return [
+        RunRequestSpec(
+            name="generate",
+            doc="Continues a text with the weights of this step",
+            answer=Lazy("mt_infer.run_request:answer_generate"),
+        )
     ]
 
 

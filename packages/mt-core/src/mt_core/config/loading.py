@@ -14,8 +14,8 @@ from mt_core.config.layers import DEFAULT, Layer, merge_layers
 from mt_core.config.megatron_words import refuse_foreign_formats, translate
 from mt_core.config.schema import CORE_SECTIONS, Config
 from mt_core.config.sections import build_sections, refuse_unused_values, section_types
-from mt_core.config.sources import Sources, read_layers
-from mt_core.errors import MtError, Problems
+from mt_core.config.sources import Sources, parse_override, read_layers
+from mt_core.errors import ConfigError, MtError, Problems
 from mt_core.specs import CALLBACKS, LOSSES, PIPELINE_SCHEDULES
 
 if TYPE_CHECKING:
@@ -89,6 +89,23 @@ def _require_registered(config: Config, host: PluginHost, problems: Problems) ->
         for name in names:
             with problems.collect():
                 registry.get(name, key=key)
+
+
+def with_changed_key(config: Config, override: str, origin: str, host: PluginHost) -> Config:
+    """A configuration with another value of one key of a core section, `section.key=value`, checked as a whole.
+
+    Raises ConfigError, as `load_config` does.
+    """
+    (name, key, *inner), value = parse_override(override)
+    if inner:
+        raise ConfigError(f"{override}: a part of {name}.{key} cannot be changed by itself")
+    values = {known: (kept, DEFAULT) for known, kept in getattr(config, name).model_dump(mode="json").items()}
+    problems = Problems()
+    built = build_sections([name], {name: {**values, key: (value, origin)}}, host, problems)
+    problems.stop_if_any()
+    changed = config.model_copy(update={name: built[name]})
+    _check(LoadedConfig(changed, {f"{name}.{key}": origin}, None), host)
+    return changed
 
 
 def load_config_anywhere(

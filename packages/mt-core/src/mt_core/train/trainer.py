@@ -35,10 +35,9 @@ from mt_core.launch.phases import Phases
 from mt_core.nn.loss import Loss, ReportsTraining
 from mt_core.nn.model import required_inputs
 from mt_core.parallel.context import ParallelContext, is_writer, wait_for_all
-from mt_core.parallel.first_rank import all_gather_objects, on_first_rank
+from mt_core.parallel.first_rank import on_first_rank
 from mt_core.parallel.reductions import any_over
 from mt_core.plugins import PluginHost, load_plugins
-from mt_core.run_events import account, event, read_events
 from mt_core.train.batch_source import configured_batch_source, restore_source, stored_state
 from mt_core.train.callbacks import Callback, CallbackList, configured_callbacks
 from mt_core.train.checkpoint.partial_load import PartialLoad, load_weights
@@ -55,9 +54,11 @@ from mt_core.train.checkpoint.state import RunState
 from mt_core.train.engine import Engine, StepRecord
 from mt_core.train.host_transfer import DelayedAllReduceFlag
 from mt_core.train.recorded import RecordedMetrics, Reduce
-from mt_core.train.reporting.event_log import StatusFile, status_interval
-from mt_core.train.reporting.run_summary import run_summary, time_lines
+from mt_core.train.reporting.event_log import StatusFile
+from mt_core.train.reporting.run_summary import run_summary
 from mt_core.train.reporting.step_metrics import StepMetrics
+from mt_core.train.reporting.time_report import account_time, report_time, start_status, waited_for
+from mt_core.train.run_control import RunControl, changes_to_store, stored_changes, with_stored_changes
 from mt_core.train.same_start import require_same_checkpoint, require_same_samples
 from mt_core.train.signals import StopSignals
 from mt_core.train.state import TrainResult, TrainState
@@ -94,7 +95,6 @@ class Trainer:
     ) -> None:
         self.host = host or load_plugins()
         self.phases = phases or Phases()
-        self.loaded = config
         self.directory = RunDirectory(run_dir, config.config.checkpoint.save) if run_dir is not None else None
         configured = configured_callbacks(config.config, self.host, is_first=is_writer())
         self.callbacks = CallbackList([*configured, *callbacks])
@@ -105,6 +105,9 @@ class Trainer:
             config = replace(config, config=with_train_iters(config.config, len(train_data)))
         # Before the engine is built, which takes longest: a missing checkpoint is reported at once.
         self.resumed_from = find_resume(self.directory, config.config.checkpoint)
+        self.changes = {} if self.resumed_from is None else stored_changes(self.resumed_from, self.host)
+        """Values that were changed while the run trained: what they were, what they are, and by whom."""
+        config = self.loaded = with_stored_changes(config, self.changes)
         self.engine = Engine.build(config, host=self.host, model=model, loss=loss, forward_step=forward_step)
         self.time = self.engine.time
         # Of a program of its own: the phases are those of its rank session.
@@ -210,14 +213,14 @@ class Trainer:
                 for text in run_summary(self):
                     self.message(text)
                 self.callbacks.on_train_start(self)
-                status = self._start_status()
+                status = start_status(self, self.phases)
                 # A state that no checkpoint can keep is an error before the first step.
                 self.callbacks.state_dict()
                 # A callback may find that there is nothing to do: an early stop whose run is started again.
                 if not any_over(self._stop_reason is not None, self.ctx.world, self.engine.device):
                     self._run_steps(signals)
             result = self._finish(interrupted=self._agree_on_stop(signals))
-            self._report_time()
+            report_time(self)
             self.callbacks.on_train_end(self, result)
             return result
         finally:
@@ -232,15 +235,6 @@ class Trainer:
     def _create(self, directory: RunDirectory) -> None:
         directory.create()
         directory.write_config(LoadedConfig(self.config, self.loaded.origins, self.loaded.preset))
-
-    def _start_status(self) -> StatusFile | None:
-        """What shows each second where this rank is; None without a run directory."""
-        interval = status_interval(self.config.logging.status_interval, self.ctx.world.size)
-        if self.directory is None or interval is None:
-            return None
-        status = StatusFile(self.directory.path, self.phases, self, interval)
-        status.start()
-        return status
 
     def stop(self, reason: str) -> None:
         """End training after the current step, with a checkpoint."""
@@ -271,10 +265,10 @@ class Trainer:
         self.model.train()
         self.metrics = StepMetrics(self.engine)
         batches = self.source.batches()
-        any_rank = self._build_stop_flag()
+        any_rank, control = self._build_stop_flag(), RunControl(self)
         minutes, began = self.config.train.exit_duration_in_mins, time.monotonic()
         try:
-            for rank_batch in self._waited_for(batches):
+            for rank_batch in waited_for(batches, self.time):
                 self.take_step(rank_batch)
                 if signals.received is not None:
                     self.stop(f"signal {signals.received.name}")
@@ -289,20 +283,14 @@ class Trainer:
                 if self.state.iteration == self.config.train.exit_iteration:
                     self.stop(f"train.exit_iteration={self.state.iteration}")
                     return
-                # A signal or a callback may reach one rank only: the all-reduce stops all ranks after the same step.
-                if any_rank(self._stop_reason is not None):
-                    return
+                # A signal, a callback or a request may reach one rank only: the all-reduce tells all ranks after the
+                # same step.
+                if any_rank(self._stop_reason is not None or control.waits()):
+                    control.carry_out()
+                    if any_over(self._stop_reason is not None, self.ctx.world, self.engine.device):
+                        return
         finally:
             batches.close()
-
-    def _waited_for(self, batches: Iterator[RankBatch]) -> Iterator[RankBatch]:
-        """The same batches; the time until each is there is that of waiting for data."""
-        while True:
-            with self.time("data_wait"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
 
     def _agree_on_stop(self, signals: StopSignals) -> bool:
         """Whether a signal to any rank, or the time of the job, ended training, so that another start continues it. All
@@ -447,6 +435,40 @@ class Trainer:
             return {}
         return dict(measure(valid, range(self.engine.evaluated_samples(valid))))
 
+    # -- requests of a user while the run trains (mt ctl), between two steps ----------------------
+
+    def save_now(self) -> Path:
+        """Raises ConfigError without a run directory."""
+        self._report_pending(ended=time.perf_counter())
+        with self.metrics.paused():
+            if self._last_saved != self.state.iteration:
+                self.save()
+            self._report_committed(self.checkpoint_writer.finish())
+        if self.directory is None:
+            raise ConfigError("this run has no directory, and keeps no checkpoints; start it with --run-dir")
+        return self.directory.checkpoint(self.state.iteration)
+
+    def evaluate_now(self) -> Mapping[str, float]:
+        self._report_pending(ended=time.perf_counter())
+        with self.metrics.paused():
+            if self._last_evaluated != self.state.iteration:
+                self._evaluate_and_keep_best()
+        return self.last_evaluation
+
+    def change(self, config: Config, key: str, change: Mapping[str, Any]) -> None:
+        """Go on with another value of a key; later checkpoints and their resumes have it."""
+        self._report_pending(ended=time.perf_counter())
+        # A key that is changed again is compared with the value of the run's start.
+        first = self.changes.get(key, change)["before"]
+        self.changes[key] = {**change, "before": first}
+        self.engine.config = config
+        self.loaded = replace(self.loaded, config=config, origins={**self.loaded.origins, key: change["origin"]})
+        # With the number of steps, which a new exit_iteration may change.
+        self.__dict__.pop("last_iteration", None)
+        if self.directory is not None:
+            on_first_rank(partial(self._create, self.directory), self.ctx.world)
+        self.event("changed", key=key, **change)
+
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(self) -> Path | None:
@@ -461,7 +483,7 @@ class Trainer:
             began = time.perf_counter()
             path = self._write_checkpoint(self.directory)
             self.event("save", path=str(path), seconds=time.perf_counter() - began)
-        self._account_time()
+        account_time(self)
         return path
 
     def _write_checkpoint(self, directory: RunDirectory) -> Path:
@@ -470,6 +492,7 @@ class Trainer:
             recent_losses=self.recent_losses.to_list(),
             data=self._data_identity,
             callbacks=self.callbacks.state_dict(),
+            **changes_to_store(self.changes),
             **stored_state(self.source),
         )
         self.checkpoint_writer.write(path, contents)
@@ -478,21 +501,6 @@ class Trainer:
             self.message(f"requested {path.name}, which is written while training continues")
         self._report_committed(self.checkpoint_writer.committed())
         return path
-
-    def _account_time(self) -> None:
-        """The time of all ranks by part, as an event. Collective over the world."""
-        totals = self.time.totals()
-        self.event("parts", ranks=all_gather_objects(totals, self.ctx.world))
-
-    def _report_time(self) -> None:
-        """The account of the whole run, in the log's last lines. Collective over the world."""
-        self._account_time()
-        if self.directory is None or not is_writer():
-            return
-        whole = account([*read_events(self.directory.path), event("end", self.state.iteration)])
-        if whole is not None:
-            for line in time_lines(whole, self.config.logging.failures_per_node_day, self.ctx.world.size):
-                self.message(line)
 
     def _report_committed(self, checkpoints: Iterable[Committed]) -> None:
         for committed in checkpoints:
