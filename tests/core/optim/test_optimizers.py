@@ -14,6 +14,7 @@ from mt_core.errors import ConfigError
 from mt_core.optim.configs import AdamConfig, LionConfig, SGDConfig
 from mt_core.optim.optimizers import build_adam, build_lion, build_sgd
 from mt_core.optim.param_groups import GroupSchedules, param_groups, weight_decay_schedule
+from mt_core.train.step.optimizer_step import set_learning_rate
 
 CASES = {
     "adam": (
@@ -123,6 +124,16 @@ def test_the_embedding_and_the_output_layer_are_groups_of_their_own() -> None:
         (["embedding.word_embeddings.weight", "output_layer.weight"], True, 1.0),
     ]
     assert [len(group["names"]) for group in param_groups(named, 0.1)] == [3, 1]
+
+
+def test_a_factor_of_the_learning_rate_makes_a_group() -> None:
+    named = [(name, torch.nn.Parameter(torch.ones(2, 2))) for name in ("a.weight", "b.weight", "c.weight")]
+    groups = param_groups(named, 0.1, rates={"a.weight": 4.0, "c.weight": 1.0})
+    factors = [(group["names"], group.get("lr_mult")) for group in groups]
+    assert factors == [(["b.weight", "c.weight"], None), (["a.weight"], 4.0)]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    set_learning_rate(optimizer, 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
 
 
 def test_groups_follow_schedules_of_their_own() -> None:

@@ -95,6 +95,8 @@ class ConvertOptions:
     softmax over them too gives the loss of the model."""
     dtype: str | None = None
     """Dtype of the written weights: fp32, bf16 or fp16. Default: as they are."""
+    quantize: str | None = None
+    """Scheme in which the matrices are written, such as fp8-blocks or Q4_K_M. Default: as they are."""
     max_shard_size: int | None = None
     """Bytes of a file, of formats that cut by size."""
     target_megatron_version: str | None = None

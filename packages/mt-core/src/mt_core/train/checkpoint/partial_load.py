@@ -19,7 +19,7 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import ParameterLayout
 from mt_core.plugins import PluginHost
 from mt_core.specs import MODELS, StartsFrom
-from mt_core.train.checkpoint.state import MODEL, RunState, require_fit, shapes_of_all_stages
+from mt_core.train.checkpoint.state import MODEL, RunState, merged_over_stages, require_fit, shapes_of_all_stages
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ def load_weights(
     """Load the model's weights from another model's checkpoint. Collective. Raises as `partial_load` does."""
     reader = adapted(reader, config, host)
     starts_from = base_of(config.model.family, reader, host)
-    load = partial_load(reader, shapes_of_all_stages(layouts, run.ctx), config.checkpoint, starts_from)
+    added = merged_over_stages({name: True for name, layout in layouts.items() if layout.added}, run.ctx)
+    shapes = shapes_of_all_stages(layouts, run.ctx)
+    load = partial_load(reader, shapes, config.checkpoint, starts_from, frozenset(added))
     run.load_model(reader, {name: layout for name, layout in layouts.items() if name not in load.initialized})
     # The checkpoint of another model has no master weights of this one.
     run.copy_from_model()
@@ -90,17 +92,18 @@ def partial_load(
     shapes: Mapping[str, tuple[int, ...]],
     config: CheckpointConfig,
     starts_from: StartsFrom | None = None,
+    added: frozenset[str] = frozenset(),
 ) -> PartialLoad:
     """Which parameters (of `shapes`, by name) keep their initial values; the checkpoint has all the others.
 
-    starts_from: what the family declares, whose patterns may match nothing. Raises ConfigError for a pattern in
-    load_missing or load_ignored that matches nothing, CheckpointError for tensors that are missing, unexpected or of
-    another shape without being named there.
+    starts_from: what the family declares, whose patterns may match nothing. added: parameters of model transforms,
+    which the checkpoint may lack. Raises ConfigError for a pattern in load_missing or load_ignored that matches nothing,
+    CheckpointError for tensors that are missing, unexpected or of another shape without being named there.
     """
     stored = {name.removeprefix(MODEL) for name in reader.shapes() if name.startswith(MODEL)}
     # The user's patterns have to match something; those of the family may match nothing (see starts_from).
     ignored = _fitting(config.load_ignored, stored, "checkpoint.load_ignored", "tensor of the checkpoint")
-    may_miss = _fitting(config.load_missing, shapes, "checkpoint.load_missing", "parameter of the model")
+    may_miss = _fitting(config.load_missing, shapes, "checkpoint.load_missing", "parameter of the model") | added
     if starts_from is not None:
         ignored |= {name for name in stored if _fits(name, starts_from.left_out)}
         may_miss |= {name for name in shapes if _fits(name, starts_from.initialized)}

@@ -327,7 +327,7 @@ def device_clip_factor(loss: Tensor, norm: Tensor, limit: float) -> Tensor:
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
     for group in optimizer.param_groups:
-        # decoupled_lr is set by GroupSchedules.prepare; lr_mult may come from a plugin's parameter groups.
+        # decoupled_lr is set by GroupSchedules.prepare.
         group["lr"] = group.get("decoupled_lr", learning_rate) * group.get("lr_mult", 1.0)
 
 
