@@ -97,8 +97,10 @@ def partial_load(
     """Which parameters (of `shapes`, by name) keep their initial values; the checkpoint has all the others.
 
     starts_from: what the family declares, whose patterns may match nothing. added: parameters of model transforms,
-    which the checkpoint may lack. Raises ConfigError for a pattern in load_missing or load_ignored that matches nothing,
-    CheckpointError for tensors that are missing, unexpected or of another shape without being named there.
+    which the checkpoint may lack.
+
+    Raises ConfigError for a pattern in load_missing or load_ignored that matches nothing, CheckpointError for tensors
+    that are missing, unexpected or of another shape without being named there.
     """
     stored = {name.removeprefix(MODEL) for name in reader.shapes() if name.startswith(MODEL)}
     # The user's patterns have to match something; those of the family may match nothing (see starts_from).
