@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from mt_accelerate import Accelerator, MegatronLMPlugin
 from mt_accelerate.megatron_lm.optimizers import undecayed_names
+from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 
 NO_DECAY = ("bias", "LayerNorm.weight", "layer_norm.weight")
@@ -76,6 +78,94 @@ def test_the_losses_are_those_of_torch(family: str, groups: Any, accumulated: in
     accelerator = Accelerator(megatron_lm_plugin=plugin, gradient_accumulation_steps=accumulated, cpu=True)
     expected = losses_of(family, groups, None, accumulated)
     assert losses_of(family, groups, accelerator, accumulated) == pytest.approx(expected, rel=2e-5)
+
+
+def losses_and_norms(accelerator: Any, sum_of_tokens: bool, steps: int = 3) -> list[tuple[float, float]]:
+    """(sum of a step's losses, norm of its gradients) of a program that sums two batches itself. sum_of_tokens: the
+    loss is divided by the tokens of both batches, and not each by its own. accelerator: None for plain torch."""
+    model = build("gpt2").eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader: Any = DataLoader(samples("gpt2", 24), batch_size=4)
+    if accelerator is not None:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        model.train() if accelerator.state.megatron_lm_plugin else model.eval()
+    batches, found = iter(loader), []
+    for _ in range(steps):
+        pair = [next(batches), next(batches)]
+        count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in pair)
+        options = {"num_items_in_batch": count} if sum_of_tokens else {}
+        total = 0.0
+        for number, batch in enumerate(pair):
+            waits = accelerator is not None and not sum_of_tokens and number == 0
+            with accelerator.no_sync(model) if waits else nullcontext():
+                loss = model(**batch, use_cache=False, **options).loss * (1.0 if sum_of_tokens else 0.5)
+                loss.backward() if accelerator is None else accelerator.backward(loss)
+            total += loss.item()
+        clip = nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
+        found.append((total, clip(model.parameters(), 1.0).item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_plugin", [True, False])
+@pytest.mark.parametrize("sum_of_tokens", [True, False])
+def test_a_program_that_sums_batches_itself_has_the_losses_of_torch(sum_of_tokens: bool, with_plugin: bool) -> None:
+    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin() if with_plugin else None, cpu=True)
+    ours, theirs = (losses_and_norms(one, sum_of_tokens) for one in (accelerator, None))
+    assert torch.tensor(ours) == pytest.approx(torch.tensor(theirs), rel=2e-5)
+
+
+@pytest.mark.slow
+def test_sums_of_a_program_that_cannot_be_computed_are_refused() -> None:
+    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(), cpu=True)
+    model = build("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples("gpt2", 8), batch_size=4))
+    batch = next(iter(loader))
+    with model.no_sync():
+        first = model(**batch).loss
+    second = model(**batch).loss
+    with pytest.raises(ConfigError, match="2 calls of the model and 0 of backward"):
+        optimizer.step()
+    # The step is over, and weights are as they were.
+    model.eval()
+    assert model(**batch).loss.item() == first.item() == second.item()
+    model.train()
+    for factor in (0.5, 0.25):
+        with accelerator.no_sync(model):
+            accelerator.backward(model(**batch).loss * factor)
+    with pytest.raises(ConfigError, match=r"losses of one step by 0.25, 0.5"):
+        optimizer.step()
+    with accelerator.no_sync(model):
+        accelerator.backward(model(**batch).loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ConfigError, match="clip_grad_norm_ has updated the weights"), model.no_sync():
+        model(**batch)
+
+
+@pytest.mark.slow
+def test_a_program_draws_the_numbers_that_follow_from_its_seed() -> None:
+    """With the engine's, a second model and its order of samples would be others than without mt."""
+
+    def drawn(accelerator: Any) -> list[float]:
+        model: Any = build("gpt2").eval()  # torch's dropout would draw, too
+        torch.manual_seed(7)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader: Any = DataLoader(samples("gpt2", 8), batch_size=4, shuffle=True)
+        if accelerator is not None:
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        found = [torch.rand(()).item()]
+        for batch in loader:
+            model(**batch)
+            found += [torch.rand(()).item(), float(batch["input_ids"].sum())]
+        if accelerator is not None:
+            accelerator.free_memory()
+        return [*found, torch.rand(()).item()]
+
+    plugin = MegatronLMPlugin(hidden_dropout=0.1)
+    assert drawn(Accelerator(megatron_lm_plugin=plugin, cpu=True)) == drawn(None)
 
 
 def test_names_without_decay_follow_the_programs_groups() -> None:

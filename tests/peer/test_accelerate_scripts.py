@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -48,7 +48,7 @@ DATA_PARALLEL = {
 class Script:
     """path: in the package of Accelerate, or in a repository. version: of Accelerate, whose names the script uses.
     layouts: those that the script itself allows. halved: arguments that are added for half of the batch.
-    packages: requirements of the script."""
+    packages: requirements of the script. plugin: fields of the plugin, as variables."""
 
     path: str
     arguments: tuple[str, ...] = ()
@@ -58,6 +58,7 @@ class Script:
     text: str = "mrpc"
     halved: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
+    plugin: Mapping[str, str] = field(default_factory=dict)
 
 
 PACKAGED = ("--model_name_or_path", "bert-base-cased", "--num_epochs", "1", "--output_dir", ".")
@@ -68,6 +69,7 @@ BEFORE_5 = ("transformers>=4.50,<4.55",)
 SCRIPTS = (
     Script("test_utils/scripts/external_deps/test_performance.py", PACKAGED, in_package=True),
     Script("test_utils/scripts/external_deps/test_checkpointing.py", PACKAGED, in_package=True),
+    Script("examples/nlp_example.py", (), BEFORE_XLA),
     Script("examples/complete_nlp_example.py", ("--checkpointing_steps", "epoch"), BEFORE_XLA),
     Script(
         "examples/by_feature/automatic_gradient_accumulation.py",
@@ -75,14 +77,16 @@ SCRIPTS = (
         halved=("--observed_batch_size", "8"),
     ),
     Script("examples/by_feature/checkpointing.py", ("--checkpointing_steps", "3"), BEFORE_XLA),
+    # Folds of whole batches, of two times 16 samples.
+    Script("examples/by_feature/cross_validation.py", ("--num_folds", "2"), BEFORE_XLA, packages=("scikit-learn",)),
     Script("examples/by_feature/ddp_comm_hook.py"),
     Script("examples/by_feature/early_stopping.py", (), BEFORE_XLA),
     Script("examples/by_feature/gradient_accumulation.py", ("--gradient_accumulation_steps", "3"), BEFORE_XLA),
-    # Without `accumulate` it scales the loss itself, which is refused with Megatron-LM.
+    # It sums batches itself, and clips to 1, which is then the plugin's.
     Script(
         "examples/by_feature/gradient_accumulation_for_autoregressive_models.py",
         ("--gradient_accumulation_steps", "3", "--per_device_batch_size", "20"),
-        layouts=("own modules",),
+        plugin={"MEGATRON_LM_GRADIENT_CLIPPING": "1.0"},
         text="lines",
         halved=("--per_device_batch_size", "10"),
         packages=BEFORE_5,
@@ -100,6 +104,7 @@ SCRIPTS = (
         packages=BEFORE_5,
     ),
     Script("examples/by_feature/memory.py", (), BEFORE_XLA),
+    Script("examples/by_feature/multi_process_metrics.py", (), BEFORE_XLA),
     Script("examples/by_feature/profiler.py", ("--cpu",)),
     Script("examples/by_feature/tracking.py", ("--with_tracking",), BEFORE_XLA),
     Script(
@@ -166,7 +171,7 @@ def run(
         folder,
         (*script.arguments, *more),
         world=layout.world,
-        variables=layout.variables,
+        variables=layout.variables and {**layout.variables, **script.plugin},
         version=script.version,
         text=script.text,
     )

@@ -266,8 +266,9 @@ class Accelerator(Processes):
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Gradients are not summed over ranks. Raises ConfigError with Megatron-LM."""
-        with self._own_modules("no_sync").no_sync(model):
+        """Gradients are not summed over ranks. With Megatron-LM the model's calls add to a step that the program's
+        `optimizer.step()` ends."""
+        with self._run.no_sync(model):
             yield
 
     def trigger_sync_in_backward(self, model: Any) -> Any:

@@ -56,7 +56,9 @@ def causal_fields(batch: Mapping[str, Tensor], ends: Sequence[int] = ()) -> Fiel
     # Known keys come first: a misspelled key would otherwise be left out without a word.
     _require_known(batch, ("input_ids", "labels", "attention_mask", "position_ids"))
     tokens = batch["input_ids"]
-    seen = batch.get("attention_mask", torch.ones_like(tokens))
+    # A program that cuts the last token off its input may leave the mask as it was; what lies behind the text masks
+    # nothing, and transformers before version 5 reads it so.
+    seen = batch.get("attention_mask", torch.ones_like(tokens))[:, : tokens.shape[1]]
     # attention_mask is not passed to the model: behind the text causality hides padding, and before it nothing would.
     if not bool((seen.diff(dim=1) <= 0).all()):
         raise DataError("attention_mask has padding before text; pad a causal language model's batches on the right")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,37 +19,6 @@ from mt_core.interfaces import Dataset
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.train import Engine
-
-# -- random numbers of a program, beside those of the engine -----------------------------------------
-
-RANDOM_FILE = "program_random.pt"
-
-
-class ProgramRandom:
-    """torch's random state as the program left it: the order of its samples follows from its seed, as without mt."""
-
-    def __init__(self) -> None:
-        self._state = torch.get_rng_state()
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        engine = torch.get_rng_state()
-        torch.set_rng_state(self._state)
-        try:
-            yield
-        finally:
-            self._state = torch.get_rng_state()
-            torch.set_rng_state(engine)
-
-    def save(self, folder: str) -> None:
-        """The first rank's, which draws the order of samples. Collective."""
-        on_first_rank(lambda: torch.save(self._state, Path(folder) / RANDOM_FILE))
-
-    def load(self, folder: str) -> None:
-        """States of `mt train` have none."""
-        path = Path(folder) / RANDOM_FILE
-        if path.is_file():
-            self._state = torch.load(path, weights_only=True)
 
 
 class MegatronLMDummyDataLoader:
@@ -92,10 +59,8 @@ class DataParallelLoader:
     remainder: samples of the last global batch that are no repetitions, 0 if it is full.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], engine: Engine, gradients: GradientState, random: ProgramRandom
-    ) -> None:
-        self.ctx, self.dataset, self.gradients, self.random = engine.ctx, loader.dataset, gradients, random
+    def __init__(self, loader: DataLoader[Any], engine: Engine, gradients: GradientState) -> None:
+        self.ctx, self.dataset, self.gradients = engine.ctx, loader.dataset, gradients
         self.batches_left = 0
         micro_size = engine.config.train.micro_batch_size
         self._order = _RankOrder(loader.sampler, engine.ctx, micro_size, engine.batch_size.full, loader.drop_last)
@@ -133,23 +98,12 @@ class DataParallelLoader:
         active = self.gradients.dataloader_references
         active.append(self)
         try:
-            for number, batch in enumerate(self._drawn(), 1):
+            for number, batch in enumerate(self._loader, 1):
                 # Before the batch is given out: `gather_for_metrics` reads it in the body of the loop.
                 self.at_end, self.batches_left = number == len(self), len(self) - number + 1
                 yield send_to_device(batch, self.ctx.device, non_blocking=True)
         finally:
             active.remove(self)
-
-    def _drawn(self) -> Iterator[Any]:
-        """Batches whose order and collation draw from the program's random numbers."""
-        with self.random.active():
-            batches = iter(self._loader)
-        while True:
-            with self.random.active():
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
 
 
 class SkippedLoader:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mt_accelerate.megatron_lm.accumulation import AccumulatedStep, ProgramStep
 from mt_accelerate.megatron_lm.batches import ToFields, fields_for
+from mt_accelerate.megatron_lm.random_states import EngineRandom, with_engine_random
 from mt_accelerate.megatron_lm.step_loss import StepLoss, step_batch
 from mt_accelerate.megatron_lm.train_steps import batch_function, build_handler
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
@@ -22,75 +25,16 @@ from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.loading import LoadedConfig
 from mt_core.config.schema import Config
 from mt_core.data.loader import RankBatch
-from mt_core.data.loss_weights import WEIGHTS
-from mt_core.errors import ConfigError, TrainingError
-from mt_core.nn.loss import Loss, weighted_sum
+from mt_core.errors import ConfigError
+from mt_core.nn.loss import Loss
 from mt_core.nn.model import contract
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.train import Engine
 from mt_core.train.build import ModelProvider
-from mt_core.train.host_transfer import sum_on_device
-from mt_core.train.step.forward_backward import Batch
-from mt_core.train.step.optimizer_step import StepOutcome, divided
-from mt_core.train.step.split_step import finish_step
+from mt_core.train.step.optimizer_step import StepOutcome
 from mt_infer.megatron_generate import megatron_generate
 from mt_infer.text import TextGenerator
-
-# -- a step of several batches, each of which is one call of the model -------------------------------
-
-
-class AccumulatedStep:
-    """One update from several batches. divisor: of each batch's loss, the number of batches that the program
-    accumulates. batches: that will come, fewer than those at the end of a loader."""
-
-    def __init__(self, engine: Engine, divisor: int, batches: int) -> None:
-        parallel = engine.config.parallel
-        if parallel.use_torch_fsdp2 or engine.config.train.cuda_graphs != "none":
-            raise ConfigError(
-                f"gradient_accumulation_steps={divisor} with use_custom_fsdp or CUDA graphs: gradients are accumulated "
-                "over the micro-batches of a batch; set MegatronLMPlugin(num_micro_batches=...) in its place"
-            )
-        self.engine, self.divisor, self.batches = engine, divisor, batches
-        self._added = self._samples = 0
-        self._passes: int | None = None
-        self._tokens = 0.0
-        self._contribution = torch.zeros((), dtype=torch.float64, device=engine.device)
-
-    def add(self, batch: RankBatch) -> float:
-        """Backward passes of one batch; its mean loss over the counted tokens of all ranks."""
-        engine = self.engine
-        if self._passes is None:
-            self._passes = len(batch.micro_batches) * self.batches
-            engine.step.begin(self._passes)
-        counts = engine.normalization.counts(batch.micro_batches)
-        divisor, _ = engine.step.global_counts(counts)
-        scale = engine.scaler.scale / self.divisor
-
-        def share(losses: Tensor, micro_batch: Batch) -> Tensor:
-            return divided(weighted_sum(losses, micro_batch[WEIGHTS]) * scale, divisor)
-
-        part = self._run(engine.device_batches.take(batch), share).double().to(engine.device)
-        self._contribution += part
-        self._added, self._tokens = self._added + 1, self._tokens + counts.tokens
-        self._samples += sum(len(samples) for samples in batch.samples)
-        return self._over_ranks(part) / scale
-
-    def _run(self, batches: Sequence[Batch], share: object) -> Tensor:
-        if self.engine.kept_logits is not None:
-            self.engine.kept_logits.begin()
-        return self.engine.forward_backward.forward_backward(batches, share)  # type: ignore[arg-type]
-
-    def _over_ranks(self, part: Tensor) -> float:
-        ctx = self.engine.ctx
-        return float(sum_on_device(sum_on_device(part, ctx.dp_cp), ctx.pp).item())
-
-    def finish(self, learning_rate: float | None) -> StepOutcome:
-        """Updates the weights. learning_rate: in place of the schedule's. Raises TrainingError after another number of
-        batches than was announced."""
-        if self._added != self.batches:
-            raise TrainingError(f"a step of {self.batches} batches ends after {self._added}")
-        return finish_step(self.engine, self._contribution, self._samples, self._tokens, learning_rate)
 
 
 @dataclass(frozen=True)
@@ -107,22 +51,29 @@ class ModelOutput:
 
 
 class _Computed(torch.autograd.Function):
-    """A loss whose backward passes have run."""
+    """A loss whose backward passes have run. scaled_by: takes the factor with which the program gives it to
+    `backward`."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, scaled_by: Callable[[float], None]) -> Tensor:
+        ctx.scaled_by = scaled_by
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        # The gradients are those of the loss itself: a factor of the program would be left out without a word.
-        if grads[0].item() != 1.0:
-            raise ConfigError(
-                f"the program scales the loss by {grads[0].item():g} before backward(), and with Megatron-LM the "
-                "model's call has run the backward passes; accumulate with Accelerator(gradient_accumulation_steps=...)"
-                " and `with accelerator.accumulate(model)`, which divide by the number of batches"
-            )
-        return None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.scaled_by(grads[0].item())
+        return None, None, None
+
+
+def _require_unscaled(factor: float) -> None:
+    # The gradients are those of the loss itself: a factor of the program would be left out without a word.
+    if factor != 1.0:
+        raise ConfigError(
+            f"the program scales the loss by {factor:g} before backward(), and with Megatron-LM the "
+            "model's call has run the backward passes; accumulate with Accelerator(gradient_accumulation_steps=...)"
+            " and `with accelerator.accumulate(model)`, which divide by the number of batches, or call the model in "
+            "`with accelerator.no_sync(model)` for all batches of a step but the last"
+        )
 
 
 class MegatronEngine:
@@ -164,11 +115,15 @@ class MegatronEngine:
             else None
         )
         self.optimizer_wrapper: Any = None
+        self.random: EngineRandom | None = None
+        """None while it is built: the generator then has the engine's state."""
         self.gradients: GradientState | None = None
         """The state of the Accelerator that prepared the model."""
         self.program_optimizer: Any = None
         """The optimizer of the program, where a scheduler of torch sets its rate."""
         self._accumulated: AccumulatedStep | None = None
+        self._program_step: ProgramStep | None = None
+        self._clipped = self._in_no_sync = False
         self.last_grad_norm = 0.0
         self._evaluated: list[float] = []
 
@@ -218,14 +173,77 @@ class MegatronEngine:
         """Calls evaluate from here on."""
         return self.train(False)
 
-    def __call__(self, **batch: Tensor) -> ModelOutput:
-        """In training one step: all micro-batches, the optimizer and the schedule. Else the loss."""
+    @with_engine_random
+    def __call__(
+        self, *, num_items_in_batch: float | Tensor | None = None, use_cache: bool | None = None, **batch: Tensor
+    ) -> ModelOutput:
+        """In training one step: all micro-batches, the optimizer and the schedule. Else the loss.
+
+        With num_items_in_batch, and in `no_sync` and after it, passes of a step that the program's `optimizer.step()`
+        ends; the loss is then the sum over this rank's tokens divided by num_items_in_batch. use_cache: without effect.
+        """
         if not self.training:
+            self._require_no_count(num_items_in_batch, "an evaluation")
             return ModelOutput(self.eval_step(**batch)["loss"], self.engine.take_logits())
-        loss = self.train_step(**batch)[0]["loss"]
-        handle: Tensor = _Computed.apply(torch.zeros((), requires_grad=True), loss)
+        if num_items_in_batch is None and not self._accumulates_itself:
+            return self._output(self.train_step(**batch)[0]["loss"], _require_unscaled)
+        step = self._step_of_program()
+        loss = step.add(self._rank_batch(batch), None if num_items_in_batch is None else float(num_items_in_batch))
+        return self._output(self._losses(loss)["loss"], step.scaled_by)
+
+    def _output(self, loss: Tensor, scaled_by: Callable[[float], None]) -> ModelOutput:
+        handle: Tensor = _Computed.apply(torch.zeros((), requires_grad=True), loss, scaled_by)
         return ModelOutput(handle, self.engine.take_logits())
 
+    # -- steps of a program that accumulates itself -----------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Calls of the model add to a step that `optimizer.step()` ends."""
+        before, self._in_no_sync = self._in_no_sync, True
+        try:
+            yield
+        finally:
+            self._in_no_sync = before
+
+    @property
+    def _accumulates_itself(self) -> bool:
+        if self.gradients is not None and self.gradients.in_accumulation and self._program_step is None:
+            return False  # `accumulate` says where a step ends
+        return self._in_no_sync or self._program_step is not None
+
+    def _step_of_program(self) -> ProgramStep:
+        if self._clipped:
+            raise ConfigError(
+                "the model is called after clip_grad_norm_ without an optimizer.step() between them; with Megatron-LM "
+                "clip_grad_norm_ has updated the weights, and a step cannot be left out after it"
+            )
+        if self._program_step is None:
+            if self.handler is not None:
+                self._require_no_count(1, "a train step, batch function or loss of the program")
+            self._program_step = ProgramStep(self.engine, 1 if self.gradients is None else self.gradients.num_steps)
+        return self._program_step
+
+    def _require_no_count(self, count: Any, where: str) -> None:
+        if count is not None:
+            raise ConfigError(f"num_items_in_batch and no_sync cannot be given with {where}: leave them out")
+
+    @with_engine_random
+    def finish_program_step(self, *, clipped: bool = False) -> None:
+        """Update the weights by the batches that the program has summed, if there are any. clipped: before the
+        program's `optimizer.step()`, which then changes nothing."""
+        step, self._program_step = self._program_step, None
+        if step is not None:
+            self._keep(step.finish(self._learning_rate()))
+        self._clipped = clipped and (step is not None or self._clipped)
+
+    def drop_program_step(self) -> None:
+        """Forget the batches that the program has summed: it clears the gradients before an update."""
+        self._program_step = None
+
+    # -- whole steps --------------------------------------------------------------------------------
+
+    @with_engine_random
     def train_step(self, **batch: Tensor) -> tuple[dict[str, Tensor], int, float, int | None]:
         """({name: value}, 1 if the step was skipped, gradient norm before clipping, its zeros if counted)"""
         # One call is a whole step: `backward`, `optimizer.step` and
@@ -268,6 +286,7 @@ class MegatronEngine:
         step, self._accumulated = self._accumulated, None
         return self._losses(loss), *self._keep(step.finish(self._learning_rate()))
 
+    @with_engine_random
     def eval_step(self, **batch: Tensor) -> dict[str, Tensor]:
         loss = self.engine.eval_step(self._rank_batch(batch))
         self._evaluated.append(loss)
@@ -286,10 +305,12 @@ class MegatronEngine:
             print(f"validation loss at iteration {self.iteration}: {mean:.6f}, perplexity {results['eval_ppl']:.6f}")
         return results
 
+    @with_engine_random
     def save_checkpoint(self, output_dir: str) -> None:
         """Does what `Accelerator.save_state` does for the model."""
         self.engine.save_state(output_dir, with_optimizer=not self.plugin.no_save_optim)
 
+    @with_engine_random
     def load_checkpoint(self, input_dir: str) -> None:
         """Does what `Accelerator.load_state` does for the model."""
         self.engine.load_state(input_dir, with_optimizer=not self.plugin.no_load_optim)
@@ -299,6 +320,7 @@ class MegatronEngine:
         if self._record is not None:
             self._record.close()
 
+    @with_engine_random
     def megatron_generate(self, inputs: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
         """[B, S] prompts -> [B, longest] with their continuations, on every rank. Collective; see
         `mt_infer.megatron_generate`. Raises ConfigError with data parallelism and FSDP2."""

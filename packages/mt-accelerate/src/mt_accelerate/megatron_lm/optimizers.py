@@ -6,7 +6,7 @@ The optimizer of the program is a description: mt's own has its hyperparameters 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -71,11 +71,14 @@ def _weight_decay(kind: str, groups: Sequence[Mapping[str, Any]]) -> float:
 
 
 class MegatronLMOptimizerWrapper(Optimizer):
-    """Stands for the optimizer in the program's loop: the model's call has taken the step already."""
+    """Stands for the optimizer in the program's loop: the model's call has taken the step already.
 
-    def __init__(self, engine: Engine) -> None:
+    finish, drop: end and forget a step that the program accumulates itself, if there is one.
+    """
+
+    def __init__(self, engine: Engine, finish: Callable[[], None], drop: Callable[[], None]) -> None:
         # No call of Optimizer's, which programs' schedulers test for: the groups are those of the engine.
-        self._engine = engine
+        self._engine, self._finish, self._drop = engine, finish, drop
         self.step_was_skipped = False
         """Whether the last step had a gradient that was not finite, and changed nothing."""
 
@@ -88,10 +91,12 @@ class MegatronLMOptimizerWrapper(Optimizer):
         raise ConfigError("the optimizer's state is in parts over the processes; accelerator.save_state(DIR) writes it")
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing."""
+        """Does nothing, unless the program accumulates batches itself: updates the weights."""
+        self._finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing."""
+        """Does nothing, unless the program has summed batches since the last update: forgets them."""
+        self._drop()
 
 
 # -- weight decay: which parameters of mt the groups of a program's optimizer decay ------------------

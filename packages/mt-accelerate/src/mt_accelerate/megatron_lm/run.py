@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mt_accelerate.megatron_lm.configuration import data_parallel_size
-from mt_accelerate.megatron_lm.data_loaders import DataParallelLoader, ProgramRandom, SkippedLoader, dataset_iterators
+from mt_accelerate.megatron_lm.data_loaders import DataParallelLoader, SkippedLoader, dataset_iterators
 from mt_accelerate.megatron_lm.engine import MegatronEngine
 from mt_accelerate.megatron_lm.optimizers import MegatronLMOptimizerWrapper
 from mt_accelerate.megatron_lm.preparation import Prepared, build_engine
+from mt_accelerate.megatron_lm.random_states import EngineRandom, load_program_state, save_program_state
 from mt_accelerate.megatron_lm.schedulers import MegatronLMSchedulerWrapper, OrdinaryScheduler, is_ordinary
 from mt_accelerate.megatron_lm_plugin import MegatronLMPlugin
 from mt_accelerate.operations import RANKS, data_parallel_ranks, on_first_rank
@@ -41,7 +42,6 @@ class MegatronRun:
         self._iterators: list[Iterator[Any]] = []
         self._scheduler: OrdinaryScheduler | None = None
         self._batches = 0
-        self._random = ProgramRandom()
         # Those of the model, once there is one.
         RANKS.set(SINGLE)
 
@@ -56,25 +56,24 @@ class MegatronRun:
         if self._model is not None:
             raise ConfigError("an Accelerator prepares one model, and this one has one; make another Accelerator")
         given = Prepared.of(tuple(objects))
-        # Before the engine, which seeds torch's generator for dropout.
-        self._random = ProgramRandom()
+        program = torch.get_rng_state()  # the engine seeds torch's generator for dropout
         engine = build_engine(given, self.state, accelerator, self._host)
+        engine.random = EngineRandom(program)
         engine.gradients = self.gradients
         self._model = engine
         # For the functions of accelerate.utils, which programs call without a model.
         RANKS.set(engine.engine.ctx.dp)
         # By identity: objects are returned in the order in which they were given, and modules have no useful equality.
         prepared: dict[int, Any] = {id(given.model): engine}
-        engine.optimizer_wrapper = prepared[id(given.optimizer)] = MegatronLMOptimizerWrapper(engine.engine)
+        optimizer = MegatronLMOptimizerWrapper(engine.engine, self._end_step, self._drop_step)
+        engine.optimizer_wrapper = prepared[id(given.optimizer)] = optimizer
         if is_ordinary(given.scheduler):
             engine.program_optimizer = given.optimizer
             self._scheduler = OrdinaryScheduler(given.scheduler, self.gradients, data_parallel_ranks().size)
             prepared[id(given.scheduler)] = self._scheduler
         elif given.scheduler is not None:
             prepared[id(given.scheduler)] = MegatronLMSchedulerWrapper(engine.engine)
-        self._loaders = [
-            DataParallelLoader(loader, engine.engine, self.gradients, self._random) for loader in given.loaders
-        ]
+        self._loaders = [DataParallelLoader(loader, engine.engine, self.gradients) for loader in given.loaders]
         prepared |= {id(loader): found for loader, found in zip(given.loaders, self._loaders, strict=True)}
         results = [prepared.get(id(value), value) for value in objects]
         if given.dummy is not None:
@@ -104,6 +103,19 @@ class MegatronRun:
         finally:
             gradients.in_accumulation = False
 
+    def no_sync(self, model: Any) -> Any:
+        """Calls of the model add to a step that the program's optimizer ends."""
+        return self.prepared.no_sync()
+
+    def _end_step(self) -> None:
+        # As Accelerate's optimizers, which do nothing in the other batches of `accumulate`.
+        if self.gradients.sync_gradients:
+            self.prepared.finish_program_step()
+
+    def _drop_step(self) -> None:
+        if self.gradients.sync_gradients:
+            self.prepared.drop_program_step()
+
     def autocast(self, options: Any = None) -> Any:
         """The precision is the engine's; changes nothing."""
         return nullcontext()
@@ -125,6 +137,9 @@ class MegatronRun:
                 f"clip_grad_norm_(max_norm={max_norm:g}, norm_type={norm_type:g}): the step has clipped to the L2 norm "
                 f"{limit:g} already; set MegatronLMPlugin(gradient_clipping=...)"
             )
+        # The norm is known when all batches of a step are summed, and clipping and update follow it.
+        if self.gradients.sync_gradients:
+            self.prepared.finish_program_step(clipped=True)
         return torch.tensor(self.prepared.last_grad_norm, device=self.state.device)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
@@ -169,13 +184,13 @@ class MegatronRun:
 
     def save_state(self, folder: str, own_models: Any = None) -> None:
         self.prepared.save_checkpoint(folder)
-        self._random.save(folder)
+        save_program_state(folder)
         if self._scheduler is not None:
             self._scheduler.save(folder)
 
     def load_state(self, folder: str, own_models: Any = None, *, strict: bool = True) -> None:
         self.prepared.load_checkpoint(folder)
-        self._random.load(folder)
+        load_program_state(folder)
         if self._scheduler is not None:
             self._scheduler.load(folder)
 
