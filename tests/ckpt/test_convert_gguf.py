@@ -16,8 +16,8 @@ from tests.ckpt.convert_cases import LLAMA
 from tokenizers import Tokenizer
 
 from mt_ckpt.convert import convert
+from mt_ckpt.gguf.block_types import TYPES
 from mt_ckpt.gguf.file import GGUFFile
-from mt_ckpt.gguf.quantization import TYPES
 from mt_ckpt.gguf.reader import open_checkpoint as open_gguf
 from mt_ckpt.gguf.tokenizer import tokenizer_files
 from mt_ckpt.native.read import open_checkpoint
@@ -112,7 +112,11 @@ def test_dequantization(tmp_path: Path, kind: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+# Q8_K and Q1_0: the package does not dequantize them.
+PACKED = sorted(type_.name for type_ in TYPES.values() if type_.dequantize and type_.name not in ("Q8_K", "Q1_0"))
+
+
+@pytest.mark.parametrize("kind", PACKED)
 def test_dequantization_is_that_of_the_gguf_package(tmp_path: Path, kind: str) -> None:
     """Bit for bit, for random bytes: every pattern of scales, minima and quants, also scales that are no number."""
     import gguf
@@ -125,6 +129,18 @@ def test_dequantization_is_that_of_the_gguf_package(tmp_path: Path, kind: str) -
         shape = (64, 8 * type_.elements)
         found = GGUFFile(write(tmp_path / "x.gguf", {}, {"t": (kind, shape, blocks.tobytes())})).read("t")
     np.testing.assert_array_equal(found.numpy(), wanted.reshape(shape))
+    # Signs of zeros too.
+    np.testing.assert_array_equal(np.signbit(found.numpy()), np.signbit(wanted.reshape(shape)))
+
+
+def test_q1_0(tmp_path: Path) -> None:
+    """A scale and a bit for each of 128 elements: set means d, clear means -d."""
+    bits = np.random.default_rng(3).integers(0, 2, 128)
+    block = struct.pack("<e", 0.5) + bytes(
+        int("".join(map(str, bits[at : at + 8][::-1])), 2) for at in range(0, 128, 8)
+    )
+    found = GGUFFile(write(tmp_path / "x.gguf", {}, {"t": ("Q1_0", (1, 128), block)})).read("t")
+    np.testing.assert_array_equal(found.numpy()[0], np.where(bits == 1, 0.5, -0.5).astype(np.float32))
 
 
 def test_q8_k(tmp_path: Path) -> None:
@@ -307,7 +323,7 @@ def test_refusals(make_model, host, tmp_path: Path) -> None:
         assert str(file) in refusal(data[:cut])
     assert "a count of" in refusal(data[:8] + b"\xff" * 8 + data[16:])
     at = data.index(text("blk.0.attn_norm.weight")) + len(text("blk.0.attn_norm.weight")) + 4 + 8
-    assert "blk.0.attn_norm.weight has the ggml type 16; read are F32" in refusal(data[:at] + b"\x10" + data[at + 1 :])
+    assert "blk.0.attn_norm.weight has the ggml type 99; read are F32" in refusal(data[:at] + b"\x63" + data[at + 1 :])
     other = data.replace(text("llama") + text("llama.block_count"), text("mamba") + text("llama.block_count"))
     assert "general.architecture='mamba' is not supported; it can be llama, qwen2, qwen3" in refusal(other, ConfigError)
 

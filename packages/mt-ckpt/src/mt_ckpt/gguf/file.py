@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.files.safetensors import TensorInfo
-from mt_ckpt.gguf.quantization import TYPES, BlockType
+from mt_ckpt.gguf.block_types import TYPES, BlockType
 from mt_core.errors import CheckpointError
 
 MAGIC = b"GGUF"
