@@ -95,7 +95,7 @@ def test_every_conversation_once_an_epoch_whole_and_alone(
             assert not sample["loss_mask"][start:].any()
             assert (sample["segment_ids"][start:] == len(members)).all()
         assert seen == Counter(trained)
-    assert dataset.selection.dropped == len(sizes) - len(trained)
+    assert len(dataset.selection.dropped) == len(sizes) - len(trained)
 
 
 @given(st.lists(st.integers(1, 64), max_size=60), st.integers(64, 100))
@@ -137,7 +137,7 @@ def test_too_long_conversations_are_cut_counted_or_refused(tmp_path: Path, caplo
     path = write_chats(tmp_path / "chats.jsonl", [(1, 1), (5, 200), (300, 5)])
     with caplog.at_level(logging.WARNING, logger="mt_data"):
         dataset = build(path, 64)
-    assert (dataset.selection.truncated, dataset.selection.dropped) == (1, 1)
+    assert (dataset.selection.cut.tolist(), dataset.selection.dropped.tolist()) == ([1], [2])
     assert "1 cut at the end, 1 left out because no answer remained" in caplog.text
     with pytest.raises(DataError, match=r"chats\.jsonl, line 2: the conversation has \d+ positions, more than data\."):
         build(path, 64, on_too_long="error")

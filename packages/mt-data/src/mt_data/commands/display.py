@@ -222,7 +222,7 @@ def short(number: float) -> str:
 
 # -- samples -----------------------------------------------------------------------------------------
 
-LEARNED, CONTEXT, BOUNDARY = "green", "dim", "bold magenta"
+LEARNED, CONTEXT, BOUNDARY, SEGMENT = "green", "dim", "bold magenta", "cyan"
 LABELS, TOKENS = "labels", "tokens"
 """Fields of ids: `labels` unless it is a number of a class, and every field whose name ends in `tokens`."""
 # Control characters of a corpus must not reach the terminal: their pictures do.
@@ -249,22 +249,47 @@ def render_sample(
 
 def _render_causal(sample: Mapping[str, np.ndarray], tokenizer: Tokenizer, max_tokens: int) -> RenderableType:
     """The window of tokens; what the loss teaches to write is green, what is only read is dim."""
-    tokens, labels, counted = sample["tokens"], sample["labels"], sample["loss_mask"] > 0
+    tokens, counted = sample["tokens"], sample["loss_mask"] > 0
+    legend = Text.assemble(("learned", LEARNED), "  ", ("only read", CONTEXT), "  ", ("end of document", BOUNDARY))
+    facts = f"{len(tokens)} positions{{}}; {int(counted.sum())} count in the loss; documents: {{}}"
+    if "segment_ids" in sample:
+        segments = _segments(sample["segment_ids"])
+        shown = [_render_segment(sample, segment, tokenizer, max_tokens) for segment in segments]
+        documents = sum(bool(counted[segment].any()) for segment in segments) or len(segments)
+        return Group(Text(f"{facts.format('', documents)}, which do not see one another"), legend, *shown)
+    window, learned = _window(sample, slice(0, len(tokens)))
+    documents = 1 + int((tokens[:-1] == tokenizer.special.eod).sum()) if tokenizer.special.eod is not None else 1
+    cut = f", the first {max_tokens} shown" if len(window) > max_tokens else ""
+    text = _colour(window[:max_tokens], learned[:max_tokens], tokenizer)
+    return Group(Text(facts.format(cut, documents)), legend, text)
+
+
+def _window(sample: Mapping[str, np.ndarray], part: slice) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The tokens of some positions and the last one's label, and which of them are learned, both [positions + 1]."""
+    tokens, labels, counted = sample["tokens"][part], sample["labels"][part], sample["loss_mask"][part] > 0
     # Input and label make one window: token i is learned where it is the label of position i - 1.
     window = np.append(tokens, labels[-1])
-    learned = np.append(False, counted & (labels == window[1:]))
-    shown = slice(0, max_tokens)
-    text = _colour(window[shown], learned[shown], tokenizer)
-    documents = 1 + int((tokens[:-1] == tokenizer.special.eod).sum()) if tokenizer.special.eod is not None else 1
-    if "segment_ids" in sample:
-        documents = len(np.unique(sample["segment_ids"]))
-    cut = f", the first {max_tokens} shown" if len(window) > max_tokens else ""
-    facts = (
-        f"{len(tokens)} positions{cut}; {int(counted.sum())} count in the loss; documents: {documents}"
-        f"{', which do not see one another' if 'segment_ids' in sample else ''}"
-    )
-    legend = Text.assemble(("learned", LEARNED), "  ", ("only read", CONTEXT), "  ", ("end of document", BOUNDARY))
-    return Group(Text(facts), legend, text)
+    return window, np.append(False, counted & (labels == window[1:]))
+
+
+def _segments(segment_ids: NDArray[np.int32]) -> list[slice]:
+    """The positions of each segment, in order."""
+    bounds = [0, *(np.flatnonzero(np.diff(segment_ids)) + 1).tolist(), len(segment_ids)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _render_segment(
+    sample: Mapping[str, np.ndarray], segment: slice, tokenizer: Tokenizer, max_tokens: int
+) -> RenderableType:
+    """A line with its number and positions, and its text; padding, which is a segment that is one token, by name."""
+    window, learned = _window(sample, segment)
+    count = segment.stop - segment.start
+    head = f"-- segment {int(sample['segment_ids'][segment.start])}: positions {segment.start} to {segment.stop - 1}"
+    if not learned.any() and (window == window[0]).all():
+        return Text(f"{head}, padding", SEGMENT)
+    cut = f", the first {max_tokens} tokens shown" if len(window) > max_tokens else ""
+    line = Text(f"{head}, {int(learned.sum())} of {count} count in the loss{cut}", SEGMENT)
+    return Group(line, _colour(window[:max_tokens], learned[:max_tokens], tokenizer))
 
 
 def _colour(window: NDArray[np.int64], learned: NDArray[np.bool_], tokenizer: Tokenizer) -> Text:

@@ -10,6 +10,7 @@ from typing import Any
 from mt_core.errors import ConfigError, DataError
 from mt_core.interfaces import Tokenizer
 from mt_data.datasets.images.records import MARK
+from mt_data.datasets.sft.answers import CONVERSATION, END_MARK, PROBE
 from mt_data.datasets.sft.chat_templates import (
     BUILTIN_TEMPLATES,
     OF_TOKENIZER,
@@ -17,7 +18,6 @@ from mt_data.datasets.sft.chat_templates import (
     NoChatTemplateError,
     load_chat_template,
 )
-from mt_data.datasets.sft.config import CONVERSATION, END_MARK, PROBE
 from mt_data.datasets.text_files import bare_encoder
 from mt_infer.chat.partners import Message
 from mt_infer.chat.template_process import TemplateProcess

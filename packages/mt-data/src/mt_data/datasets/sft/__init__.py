@@ -1,6 +1,7 @@
 """Supervised fine-tuning on conversations.
 
-`conversations` reads and checks them, `chat_templates` and `builtin_templates` write them as text,
+`record_files` and `record_formats` read records and turn them into `conversations`, `chat_templates` writes them
+as text,
 `answers` finds the tokens of the answers, `encoding` keeps the tokens, `packing` puts several conversations
 into one sample, and `dataset` makes the samples.
 """

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import model_validator
 
-from mt_core.errors import ConfigError, DataError
+from mt_core.errors import ConfigError
 from mt_core.interfaces import Tokenizer
 from mt_core.specs import TRAINED_TEMPLATE
-from mt_data.datasets.sft.chat_templates import OF_TOKENIZER, ChatTemplate, load_chat_template
-from mt_data.datasets.sft.conversations import Conversation
-from mt_data.datasets.text_files import TextDataConfig, bare_encoder
+from mt_data.datasets.sft.answers import end_ids
+from mt_data.datasets.sft.chat_templates import OF_TOKENIZER, load_chat_template
+from mt_data.datasets.text_files import TextDataConfig
 
 
 class ChatTemplateKeys(TextDataConfig):
@@ -39,13 +38,20 @@ class ChatTemplateKeys(TextDataConfig):
 
 
 class SFTDataConfig(ChatTemplateKeys):
-    """Conversations in JSON lines; each prefix is a file, or a pattern such as "chats/*.jsonl"."""
+    """Conversations in JSON lines, JSON arrays or Parquet; each prefix is a file, or a pattern such as
+    "chats/*.jsonl"."""
 
     dataset_type: str = "sft"
+    record_format: Literal["auto", "messages", "prompt-completion", "sharegpt", "alpaca", "text"] = "auto"
+    """What records look like; `auto` goes by their keys, and refuses a record that could be of several formats."""
     messages_key: str = "messages"
-    """Key of the list of messages, each with role (system, user, assistant, tool) and content."""
-    train_on: Literal["answers", "all"] = "answers"
-    """Which tokens count in the loss: those of the assistant's answers, or all."""
+    """Key of the list of messages, each with role (system, developer, user, assistant, tool) and content."""
+    train_on: Literal["answers", "last_answer", "all"] = "answers"
+    """Which tokens count in the loss: those of the assistant's answers (of a prompt with a completion, the
+    completion's), those of the last one, or all."""
+    split_answers: bool = False
+    """Each answer is a sample of its own, with the conversation before it written as for generating it: for templates
+    that write earlier turns differently from the last one, such as without their reasoning."""
     packing: bool = True
     """Several conversations in a sample, which do not see one another; false puts one in each."""
     on_too_long: Literal["truncate", "error"] = "truncate"
@@ -55,6 +61,12 @@ class SFTDataConfig(ChatTemplateKeys):
     on_error: Literal["raise", "skip"] = "raise"
     """skip: leave out lines that are no usable conversation, with a warning that counts them and names the first."""
 
+    @model_validator(mode="after")
+    def _check_split(self) -> SFTDataConfig:
+        if self.split_answers and self.train_on == "all":
+            raise ConfigError('data.split_answers=true has no effect with data.train_on="all"; keep one of them')
+        return self
+
 
 # -- files in checkpoints, beside the tokenizer ------------------------------------------------------
 #
@@ -62,10 +74,6 @@ class SFTDataConfig(ChatTemplateKeys):
 # conversations as it was trained.
 
 GENERATION = "generation_config.json"
-END_MARK = re.compile(r"\s*(<[^<>\s]+>)")
-"""A mark such as <|im_end|> or </s>."""
-PROBE = "answer"
-CONVERSATION = ({"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE})
 
 
 def checkpoint_files(config: ChatTemplateKeys, tokenizer: Tokenizer, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
@@ -88,19 +96,6 @@ def checkpoint_files(config: ChatTemplateKeys, tokenizer: Tokenizer, files: Mapp
     if ends := end_ids(template, tokenizer):
         files[GENERATION] = _with_ends(_generation(files, tokenizer), ends)
     return files
-
-
-def end_ids(template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
-    """The ids that end an answer in training: of the mark that the template writes behind it, where that is one token,
-    and of the end of a document. A template that refuses the probe has no mark."""
-    try:
-        text, _ = template.render(Conversation([*CONVERSATION], None, "the probe", 1), CONVERSATION)
-    except DataError:
-        text = ""
-    mark = END_MARK.match(text.rpartition(PROBE)[2]) if PROBE in text else None
-    ids = [] if mark is None else bare_encoder(tokenizer)(mark[1])
-    eod = tokenizer.special.eod if template.eod_after_answer else None
-    return [*(ids if len(ids) == 1 else ()), *([] if eod is None else [eod])]
 
 
 def _generation(files: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,24 +1,22 @@
-"""Conversations from JSON lines (also gzip, Zstandard, Parquet): objects with a list of chat messages."""
+"""Conversations and plain texts, as records of any format become them, and the checks of messages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mt_core.errors import DataError, did_you_mean
-from mt_data.preprocess.readers import MalformedRecord, Record, iter_records
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
-OnBadLine = Callable[[int, DataError], None]
-"""Called with the number of a line that cannot be used, and why; reading goes on after it unless the call raises."""
+FLAGS = ("training", "train", "loss_mask", "loss", "weight")
+"""Keys of a message that say whether its turn is trained, of axolotl, ms-swift and OpenAI: true, false, 1, 0."""
 
 
-def raise_bad_line(line: int, error: DataError) -> None:
-    """The default: the first unusable line ends the reading."""
-    raise error
+def place(file: str, line: int) -> str:
+    """ "chats.jsonl, line 3" """
+    return f"{file}, {'row' if file.endswith('.parquet') else 'line'} {line}"
 
 
 @dataclass(frozen=True)
@@ -29,60 +27,75 @@ class Conversation:
     tools: list[Any] | None
     file: str
     line: int
+    trained: frozenset[int] | None = None
+    """Numbers of the messages that are trained; None: all of the assistant's."""
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template (chat_template_kwargs)."""
 
     @property
     def where(self) -> str:
-        return f"{self.file}, line {self.line}"
+        return place(self.file, self.line)
 
     def turns_of(self, role: str) -> list[int]:
         return [number for number, message in enumerate(self.messages) if message["role"] == role]
 
-
-def read_conversations(
-    path: Path, messages_key: str, on_bad_line: OnBadLine = raise_bad_line
-) -> Iterator[Conversation]:
-    """The conversations of a file, in order.
-
-    `on_bad_line` is given the DataError, with file and line, for a line that is no JSON object, has no list of
-    messages under messages_key, or a message whose role is not one of ROLES or whose content is no text. It raises it
-    by default. A file that cannot be read, or is cut short, is a DataError always.
-    """
-
-    def malformed(error: MalformedRecord) -> None:
-        on_bad_line(error.line, error)
-
-    for record in iter_records(path, on_malformed=malformed):
-        try:
-            conversation = _conversation(record, messages_key)
-        except DataError as error:
-            on_bad_line(record.line, error)
-        else:
-            yield conversation
+    def trained_turns(self) -> list[int]:
+        """Numbers of the assistant's messages that are trained."""
+        turns = self.turns_of("assistant")
+        return turns if self.trained is None else [turn for turn in turns if turn in self.trained]
 
 
-def _conversation(record: Record, messages_key: str) -> Conversation:
-    where = f"{record.file}, line {record.line}"
-    messages = record.value.get(messages_key)
-    if messages_key not in record.value:
-        raise DataError(
-            f'{where} has no key "{messages_key}"; its keys are {", ".join(record.value)}. '
-            f"Name the key that holds the list of messages with data.messages_key"
-            f"{did_you_mean(messages_key, record.value)}"
-        )
-    checked = check_messages(messages, messages_key, where)
-    return Conversation(checked, record.value.get("tools"), record.file, record.line)
+@dataclass(frozen=True)
+class PlainText:
+    """A text that no template is applied to. prompt: its beginning, which is not trained."""
+
+    prompt: str
+    completion: str
+    file: str
+    line: int
+
+    @property
+    def where(self) -> str:
+        return place(self.file, self.line)
 
 
 def check_messages(messages: object, key: str, where: str) -> list[Message]:
-    """The messages of a record, under `key` of it. Raises DataError for anything else."""
+    """The messages of a record, under `key` of it, without flags of turns. Raises DataError for anything else."""
     if not isinstance(messages, list) or not messages:
         raise DataError(f'{where}: "{key}" must be a list of at least one message')
-    for number, message in enumerate(messages):
-        _check_message(message, f"{where}, message {number + 1}")
-    return messages
+    return [_checked(message, f"{where}, message {number + 1}") for number, message in enumerate(messages)]
 
 
-def _check_message(message: object, where: str) -> None:
+def flagged_turns(messages: list[Any], where: str) -> frozenset[int] | None:
+    """Numbers of the messages that are trained by their own flags; None where no message has one.
+
+    A message without a flag is trained if it is the assistant's. Raises DataError for flags that are neither true nor
+    false, that contradict each other, and that ask for another role's turn.
+    """
+    flags = {number: _flag(message, f"{where}, message {number + 1}") for number, message in enumerate(messages)}
+    if all(flag is None for flag in flags.values()):
+        return None
+    return frozenset(
+        number for number, flag in flags.items() if flag or (flag is None and messages[number]["role"] == "assistant")
+    )
+
+
+def _flag(message: Message, where: str) -> bool | None:
+    values = {key: message[key] for key in FLAGS if message.get(key) is not None}
+    for key, value in values.items():
+        if value not in (0, 1):
+            raise DataError(f'{where}: "{key}" is {value!r}; it says whether the turn is trained: true, false, 1 or 0')
+    if len(meanings := {bool(value) for value in values.values()}) > 1:
+        raise DataError(f"{where}: {' and '.join(values)} contradict each other; keep one of them")
+    if (flag := next(iter(meanings), None)) and message["role"] != "assistant":
+        raise DataError(
+            f"{where} ({message['role']}) is to be trained, and only the assistant's turns can be; remove the key, or "
+            'train on all tokens with data.train_on="all"'
+        )
+    return flag
+
+
+def _checked(message: object, where: str) -> Message:
     if not isinstance(message, dict):
         raise DataError(f'{where} must be an object such as {{"role": "user", "content": "..."}}')
     role = message.get("role")
@@ -90,10 +103,30 @@ def _check_message(message: object, where: str) -> None:
         raise DataError(
             f"{where} has the role {role!r}; it must be one of {', '.join(ROLES)}{did_you_mean(str(role), ROLES)}"
         )
-    if isinstance(message.get("content"), str):
-        return
-    if role == "assistant" and message.get("tool_calls") and message.get("content") is None:
-        return
+    # Keys without a value are those of other messages of a Parquet file, whose rows all have the same ones.
+    kept = {
+        key: value for key, value in message.items() if key not in FLAGS and (value is not None or key == "content")
+    }
+    if isinstance(kept.get("content"), list):
+        kept["content"] = _joined_parts(kept["content"], where)
+    if isinstance(kept.get("content"), str) or _has_calls_alone(kept):
+        return kept
     raise DataError(
         f'{where} ({role}) needs a text under "content"; only an assistant\'s message with tool_calls may have none'
     )
+
+
+def _has_calls_alone(message: Message) -> bool:
+    return message["role"] == "assistant" and bool(message.get("tool_calls")) and message.get("content") is None
+
+
+def _joined_parts(parts: list[Any], where: str) -> str:
+    """The text of a content that is a list of parts, as OpenAI's interface has them."""
+    for part in parts:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise DataError(
+                f'{where}: "content" has a part of type {kind!r}; data.dataset_type="sft" takes texts alone, and '
+                '"image_text" images too'
+            )
+    return "".join(part["text"] for part in parts)

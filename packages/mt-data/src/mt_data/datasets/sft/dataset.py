@@ -28,14 +28,14 @@ class Selection:
     """The conversations of a split that are trained on, and what became of the others.
 
     numbers int64 [kept]: their numbers in the files; positions int64 [kept]: input positions that each takes
-    (its tokens but the last one). truncated and dropped count the conversations that were cut, and those
+    (its tokens but the last one). cut and dropped: numbers of the conversations that were cut, and of those
     left out because no answer remained.
     """
 
     numbers: NDArray[np.int64]
     positions: NDArray[np.int64]
-    truncated: int
-    dropped: int
+    cut: NDArray[np.int64]
+    dropped: NDArray[np.int64]
 
 
 class SFTDataset:
@@ -109,9 +109,15 @@ class SFTDataset:
         kept, packs = self.selection.positions, len(self.packing)
         return (
             f"{self.name}: {len(kept)} conversations in {packs} samples of {self.sequence_length}, "
-            f"{int(kept.sum()) / (packs * self.sequence_length):.1%} full; {self.selection.truncated} cut at the "
-            f"end, {self.selection.dropped} left out because no answer remained"
+            f"{int(kept.sum()) / (packs * self.sequence_length):.1%} full; {len(self.selection.cut)} cut at the end, "
+            f"{len(self.selection.dropped)} left out because no answer remained{self._named(self.selection)}"
         )
+
+    def _named(self, selection: Selection) -> str:
+        """The first records that are not trained whole."""
+        firsts = [("cut", selection.cut), ("left out", selection.dropped)]
+        named = [f"{what}: {self.conversations.where(int(numbers[0]))}" for what, numbers in firsts if len(numbers)]
+        return f" (the first {', '.join(named)})" if named else ""
 
 
 def build_sft(config: SFTDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> BuiltSplit:
@@ -137,7 +143,9 @@ def build_sft(config: SFTDataConfig, tokenizer: Tokenizer, request: SplitRequest
             name=source.name,
             content=key,
         )
-        log.log(logging.WARNING if selection.truncated or selection.dropped else logging.INFO, "%s", dataset.summary())
+        log.log(
+            logging.WARNING if len(selection.cut) or len(selection.dropped) else logging.INFO, "%s", dataset.summary()
+        )
         return dataset
 
     return build_from_text(config, request, make)
@@ -165,8 +173,8 @@ def select(conversations: Conversations, within: range, sequence_length: int, on
     return Selection(
         numbers=numbers[learnt],
         positions=np.minimum(positions, sequence_length)[learnt],
-        truncated=int((too_long & learnt).sum()),
-        dropped=int((~learnt).sum()),
+        cut=numbers[too_long & learnt],
+        dropped=numbers[~learnt],
     )
 
 
@@ -194,5 +202,5 @@ def _filler(tokenizer: Tokenizer) -> int:
 def _nothing_left(source: TextSource, selection: Selection, sequence_length: int) -> DataError:
     return DataError(
         f"the {source.split} split of {source.name} has no conversation to train on: each of its "
-        f"{selection.dropped} has no answer within data.seq_length={sequence_length} positions; make it larger"
+        f"{len(selection.dropped)} has no answer within data.seq_length={sequence_length} positions; make it larger"
     )

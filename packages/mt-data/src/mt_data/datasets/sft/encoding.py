@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,19 @@ from numpy.typing import NDArray
 from mt_core.errors import DataError
 from mt_core.interfaces import Tokenizer
 from mt_data.datasets.cache import IndexCache, file_checksum
-from mt_data.datasets.sft.answers import ConversationEncoder, EncodedConversation
-from mt_data.datasets.sft.chat_templates import ChatTemplate, load_chat_template
+from mt_data.datasets.sft.answers import (
+    ConversationEncoder,
+    EncodedConversation,
+    PlainTextEncoder,
+)
+from mt_data.datasets.sft.chat_templates import ChatTemplate, NoChatTemplateError, load_chat_template
 from mt_data.datasets.sft.config import SFTDataConfig
-from mt_data.datasets.sft.conversations import Conversation, read_conversations
+from mt_data.datasets.sft.conversations import Conversation, PlainText, place
+from mt_data.datasets.sft.record_files import read_examples
+from mt_data.datasets.sft.record_formats import Example, RecordReader
 from mt_data.preprocess.readers import expand_globs
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the same files give other arrays than before."""
 _REPORT_SECONDS = 10.0
 _BATCH = 4096
@@ -60,7 +66,7 @@ class Conversations:
         return self.tokens[start:end], self.answer[start:end]
 
     def where(self, number: int) -> str:
-        return f"{self.paths[self.file[number]]}, line {self.line[number]}"
+        return place(str(self.paths[self.file[number]]), int(self.line[number]))
 
 
 def load_conversations(
@@ -72,12 +78,14 @@ def load_conversations(
     conversation.
     """
     paths = expand_globs([pattern])
-    template = load_chat_template(config.chat_template, config.chat_template_file, tokenizer, config.eod_after_answer)
+    template = _template(config, tokenizer)
     key = {
         "sft_conversations": FORMAT,
         "files": [file_checksum(path) for path in paths],
         "tokenizer": tokenizer.fingerprint(),
-        "template": template.fingerprint(),
+        "template": None if isinstance(template, NoChatTemplateError) else template.fingerprint(),
+        "record_format": config.record_format,
+        "split_answers": config.split_answers,
         "messages_key": config.messages_key,
         "train_on": config.train_on,
         "on_error": config.on_error,
@@ -90,38 +98,95 @@ def load_conversations(
     return conversations, key
 
 
+Template = ChatTemplate | NoChatTemplateError
+
+
+def _template(config: SFTDataConfig, tokenizer: Tokenizer) -> Template:
+    """The template, or the error that a conversation raises: plain texts need none."""
+    try:
+        return load_chat_template(config.chat_template, config.chat_template_file, tokenizer, config.eod_after_answer)
+    except NoChatTemplateError as error:
+        return error
+
+
+class ExampleEncoder:
+    """Encodes conversations and plain texts, as the configuration says which of their tokens count."""
+
+    def __init__(self, config: SFTDataConfig, template: Template, tokenizer: Tokenizer) -> None:
+        self._template, self._tokenizer = template, tokenizer
+        self._all = config.train_on == "all"
+        self._last, self._split = config.train_on == "last_answer", config.split_answers
+        self._reported = False
+
+    def encoded(self, example: Example) -> list[EncodedConversation]:
+        """Raises DataError for a record that cannot be used, ConfigError for a template or tokenizer that cannot."""
+        if isinstance(example, PlainText):
+            return self._texts.encoded(example, everything=self._all)
+        if self._all:
+            return [self._conversations.everything(example)]
+        encoded = self._conversations.encoded(example)
+        self._report_missing_end(example)
+        return encoded
+
+    @cached_property
+    def _texts(self) -> PlainTextEncoder:
+        return PlainTextEncoder(self._tokenizer)
+
+    @cached_property
+    def _conversations(self) -> ConversationEncoder:
+        if isinstance(self._template, NoChatTemplateError):
+            raise self._template
+        _report_split_markers(self._template, self._tokenizer)
+        answers: Literal["all", "last"] = "last" if self._last else "all"
+        return ConversationEncoder(self._template, self._tokenizer, answers=answers, split=self._split)
+
+    def _report_missing_end(self, conversation: Conversation) -> None:
+        """Once, of the first conversation."""
+        template = self._conversations.template
+        if self._reported or template.eod_after_answer or self._conversations.end_mark is not None:
+            return
+        self._reported = True
+        log.warning(
+            "%s: the chat template %s writes no mark behind an answer that ends it, so that the model does not "
+            "learn to stop; set data.eod_after_answer=true to put the end-of-document id there",
+            conversation.where,
+            template.name,
+        )
+
+
 def _encode_files(
-    paths: Sequence[Path], config: SFTDataConfig, template: ChatTemplate, tokenizer: Tokenizer
+    paths: Sequence[Path], config: SFTDataConfig, template: Template, tokenizer: Tokenizer
 ) -> dict[str, NDArray[Any]]:
-    _report_split_markers(template, tokenizer)
-    encoder = ConversationEncoder(template, tokenizer)
-    encode = encoder.answers if config.train_on == "answers" else encoder.everything
+    encoder = ExampleEncoder(config, template, tokenizer)
     bad_lines = BadLines(config.on_error)
     gathered = _Gathered()
     started = reported = time.monotonic()
-    for file, conversation in _read(paths, config.messages_key, bad_lines):
+    for file, example in _read(paths, config, bad_lines):
         try:
-            encoded = encode(conversation)
+            encodings = encoder.encoded(example)
         except DataError as error:
-            bad_lines.add(file, conversation.line, _placed(error, conversation))
+            bad_lines.add(file, example.line, _placed(error, example))
             continue
-        gathered.add(encoded, file, conversation.line)
+        for encoded in encodings:
+            gathered.add(encoded, file, example.line)
         if time.monotonic() - reported > _REPORT_SECONDS:
             reported = time.monotonic()
             rate = gathered.count / (reported - started)
-            log.info("encoded %d conversations (%.0f/s), at %s", gathered.count, rate, conversation.where)
+            log.info("encoded %d conversations (%.0f/s), at %s", gathered.count, rate, example.where)
     if not gathered.count:
         raise DataError(f"{', '.join(map(str, paths))} holds no conversation; each line must be one")
     return gathered.arrays() | {"skipped": np.array(bad_lines.places, np.int64).reshape(-1, 2)}
 
 
-def _read(paths: Sequence[Path], messages_key: str, bad_lines: BadLines) -> Iterator[tuple[int, Conversation]]:
+def _read(paths: Sequence[Path], config: SFTDataConfig, bad_lines: BadLines) -> Iterator[tuple[int, Example]]:
     for file, path in enumerate(paths):
-        for conversation in read_conversations(path, messages_key, partial(bad_lines.add, file)):
-            yield file, conversation
+        reader = RecordReader(config.record_format, config.messages_key)
+        for example in read_examples(path, reader, partial(bad_lines.add, file)):
+            yield file, example
+        log.info("%s: records of the format %s", path, reader.format)
 
 
-def _placed(error: DataError, conversation: Conversation) -> DataError:
+def _placed(error: DataError, conversation: Example) -> DataError:
     """The error with file and line, which a tokenizer that refuses a text does not know."""
     text = str(error)
     return error if text.startswith(conversation.where) else DataError(f"{conversation.where}: {text}")
