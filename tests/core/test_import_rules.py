@@ -149,7 +149,7 @@ ORDER = (
     {"retention"},
     {"interfaces", "kinds"},
     {"checkpoint_specs"},
-    {"specs"},
+    {"specs", "checkpoint_base"},
     {"hookspecs"},
     {"plugins"},
     {"checkpoint_lookup", "commands"},

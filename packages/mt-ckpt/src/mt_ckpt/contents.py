@@ -18,6 +18,7 @@ from mt_ckpt.locate import resolve_run
 from mt_ckpt.model import expected_parameters, model_config
 from mt_ckpt.native.manifest import MANIFEST_NAME
 from mt_ckpt.native.read import NativeReader
+from mt_core.checkpoint_base import OverBase
 from mt_core.checkpoint_lookup import MODEL, open_checkpoint, open_with
 from mt_core.checkpoint_specs import CHECKPOINT_LOADERS, CheckpointLoaderSpec, CheckpointReader
 from mt_core.errors import CheckpointError
@@ -86,6 +87,9 @@ def entries(reader: CheckpointReader) -> Iterator[Entry]:
 
 def _place(reader: CheckpointReader, name: str) -> str:
     """The file that holds a tensor; of one in pieces the first, and how many there are."""
+    if isinstance(reader, OverBase):
+        own = name in reader.difference.shapes()
+        return _place(reader.difference, name) if own else f"{reader.base_path} {_place(reader.base, name)}".rstrip()
     if not isinstance(reader, NativeReader):
         return ""
     first, *others = sorted({piece.shard for piece in reader.manifest.tensors[name].pieces})
@@ -95,6 +99,8 @@ def _place(reader: CheckpointReader, name: str) -> str:
 def files_of(opened: Opened) -> dict[str, int]:
     """Bytes of each file of the checkpoint, by its path."""
     path, reader = opened.path, opened.reader
+    if isinstance(reader, OverBase):
+        reader = reader.difference
     if isinstance(reader, NativeReader):  # has them read, so that an object store is not accessed
         return {**reader.manifest.sizes, MANIFEST_NAME: (path / MANIFEST_NAME).stat().st_size}
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())

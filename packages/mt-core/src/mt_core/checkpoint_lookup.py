@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mt_core.checkpoint_base import with_base
 from mt_core.checkpoint_specs import CHECKPOINT_LOADERS
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path, children
@@ -129,12 +130,13 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
 
 
 def open_with(spec: CheckpointLoaderSpec, path: Path, host: PluginHost, config: Path | None = None) -> CheckpointReader:
-    """Open a checkpoint with the given loader. config: a file that says what the model is, of formats that do not.
+    """Open a checkpoint with the given loader, and its base where it is a difference (`mt_core.checkpoint_base`).
+    config: a file that says what the model is, of formats that do not.
 
-    Raises ConfigError for a configuration that the format does not take.
+    Raises ConfigError for a configuration that the format does not take, CheckpointError where the base is not there.
     """
     if config is None:
-        return spec.open.load()(path, host)
+        return with_base(path, spec.open.load()(path, host), lambda base: open_checkpoint(find_checkpoint(base), host))
     if spec.open_described is None:
         raise ConfigError(
             f"--config {config}: checkpoints of the format {spec.name} say what their model is; leave it out"

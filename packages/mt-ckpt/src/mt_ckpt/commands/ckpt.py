@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mt_ckpt.files.sizes import format_bytes
+from mt_core.checkpoint_base import TENSORS, OverBase
 from mt_core.checkpoint_specs import CHECKPOINT_SAVERS, CheckpointReader, CheckpointSaverSpec, ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.paths import as_path
@@ -73,6 +74,7 @@ def verify(path: AnyCheckpoint, loader: Loader = "auto") -> None:
     # From the strongest check to the weakest: checksums of every byte, checksums of a conversion, the tensors alone.
     if loader in ("auto", "mt") and detect(found):
         typer.echo(_verify_every_byte(found))
+        _verify_base(open_any(found, load_plugins(), loader))
     elif (checksums := read_checksums(found)) is not None:
         typer.echo(_verify_written_files(found, checksums, loader))
     else:
@@ -93,6 +95,19 @@ def _verify_every_byte(checkpoint: Path) -> str:
         raise CheckpointError("\n".join(problems))
     num_files = len(manifest.sizes) + 1
     return f"{checkpoint}: whole ({len(manifest.tensors)} tensors, {num_files} files, {format_bytes(num_bytes)})"
+
+
+def _verify_base(opened: Opened) -> None:
+    """Compare the base of a checkpoint that holds the trained parameters alone with what it was. Raises CheckpointError
+    that names the tensors with other values."""
+    if not isinstance(opened.reader, OverBase):
+        return
+    if changed := opened.reader.changed_tensors():
+        raise CheckpointError(
+            f"{opened.reader.base_path}: other values than when {opened.path} was written over it: {', '.join(changed)}"
+        )
+    count = len(opened.reader.entry[TENSORS])
+    typer.echo(f"{opened.reader.base_path}: the base, with the same values ({count} tensors)")
 
 
 def _verify_written_files(path: Path, checksums: Checksums, loader: str) -> str:
@@ -301,9 +316,12 @@ def _contents(opened: Opened, found: Iterable[Entry]) -> dict[str, Any]:
 def _format(opened: Opened) -> str:
     from mt_ckpt.native.read import NativeReader
 
-    if isinstance(opened.reader, NativeReader):
-        manifest = opened.reader.manifest
-        return f"{manifest.format} {manifest.version}, written by {manifest.written_by}"
+    reader, over = opened.reader, ""
+    if isinstance(reader, OverBase):
+        over, reader = f", over {reader.base_path}", reader.difference
+    if isinstance(reader, NativeReader):
+        manifest = reader.manifest
+        return f"{manifest.format} {manifest.version}, written by {manifest.written_by}{over}"
     return f"{opened.loader.name}: {opened.loader.doc}"
 
 

@@ -366,6 +366,9 @@ class CheckpointConfig(Section):
     save_hf_interval: PositiveInt | None = None
     """Steps between checkpoints that are also written as a Hugging Face folder, `hf/iter_NNNNNNN` beside them, while
     training goes on; the last step's is, too. A multiple of save_interval. null writes none."""
+    save_frozen: bool = True
+    """Write parameters that are not trained into every checkpoint. false: a checkpoint names the one that the run
+    started from (load), which has them, and without which it cannot be read."""
     async_save: bool = False
     """Training waits only until a checkpoint is copied to host memory; a thread writes the copy."""
     async_in_flight: PositiveInt = used_when(1, async_save=True)

@@ -40,6 +40,7 @@ from mt_core.parallel.reductions import any_over
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train.batch_source import configured_batch_source, restore_source, stored_state
 from mt_core.train.callbacks import Callback, CallbackList, configured_callbacks
+from mt_core.train.checkpoint.frozen_base import frozen_base
 from mt_core.train.checkpoint.partial_load import PartialLoad, load_weights
 from mt_core.train.checkpoint.resume import (
     change_table,
@@ -495,7 +496,7 @@ class Trainer:
             **changes_to_store(self.changes),
             **stored_state(self.source),
         )
-        self.checkpoint_writer.write(path, contents)
+        self.checkpoint_writer.write(path, contents if self.base is None else self.base.leave_out(contents))
         self._last_saved = self.state.iteration
         if self.config.checkpoint.async_save:
             self.message(f"requested {path.name}, which is written while training continues")
@@ -530,6 +531,8 @@ class Trainer:
         elif reader is not None:
             self.loaded_weights = load_weights(reader, self.checkpointed(), self.engine.layouts, self.config, self.host)
             self.engine.keep_files(reader)
+        resumed = reader if self.resumed_from is not None else None
+        self.base = frozen_base(self.config, self.engine.layouts, self.ctx, self.host, resumed)
 
     def _resume(self, path: Path, reader: CheckpointReader) -> None:
         changes = require_same_run(reader.metadata, self.config, str(path), self.host)
