@@ -16,13 +16,15 @@ from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import ParameterLayout, parameter_layouts
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import MODELS
+from mt_core.specs import MODELS, SECTIONS
+from mt_core.train.build import transform_model
 
 BACKEND = "attention_backend"
 
 
 def model_config(source: CheckpointReader, host: PluginHost) -> Config:
-    """The configuration of the checkpoint's model, the other sections at their defaults.
+    """The configuration of the checkpoint's model, with the sections that other distributions bring (an adapter's); the
+    others are at their defaults.
 
     Raises CheckpointError if the checkpoint has none, and ConfigError for an invalid one.
     """
@@ -30,7 +32,9 @@ def model_config(source: CheckpointReader, host: PluginHost) -> Config:
     model = config.get("model") if isinstance(config, Mapping) else None
     if not isinstance(model, Mapping) or "family" not in model:
         raise CheckpointError("the checkpoint does not say what its model is: its metadata has no config.model.family")
-    return config_from_dict({"model": model}, host)
+    assert isinstance(config, Mapping)
+    brought = {spec.name: config[spec.name] for spec in host[SECTIONS] if spec.name in config}
+    return config_from_dict({"model": model, **brought}, host)
 
 
 def build_model(config: Config, host: PluginHost, device: str = "cpu") -> nn.Module:
@@ -40,7 +44,8 @@ def build_model(config: Config, host: PluginHost, device: str = "cpu") -> nn.Mod
     chosen = config.model_copy(update={"model": config.model.model_copy(update=changes)})
     ctx = ParallelContext(device=torch.device(device))
     spec = host[MODELS].get(chosen.model.family, key="model.family")
-    return spec.build.load()(chosen.model, ModelBuildContext(chosen, ctx, host))
+    context = ModelBuildContext(chosen, ctx, host)
+    return transform_model(spec.build.load()(chosen.model, context), context)
 
 
 def expected_parameters(config: Config, host: PluginHost) -> dict[str, ParameterLayout]:

@@ -1,0 +1,167 @@
+"""What all adapters of a layer share: where they are called, how they are turned off, the tensors that they store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, sequence_axes
+from mt_core.parallel.context import ParallelContext
+from mt_tune.adapters.config import AdapterConfig
+from mt_tune.adapters.targets import Layer, Part
+
+NAME = "adapter"
+"""Name of the child of an adapted layer."""
+Values = Mapping[str, Tensor]
+"""Name of a parameter of an adapter -> its canonical value."""
+Take = Callable[[str], Tensor]
+"""Name of a tensor in a PEFT folder, without the prefix of all -> the tensor."""
+Names = Mapping[Part, str]
+"""Part of a layer -> the module by whose name PEFT stores its adapter."""
+
+
+class Adapter(LayoutModule):
+    """Changes the output of the layer that it is a child of. `is_on`: False leaves the layer as its base is."""
+
+    peft_type: ClassVar[str] = "LORA"
+    covers_tied_weight: ClassVar[bool] = False
+    """Whether token embeddings and a tied LM head are changed alike."""
+    takes_from_base: ClassVar[bool] = False
+    """Whether initial values follow from the weight of the layer."""
+
+    def __init__(self, layer: Layer, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.is_on = True
+        self.layer_path, self.kind, self.parts = layer.path, layer.kind, layer.parts
+        self.base_layout = layer.layout
+
+    def before(self, x: Tensor) -> Tensor:
+        """The input of the layer, of this one's."""
+        return x
+
+    def after(self, x: Tensor, out: Tensor, layer: LayoutModule, **options: Any) -> Tensor:
+        """The output of the adapted layer from that of its base."""
+        raise NotImplementedError
+
+    def started(self, weight: Tensor) -> Values:
+        """Initial values that follow from the canonical weight of the layer."""
+        return {}
+
+    def merged(self, weight: Tensor, values: Values) -> Tensor:
+        """The canonical weight [..., out, in] of a layer that computes the same without the adapter, in fp32."""
+        raise NotImplementedError
+
+    def effective_weight(self, weight: Tensor) -> Tensor:
+        """The same of this rank's part of the weight, differentiable, in its dtype."""
+        raise NotImplementedError(f"{self.layer_path} is used by its weight alone, which {type(self).__name__} has not")
+
+    # -- PEFT's tensors ------------------------------------------------------------------------------
+
+    def exported(self, values: Values, names: Names) -> Iterator[tuple[str, Tensor]]:
+        """(name in PEFT's format without its prefix, tensor), of canonical values. names: of the parts."""
+        raise NotImplementedError
+
+    def imported(self, take: Take, names: Names) -> Iterator[tuple[str, Tensor]]:
+        """(name of a parameter, canonical value). take: gives a tensor of the folder by its name."""
+        raise NotImplementedError
+
+    @classmethod
+    def peft_keys(cls, found: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
+        """Keys of adapter_config.json of all adapters of a model."""
+        raise NotImplementedError
+
+    # -- layouts that follow from the base weight's ----------------------------------------------------
+
+    @property
+    def output_splits(self) -> tuple[Split, ...]:
+        """Splits of a vector of output features."""
+        dim = len(self.base_layout.shape) - 2
+        return tuple(replace(split, dim=0) for split in self.base_layout.splits if split.dim == dim)
+
+    @property
+    def output_padding(self) -> Mapping[int, int]:
+        dim = len(self.base_layout.shape) - 2
+        return {0: self.base_layout.padded[dim]} if dim in self.base_layout.padded else {}
+
+    @property
+    def cuts_inputs(self) -> bool:
+        """Whether ranks have different input features."""
+        return any(split.dim == len(self.base_layout.shape) - 1 for split in self.base_layout.splits)
+
+    def output_vector(self, init: Init) -> ParameterLayout:
+        """Layout of one number for each output feature, which multiplies it."""
+        size, splits = self.base_layout.shape[-2], self.output_splits
+        # A replicated vector is applied to each rank's positions: its gradient is partial where these differ.
+        partial = () if splits else (self.base_layout.partial_gradient or self._on_positions)
+        return ParameterLayout((size,), init, splits, padded=self.output_padding, partial_gradient=partial)
+
+    @property
+    def _on_positions(self) -> tuple[Any, ...]:
+        return sequence_axes(self.ctx) if self.cuts_inputs or self.kind == "embedding" else ()
+
+    def to_local_rows(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a constant [out, ...]."""
+        layout = ParameterLayout(tuple(whole.shape), _constant, self.output_splits, padded=self.output_padding)
+        return layout.to_local(whole, self.ctx).contiguous().to(self.ctx.device)
+
+
+def _constant(tensor: Tensor, generator: torch.Generator) -> None:
+    raise AssertionError("a constant is not drawn")
+
+
+# -- where adapters are called --------------------------------------------------------------------------
+
+
+def attach(layer: nn.Module, adapter: Adapter) -> None:
+    """Make the adapter a child of the layer, called before and behind it. Hooks leave the layer's class, its name and
+    the names of its parameters as they are."""
+    layer.add_module(NAME, adapter)
+    if type(adapter).before is not Adapter.before:
+        layer.register_forward_pre_hook(_before)
+    layer.register_forward_hook(_after, with_kwargs=True)
+
+
+def _before(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    adapter = adapter_of(layer)
+    return (adapter.before(args[0]), *args[1:]) if adapter is not None and adapter.is_on else None
+
+
+def _after(layer: Any, args: tuple[Any, ...], options: dict[str, Any], out: Any) -> Any:
+    adapter = adapter_of(layer)
+    if adapter is None or not adapter.is_on:
+        return out
+    if len(args) > 1:  # of experts: the rows of each
+        options = {"groups": args[1], **options}
+    if not isinstance(out, tuple):
+        return adapter.after(args[0], out, layer, **options)
+    # A layer of several blocks, which it returns apart.
+    changed = adapter.after(args[0], torch.cat(out, -1), layer, **options)
+    return changed.split([block.shape[-1] for block in out], -1)
+
+
+def adapter_of(layer: nn.Module) -> Adapter | None:
+    found = layer._modules.get(NAME)
+    return found if isinstance(found, Adapter) else None
+
+
+def adapters(model: nn.Module) -> dict[str, Adapter]:
+    """Canonical path of each adapter -> the adapter."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, Adapter)}
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model computes what its base does: the reference of preference losses."""
+    turned_off = [adapter for adapter in adapters(model).values() if adapter.is_on]
+    for adapter in turned_off:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in turned_off:
+            adapter.is_on = True

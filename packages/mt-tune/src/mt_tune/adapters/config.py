@@ -1,0 +1,84 @@
+"""The section [adapter] of the configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from mt_core.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section, used_when
+from mt_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mt_core.config.schema import Config
+
+AdapterType = Literal["none", "lora", "dora", "vera", "ia3", "trainable_tokens"]
+LOW_RANK = ("lora", "dora")
+ON_LAYERS = ("lora", "dora", "vera", "ia3")
+ON = (*ON_LAYERS, "trainable_tokens")
+ALL_LINEAR = "all-linear"
+
+
+class AdapterConfig(Section):
+    """Parameters that are trained beside a frozen model."""
+
+    type: AdapterType = "none"
+    """lora, dora, vera and ia3 change linear layers, trainable_tokens rows of the embedding; none: the model itself is
+    trained."""
+    load: str | None = None
+    """A PEFT folder whose values training starts from. Where `type` is not set, the folder says the other keys."""
+    rank: PositiveInt = used_when(16, type=("lora", "dora", "vera"))
+    """Rank of the update of a matrix. VeRA, which trains two vectors a matrix, usually has 256."""
+    alpha: PositiveFloat = used_when(32.0, type=LOW_RANK)
+    """The update is multiplied by alpha / rank."""
+    rslora: bool = used_when(False, type=LOW_RANK)
+    """Multiply the update by alpha / sqrt(rank)."""
+    dropout: Probability = used_when(0.0, type=("lora", "vera"))
+    """Dropout of the input of the update; not of experts and routers."""
+    init: Literal["kaiming", "gaussian", "pissa", "olora"] = used_when("kaiming", type="lora")
+    """Initial values of A, with B zero: uniform in 1 / sqrt(inputs), or normal with the deviation 1 / rank. pissa takes
+    singular vectors of the weight and olora its QR decomposition, and the base is reduced by the update."""
+    targets: list[str] = used_when([ALL_LINEAR], type=ON_LAYERS)
+    """Layers that are adapted: ends of their Hugging Face or canonical names, with * for any characters, or all-linear:
+    all but routers, embeddings and the output layer."""
+    excluded: list[str] = used_when([], type=ON_LAYERS)
+    """Layers among the targets that are not adapted."""
+    rank_pattern: dict[str, PositiveInt] = used_when({}, type=LOW_RANK)
+    """Regular expression of the end of a layer's name -> its rank; the first that fits counts."""
+    alpha_pattern: dict[str, PositiveFloat] = used_when({}, type=LOW_RANK)
+    """Regular expression of the end of a layer's name -> its alpha; the first that fits counts."""
+    experts: Literal["fused", "per_expert"] = used_when("fused", type="lora")
+    """Adapters of experts: gate and up share one (PEFT's target_parameters), or have one each (files of a tensor for
+    each expert)."""
+    feedforward_targets: list[str] = used_when(["down_proj", "fc2", "linear_fc2"], type="ia3")
+    """Targets whose inputs are scaled, where the outputs of others are."""
+    projection_prng_key: NonNegativeInt = used_when(0, type="vera")
+    """Seed of the frozen matrices that all layers share."""
+    d_initial: PositiveFloat = used_when(0.1, type="vera")
+    """Initial value of the vectors of rank size."""
+    trainable_token_indices: list[NonNegativeInt] = used_when([], type=ON)
+    """Ids whose rows of the embedding are trained."""
+    modules_to_save: list[str] = used_when([], type=ON)
+    """Modules that are trained whole beside the adapter, named as targets are."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.type != "none"
+
+
+def has_adapter(config: Config) -> bool:
+    return config.section(AdapterConfig).is_on
+
+
+def check_adapter(config: Config) -> None:
+    """Raises ConfigError for keys of [adapter] that contradict each other or another section."""
+    adapter = config.section(AdapterConfig)
+    if not adapter.is_on:
+        return
+    if adapter.type == "trainable_tokens" and not adapter.trainable_token_indices:
+        raise ConfigError("adapter.type=trainable_tokens trains the rows of adapter.trainable_token_indices; name ids")
+    if len(set(adapter.trainable_token_indices)) < len(adapter.trainable_token_indices):
+        raise ConfigError("adapter.trainable_token_indices names an id twice")
+    if config.precision.fp8_format != "none":
+        raise ConfigError(
+            f"precision.fp8_format={config.precision.fp8_format} quantizes the products of the frozen layers too, which "
+            "adapters are not proved with; set it to none"
+        )

@@ -1,0 +1,204 @@
+"""PEFT folders: adapter_config.json and adapter_model.safetensors, read and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor, nn
+
+from mt_ckpt.files.safetensors import SafetensorsFile
+from mt_ckpt.model import build_model, model_config
+from mt_ckpt.pickles.torch_file import NamedTensorsFile
+from mt_ckpt.writing.options import refuse_layout
+from mt_ckpt.writing.output_folders import output_folder
+from mt_core.checkpoint_lookup import MODEL
+from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
+from mt_core.config.schema import Config
+from mt_core.errors import CheckpointError, ConfigError
+from mt_core.parallel.context import ParallelContext
+from mt_core.plugins import PluginHost
+from mt_core.train.checkpoint.state import merged_over_stages
+from mt_tune.adapters.base import Adapter, Names, Values, adapters
+from mt_tune.adapters.config import AdapterConfig
+from mt_tune.adapters.peft_config import CONFIG, PREFIX, read_config, section_of, shortened, written_config
+from mt_tune.adapters.targets import Part, adaptable_layers, external_rules, fits
+
+WEIGHTS = "adapter_model.safetensors"
+OLD_WEIGHTS = "adapter_model.bin"
+
+
+class PeftFolder:
+    """An open folder. Raises ConfigError and CheckpointError for one that is none, or is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.content = path, read_config(path)
+        file = path / WEIGHTS
+        self._file: Any = SafetensorsFile(file) if file.is_file() else None
+        if self._file is None:
+            if not (path / OLD_WEIGHTS).is_file():
+                raise CheckpointError(f"{path} has neither {WEIGHTS} nor {OLD_WEIGHTS}")
+            self._file = NamedTensorsFile(path / OLD_WEIGHTS)
+        self.names = {name.removeprefix(PREFIX): name for name in self._file.tensors}
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its name without the prefix. Raises CheckpointError for one that is not there."""
+        if name not in self.names:
+            raise CheckpointError(
+                f"{self.path}: has no tensor {PREFIX}{name}, which [adapter] and the base make; is the adapter of another "
+                "base, or do adapter.targets name more than it has?"
+            )
+        tensor: Tensor = self._file.read(self.names[name])
+        return tensor
+
+    def section(self) -> dict[str, Any]:
+        """Keys of [adapter] that describe it."""
+        return section_of(self.content, {_module_of(name) for name in self.names})
+
+
+def _module_of(name: str) -> str:
+    """Name of a module from that of a tensor of its adapter."""
+    for mark in (".lora_", ".vera_", ".ia3_", ".token_adapter"):
+        name = name.partition(mark)[0]
+    return name.replace(".base_layer", "")
+
+
+def stored_names(found: Iterable[Adapter]) -> Names:
+    """Part -> the module by whose name PEFT stores its adapter. Adapters of several parameters of one module nest: the
+    last one is the outermost, and each other is the `base_layer` of the next."""
+    parts = [part for adapter in found for part in adapter.parts]
+    on_parameters: dict[str, list[Part]] = {}
+    for part in parts:
+        if part.name is None:
+            raise ConfigError(f"{part.names[0]} has no name in Hugging Face's format, by which PEFT stores adapters")
+        if part.parameter is not None:
+            on_parameters.setdefault(part.name, []).append(part)
+    return {part: f"{part.name}{'.base_layer' * _depth(part, on_parameters)}" for part in parts}
+
+
+def _depth(part: Part, on_parameters: Mapping[str, list[Part]]) -> int:
+    if part.parameter is None or part.name is None:
+        return 0
+    nested = on_parameters[part.name]
+    return len(nested) - 1 - nested.index(part)
+
+
+# -- reading ------------------------------------------------------------------------------------------
+
+
+def read_values(
+    path: Path, model: nn.Module, config: Config, host: PluginHost, ctx: ParallelContext
+) -> Iterator[tuple[str, Tensor]]:
+    """(canonical name, canonical value) of the adapters of this process. Collective over pipeline stages.
+
+    Raises CheckpointError for tensors that are missing or of another shape, and for those that nothing takes.
+    """
+    folder = PeftFolder(path)
+    taken: dict[str, bool] = {}
+
+    def take(name: str) -> Tensor:
+        taken[name] = True
+        return folder.read(name)
+
+    found = adapters(model)
+    names = stored_names(found.values())
+    values = {f"{at}.{n}": v for at, adapter in found.items() for n, v in adapter.imported(take, names)}
+    values |= dict(_saved_modules(model, config, host, take))
+    left = sorted(folder.names.keys() - merged_over_stages(taken, ctx).keys())
+    if left:
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        raise CheckpointError(
+            f"{path}: nothing takes {', '.join(left[:5])}{more}; adapter.targets have to name what the adapter has, and "
+            "the base has to be the one that it was made for"
+        )
+    yield from values.items()
+
+
+def _saved_modules(model: nn.Module, config: Config, host: PluginHost, take: Any) -> Iterator[tuple[str, Tensor]]:
+    rules = external_rules(config, host)
+    for name in saved_parameters(model, config.section(AdapterConfig)):
+        rule = rules[name]
+        yield name, rule.import_value([take(source) for source in rule.sources])
+
+
+def saved_parameters(model: nn.Module, options: AdapterConfig) -> list[str]:
+    """Canonical names of the parameters of modules_to_save."""
+    names = [name for name, _ in model.named_parameters() if ".adapter." not in name]
+    return [n for n in names if any(fits(n.rpartition(".")[0], pattern) for pattern in options.modules_to_save)]
+
+
+# -- writing ------------------------------------------------------------------------------------------
+
+
+def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> None:
+    """Write the adapter of a run as a folder that `PeftModel.from_pretrained` loads. The base is left out.
+
+    Raises ConfigError for a run without an adapter, and for one that PEFT's format cannot express.
+    """
+    refuse_layout("peft", options)
+    config = model_config(source, host)
+    if not config.section(AdapterConfig).is_on:
+        raise ConfigError("--saver peft writes adapters, and this checkpoint has none ([adapter] has type=none)")
+    model = build_model(config, host, "meta")
+    if hasattr(source, "note_read"):  # of a conversion, which requires that each tensor of the source is written
+        for name in source.shapes():
+            source.note_read(name, 0)
+    tensors = {f"{PREFIX}{n}": t.contiguous().clone() for n, t in exported(model, config, source, host)}
+    content = adapter_config(model, config, host, source.metadata["config"].get("checkpoint", {}).get("load"))
+    with closing(output_folder(path, None)) as folder:
+        folder.write_small(WEIGHTS, safetensors.torch.save(tensors, metadata={"format": "pt"}))
+        folder.write_small(CONFIG, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+        folder.commit({WEIGHTS, CONFIG})
+
+
+def exported(
+    model: nn.Module, config: Config, source: CheckpointReader, host: PluginHost
+) -> Iterator[tuple[str, Tensor]]:
+    """(name in PEFT's format without the prefix, tensor)"""
+    found = adapters(model)
+    names = stored_names(found.values())
+    for at, adapter in found.items():
+        yield from adapter.exported(values_of(at, adapter, source), names)
+    rules = external_rules(config, host)
+    for name in saved_parameters(model, config.section(AdapterConfig)):
+        yield from zip(rules[name].sources, rules[name].export_value(source.read(MODEL + name)), strict=True)
+
+
+def values_of(path: str, adapter: Adapter, source: CheckpointReader) -> Values:
+    return {name: source.read(f"{MODEL}{path}.{name}") for name in adapter.layouts}
+
+
+def adapter_config(model: nn.Module, config: Config, host: PluginHost, base: str | None) -> dict[str, Any]:
+    """The contents of adapter_config.json."""
+    options, found = config.section(AdapterConfig), list(adapters(model).values())
+    parts = [part for adapter in found for part in adapter.parts]
+    modules = [part.name for part in parts if part.parameter is None and part.name is not None]
+    layers = adaptable_layers(model, config, host)
+    others = {p.name for layer in layers for p in layer.parts if p.parameter is None and p.name} - set(modules)
+    keys = type(found[0]).peft_keys(found, options) if found else {}
+    parameters = sorted({f"{part.name}.{part.parameter}" for part in parts if part.parameter is not None})
+    named = shortened([name for name in modules if not _is_of_expert(name)], others)
+    return written_config(
+        type(found[0]).peft_type,
+        {
+            "target_modules": named,
+            **({"target_parameters": shortened_parameters(parameters)} if parameters else {}),
+            **keys,
+            "fan_in_fan_out": any(part.transposed for part in parts if part.parameter is None),
+            "modules_to_save": options.modules_to_save or None,
+        },
+        base,
+    )
+
+
+def _is_of_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+def shortened_parameters(names: Iterable[str]) -> list[str]:
+    """The module and the parameter, as ends of names."""
+    return sorted({".".join(name.split(".")[-3:]) for name in names})
