@@ -79,6 +79,6 @@ def check_adapter(config: Config) -> None:
         raise ConfigError("adapter.trainable_token_indices names an id twice")
     if config.precision.fp8_format != "none":
         raise ConfigError(
-            f"precision.fp8_format={config.precision.fp8_format} quantizes the products of the frozen layers too, which "
-            "adapters are not proved with; set it to none"
+            f"precision.fp8_format={config.precision.fp8_format} quantizes the products of the frozen layers too, "
+            "which adapters are not proved with; set it to none"
         )
