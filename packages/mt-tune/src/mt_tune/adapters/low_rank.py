@@ -1,7 +1,7 @@
 """LoRA and DoRA: y = W x + s B A x (Hu et al., 2021; Liu et al., 2024), of the parts of a fused layer each by itself.
 
-A fused layer (queries, keys and values) has one A with the rows of all parts under each other, so that its input is read
-once, and one B in the order of the layer's rows, which is divided over ranks as they are:
+A fused layer (queries, keys and values) has one A with the rows of all parts under each other, so that its input is
+read once, and one B in the order of the layer's rows, which is divided over ranks as they are:
 
     h = A x                    [R], R the sum of the parts' ranks
     y = W x + (C * B[:, c]) h  C [out, R]: the scale of a row's part at the columns of the part, 0 elsewhere
@@ -60,8 +60,8 @@ def ranked(parts: Sequence[Part], config: AdapterConfig) -> tuple[RankedPart, ..
 class LowRankAdapter(Adapter):
     """LoRA of a layer [out, in]: lora_A [R, in], lora_B [out, largest rank]."""
 
-    lora_A: Tensor
-    lora_B: Tensor
+    lora_A: Tensor  # noqa: N815
+    lora_B: Tensor  # noqa: N815
     coefficients: Tensor | None
 
     def __init__(self, layer: Layer, config: AdapterConfig, ctx: ParallelContext) -> None:
@@ -296,10 +296,8 @@ class ExpertsAdapter(LowRankAdapter):
     def after(self, x: Tensor, out: Tensor, layer: LayoutModule, **options: Any) -> Tensor:
         groups, read, written = options["groups"], options.get("read"), options.get("written")
         product, b = self.product, self.wide_b()
-        if read is not None:
-            h = product.of_tokens(x, self.lora_A, groups, read)
-        else:
-            h = product(x, self.lora_A, groups)
+        a = self.lora_A
+        h = product(x, a, groups) if read is None else product.of_tokens(x, a, groups, read)
         return out + (product(h, b, groups) if written is None else product.to_tokens(h, b, groups, written))
 
     # -- PEFT: fused parameters, or modules for each expert ---------------------------------------------

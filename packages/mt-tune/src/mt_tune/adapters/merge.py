@@ -69,8 +69,8 @@ def refuse_shared_weight(adapter: Adapter, model: Any) -> None:
     tied = not getattr(model, "untie_embeddings_and_output_weights", True)
     if tied and adapter.kind in ("embedding", "output") and not adapter.covers_tied_weight:
         raise ConfigError(
-            f"{adapter.layer_path} is tied: token embeddings and LM head are one matrix, and the adapter changes one of "
-            "them. Untie them in the base (model.untie_embeddings_and_output_weights), or serve the adapter unmerged"
+            f"{adapter.layer_path} is tied: token embeddings and LM head are one matrix, and the adapter changes one "
+            "of them. Untie them in the base (model.untie_embeddings_and_output_weights), or serve the adapter unmerged"
         )
 
 

@@ -30,6 +30,9 @@ from mt_tune.adapters.targets import Part, adaptable_layers, external_rules, fit
 
 WEIGHTS = "adapter_model.safetensors"
 OLD_WEIGHTS = "adapter_model.bin"
+RENAMED = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"})
+"""Ends of target modules of a model with experts that PEFT takes for the fused experts, wherever they stand: dense layers
+and shared experts are named by their parameters instead."""
 
 
 class PeftFolder:
@@ -49,8 +52,8 @@ class PeftFolder:
         """A tensor by its name without the prefix. Raises CheckpointError for one that is not there."""
         if name not in self.names:
             raise CheckpointError(
-                f"{self.path}: has no tensor {PREFIX}{name}, which [adapter] and the base make; is the adapter of another "
-                "base, or do adapter.targets name more than it has?"
+                f"{self.path}: has no tensor {PREFIX}{name}, which [adapter] and the base make; is the adapter of "
+                "another base, or do adapter.targets name more than it has?"
             )
         tensor: Tensor = self._file.read(self.names[name])
         return tensor
@@ -112,8 +115,8 @@ def read_values(
     if left:
         more = f" and {len(left) - 5} more" if len(left) > 5 else ""
         raise CheckpointError(
-            f"{path}: nothing takes {', '.join(left[:5])}{more}; adapter.targets have to name what the adapter has, and "
-            "the base has to be the one that it was made for"
+            f"{path}: nothing takes {', '.join(left[:5])}{more}; adapter.targets have to name what the adapter has, "
+            "and the base has to be the one that it was made for"
         )
     yield from values.items()
 
@@ -176,16 +179,19 @@ def adapter_config(model: nn.Module, config: Config, host: PluginHost, base: str
     """The contents of adapter_config.json."""
     options, found = config.section(AdapterConfig), list(adapters(model).values())
     parts = [part for adapter in found for part in adapter.parts]
-    modules = [part.name for part in parts if part.parameter is None and part.name is not None]
     layers = adaptable_layers(model, config, host)
-    others = {p.name for layer in layers for p in layer.parts if p.parameter is None and p.name} - set(modules)
+    renamed = RENAMED if any(layer.kind == "experts" for layer in layers) else frozenset()
+    named = [part.name for part in parts if part.parameter is None and part.name is not None]
+    modules = [name for name in named if name.rpartition(".")[2] not in renamed]
+    others = {p.name for layer in layers for p in layer.parts if p.parameter is None and p.name} - set(named)
     keys = type(found[0]).peft_keys(found, options) if found else {}
-    parameters = sorted({f"{part.name}.{part.parameter}" for part in parts if part.parameter is not None})
-    named = shortened([name for name in modules if not _is_of_expert(name)], others)
+    parameters = {f"{part.name}.{part.parameter}" for part in parts if part.parameter is not None}
+    parameters |= {f"{name}.weight" for name in named if name not in modules and not _is_of_expert(name)}
+    targets = shortened([name for name in modules if not _is_of_expert(name)], others)
     return written_config(
         type(found[0]).peft_type,
         {
-            "target_modules": named,
+            "target_modules": targets,
             **({"target_parameters": shortened_parameters(parameters)} if parameters else {}),
             **keys,
             "fan_in_fan_out": any(part.transposed for part in parts if part.parameter is None),

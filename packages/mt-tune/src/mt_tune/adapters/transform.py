@@ -56,8 +56,8 @@ def _attach(layer: Layer, options: AdapterConfig, ctx: ParallelContext) -> None:
     build = BUILD.get((options.type, layer.kind))
     if build is None:
         raise ConfigError(
-            f"adapter.targets selects {layer.path} ({layer.kind}), which adapter.type={options.type} does not serve; add "
-            "it to adapter.excluded"
+            f"adapter.targets selects {layer.path} ({layer.kind}), which adapter.type={options.type} does not serve; "
+            "add it to adapter.excluded"
         )
     adapter = build(layer, options, ctx)
     if layer.kind != "router":
@@ -78,8 +78,8 @@ def _require_used(options: AdapterConfig, used: dict[str, bool]) -> None:
     unused = [pattern for pattern in options.targets if pattern not in used]
     if unused and options.type != "trainable_tokens":
         raise ConfigError(
-            f"adapter.targets: no layer has the name {', '.join(unused)}; names are those of mt ckpt inspect or of Hugging "
-            "Face's modules, such as linear_qkv, q_proj, or all-linear"
+            f"adapter.targets: no layer has the name {', '.join(unused)}; names are those of mt ckpt inspect or of "
+            "Hugging Face's modules, such as linear_qkv, q_proj, or all-linear"
         )
 
 
