@@ -22,8 +22,8 @@ IGNORED = frozenset(
         "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
         "inference_mode", "target_modules", "exclude_modules", "target_parameters", "layers_to_transform",
         "layers_pattern", "modules_to_save", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
-        "rank_pattern", "alpha_pattern", "trainable_token_indices", "init_lora_weights", "fan_in_fan_out", "megatron_core",
-        "megatron_config", "projection_prng_key", "save_projection", "vera_dropout", "d_initial",
+        "rank_pattern", "alpha_pattern", "trainable_token_indices", "init_lora_weights", "fan_in_fan_out",
+        "megatron_core", "megatron_config", "projection_prng_key", "save_projection", "vera_dropout", "d_initial",
         "feedforward_modules", "init_ia3_weights", "init_weights", "token_indices", "qalora_group_size",
         "loftq_config", "runtime_config", "ensure_weight_tying", "bias",
     }
@@ -60,8 +60,8 @@ def _require_plain(file: Path, content: Mapping[str, Any]) -> None:
     reduces = isinstance(init, str) and init.split("_niter")[0] in ("pissa", "olora", "corda", "loftq", "lora_ga")
     if reduces:
         raise ConfigError(
-            f"{file}: init_lora_weights={init!r}: the adapter belongs to a base that was reduced by its initial values, "
-            "not to the original one; save it with path_initial_model_for_weight_conversion, which converts it"
+            f"{file}: init_lora_weights={init!r}: the adapter belongs to a base that was reduced by its initial "
+            "values, not to the original one; save it with path_initial_model_for_weight_conversion, which converts it"
         )
 
 

@@ -31,8 +31,8 @@ from mt_tune.adapters.targets import Part, adaptable_layers, external_rules, fit
 WEIGHTS = "adapter_model.safetensors"
 OLD_WEIGHTS = "adapter_model.bin"
 RENAMED = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"})
-"""Ends of target modules of a model with experts that PEFT takes for the fused experts, wherever they stand: dense layers
-and shared experts are named by their parameters instead."""
+"""Ends of target modules of a model with experts that PEFT takes for the fused experts, wherever they stand: dense
+layers and shared experts are named by their parameters instead."""
 
 
 class PeftFolder:
