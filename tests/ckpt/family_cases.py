@@ -102,6 +102,11 @@ def moe_case(family: str, stem: str, **keys: Any) -> Case:
     return Case(family, f"{stem}ForCausalLM", f"{stem}Config", {**MOE, **keys})
 
 
+def dense(family: str, stem: str, **keys: Any) -> Case:
+    """One whose default ids of special tokens are beyond a small vocabulary."""
+    return causal(family, stem, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")), **keys)
+
+
 def latent(generation: str, **keys: Any) -> Case:
     stem = f"Deepseek{generation}"
     return Case("deepseek", f"{stem}ForCausalLM", f"{stem}Config", {**LATENT, **keys})
@@ -194,6 +199,53 @@ CASES: dict[str, Case] = {
         "Gemma3TextConfig",
         {**DECODER, "head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
         | {"num_hidden_layers": 4},
+    ),
+    "phi3": dense("phi3", "Phi3", sliding_window=5),
+    "phi3 longrope, three quarters of each head, tied": dense(
+        "phi3",
+        "Phi3",
+        original_max_position_embeddings=8,
+        rope_parameters={
+            "rope_type": "longrope",
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [2.0, 4.0, 8.0],
+        },
+        tie_word_embeddings=True,
+    ),
+    "smollm3": dense("smollm3", "SmolLM3", no_rope_layer_interval=2),
+    "ministral3": dense(
+        "ministral3",
+        "Ministral3",
+        head_dim=12,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 6,
+            "rope_theta": 1e6,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
+    "olmo2": dense("olmo", "Olmo2"),
+    "olmo3": dense("olmo", "Olmo3", sliding_window=5, layer_types=["sliding_attention"] * 2 + ["full_attention"]),
+    "exaone4": dense("exaone4", "Exaone4", sliding_window=5, sliding_window_pattern=3),
+    "seed_oss": dense("seed_oss", "SeedOss", head_dim=12),
+    "granite": dense(
+        "granite",
+        "Granite",
+        attention_multiplier=0.2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        logits_scaling=2.0,
+    ),
+    "ernie4_5": dense("ernie4_5", "Ernie4_5", head_dim=12),
+    "hunyuan_v1_dense": dense(
+        "hunyuan",
+        "HunYuanDenseV1",
+        head_dim=12,
+        rope_parameters={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
     ),
     "mixtral": moe_case("mixtral", "Mixtral", num_local_experts=4),
     "mixtral tied, wide heads": moe_case(

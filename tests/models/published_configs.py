@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.models.published_dense import PUBLISHED_DENSE
+
 INFINITY = float("inf")
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -494,6 +496,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-2-9b": ("gemma", GEMMA2_9B),
     "gemma-3-1b": ("gemma", GEMMA3_1B),
     "gemma-3-270m": ("gemma", GEMMA3_270M),
+    **PUBLISHED_DENSE,
     "mixtral-8x7b": ("mixtral", MIXTRAL_8X7B),
     "mixtral-8x22b": ("mixtral", MIXTRAL_8X22B),
     "qwen1.5-moe-a2.7b": ("qwen_moe", QWEN15_MOE),

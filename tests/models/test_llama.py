@@ -187,7 +187,9 @@ SMALL = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_si
         ({"num_query_groups": 3}, "num_query_groups=3 does not divide.*it can be 1, 2 or 4"),
         ({"kv_channels": 7}, "kv_channels=7 is odd"),
         ({"max_position_embeddings": 8}, "data.seq_length=16 is longer than the 8 positions.*use at most 8"),
-        ({"rope_scaling_type": "longrope"}, "rope_scaling_type.*'none', 'linear', 'dynamic', 'llama3' or 'yarn'"),
+        ({"rope_scaling_type": "su"}, "rope_scaling_type.*'none', 'linear', .*'llama3', 'yarn' or 'longrope'"),
+        ({"rope_scaling_type": "longrope"}, "rope_short_factor is not set.*one for each of the 4 frequencies"),
+        ({"rope_scaling_type": "ntk"}, "needs model.rope_ntk_alpha"),
         ({"rope_scaling_type": "yarn"}, "rope_scaling_type=yarn needs model.rope_scaling_factor"),
         ({"rope_scaling_factor": 2.0}, "would be ignored: it only counts when model.rope_scaling_type is linear or"),
         (

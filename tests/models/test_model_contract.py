@@ -54,7 +54,15 @@ RETRO |= {"retro_chunk_length": 4, "retro_cross_attention_layers": [2], "positio
 
 @pytest.mark.parametrize(
     "keys",
-    [MODELS["gpt_neox"], MODELS["gemma3"], MODELS["hybrid"] | {"position_embedding_type": "rope"}, RETRO],
+    [
+        MODELS["gpt_neox"],
+        MODELS["gemma3"],
+        MODELS["phi3"],
+        MODELS["olmo"],
+        MODELS["ministral3"],
+        MODELS["hybrid"] | {"position_embedding_type": "rope"},
+        RETRO,
+    ],
     ids=lambda k: k["family"],
 )
 def test_only_the_first_forward_pass_moves_rotary_frequencies(keys, host) -> None:

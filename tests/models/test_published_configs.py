@@ -10,7 +10,7 @@ from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.specs import MODELS
 
-WRITTEN_OTHERWISE = {"rope_scaling", "time_step_limit", "text_config", "vision_config", "hidden_act"}
+WRITTEN_OTHERWISE = {"rope_scaling", "time_step_limit", "text_config", "vision_config", "hidden_act", "rope_parameters"}
 """Keys whose values have several spellings."""
 WITHOUT_EFFECT = {
     "qwen2-7b": {"sliding_window"},
@@ -18,6 +18,7 @@ WITHOUT_EFFECT = {
     "qwen2.5-vl-7b": {"sliding_window"},
     "deepseek-v2-lite": {"n_group", "topk_group"},
     "smolvlm2-500m": {"model_type", "architectures"},
+    "exaone-4.0-32b": {"sliding_window_pattern"},
 }
 """Keys that other keys of the same file switch off, and types that compute the same as the one that is written."""
 KEPT = {"max_position_embeddings", "decoder_start_token_id"}

@@ -17,6 +17,7 @@ from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.norm import Norm, Normalization, build_head_norm
 from mt_core.parallel.collectives import gather_from
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.norm import WideRMSNorm
 from mt_models.blocks.rotary import RotaryAngles, plain_rotary, rotary_features
 
 
@@ -58,7 +59,9 @@ class SelfAttention(nn.Module):
     heads, then its key head, then its value head. Tensor parallelism gives each rank whole groups. With more ranks than
     groups, ranks share a group and each has some of its query heads; the rows are padded to a multiple of the ranks.
     window: see AttentionPattern. qkv_bias, output_bias: of linear_qkv and linear_proj; default: as the
-    configuration's biases.
+    configuration's biases. rotates: False for a layer without positions. scales_queries: by RotaryAngles.query_scale.
+    norms_over_heads: q_layernorm and k_layernorm are over all heads together. norms_after_rotary: they are behind the
+    rotation.
     """
 
     def __init__(
@@ -70,10 +73,15 @@ class SelfAttention(nn.Module):
         window: int | None = None,
         qkv_bias: bool | None = None,
         output_bias: bool | None = None,
+        rotates: bool = True,
+        scales_queries: bool = False,
+        norms_over_heads: bool = False,
+        norms_after_rotary: bool = False,
     ) -> None:
         super().__init__()
         self.core = core
         self.window = window
+        self.rotates, self.scales_queries, self.norms_after_rotary = rotates, scales_queries, norms_after_rotary
         self.query_groups = config.query_groups
         self.heads_per_group = config.num_attention_heads // config.query_groups
         self.head_dim = config.head_dim
@@ -106,7 +114,10 @@ class SelfAttention(nn.Module):
         self.query_scale = 1.0  # of the queries, behind their norm
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
-        if config.qk_layernorm:
+        if config.qk_layernorm and norms_over_heads:
+            self.q_layernorm = WideRMSNorm(config.num_attention_heads, config.head_dim, config.norm_epsilon, ctx)
+            self.k_layernorm = WideRMSNorm(config.query_groups, config.head_dim, config.norm_epsilon, ctx)
+        elif config.qk_layernorm:
             self.q_layernorm = build_head_norm(config.normalization, config.head_dim, config.norm_epsilon, ctx)
             self.k_layernorm = build_head_norm(config.normalization, config.head_dim, config.norm_epsilon, ctx)
 
@@ -131,7 +142,8 @@ class SelfAttention(nn.Module):
         norms = (self.q_layernorm, self.k_layernorm)
         in_kernel = all(isinstance(norm, Norm) and norm.kernel_name == "rms_norm" for norm in norms)
         plain = self.q_layernorm is None and self.query_scale == 1.0
-        return not_overridden and (in_kernel or plain) and self.ranks_per_group == 1
+        in_order = plain or not self.norms_after_rotary
+        return not_overridden and (in_kernel or plain) and in_order and self.ranks_per_group == 1
 
     def _head_norms(self) -> HeadNorms | None:
         q_norm, k_norm = self.q_layernorm, self.k_layernorm
@@ -143,7 +155,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
         # Keys are cached after rotation: their positions never change, and a decode step rotates the new key alone.
-        q, k, v = self.project_and_rotate(x, None if angles is None else angles.within(self.window))
+        rotation = angles.within(self.window) if angles is not None and self.rotates else None
+        q, k, v = self.project_and_rotate(x, rotation)
+        if self.scales_queries and angles is not None and angles.query_scale is not None:
+            q = q * angles.query_scale.to(q.dtype)
         # Layers of one model may differ in their window, so the pattern that all share gets this layer's here.
         within = pattern.within(self.window)
 
@@ -178,11 +193,13 @@ class SelfAttention(nn.Module):
             q, k, v = self.split_and_rotate(qkv, angles.cos, angles.sin, self.rotary_interleaved, norms)
             return q, k, v
         q, k, v = self.project(x)
-        # Before the positions, as in Qwen3 and Gemma 3: norm and rotation do not commute where the norm has a weight.
-        q, k = self.normalize(q, k)
+        # Before the positions in Qwen3 and Gemma 3, behind them in Hunyuan: norm and rotation do not commute where the
+        # norm has a weight.
+        if not self.norms_after_rotary:
+            q, k = self.normalize(q, k)
         if angles is not None:
             q, k = self.apply_rotary(q, k, angles.cos, angles.sin, self.rotary_interleaved)
-        return q, k, v
+        return (*self.normalize(q, k), v) if self.norms_after_rotary else (q, k, v)
 
     def groups_of_rows(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, G, N / G + 2, D]: of each group its queries, its key and its value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -37,8 +38,19 @@ def check_tensor_parallel(config: Config, *, query_groups: int, ffn_size: int, h
         )
 
 
-RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
-SCALED = ("linear", "dynamic", "llama3", "yarn")
+RopeScaling = Literal["none", "linear", "dynamic", "ntk", "llama3", "yarn", "longrope"]
+SCALED = ("linear", "dynamic", "llama3", "yarn", "longrope")
+BY_LENGTH = ("dynamic", "longrope")
+"""Scalings whose frequencies depend on the length of the sequence."""
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Queries at position p are multiplied by 1 + beta ln(1 + floor((p + offset) / length))."""
+
+    beta: float
+    length: int
+    offset: int = 0
 
 
 class DecoderConfig(ModelConfig):
@@ -78,11 +90,21 @@ class DecoderConfig(ModelConfig):
     """Base of the rotary wavelengths."""
     rope_scaling_type: RopeScaling = "none"
     """How rotary frequencies are changed for longer sequences: linear (position interpolation), dynamic (NTK-aware,
-    by the length of the sequence), llama3 (low frequencies only) or yarn."""
+    by the length of the sequence), ntk (NTK-aware, by a fixed factor), llama3 (low frequencies only), yarn, or longrope
+    (a factor for each frequency)."""
     rope_scaling_factor: Annotated[float, Field(ge=1)] | None = used_when(None, rope_scaling_type=SCALED)
-    """Ratio of the longest sequence to that before scaling."""
-    original_max_position_embeddings: PositiveInt | None = used_when(None, rope_scaling_type=("llama3", "yarn"))
+    """Ratio of the longest sequence to that before scaling. longrope: default max_position_embeddings /
+    original_max_position_embeddings."""
+    original_max_position_embeddings: PositiveInt | None = used_when(
+        None, rope_scaling_type=("llama3", "yarn", "longrope")
+    )
     """Positions before scaling. Default: max_position_embeddings."""
+    rope_ntk_alpha: Annotated[float, Field(gt=0)] | None = used_when(None, rope_scaling_type="ntk")
+    """The base is multiplied by this to the power d / (d - 2), with d rotated channels."""
+    rope_short_factor: list[float] | None = used_when(None, rope_scaling_type="longrope")
+    """A divisor for each frequency, in sequences of at most original_max_position_embeddings."""
+    rope_long_factor: list[float] | None = used_when(None, rope_scaling_type="longrope")
+    """A divisor for each frequency, in longer sequences."""
     rope_low_freq_factor: Annotated[float, Field(gt=0)] = used_when(1.0, rope_scaling_type="llama3")
     """Frequencies that turn fewer times than this over the original positions are divided by the factor."""
     rope_high_freq_factor: Annotated[float, Field(gt=0)] = used_when(4.0, rope_scaling_type="llama3")
@@ -93,9 +115,12 @@ class DecoderConfig(ModelConfig):
     """Frequencies that turn fewer times than this over the original positions are divided by the factor."""
     rope_truncate: bool = used_when(True, rope_scaling_type="yarn")
     """Round the range of blended channels outwards to whole channels."""
-    rope_attention_factor: Annotated[float, Field(gt=0)] | None = used_when(None, rope_scaling_type="yarn")
-    """Multiplies queries and keys. Default: m(rope_mscale) / m(rope_mscale_all_dim) when both are set, else m(1),
-    with m(x) = 0.1 x ln(rope_scaling_factor) + 1."""
+    rope_attention_factor: Annotated[float, Field(gt=0)] | None = used_when(
+        None, rope_scaling_type=("yarn", "longrope")
+    )
+    """Multiplies queries and keys. Default with yarn: m(rope_mscale) / m(rope_mscale_all_dim) when both are set, else
+    m(1), with m(x) = 0.1 x ln(rope_scaling_factor) + 1; with longrope sqrt(1 + ln(rope_scaling_factor) /
+    ln(original_max_position_embeddings))."""
     rope_mscale: Annotated[float, Field(ge=0)] | None = used_when(None, rope_scaling_type="yarn")
     """See rope_attention_factor."""
     rope_mscale_all_dim: Annotated[float, Field(ge=0)] | None = used_when(None, rope_scaling_type="yarn")
@@ -144,6 +169,41 @@ class DecoderConfig(ModelConfig):
         """The sliding window of a layer, counted from 0; None: it sees everything before."""
         return None
 
+    # Layers that differ from Llama's. A family that has one of these answers by its own property or method.
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has rotary positions; False: it has none (NoPE)."""
+        return True
+
+    def scales_queries(self, layer: int) -> bool:
+        """Whether the queries of a layer grow with their positions, by `query_scaling`."""
+        return False
+
+    @property
+    def query_scaling(self) -> QueryScaling | None:
+        """How queries grow with their positions."""
+        return None
+
+    @property
+    def rotary_base_in_windows(self) -> float | None:
+        """The base of the unscaled frequencies of layers with a window; None: these have the frequencies of all."""
+        return None
+
+    @property
+    def norms_of_branches(self) -> bool:
+        """x + norm(f(x)) in place of x + f(norm(x))."""
+        return False
+
+    @property
+    def qk_layernorm_over_heads(self) -> bool:
+        """Queries and keys are normalized over all heads together, in place of each head."""
+        return False
+
+    @property
+    def qk_layernorm_after_rotary(self) -> bool:
+        """Norms of heads are behind the rotation."""
+        return False
+
     # Fixed values for keys of the shared blocks that the family does not expose.
 
     @property
@@ -188,15 +248,37 @@ class RMSNormDecoderConfig(DecoderConfig):
         return "RMSNorm"
 
 
+class PartialRotaryConfig(RMSNormDecoderConfig):
+    """A decoder that rotates a share of the channels of each head."""
+
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of each head that is rotated, its first channels."""
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def rotary_dim_key(self) -> str:
+        if self.rotary_percent == 1.0:
+            return super().rotary_dim_key
+        return f"model.rotary_percent={self.rotary_percent} of {self.head_dim} channels"
+
+
 def check_decoder(config: Config) -> None:
     """Raise ConfigError for heads that do not divide, incomplete rope scaling, or samples that are too long."""
     model = config.model
     assert isinstance(model, DecoderConfig)
     _check_heads(model)
+    if model.qk_layernorm_over_heads:
+        # The norm of the keys is sharded as the keys are: whole heads for each rank.
+        size = config.parallel.tensor_model_parallel_size
+        must_divide("parallel.tensor_model_parallel_size", size, "model.num_query_groups", model.query_groups)
     check_tensor_parallel(
         config, query_groups=model.query_groups, ffn_size=model.ffn_size, heads=model.num_attention_heads
     )
     _check_rope_scaling(model)
+    _check_whole_sequences(config, model)
     if config.data.seq_length > model.max_sequence_length:
         raise ConfigError(
             f"data.seq_length={config.data.seq_length} is longer than the {model.max_sequence_length} positions of the "
@@ -226,12 +308,21 @@ def _check_heads(model: DecoderConfig) -> None:
             f"{model.rotary_dim_key}={model.rotary_dim} is odd; rotary positions turn pairs of channels, so it has to "
             "be even"
         )
+    if model.rotary_dim == 0:
+        raise ConfigError(
+            f"{model.rotary_dim_key} leaves none to rotate; model.rotary_percent has to be at least "
+            f"{2 / model.head_dim:.3g}"
+        )
 
 
 def _check_rope_scaling(model: DecoderConfig) -> None:
     if model.rope_scaling_type == "none":
         return
-    if model.rope_scaling_factor is None:
+    if model.rope_scaling_type == "ntk":
+        _check_ntk(model)
+    elif model.rope_scaling_type == "longrope":
+        _check_longrope(model)
+    elif model.rope_scaling_factor is None:
         raise ConfigError(
             f"model.rope_scaling_type={model.rope_scaling_type} needs model.rope_scaling_factor, the ratio of the "
             "longest sequence to that before scaling (at least 1)"
@@ -253,6 +344,43 @@ def _check_rope_scaling(model: DecoderConfig) -> None:
     # The base is raised to D / (D - 2).
     if model.rope_scaling_type == "dynamic" and model.head_dim < 4:
         raise ConfigError(f"model.rope_scaling_type=dynamic needs heads of at least 4 channels, not {model.head_dim}")
+
+
+def _check_ntk(model: DecoderConfig) -> None:
+    if model.rope_ntk_alpha is None:
+        raise ConfigError("model.rope_scaling_type=ntk needs model.rope_ntk_alpha")
+    if model.rotary_dim < 4:
+        raise ConfigError(f"model.rope_scaling_type=ntk needs heads of at least 4 channels, not {model.rotary_dim}")
+
+
+def _check_longrope(model: DecoderConfig) -> None:
+    for key in ("rope_short_factor", "rope_long_factor"):
+        factors = getattr(model, key)
+        if factors is None or len(factors) != model.rotary_dim // 2:
+            given = "is not set" if factors is None else f"has {len(factors)} numbers"
+            raise ConfigError(
+                f"model.{key} {given}; model.rope_scaling_type=longrope needs one for each of the "
+                f"{model.rotary_dim // 2} frequencies"
+            )
+        if min(factors) <= 0:
+            raise ConfigError(f"model.{key} has {min(factors)}; frequencies are divided by it, so it has to be above 0")
+    if (original := model.original_max_position_embeddings or model.max_position_embeddings) < 2:
+        raise ConfigError(
+            f"model.original_max_position_embeddings={original} is below 2; model.rope_scaling_type=longrope divides "
+            "by its logarithm"
+        )
+
+
+def _check_whole_sequences(config: Config, model: DecoderConfig) -> None:
+    """Raise ConfigError where frequencies depend on the length of a sequence and a rank sees a part of it."""
+    original = model.original_max_position_embeddings or model.max_position_embeddings
+    size = config.parallel.context_parallel_size
+    if size > 1 and model.rope_scaling_type in BY_LENGTH and config.data.seq_length > original:
+        raise ConfigError(
+            f"parallel.context_parallel_size={size} divides sequences, and model.rope_scaling_type="
+            f"{model.rope_scaling_type} chooses frequencies by the length of a whole one; data.seq_length="
+            f"{config.data.seq_length} can be at most {original} with it"
+        )
 
 
 # -- encoders ----------------------------------------------------------------------------------------

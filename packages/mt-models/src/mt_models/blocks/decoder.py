@@ -21,7 +21,7 @@ from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.config import DecoderConfig
 from mt_models.blocks.rotary import RotaryAngles, build_rotary
-from mt_models.blocks.transformer import LayerConfigLike, TransformerLayer, TransformerStack
+from mt_models.blocks.transformer import BranchNormLayer, LayerConfigLike, TransformerLayer, TransformerStack
 
 
 class EmbeddingConfigLike(Protocol):
@@ -271,14 +271,29 @@ def freeze(module: nn.Module) -> None:
 
 
 def rotary_layer(config: DecoderConfig, context: ModelBuildContext, number: int) -> TransformerLayer:
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); biases, norms of heads, the window and the feed-forward
-    (dense or MoE) are those of the configuration."""
+    """x + attention(norm(x)), then x + feed_forward(norm(x)), or the norms behind; biases, norms of heads, the window,
+    positions and the feed-forward (dense or MoE) are those of the configuration."""
     ctx, window = context.parallel, config.window_of(number)
     core = attention_core(config, context, window=window)
-    attention = SelfAttention(
-        config, core, ctx, window=window, qkv_bias=config.add_qkv_bias, output_bias=config.add_attention_output_bias
+    attention = rotary_attention(config, core, ctx, number)
+    layer = BranchNormLayer if config.norms_of_branches else TransformerLayer
+    return layer(config, core, context.feed_forward(config.feed_forward, config, number), ctx, attention)
+
+
+def rotary_attention(config: DecoderConfig, core: AttentionCore, ctx: ParallelContext, number: int) -> SelfAttention:
+    """The attention of layer `number`."""
+    return SelfAttention(
+        config,
+        core,
+        ctx,
+        window=config.window_of(number),
+        qkv_bias=config.add_qkv_bias,
+        output_bias=config.add_attention_output_bias,
+        rotates=config.rotates(number),
+        scales_queries=config.scales_queries(number),
+        norms_over_heads=config.qk_layernorm_over_heads,
+        norms_after_rotary=config.qk_layernorm_after_rotary,
     )
-    return TransformerLayer(config, core, context.feed_forward(config.feed_forward, config, number), ctx, attention)
 
 
 def build_rotary_decoder(config: DecoderConfig, context: ModelBuildContext) -> RotaryDecoder:

@@ -76,6 +76,10 @@ def norm_rules(norms: Mapping[str, str]) -> list[Rule]:
 
 
 PRE_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+BRANCH_NORMS = {
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
 QK_NORMS = {"self_attention.q_layernorm": "self_attn.q_norm", "self_attention.k_layernorm": "self_attn.k_norm"}
 
 
@@ -131,6 +135,32 @@ def export_shape(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+# -- which layers have a window --------------------------------------------------------------------
+
+
+def layer_types(config: DecoderConfig) -> list[str]:
+    return [FULL if config.window_of(i) is None else SLIDING for i in range(config.num_layers)]
+
+
+def import_pattern(external: Mapping[str, Any], default: int) -> int:
+    """sliding_window_pattern from layer_types, if it is given: every so many layers one has no window."""
+    kinds = external.get("layer_types")
+    if kinds is None:
+        return external.get("sliding_window_pattern") or external.get("_sliding_window_pattern") or default
+    # The first global layer gives the period. Without any, a period beyond the last layer says the same.
+    pattern = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
+    if kinds != [SLIDING if (i + 1) % pattern else FULL for i in range(len(kinds))]:
+        raise ConfigError(f"layer_types={kinds} is not supported: every n-th layer has to be {FULL}, others {SLIDING}")
+    return pattern
+
+
+def require_full_attention(external: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a layer_types with another kind."""
+    others = {kind for kind in external.get("layer_types") or () if kind != FULL}
+    if others:
+        raise ConfigError(f"layer_types has {', '.join(sorted(others))}, which is not supported; it can be {FULL}")
+
+
 # -- rope scaling ----------------------------------------------------------------------------------
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -155,6 +185,13 @@ _SCALING_FIELDS: Mapping[str, Mapping[str, str]] = {
         "mscale_all_dim": "rope_mscale_all_dim",
         "truncate": "rope_truncate",
     },
+    "longrope": {
+        "factor": "rope_scaling_factor",
+        "original_max_position_embeddings": "original_max_position_embeddings",
+        "short_factor": "rope_short_factor",
+        "long_factor": "rope_long_factor",
+        "attention_factor": "rope_attention_factor",
+    },
 }
 """rope_type -> its parameters in Hugging Face's format -> keys of [model]."""
 
@@ -169,7 +206,7 @@ def require_even_heads(config: Heads, name: str) -> None:
         )
 
 
-_SCALING_PARAMETERS = {key for table in _SCALING_FIELDS.values() for key in table} | {"short_factor", "long_factor"}
+_SCALING_PARAMETERS = {key for table in _SCALING_FIELDS.values() for key in table}
 """Parameters of all types of transformers, also of those that no family here has."""
 
 
@@ -209,6 +246,17 @@ def import_rope(external: Mapping[str, Any], default_base: float = 10000.0) -> d
     table = rope_table(external, default_base)
     name = next((key for key in _TABLES if external.get(key)), "rope_theta")
     return {"rotary_base": float(table.pop("rope_theta")), **import_scaling(table, name)}
+
+
+def import_rope_and_share(
+    external: Mapping[str, Any], default_share: float, default_base: float = 10000.0
+) -> dict[str, Any]:
+    """The same for a class that rotates a share of each head, which stands in the table or beside it."""
+    table = rope_table(
+        external, default_base, partial_rotary_factor=external.get("partial_rotary_factor", default_share)
+    )
+    share = float(table.pop("partial_rotary_factor"))
+    return {**import_rope({"rope_parameters": table}), "rotary_percent": share}
 
 
 def import_partial_rope(
@@ -265,6 +313,7 @@ def export_rope(config: DecoderConfig) -> dict[str, Any]:
 def export_scaling(config: DecoderConfig) -> dict[str, Any] | None:
     if config.rope_scaling_type == "none":
         return None
+    require_known("model.rope_scaling_type", config.rope_scaling_type, ("none", *_SCALING_FIELDS))
     fields = _SCALING_FIELDS[config.rope_scaling_type]
     values = {theirs: getattr(config, ours) for theirs, ours in fields.items()}
     if "original_max_position_embeddings" in fields:
@@ -279,4 +328,4 @@ def _number(key: str, value: Any) -> Any:
     """Whole numbers of real-valued parameters are often written without a point."""
     if key in ("original_max_position_embeddings", "truncate"):
         return value
-    return float(value)
+    return [float(number) for number in value] if isinstance(value, list) else float(value)

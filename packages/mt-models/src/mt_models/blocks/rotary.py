@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mt_core.nn.kernels.request import Feature
-from mt_models.blocks.config import DecoderConfig
+from mt_models.blocks.config import DecoderConfig, QueryScaling
 
 
 def inverse_frequencies(rotary_dim: int, base: float) -> Tensor:
@@ -29,7 +29,7 @@ class RotaryAngles:
     """cos and sin of the angles of one forward pass: [B or 1, S, 1, rotary_dim / 2] in fp32, times `scale`.
 
     frequencies: on the device of the positions. in_window: the angles of layers with a sliding window, if these use
-    other frequencies.
+    other frequencies. query_scale [B or 1, S, 1, 1]: of queries that grow with their positions.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class RotaryAngles:
         angles = position_ids.to(torch.float32)[..., None, None] * frequencies
         self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
         self.in_window = in_window
+        self.query_scale: Tensor | None = None
 
     def within(self, window: int | None) -> RotaryAngles:
         """The angles of a layer with this window."""
@@ -90,8 +91,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 #
 # linear   w / s (Chen et al., Position Interpolation, 2023)
 # dynamic  the base times (s n / L - (s - 1))^(D / (D - 2)) for a sequence of n > L positions (NTK-aware scaling)
+# ntk      the base times alpha^(D / (D - 2)), whatever the length
 # llama3   w / s where it turns fewer than `low` times, w where more than `high` times, blended between (Llama 3.1)
 # yarn     the same with a ramp over channels, and queries and keys lengthened (Peng et al., YaRN, 2023)
+# longrope w / f_i, one list of factors up to L positions and one beyond, and queries and keys lengthened (Ding et al.,
+#          LongRoPE, 2024)
 #
 # Each is rounded in the order of Megatron and transformers, see `inverse_frequencies`.
 
@@ -143,10 +147,60 @@ class DynamicRotary:
         return 1.0 / wavelengths(self.rotary_dim, base, length.device)
 
 
-def build_rotary(config: DecoderConfig, base: float | None = None) -> Rotary:
-    """The rotary positions of a configuration; base: overrides config.rotary_base."""
-    base = config.rotary_base if base is None else base
-    frequencies = inverse_frequencies(config.rotary_dim, base)
+class LongRotary:
+    """Frequencies [D / 2] for sequences of at most `original` positions, and others for longer ones.
+
+    With a cache the length is the sequence's capacity, as in DynamicRotary.
+    """
+
+    def __init__(self, short: Tensor, long: Tensor, original: int, scale: float) -> None:
+        self.short, self.long, self.original, self.scale = short, long, original, scale
+
+    def angles(self, position_ids: Tensor, capacity: Tensor | None = None) -> RotaryAngles:
+        self.short, self.long = self.short.to(position_ids.device), self.long.to(position_ids.device)
+        length = position_ids.max() + 1 if capacity is None else capacity[..., None, None]
+        frequencies = torch.where(length > self.original, self.long, self.short)
+        return RotaryAngles(position_ids, frequencies, self.scale)
+
+
+class RotaryByWindow:
+    """Other frequencies in layers with a window."""
+
+    def __init__(self, rotary: Rotary, in_window: Rotary) -> None:
+        self.rotary, self.in_window = rotary, in_window
+
+    def angles(self, position_ids: Tensor, capacity: Tensor | None = None) -> RotaryAngles:
+        angles = self.rotary.angles(position_ids, capacity)
+        angles.in_window = self.in_window.angles(position_ids, capacity)
+        return angles
+
+
+class RotaryWithQueryScale:
+    """Angles together with the factor by which queries grow with their positions."""
+
+    def __init__(self, rotary: Rotary, scaling: QueryScaling) -> None:
+        self.rotary, self.scaling = rotary, scaling
+
+    def angles(self, position_ids: Tensor, capacity: Tensor | None = None) -> RotaryAngles:
+        angles, by = self.rotary.angles(position_ids, capacity), self.scaling
+        steps = torch.floor((position_ids.float() + by.offset) / by.length)
+        angles.query_scale = (1.0 + by.beta * torch.log1p(steps))[..., None, None]
+        return angles
+
+
+def build_rotary(config: DecoderConfig) -> Rotary:
+    """The rotary positions of a configuration, with all that differs between its layers."""
+    rotary = scaled_rotary(config)
+    if config.rotary_base_in_windows is not None:
+        local = inverse_frequencies(config.rotary_dim, config.rotary_base_in_windows)
+        rotary = RotaryByWindow(rotary, FixedRotary(local))
+    return rotary if config.query_scaling is None else RotaryWithQueryScale(rotary, config.query_scaling)
+
+
+def scaled_rotary(config: DecoderConfig) -> Rotary:
+    """The frequencies of a configuration, scaled as it says."""
+    base, size = config.rotary_base, config.rotary_dim
+    frequencies = inverse_frequencies(size, base)
     factor = config.rope_scaling_factor or 1.0
     original = config.original_max_position_embeddings or config.max_position_embeddings
     match config.rope_scaling_type:
@@ -155,12 +209,29 @@ def build_rotary(config: DecoderConfig, base: float | None = None) -> Rotary:
         case "linear":
             return FixedRotary(frequencies / factor)
         case "dynamic":
-            return DynamicRotary(config.rotary_dim, base, factor, original)
+            return DynamicRotary(size, base, factor, original)
+        case "ntk":
+            assert config.rope_ntk_alpha is not None
+            return FixedRotary(inverse_frequencies(size, base * config.rope_ntk_alpha ** (size / (size - 2))))
         case "llama3":
             low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
             return FixedRotary(llama3_frequencies(frequencies, factor, original, low, high))
         case "yarn":
             return FixedRotary(yarn_frequencies(config, base, factor, original), yarn_scale(config, factor))
+        case "longrope":
+            short, long = (
+                1.0 / (torch.tensor(factors, dtype=torch.float32) * wavelengths(size, base))
+                for factors in (config.rope_short_factor, config.rope_long_factor)
+            )
+            return LongRotary(short, long, original, longrope_scale(config, original))
+
+
+def longrope_scale(config: DecoderConfig, original: int) -> float:
+    """The attention factor of queries and keys."""
+    if config.rope_attention_factor is not None:
+        return config.rope_attention_factor
+    factor = config.rope_scaling_factor or config.max_position_embeddings / original
+    return math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
 
 
 def llama3_frequencies(frequencies: Tensor, factor: float, original: int, low: float, high: float) -> Tensor:

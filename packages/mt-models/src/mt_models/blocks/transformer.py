@@ -135,6 +135,34 @@ class ParallelResidualLayer(TransformerLayer):
         return x + attended + self.mlp_dropout(self.mlp(normed))
 
 
+class BranchNormLayer(TransformerLayer):
+    """x + norm(attention(x)), then x + norm(feed_forward(x)): norms of what is added, and none before (OLMo 2)."""
+
+    def __init__(
+        self,
+        config: LayerConfigLike,
+        core: AttentionCore,
+        feed_forward: nn.Module,
+        ctx: ParallelContext,
+        attention: nn.Module | None = None,
+    ) -> None:
+        super().__init__(config, core, feed_forward, ctx, attention)
+        del self.input_layernorm, self.pre_mlp_layernorm
+        self.post_self_attn_layernorm = block_norm(config, ctx)
+        self.post_mlp_layernorm = block_norm(config, ctx)
+
+    def forward(
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        attended = self.post_self_attn_layernorm(self.self_attention(x, pattern, angles, cache))
+        x = self.residual(x, attended, self.attention_dropout)
+        return self.residual(x, self.post_mlp_layernorm(self.mlp(x)), self.mlp_dropout)
+
+
 class TransformerStack(LayerStack):
     """Layers of a decoder, or of an encoder. final_layernorm: makes the norm behind the last; default: as in layers."""
 

@@ -44,6 +44,11 @@ class GemmaConfig(RMSNormDecoderConfig):
     def add_qkv_bias(self) -> bool:
         return False
 
+    @property
+    def rotary_base_in_windows(self) -> float:
+        # Gemma 3: scaling applies to global layers only; local ones have their own base. In Gemma 2 the two are equal.
+        return self.rotary_base_local
+
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if (layer + 1) % self.sliding_window_pattern else None
 

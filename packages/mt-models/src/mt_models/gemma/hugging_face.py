@@ -19,7 +19,9 @@ from mt_models.blocks.hugging_face_decoder import (
     export_scaling,
     export_shape,
     feed_forward_rules,
+    import_pattern,
     import_rope,
+    layer_types,
     norm_rules,
 )
 from mt_models.gemma.config import GemmaConfig
@@ -57,25 +59,6 @@ def model_type_of(config: GemmaConfig) -> str:
     require_value(config, "rope_scaling_type", ("none",), "gemma2")
     require_value(config, "rotary_base_local", (config.rotary_base,), "gemma2")
     return "gemma2"
-
-
-# -- which layers are local -------------------------------------------------------------------------
-
-
-def layer_types(config: GemmaConfig) -> list[str]:
-    return [FULL if config.window_of(i) is None else SLIDING for i in range(config.num_layers)]
-
-
-def import_pattern(external: Mapping[str, Any], default: int) -> int:
-    """sliding_window_pattern from layer_types, if it is given."""
-    kinds = external.get("layer_types")
-    if kinds is None:
-        return external.get("sliding_window_pattern") or external.get("_sliding_window_pattern") or default
-    # The first global layer gives the period. Without any, a period beyond the last layer says the same.
-    pattern = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
-    if kinds != [SLIDING if (i + 1) % pattern else FULL for i in range(len(kinds))]:
-        raise ConfigError(f"layer_types={kinds} is not supported: every n-th layer has to be {FULL}, others {SLIDING}")
-    return pattern
 
 
 # -- rotary positions --------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding, attention_core
 from mt_models.blocks.norm import ZeroCenteredRMSNorm
-from mt_models.blocks.rotary import FixedRotary, RotaryAngles, build_rotary, inverse_frequencies
+from mt_models.blocks.rotary import RotaryAngles, build_rotary
 from mt_models.gemma.config import GemmaConfig
 
 
@@ -100,13 +100,9 @@ class GemmaModel(CausalDecoder):
             lambda: ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx),
         )
         self.rotary = build_rotary(config)
-        # Gemma 3: scaling applies to global layers only; local ones have their own base. In Gemma 2 the two are equal.
-        self.local_rotary = FixedRotary(inverse_frequencies(config.rotary_dim, config.rotary_base_local))
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
-        angles = self.rotary.angles(position_ids, capacity)
-        angles.in_window = self.local_rotary.angles(position_ids)
-        return angles
+        return self.rotary.angles(position_ids, capacity)
 
     @property
     def needs_logits(self) -> str | None:

@@ -7,12 +7,12 @@ SPEC = ModelSpec(
     name="granite_moe",
     doc="Granite 3 MoE: small experts, factors on embeddings, scores and logits",
     config_type=Lazy("mt_models.granite_moe.config:GraniteMoeConfig"),
-    build=Lazy("mt_models.granite_moe.model:build_granite_moe"),
+    build=Lazy("mt_models.granite.model:build_granite"),
     check=Lazy("mt_models.blocks.config:check_moe_decoder"),
     presets=Lazy("mt_models.granite_moe.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.granite_moe.hugging_face:HUGGING_FACE"),
-        "megatron": Lazy("mt_models.granite_moe.megatron:MEGATRON"),
+        "megatron": Lazy("mt_models.granite_moe.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),
 )

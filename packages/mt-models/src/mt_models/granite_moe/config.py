@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from mt_models.blocks.config import RMSNormDecoderConfig
-
-Factor = Annotated[float, Field(gt=0)]
+from mt_core.config_map import MegatronMap
+from mt_models.granite.config import GraniteFactorsConfig
+from mt_models.granite.megatron import granite_arguments
 
 
-class GraniteMoeConfig(RMSNormDecoderConfig):
+class GraniteMoeConfig(GraniteFactorsConfig):
     """Granite 3.0 and 3.1 MoE (IBM, 2024)."""
 
     moe: dict[str, Any]
     """Options of the MoE layers; num_experts has to be set."""
-    embedding_multiplier: Factor = 1.0
-    """Factor of token embeddings."""
-    attention_multiplier: Factor | None = None
-    """Factor of the products of queries and keys. Default: 1 / sqrt(head size)."""
-    residual_multiplier: Factor = 1.0
-    """Factor of what attention and feed-forward add to the residual stream."""
-    logits_scaling: Factor = 1.0
-    """Logits are divided by this."""
 
     @property
     def add_qkv_bias(self) -> bool:
-        return False
-
-    @property
-    def qk_layernorm(self) -> bool:
         return False
 
 
@@ -67,3 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "granite-3.0-1b-a400m": _granite(24, 1024, 16, 32, 0.22, 6.0),
     "granite-3.0-3b-a800m": _granite(32, 1536, 24, 40, 0.22, 6.0),
 }
+
+
+# A model without the factors is read as a Mixtral.
+MEGATRON = MegatronMap(arguments=granite_arguments)

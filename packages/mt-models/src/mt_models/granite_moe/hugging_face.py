@@ -21,6 +21,7 @@ from mt_models.blocks.hugging_face_decoder import (
 )
 from mt_models.blocks.hugging_face_moe import MOE_IGNORED, SILU, export_balance, import_balance
 from mt_models.blocks.moe import ANY, MoEOptions
+from mt_models.granite.hugging_face import FACTORS
 from mt_models.granite_moe.config import GraniteMoeConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
 
@@ -68,10 +69,7 @@ GRANITE_MOE = ConfigMap(
     fields=(
         *decoder_fields(tied=False, positions=2048),
         Field("num_key_value_heads", "num_query_groups"),
-        Field("embedding_multiplier", "embedding_multiplier", import_value=float, default=1.0),
-        Field("attention_multiplier", "attention_multiplier", import_value=float, default=1.0),
-        Field("residual_multiplier", "residual_multiplier", import_value=float, default=1.0),
-        Field("logits_scaling", "logits_scaling", import_value=float, default=1.0),
+        *FACTORS,
     ),
     fixed=(SILU, Fixed("attention_bias", (False,)), *NOT_A_CHOICE),
     ignored={**IGNORED, **MOE_IGNORED},

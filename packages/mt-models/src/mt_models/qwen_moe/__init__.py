@@ -8,7 +8,7 @@ SPEC = ModelSpec(
     doc="Qwen2-MoE and Qwen3-MoE: many small experts, with a shared one in Qwen2",
     config_type=Lazy("mt_models.qwen_moe.config:QwenMoeConfig"),
     build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
-    check=Lazy("mt_models.qwen_moe.config:check_qwen_moe"),
+    check=Lazy("mt_models.blocks.config:check_moe_decoder"),
     presets=Lazy("mt_models.qwen_moe.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.qwen_moe.hugging_face:HUGGING_FACE"),

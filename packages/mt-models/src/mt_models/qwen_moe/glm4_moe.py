@@ -14,8 +14,7 @@ from mt_models.blocks.hugging_face_decoder import (
     decoder_fields,
     export_rope,
     export_shape,
-    import_rope,
-    rope_table,
+    import_rope_and_share,
 )
 from mt_models.blocks.hugging_face_moe import (
     BIAS_KEY,
@@ -56,10 +55,7 @@ def is_glm4_moe(moe: Mapping[str, Any] | None) -> bool:
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     require_normalized(external)
-    # Beside the table in older files; the class's default is 0.5.
-    table = rope_table(external, partial_rotary_factor=external.get("partial_rotary_factor", 0.5))
-    rotated = table.pop("partial_rotary_factor")
-    return {**import_rope({"rope_parameters": table}), "rotary_percent": float(rotated), "moe": import_moe(external)}
+    return {**import_rope_and_share(external, 0.5), "moe": import_moe(external)}
 
 
 def import_moe(external: Mapping[str, Any]) -> dict[str, Any]:

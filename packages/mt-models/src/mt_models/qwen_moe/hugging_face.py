@@ -10,7 +10,6 @@ from mt_core.config_map import ConfigMap, Field, Fixed
 from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule
 from mt_models.blocks.hugging_face_decoder import (
-    FULL,
     PRE_NORMS,
     QK_NORMS,
     ROPE_KEYS,
@@ -22,6 +21,7 @@ from mt_models.blocks.hugging_face_decoder import (
     import_rope,
     norm_rules,
     require_even_heads,
+    require_full_attention,
 )
 from mt_models.blocks.hugging_face_moe import (
     MOE_IGNORED,
@@ -103,7 +103,7 @@ def qwen2_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": external.get("shared_expert_intermediate_size", 5632),
         "moe_shared_expert_gate": True,
     }
-    _require_full_attention(external)
+    require_full_attention(external)
     return {
         **import_rope(external),
         "add_qkv_bias": external.get("qkv_bias", True),
@@ -113,19 +113,13 @@ def qwen2_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen3_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-    _require_full_attention(external)
+    require_full_attention(external)
     return {
         **import_rope(external),
         "add_qkv_bias": False,
         "qk_layernorm": True,
         "moe": import_moe(external, topk=8, experts=128, ffn=768),
     }
-
-
-def _require_full_attention(external: Mapping[str, Any]) -> None:
-    others = {kind for kind in external.get("layer_types") or () if kind != FULL}
-    if others:
-        raise ConfigError(f"layer_types has {', '.join(sorted(others))}, which is not supported; it can be {FULL}")
 
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:

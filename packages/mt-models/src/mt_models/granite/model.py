@@ -1,4 +1,4 @@
-"""Granite-MoE: the layers of Llama with MoE and four factors."""
+"""Granite: the layers of Llama, dense or MoE, with four factors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding, attention_core
 from mt_models.blocks.rotary import RotaryAngles, build_rotary
 from mt_models.blocks.transformer import TransformerLayer
-from mt_models.granite_moe.config import GraniteMoeConfig
+from mt_models.granite.config import GraniteFactorsConfig
 
 
 class GraniteEmbedding(TokenEmbedding):
     """Token embeddings times embedding_multiplier."""
 
-    def __init__(self, config: GraniteMoeConfig, ctx: ParallelContext) -> None:
+    def __init__(self, config: GraniteFactorsConfig, ctx: ParallelContext) -> None:
         super().__init__(config, ctx)
         self.multiplier = config.embedding_multiplier
 
@@ -32,8 +32,9 @@ class GraniteEmbedding(TokenEmbedding):
 class GraniteAttention(SelfAttention):
     """Scores are multiplied by attention_multiplier instead of 1 / sqrt(head size)."""
 
-    def __init__(self, config: GraniteMoeConfig, core: AttentionCore, ctx: ParallelContext) -> None:
-        super().__init__(config, core, ctx)
+    def __init__(self, config: GraniteFactorsConfig, core: AttentionCore, ctx: ParallelContext) -> None:
+        bias = config.add_attention_output_bias
+        super().__init__(config, core, ctx, qkv_bias=config.add_qkv_bias, output_bias=bias)
         # The core divides by sqrt(head size).
         self.query_scale = (config.attention_multiplier or config.head_dim**-0.5) * math.sqrt(config.head_dim)
 
@@ -41,7 +42,7 @@ class GraniteAttention(SelfAttention):
 class GraniteLayer(TransformerLayer):
     """Both branches are multiplied by residual_multiplier."""
 
-    def __init__(self, config: GraniteMoeConfig, context: ModelBuildContext, number: int) -> None:
+    def __init__(self, config: GraniteFactorsConfig, context: ModelBuildContext, number: int) -> None:
         ctx, core = context.parallel, attention_core(config, context)
         feed_forward = context.feed_forward(config.feed_forward, config, number)
         super().__init__(config, core, feed_forward, ctx, GraniteAttention(config, core, ctx))
@@ -57,12 +58,12 @@ class GraniteLayer(TransformerLayer):
         return norm.add(x, branch * self.multiplier)
 
 
-class GraniteMoeModel(CausalDecoder):
+class GraniteModel(CausalDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
-    config: GraniteMoeConfig
+    config: GraniteFactorsConfig
 
-    def __init__(self, config: GraniteMoeConfig, context: ModelBuildContext) -> None:
+    def __init__(self, config: GraniteFactorsConfig, context: ModelBuildContext) -> None:
         super().__init__(config, context, GraniteEmbedding, lambda number: GraniteLayer(config, context, number))
         self.rotary = build_rotary(config)
 
@@ -84,5 +85,5 @@ class GraniteMoeModel(CausalDecoder):
         return self.config.max_sequence_length
 
 
-def build_granite_moe(config: GraniteMoeConfig, context: ModelBuildContext) -> GraniteMoeModel:
-    return GraniteMoeModel(config, context)
+def build_granite(config: GraniteFactorsConfig, context: ModelBuildContext) -> GraniteModel:
+    return GraniteModel(config, context)

@@ -1,11 +1,10 @@
-"""Megatron's arguments for Granite-MoE, whose factors have none."""
+"""Megatron's arguments for Granite models, whose factors have none."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mt_core.config_map import MegatronMap
 from mt_models.blocks.megatron import require
 from mt_models.blocks.megatron_decoder import rotary_arguments
 
@@ -18,13 +17,9 @@ NEUTRAL: Mapping[str, Any] = {
 
 
 def granite_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Granite's factors have no arguments; a model without them is a Mixtral."""
+    """Granite's factors have no arguments; a model without them is a Llama or a Mixtral."""
     for key, neutral in NEUTRAL.items():
         require(model, key, (neutral,))
     # None: head_dim ** -0.5 by default.
     require(model, "attention_multiplier", (None, model.head_dim**-0.5))
     return rotary_arguments(model, parameters, kept)
-
-
-# A model without the factors is read as a Mixtral.
-MEGATRON = MegatronMap(arguments=granite_arguments)

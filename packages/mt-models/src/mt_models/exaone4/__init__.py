@@ -1,0 +1,18 @@
+"""EXAONE 4: norms of what is added, windows with positions and global layers without."""
+
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
+
+SPEC = ModelSpec(
+    name="exaone4",
+    doc="EXAONE 4: norms behind attention and feed-forward, global layers without positions",
+    config_type=Lazy("mt_models.exaone4.config:Exaone4Config"),
+    build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
+    check=Lazy("mt_models.blocks.config:check_decoder"),
+    presets=Lazy("mt_models.exaone4.config:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.exaone4.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.exaone4.config:MEGATRON"),
+    },
+    training_flops=Lazy("mt_models.flops:training_flops"),
+)

@@ -1,0 +1,70 @@
+"""Configuration of EXAONE 4, and its published sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mt_core.config.fields import PositiveInt
+from mt_core.config_map import MegatronMap
+from mt_models.blocks.config import RMSNormDecoderConfig
+
+
+class Exaone4Config(RMSNormDecoderConfig):
+    """EXAONE 4.0 (LG AI Research, 2025)."""
+
+    sliding_window: PositiveInt | None = None
+    """In layers with a window a position sees itself and the sliding_window - 1 before it, and those without have no
+    rotary positions. Default: no window, and all layers have rotary positions."""
+    sliding_window_pattern: PositiveInt = 4
+    """With a sliding window, every so many layers one sees everything before it."""
+
+    def window_of(self, layer: int) -> int | None:
+        return self.sliding_window if (layer + 1) % self.sliding_window_pattern else None
+
+    def rotates(self, layer: int) -> bool:
+        return self.sliding_window is None or self.window_of(layer) is not None
+
+    @property
+    def norms_of_branches(self) -> bool:
+        return True
+
+    @property
+    def add_qkv_bias(self) -> bool:
+        return False
+
+    @property
+    def qk_layernorm(self) -> bool:
+        return True
+
+
+# -- published sizes ---------------------------------------------------------------------------------
+
+
+def _exaone(layers: int, hidden: int, heads: int, ffn: int, positions: int, **keys: Any) -> dict[str, Any]:
+    return {
+        "model": {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_query_groups": 8,
+            "ffn_hidden_size": ffn,
+            "vocab_size": 102400,
+            "norm_epsilon": 1e-5,
+            "max_position_embeddings": positions,
+            "rotary_base": 1000000.0,
+            "rope_scaling_type": "llama3",
+            "rope_scaling_factor": 16.0,
+            "original_max_position_embeddings": 8192,
+            **keys,
+        },
+        "data": {"seq_length": 4096},
+    }
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "exaone-4.0-1.2b": _exaone(30, 2048, 32, 4096, 65536, untie_embeddings_and_output_weights=False),
+    "exaone-4.0-32b": _exaone(64, 5120, 40, 27392, 131072, sliding_window=4096),
+}
+
+
+MEGATRON = MegatronMap(unsupported="Megatron has no layers without a norm before attention and feed-forward")

@@ -1,0 +1,18 @@
+"""Hunyuan, dense: Llama with norms of heads behind the rotation."""
+
+from mt_core.kinds import Lazy
+from mt_core.specs import ModelSpec
+
+SPEC = ModelSpec(
+    name="hunyuan",
+    doc="Hunyuan, dense: Llama with norms of heads behind the rotary positions",
+    config_type=Lazy("mt_models.hunyuan.config:HunyuanConfig"),
+    build=Lazy("mt_models.blocks.decoder:build_rotary_decoder"),
+    check=Lazy("mt_models.blocks.config:check_decoder"),
+    presets=Lazy("mt_models.hunyuan.config:PRESETS"),
+    name_maps={
+        "hf": Lazy("mt_models.hunyuan.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.hunyuan.config:MEGATRON"),
+    },
+    training_flops=Lazy("mt_models.flops:training_flops"),
+)

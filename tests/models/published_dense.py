@@ -1,0 +1,131 @@
+"""The config.json files of dense families of 2025: keys and values as their publishers wrote them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mt_models.phi3.config import PHI4_MINI_LONG
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+COMMON = {
+    "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "torch_dtype": "bfloat16",
+    "use_cache": True,
+}  # fmt: skip
+
+PHI4 = {
+    **COMMON, "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "auto_map": {}, "bos_token_id": 100257,
+    "embd_pdrop": 0.0, "eos_token_id": 100265, "hidden_size": 5120, "intermediate_size": 17920,
+    "max_position_embeddings": 16384, "model_type": "phi3", "num_attention_heads": 40, "num_hidden_layers": 40,
+    "num_key_value_heads": 10, "original_max_position_embeddings": 16384, "pad_token_id": 100349, "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 250000, "sliding_window": None,
+    "tie_word_embeddings": False, "transformers_version": "4.47.0", "vocab_size": 100352,
+}  # fmt: skip
+PHI4_MINI = {
+    **PHI4, "bos_token_id": 199999, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_size": 3072,
+    "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False, "max_position_embeddings": 131072,
+    "mlp_bias": False, "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096, "pad_token_id": 199999, "partial_rotary_factor": 0.75,
+    "rope_scaling": {"long_factor": PHI4_MINI_LONG, "short_factor": [1.0] * 48, "type": "longrope"},
+    "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064,
+}  # fmt: skip
+SMOLLM3 = {
+    **COMMON, "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "bos_token_id": None,
+    "eos_token_id": 128012, "hidden_size": 2048, "intermediate_size": 11008, "layer_types": [FULL] * 36,
+    "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3",
+    "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16,
+    "num_hidden_layers": 36, "num_key_value_heads": 4, "pad_token_id": 128004, "pretraining_tp": 2,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None,
+    "transformers_version": "4.54.0.dev0", "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
+MINISTRAL3_8B = {
+    **COMMON, "architectures": ["Ministral3ForCausalLM"], "head_dim": 128, "hidden_size": 4096,
+    "intermediate_size": 14336, "max_position_embeddings": 262144, "model_type": "ministral3",
+    "num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_parameters": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0, "rope_type": "yarn",
+        "type": "yarn",
+    },
+    "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 131072,
+}  # fmt: skip
+OLMO2_7B = {
+    **COMMON, "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "eos_token_id": 100257,
+    "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "olmo2",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False,
+    "transformers_version": "4.47.0", "vocab_size": 100352,
+}  # fmt: skip
+OLMO3_32B = {
+    **OLMO2_7B, "architectures": ["Olmo3ForCausalLM"], "hidden_size": 5120, "intermediate_size": 27648,
+    "layer_types": ([SLIDING] * 3 + [FULL]) * 16, "max_position_embeddings": 65536, "model_type": "olmo3",
+    "num_attention_heads": 40, "num_hidden_layers": 64, "num_key_value_heads": 8,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+        "original_max_position_embeddings": 8192, "rope_type": "yarn",
+    },
+    "sliding_window": 4096, "transformers_version": "4.57.1", "vocab_size": 100278,
+}  # fmt: skip
+EXAONE4_32B = {
+    **COMMON, "architectures": ["Exaone4ForCausalLM"], "bos_token_id": 1, "eos_token_id": 361, "head_dim": 128,
+    "hidden_size": 5120, "intermediate_size": 27392, "layer_types": ([SLIDING] * 3 + [FULL]) * 16,
+    "max_position_embeddings": 131072, "model_type": "exaone4", "num_attention_heads": 40, "num_hidden_layers": 64,
+    "num_key_value_heads": 8, "pad_token_id": 0, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 1000000, "sliding_window": 4096, "sliding_window_pattern": "LLLG", "tie_word_embeddings": False,
+    "transformers_version": "4.54.0.dev0", "vocab_size": 102400,
+}  # fmt: skip
+SEED_OSS_36B = {
+    **COMMON, "architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.1,
+    "attention_out_bias": False, "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "hidden_size": 5120,
+    "intermediate_size": 27648, "max_position_embeddings": 524288, "mlp_bias": False, "model_type": "seed_oss",
+    "num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8, "pad_token_id": 1,
+    "residual_dropout": 0.1, "rms_norm_eps": 1e-06, "rope_scaling": {"rope_type": "default"},
+    "rope_theta": 10000000.0, "tie_word_embeddings": False, "transformers_version": "4.55.0", "vocab_size": 155136,
+}  # fmt: skip
+GRANITE33_8B = {
+    **COMMON, "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_multiplier": 0.0078125,
+    "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_size": 4096,
+    "intermediate_size": 12800, "logits_scaling": 16.0, "max_position_embeddings": 131072, "mlp_bias": False,
+    "model_type": "granite", "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
+    "pad_token_id": 0, "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000000.0, "tie_word_embeddings": True, "transformers_version": "4.49.0", "vocab_size": 49159,
+}  # fmt: skip
+ERNIE45_03B = {
+    "architectures": ["Ernie4_5ForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 131072,
+    "model_type": "ernie4_5", "num_attention_heads": 16, "num_hidden_layers": 18, "num_key_value_heads": 2,
+    "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000.0,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_bias": False, "use_cache": True,
+    "vocab_size": 103424,
+}  # fmt: skip
+HUNYUAN_7B = {
+    **COMMON, "architectures": ["HunYuanDenseV1ForCausalLM"], "attention_bias": False, "attention_head_dim": 128,
+    "bos_token_id": 127958, "cla_share_factor": 2, "eod_token_id": 127967, "eos_token_id": 127960, "head_dim": 128,
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "mlp_bias": False,
+    "model_type": "hunyuan_v1_dense", "norm_type": "rms", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "org_vocab_size": 128167, "pad_token_id": 127961, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "type": "dynamic",
+    },
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "use_cla": False, "use_qk_norm": True,
+    "use_rotary_pos_emb": True, "vocab_size": 128167,
+}  # fmt: skip
+
+PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi-4": ("phi3", PHI4),
+    "phi-4-mini": ("phi3", PHI4_MINI),
+    "smollm3-3b": ("smollm3", SMOLLM3),
+    "ministral-3-8b (text)": ("ministral3", MINISTRAL3_8B),
+    "olmo-2-7b": ("olmo", OLMO2_7B),
+    "olmo-3-32b": ("olmo", OLMO3_32B),
+    "exaone-4.0-32b": ("exaone4", EXAONE4_32B),
+    "seed-oss-36b": ("seed_oss", SEED_OSS_36B),
+    "granite-3.3-8b": ("granite", GRANITE33_8B),
+    "ernie-4.5-0.3b": ("ernie4_5", ERNIE45_03B),
+    "hunyuan-7b": ("hunyuan", HUNYUAN_7B),
+}
