@@ -55,6 +55,29 @@ def python_beside_this(*requirements: str) -> Path:
     return python
 
 
+PEERS = {
+    "quantized": (
+        "compressed-tensors>=0.20,<0.21",
+        "transformers>=5.23,<6",
+        "accelerate",
+        "bitsandbytes>=0.50",
+        "torchao>=0.18",
+        "nvidia-modelopt>=0.47",
+        "requests",
+        "mlx[cpu]>=0.32",
+        "mlx-lm>=0.32",
+        "torch",
+    ),
+}
+"""Environments by what they judge, each without any package of ours."""
+
+
+def peer_with(name: str) -> Path:
+    """The interpreter of one of PEERS, made if it is not there yet; MT_PEER_<NAME> names one that has everything."""
+    given = os.environ.get(f"MT_PEER_{name.upper()}")
+    return Path(given) if given else environment_with(PEERS[name], sys.version.partition(" ")[0], sys.executable)
+
+
 def environment_with(requirements: Sequence[str], version: str, interpreter: str) -> Path:
     """The interpreter of an environment in the cache with these packages, made if it is not there yet."""
     folder = _cache() / hashlib.sha256("\n".join((version, *requirements)).encode()).hexdigest()[:16]

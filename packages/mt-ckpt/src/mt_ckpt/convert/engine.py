@@ -18,7 +18,7 @@ from mt_ckpt.convert.workers import Workers
 from mt_ckpt.convert.wrapped_readers import histories_of
 from mt_ckpt.dcp.reader import READ_FROM
 from mt_ckpt.hugging_face.family import FORMAT as HUGGING_FACE
-from mt_ckpt.hugging_face.reader import detect
+from mt_ckpt.hugging_face.reader import HuggingFaceReader, detect
 from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, GENERATION
 from mt_ckpt.locate import resolve_run
 from mt_ckpt.megatron.metadata import optimizer_left_out
@@ -115,6 +115,9 @@ def convert(
     request = Request(path, loader, described, trim_vocabulary, true_vocab_size, chosen, options)
     prepared = prepare(request, host, progress)
     source = prepared.source
+    # Scales are a small part of a quantized checkpoint: a bad one is found before hours of writing.
+    if isinstance(prepared.opened, HuggingFaceReader):
+        prepared.opened.require_scales()
     if dry_run:
         _rehearse(write, source, options, host)
         return _report(spec.name, prepared, files_left_out=files_without_place(spec, source))

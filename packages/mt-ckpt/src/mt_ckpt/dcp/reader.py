@@ -13,10 +13,11 @@ from torch import Tensor
 
 from mt_ckpt.dcp.config import external_config, find_config, model_type
 from mt_ckpt.dcp.names import PREFIXES, TORCHTITAN, Naming, naming_of
+from mt_ckpt.files.external_tensors import ExternalTensors
 from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.hugging_face.reader import HuggingFaceReader
-from mt_ckpt.hugging_face.tensors import ExternalTensors, Renamed
+from mt_ckpt.hugging_face.tensors import Renamed
 from mt_ckpt.hugging_face.tokenizer import read_tokenizer_files, tokenizer_config
 from mt_ckpt.megatron_dist.index import MARK_FILE, METADATA_FILE, ChunkedTensor, Index, read_index
 from mt_ckpt.meta.reader import HalvesRotated

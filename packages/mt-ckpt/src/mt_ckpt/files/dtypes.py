@@ -29,6 +29,7 @@ ELEMENT_TYPES = {
     "BF16": ElementType("bfloat16", 2),
     "F8_E4M3": ElementType("float8_e4m3fn", 1),
     "F8_E5M2": ElementType("float8_e5m2", 1),
+    "F8_E8M0": ElementType("float8_e8m0fnu", 1),
     "I64": ElementType("int64", 8),
     "I32": ElementType("int32", 4),
     "I16": ElementType("int16", 2),

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.files.checksum_file import WrittenFiles
+from mt_ckpt.files.external_tensors import ExternalTensors
 from mt_ckpt.files.safetensors import SafetensorsFile, TensorInfo
 from mt_ckpt.hugging_face.family import Family, identify, require_names
-from mt_ckpt.hugging_face.tensors import ExternalTensors, TensorFile, TensorFiles, infer
+from mt_ckpt.hugging_face.tensors import TensorFile, TensorFiles, infer
 from mt_ckpt.hugging_face.tokenizer import image_processor, read_tokenizer_files, tokenizer_config
 from mt_ckpt.pickles.torch_file import NamedTensorsFile
+from mt_ckpt.quantized.methods import BESIDE, dequantized
+from mt_ckpt.quantized.weights import DequantizedTensors
 from mt_core.checkpoint_lookup import MODEL
 from mt_core.config_map import tokenizer_section
 from mt_core.errors import CheckpointError, did_you_mean
@@ -42,7 +45,7 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     """
     written = WrittenFiles(path)
     external = _read_json(path / CONFIG, written)
-    tensors = _open_tensors(path, written)
+    tensors, external = dequantized(_open_tensors(path, written), _with_settings_beside(path, external, written))
     family, config = identify(external, tensors.infos, host)
     files = read_tokenizer_files(path, external, written.read)
     sections = {
@@ -51,6 +54,12 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
         **_image_data(family, config.model, files),
     }
     return HuggingFaceReader(tensors, family, config.model, {"iteration": 0, "config": sections}, files)
+
+
+def _with_settings_beside(path: Path, external: dict[str, Any], written: WrittenFiles) -> dict[str, Any]:
+    """config.json, with the settings of quantization that ModelOpt writes beside it."""
+    file = path / BESIDE
+    return {**external, BESIDE: _read_json(file, written)} if file.is_file() else external
 
 
 def _image_data(family: Family, model: Any, files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -109,6 +118,11 @@ class HuggingFaceReader:
 
     def files(self) -> Mapping[str, bytes]:
         return self._files
+
+    def require_scales(self) -> None:
+        """Of a quantized folder: read all scales. Raises CheckpointError that names the first that is none."""
+        if isinstance(self._tensors, DequantizedTensors):
+            self._tensors.require_scales()
 
     def _info(self, source: str) -> TensorInfo:
         return self._tensors.infos[self._stored[source]]

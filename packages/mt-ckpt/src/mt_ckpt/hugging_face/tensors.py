@@ -9,19 +9,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mt_ckpt.files.external_tensors import ExternalTensors
 from mt_ckpt.files.safetensors import TensorInfo
 from mt_core.errors import CheckpointError
-
-
-class ExternalTensors(Protocol):
-    """Tensors under external names, read one at a time."""
-
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]: ...
-
-    def read(self, name: str) -> Tensor:
-        """The tensor on CPU, in memory of its own. Raises CheckpointError when its file is damaged."""
-        ...
 
 
 class TensorFile(Protocol):
@@ -36,8 +26,11 @@ class TensorFiles:
 
     def __init__(self, files: Iterable[TensorFile]) -> None:
         self._file_of: dict[str, TensorFile] = {}
+        self.metadata: dict[str, str] = {}
+        """What the headers of safetensors files say beside their tensors, of all files together."""
         infos: dict[str, TensorInfo] = {}
         for file in files:
+            self.metadata.update(getattr(file, "metadata", {}))
             for name, info in file.tensors.items():
                 if name in infos:
                     raise CheckpointError(f"tensor {name} is in two files")

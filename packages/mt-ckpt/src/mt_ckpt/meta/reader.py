@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.files.checksum_file import WrittenFiles
+from mt_ckpt.files.external_tensors import ExternalTensors
 from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.hugging_face.family import identify
 from mt_ckpt.hugging_face.reader import HuggingFaceReader, open_tensor_file, same_bits
-from mt_ckpt.hugging_face.tensors import ExternalTensors, Renamed, TensorFile
+from mt_ckpt.hugging_face.tensors import Renamed, TensorFile
 from mt_ckpt.meta.params import EMBEDDING, OUTPUT, to_hugging_face
 from mt_ckpt.pickles.torch_file import NamedTensorsFile
 from mt_core.errors import CheckpointError
