@@ -40,6 +40,10 @@ class Adapter(LayoutModule):
         self.layer_path, self.kind, self.parts = layer.path, layer.kind, layer.parts
         self.base_layout = layer.layout
 
+    def declare(self, name: str, layout: ParameterLayout | None) -> None:
+        """As LayoutModule.declare. The checkpoint of a base has no such parameter."""
+        super().declare(name, None if layout is None else replace(layout, added=True))
+
     def before(self, x: Tensor) -> Tensor:
         """The input of the layer, of this one's."""
         return x

@@ -45,6 +45,8 @@ class AdapterConfig(Section):
     """Regular expression of the end of a layer's name -> its rank; the first that fits counts."""
     alpha_pattern: dict[str, PositiveFloat] = used_when({}, type=LOW_RANK)
     """Regular expression of the end of a layer's name -> its alpha; the first that fits counts."""
+    lr_ratio: PositiveFloat = used_when(1.0, type=LOW_RANK)
+    """Factor of the learning rate of B; LoRA+ takes 16."""
     experts: Literal["fused", "per_expert"] = used_when("fused", type="lora")
     """Adapters of experts: gate and up share one (PEFT's target_parameters), or have one each (files of a tensor for
     each expert)."""

@@ -67,6 +67,7 @@ class LowRankAdapter(Adapter):
     def __init__(self, layer: Layer, config: AdapterConfig, ctx: ParallelContext) -> None:
         super().__init__(layer, ctx)
         self.ranks = ranked(layer.parts, config)
+        self.lr_ratio = config.lr_ratio
         self.total = sum(part.rank for part in self.ranks)
         self.widest = max(part.rank for part in self.ranks)
         last = len(layer.layout.shape) - 1
@@ -100,6 +101,7 @@ class LowRankAdapter(Adapter):
                 rows,
                 padded=self.output_padding,
                 partial_gradient=() if rows else on_sequence,
+                lr_mult=self.lr_ratio,
             ),
         )
 
@@ -287,7 +289,8 @@ class ExpertsAdapter(LowRankAdapter):
         # Outputs of the second matrix, and gradients of inputs of the first, are partial sums over etp, which the
         # dispatcher adds; so are the gradients of what each of these ranks has whole.
         self.declare("lora_A", self._layout((experts, self.total, inputs), init, (*by_expert, *columns), bool(columns)))
-        self.declare("lora_B", self._layout((experts, out, self.widest), zeros, (*by_expert, *rows), bool(rows)))
+        b = self._layout((experts, out, self.widest), zeros, (*by_expert, *rows), bool(rows))
+        self.declare("lora_B", replace(b, lr_mult=self.lr_ratio))
 
     def _layout(self, shape: tuple[int, ...], init: Any, splits: Any, is_cut: bool) -> ParameterLayout:
         partial: Any = () if is_cut else ("etp",)

@@ -1,0 +1,83 @@
+"""With adapters every layout computes what one process computes: the loss, each gradient, the weights after two steps."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from tests.dist.in_turn import InTurn
+from tests.dist.test_layouts import CP2, EP2, FSDP, PP2, SP, TP2, TP4, ZERO, config, require_equal, small_enough
+
+from mt_core.nn.layout import normal
+from mt_core.plugins import load_plugins
+from mt_tools.verify.run_record import RunRecord, record_run
+from mt_tune.adapters import low_rank
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+LORA = (
+    "adapter.type=lora",
+    "adapter.rank=3",
+    "adapter.alpha=3.0",
+    "adapter.rank_pattern={k_proj = 2}",
+    "adapter.lr_ratio=4.0",
+)
+DORA = ("adapter.type=dora", "adapter.rank=3", "adapter.alpha=3.0")
+DROPOUT = ("adapter.dropout=0.3",)
+LLAMA = (
+    "model.family=llama",
+    "model.num_query_groups=2",
+    "model.ffn_hidden_size=48",
+    "model.position_embedding_type=rope",
+)
+EXPERTS = (
+    "model.moe={num_experts = 4, moe_router_topk = 2, moe_router_load_balancing_type = ['none'], moe_aux_loss_coeff = []}",
+    'adapter.targets=["all-linear", "router"]',
+)
+ETP2 = "parallel.expert_tensor_parallel_size=2"
+CASES = [
+    (2, (*LORA, TP2)),
+    (2, (*LORA, TP2, SP)),
+    (4, (*LORA, *DROPOUT, TP4, SP)),
+    (4, (*LORA, *DROPOUT, TP2, SP, CP2)),
+    (4, (*LORA, TP2, PP2)),
+    (2, (*LORA, ZERO)),
+    (2, (*LORA, FSDP)),
+    (4, (*DORA, TP2, SP, PP2)),
+    (2, (*DORA, FSDP)),
+    (2, (*LORA, *EXPERTS, EP2)),
+    (4, (*LORA, *EXPERTS, TP2, EP2, ETP2)),
+    (4, (*LORA, *EXPERTS, TP2, SP, EP2, ZERO)),
+]
+
+
+def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
+    host = load_plugins()
+    # B is zero at first, and the gradient of A with it.
+    low_rank.zeros = normal(0.05)
+    record = record_run(config(*more, host=host), 2, host=host)
+    return record if rank == 0 else None
+
+
+def keys_of(world: int, keys: tuple[str, ...]) -> tuple[str, ...]:
+    return (*small_enough(world, keys), *keys)
+
+
+@cache
+def one_process(keys: tuple[str, ...]) -> RunRecord:
+    record: RunRecord = ALONE.result(1, keys)
+    return record
+
+
+def without_layout(keys: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(key for key in keys if key.startswith(("model.", "train.", "adapter.")))
+
+
+RUNS = [(world, keys_of(world, keys)) for world, keys in CASES]
+ALONE = InTurn(run, [(1, without_layout(keys)) for _, keys in RUNS])
+TOGETHER = InTurn(run, RUNS)
+
+
+@pytest.mark.parametrize(("world", "keys"), RUNS, ids=lambda value: "-".join(value) if isinstance(value, tuple) else "")
+def test_a_layout_computes_what_one_process_computes(world, keys) -> None:
+    require_equal(TOGETHER.result(world, keys), one_process(without_layout(keys)))
