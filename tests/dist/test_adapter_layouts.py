@@ -1,4 +1,4 @@
-"""With adapters every layout computes what one process computes: the loss, each gradient, the weights after two steps."""
+"""With adapters every layout computes what one process computes: loss, gradients, weights after two steps."""
 
 from __future__ import annotations
 
@@ -25,25 +25,29 @@ LORA = (
 DORA = ("adapter.type=dora", "adapter.rank=3", "adapter.alpha=3.0")
 DROPOUT = ("adapter.dropout=0.3",)
 LLAMA = (
-    "model.family=llama",
-    "model.num_query_groups=2",
-    "model.ffn_hidden_size=48",
+    "model.normalization=RMSNorm",
     "model.position_embedding_type=rope",
+    "model.activation=swiglu",
+    "model.add_bias_linear=false",
+    "model.untie_embeddings_and_output_weights=true",
+    "model.num_query_groups=2",
 )
+"""A GPT that is a Llama in Hugging Face's format: projections of several modules each."""
 EXPERTS = (
-    "model.moe={num_experts = 4, moe_router_topk = 2, moe_router_load_balancing_type = ['none'], moe_aux_loss_coeff = []}",
+    "model.moe={num_experts = 4, moe_router_topk = 2, "
+    "moe_router_load_balancing_type = ['none'], moe_aux_loss_coeff = []}",
     'adapter.targets=["all-linear", "router"]',
 )
 ETP2 = "parallel.expert_tensor_parallel_size=2"
 CASES = [
     (2, (*LORA, TP2)),
-    (2, (*LORA, TP2, SP)),
-    (4, (*LORA, *DROPOUT, TP4, SP)),
+    (2, (*LORA, *LLAMA, TP2, SP)),
+    (4, (*LORA, *LLAMA, *DROPOUT, TP4, SP)),
     (4, (*LORA, *DROPOUT, TP2, SP, CP2)),
     (4, (*LORA, TP2, PP2)),
     (2, (*LORA, ZERO)),
     (2, (*LORA, FSDP)),
-    (4, (*DORA, TP2, SP, PP2)),
+    (4, (*DORA, *LLAMA, TP2, SP, PP2)),
     (2, (*DORA, FSDP)),
     (2, (*LORA, *EXPERTS, EP2)),
     (4, (*LORA, *EXPERTS, TP2, EP2, ETP2)),
