@@ -5,6 +5,7 @@ COMMAND_HOMES = {
     "bench generate": "mt-infer",
     "chat": "mt-infer",
     "ckpt": "mt-ckpt",
+    "ckpt merge-adapter": "mt-tune",
     "convert": "mt-ckpt",
     "ctl": "mt-ops",
     "data": "mt-data",
@@ -19,6 +20,7 @@ COMMAND_HOMES = {
     "retrieve": "mt-retrieval",
     "retro": "mt-retrieval",
     "serve": "mt-infer",
+    "tune": "mt-tune",
     "verify": "mt-tools",
     "verify generation": "mt-infer",
 }

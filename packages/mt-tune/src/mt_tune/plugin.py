@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mt_core.checkpoint_specs import CheckpointLoaderSpec, CheckpointSaverSpec
 from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Lazy
-from mt_core.specs import CallbackSpec, CommandSpec, ModelTransformSpec, SectionSpec
+from mt_core.specs import CallbackSpec, CommandSpec, LossSpec, ModelTransformSpec, SectionSpec
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 @hookimpl
 def mt_register_commands() -> list[CommandSpec]:
     return [
+        CommandSpec(
+            name="tune",
+            doc="Go on training a model: instructions, adapters, preferences, rewards",
+            app=Lazy("mt_tune.commands.app:app"),
+        ),
         CommandSpec(
             name="ckpt merge-adapter",
             doc="Merge an adapter into its base",
@@ -55,7 +60,13 @@ def mt_register_sections() -> list[SectionSpec]:
             doc="Parameters that are trained beside a frozen model: LoRA and its relatives",
             config_type=Lazy("mt_tune.adapters.config:AdapterConfig"),
             affects_training=True,
-        )
+        ),
+        SectionSpec(
+            name="tune",
+            doc="Changes of training that fine-tuning uses: noise on embeddings, learning rates by layer",
+            config_type=Lazy("mt_tune.sft.config:TuneConfig"),
+            affects_training=True,
+        ),
     ]
 
 
@@ -67,6 +78,29 @@ def mt_register_model_transforms() -> list[ModelTransformSpec]:
             doc="Freezes the model and adds the adapters of [adapter] to its layers",
             applies=Lazy("mt_tune.adapters.config:has_adapter"),
             transform=Lazy("mt_tune.adapters.transform:add_adapters"),
+        ),
+        ModelTransformSpec(
+            name="embedding_noise",
+            doc="Adds the noise of tune.neftune_noise_alpha to token embeddings while training",
+            applies=Lazy("mt_tune.sft.config:has_noise"),
+            transform=Lazy("mt_tune.sft.neftune:add_noise"),
+        ),
+        ModelTransformSpec(
+            name="learning_rates",
+            doc="Learning rates by layer and by name: tune.layer_lr_decay, tune.lr_multipliers",
+            applies=Lazy("mt_tune.sft.config:has_rates"),
+            transform=Lazy("mt_tune.sft.learning_rates:set_rates"),
+        ),
+    ]
+
+
+@hookimpl
+def mt_register_losses() -> list[LossSpec]:
+    return [
+        LossSpec(
+            name="dft",
+            doc="Dynamic fine-tuning: cross entropy times the probability of the token, which has no gradient",
+            build=Lazy("mt_tune.sft.dft:build_dft"),
         )
     ]
 
@@ -87,5 +121,7 @@ def mt_register_callbacks() -> list[CallbackSpec]:
 @hookimpl
 def mt_check_config(config: Config) -> None:
     from mt_tune.adapters.config import check_adapter
+    from mt_tune.sft.config import check_tune
 
     check_adapter(config)
+    check_tune(config)

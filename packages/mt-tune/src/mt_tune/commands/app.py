@@ -1,0 +1,16 @@
+"""The group `mt tune`. Plugins add commands to it under names such as "tune dpo"."""
+
+from __future__ import annotations
+
+import typer
+
+from mt_core.commands import with_fields
+from mt_tune.commands.sft import sft
+
+app = typer.Typer(no_args_is_help=True, help="Go on training a model: instructions, adapters, preferences, rewards.")
+app.command("sft")(with_fields(sft))
+
+
+@app.callback()
+def tune() -> None:
+    """A group, also with one command."""
