@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from tests.models.published_configs import SMOLLM2_135M
 
 from mt_cli import main
 from mt_cli.presets import part_of
@@ -156,3 +160,58 @@ def test_a_hint_that_is_not_whole_names_the_keys(mt, name: str, key: str) -> Non
     _, lacks = hint(mt, name)
     assert lacks
     assert key in lacks[0]
+
+
+# -- mt models check ------------------------------------------------------------------------------------
+
+
+def saved_config(folder: Path, **changes: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**SMOLLM2_135M, **changes}))
+    return folder
+
+
+def test_a_published_config_is_taken(mt, tmp_path: Path) -> None:
+    found = json.loads(mt("models", "check", saved_config(tmp_path) / "config.json", "--json").out)
+    assert found["taken"]
+    assert (found["family"], found["parameters"], found["tensors"]) == ("llama", 134_515_008, None)
+
+
+def test_each_field_that_is_refused_is_named_with_its_reason(mt, tmp_path: Path) -> None:
+    folder = saved_config(tmp_path, attention_sink_size=4, hidden_act="relu", rope_interleaved=True)
+    outcome = mt("models", "check", folder, "--json")
+    problems = json.loads(outcome.out)["problems"]
+    assert outcome.code == 1
+    assert [problem["names"] for problem in problems] == [["attention_sink_size"], ["hidden_act"], ["rope_interleaved"]]
+    assert "hidden_act='relu' is not supported" in problems[1]["why"]
+    assert "not taken" in mt("models", "check", folder).out
+
+
+def test_a_type_of_no_family_and_a_folder_without_a_config(mt, tmp_path: Path) -> None:
+    outcome = mt("models", "check", saved_config(tmp_path, model_type="reformer"), "--json")
+    (problem,) = json.loads(outcome.out)["problems"]
+    assert problem["names"] == ["model_type"]
+    assert "known are " in problem["why"]
+    assert mt("models", "check", tmp_path / "nothing").code == 2
+    assert mt("models", "gpt", tmp_path).code == 2
+
+
+def test_tensors_that_are_missing_unknown_or_of_another_shape_are_named(mt, tmp_path: Path) -> None:
+    shape = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    folder = saved_config(tmp_path, **shape, intermediate_size=12, vocab_size=11)
+    layer = "model.layers.0."
+    shapes = {"model.embed_tokens.weight": (11, 8), "model.norm.weight": (8,)}
+    shapes |= {f"{layer}{name}_layernorm.weight": (8,) for name in ("input", "post_attention")}
+    shapes |= {f"{layer}self_attn.{name}_proj.weight": (8 if name in "qo" else 4, 8) for name in "qkvo"}
+    shapes |= {f"{layer}mlp.{name}_proj.weight": (12, 8) for name in ("gate", "up")}
+    shapes |= {f"{layer}mlp.down_proj.weight": (8, 12)}
+    tensors = {name: torch.zeros(size) for name, size in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    assert "tensors, all used" in mt("models", "check", folder).out
+    save_file({**tensors, "model.norm.weight": torch.zeros(7)}, folder / "model.safetensors")
+    (problem,) = json.loads(mt("models", "check", folder, "--json").out)["problems"]
+    assert problem["names"] == ["decoder.final_layernorm.weight"]
+    del tensors["model.norm.weight"]
+    save_file({**tensors, "model.extra": torch.zeros(1)}, folder / "model.safetensors")
+    (problem,) = json.loads(mt("models", "check", folder, "--json").out)["problems"]
+    assert problem["names"] == ["model.norm.weight", "model.extra"]

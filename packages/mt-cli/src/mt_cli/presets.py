@@ -59,23 +59,30 @@ def measured_preset(name: str, host: PluginHost) -> Preset:
 
 def count_parameters(config: Config, host: PluginHost) -> ModelSize:
     """Build the model on the meta device and add up its canonical shapes."""
-    import torch
-
     from mt_core.data.building import build_tokenizer
-    from mt_core.nn.layout import parameter_layouts
-    from mt_core.parallel.context import ParallelContext
-    from mt_core.train.build import build_model, with_vocab_size
+    from mt_core.train.build import with_vocab_size
 
     if config.model.vocab_size is None:
         config = with_vocab_size(config, build_tokenizer(config, host))
-    # The meta device has shapes and no memory, so a model of any size can be built here.
-    model = build_model(config, ParallelContext(device=torch.device("meta")), host)
-    # Full shapes by global name: vocabularies without padding, shared tensors once.
-    sizes = {name: prod(layout.shape) for name, layout in parameter_layouts(model).items()}
+    sizes = {name: prod(shape) for name, shape in canonical_shapes(config, host).items()}
     parts: Counter[str] = Counter()
     for name, size in sizes.items():
         parts[part_of(name)] += size
     return ModelSize(sum(sizes.values()), dict(parts.most_common()), config.model.vocab_size)
+
+
+def canonical_shapes(config: Config, host: PluginHost) -> dict[str, tuple[int, ...]]:
+    """Full shapes by global name: vocabularies without padding, shared tensors once. Raises MtError for a model that
+    cannot be built."""
+    import torch
+
+    from mt_core.nn.layout import parameter_layouts
+    from mt_core.parallel.context import ParallelContext
+    from mt_core.train.build import build_model
+
+    # The meta device has shapes and no memory, so a model of any size can be built here.
+    model = build_model(config, ParallelContext(device=torch.device("meta")), host)
+    return {name: tuple(layout.shape) for name, layout in parameter_layouts(model).items()}
 
 
 def part_of(name: str) -> str:

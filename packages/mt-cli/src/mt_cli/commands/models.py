@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,24 +18,40 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from mt_cli.model_check import ModelCheck
     from mt_cli.presets import Preset
     from mt_core.config import sources as config_presets
     from mt_core.plugins import PluginHost
 
+CHECK = "check"
 SHAPE_COLUMNS = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads"}
 """Keys of the model section that get a column, where a preset has them."""
 
 
 def models(
     context: typer.Context,
-    name: Annotated[str | None, typer.Argument(help="A family or a preset.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help="A family or a preset; or check.", show_default=False)] = None,
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="With check: a folder of Hugging Face's format, or its config.json.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List model families and presets with their exact parameter counts, or show one in detail."""
+    """List model families and presets with their exact parameter counts, or show one in detail. mt models check DIR
+    says whether a published model is taken, and if not which field or tensor it is and why."""
+    host = host_of(context)
+    if name == CHECK:
+        _check(path, host, as_json=as_json)
+    elif path is not None:
+        raise ConfigError(f"{path} is given beside {name}; a path only counts as mt models {CHECK} {path}")
+    else:
+        _list(name, host, as_json=as_json)
+
+
+def _list(name: str | None, host: PluginHost, *, as_json: bool) -> None:
     from mt_cli.presets import measured_preset
     from mt_core.parallel.pipeline.gc_control import without_garbage_collection
 
-    host = host_of(context)
     names, problems = _chosen(name, host)
     with without_garbage_collection():  # collections would take a quarter of the command
         presets = [measured_preset(preset, host) for preset in names]
@@ -45,6 +62,31 @@ def models(
         _print_preset(presets[0], host)
     else:
         _print_families(host, presets, problems)
+
+
+def _check(path: Path | None, host: PluginHost, *, as_json: bool) -> None:
+    from mt_cli.model_check import check_model
+
+    if path is None:
+        raise ConfigError(f"mt models {CHECK} needs a folder of Hugging Face's format, or its config.json")
+    check = check_model(path, host)
+    if as_json:
+        typer.echo(json.dumps({"taken": check.taken, **asdict(check)}, indent=2))
+    else:
+        _print_check(check)
+    if not check.taken:
+        raise typer.Exit(1)
+
+
+def _print_check(check: ModelCheck) -> None:
+    if check.taken:
+        counted = "" if check.parameters is None else f", {check.parameters:,} parameters"
+        stored = "config.json alone" if check.tensors is None else f"{check.tensors} tensors, all used"
+        typer.echo(f"taken: {check.model_type} is read as model.family={check.family}{counted} ({stored})")
+        return
+    typer.echo(f"not taken: {check.path} (model_type {check.model_type})")
+    for problem in check.problems:
+        typer.echo(f"  {problem.where}: {', '.join(problem.names) or '-'}\n    {problem.why}")
 
 
 def _chosen(name: str | None, host: PluginHost) -> tuple[list[str], list[str]]:

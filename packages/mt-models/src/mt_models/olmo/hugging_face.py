@@ -56,7 +56,9 @@ def olmo3_rope(external: Mapping[str, Any]) -> dict[str, Any]:
     if set(kinds) - {FULL, SLIDING}:
         raise ConfigError(f"rope_parameters={kinds} is not supported: it has the keys {FULL} and {SLIDING}")
     beside, scaling = external.get("rope_theta", BASE), external.get("rope_scaling") or {}
-    whole = import_rope({"rope_parameters": {**(kinds.get(FULL) or {}), **scaling}, "rope_theta": beside})
+    # The name under which a message says what is wrong.
+    name = "rope_scaling" if scaling else "rope_parameters"
+    whole = import_rope({name: {**(kinds.get(FULL) or {}), **scaling}, "rope_theta": beside})
     local = import_rope({"rope_parameters": kinds.get(SLIDING), "rope_theta": BASE})
     if "rope_scaling_type" in local:
         raise ConfigError(f"rope_parameters={kinds} is not supported: the rope_type of {SLIDING} can only be default")

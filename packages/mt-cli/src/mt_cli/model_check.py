@@ -1,0 +1,127 @@
+"""Whether mt takes a published model: the fields of its config.json and the names and shapes of its tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mt_cli.presets import can_count, canonical_shapes, count_parameters
+from mt_core.checkpoint_lookup import MODEL
+from mt_core.checkpoint_specs import CHECKPOINT_LOADERS
+from mt_core.config.loading import config_from_dict
+from mt_core.config.schema import Config
+from mt_core.config_map import CONFIG, HF_FORMAT, model_section, read_hf_config
+from mt_core.errors import ConfigError, MtError
+from mt_core.plugins import PluginHost
+
+MOST_PROBLEMS = 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that keeps a model from being read. names: the fields of config.json, or the tensors, that it names."""
+
+    where: Literal["config.json", "tensors"]
+    names: list[str]
+    why: str
+
+
+@dataclass(frozen=True)
+class ModelCheck:
+    """What `mt models check` found. family: None for a config.json that no family reads. parameters: None where torch
+    is missing. tensors: stored ones; None where config.json stands alone."""
+
+    path: str
+    model_type: str
+    family: str | None
+    parameters: int | None
+    tensors: int | None
+    problems: list[Problem]
+
+    @property
+    def taken(self) -> bool:
+        return not self.problems
+
+
+def check_model(path: Path, host: PluginHost) -> ModelCheck:
+    """path: config.json, or a folder that has it and perhaps weights. Raises ConfigError without config.json."""
+    external = read_hf_config(path)
+    config, problems = _read(external, host)
+    parameters = None
+    if config is not None and not problems and can_count():
+        try:
+            parameters = count_parameters(config, host).total
+        except MtError as error:
+            problems = [_config_problem(error, external)]
+    tensors = None
+    # Without a family the names of tensors say nothing.
+    if not problems and path.is_dir() and host[CHECKPOINT_LOADERS].get(HF_FORMAT).detect.load()(path):
+        tensors, problems = _check_tensors(path, host)
+    family = None if config is None else config.model.family
+    return ModelCheck(str(path), str(external["model_type"]), family, parameters, tensors, problems)
+
+
+# -- config.json -------------------------------------------------------------------------------------
+
+
+def _read(external: Mapping[str, Any], host: PluginHost) -> tuple[Config | None, list[Problem]]:
+    """The configuration of the model, without the fields that are refused; and what is wrong with each of these."""
+    problems: list[Problem] = []
+    left = dict(external)
+    while len(problems) < MOST_PROBLEMS:
+        try:
+            return _configuration(left, host), problems
+        except MtError as error:
+            problem = _config_problem(error, left)
+            problems.append(problem)
+            # Further problems show when the fields of this one are at their defaults.
+            removed = [name for name in problem.names if name != "model_type"]
+            if not removed:
+                break
+            left = {key: value for key, value in left.items() if key not in removed}
+    return None, problems
+
+
+def _configuration(external: Mapping[str, Any], host: PluginHost) -> Config:
+    """Raises ConfigError for a field that is unknown or has a value that no family reads, and for impossible shapes."""
+    config = config_from_dict({"model": model_section(external, host)}, host)
+    # How long samples are is not the model's: as long as its positions.
+    text = getattr(config.model, "decoder", config.model)
+    length = getattr(text, "max_position_embeddings", None) or config.data.seq_length
+    host.check_config(config.model_copy(update={"data": config.data.model_copy(update={"seq_length": length})}))
+    return config
+
+
+def _config_problem(error: MtError, external: Mapping[str, Any]) -> Problem:
+    words = set(re.findall(r"[\w.]+", str(error)))
+    named = [key for key in external if key in words or any(word.startswith(f"{key}.") for word in words)]
+    return Problem(CONFIG, named, str(error))
+
+
+# -- tensors -----------------------------------------------------------------------------------------
+
+
+def _check_tensors(path: Path, host: PluginHost) -> tuple[int | None, list[Problem]]:
+    """Their number, and what does not fit: names that are missing or unknown, and shapes."""
+    try:
+        reader = host[CHECKPOINT_LOADERS].get(HF_FORMAT).open.load()(path, host)
+        shapes = reader.shapes()
+        config = config_from_dict({"model": reader.metadata["config"]["model"]}, host)
+        expected = canonical_shapes(config, host)
+    except MtError as error:
+        where: Literal["config.json", "tensors"] = CONFIG if isinstance(error, ConfigError) else "tensors"
+        return None, [Problem(where, tensor_names(str(error)), str(error))]
+    wrong = [
+        Problem("tensors", [name], f"{name} has the shape {list(shape)}, the configuration makes it {list(own)}")
+        for name, own in expected.items()
+        if (shape := tuple(shapes[MODEL + name])) != own
+    ]
+    return len(shapes), wrong
+
+
+def tensor_names(message: str) -> list[str]:
+    """Words with points in a message: names of tensors."""
+    return list(dict.fromkeys(re.findall(r"\b[A-Za-z_]\w*(?:\.\w+)+", message)))
