@@ -97,6 +97,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_layer_freq": "[0]+[1]*2"},
     },
     "olmoe": {"family": "olmoe", **GROUPED, "moe": {"num_experts": 5, "moe_router_topk": 3}},
+    "minimax_m2": {
+        "family": "minimax_m2",
+        **GROUPED,
+        "rotary_percent": 0.5,
+        "moe": {
+            "num_experts": 5,
+            "moe_router_topk": 3,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        },
+    },
     "granite_moe": {"family": "granite_moe", **GROUPED, "moe": {"num_experts": 5, "moe_router_topk": 3}},
     "deepseek": {
         "family": "deepseek",

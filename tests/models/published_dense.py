@@ -1,4 +1,4 @@
-"""The config.json files of dense families of 2025: keys and values as their publishers wrote them."""
+"""The config.json files of families of 2025: keys and values as their publishers wrote them."""
 
 from __future__ import annotations
 
@@ -115,6 +115,17 @@ HUNYUAN_7B = {
     "rope_theta": 10000.0, "tie_word_embeddings": True, "use_cla": False, "use_qk_norm": True,
     "use_rotary_pos_emb": True, "vocab_size": 128167,
 }  # fmt: skip
+MINIMAX_M2 = {
+    **COMMON, "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "bos_token_id": None,
+    "eos_token_id": None, "head_dim": 128, "hidden_size": 3072, "intermediate_size": 1536,
+    "max_position_embeddings": 196608, "model_type": "minimax_m2", "mtp_transformer_layers": 1,
+    "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8,
+    "num_local_experts": 256, "num_mtp_modules": 3, "output_router_logits": False, "qk_norm_type": "per_layer",
+    "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0, "scoring_func": "sigmoid", "shared_intermediate_size": 0,
+    "tie_word_embeddings": False, "transformers_version": "4.46.1", "use_mtp": True, "use_qk_norm": True,
+    "use_routing_bias": True, "vocab_size": 200064,
+}  # fmt: skip
 
 PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-4": ("phi3", PHI4),
@@ -127,5 +138,6 @@ PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss-36b": ("seed_oss", SEED_OSS_36B),
     "granite-3.3-8b": ("granite", GRANITE33_8B),
     "ernie-4.5-0.3b": ("ernie4_5", ERNIE45_03B),
+    "minimax-m2": ("minimax_m2", MINIMAX_M2),
     "hunyuan-7b": ("hunyuan", HUNYUAN_7B),
 }

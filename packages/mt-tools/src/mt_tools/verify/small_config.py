@@ -140,6 +140,7 @@ def _shrink_model(model: dict[str, Any], parallel: ParallelConfig) -> None:
         if model.get("kv_channels"):
             model["kv_channels"] = HEAD_DIM
         model["hidden_size"] = heads * HEAD_DIM
+        _shrink_positions(model)
         if "mamba_head_dim" in model:
             _shrink_mixer(model, tp)
     if model.get("ffn_hidden_size"):
@@ -148,6 +149,16 @@ def _shrink_model(model: dict[str, Any], parallel: ParallelConfig) -> None:
         model["vocab_size"] = VOCAB
         # A prime vocabulary is padded in every layout, by other numbers of rows.
         model["make_vocab_size_divisible_by"] = 4
+
+
+def _shrink_positions(model: dict[str, Any]) -> None:
+    """Lists with a number for each frequency, and patterns with one for each layer."""
+    frequencies = int(HEAD_DIM * model.get("rotary_percent", 1.0)) // 2
+    for key in ("rope_short_factor", "rope_long_factor"):
+        if model.get(key):
+            model[key] = model[key][:frequencies]
+    if isinstance(model.get("no_rope_freq"), str):
+        model["no_rope_freq"] = 2
 
 
 def _shrink_mixer(model: dict[str, Any], tp: int) -> None:

@@ -1,0 +1,90 @@
+"""Families of decoders under layouts of two ranks: loss, each gradient and weights are those of one process."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tests.ckpt.convert_cases import GROUPED, MODELS
+from tests.covering import EXHAUSTIVE
+from tests.dist.in_turn import InTurn
+from tests.dist.test_layouts import CP2, EP2, PP2, SP, STEPS, TP2, ZERO, require_equal
+
+from mt_core.config.loading import load_config
+from mt_core.plugins import load_plugins
+from mt_tools.verify.run_record import RunRecord, record_run
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+SETTINGS = (
+    # The gradient of a bias of keys is zero but for rounding, which Adam would make as large as any other.
+    "optimizer.optimizer=sgd",
+    "data.seq_length=16",
+    "data.corpus_bytes=1000000",
+    "data.eod_mask_loss=true",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=4",
+    "train.train_iters=5",
+    "train.eval_interval=null",
+    "train.eval_iters=1",
+    "checkpoint.save_interval=null",
+    "lr_schedule.lr_warmup_iters=1",
+    "logging.progress=none",
+)
+LAYOUTS: dict[str, tuple[str, ...]] = {"tp-sp": (TP2, SP), "cp": (CP2,), "pp": (PP2,), "zero": (ZERO,), "ep": (EP2,)}
+SHORT = {"original_max_position_embeddings": 32}
+"""Longrope under context parallelism, which needs sequences within the first list of factors."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    name: {**MODELS[name], "vocab_size": 263}
+    for name in (
+        "phi3",
+        "smollm3",
+        "ministral3",
+        "olmo",
+        "exaone4",
+        "seed_oss",
+        "granite",
+        "ernie4_5",
+        "hunyuan",
+        "minimax_m2",
+    )
+}
+FAMILIES["phi3 within its first factors"] = {**FAMILIES["phi3"], **SHORT}
+FAMILIES["olmo2"] = {"family": "olmo", **GROUPED, "vocab_size": 263}
+REFUSED = {("phi3", "cp")}
+GRID = [
+    (name, layout)
+    for name, keys in FAMILIES.items()
+    for layout in LAYOUTS
+    if (name, layout) not in REFUSED and (layout != "ep" or "moe" in keys)
+]
+
+
+def run(rank: int, world: int, case: tuple[str, tuple[str, ...]]) -> RunRecord | None:
+    name, layout = case
+    torch.set_num_threads(1)
+    host = load_plugins()
+    model = [f"model.{key}={json.dumps(value)}" for key, value in FAMILIES[name].items()]
+    config = load_config(overrides=[*SETTINGS, *model, *layout], host=host)
+    record = record_run(config, STEPS, host=host)
+    return record if rank == 0 else None
+
+
+DIVIDED = InTurn(run, [(2, (name, LAYOUTS[layout])) for name, layout in GRID])
+ALONE = InTurn(run, [(1, (name, ())) for name in FAMILIES])
+
+
+@cache
+def one_process(name: str) -> RunRecord:
+    return ALONE.result(1, (name, ()))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param(*one, marks=() if one[1] != "zero" else EXHAUSTIVE) for one in GRID],
+)
+def test_a_family_computes_what_one_process_computes(name: str, layout: str) -> None:
+    require_equal(DIVIDED.result(2, (name, LAYOUTS[layout])), one_process(name))
