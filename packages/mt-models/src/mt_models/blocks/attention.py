@@ -159,6 +159,12 @@ class SelfAttention(nn.Module):
         q, k, v = self.project_and_rotate(x, rotation)
         if self.scales_queries and angles is not None and angles.query_scale is not None:
             q = q * angles.query_scale.to(q.dtype)
+        return self.linear_proj(self.attend_or_decode(q, k, v, pattern, cache).flatten(2))
+
+    def attend_or_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern, cache: Cache | None
+    ) -> Tensor:
+        """`attend`, with a cache over what that keeps of the positions before too: [B, S, N, D]."""
         # Layers of one model may differ in their window, so the pattern that all share gets this layer's here.
         within = pattern.within(self.window)
 
@@ -168,8 +174,7 @@ class SelfAttention(nn.Module):
         def paged(pages: Pages, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return pages.attend((q,), (k,), v, self.paged_scores(within))
 
-        out = attend(q, k, v) if cache is None else cache.attend(self, attend, (q,), (k, v), paged)
-        return self.linear_proj(out.flatten(2))
+        return attend(q, k, v) if cache is None else cache.attend(self, attend, (q,), (k, v), paged)
 
     def cached_state(self) -> PositionState:
         """Keys and values of this rank's groups."""
@@ -206,7 +211,8 @@ class SelfAttention(nn.Module):
         rows = self.linear_qkv(x)
         if self.ranks_per_group > 1:
             rows = self._group_of_rank(rows)
-        return rows.unflatten(-1, (-1, self.heads_per_group + 2, self.head_dim))
+        # The rows of a group: those of its queries, key and value, and what a subclass has beside them.
+        return rows.unflatten(-1, (-1, self.rows // (self.query_groups * self.head_dim), self.head_dim))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, H] -> q [B, S, N, D], k and v [B, S, G, D], of this rank's groups"""

@@ -217,16 +217,20 @@ class RotaryDecoder(CausalDecoder):
     """tokens [B, S] -> logits [B, S, vocab].
 
     layer: builds layer number i; default: `rotary_layer`, which is all that Llama, Mistral, Mixtral and Qwen need.
+    final_layernorm: makes the norm behind the last layer; default: the configured one.
     """
 
     config: DecoderConfig
 
     def __init__(
-        self, config: DecoderConfig, context: ModelBuildContext, layer: Callable[[int], nn.Module] | None = None
+        self,
+        config: DecoderConfig,
+        context: ModelBuildContext,
+        layer: Callable[[int], nn.Module] | None = None,
+        final_layernorm: Callable[[], nn.Module] | None = None,
     ) -> None:
-        super().__init__(
-            config, context, TokenEmbedding, layer or (lambda number: rotary_layer(config, context, number))
-        )
+        build_layer = layer or (lambda number: rotary_layer(config, context, number))
+        super().__init__(config, context, TokenEmbedding, build_layer, final_layernorm)
         self.rotary = build_rotary(config)
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:

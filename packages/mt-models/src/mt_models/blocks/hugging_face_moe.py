@@ -7,7 +7,7 @@ rows first as here; files saved in that form are imported too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,6 +105,14 @@ def expert_rules(
     if moe["moe_shared_expert_gate"]:
         rules.append(Same(f"{ours}mlp.shared_experts.gate_weight", f"{theirs}{names.shared_gate}"))
     return rules
+
+
+def written_packed(rules: list[Rule]) -> list[Rule]:
+    """The same rules, with experts written in one tensor instead of one by one. Both forms are read."""
+    return [
+        replace(rule.others[0], others=(replace(rule, others=()),)) if isinstance(rule, StackedExperts) else rule
+        for rule in rules
+    ]
 
 
 def mixed_feed_forward_rules(config: DecoderConfig, names: ExpertNames, *, always_biased: bool = False) -> list[Rule]:

@@ -12,6 +12,7 @@ tokens with the layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,7 +24,7 @@ from mt_core.nn.cache import Cache
 from mt_core.nn.layout import normal
 from mt_core.nn.loss import Loss, weighted_mean
 from mt_core.nn.model import NumberedLayers
-from mt_core.nn.norm import Normalization, build_norm
+from mt_core.nn.norm import Norm, Normalization, build_norm
 from mt_core.nn.recompute import Recompute
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.linear import ReplicatedLinear
@@ -53,18 +54,21 @@ class PredictionConfigLike(Protocol):
 
 
 class TokenPrediction(nn.Module):
-    """One depth. eh_proj [H, 2H] is replicated on every tensor-parallel rank."""
+    """One depth. eh_proj [H, 2H] is replicated on every tensor-parallel rank. norm: makes a norm over the hidden
+    size."""
 
-    def __init__(self, config: PredictionConfigLike, layer: nn.Module, ctx: ParallelContext) -> None:
+    def __init__(
+        self, config: PredictionConfigLike, layer: nn.Module, norm: Callable[[], Norm], ctx: ParallelContext
+    ) -> None:
         super().__init__()
-        hidden, epsilon = config.hidden_size, config.norm_epsilon
-        self.enorm = build_norm(config.normalization, hidden, epsilon, ctx)
-        self.hnorm = build_norm(config.normalization, hidden, epsilon, ctx)
+        hidden = config.hidden_size
+        self.enorm = norm()
+        self.hnorm = norm()
         init = normal(config.init_method_std)
         # Replicated: a column-parallel matrix would need an all-gather before the layer, which takes whole rows of H.
         self.eh_proj = ReplicatedLinear(2 * hidden, hidden, ctx, init=init, bias=False, on_sequence=True)
         self.mtp_model_layer = layer
-        self.final_layernorm = build_norm(config.normalization, hidden, epsilon, ctx)
+        self.final_layernorm = norm()
 
     def forward(
         self,
@@ -84,7 +88,7 @@ class MultiTokenPrediction(nn.Module):
     """All depths, and a loss for each: mtp_loss_scaling_factor / depths times the mean over the micro-batch's
     counted positions, reported as `mtp_{d}_loss`.
 
-    layer: makes the transformer layer of depth number d, from 0.
+    layer: makes the transformer layer of depth number d, from 0. norm: makes a norm; default: the configured one.
     """
 
     def __init__(
@@ -94,12 +98,14 @@ class MultiTokenPrediction(nn.Module):
         loss: Loss,
         recompute: Recompute,
         ctx: ParallelContext,
+        norm: Callable[[], Norm] | None = None,
     ) -> None:
         super().__init__()
         depths = range(config.mtp_num_layers)
         self.loss, self.recompute = loss, recompute
         self.weight = config.mtp_loss_scaling_factor / config.mtp_num_layers
-        self.layers = NumberedLayers((depth, TokenPrediction(config, layer(depth), ctx)) for depth in depths)
+        build = norm or partial(build_norm, config.normalization, config.hidden_size, config.norm_epsilon, ctx)
+        self.layers = NumberedLayers((depth, TokenPrediction(config, layer(depth), build, ctx)) for depth in depths)
         self.losses = nn.ModuleList(AuxiliaryLoss(f"mtp_{depth + 1}_loss") for depth in depths)
 
     def forward(

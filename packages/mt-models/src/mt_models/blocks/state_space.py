@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mt_models.blocks.chunk_segments import ChunkSegments, chunk_segments
+
 
 def chunked_scan(
     x: Tensor,
@@ -51,7 +53,7 @@ def chunked_scan(
     inputs = _chunks(x.float() * dt[..., None], size).unflatten(3, (groups, -1))  # [B, K, L, G, R, P]
     decay = _Decay.since_start(_chunks(dt * a.float(), size).unflatten(3, (groups, -1)))
     b, c = _chunks(b.float(), size), _chunks(c.float(), size)  # [B, K, L, G, N]
-    segments = None if segment_ids is None else _segments(segment_ids, size)
+    segments = None if segment_ids is None else chunk_segments(segment_ids, size)
     # [B, H, P, N] -> [B, G, R, P, N]; heads of one group are adjacent.
     start = None if state is None else state.unflatten(1, (groups, -1))
 
@@ -147,37 +149,7 @@ class _Decay:
         return (self.high[:, :, -1:] - self.high) + (self.low[:, :, -1:] - self.low)
 
 
-@dataclass(frozen=True)
-class _Segments:
-    """Boolean masks for positions of one segment, within a chunk and across chunks."""
-
-    apart: Tensor
-    """[B, K, L, L]: two positions are of different segments."""
-    from_before: Tensor
-    """[B, K, L]: the position is of the segment in which the chunk before ends."""
-    to_end: Tensor
-    """[B, K, L]: the position is of the segment in which its chunk ends."""
-    over_chunk: Tensor
-    """[B, K]: the chunk ends in the segment in which the one before ends."""
-
-
-def _segments(segment_ids: Tensor, size: int) -> _Segments:
-    # The added positions belong to the last document, so that the state reaches the end of its chunk.
-    missing = -segment_ids.shape[1] % size
-    filled = torch.cat([segment_ids, segment_ids[:, -1:].expand(-1, missing)], dim=1)
-    ids = filled.unflatten(1, (-1, size))
-    end = ids[:, :, -1]
-    # The first chunk has no chunk before it. Its own first id lets a given start state reach the first document.
-    before = torch.cat([ids[:, 0, :1], end[:, :-1]], dim=1)
-    return _Segments(
-        apart=ids[..., :, None] != ids[..., None, :],
-        from_before=ids == before[..., None],
-        to_end=ids == end[..., None],
-        over_chunk=end == before,
-    )
-
-
-def _within_chunks(inputs: Tensor, decay: _Decay, b: Tensor, c: Tensor, segments: _Segments | None) -> Tensor:
+def _within_chunks(inputs: Tensor, decay: _Decay, b: Tensor, c: Tensor, segments: ChunkSegments | None) -> Tensor:
     """Contributions from positions of the same chunk: [B, K, L, G, R, P]."""
     # The scores [B, K, G, L, L] are those of a group; the decays below give each of its R heads other weights.
     scores = torch.einsum("bklgn,bksgn->bkgls", c, b)
@@ -191,7 +163,7 @@ def _within_chunks(inputs: Tensor, decay: _Decay, b: Tensor, c: Tensor, segments
 
 
 def _states_before_chunks(
-    inputs: Tensor, decay: _Decay, b: Tensor, start: Tensor | None, segments: _Segments | None
+    inputs: Tensor, decay: _Decay, b: Tensor, start: Tensor | None, segments: ChunkSegments | None
 ) -> tuple[Tensor, Tensor]:
     """States at the start of every chunk [B, K, G, R, P, N], and after the last one [B, G, R, P, N]."""
     to_end = decay.to_end().exp()

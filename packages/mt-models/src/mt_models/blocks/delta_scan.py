@@ -1,0 +1,183 @@
+"""What a gated delta net computes between its projections: convolutions, decays, the delta rule.
+
+Shapes: B batch, S positions, G key heads of D channels, H value heads of V channels, k taps of the convolution, C = 2
+G D + H V channels of queries, keys and values side by side. The heads are all of the model's, or those of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_core.errors import ConfigError
+from mt_core.nn.batch_invariance import is_batch_invariant
+from mt_core.nn.context_parallel.masks import SegmentGatherer
+from mt_core.nn.context_parallel.ulysses import group_repeats, to_heads, to_tokens
+from mt_core.nn.context_parallel.zigzag import in_order
+from mt_core.parallel.context import Axis
+from mt_models.blocks.fla_delta_rule import can_run_fla, fla_delta_rule
+from mt_models.blocks.gated_delta_rule import DeltaInputs, chunked_delta_rule, recurrent_delta_rule
+from mt_models.blocks.mamba_scan import causal_conv, causal_conv_of_segments, with_past
+
+
+class DeltaRule(Protocol):
+    """Computes whole sequences: see `recurrent_delta_rule`."""
+
+    def __call__(
+        self, inputs: DeltaInputs, *, state: Tensor | None = None, segment_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def build_delta_rule(backend: str, chunk_size: int) -> DeltaRule:
+    """backend: "torch", "fla" (flash-linear-attention's kernels), or "auto", which takes fla on a GPU where it is
+    installed.
+
+    Raises ConfigError for "fla" where it is not installed.
+    """
+    torch_rule = partial(chunked_delta_rule, chunk_size=chunk_size)
+    if backend == "torch" or (backend == "auto" and not can_run_fla()):
+        return torch_rule
+    if not can_run_fla():
+        raise ConfigError(
+            'model.linear_attention_backend="fla" needs the package flash-linear-attention and a GPU; use "torch" or '
+            '"auto"'
+        )
+
+    def on_device(
+        inputs: DeltaInputs, *, state: Tensor | None = None, segment_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        chosen: Callable[..., tuple[Tensor, Tensor]] = fla_delta_rule if inputs.v.is_cuda else torch_rule
+        return chosen(inputs, state=state, segment_ids=segment_ids)
+
+    return on_device
+
+
+class DeltaWeights(NamedTuple):
+    conv: Tensor
+    """[C, k]: taps of queries, keys and values."""
+    A_log: Tensor
+    """[H]: the state decays by the rate exp(A_log)."""
+    dt_bias: Tensor
+    """[H]"""
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """How many heads there are, and their channels."""
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """Channels of queries, keys and values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+    def split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S, C] -> q and k [B, S, G, D], v [B, S, H, V]"""
+        q, k, v = mixed.split(self.blocks, -1)
+        return (
+            q.unflatten(-1, (-1, self.key_dim)),
+            k.unflatten(-1, (-1, self.key_dim)),
+            v.unflatten(-1, (-1, self.value_dim)),
+        )
+
+
+@dataclass(frozen=True)
+class DeltaScan:
+    """q, k, v = silu(convolution); beta = strength sigmoid(b); g = -exp(A_log) softplus(a + dt_bias); the delta
+    rule."""
+
+    heads: DeltaHeads
+    rule: DeltaRule
+    strength: float
+
+    def __call__(
+        self, mixed: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, segment_ids: Tensor | None = None
+    ) -> Tensor:
+        """mixed [B, S, C], b and a [B, S, H] -> [B, S, H, V]. segment_ids [B, S]: convolutions and state are reset
+        between documents."""
+        if segment_ids is None:
+            convolved = causal_conv(mixed, weights.conv, None)
+        else:
+            convolved = causal_conv_of_segments(mixed, weights.conv, None, segment_ids)
+        inputs = self._inputs(convolved, b, a, weights)
+        # The chunked form depends on where a sequence's chunks begin, and a sequence that is decoded in parts has
+        # others.
+        rule = recurrent_delta_rule if is_batch_invariant() else self.rule
+        return rule(inputs, segment_ids=segment_ids)[0]
+
+    def advance(
+        self, mixed: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, past: Tensor, state: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The positions after a state -> [B, S, H, V], and the state behind them. past [B, k - 1, C]: the last inputs
+        of the convolutions; state [B, H, D, V]."""
+        inputs = self._inputs(causal_conv(mixed, weights.conv, None, past), b, a, weights)
+        # Cut from [past, new] and not from the new alone, which may be fewer than k - 1.
+        kept = with_past(mixed, past.shape[1], past)[:, mixed.shape[1] :]
+        rule = recurrent_delta_rule if mixed.shape[1] == 1 or is_batch_invariant() else self.rule
+        o, state = rule(inputs, state=state)
+        return o, (kept, state)
+
+    def _inputs(self, convolved: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> DeltaInputs:
+        q, k, v = self.heads.split(F.silu(convolved))
+        # In fp32: g is summed over positions in the exponent of the decay. -exp keeps the rate negative for every
+        # value of the parameter.
+        g = -weights.A_log.float().exp() * F.softplus(a.float() + weights.dt_bias)
+        beta = b.sigmoid()
+        return DeltaInputs(q, k, v, g, beta if self.strength == 1.0 else beta * self.strength)
+
+
+# -- context parallelism, as for Mamba (see mt_models.blocks.mamba_scan) -------------------------------
+
+
+class ContextParallelDeltaScan:
+    """A DeltaScan for tensors in zig-zag shards: an all-to-all exchanges positions for heads, and a second one sends
+    the results back. Collective: every rank of the axis calls it, in the same order."""
+
+    def __init__(self, scan: DeltaScan, axis: Axis) -> None:
+        heads = scan.heads
+        self.heads, self.axis = heads, axis
+        # A rank needs the keys of its own value heads: key heads that cannot be divided over the ranks are repeated.
+        self.repeats = group_repeats(heads.value_heads, heads.key_heads, axis.size)
+        local = DeltaHeads(
+            heads.key_heads * self.repeats // axis.size, heads.key_dim, heads.value_heads // axis.size, heads.value_dim
+        )
+        self.scan = replace(scan, heads=local)
+        # [CP, B, S / CP] of all ranks -> [B, S], in the order of the sequence.
+        self.gather_segments = SegmentGatherer(
+            axis, lambda shards: in_order(shards.movedim(0, 1).flatten(1, 2), 1, axis.size)
+        )
+
+    def __call__(
+        self, mixed: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, segment_ids: Tensor | None = None
+    ) -> Tensor:
+        """[B, S / CP, ...] of all heads of a tensor-parallel rank -> [B, S / CP, H, V]"""
+        q, k, v = self.heads.split(mixed)
+        q, k = (x.repeat_interleave(self.repeats, dim=2) for x in (q, k))
+        # One all-to-all for all five. b and a get a channel dimension of 1.
+        q, k, v, b, a = to_heads((q, k, v, b[..., None], a[..., None]), self.axis)
+        own = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
+        o = self.scan(own, b.squeeze(-1), a.squeeze(-1), self._own(weights), self.gather_segments(segment_ids))
+        return to_tokens(o, self.axis)
+
+    def _own(self, weights: DeltaWeights) -> DeltaWeights:
+        """The heads that this rank scans. Each rank's gradient of them is complete, and zero for the others: the sum
+        over ranks, which data parallelism takes anyway, equals that of one process."""
+        q, k, v = weights.conv.split(self.heads.blocks)
+        q, k = (x.unflatten(0, (-1, self.heads.key_dim)).repeat_interleave(self.repeats, dim=0) for x in (q, k))
+        v = v.unflatten(0, (-1, self.heads.value_dim))
+        conv = torch.cat([self._share(x).flatten(0, 1) for x in (q, k, v)])
+        return DeltaWeights(conv, self._share(weights.A_log), self._share(weights.dt_bias))
+
+    def _share(self, x: Tensor) -> Tensor:
+        return x.chunk(self.axis.size)[self.axis.rank]

@@ -1,0 +1,197 @@
+"""Configuration of Qwen3-Next, Qwen3.5 and 3.6, and their FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mt_core.config.schema import Config
+from mt_core.config_map import MegatronMap
+from mt_core.errors import ConfigError
+from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
+from mt_models.blocks.delta_net_config import (
+    DeltaNetKeys,
+    check_delta_nets,
+    delta_convolution_flops,
+    delta_projection_flops,
+    delta_rule_flops,
+    linear_layers,
+)
+from mt_models.blocks.moe import MoEOptions, frequency_of
+from mt_models.flops import (
+    Convention,
+    Flops,
+    core_flops,
+    dense_feed_forward_flops,
+    mean_keys,
+    moe_flops,
+    output_flops,
+    projection_flops,
+)
+
+
+class QwenNextConfig(DeltaNetKeys, RMSNormDecoderConfig):
+    """Qwen3-Next (2025), Qwen3.5 and Qwen3.6 (2026), without pictures."""
+
+    generation: Literal["qwen3_next", "qwen3_5"] = "qwen3_5"
+    """Whose names Hugging Face files have: the projections of a gated delta net in two matrices and experts one by one
+    (qwen3_next), or in four and experts packed (qwen3_5). It changes nothing that is computed."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """Share of each attention head that positions rotate."""
+    mtp_num_layers: Literal[0, 1] = 0
+    """1: a further layer of attention predicts the token after the next one, in training."""
+    mtp_loss_scaling_factor: Annotated[float, Field(ge=0)] = 0.1
+    """What the mean of its losses counts beside that of the next token."""
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def rotary_dim_key(self) -> str:
+        return f"model.rotary_percent={self.rotary_percent} of {self.head_dim} channels"
+
+    @property
+    def linear_layers(self) -> list[bool]:
+        """For each layer whether it is a gated delta net."""
+        return linear_layers(self)
+
+    # Fixed values for keys of the shared blocks.
+
+    @property
+    def add_qkv_bias(self) -> bool:
+        return False
+
+    @property
+    def qk_layernorm(self) -> bool:
+        return True
+
+    @property
+    def linear_allow_neg_eigval(self) -> bool:
+        return False
+
+    @property
+    def linear_norm_epsilon(self) -> float:
+        return self.norm_epsilon
+
+    def with_predicted_layers(self) -> QwenNextConfig:
+        """The same with the layer of multi-token prediction counted behind the others, its feed-forward of the last
+        one's kind."""
+        changed: dict[str, Any] = {"num_layers": self.num_layers + self.mtp_num_layers}
+        if self.moe is not None:
+            layers = MoEOptions(self).layers
+            changed["moe"] = {**self.moe, "moe_layer_freq": frequency_of(layers + layers[-1:] * self.mtp_num_layers)}
+        return _CountsPredictedLayers.model_construct(self.model_fields_set, **{**dict(self), **changed})
+
+
+class _CountsPredictedLayers(QwenNextConfig):
+    """Its num_layers includes the layer of multi-token prediction."""
+
+    @property
+    def output_init_std(self) -> float:
+        layers = self.num_layers - self.mtp_num_layers
+        return self.init_method_std / math.sqrt(2.0 * layers if self.use_scaled_init_method else 1.0)
+
+
+def check_qwen_next(config: Config) -> None:
+    """Raise ConfigError for heads, layers and layouts that do not fit together."""
+    check_decoder(config)
+    check_delta_nets(config)
+    model = config.model
+    assert isinstance(model, QwenNextConfig)
+    if model.rotary_dim == 0:
+        raise ConfigError(
+            f"model.rotary_percent={model.rotary_percent} of {model.head_dim} channels leaves none to rotate; "
+            f"at least {2 / model.head_dim:.3g} is needed"
+        )
+    if model.moe is not None:
+        MoEOptions(model)
+    if config.parallel.context_parallel_size > 1 and model.mtp_num_layers:
+        raise ConfigError(
+            f"parallel.context_parallel_size={config.parallel.context_parallel_size} cannot be combined with "
+            f"model.mtp_num_layers={model.mtp_num_layers}: a position needs the token after it, which another rank may "
+            "hold; one of the two has to go (1, or 0)"
+        )
+    if not model.mtp_num_layers and model.mtp_loss_scaling_factor != 0.1:
+        raise ConfigError("model.mtp_loss_scaling_factor would be ignored: set model.mtp_num_layers=1 too")
+
+
+SMALL = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_attention_freq": 2,
+    "linear_chunk_size": 8,
+    "rotary_percent": 0.5,
+}
+
+
+def shrink_qwen_next(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
+    """See `ModelSpec.shrink`."""
+    return dict(SMALL)
+
+
+MEGATRON = MegatronMap(
+    unsupported="Megatron's arguments of gated delta nets (experimental_attention_variant) are not written; names and "
+    "layouts of the parameters are Megatron-Core's"
+)
+
+
+# -- FLOPs for each token --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QwenNextFlops(Flops):
+    """Forward FLOPs for each token, over all layers."""
+
+    linear_projections: float
+    """Into and out of the gated delta nets."""
+    linear_convolution: float
+    linear_rule: float
+    """The delta rule."""
+    attention_projections: float
+    """Queries, gates, keys, values and the output of attention."""
+    attention_core: float
+    """Scores and their product with the values."""
+    feed_forward: float
+    output: float
+    """Logits."""
+    prediction: float
+    """The layer of multi-token prediction, its projection and its logits."""
+
+
+def flops_per_token(config: QwenNextConfig, seq_length: int, *, convention: Convention = "seen") -> QwenNextFlops:
+    """The mean over the tokens of a sequence. Raises ConfigError when the vocabulary is unknown."""
+    linear = sum(config.linear_layers)
+    attention = config.num_layers - linear
+    projections = projection_flops(config) + gate_flops(config)
+    core = core_flops(config, mean_keys(seq_length, None, convention))
+    feed_forward = moe_flops(config) if config.moe is not None else dense_feed_forward_flops(config)
+    output = output_flops(config.hidden_size, config.vocab_size)
+    eh_proj = 4 * config.hidden_size**2
+    return QwenNextFlops(
+        linear_projections=linear * delta_projection_flops(config.hidden_size, config),
+        linear_convolution=linear * delta_convolution_flops(config),
+        linear_rule=linear * delta_rule_flops(config, seq_length, convention),
+        attention_projections=attention * projections,
+        attention_core=attention * core,
+        feed_forward=config.num_layers * feed_forward,
+        output=output,
+        prediction=config.mtp_num_layers * (eh_proj + projections + core + feed_forward + output),
+    )
+
+
+def gate_flops(config: QwenNextConfig) -> float:
+    """FLOPs of one layer's projection of output gates."""
+    return 2 * config.hidden_size * config.num_attention_heads * config.head_dim
+
+
+def training_flops(config: Config) -> float:
+    """See `ModelSpec.training_flops`."""
+    model: Any = config.model
+    return config.data.seq_length * flops_per_token(model, config.data.seq_length).training
