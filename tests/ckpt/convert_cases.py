@@ -9,6 +9,8 @@ GROUPED = {**SHAPE, "num_query_groups": 2, "ffn_hidden_size": 48}
 GPT2 = {"family": "gpt", **SHAPE, "activation": "gelu_tanh"}
 LLAMA = {"family": "llama", **GROUPED}
 MAMBA = {"hidden_size": 32, "mamba_head_dim": 8, "mamba_state_dim": 6, "mamba_num_groups": 2, "mamba_chunk_size": 8}
+DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_chunk_size": 8}
+DELTA_NET |= {"linear_value_head_dim": 10, "kv_channels": 16}
 LATENT = {"q_lora_rank": 14, "kv_lora_rank": 10, "qk_head_dim": 12, "qk_pos_emb_head_dim": 6, "v_head_dim": 8}
 TOWER = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 2, "img_h": 8, "img_w": 8, "patch_dim": 4}
 
@@ -119,6 +121,21 @@ MODELS: dict[str, dict[str, Any]] = {
             "moe_ffn_hidden_size": 12,
             "moe_shared_expert_intermediate_size": 24,
             "moe_router_pre_softmax": True,
+        },
+    },
+    "qwen_next": {"family": "qwen_next", **GROUPED, "num_layers": 4, **DELTA_NET},
+    "qwen_next_experts": {
+        "family": "qwen_next",
+        **GROUPED,
+        **DELTA_NET,
+        "linear_attention_freq": "[1,0,1]",
+        "mtp_num_layers": 1,
+        "moe": {
+            "num_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 12,
+            "moe_shared_expert_intermediate_size": 20,
+            "moe_shared_expert_gate": True,
         },
     },
     "mamba": {"family": "mamba", "num_layers": 3, "vocab_size": 101, **MAMBA},

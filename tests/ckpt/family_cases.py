@@ -40,6 +40,9 @@ GRANITE_HYBRID |= {
 }
 GRANITE_HYBRID |= {"num_local_experts": 0, "num_experts_per_tok": 0, "attention_multiplier": 0.2}
 GRANITE_HYBRID |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+DELTA_NET = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16}
+DELTA_NET |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6}
+DELTA_NET |= {"linear_value_head_dim": 10, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 LATENT = {**DECODER, "num_key_value_heads": 4, "moe_intermediate_size": 12, "n_routed_experts": 8}
 LATENT |= {"num_experts_per_tok": 3, "n_shared_experts": 2, "first_k_dense_replace": 1, "kv_lora_rank": 10}
 LATENT |= {"qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 8, "experts_implementation": "eager"}
@@ -298,6 +301,21 @@ CASES: dict[str, Case] = {
     "deepseek_v3": latent("V3", q_lora_rank=14, **GROUPS, num_nextn_predict_layers=0),
     "deepseek_v3 tied": latent(
         "V3", q_lora_rank=None, n_group=1, topk_group=1, tie_word_embeddings=True, num_nextn_predict_layers=0
+    ),
+    "qwen3_next": Case(
+        "qwen_next",
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        {**MOE, **DELTA_NET, "num_experts": 6, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
+        | {"mlp_only_layers": [1]},
+    ),
+    "qwen3_5_text": Case("qwen_next", "Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**DECODER, **DELTA_NET}),
+    "qwen3_5_moe_text": Case(
+        "qwen_next",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        {key: value for key, value in MOE.items() if key != "intermediate_size"}
+        | {**DELTA_NET, "num_experts": 6, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
     ),
     "mamba2": Case("mamba", "Mamba2ForCausalLM", "Mamba2Config", MAMBA),
     "mamba2 tied, biased": Case(

@@ -22,6 +22,8 @@ from mt_core.specs import MODELS
 MAX_HARMLESS_REFUSALS = 250
 """Of all values of one case for each configuration."""
 NOT_SWEPT = {
+    "qwen3_5": "qwen3_5_text within a file that has an image tower too",
+    "qwen3_5_moe": "qwen3_5_moe_text within a file that has an image tower too",
     "smolvlm": "idefics3, under another name",
     "blenderbot": "its two tables of positions have to be equal, which those of a new model are not",
 }
@@ -76,6 +78,8 @@ TELLING = {
     "gpt_neox": ("rope_parameters", "rotary_pct"),
     "nemotron": ("rope_parameters", "rope_scaling"),
     "t5": ("dense_act_fn", "feed_forward_proj", "is_gated_act", "relative_attention_max_distance"),
+    "qwen3_next": ("layer_types", "rope_parameters", "norm_topk_prob", "linear_conv_kernel_dim"),
+    "qwen3_5_text": ("layer_types", "rope_parameters", "attention_bias", "head_dim"),
     "mamba2": ("rescale_prenorm_residual",),
     "deepseek_v3": ("n_group", "topk_group", "head_dim", "num_nextn_predict_layers"),
     "bert classes": ("num_labels",),
