@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mt_ckpt.commands.merge import merge
 from mt_ckpt.files.sizes import format_bytes
 from mt_core.checkpoint_base import TENSORS, OverBase
 from mt_core.checkpoint_specs import CHECKPOINT_SAVERS, CheckpointReader, CheckpointSaverSpec, ConvertOptions
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from mt_ckpt.difference import Difference
     from mt_ckpt.files.checksum_file import Checksums
 
-app = typer.Typer(no_args_is_help=True, help="Inspect, verify, compare, average and thin out checkpoints.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, verify, compare, average, merge and thin out checkpoints.")
+app.command()(merge)
 
 # A folder, or an address such as s3://bucket/run: what these read may lie in an object store.
 AnyCheckpoint = Annotated[

@@ -1,0 +1,1 @@
+"""Merging of models: several checkpoints of one architecture become one, tensor by tensor."""
