@@ -36,6 +36,9 @@ WITHOUT_TORCH = (
     "mt_core.interfaces",
     "mt_core.checkpoint_specs",
     "mt_core.run_events",
+    "mt_ops.reading",
+    "mt_ops.report",
+    "mt_ops.commands",
     "mt_core.run_requests",
 )
 """Modules and packages that import no torch at their top level: they work where it is not installed."""

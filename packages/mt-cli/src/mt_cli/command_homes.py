@@ -17,6 +17,7 @@ COMMAND_HOMES = {
     "moe": "mt-moe",
     "plan": "mt-tools",
     "quantization": "mt-infer",
+    "report": "mt-ops",
     "retrieve": "mt-retrieval",
     "retro": "mt-retrieval",
     "serve": "mt-infer",

@@ -7,12 +7,13 @@ from mt_core.kinds import Lazy
 from mt_core.specs import CommandSpec
 
 
+def _command(name: str, doc: str) -> CommandSpec:
+    return CommandSpec(name=name, doc=doc, app=Lazy(f"mt_ops.commands.{name}:{name}"))
+
+
 @hookimpl
 def mt_register_commands() -> list[CommandSpec]:
     return [
-        CommandSpec(
-            name="ctl",
-            doc="Ask a running training to save, evaluate, generate, stop or change a value",
-            app=Lazy("mt_ops.commands.ctl:ctl"),
-        ),
+        _command("ctl", "Ask a running training to save, evaluate, generate, stop or change a value"),
+        _command("report", "Write a page about runs that opens from disk: curves, differences, time, events"),
     ]

@@ -1,0 +1,160 @@
+"""Event files of TensorBoard, read without its package: scalars alone.
+
+A file is a row of records: length (uint64), its checksum (4 bytes), a protocol buffer `Event`, its checksum. Checksums
+are not compared. Fields: Event 1 wall_time, 2 step, 5 summary; Summary 1 value; Value 1 tag, 2 simple_value, 8 tensor;
+TensorProto 1 dtype, 4 tensor_content, 5 float_val, 6 double_val.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mt_ops.reading.columns import last_of_each_step
+from mt_ops.reading.fields import mt_name
+from mt_ops.reading.run import Run, Series
+
+PATTERN = "events.out.tfevents.*"
+OVER_SAMPLES = " vs samples"
+TENSOR_FORMATS = {1: "<f", 2: "<d", 3: "<i", 9: "<q"}
+"""dtype of a TensorProto -> format of one value in tensor_content."""
+
+
+class Scalar(NamedTuple):
+    step: int
+    wall_time: float
+    tag: str
+    value: float
+
+
+def read_event_files(path: Path) -> Run:
+    """path: a file, or a folder with them below it. Tags that repeat another over samples are left out."""
+    files = [path] if path.is_file() else sorted(path.rglob(PATTERN), key=lambda file: file.name)
+    by_tag: defaultdict[str, list[Scalar]] = defaultdict(list)
+    for file in files:
+        for scalar in scalars(file.read_bytes()):
+            if not scalar.tag.endswith(OVER_SAMPLES):
+                by_tag[scalar.tag].append(scalar)
+    series = {_name(tag): _series(values) for tag, values in by_tag.items()}
+    axes = {"samples": series.pop("consumed_samples")} if "consumed_samples" in series else {}
+    longest = max(by_tag.values(), key=len, default=[])
+    if longest:
+        times = last_of_each_step(*_arrays(longest, [scalar.wall_time for scalar in longest]))
+        axes |= {"clock": times, "time": Series(times.steps, times.values - times.values[0])}
+    return Run(
+        name=path.name if path.is_dir() else path.parent.name,
+        path=path,
+        source="TensorBoard",
+        series=series,
+        axes=axes,
+        missing=["configuration, events and status of ranks, which event files do not have"],
+    )
+
+
+def _name(tag: str) -> str:
+    """Of a tag: a group before the last slash stays unless the name is known without it."""
+    plain = mt_name(tag.rpartition("/")[2])
+    known = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "tflops", "mfu(%)"}
+    if plain == "global_avg_loss":
+        return "loss"
+    return plain if "/" not in tag or plain in known else tag
+
+
+def _series(scalars_of_tag: list[Scalar]) -> Series:
+    return last_of_each_step(*_arrays(scalars_of_tag, [scalar.value for scalar in scalars_of_tag]))
+
+
+def _arrays(of_tag: list[Scalar], values: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([scalar.step for scalar in of_tag], dtype=np.int64), np.array(values, dtype=np.float64)
+
+
+# -- records and protocol buffers --------------------------------------------------------------------
+
+
+def scalars(content: bytes) -> Iterator[Scalar]:
+    """An incomplete last record, as a run that is going on leaves it, is left out."""
+    for record in _records(content):
+        wall_time, step, summaries = 0.0, 0, []
+        for field, value in _fields(record):
+            if field == 1:
+                wall_time = struct.unpack("<d", value)[0]
+            elif field == 2:
+                step = int.from_bytes(value, "little")
+            elif field == 5:
+                summaries.append(value)
+        for summary in summaries:
+            for field, value in _fields(summary):
+                if field == 1 and (found := _scalar(value)) is not None:
+                    yield Scalar(step, wall_time, *found)
+
+
+def _records(content: bytes) -> Iterator[bytes]:
+    at = 0
+    while at + 12 <= len(content):
+        (length,) = struct.unpack_from("<Q", content, at)
+        end = at + 12 + length
+        if end + 4 > len(content):
+            return
+        yield content[at + 12 : end]
+        at = end + 4
+
+
+def _scalar(value: bytes) -> tuple[str, float] | None:
+    tag, number = "", None
+    for field, content in _fields(value):
+        if field == 1:
+            tag = content.decode("utf-8", "replace")
+        elif field == 2:
+            number = struct.unpack("<f", content)[0]
+        elif field == 8:
+            number = _tensor(content)
+    return None if number is None else (tag, float(number))
+
+
+def _tensor(content: bytes) -> float | None:
+    """Of one number, None for another."""
+    dtype, raw = 1, b""
+    for field, value in _fields(content):
+        if field == 1:
+            dtype = int.from_bytes(value, "little")
+        elif field in (4, 5, 6):
+            raw = value
+    code = TENSOR_FORMATS.get(dtype)
+    return struct.unpack(code, raw)[0] if code is not None and len(raw) == struct.calcsize(code) else None
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """(number of the field, its bytes; of a varint 8 bytes in little endian)."""
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        wire = key & 7
+        if wire == 0:
+            value, at = _varint(message, at)
+            yield key >> 3, (value & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little")
+            continue
+        if wire == 2:
+            size, at = _varint(message, at)
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
+        else:
+            return
+        yield key >> 3, message[at : at + size]
+        at += size
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value, shift = 0, 0
+    while at < len(message):
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+        shift += 7
+    return value, at

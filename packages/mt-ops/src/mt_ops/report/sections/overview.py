@@ -1,0 +1,55 @@
+"""One line a run: how far it came, how good, how fast, what state it is in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from html import escape
+
+from mt_core.run_events import account
+from mt_ops.reading.run import Run
+from mt_ops.report.html import Html, Section, duration, note, table
+
+SILENT = 60.0
+"""Seconds without a sign after which a run that has not ended counts as stopped."""
+
+
+def overview(runs: Sequence[Run]) -> Section:
+    headers = [
+        *("run", "written by", "steps", "tokens", "last loss", "best validation loss", "resumes"),
+        *("time of training", "effective", "state"),
+    ]
+    body = table(headers, [_row(run) for run in runs])
+    absent = [note(f"{run.name}: not there: {', '.join(run.missing)}") for run in runs if run.missing]
+    return Section("overview", "Overview", body + "".join(dict.fromkeys(absent[:8])))
+
+
+def _row(run: Run) -> list[object]:
+    best = run.series["valid_loss"].smallest if "valid_loss" in run.series else None
+    tokens = run.axes["tokens"].last if "tokens" in run.axes else None
+    seconds = run.axes["time"].last if "time" in run.axes else None
+    times = account(run.events)
+    return [
+        Html(f'<span class="swatch" data-run="{escape(run.name)}"></span>{escape(run.name)}'),
+        run.source,
+        run.last_step,
+        None if tokens is None else int(tokens),
+        run.series["loss"].last if "loss" in run.series else None,
+        None if best is None else f"{best[1]:.6g} at step {best[0]:,}",
+        len(run.resumes),
+        duration(seconds),
+        None if times is None else f"{times.effective:.1%}",
+        state_of(run, time.time()),
+    ]
+
+
+def state_of(run: Run, now: float) -> str:
+    """ "finished", "stopped by signal", "training", "silent for 0:10:02", or "" where nothing says it."""
+    ends = [entry for entry in run.events if entry["kind"] in ("start", "end")]
+    if ends and ends[-1]["kind"] == "end":
+        reason = ends[-1].get("reason")
+        return f"stopped by {reason}" if reason else "finished"
+    last = max([*(entry["time"] for entry in run.status), *(entry["time"] for entry in run.events[-1:])], default=None)
+    if last is None:
+        return ""
+    return "training" if now - last < SILENT else f"silent for {duration(now - last)}"
