@@ -61,7 +61,7 @@ def adapted(host: PluginHost, base: Any, adapter: Mapping[str, Any], seed: int =
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".adapter." not in name:
+            if "adapter." not in name:
                 parameter.copy_(layouts[name].to_local(base.read(MODEL + name), ctx))
             else:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))

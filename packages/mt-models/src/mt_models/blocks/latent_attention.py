@@ -30,7 +30,7 @@ from mt_core.nn.norm import Normalization, build_norm
 from mt_core.nn.recompute import remade
 from mt_core.parallel.collectives import copy_to, gather_from
 from mt_core.parallel.context import ParallelContext
-from mt_models.blocks.linear import ReplicatedLinear
+from mt_models.blocks.linear import ReplicatedLinear, effective_weight
 from mt_models.blocks.rotary import RotaryAngles, rotate
 
 
@@ -217,7 +217,7 @@ class LatentAttention(nn.Module):
     def _up_projections(self) -> tuple[Tensor, Tensor]:
         """From the latent to each head's key [N, plain, C] and value [N, value, C]"""
         # [N (plain + value), C] -> [N, plain + value, C], of this rank's heads
-        up = self.linear_kv_up_proj.weight.unflatten(0, (-1, self.plain + self.value))
+        up = effective_weight(self.linear_kv_up_proj).unflatten(0, (-1, self.plain + self.value))
         keys, values = up.split((self.plain, self.value), 1)
         return keys, values
 
@@ -233,7 +233,7 @@ class LatentAttention(nn.Module):
             # As many queries as keys: a new sequence. Expanded it has smaller heads, and the kernels of training. The
             # absorbed form rounds differently, so that it is excluded where bits have to be those of the training pass.
             if q.shape[1] == latents.shape[1] or cache.is_batch_invariant:
-                return self.expanded(q, F.linear(latents, self.linear_kv_up_proj.weight), positional, pattern)
+                return self.expanded(q, F.linear(latents, effective_weight(self.linear_kv_up_proj)), positional, pattern)
             return self.absorbed(q, latents, positional, pattern)
 
         return cache.attend(self, attend, (q,), (latents, positional), self.paged)

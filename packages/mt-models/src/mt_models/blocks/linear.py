@@ -50,6 +50,13 @@ def whole_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ctx: ParallelCo
     return linear(x, weight, bias)
 
 
+def effective_weight(layer: LinearModule) -> Tensor:
+    """The weight [out, in] of this rank, with the update of an adapter that a model transform gave the layer, where the
+    matrix itself is used and not its product."""
+    adapter = getattr(layer, "adapter", None)
+    return layer.weight if adapter is None or not adapter.is_on else adapter.effective_weight(layer.weight)
+
+
 # -- packed: several blocks of different sizes, such as Mamba's input projection ---------------------
 
 

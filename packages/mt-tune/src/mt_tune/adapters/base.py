@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from mt_core.errors import ConfigError
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, Split, sequence_axes
 from mt_core.parallel.context import ParallelContext
 from mt_tune.adapters.config import AdapterConfig
@@ -60,6 +61,10 @@ class Adapter(LayoutModule):
         """The canonical weight [..., out, in] of a layer that computes the same without the adapter, in fp32."""
         raise NotImplementedError
 
+    def merged_bias(self, bias: Tensor, values: Values) -> Tensor:
+        """The canonical bias of such a layer, in fp32."""
+        return bias.float()
+
     def effective_weight(self, weight: Tensor) -> Tensor:
         """The same of this rank's part of the weight, differentiable, in its dtype."""
         raise NotImplementedError(f"{self.layer_path} is used by its weight alone, which {type(self).__name__} has not")
@@ -79,12 +84,23 @@ class Adapter(LayoutModule):
         """Keys of adapter_config.json of all adapters of a model."""
         raise NotImplementedError
 
+    @classmethod
+    def shared_tensors(cls, found: Sequence[Any]) -> Values:
+        """Tensors that all adapters of a model have together, by their names behind `base_model.`."""
+        return {}
+
     # -- layouts that follow from the base weight's ----------------------------------------------------
 
     @property
     def output_splits(self) -> tuple[Split, ...]:
         """Splits of a vector of output features."""
         dim = len(self.base_layout.shape) - 2
+        return tuple(replace(split, dim=0) for split in self.base_layout.splits if split.dim == dim)
+
+    @property
+    def input_splits(self) -> tuple[Split, ...]:
+        """Splits of a vector of input features."""
+        dim = len(self.base_layout.shape) - 1
         return tuple(replace(split, dim=0) for split in self.base_layout.splits if split.dim == dim)
 
     @property
@@ -95,7 +111,7 @@ class Adapter(LayoutModule):
     @property
     def cuts_inputs(self) -> bool:
         """Whether ranks have different input features."""
-        return any(split.dim == len(self.base_layout.shape) - 1 for split in self.base_layout.splits)
+        return bool(self.input_splits)
 
     def output_vector(self, init: Init) -> ParameterLayout:
         """Layout of one number for each output feature, which multiplies it."""
@@ -108,6 +124,22 @@ class Adapter(LayoutModule):
     def _on_positions(self) -> tuple[Any, ...]:
         return sequence_axes(self.ctx) if self.cuts_inputs or self.kind == "embedding" else ()
 
+    def coverage(self) -> Tensor:
+        """[out] bool: rows that have an adapter."""
+        covered = torch.zeros(self.base_layout.shape[-2], dtype=torch.bool)
+        for part in self.parts:
+            covered[part.rows] = True
+        return covered
+
+    def local_coverage(self) -> Tensor | None:
+        """Of this rank's rows; None: all have one."""
+        covered = self.coverage()
+        return None if covered.all() else self.to_local_rows(covered)
+
+    def of_covered(self, vector: Tensor, other: float) -> Tensor:
+        """A canonical vector [out], with `other` for rows without an adapter."""
+        return torch.where(self.coverage(), vector, other)
+
     def to_local_rows(self, whole: Tensor) -> Tensor:
         """This rank's rows of a constant [out, ...]."""
         layout = ParameterLayout(tuple(whole.shape), _constant, self.output_splits, padded=self.output_padding)
@@ -116,6 +148,16 @@ class Adapter(LayoutModule):
 
 def _constant(tensor: Tensor, generator: torch.Generator) -> None:
     raise AssertionError("a constant is not drawn")
+
+
+def put(matrix: Tensor, where: Any, values: Tensor, name: str) -> None:
+    """Raises ConfigError for values of another shape than the place."""
+    if matrix[where].shape != values.shape:
+        raise ConfigError(
+            f"{name}: the adapter has {list(values.shape)}, and [adapter] makes it {list(matrix[where].shape)}; set "
+            "adapter.rank and adapter.rank_pattern as the adapter's r, or the base that it was made for"
+        )
+    matrix[where] = values.to(matrix.dtype)
 
 
 # -- where adapters are called --------------------------------------------------------------------------

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mt_core.errors import ConfigError
 from mt_core.nn.layout import LayoutModule, ParameterLayout, ones, sequence_axes, zeros
 from mt_core.nn.linear import column_parallel_linear, linear, row_parallel_linear
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.reductions import all_reduce_
-from mt_tune.adapters.base import Adapter, Names, Take, Values
+from mt_tune.adapters.base import Adapter, Names, Take, Values, put
 from mt_tune.adapters.config import AdapterConfig
 from mt_tune.adapters.dropout import InputDropout
 from mt_tune.adapters.targets import Layer, Part, by_pattern
@@ -70,8 +69,7 @@ class LowRankAdapter(Adapter):
         self.lr_ratio = config.lr_ratio
         self.total = sum(part.rank for part in self.ranks)
         self.widest = max(part.rank for part in self.ranks)
-        last = len(layer.layout.shape) - 1
-        self.dropout = InputDropout(config.dropout, tuple(s for s in layer.layout.splits if s.dim == last), ctx)
+        self.dropout = InputDropout(config.dropout, self.input_splits, ctx)
         self.declare_matrices(self._init_of_a(config.init))
         whole = len(self.ranks) == 1 and len(self.ranks[0].part.rows) == self.base_layout.shape[-2]
         self.scale = self.ranks[0].scale
@@ -128,9 +126,12 @@ class LowRankAdapter(Adapter):
 
     def wide_b(self) -> Tensor:
         """[..., rows of this rank, R], the scale included"""
+        return self.wide(self.lora_B)
+
+    def wide(self, b: Tensor) -> Tensor:
         if self.coefficients is None or self.columns is None:
-            return self.lora_B * self.scale
-        return self.lora_B.index_select(-1, self.columns) * self.coefficients.to(self.lora_B.dtype)
+            return b * self.scale
+        return b.index_select(-1, self.columns) * self.coefficients.to(b.dtype)
 
     def update(self, x: Tensor) -> Tensor:
         """s B A x as the layer's output is divided."""
@@ -199,16 +200,6 @@ class LowRankAdapter(Adapter):
         yield "lora_B", b
 
 
-def put(matrix: Tensor, where: Any, values: Tensor, name: str) -> None:
-    """Raises ConfigError for values of another shape than the place."""
-    if matrix[where].shape != values.shape:
-        raise ConfigError(
-            f"{name}: the adapter has {list(values.shape)}, and [adapter] makes it {list(matrix[where].shape)}; set "
-            "adapter.rank and adapter.rank_pattern as the adapter's r, or the base that it was made for"
-        )
-    matrix[where] = values.to(matrix.dtype)
-
-
 class MagnitudeAdapter(LowRankAdapter):
     """DoRA: y = m / |W + s B A| (W + s B A) x, |.| the norm of each row, which has no gradient; magnitude [out]."""
 
@@ -218,11 +209,7 @@ class MagnitudeAdapter(LowRankAdapter):
     def __init__(self, layer: Layer, config: AdapterConfig, ctx: ParallelContext) -> None:
         super().__init__(layer, config, ctx)
         self.declare("magnitude", self.output_vector(ones))
-        covered = torch.zeros(self.base_layout.shape[-2], dtype=torch.bool)
-        for part in layer.parts:
-            covered[part.rows] = True
-        rows = None if covered.all() else self.to_local_rows(covered)
-        self.register_buffer("covered", rows, persistent=False)
+        self.register_buffer("covered", self.local_coverage(), persistent=False)
 
     @torch.no_grad()
     def norms(self, layer: LayoutModule) -> Tensor:
@@ -255,10 +242,7 @@ class MagnitudeAdapter(LowRankAdapter):
     def merged(self, weight: Tensor, values: Values) -> Tensor:
         changed = super().merged(weight, values)
         factor = values["magnitude"].float() / changed.norm(dim=-1)
-        covered = torch.zeros(len(factor), dtype=torch.bool)
-        for part in self.parts:
-            covered[part.rows] = True
-        return changed * torch.where(covered, factor, 1.0)[:, None]
+        return changed * self.of_covered(factor, 1.0)[:, None]
 
     def exported(self, values: Values, names: Names) -> Iterator[tuple[str, Tensor]]:
         yield from super().exported(values, names)

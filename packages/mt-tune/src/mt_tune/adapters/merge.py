@@ -22,7 +22,7 @@ from mt_tune.adapters.peft_folder import values_of
 from mt_tune.adapters.targets import WEIGHT
 
 PROBE_TOKENS = 32
-MARK = f".{NAME}."
+MARK = (f".{NAME}.", ".output_adapter.")
 
 
 class MergedCheckpoint:
@@ -37,12 +37,13 @@ class MergedCheckpoint:
         found = adapters(build_model(config, host, "meta"))
         for adapter in found.values():
             refuse_shared_weight(adapter, config.model)
-        self._adapters = {f"{MODEL}{path.removesuffix(f'.{NAME}')}.{WEIGHT}": (path, a) for path, a in found.items()}
+        self._adapters = {f"{MODEL}{path.removesuffix(NAME)}{WEIGHT}": (path, a) for path, a in found.items()}
+        self._biases = {f"{MODEL}{path.removesuffix(NAME)}bias": (path, a) for path, a in found.items()}
         stored = {name: value for name, value in source.metadata["config"].items() if name != SECTION}
         self.metadata: Mapping[str, Any] = {**source.metadata, "config": stored}
 
     def _is_kept(self, name: str) -> bool:
-        return name.startswith(MODEL) and MARK not in name
+        return name.startswith(MODEL) and not any(mark in name for mark in MARK)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: shape for name, shape in self._source.shapes().items() if self._is_kept(name)}
@@ -52,10 +53,11 @@ class MergedCheckpoint:
 
     def read(self, name: str) -> Tensor:
         weight = self._source.read(name)
-        if name not in self._adapters:
+        if name not in self._adapters and name not in self._biases:
             return weight
-        path, adapter = self._adapters[name]
-        merged = adapter.merged(weight, values_of(path, adapter, self._source)).to(weight.dtype)
+        path, adapter = (self._adapters | self._biases)[name]
+        merge = adapter.merged if name in self._adapters else adapter.merged_bias
+        merged = merge(weight, values_of(path, adapter, self._source)).to(weight.dtype)
         if not merged.isfinite().all():
             raise CheckpointError(f"{name}: the merged weight has values that {weight.dtype} cannot hold, or NaN")
         return merged

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from mt_ckpt.files.safetensors import SafetensorsFile
@@ -23,12 +24,14 @@ from mt_core.errors import CheckpointError, ConfigError
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.train.checkpoint.state import merged_over_stages
-from mt_tune.adapters.base import Adapter, Names, Values, adapters
+from mt_tune.adapters.base import NAME, Adapter, Names, Values, adapters
 from mt_tune.adapters.config import AdapterConfig
+from mt_tune.adapters.kinds import main_type
 from mt_tune.adapters.peft_config import CONFIG, PREFIX, read_config, section_of, shortened, written_config
-from mt_tune.adapters.targets import Part, adaptable_layers, external_rules, fits
+from mt_tune.adapters.targets import Part, adaptable_layers, external_rules, saved_parameters
 
 WEIGHTS = "adapter_model.safetensors"
+SHARED = PREFIX.partition(".")[0] + "."
 OLD_WEIGHTS = "adapter_model.bin"
 RENAMED = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"})
 """Ends of target modules of a model with experts that PEFT takes for the fused experts, wherever they stand: dense
@@ -46,7 +49,7 @@ class PeftFolder:
             if not (path / OLD_WEIGHTS).is_file():
                 raise CheckpointError(f"{path} has neither {WEIGHTS} nor {OLD_WEIGHTS}")
             self._file = NamedTensorsFile(path / OLD_WEIGHTS)
-        self.names = {name.removeprefix(PREFIX): name for name in self._file.tensors}
+        self.names = {name.removeprefix(PREFIX).removeprefix(SHARED): name for name in self._file.tensors}
 
     def read(self, name: str) -> Tensor:
         """A tensor by its name without the prefix. Raises CheckpointError for one that is not there."""
@@ -111,6 +114,9 @@ def read_values(
     names = stored_names(found.values())
     values = {f"{at}.{n}": v for at, adapter in found.items() for n, v in adapter.imported(take, names)}
     values |= dict(_saved_modules(model, config, host, take))
+    for name, value in main_type(config.section(AdapterConfig)).shared_tensors(list(found.values())).items():
+        require_equal_projection(folder, name, value, taken)
+    take_copies(folder, values, taken)
     left = sorted(folder.names.keys() - merged_over_stages(taken, ctx).keys())
     if left:
         more = f" and {len(left) - 5} more" if len(left) > 5 else ""
@@ -121,17 +127,42 @@ def read_values(
     yield from values.items()
 
 
+def take_copies(folder: PeftFolder, values: Values, taken: dict[str, bool]) -> None:
+    """Rows of trained tokens that a tied LM head repeats. Raises CheckpointError where they differ."""
+    rows = next((value for name, value in values.items() if name.endswith(f"{NAME}.rows")), None)
+    for name in folder.names.keys() - taken.keys():
+        if rows is not None and name.endswith("trainable_tokens_delta"):
+            taken[name] = True
+            if not torch.equal(folder.read(name).to(rows.dtype), rows):
+                raise CheckpointError(
+                    f"{folder.path}: {name} differs from the rows of the embedding, which it is tied to"
+                )
+
+
+def require_equal_projection(folder: PeftFolder, name: str, value: Tensor, taken: dict[str, bool]) -> None:
+    """Raise CheckpointError for a frozen matrix in the folder that is not what its key draws."""
+    if name not in folder.names:  # save_projection=false
+        return
+    taken[name] = True
+    stored = folder.read(name)
+    if stored.shape != value.shape or not torch.equal(stored.to(value.dtype), value):
+        raise CheckpointError(
+            f"{folder.path}: {name} {list(stored.shape)} is not the matrix {list(value.shape)} that "
+            "adapter.projection_prng_key draws for these targets"
+        )
+
+
 def _saved_modules(model: nn.Module, config: Config, host: PluginHost, take: Any) -> Iterator[tuple[str, Tensor]]:
     rules = external_rules(config, host)
-    for name in saved_parameters(model, config.section(AdapterConfig)):
+    for name in _saved_parameters(model, config, host):
         rule = rules[name]
         yield name, rule.import_value([take(source) for source in rule.sources])
 
 
-def saved_parameters(model: nn.Module, options: AdapterConfig) -> list[str]:
+def _saved_parameters(model: nn.Module, config: Config, host: PluginHost) -> list[str]:
     """Canonical names of the parameters of modules_to_save."""
-    names = [name for name, _ in model.named_parameters() if ".adapter." not in name]
-    return [n for n in names if any(fits(n.rpartition(".")[0], pattern) for pattern in options.modules_to_save)]
+    names = [name for name, _ in model.named_parameters() if f".{NAME}." not in name]
+    return list(saved_parameters(names, external_rules(config, host), config.section(AdapterConfig).modules_to_save))
 
 
 # -- writing ------------------------------------------------------------------------------------------
@@ -150,7 +181,10 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     if hasattr(source, "note_read"):  # of a conversion, which requires that each tensor of the source is written
         for name in source.shapes():
             source.note_read(name, 0)
-    tensors = {f"{PREFIX}{n}": t.contiguous().clone() for n, t in exported(model, config, source, host)}
+    tensors = {f"{PREFIX}{n}": t for n, t in exported(model, config, source, host)}
+    found = list(adapters(model).values())
+    tensors |= {f"{SHARED}{n}": t for n, t in main_type(config.section(AdapterConfig)).shared_tensors(found).items()}
+    tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     content = adapter_config(model, config, host, source.metadata["config"].get("checkpoint", {}).get("load"))
     with closing(output_folder(path, None)) as folder:
         folder.write_small(WEIGHTS, safetensors.torch.save(tensors, metadata={"format": "pt"}))
@@ -167,7 +201,7 @@ def exported(
     for at, adapter in found.items():
         yield from adapter.exported(values_of(at, adapter, source), names)
     rules = external_rules(config, host)
-    for name in saved_parameters(model, config.section(AdapterConfig)):
+    for name in _saved_parameters(model, config, host):
         yield from zip(rules[name].sources, rules[name].export_value(source.read(MODEL + name)), strict=True)
 
 
@@ -178,27 +212,44 @@ def values_of(path: str, adapter: Adapter, source: CheckpointReader) -> Values:
 def adapter_config(model: nn.Module, config: Config, host: PluginHost, base: str | None) -> dict[str, Any]:
     """The contents of adapter_config.json."""
     options, found = config.section(AdapterConfig), list(adapters(model).values())
-    parts = [part for adapter in found for part in adapter.parts]
+    rows = "TRAINABLE_TOKENS" if options.type != "trainable_tokens" else None  # named by a key of their own
+    parts = [part for adapter in found if adapter.peft_type != rows for part in adapter.parts]
     layers = adaptable_layers(model, config, host)
     renamed = RENAMED if any(layer.kind == "experts" for layer in layers) else frozenset()
     named = [part.name for part in parts if part.parameter is None and part.name is not None]
     modules = [name for name in named if name.rpartition(".")[2] not in renamed]
     others = {p.name for layer in layers for p in layer.parts if p.parameter is None and p.name} - set(named)
-    keys = type(found[0]).peft_keys(found, options) if found else {}
+    main = main_type(options)
+    keys = main.peft_keys([adapter for adapter in found if adapter.peft_type == main.peft_type], options)
     parameters = {f"{part.name}.{part.parameter}" for part in parts if part.parameter is not None}
     parameters |= {f"{name}.weight" for name in named if name not in modules and not _is_of_expert(name)}
     targets = shortened([name for name in modules if not _is_of_expert(name)], others)
     return written_config(
-        type(found[0]).peft_type,
+        main.peft_type,
         {
             "target_modules": targets,
             **({"target_parameters": shortened_parameters(parameters)} if parameters else {}),
             **keys,
             "fan_in_fan_out": any(part.transposed for part in parts if part.parameter is None),
-            "modules_to_save": options.modules_to_save or None,
+            "modules_to_save": saved_modules(model, config, host) or None,
+            **_token_keys(options, found),
         },
         base,
     )
+
+
+def _token_keys(options: AdapterConfig, found: list[Adapter]) -> dict[str, Any]:
+    rows = [part.name for adapter in found if adapter.peft_type == "TRAINABLE_TOKENS" for part in adapter.parts]
+    if not rows or options.type == "trainable_tokens":
+        return {}
+    return {"trainable_token_indices": {str(rows[0]).rpartition(".")[2]: options.trainable_token_indices}}
+
+
+def saved_modules(model: nn.Module, config: Config, host: PluginHost) -> list[str]:
+    """Names of modules_to_save in Hugging Face's format."""
+    rules = external_rules(config, host)
+    names = _saved_parameters(model, config, host)
+    return sorted({source.rpartition(".")[0] for name in names for source in rules[name].sources})
 
 
 def _is_of_expert(name: str) -> bool:

@@ -63,6 +63,8 @@ class Layer:
     module: LayoutModule
     kind: Kind
     parts: tuple[Part, ...]
+    is_tied: bool = False
+    """Whether the LM head is the matrix of the token embeddings."""
 
     @property
     def layout(self) -> ParameterLayout:
@@ -97,6 +99,23 @@ def adaptable_layers(model: nn.Module, config: Config, host: PluginHost) -> list
             rule = rules.get(f"{path}.{WEIGHT}")
             layers.append(Layer(path, module, kind, _parts(path, module.layouts[WEIGHT], kind, rule, per_expert)))
     return layers
+
+
+def tied_output(model: nn.Module, config: Config, host: PluginHost) -> Layer | None:
+    """The LM head of a model that has the token embeddings in its place. None: it has one of its own."""
+    if getattr(config.model, "untie_embeddings_and_output_weights", True):
+        return None
+    found = [(p, m) for p, m in model.named_modules() if isinstance(m, VocabParallelEmbedding)]
+    if len(found) != 1:
+        return None
+    ((path, module),) = found
+    name, spec = None, host[MODELS].get(config.model.family, key="model.family")
+    if HF_FORMAT in spec.name_maps and external_rules(config, host):
+        copies = spec.name_maps[HF_FORMAT].load().copies(config.model)
+        name = next((_module_of(copy) for copy in copies), None)
+    rows = torch.arange(module.layouts[WEIGHT].shape[0])
+    part = Part(name, rows, ("output_layer",))
+    return Layer(f"{path.rpartition('.')[0]}.output_adapter", module, "output", (part,), is_tied=True)
 
 
 def external_rules(config: Config, host: PluginHost) -> Mapping[str, Rule]:
@@ -162,6 +181,18 @@ def _is_transposed(found: Tensor, rows: int) -> bool:
 
 def _module_of(name: str) -> str:
     return name.removesuffix(f".{WEIGHT}")
+
+
+def saved_parameters(names: Iterable[str], rules: Mapping[str, Rule], patterns: Sequence[str]) -> dict[str, list[str]]:
+    """Canonical name of a parameter of modules_to_save -> the patterns that name its module here or in Hugging Face's
+    format."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        sources = rules[name].sources if name in rules else ()
+        modules = [spelled.rpartition(".")[0] for spelled in (name, *sources)]
+        if matching := [pattern for pattern in patterns if any(fits(module, pattern) for module in modules)]:
+            found[name] = matching
+    return found
 
 
 # -- selection by the configuration ------------------------------------------------------------------

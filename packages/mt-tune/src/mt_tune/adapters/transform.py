@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,21 +13,23 @@ from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import LayoutModule
-from mt_core.parallel.context import ParallelContext
 from mt_core.train.checkpoint.state import merged_over_stages
-from mt_tune.adapters.base import Adapter, adapter_of, attach
+from mt_tune.adapters.base import NAME, Adapter, adapter_of, attach
 from mt_tune.adapters.config import AdapterConfig
-from mt_tune.adapters.low_rank import ExpertsAdapter, LowRankAdapter, MagnitudeAdapter, RouterAdapter, with_parts
-from mt_tune.adapters.targets import Layer, adaptable_layers, fits, is_selected
-
-Build = Callable[[Layer, AdapterConfig, ParallelContext], Adapter]
-BUILD: dict[tuple[str, str], Build] = {
-    ("lora", "linear"): LowRankAdapter,
-    ("lora", "experts"): ExpertsAdapter,
-    ("lora", "router"): RouterAdapter,
-    ("dora", "linear"): MagnitudeAdapter,
-}
-"""(adapter.type, kind of layer) -> the adapter."""
+from mt_tune.adapters.embedding import TokenRowsAdapter, adapt_output
+from mt_tune.adapters.kinds import adapter_type
+from mt_tune.adapters.low_rank import with_parts
+from mt_tune.adapters.targets import (
+    Layer,
+    Part,
+    adaptable_layers,
+    external_rules,
+    fits,
+    is_selected,
+    saved_parameters,
+    tied_output,
+)
+from mt_tune.adapters.vectors import VectorAdapter
 
 
 def add_adapters(model: nn.Module, config: Config, context: ModelBuildContext) -> nn.Module:
@@ -36,42 +38,78 @@ def add_adapters(model: nn.Module, config: Config, context: ModelBuildContext) -
     Raises ConfigError for targets that no layer has, and for layers that the type of adapter does not serve.
     """
     options = config.section(AdapterConfig)
-    freeze_base(model, options)
+    freeze_base(model, options, config, context)
+    layers = adaptable_layers(model, config, context.host)
+    if context.has_last and (tied := tied_output(model, config, context.host)) is not None:
+        layers.append(tied)
     used: dict[str, bool] = {}
-    for layer in adaptable_layers(model, config, context.host):
-        chosen = [part for part in layer.parts if _chosen(layer, part, options, used)]
-        if chosen:
-            _attach(with_parts(layer, chosen), options, context.parallel)
+    chosen = [with_parts(layer, parts) for layer in layers if (parts := _chosen(layer, options, used))]
     _require_used(options, merged_over_stages(used, context.parallel))
+    # A tied head has a copy of the embedding, which is no embedding on the last stage.
+    on_this_stage = [layer for layer in chosen if layer.kind != "embedding" or context.has_first]
+    sizes = _largest(chosen, context) if options.type == "vera" else {}
+    for layer in on_this_stage:
+        _attach(model, layer, options, context, sizes)
+    _train_rows(model, layers, options, context)
     return model
 
 
-def _chosen(layer: Layer, part: Any, options: AdapterConfig, used: dict[str, bool]) -> bool:
-    found = is_selected(layer, part, options.targets)
-    used |= dict.fromkeys(found, True)
-    return bool(found) and not any(fits(name, pattern) for name in part.names for pattern in options.excluded)
+def _chosen(layer: Layer, options: AdapterConfig, used: dict[str, bool]) -> list[Part]:
+    parts: list[Part] = []
+    patterns = options.targets if options.type != "trainable_tokens" else []
+    for part in layer.parts:
+        found = is_selected(layer, part, patterns)
+        used |= dict.fromkeys(found, True)
+        if found and not any(fits(name, pattern) for name in part.names for pattern in options.excluded):
+            parts.append(part)
+    return parts
 
 
-def _attach(layer: Layer, options: AdapterConfig, ctx: ParallelContext) -> None:
-    build = BUILD.get((options.type, layer.kind))
-    if build is None:
-        raise ConfigError(
-            f"adapter.targets selects {layer.path} ({layer.kind}), which adapter.type={options.type} does not serve; "
-            "add it to adapter.excluded"
-        )
-    adapter = build(layer, options, ctx)
-    if layer.kind != "router":
-        attach(layer.module, adapter)
-        return
-    layer.module.add_module("adapter", adapter)
-    # Called inside of the layer's own forward pass, whose result is the choice of experts.
-    layer.module.logits = partial(_router_logits, layer.module, layer.module.logits)  # type: ignore[assignment]
+def _largest(layers: list[Layer], context: ModelBuildContext) -> dict[str, int]:
+    """Inputs and outputs of the largest adapted modules of all stages."""
+    own = {
+        f"{layer.path}.{n}": (layer.layout.shape[-1], len(p.rows))
+        for layer in layers
+        for n, p in enumerate(layer.parts)
+    }
+    inputs, outputs = zip(*merged_over_stages(own, context.parallel).values(), strict=True)
+    return {"inputs": max(inputs), "outputs": max(outputs)}
 
 
-def _router_logits(router: nn.Module, logits: Callable[[Any], Any], tokens: Any) -> Any:
+def _attach(
+    model: nn.Module, layer: Layer, options: AdapterConfig, context: ModelBuildContext, sizes: Mapping[str, int]
+) -> None:
+    kind, module = adapter_type(layer, options), layer.module
+    adapter = kind(layer, options, context.parallel, **sizes if kind is VectorAdapter else {})  # type: ignore[call-arg]
+    if layer.kind == "output":
+        adapt_output(model, adapter, module, is_tied=layer.is_tied)
+    elif layer.kind == "router":
+        module.add_module(NAME, adapter)
+        # Called inside of the layer's own forward pass, whose result is the choice of experts.
+        module.logits = partial(_router_logits, module, module.logits)  # type: ignore[assignment, arg-type]
+    else:
+        attach(module, adapter)
+
+
+def _router_logits(router: Any, logits: Callable[[Any], Any], tokens: Any) -> Any:
     adapter, plain = adapter_of(router), logits(tokens)
     assert adapter is not None
-    return adapter.after(tokens.to(plain.dtype), plain, router) if adapter.is_on else plain  # type: ignore[arg-type]
+    return adapter.after(tokens.to(plain.dtype), plain, router) if adapter.is_on else plain
+
+
+def _train_rows(model: nn.Module, layers: list[Layer], options: AdapterConfig, context: ModelBuildContext) -> None:
+    """Single rows of the embedding, also beside adapters of other layers."""
+    embedding = next((layer for layer in layers if layer.kind == "embedding"), None)
+    if not options.trainable_token_indices or embedding is None:
+        return
+    if adapter_of(embedding.module) is not None:
+        raise ConfigError(
+            "adapter.targets and adapter.trainable_token_indices both change the embedding; leave one out"
+        )
+    rows: Adapter = TokenRowsAdapter(embedding, options, context.parallel)
+    attach(embedding.module, rows)
+    if context.has_last and any(layer.is_tied for layer in layers):
+        adapt_output(model, rows, embedding.module, is_tied=True)
 
 
 def _require_used(options: AdapterConfig, used: dict[str, bool]) -> None:
@@ -86,15 +124,24 @@ def _require_used(options: AdapterConfig, used: dict[str, bool]) -> None:
 # -- the base -----------------------------------------------------------------------------------------
 
 
-def freeze_base(model: nn.Module, options: AdapterConfig) -> None:
-    """No parameter of the model is trained but those of modules_to_save."""
+def freeze_base(model: nn.Module, options: AdapterConfig, config: Config, context: ModelBuildContext) -> None:
+    """No parameter of the model is trained but those of modules_to_save. Raises ConfigError for one that is none."""
+    names = [name for name, _ in model.named_parameters()]
+    saved = saved_parameters(names, external_rules(config, context.host), options.modules_to_save)
+    used = merged_over_stages({p: True for patterns in saved.values() for p in patterns}, context.parallel)
+    if unused := [pattern for pattern in options.modules_to_save if pattern not in used]:
+        raise ConfigError(f"adapter.modules_to_save: no module with parameters has the name {', '.join(unused)}")
     for path, module in model.named_modules():
-        if not isinstance(module, LayoutModule) or any(fits(path, pattern) for pattern in options.modules_to_save):
-            continue
-        for name, layout in module.layouts.items():
+        if isinstance(module, LayoutModule):
+            _freeze(path, module, saved)
+            _keep_balance(module)
+
+
+def _freeze(path: str, module: LayoutModule, saved: Collection[str]) -> None:
+    for name, layout in module.layouts.items():
+        if f"{path}.{name}" not in saved:
             module.layouts[name] = replace(layout, trained=False)
             getattr(module, name).requires_grad_(False)
-        _keep_balance(module)
 
 
 def _keep_balance(module: Any) -> None:

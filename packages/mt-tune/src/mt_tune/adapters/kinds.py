@@ -1,0 +1,50 @@
+"""Which adapter a kind of layer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mt_core.errors import ConfigError
+from mt_tune.adapters.base import Adapter
+from mt_tune.adapters.config import AdapterConfig
+from mt_tune.adapters.decomposed import DecomposedAdapter
+from mt_tune.adapters.embedding import EmbeddingAdapter, OutputAdapter, TokenRowsAdapter
+from mt_tune.adapters.low_rank import ExpertsAdapter, LowRankAdapter, MagnitudeAdapter, RouterAdapter
+from mt_tune.adapters.targets import Kind, Layer
+from mt_tune.adapters.vectors import ScalingAdapter, VectorAdapter
+
+KINDS: Mapping[str, Mapping[Kind, type[Adapter]]] = {
+    "lora": {
+        "linear": LowRankAdapter,
+        "experts": ExpertsAdapter,
+        "router": RouterAdapter,
+        "embedding": EmbeddingAdapter,
+        "output": OutputAdapter,
+    },
+    "decomposed": {"linear": DecomposedAdapter},
+    "dora": {"linear": MagnitudeAdapter},
+    "vera": {"linear": VectorAdapter},
+    "ia3": {"linear": ScalingAdapter},
+    "trainable_tokens": {"embedding": TokenRowsAdapter},
+}
+
+
+def name_of(options: AdapterConfig) -> str:
+    return "decomposed" if options.init in ("pissa", "olora") else options.type
+
+
+def main_type(options: AdapterConfig) -> type[Adapter]:
+    """The adapter whose keys describe all of a model."""
+    return next(iter(KINDS[name_of(options)].values()))
+
+
+def adapter_type(layer: Layer, options: AdapterConfig) -> type[Adapter]:
+    """Raises ConfigError for a layer that the configured adapters do not serve."""
+    found = KINDS[name_of(options)].get(layer.kind)
+    if found is None:
+        init = f" with adapter.init={options.init}" if name_of(options) == "decomposed" else ""
+        raise ConfigError(
+            f"adapter.targets selects {layer.path} ({layer.kind}), which adapter.type={options.type}{init} does not "
+            "serve; add it to adapter.excluded"
+        )
+    return found
