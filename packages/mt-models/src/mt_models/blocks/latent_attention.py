@@ -233,7 +233,8 @@ class LatentAttention(nn.Module):
             # As many queries as keys: a new sequence. Expanded it has smaller heads, and the kernels of training. The
             # absorbed form rounds differently, so that it is excluded where bits have to be those of the training pass.
             if q.shape[1] == latents.shape[1] or cache.is_batch_invariant:
-                return self.expanded(q, F.linear(latents, effective_weight(self.linear_kv_up_proj)), positional, pattern)
+                rows = F.linear(latents, effective_weight(self.linear_kv_up_proj))
+                return self.expanded(q, rows, positional, pattern)
             return self.absorbed(q, latents, positional, pattern)
 
         return cache.attend(self, attend, (q,), (latents, positional), self.paged)

@@ -30,13 +30,22 @@ EXPERTS = {
     "mlp.experts.linear_fc1.weight": "block_sparse_moe.input_linear.weight",
     "mlp.experts.linear_fc2.weight": "block_sparse_moe.output_linear.weight",
 }
+IN_MEMORY = {
+    "mlp.router.weight": "block_sparse_moe.router.weight",
+    "mlp.experts.linear_fc1.weight": "block_sparse_moe.experts.gate_up_proj",
+    "mlp.experts.linear_fc2.weight": "block_sparse_moe.experts.down_proj",
+}
+"""Names of the same tensors in models of transformers since 5.24."""
 MOE_KEYS = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef")
 
 
 def name_map(config: GraniteMoeConfig) -> NameMap:
     # input_linear [experts, 2 ffn, hidden], gate rows first, output_linear
     # [experts, hidden, ffn]: the canonical layout.
-    experts = [Same(f"{OURS}{ours}", f"{THEIRS}{theirs}") for ours, theirs in EXPERTS.items()]
+    experts = [
+        Same(f"{OURS}{ours}", f"{THEIRS}{theirs}", others=(Same(f"{OURS}{ours}", f"{THEIRS}{IN_MEMORY[ours]}"),))
+        for ours, theirs in EXPERTS.items()
+    ]
     return decoder_name_map(config, [*norm_rules(PRE_NORMS), *attention_rules(config), *experts])
 
 

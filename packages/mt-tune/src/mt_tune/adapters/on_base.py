@@ -35,7 +35,8 @@ class AdaptedCheckpoint:
             "config": {**stored, SECTION: PeftFolder(folder).section()},
         }
         config = model_config(self, host)
-        found = read_values(folder, build_model(config, host, "meta"), config, host, ParallelContext())
+        model = build_model(config, host, "meta")
+        found = read_values(folder, model, config, host, ParallelContext(), lambda name: base.read(MODEL + name))
         self._values = {MODEL + name: value for name, value in found}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

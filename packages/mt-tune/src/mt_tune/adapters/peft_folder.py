@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from mt_tune.adapters.base import NAME, Adapter, Names, Values, adapters
 from mt_tune.adapters.config import AdapterConfig
 from mt_tune.adapters.kinds import main_type
 from mt_tune.adapters.peft_config import CONFIG, PREFIX, read_config, section_of, shortened, written_config
-from mt_tune.adapters.targets import Part, adaptable_layers, external_rules, saved_parameters
+from mt_tune.adapters.targets import Part, adaptable_layers, external_copies, external_rules, saved_parameters
 
 WEIGHTS = "adapter_model.safetensors"
 SHARED = PREFIX.partition(".")[0] + "."
@@ -96,8 +96,12 @@ def _depth(part: Part, on_parameters: Mapping[str, list[Part]]) -> int:
 # -- reading ------------------------------------------------------------------------------------------
 
 
+ReadBase = Callable[[str], Tensor | None]
+"""Canonical name of a parameter of the base -> its canonical value; None: it is not on this process."""
+
+
 def read_values(
-    path: Path, model: nn.Module, config: Config, host: PluginHost, ctx: ParallelContext
+    path: Path, model: nn.Module, config: Config, host: PluginHost, ctx: ParallelContext, read_base: ReadBase
 ) -> Iterator[tuple[str, Tensor]]:
     """(canonical name, canonical value) of the adapters of this process. Collective over pipeline stages.
 
@@ -117,6 +121,7 @@ def read_values(
     for name, value in main_type(config.section(AdapterConfig)).shared_tensors(list(found.values())).items():
         require_equal_projection(folder, name, value, taken)
     take_copies(folder, values, taken)
+    take_base_matrices(folder, config, host, read_base, taken)
     left = sorted(folder.names.keys() - merged_over_stages(taken, ctx).keys())
     if left:
         more = f" and {len(left) - 5} more" if len(left) > 5 else ""
@@ -137,6 +142,27 @@ def take_copies(folder: PeftFolder, values: Values, taken: dict[str, bool]) -> N
                 raise CheckpointError(
                     f"{folder.path}: {name} differs from the rows of the embedding, which it is tied to"
                 )
+
+
+def take_base_matrices(
+    folder: PeftFolder, config: Config, host: PluginHost, read_base: ReadBase, taken: dict[str, bool]
+) -> None:
+    """Embeddings and heads of the base, which PEFT stores beside their adapters. Raises CheckpointError where the base
+    has others."""
+    names = {rule.sources[0]: ours for ours, rule in external_rules(config, host).items() if len(rule.sources) == 1}
+    copies = external_copies(config, host)
+    for name in sorted(folder.names.keys() - taken.keys()):
+        external = name.replace(".base_layer.", ".")
+        ours = names.get(copies.get(external, external))
+        if not name.endswith(".base_layer.weight") or ours is None:
+            continue
+        value = read_base(ours)
+        if value is None:
+            continue
+        taken[name] = True
+        stored = folder.read(name)
+        if stored.shape != value.shape or not torch.equal(stored, value.to(stored.dtype)):
+            raise CheckpointError(f"{folder.path}: {name} is not the {ours} of the base: the adapter is of another one")
 
 
 def require_equal_projection(folder: PeftFolder, name: str, value: Tensor, taken: dict[str, bool]) -> None:

@@ -4,6 +4,7 @@ folder (adapter.load), and those that follow from the weights of the base."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ class AdapterStart(Callback):
             return
         engine, source = run.engine, self.config.load
         if source is not None:
-            values: Any = read_values(Path(source), run.model, run.config, run.host, run.ctx)
+            read_base = partial(_weight_named, run.model, run.ctx)
+            values: Any = read_values(Path(source), run.model, run.config, run.host, run.ctx, read_base)
         else:
             values = values_of_base(run.model, run.ctx)
         set_values(engine, dict(values))
@@ -67,6 +69,11 @@ def canonical_weight(layer: LayoutModule, ctx: ParallelContext) -> Tensor:
     if isinstance(weight, DTensor):  # FSDP2
         weight = weight.full_tensor()
     return layer.layouts[WEIGHT].to_canonical(weight, ctx).cpu()
+
+
+def _weight_named(model: nn.Module, ctx: ParallelContext, name: str) -> Tensor | None:
+    layer = dict(model.named_modules()).get(name.rpartition(".")[0])
+    return canonical_weight(layer, ctx) if isinstance(layer, LayoutModule) else None
 
 
 class CanonicalValues:

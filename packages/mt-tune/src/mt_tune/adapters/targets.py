@@ -109,10 +109,7 @@ def tied_output(model: nn.Module, config: Config, host: PluginHost) -> Layer | N
     if len(found) != 1:
         return None
     ((path, module),) = found
-    name, spec = None, host[MODELS].get(config.model.family, key="model.family")
-    if HF_FORMAT in spec.name_maps and external_rules(config, host):
-        copies = spec.name_maps[HF_FORMAT].load().copies(config.model)
-        name = next((_module_of(copy) for copy in copies), None)
+    name = next((_module_of(copy) for copy in external_copies(config, host)), None)
     rows = torch.arange(module.layouts[WEIGHT].shape[0])
     part = Part(name, rows, ("output_layer",))
     return Layer(f"{path.rpartition('.')[0]}.output_adapter", module, "output", (part,), is_tied=True)
@@ -128,6 +125,15 @@ def external_rules(config: Config, host: PluginHost) -> Mapping[str, Rule]:
     except ConfigError:
         return {}
     return {rule.ours: rule for rule in names.rules}
+
+
+def external_copies(config: Config, host: PluginHost) -> Mapping[str, str]:
+    """Name of a tied tensor in Hugging Face's format -> the one that it repeats."""
+    if not external_rules(config, host):
+        return {}
+    family = host[MODELS].get(config.model.family, key="model.family").name_maps[HF_FORMAT].load()
+    copies: Mapping[str, str] = family.copies(config.model)
+    return copies
 
 
 def _parts(path: str, layout: ParameterLayout, kind: Kind, rule: Rule | None, per_expert: bool) -> tuple[Part, ...]:
