@@ -150,6 +150,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "bert": {"family": "bert", **SHAPE},
     "t5": {"family": "t5", **{k: v for k, v in SHAPE.items() if k != "max_position_embeddings"}},
+    "bart": {"family": "bart", **SHAPE, "decoder_num_layers": 2},
     "vision": {"family": "vision", **TOWER, "num_classes": 3},
     "llava": {
         "family": "llava",

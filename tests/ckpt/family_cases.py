@@ -24,6 +24,10 @@ GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positio
 ENCODER = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
 T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 T5 |= {"num_decoder_layers": 3}
+BART = {"vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": 32}
+BART |= {
+    f"{stack}_{key}": n for stack in ("encoder", "decoder") for key, n in (("attention_heads", 4), ("ffn_dim", 48))
+}
 MAMBA = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 8}
 MAMBA |= {"state_size": 6, "n_groups": 2, "chunk_size": 8}
 NEMOTRON_H = {**DECODER, "hybrid_override_pattern": "M-*", "head_dim": 8, "ssm_state_size": 6, "n_groups": 2}
@@ -337,6 +341,12 @@ CASES: dict[str, Case] = {
         "T5Config",
         {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
         "two_texts",
+    ),
+    "bart": Case("bart", "BartForConditionalGeneration", "BartConfig", BART, "two_texts"),
+    "mbart": Case("bart", "MBartForConditionalGeneration", "MBartConfig", BART, "two_texts"),
+    "blenderbot": Case("bart", "BlenderbotForConditionalGeneration", "BlenderbotConfig", BART, "two_texts"),
+    "blenderbot small": Case(
+        "bart", "BlenderbotSmallForConditionalGeneration", "BlenderbotSmallConfig", BART, "two_texts"
     ),
     "clip tower": tower("CLIP"),
     "siglip tower": tower("Siglip"),

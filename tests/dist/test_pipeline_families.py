@@ -37,6 +37,15 @@ MODELS = {
         "model.layernorm_placement=post",
     ],
     "t5, relative bias": ["model.family=t5", "model.num_layers=2", "model.decoder_num_layers=3"],
+    "bart": [
+        *("model.family=bart", "model.num_layers=3", "model.decoder_num_layers=2", "model.max_position_embeddings=16"),
+    ],
+    "mbart": [
+        "model.family=bart",
+        "model.num_layers=2",
+        "model.max_position_embeddings=16",
+        "model.layernorm_placement=pre",
+    ],
     "t5, learned positions, tied": [
         "model.family=t5",
         "model.num_layers=3",
@@ -81,7 +90,7 @@ def differences(rank: int, world: int, name: str, schedule: str, count: int) -> 
     model = build.build_initialized_model(config, ctx, host, stages.own)
     found = Pipelining(model, stages, loss, ctx).forward_backward(data, lambda losses, batch: losses)
     copies = find_tied_weights([key for key, _ in model.named_parameters()], ctx)
-    named = [(key, parameter) for key, parameter in model.named_parameters()]
+    named = [(key, parameter) for key, parameter in model.named_parameters() if parameter.requires_grad]
     for _, parameter in named:
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     GradFinalizer(parameter_layouts(model), ctx, copies, sharded=False).finalize_model_grads(named)

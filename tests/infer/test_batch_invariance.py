@@ -24,7 +24,7 @@ from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
 pytestmark = pytest.mark.slow
-DECODERS = [name for name in MODELS if name not in ("bert", "t5", "vision", "llava")]
+DECODERS = [name for name in MODELS if name not in ("bert", "t5", "bart", "vision", "llava")]
 TEXTS = prompts(37, 5, 18)
 SAMPLING = [
     SamplingParameters(temperature=1.0, seed=number, max_tokens=4, logprobs=0, prompt_logprobs=0) for number in range(3)

@@ -37,7 +37,7 @@ from mt_models.hugging_face import HuggingFaceFamily, to_reference
 
 GPT_OSS = {"family": "gpt_oss", **GROUPED, "sliding_window": 5, "moe": {"num_experts": 4, "moe_router_topk": 2}}
 FAMILIES = {**{name: keys for name, keys in MODELS.items() if name not in ("bert", "vision")}, "gpt_oss": GPT_OSS}
-CONDITIONED = ("t5", "llava")
+CONDITIONED = ("t5", "bart", "llava")
 DECODERS = [name for name in FAMILIES if name not in CONDITIONED]
 TINY = {"cache_block_size": 2, "max_requests": 3, "max_tokens_per_step": 7}
 """A block is full after two positions, prompts take several passes, and half of the requests wait."""
@@ -138,7 +138,7 @@ def test_a_prefix_that_is_in_the_cache_is_not_computed_again(name: str) -> None:
 def conditioned(name: str) -> tuple[list[list[int]], list[dict[str, Tensor]]]:
     """Prompts, and what each is conditioned by."""
     generator = torch.Generator().manual_seed(4)
-    if name == "t5":
+    if name in ("t5", "bart"):
         texts = [torch.randint(1, 101, (1, length), generator=generator) for length in (9, 3, 17)]
         return [[0], [0, 7, 3], [0]], [{"encoder_tokens": text} for text in texts]
     image = [IMAGE] * FEATURES
@@ -199,7 +199,7 @@ def reference_of(config: Config, model: nn.Module, folder: Path) -> nn.Module:
 def expected_of(reference: nn.Module, name: str, prompt: Sequence[int], inputs: dict[str, Tensor]) -> tuple[Any, Any]:
     """Greedy tokens of `generate`, and the log-probabilities of its scores."""
     given = {"input_ids": torch.tensor([prompt])}
-    if name == "t5":
+    if name in ("t5", "bart"):
         given = {"input_ids": inputs["encoder_tokens"], "decoder_input_ids": torch.tensor([prompt])}
     if "images" in inputs:
         given["pixel_values"] = inputs["images"]

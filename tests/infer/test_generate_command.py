@@ -290,3 +290,28 @@ def test_options_that_cannot_be(
     capsys.readouterr()
     assert run(["generate", str(model), "--prompt", "a", *map(str, options)]) != 0
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+class EndsEachText:
+    """A tokenizer that puts <s> and </s> around each text, as those of BART do."""
+
+    class special:  # noqa: N801
+        bos, eos, eod, pad = 0, 2, 2, 1
+
+    vocab_size = 260
+
+    def encode(self, text: str) -> list[int]:
+        return [0, *(4 + byte for byte in text.encode()), 2]
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(one - 4 for one in ids if one > 3).decode()
+
+
+def test_ids_around_each_text_are_no_part_of_a_forced_one() -> None:
+    """An end behind it, also behind an empty one, would end every output before its first token."""
+    options, tokenizer = SamplingOptions(stop_token=["a"]), EndsEachText()
+    assert options.with_tokens(options.parameters(), tokenizer).forced_tokens == ()  # type: ignore[arg-type]
+    forced = SamplingOptions(forced_text="ab", stop_token=["c"])
+    found = forced.with_tokens(forced.parameters(), tokenizer)  # type: ignore[arg-type]
+    assert found.forced_tokens == (101, 102)
+    assert found.stop_token_ids == (103,)

@@ -93,7 +93,10 @@ class PromptEncoder:
         return (end,) if self.has_encoder and end is not None else ()
 
     def _decoder_start(self) -> int:
-        """The first decoder token of training: the start of a text, and padding where a tokenizer has none (T5's)."""
+        """The first token of a decoder: the model's, else that of training, the start of a text, and padding where a
+        tokenizer has none (T5's)."""
+        if (first := getattr(self.model, "decoder_start_token_id", None)) is not None:
+            return int(first)
         special = self.tokenizer.special
         start = special.bos if special.bos is not None else special.pad
         if start is None:

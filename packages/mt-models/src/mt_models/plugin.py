@@ -5,6 +5,7 @@ from __future__ import annotations
 from mt_core.hookspecs import hookimpl
 from mt_core.specs import LossSpec, ModelSpec
 from mt_models import (
+    bart,
     bert,
     biencoder,
     deepseek,
@@ -66,6 +67,7 @@ FAMILIES = (
     minimax_m2.SPEC,
     bert.SPEC,
     t5.SPEC,
+    bart.SPEC,
     mamba.SPEC,
     hybrid.SPEC,
     retro.SPEC,

@@ -158,13 +158,22 @@ def _small_files(
 ) -> dict[str, bytes]:
     files = files_to_write(source.files(), source.metadata["config"].get("tokenizer") or {})
     if GENERATION not in files and (ids := _ids_of_tokenizer(source, host)):
-        start = {DECODER_START: ids.get("bos_token_id", external[DECODER_START])} if DECODER_START in external else {}
-        files[GENERATION] = generation_defaults({**ids, **start})
+        files[GENERATION] = generation_defaults({**ids, **_decoder_start(source, external, ids)})
     # config.json repeats the ids of generation_config.json, since programs read either.
     files[CONFIG] = _json({**external, "torch_dtype": _dtype_name(tensors.infos), **special_ids(files)})
     if len(shards) > 1:
         files[INDEX] = _index(tensors.infos, shards)
     return files
+
+
+def _decoder_start(source: CheckpointReader, external: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
+    """The model's, where it says one; else the tokenizer's beginning of a text, with which training began."""
+    if DECODER_START not in external:
+        return {}
+    said = source.metadata["config"]["model"].get(DECODER_START)
+    return {
+        DECODER_START: external[DECODER_START] if said is not None else ids.get("bos_token_id", external[DECODER_START])
+    }
 
 
 def _ids_of_tokenizer(source: CheckpointReader, host: PluginHost) -> dict[str, int]:

@@ -129,10 +129,11 @@ def spellings(tokenizer: Tokenizer, word: str) -> set[tuple[int, ...]]:
 
 
 def within_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text that is not the first of a document."""
-    ids = list(tokenizer.encode(text))
-    # BOS that the tokenizer writes at the start of every text.
-    return ids[1:] if ids and ids[0] == tokenizer.special.bos else ids
+    """Ids of a text within a document. Without those that the tokenizer puts around each text: an end behind a forced
+    text would end the output."""
+    from mt_data.datasets.text_files import bare_encoder
+
+    return list(bare_encoder(tokenizer)(text))
 
 
 def read_text(path: Path, option: str) -> str:

@@ -19,7 +19,7 @@ from mt_core.nn.recompute import Recompute
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.attention import AttentionConfigLike, SelfAttention
-from mt_models.blocks.transformer import LayerConfigLike, LayerStack, TransformerLayer, block_norm
+from mt_models.blocks.transformer import LayerConfigLike, LayerStack, PostNormLayer, TransformerLayer, block_norm
 
 
 class CrossAttention(nn.Module):
@@ -109,6 +109,36 @@ class CrossAttentionLayer(TransformerLayer):
         crossed = self.cross_attention(normed, memory, memory_pattern, cache)
         x, normed = self.residual_and_norm(x, crossed, self.cross_attention_dropout, self.pre_mlp_layernorm)
         return self.residual(x, self.mlp(normed), self.mlp_dropout)
+
+
+class PostNormCrossAttentionLayer(PostNormLayer):
+    """norm(x + attention(x)), norm(x + cross_attention(x, memory)), norm(x + feed_forward(x)): [B, S, H]."""
+
+    def __init__(
+        self,
+        config: LayerConfigLike,
+        core: AttentionCore,
+        cross_core: AttentionCore,
+        feed_forward: nn.Module,
+        ctx: ParallelContext,
+    ) -> None:
+        super().__init__(config, core, feed_forward, ctx)
+        self.cross_attention = CrossAttention(config, cross_core, ctx)
+        self.cross_attention_dropout = Dropout(config.hidden_dropout, ctx)
+        self.post_cross_attn_layernorm = block_norm(config, ctx)
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        memory: Tensor | None,
+        memory_pattern: AttentionPattern,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        x = self.post_attention_layernorm(x + self.attention_dropout(self.self_attention(x, pattern, None, cache)))
+        crossed = self.cross_attention(x, memory, memory_pattern, cache)
+        x = self.post_cross_attn_layernorm(x + self.cross_attention_dropout(crossed))
+        return self.post_mlp_layernorm(x + self.mlp_dropout(self.mlp(x)))
 
 
 class DecoderStack(LayerStack):

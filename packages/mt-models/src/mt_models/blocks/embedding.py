@@ -37,15 +37,20 @@ def like_token_embeddings(x: Tensor, ctx: ParallelContext) -> Tensor:
 
 
 class TiedOutput(LayoutModule):
-    """x E^T + b with the token embeddings E [vocab, hidden]; it owns b [vocab], which is sharded as E's rows are."""
+    """x E^T + b with the token embeddings E [vocab, hidden]; it owns b [vocab], which is sharded as E's rows are.
+
+    trained: whether the optimizer updates b.
+    """
 
     bias: Tensor | None
 
-    def __init__(self, vocab_size: int, ctx: ParallelContext, *, bias: bool, divisible_by: int) -> None:
+    def __init__(
+        self, vocab_size: int, ctx: ParallelContext, *, bias: bool, divisible_by: int, trained: bool = True
+    ) -> None:
         super().__init__(ctx)
         padded = padded_vocab_size(vocab_size, divisible_by * ctx.tp.size)
         filler = {0: padded} if padded != vocab_size else {}
-        layout = ParameterLayout((vocab_size,), zeros, (Split(dim=0, axis="tp"),), padded=filler)
+        layout = ParameterLayout((vocab_size,), zeros, (Split(dim=0, axis="tp"),), padded=filler, trained=trained)
         self.declare("bias", layout if bias else None)
 
     def forward(self, x: Tensor, words: VocabParallelEmbedding) -> Tensor:

@@ -38,6 +38,9 @@ class HeadwiseKV(Rule):
 
 
 KIND = "blenderbot"
+ONE_TABLE = "shared_position_embeddings"
+"""Key of config.json that mt writes beside those of the class: both tables of positions are one. Without it a file is
+of the family bart, which has two."""
 KINDS = ("weight", "bias")
 NORM_EPSILON = 1e-5
 """Epsilon of torch's LayerNorm, which the class does not change."""
@@ -145,6 +148,8 @@ def require_blenderbot(config: T5Config) -> None:
 
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
+    if not external.get(ONE_TABLE):
+        raise ConfigError(f"{ONE_TABLE} is not true: a table of positions for each stack is that of model.family=bart")
     values = {}
     for key, ours in BOTH_STACKS:
         encoder, decoder = external[f"encoder_{key}"], external[f"decoder_{key}"]
@@ -171,6 +176,7 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     stacks = {"layers": config.num_layers, "attention_heads": config.num_attention_heads, "ffn_dim": config.ffn_size}
     return {
         "architectures": ["BlenderbotForConditionalGeneration"],
+        ONE_TABLE: True,
         **OF_CHATTING,
         **{f"encoder_{key}": value for key, value in stacks.items()},
         **{f"decoder_{key}": value for key, value in {**stacks, "layers": config.decoder_layers}.items()},
@@ -217,6 +223,6 @@ BLENDERBOT = ConfigMap(
         "classifier_dropout": OF_HEADS,
     },
     import_extra=import_extra,
-    import_extra_keys=tuple(f"{stack}_{key}" for stack in ("encoder", "decoder") for key, _ in BOTH_STACKS),
+    import_extra_keys=(ONE_TABLE, *(f"{stack}_{key}" for stack in ("encoder", "decoder") for key, _ in BOTH_STACKS)),
     export_extra=export_extra,
 )
