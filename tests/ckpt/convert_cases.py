@@ -99,6 +99,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_layer_freq": "[0]+[1]*2"},
     },
     "olmoe": {"family": "olmoe", **GROUPED, "moe": {"num_experts": 5, "moe_router_topk": 3}},
+    "lfm2": {"family": "lfm2", **GROUPED, "conv_layer_pattern": "[1]*2+[0]*1"},
     "minimax_m2": {
         "family": "minimax_m2",
         **GROUPED,

@@ -248,6 +248,7 @@ CASES: dict[str, Case] = {
         logits_scaling=2.0,
     ),
     "ernie4_5": dense("ernie4_5", "Ernie4_5", head_dim=12),
+    "lfm2": dense("lfm2", "Lfm2", layer_types=["conv", "full_attention", "conv"], block_multiple_of=10),
     "hunyuan_v1_dense": dense(
         "hunyuan",
         "HunYuanDenseV1",

@@ -50,6 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ernie4_5",
         "hunyuan",
         "minimax_m2",
+        "lfm2",
     )
 }
 FAMILIES["phi3 within its first factors"] = {**FAMILIES["phi3"], **SHORT}
@@ -63,12 +64,19 @@ GRID = [
 ]
 
 
+def settings(table: str, keys: dict[str, Any]) -> list[str]:
+    found: list[str] = []
+    for key, value in keys.items():
+        name = f"{table}.{key}"
+        found += settings(name, value) if isinstance(value, dict) else [f"{name}={json.dumps(value)}"]
+    return found
+
+
 def run(rank: int, world: int, case: tuple[str, tuple[str, ...]]) -> RunRecord | None:
     name, layout = case
     torch.set_num_threads(1)
     host = load_plugins()
-    model = [f"model.{key}={json.dumps(value)}" for key, value in FAMILIES[name].items()]
-    config = load_config(overrides=[*SETTINGS, *model, *layout], host=host)
+    config = load_config(overrides=[*SETTINGS, *settings("model", FAMILIES[name]), *layout], host=host)
     record = record_run(config, STEPS, host=host)
     return record if rank == 0 else None
 

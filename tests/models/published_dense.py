@@ -126,6 +126,17 @@ MINIMAX_M2 = {
     "tie_word_embeddings": False, "transformers_version": "4.46.1", "use_mtp": True, "use_qk_norm": True,
     "use_routing_bias": True, "vocab_size": 200064,
 }  # fmt: skip
+LFM2_12B = {
+    "architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-05,
+    "block_out_init_scale": 1.0, "block_use_swiglu": True, "block_use_xavier_init": True, "bos_token_id": 1,
+    "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048, "conv_dim_out": 2048, "conv_use_xavier_init": True,
+    "eos_token_id": 7, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "initializer_range": 0.02,
+    "max_position_embeddings": 128000, "model_type": "lfm2", "norm_eps": 1e-05, "num_attention_heads": 32,
+    "num_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pad_token_id": 0, "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": True, "use_pos_enc": True,
+    "vocab_size": 65536,
+}  # fmt: skip
 
 PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-4": ("phi3", PHI4),
@@ -139,5 +150,6 @@ PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-3.3-8b": ("granite", GRANITE33_8B),
     "ernie-4.5-0.3b": ("ernie4_5", ERNIE45_03B),
     "minimax-m2": ("minimax_m2", MINIMAX_M2),
+    "lfm2-1.2b": ("lfm2", LFM2_12B),
     "hunyuan-7b": ("hunyuan", HUNYUAN_7B),
 }

@@ -73,6 +73,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite, biased": ("Granite", {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.4}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 10}),
     "ernie4_5, biased": ("Ernie4_5", {"head_dim": 10, "use_bias": True, "tie_word_embeddings": False}),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "conv", "full_attention"], "block_multiple_of": 10}),
+    "lfm2, biased": (
+        "Lfm2",
+        {"full_attn_idxs": [1], "conv_bias": True, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    ),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 10, "rope_parameters": ALPHA}),
     "hunyuan, biased, no scaling": ("HunYuanDenseV1", {"head_dim": 10, "attention_bias": True}),
 }

@@ -18,6 +18,7 @@ WITHOUT_EFFECT = {
     "qwen2.5-vl-7b": {"sliding_window"},
     "deepseek-v2-lite": {"n_group", "topk_group"},
     "smolvlm2-500m": {"model_type", "architectures"},
+    "lfm2-1.2b": {"block_auto_adjust_ff_dim"},
     "exaone-4.0-32b": {"sliding_window_pattern"},
 }
 """Keys that other keys of the same file switch off, and types that compute the same as the one that is written."""
