@@ -48,6 +48,13 @@ def convert(
         int | None, typer.Option(min=1, help="Default: as the tensor parallel size.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: as the weights are.")] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCHEME",
+            help="Round matrices of linear layers to a scheme of the format, such as fp8-blocks or w4a16.",
+        ),
+    ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(help="Of formats that cut by size, such as 5GB (the default of hf).")
     ] = None,
@@ -113,6 +120,7 @@ def convert(
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         vocab_padding=vocab_padding,
         dtype=dtype,
+        quantize=quantize,
         max_shard_size=parse_bytes(max_shard_size, "--max-shard-size") if max_shard_size else None,
         upcycle_experts=upcycle_experts,
         granularity=granularity,

@@ -22,6 +22,7 @@ from mt_ckpt.hugging_face.reader import HuggingFaceReader, detect
 from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, GENERATION
 from mt_ckpt.locate import resolve_run
 from mt_ckpt.megatron.metadata import optimizer_left_out
+from mt_ckpt.writing.options import refuse_scheme
 from mt_ckpt.writing.output_folders import require_free, target_path
 from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import (
@@ -104,6 +105,7 @@ def convert(
     """
     host, options = host or load_plugins(), options or ConvertOptions()
     spec = host[CHECKPOINT_SAVERS].get(saver, key="--saver")
+    refuse_scheme(spec.name, options, verify=verify)
     write, target = _writer(spec, nproc), target_path(save_dir, spec)
     # Before hours of writing: a format that no loader reads cannot be verified.
     if verify:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from mt_ckpt.files.safetensors import TensorInfo, align, split_by_size
 from mt_ckpt.hugging_face.family import Family, family_named
+from mt_ckpt.hugging_face.outputs import Outputs
+from mt_ckpt.hugging_face.quantized_outputs import QuantizedOutputs
 from mt_ckpt.hugging_face.reader import CONFIG
-from mt_ckpt.hugging_face.tensors import infer
 from mt_ckpt.hugging_face.tokenizer import (
     DECODER_START,
     GENERATION,
@@ -24,66 +23,15 @@ from mt_ckpt.hugging_face.tokenizer import (
     special_ids,
 )
 from mt_ckpt.model import model_config
+from mt_ckpt.quantized.schemes import quantizer_named
 from mt_ckpt.writing.file_plans import SafetensorsFiles, write_files
 from mt_ckpt.writing.options import refuse_layout
 from mt_ckpt.writing.output_folders import output_folder
 from mt_ckpt.writing.resumable import work_key
-from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError, DataError, PluginError
-from mt_core.name_map import Rule
 from mt_core.plugins import PluginHost
 from mt_core.train.build import restore_tokenizer
-
-
-@dataclass(frozen=True)
-class _Output:
-    """One external tensor: which of the parts that `rule` makes of a canonical one."""
-
-    rule: Rule
-    part: int
-
-
-class Outputs:
-    """External tensors computed from canonical ones, one canonical one at a time."""
-
-    def __init__(self, source: CheckpointReader, family: Family, model: Any) -> None:
-        self._source = source
-        names = family.name_map(model)
-        ours = [name.removeprefix(MODEL) for name in source.shapes() if name.startswith(MODEL)]
-        # Both ways, before anything is read: each canonical tensor has a rule and each rule its tensor.
-        names.check(ours, [name for rule in names.rules for name in rule.sources])
-        self._outputs: dict[str, _Output] = {}
-        infos: dict[str, TensorInfo] = {}
-        rules = {rule.ours: rule for rule in names.rules}
-        shapes, dtypes = source.shapes(), source.dtypes()
-        for rule in [rules[name] for name in ours]:  # layer after layer, as the source has them
-            given = TensorInfo(tuple(shapes[MODEL + rule.ours]), dtypes[MODEL + rule.ours])
-            for part, (name, info) in enumerate(_parts(rule, given)):
-                infos[name], self._outputs[name] = info, _Output(rule, part)
-        self.infos: Mapping[str, TensorInfo] = infos
-
-    def made_of(self, name: str) -> str:
-        """The canonical name of what an external tensor is a part of."""
-        return self._outputs[name].rule.ours
-
-    def values(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """The tensors `names` in their order. Parts of one canonical tensor that follow one another cost one read."""
-        ours: str | None = None
-        parts: list[Tensor] = []
-        for name in names:
-            output = self._outputs[name]
-            if output.rule.ours != ours:
-                parts = []  # before the next is read
-                ours = output.rule.ours
-                parts = list(output.rule.export_value(self._source.read(MODEL + ours)))
-            yield parts[output.part]
-
-
-def _parts(rule: Rule, given: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-    # Shapes by carrying out the rule on meta tensors: no second description of what a rule does.
-    return zip(rule.sources, infer(lambda tensors: rule.export_value(tensors[0]), [given]), strict=True)
-
 
 MAX_SHARD_BYTES = 5 * 1000**3
 INDEX = "model.safetensors.index.json"
@@ -118,7 +66,7 @@ class _Plan:
 
     config: dict[str, Any]
     preprocessor: Mapping[str, bytes]
-    tensors: Outputs
+    tensors: Outputs | QuantizedOutputs
     files: SafetensorsFiles
 
 
@@ -127,7 +75,13 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
     config = model_config(source, host)
     family = family_named(config.model.family, host)
     external = family.write_config(config.model)  # first: it names the key of what the format cannot hold
-    tensors = Outputs(source, family, config.model)
+    unquantized = Outputs(source, family, config.model)
+    external = {**external, "torch_dtype": _dtype_name(unquantized.infos)}
+    tensors: Outputs | QuantizedOutputs = unquantized
+    if options.quantize is not None:
+        quantizer = quantizer_named(options.quantize)
+        tensors = QuantizedOutputs(unquantized, quantizer)
+        external |= quantizer.settings(tensors.left)
     shards = _shard_names(split_by_size(tensors.infos, options.max_shard_size or MAX_SHARD_BYTES))
     # Shards are cut in the order of the model; within a shard larger elements come first.
     files = SafetensorsFiles({name: align(shard) for name, shard in shards.items()}, tensors.values, tensors.made_of)
@@ -152,7 +106,7 @@ def _shard_names(shards: Any) -> dict[str, dict[str, TensorInfo]]:
 def _small_files(
     source: CheckpointReader,
     external: Mapping[str, Any],
-    tensors: Outputs,
+    tensors: Outputs | QuantizedOutputs,
     shards: Mapping[str, Mapping[str, TensorInfo]],
     host: PluginHost,
 ) -> dict[str, bytes]:
@@ -160,7 +114,7 @@ def _small_files(
     if GENERATION not in files and (ids := _ids_of_tokenizer(source, host)):
         files[GENERATION] = generation_defaults({**ids, **_decoder_start(source, external, ids)})
     # config.json repeats the ids of generation_config.json, since programs read either.
-    files[CONFIG] = _json({**external, "torch_dtype": _dtype_name(tensors.infos), **special_ids(files)})
+    files[CONFIG] = _json({**external, **special_ids(files)})
     if len(shards) > 1:
         files[INDEX] = _index(tensors.infos, shards)
     return files

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.hugging_face.family import family_named
-from mt_ckpt.hugging_face.save import Outputs
+from mt_ckpt.hugging_face.outputs import Outputs
 from mt_ckpt.meta.params import EMBEDDING, OUTPUT, from_hugging_face, of_llama_3
 from mt_ckpt.meta.reader import IN_LAYER, PARAMS, TOP, cut_along
 from mt_ckpt.model import model_config

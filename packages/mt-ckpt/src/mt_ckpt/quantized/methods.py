@@ -43,7 +43,8 @@ def scheme_of(external: Mapping[str, Any]) -> Scheme | None:
     if config is None:
         return None
     dtype = _plain_dtype(external)
-    if key == "quantization" and "quant_method" not in config:
+    # MLX's settings have no name; mlx-lm repeats them as quantization_config.
+    if "quant_method" not in config and "group_size" in config:
         return mlx.scheme_of(config, dtype)
     method = str(config.get("quant_method") or ("modelopt" if key == BESIDE else "compressed-tensors"))
     if method in ("fp8", "mxfp8"):

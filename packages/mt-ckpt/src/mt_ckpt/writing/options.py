@@ -39,3 +39,23 @@ def refuse(saver: str, options: ConvertOptions, *names: str, why: str) -> None:
         if value != LAYOUT.get(name):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {value} means nothing to the format {saver}: {why}; leave it out")
+
+
+QUANTIZING = ("hf", "gguf")
+"""Formats with schemes for --quantize."""
+
+
+def refuse_scheme(saver: str, options: ConvertOptions, *, verify: bool = False) -> None:
+    """Raises ConfigError for --quantize with a format that has no schemes, and with a comparison bit for bit."""
+    if options.quantize is None:
+        return
+    if saver not in QUANTIZING:
+        raise ConfigError(
+            f"--quantize {options.quantize}: the format {saver} has no schemes of quantization here; "
+            f"{' and '.join(QUANTIZING)} have"
+        )
+    if verify:
+        raise ConfigError(
+            f"--quantize {options.quantize}: --verify compares bit for bit, which a quantized result is not; leave it "
+            "out, and compare by mt quantization DIR --original PATH"
+        )
