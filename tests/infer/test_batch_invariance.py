@@ -29,7 +29,7 @@ TEXTS = prompts(37, 5, 18)
 SAMPLING = [
     SamplingParameters(temperature=1.0, seed=number, max_tokens=4, logprobs=0, prompt_logprobs=0) for number in range(3)
 ]
-ODD = ("gpt2", "bloom", "gemma2", "qwen_moe", "deepseek", "hybrid")
+ODD = ("gpt2", "bloom", "gemma2", "qwen_moe", "deepseek", "hybrid", "qwen_next")
 """One of each kind of cache and position."""
 SHORT = ("gpt2", "llama", "qwen2", "mixtral", "gemma3", "deepseek", "hybrid")
 """Of families with biases and without, experts, windows, latent attention, recurrent states."""

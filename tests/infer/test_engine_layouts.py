@@ -52,6 +52,7 @@ LAYOUTS: dict[str, tuple[str | dict[str, Any], dict[str, Any], dict[str, Any]]] 
     "llama-dp": ("llama", {}, {}),
     "qwen_moe-ep": ("qwen_moe", {EP: 2}, {}),
     "hybrid-tp": ("hybrid", {TP: 2}, {}),
+    "qwen_next-tp": ("qwen_next", {TP: 2}, {}),
     # One layer here and two there, windows here and recurrent states there: the memory holds few sequences, and
     # unequal stages have to make the same decisions.
     "few windows-pp": (WINDOWS, {PP: 2}, {"cache_memory_gb": 12_500 / 2**30}),

@@ -32,7 +32,31 @@ SIGMOID = {
     "moe_shared_expert_intermediate_size": 16,
     "moe_router_load_balancing_type": ["seq_aux_loss"],
 }
+DELTA_NETS = {
+    "kv_channels": 8,
+    "rotary_percent": 0.5,
+    "linear_attention_freq": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_chunk_size": 8,
+}
 MODELS = {
+    "qwen_next": {
+        "family": "qwen_next",
+        **SHAPE,
+        **DELTA_NETS,
+        "num_query_groups": 2,
+        "moe": {**EXPERTS, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
+    },
+    "qwen_next that predicts, one group": {
+        "family": "qwen_next",
+        **SHAPE,
+        **DELTA_NETS,
+        "num_query_groups": 1,
+        "mtp_num_layers": 1,
+    },
     "mixtral": {"family": "mixtral", **SHAPE, "num_query_groups": 2, "moe": EXPERTS},
     "qwen_moe": {
         "family": "qwen_moe",
@@ -97,6 +121,11 @@ LAYOUTS: list[tuple[str, int, tuple[str, ...]]] = [
     ("mixtral", 2, (EP2, BATCH4)),
     ("mixtral", 4, (TP2, SP, EP2, BATCH4)),
     ("qwen_moe", 2, (TP2, SP)),
+    ("qwen_next", 2, (CP2,)),
+    ("qwen_next", 2, (EP2, ZERO, FULL, BATCH4)),
+    ("qwen_next", 4, (TP2, SP, PP2)),
+    ("qwen_next that predicts, one group", 2, (TP2, SP)),
+    ("qwen_next that predicts, one group", 2, (PP2,)),
     ("olmoe", 2, (TP2,)),
     ("olmoe", 4, (TP2, SP, PP2)),
     ("deepseek", 2, (CP2,)),

@@ -18,6 +18,8 @@ from mt_core.train.build import count_flops
 WORDS = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 261}
 IMAGES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "img_h": 16, "img_w": 16, "patch_dim": 8}
 MAMBA = {"hidden_size": 32, "vocab_size": 261, "mamba_head_dim": 16, "mamba_state_dim": 16, "mamba_num_groups": 2}
+DELTA_NET = {"linear_attention_freq": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_chunk_size": 8}
+DELTA_NET |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
 TASK = {"data_path": ["none"], "seq_length": 32}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -56,6 +58,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "hybrid": (
         {"hybrid_layer_pattern": "M-M-*-M-", "num_attention_heads": 4, "mamba_chunk_size": 8, **MAMBA},
         {"dataset_type": "mock"},
+        "cross_entropy",
+    ),
+    "qwen_next": (
+        {**WORDS, **DELTA_NET, "ffn_hidden_size": 64, "max_position_embeddings": 32, "mtp_num_layers": 1},
+        {"dataset_type": "mock", "seq_length": 32},
         "cross_entropy",
     ),
     "llama_classification": (
@@ -110,7 +117,7 @@ DECODERS = {"gpt": MODEL, "llama with experts": MOE, "gemma": {**LLAMA, "family"
 DECODERS |= {family: {**MOE, "family": family} for family in ("qwen_moe", "granite_moe", "olmoe")}
 # Scores that are written out are counted whole, and in a window.
 DECODERS["gpt_oss"] = {**GPT_OSS, "attention_backend": "flex", "sliding_window": 128}
-COUNTED = ("bert", "t5", "vision", "retro", "mamba", "hybrid", "deepseek")
+COUNTED = ("bert", "t5", "vision", "retro", "mamba", "hybrid", "deepseek", "qwen_next")
 
 
 @pytest.mark.parametrize("family", [*DECODERS, *COUNTED])
