@@ -20,7 +20,7 @@ def mt_register_commands() -> list[CommandSpec]:
     return [
         CommandSpec(
             name="import",
-            doc="Translate a launch script or configuration of Megatron-LM, Bridge, NeMo or Accelerate",
+            doc="Translate a launch script or configuration of Megatron-LM, NeMo, TRL, axolotl and others",
             app=Lazy("mt_import.command:import_config"),
         ),
     ]

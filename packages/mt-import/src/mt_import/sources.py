@@ -11,6 +11,9 @@ from typing import Any
 from mt_core.config.files import parse_yaml, read_values
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
+from mt_import.fine_tuning.axolotl import import_axolotl, is_axolotl
+from mt_import.fine_tuning.llama_factory import import_llama_factory, is_llama_factory
+from mt_import.fine_tuning.trl import import_trl, is_trl
 from mt_import.megatron_arguments.table import by_option
 from mt_import.readers.accelerate import import_accelerate, is_accelerate
 from mt_import.readers.bridge import import_bridge, is_bridge
@@ -46,6 +49,8 @@ _ESCAPES = re.compile(r"\\+(?=[|()])")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _OPTION_LINE = re.compile(r"\s+--[\w-]+:")
 
+_FINE_TUNING = ((is_llama_factory, import_llama_factory), (is_axolotl, import_axolotl), (is_trl, import_trl))
+
 
 def import_file(
     path: Path,
@@ -79,6 +84,9 @@ def _import_values(
         return import_accelerate(values, path.name)
     if isinstance(values.get(FUNCTIONAL_TEST), dict):
         return _import_functional_test(values, path, host, options, define)
+    for is_of_program, import_values in _FINE_TUNING:
+        if is_of_program(values):
+            return import_values(values, path.name)
     if is_torchtitan(values):
         return import_torchtitan(values, path.name, host)
     if is_bridge(values):
@@ -86,7 +94,8 @@ def _import_values(
     raise ConfigError(
         f"{path} is neither Accelerate's (distributed_type, megatron_lm_config), nor Megatron-Bridge's or NeMo's "
         "(model with trainer, train or optimizer), nor torchtitan's (model with a flavor), nor a test of Megatron's "
-        f"({FUNCTIONAL_TEST}); its keys are {', '.join(map(str, list(values)[:8]))}"
+        f"({FUNCTIONAL_TEST}), nor LLaMA-Factory's (stage), "
+        f"axolotl's (base_model) or TRL's (model_name_or_path); its keys are {', '.join(map(str, list(values)[:8]))}"
     )
 
 

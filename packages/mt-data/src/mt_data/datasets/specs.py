@@ -91,6 +91,14 @@ TASK_DATASETS = (
         checkpoint_files=Lazy("mt_data.datasets.sft.config:checkpoint_files"),
         sample=CAUSAL_LM_SAMPLE,
     ),
+    DatasetSpec(
+        name="instructions",
+        doc="Synthetic instructions about words, which a small model learns to follow in minutes",
+        config_type=Lazy("mt_data.datasets.sft.instructions:InstructionsDataConfig"),
+        build=Lazy("mt_data.datasets.sft.instructions:build_instructions"),
+        checkpoint_files=Lazy("mt_data.datasets.sft.config:checkpoint_files"),
+        sample=CAUSAL_LM_SAMPLE,
+    ),
     _spec(
         "race",
         "multiple_choice",

@@ -139,7 +139,7 @@ def build_sft(config: SFTDataConfig, tokenizer: Tokenizer, request: SplitRequest
             packing,
             epoch_order(len(packing), num_samples, request.seed),
             sequence_length=request.sequence_length,
-            pad=_filler(tokenizer),
+            pad=padding_id(tokenizer),
             name=source.name,
             content=key,
         )
@@ -193,7 +193,7 @@ def _packing(
     return Packing(**source.cache.get(whole, lambda: pack_best_fit(selection.positions, sequence_length).arrays()))
 
 
-def _filler(tokenizer: Tokenizer) -> int:
+def padding_id(tokenizer: Tokenizer) -> int:
     """The id that stands at positions without a token; which one it is does not matter, the mask goes by place."""
     special = tokenizer.special
     return next((token for token in (special.pad, special.eod) if token is not None), 0)

@@ -159,7 +159,7 @@ def _encode_files(
 ) -> dict[str, NDArray[Any]]:
     encoder = ExampleEncoder(config, template, tokenizer)
     bad_lines = BadLines(config.on_error)
-    gathered = _Gathered()
+    gathered = Gathered()
     started = reported = time.monotonic()
     for file, example in _read(paths, config, bad_lines):
         try:
@@ -219,7 +219,7 @@ def _report_split_markers(template: ChatTemplate, tokenizer: Tokenizer) -> None:
             )
 
 
-class _Gathered:
+class Gathered:
     """Conversations on their way into flat arrays; joined now and then, so that small arrays do not pile up."""
 
     def __init__(self) -> None:

@@ -1,0 +1,1 @@
+"""Configurations of TRL, axolotl and LLaMA-Factory."""
