@@ -90,7 +90,10 @@ AUTO = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
     "ForPreTraining": "AutoModelForPreTraining",
-    "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    **dict.fromkeys(
+        (f"{stem}ForConditionalGeneration" for stem in ("T5", "Bart", "Blenderbot", "BlenderbotSmall")),
+        "AutoModelForSeq2SeqLM",
+    ),
     "LlavaForConditionalGeneration": "AutoModelForImageTextToText",
     "Idefics3ForConditionalGeneration": "AutoModelForImageTextToText",
     "InternVLForConditionalGeneration": "AutoModelForImageTextToText",

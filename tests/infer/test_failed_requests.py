@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ckpt.convert_cases import MODELS
+from tests.dist.in_turn import InTurn
 from tests.infer.engines import configuration, engine_of, new_model, prompts, run, tokens_of
 from tests.infer.server.served import generator, language_model, live
 
@@ -213,3 +214,73 @@ def test_inputs_that_cannot_be_encoded_end_their_request_alone(
     assert [tokens_of(good), tokens_of(last)] == alone * 2
     assert own.manager.used_blocks == 0
     assert own.is_idle
+
+
+# -- on several ranks: an error that one of them has ---------------------------------------------------
+
+DIVIDED = {**MODELS["t5"], "decoder_num_layers": 1}
+"""Two stages of two layers: the encoder's last one is in the second."""
+PP, TP = {"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
+BAD, GOOD = 7, 5
+RANKS: dict[str, tuple[dict[str, Any], str, int, type[Exception]]] = {
+    f"{where}, rank {rank}, {error.__name__}": (layout, where, rank, error)
+    for layout, where, rank, error in (
+        (PP, "encode_stage", 0, IndexError),
+        (PP, "encode_stage", 1, MemoryError),
+        (PP, "conditioned", 1, MemoryError),
+        (PP, "to", 0, MemoryError),
+        (PP, "to", 1, MemoryError),
+        (TP, "to", 1, MemoryError),
+    )
+}
+"""Name -> layout, where a rank fails, the rank, what it raises. `to`: as the inputs are taken to the device."""
+
+
+class BadTensor(torch.Tensor):
+    """One that cannot be taken to a device on one rank."""
+
+    raises: type[Exception] | None = None
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        if self.raises is not None:
+            raise self.raises
+        return self.as_subclass(torch.Tensor)
+
+
+def failing_on_one_rank(rank: int, world: int, name: str) -> list[Any] | None:
+    layout, where, broken, error = RANKS[name]
+    own = engine_of(configuration(DIVIDED, parallel=layout), collective=True)
+    asked = [{"encoder_tokens": torch.tensor([[token, 5, 4, 3]])} for token in (GOOD, BAD, GOOD)]
+    if where == "to":
+        asked[1]["encoder_tokens"] = asked[1]["encoder_tokens"].as_subclass(BadTensor)
+        asked[1]["encoder_tokens"].raises = error if rank == broken else None
+    elif rank == broken:
+        real = getattr(own.model, where)
+
+        def fail(*args: Any) -> Any:
+            if int(args[-1]["encoder_tokens"][0, 0]) == BAD:
+                raise error
+            return real(*args)
+
+        setattr(own.model, where, fail)
+    sampling = SamplingParameters(temperature=0.0, seed=1, max_tokens=3)
+    found = [run(own, [[1]], sampling, [one]) for one in asked]
+    assert own.is_idle
+    assert own.manager.used_blocks == 0
+    return [(tokens_of(events), ends(events)) for ((events),) in found]
+
+
+FAILING = InTurn(failing_on_one_rank, [(2, name) for name in RANKS])
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RANKS)
+def test_an_error_of_one_rank_ends_the_request_alone(name: str) -> None:
+    """An encoder over pipeline stages, whose ranks wait for one another, and memory that one rank lacks."""
+    alone = run(engine_of(configuration(DIVIDED)), [[1]], SamplingParameters(temperature=0.0, seed=1, max_tokens=3), [
+        {"encoder_tokens": torch.tensor([[GOOD, 5, 4, 3]])}
+    ])  # fmt: skip
+    for good, bad, again in FAILING.of_ranks(2, name):
+        assert good == again == (tokens_of(alone[0]), ends(alone[0]))
+        assert bad == ([], [(0, FinishReason.ERROR, INPUTS_FAILED)])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mt_core.errors import ConfigError, MtError
 from mt_core.interfaces import Tokenizer
 from mt_core.nn.batch_invariance import batch_invariant as invariant_products
+from mt_core.nn.cache import Conditioning
 from mt_core.parallel.context import ParallelContext
 from mt_infer.beams import advance_beams
 from mt_infer.cache.batch import Chunk
@@ -304,24 +305,40 @@ class InferenceEngine:
             if not request.inputs or sequence.conditioning is not None or request.id in errors:
                 continue
             if request.id not in known:
-                try:
-                    inputs = {name: tensor.to(self.ctx.device) for name, tensor in request.inputs.items()}
-                    known[request.id] = self.runner.condition(inputs)
-                except Exception as error:
-                    if not self._fails_alike(error):
-                        raise
-                    errors[request.id] = str(error) if isinstance(error, MtError) else INPUTS_FAILED
-                    log.exception("a request failed as its inputs were encoded")
+                conditioning, failed = self._encoded(request)
+                if failed is not None:
+                    errors[request.id] = failed
                     continue
+                known[request.id] = conditioning
             sequence.conditioning = known[request.id]
         return errors
 
-    def _fails_alike(self, error: Exception) -> bool:
-        """Whether every rank of the model has this error of encoding a request's inputs."""
-        if self.ctx.axis("model").size == 1:
-            return True
-        # Stages of an encoder wait for one another: an error of one leaves the others in a receive.
-        return self.runner.encoder is None and not isinstance(error, RANKS_OWN_ERRORS)
+    def _encoded(self, request: Request) -> tuple[Conditioning, str | None]:
+        """What generation needs of the request's inputs, or the error that some rank of the model has. Collective."""
+        inputs: dict[str, Tensor] = {}
+        conditioning: Conditioning = {}
+        agreed = self.runner.agreed_error
+        with self._failures(within_collectives=False) as failures:
+            inputs = {name: tensor.to(self.ctx.device) for name, tensor in request.inputs.items()}
+        # Ranks need not run out of memory alike, and encode together: all have the inputs, or none begins.
+        if (failure := agreed(next(iter(failures), None))) is not None:
+            return {}, failure
+        with self._failures(within_collectives=self.ctx.tp.size > 1) as failures:
+            conditioning = self.runner.condition(inputs)
+        return conditioning, agreed(next(iter(failures), None))
+
+    @contextmanager
+    def _failures(self, *, within_collectives: bool) -> Iterator[list[str]]:
+        """The message of an exception within it, if there is one. within_collectives: ranks wait for one another there,
+        so that RANKS_OWN_ERRORS are raised."""
+        messages: list[str] = []
+        try:
+            yield messages
+        except Exception as error:
+            if within_collectives and isinstance(error, RANKS_OWN_ERRORS):
+                raise
+            messages.append(str(error) if isinstance(error, MtError) else INPUTS_FAILED)
+            log.exception("a request failed as its inputs were encoded")
 
 
 @contextmanager

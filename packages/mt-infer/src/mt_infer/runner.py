@@ -26,6 +26,10 @@ from mt_infer.cache.manager import CacheManager
 ValueT = TypeVar("ValueT")
 
 
+class EarlierStageError(RuntimeError):
+    """A request's inputs could not be encoded on another rank, which has the reason."""
+
+
 @dataclass(frozen=True)
 class PlacedStages:
     """All pipeline stages of a model, in order, and the rank along pp that holds each."""
@@ -84,7 +88,8 @@ class ModelRunner:
         return self._whole_rows(hidden, batch) if self.has_logits else None
 
     def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
-        """The model's, on every rank that decodes."""
+        """The model's, on every rank that decodes. An exception of one stage of an encoder leaves no other waiting: the
+        stages behind it raise EarlierStageError, and `agreed_error` tells those before it."""
         if self.encoder is None:
             return self.model.condition(inputs)
         model = self.model
@@ -97,8 +102,41 @@ class ModelRunner:
 
         # The last stages of the encoder and the first of the decoder may be on other ranks: the output is sent to all
         # of the decoder, whose every layer attends to it.
-        memory = self._to_decoder(self._through(self.encoder, encode, shapes), shapes)
+        hidden, error = self._encoded(self.encoder, encode, shapes)
+        memory, error = self._to_decoder(hidden, shapes, error)
+        if error is not None:
+            raise error
         return {} if memory is None else model.conditioned(memory, inputs)
+
+    def agreed_error(self, error: str | None) -> str | None:
+        """The error of the first rank of the model that has one. Collective over them."""
+        axis = self.ctx.axis("model")
+        if axis.size == 1:
+            return error
+        everyone: list[str | None] = [None] * axis.size
+        dist.all_gather_object(everyone, error, group=axis.group)
+        return next((one for one in everyone if one is not None), None)
+
+    def _encoded(
+        self, placed: PlacedStages, run: Callable[[Stage, Any], Tensor], key: Hashable
+    ) -> tuple[Tensor | None, Exception | None]:
+        """As `_through`. An exception is returned, and the next stage is sent that there are no hidden states."""
+        this_rank, last = self.ctx.pp.rank, len(placed.stages) - 1
+        hidden, error = None, None
+        for number, (stage, rank) in enumerate(zip(placed.stages, placed.ranks, strict=True)):
+            if rank != this_rank:
+                continue
+            if number and placed.ranks[number - 1] != this_rank:
+                hidden, error = self._receive_or_error(placed.ranks[number - 1], (number, key), error)
+            if error is None:
+                try:
+                    hidden = run(stage, hidden)
+                except Exception as raised:
+                    hidden, error = None, raised
+            if number < last and placed.ranks[number + 1] != this_rank:
+                self._send_or_error(hidden, placed.ranks[number + 1], (number + 1, key))
+        self._finish_sends()
+        return hidden, error
 
     def _through(self, placed: PlacedStages, run: Callable[[Stage, Any], Any], key: Hashable) -> Any:
         """`run` of this rank's stages, in turn with those of the others: hidden states (None for the first stage) ->
@@ -115,12 +153,17 @@ class ModelRunner:
             hidden = run(stage, hidden)
             if number < last and placed.ranks[number + 1] != this_rank:
                 self._send(hidden, placed.ranks[number + 1], (number + 1, key))
+        self._finish_sends()
+        return hidden
+
+    def _finish_sends(self) -> None:
         if self._p2p is not None:
             # Sends are asynchronous and keep their tensors until they are done: none may outlive the step.
             self._p2p.finish()
-        return hidden
 
-    def _to_decoder(self, hidden: Any, key: Hashable) -> Any:
+    def _to_decoder(
+        self, hidden: Tensor | None, key: Hashable, error: Exception | None
+    ) -> tuple[Tensor | None, Exception | None]:
         """The encoder's output, from the rank of its last stage, on all that decode; None on others."""
         assert self.encoder is not None
         this_rank, source = self.ctx.pp.rank, self.encoder.ranks[-1]
@@ -128,9 +171,10 @@ class ModelRunner:
         if this_rank == source:
             # Sends and receives of a pair match by order; any order of the receivers does.
             for rank in sorted(others):
-                self._send(hidden, rank, key)
-            return hidden
-        return self._receive(source, key) if this_rank in others else None
+                self._send_or_error(hidden, rank, key)
+            self._finish_sends()
+            return hidden, error
+        return self._receive_or_error(source, key, error) if this_rank in others else (None, error)
 
     def from_last_stage(self, value: ValueT) -> ValueT:
         """What the last stage's ranks have, on every rank of the model; any object that pickles."""
@@ -154,6 +198,24 @@ class ModelRunner:
         assert self._p2p is not None
         incoming = self._p2p.receive_hidden(sender, key)
         return incoming.form.pack(incoming.wait())
+
+    def _send_or_error(self, hidden: Tensor | None, to: int, key: Hashable) -> None:
+        self._send(torch.tensor([int(hidden is not None)], device=self.ctx.device), to, ENCODED)
+        if hidden is not None:
+            self._send(hidden, to, key)
+
+    def _receive_or_error(
+        self, sender: int, key: Hashable, error: Exception | None
+    ) -> tuple[Tensor | None, Exception | None]:
+        """error: of an earlier stage on this rank, which stays."""
+        if not int(self._receive(sender, ENCODED).item()):
+            return None, error or EarlierStageError("an earlier stage of the encoder has failed")
+        hidden = self._receive(sender, key)
+        return (hidden, None) if error is None else (None, error)
+
+
+ENCODED = "whether hidden states follow"
+"""Key of a message of one number, before each message of an encoder."""
 
 
 def placed_stacks(model: EncodesInStages, placed: PlacedStages) -> tuple[PlacedStages, PlacedStages]:
