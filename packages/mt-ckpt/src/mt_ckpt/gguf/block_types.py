@@ -73,6 +73,7 @@ _ALL = (
     BlockType("MXFP4", 39, 32, 17, dequantize=dequantize_floats.mxfp4),
     BlockType("NVFP4", 40, 64, 36, dequantize=dequantize_floats.nvfp4),
     BlockType("Q1_0", 41, 128, 18, dequantize=dequantize_floats.q1_0),
+    BlockType("Q2_0", 42, 64, 18, dequantize=dequantize_floats.q2_0),
 )
 TYPES = {type_.number: type_ for type_ in _ALL}
 """Number of a type in the file -> what it is."""

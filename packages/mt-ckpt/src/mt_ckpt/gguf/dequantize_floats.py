@@ -38,6 +38,12 @@ def q1_0(blocks: np.ndarray) -> np.ndarray:
     return np.where(bits == 1, scale, -scale)
 
 
+def q2_0(blocks: np.ndarray) -> np.ndarray:
+    # d | 16 bytes of four q each, lowest bits first. x = d (q - 1).
+    codes = blocks[:, 2:, None] >> np.array([0, 2, 4, 6], dtype=np.uint8) & 3
+    return halves(blocks, 0) * (codes.reshape(-1, 64).astype(np.float32) - 1)
+
+
 def half_power_of_two(exponents: np.ndarray) -> np.ndarray:
     """2^(e - 128) of E8M0 codes (uint8), half of what they mean; exact, the two smallest as subnormal numbers."""
     codes = exponents.astype(np.uint32)
