@@ -112,8 +112,10 @@ def test_dequantization(tmp_path: Path, kind: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
 
 
-# Q8_K and Q1_0: the package does not dequantize them.
-PACKED = sorted(type_.name for type_ in TYPES.values() if type_.dequantize and type_.name not in ("Q8_K", "Q1_0"))
+# Three types the package does not dequantize.
+PACKED = sorted(
+    type_.name for type_ in TYPES.values() if type_.dequantize and type_.name not in ("Q8_K", "Q1_0", "Q2_0")
+)
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -141,6 +143,16 @@ def test_q1_0(tmp_path: Path) -> None:
     )
     found = GGUFFile(write(tmp_path / "x.gguf", {}, {"t": ("Q1_0", (1, 128), block)})).read("t")
     np.testing.assert_array_equal(found.numpy()[0], np.where(bits == 1, 0.5, -0.5).astype(np.float32))
+
+
+def test_q2_0(tmp_path: Path) -> None:
+    """A scale and two bits for each of 64 elements, four of them in a byte: d (q - 1)."""
+    codes = np.random.default_rng(4).integers(0, 4, 64)
+    packed = bytes(sum(int(code) << 2 * i for i, code in enumerate(codes[at : at + 4])) for at in range(0, 64, 4))
+    found = GGUFFile(write(tmp_path / "x.gguf", {}, {"t": ("Q2_0", (1, 64), struct.pack("<e", 0.5) + packed)})).read(
+        "t"
+    )
+    np.testing.assert_array_equal(found.numpy()[0], 0.5 * (codes - 1).astype(np.float32))
 
 
 def test_q8_k(tmp_path: Path) -> None:
@@ -325,7 +337,7 @@ def test_refusals(make_model, host, tmp_path: Path) -> None:
     at = data.index(text("blk.0.attn_norm.weight")) + len(text("blk.0.attn_norm.weight")) + 4 + 8
     assert "blk.0.attn_norm.weight has the ggml type 99; read are F32" in refusal(data[:at] + b"\x63" + data[at + 1 :])
     other = data.replace(text("llama") + text("llama.block_count"), text("mamba") + text("llama.block_count"))
-    assert "general.architecture='mamba' is not supported; it can be llama, qwen2, qwen3" in refusal(other, ConfigError)
+    assert "general.architecture='mamba' is not supported; it can be " in refusal(other, ConfigError)
 
 
 def test_a_vocabulary_of_gpt_2s_kind(make_model, host, tmp_path: Path) -> None:

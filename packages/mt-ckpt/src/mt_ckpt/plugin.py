@@ -40,7 +40,7 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
         ),
         CheckpointLoaderSpec(
             name="gguf",
-            doc="GGUF files of llama.cpp: Llama, Qwen 2 and 3; quantized weights are dequantized",
+            doc="GGUF files of llama.cpp, of all its types; quantized weights are dequantized",
             detect=Lazy("mt_ckpt.gguf.reader:detect"),
             open=Lazy("mt_ckpt.gguf.reader:open_checkpoint"),
         ),
@@ -101,6 +101,11 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
             takes_file=Lazy("mt_ckpt.hugging_face.tokenizer:takes_file"),
             plan=Lazy("mt_ckpt.hugging_face.save:plan_files"),
             converts_to_addresses=True,
+        ),
+        CheckpointSaverSpec(
+            name="gguf",
+            doc="One GGUF file for llama.cpp, quantized by --quantize, with tokenizer and chat template",
+            convert=Lazy("mt_ckpt.gguf.save:convert_checkpoint"),
         ),
         CheckpointSaverSpec(
             name="meta",

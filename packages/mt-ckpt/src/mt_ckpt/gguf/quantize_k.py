@@ -92,9 +92,7 @@ def _scales_by_largest(fit: AffineFit) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return d, dmin, scales, minima
 
 
-def _scales_by_search(
-    fit: AffineFit, weights: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _scales_by_search(fit: AffineFit, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     by_block = columns(weights, 8)
     d, scales = fit_positive(columns(fit.scale, 8), by_block, 63)
     dmin, minima = fit_positive(columns(fit.minimum, 8), by_block, 63)

@@ -7,49 +7,14 @@ to llama.cpp by a name (`tokenizer.ggml.pre`); it is written out here for the na
 from __future__ import annotations
 
 import json
-import math
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
+from mt_ckpt.gguf.metadata import list_of, value_of
 from mt_ckpt.hugging_face.tokenizer import GENERATION, MORE_TEMPLATES, generation_defaults
 from mt_core.errors import CheckpointError
-
-# -- typed values of a file's metadata ---------------------------------------------------------------
-#
-# A file says itself of which type a value is, so that any key may hold anything; some models have a list for each layer
-# where others have one number.
-
-T = TypeVar("T", int, float, str, bool)
-NAMES: Mapping[type, str] = {int: "integer", float: "number", str: "text", bool: "boolean"}
-
-
-def value_of(values: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
-    """None: the file does not have the key. Raises CheckpointError for a value of another type."""
-    found = values.get(key)
-    if found is not None and not _is_of(found, kind):
-        raise CheckpointError(f"{key} is {reprlib.repr(found)}; read is one {NAMES[kind]}")
-    return found
-
-
-def list_of(values: Mapping[str, Any], key: str, kind: type[T]) -> list[T]:
-    """[]: the file does not have the key. Raises CheckpointError for a value of another type."""
-    found = values.get(key)
-    if found is None:
-        return []
-    if not isinstance(found, list) or not all(_is_of(entry, kind) for entry in found):
-        raise CheckpointError(f"{key} is {reprlib.repr(found)}; read is a list, each entry one {NAMES[kind]}")
-    return found
-
-
-def _is_of(value: Any, kind: type) -> bool:
-    # Not isinstance: bool is a subclass of int.
-    if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    return type(value) is kind
-
 
 CONTROL, USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type`: tokens that no merge makes."""

@@ -83,7 +83,7 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
     that none has or a configuration that cannot be, and CheckpointError when the tensors are those of none.
     """
     kind, names = str(external.get("model_type")), list(names)
-    _check_layers(external, len(names))
+    check_layers(external, len(names))
     families, broken = _families(host)
     able = [family for family in families if kind in family.model_types]
     if not able:
@@ -98,7 +98,7 @@ def identify(external: Mapping[str, Any], names: Iterable[str], host: PluginHost
     return _fitting(able, external, names, host)
 
 
-def _check_layers(external: Mapping[str, Any], num_tensors: int) -> None:
+def check_layers(external: Mapping[str, Any], num_tensors: int) -> None:
     """Raises ConfigError for a number of layers that the tensors cannot be of; listing their names would not end."""
     # Before any name map is built, whose rules grow with the number of layers.
     for key, value in external.items():

@@ -1,0 +1,43 @@
+"""Granite MoE in GGUF."""
+
+from __future__ import annotations
+
+from mt_core.name_map import NameMap
+from mt_models.blocks.gguf_decoder import (
+    DENSE,
+    EXPERT_COUNTS,
+    PRE_NORMS,
+    attention,
+    decoder_map,
+    experts,
+    norms,
+    read_even_shape,
+    tied_output,
+    write_shape,
+)
+from mt_models.blocks.moe import MoEOptions
+from mt_models.gguf import GGUFArchitecture, GGUFFamily, Key
+from mt_models.granite_moe.config import GraniteMoeConfig
+
+FACTORS = (
+    Key("embedding_scale", "embedding_multiplier", float),
+    Key("attention.scale", "attention_multiplier", float),
+    Key("residual_scale", "residual_multiplier", float),
+    Key("logit_scale", "logits_scaling", float),
+)
+
+
+def name_map(config: GraniteMoeConfig) -> NameMap:
+    layer = [*norms(PRE_NORMS), *attention(config, neighbours=True), *experts(MoEOptions(config))]
+    return decoder_map(config, layer)
+
+
+GRANITE_MOE = GGUFArchitecture(
+    name="granitemoe",
+    model_type="granitemoe",
+    keys=(*DENSE, *FACTORS, Key("expert_count", "num_local_experts"), *EXPERT_COUNTS),
+    read=read_even_shape,
+    write=write_shape,
+)
+
+GGUF = GGUFFamily(family="granite_moe", architectures=(GRANITE_MOE,), name_map=name_map, copies=tied_output)

@@ -1,0 +1,131 @@
+"""Qwen2-MoE, Qwen3-MoE and GLM-4.5 in GGUF."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_core.name_map import NameMap, Rule
+from mt_models.blocks.gguf_decoder import (
+    DENSE,
+    EXPERT_COUNTS,
+    OURS,
+    PRE_NORMS,
+    QK_NORMS,
+    THEIRS,
+    attention,
+    decoder_map,
+    mixed_feed_forward,
+    norms,
+    read_even_shape,
+    read_shape,
+    tied_output,
+    write_shape,
+)
+from mt_models.blocks.moe import MoEOptions
+from mt_models.gguf import External, GGUFArchitecture, GGUFFamily, Key, Metadata, require
+from mt_models.qwen_moe.config import QwenMoeConfig
+from mt_models.qwen_moe.glm4_moe import KIND, is_glm4_moe
+
+GLM_NORMS = {**PRE_NORMS, "pre_mlp_layernorm": "post_attention_norm"}
+SOFTMAX, SIGMOID = 1, 2
+"""Values of expert_gating_func."""
+
+
+def name_map(config: QwenMoeConfig) -> NameMap:
+    glm = is_glm4_moe(config.moe)
+    layer = [
+        *norms(GLM_NORMS if glm else PRE_NORMS),
+        *(norms(QK_NORMS) if config.qk_layernorm else ()),
+        *attention(config, bias=config.add_qkv_bias),
+        *mixed_feed_forward(config),
+    ]
+    if MoEOptions(config)["moe_shared_expert_gate"]:
+        layer.append(_SharedGate(f"{OURS}mlp.shared_experts.gate_weight", f"{THEIRS}ffn_gate_inp_shexp.weight"))
+    return decoder_map(config, layer)
+
+
+@dataclass(frozen=True)
+class _SharedGate(Rule):
+    """[1, hidden] here, [hidden] there."""
+
+    def import_value(self, tensors: Any) -> Tensor:
+        return torch.as_tensor(tensors[0]).reshape(1, -1)
+
+    def export_value(self, tensor: Tensor) -> Any:
+        return [tensor.reshape(-1)]
+
+
+def read_qwen2(metadata: Metadata) -> dict[str, Any]:
+    return {**read_even_shape(metadata), "decoder_sparse_step": 1, "norm_topk_prob": False}
+
+
+def read_qwen3(metadata: Metadata) -> dict[str, Any]:
+    return {**read_shape(metadata), "decoder_sparse_step": 1, "norm_topk_prob": True}
+
+
+def write_qwen(external: External) -> dict[str, Any]:
+    architecture = str(external["model_type"]).replace("_", "")
+    require(external, "mlp_only_layers", ([],), architecture)
+    require(external, "norm_topk_prob", (architecture == "qwen3moe",), architecture)
+    return write_shape(external)
+
+
+EXPERTS = (
+    Key("expert_count", "num_experts"),
+    *EXPERT_COUNTS,
+    Key("expert_feed_forward_length", "moe_intermediate_size"),
+)
+QWEN2 = GGUFArchitecture(
+    name="qwen2moe",
+    model_type="qwen2_moe",
+    keys=(*DENSE, *EXPERTS, Key("expert_shared_feed_forward_length", "shared_expert_intermediate_size")),
+    read=read_qwen2,
+    write=write_qwen,
+)
+QWEN3 = GGUFArchitecture(
+    name="qwen3moe", model_type="qwen3_moe", keys=(*DENSE, *EXPERTS), read=read_qwen3, write=write_qwen
+)
+
+
+def read_glm(metadata: Metadata) -> dict[str, Any]:
+    shape = read_shape(metadata)
+    rotated = metadata.get("rope.dimension_count", int) or shape["head_dim"]
+    return {
+        **shape,
+        "partial_rotary_factor": rotated / shape["head_dim"],
+        "use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
+        "attention_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", bool)),
+    }
+
+
+def write_glm(external: External) -> dict[str, Any]:
+    shape = write_shape(external)
+    rotated = int(shape["attention.key_length"] * float(external.get("partial_rotary_factor", 1.0)))
+    norm = bool(external.get("norm_topk_prob", True))
+    return {**shape, "rope.dimension_count": rotated, "expert_gating_func": SIGMOID, "expert_weights_norm": norm}
+
+
+GLM4 = GGUFArchitecture(
+    name="glm4moe",
+    model_type=KIND,
+    keys=(
+        *DENSE,
+        Key("expert_count", "n_routed_experts"),
+        *EXPERT_COUNTS,
+        Key("expert_feed_forward_length", "moe_intermediate_size"),
+        Key("expert_shared_count", "n_shared_experts"),
+        Key("leading_dense_block_count", "first_k_dense_replace"),
+        Key("expert_weights_scale", "routed_scaling_factor", float, 1.0),
+        Key("expert_group_count", "n_group", int, 1),
+        Key("expert_group_used_count", "topk_group", int, 1),
+    ),
+    read=read_glm,
+    write=write_glm,
+)
+
+GGUF = GGUFFamily(family="qwen_moe", architectures=(QWEN2, QWEN3, GLM4), name_map=name_map, copies=tied_output)
