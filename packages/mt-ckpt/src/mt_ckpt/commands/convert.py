@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from mt_ckpt.files.sizes import format_bytes, parse_bytes
-from mt_core.checkpoint_specs import ConvertOptions, VocabPadding
+from mt_core.checkpoint_specs import VocabPadding
 from mt_core.paths import as_path
 from mt_core.plugins import load_plugins
 
@@ -54,6 +54,10 @@ def convert(
             metavar="SCHEME",
             help="Round matrices of linear layers to a scheme of the format, such as fp8-blocks or w4a16.",
         ),
+    ] = None,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --quantize, of gguf: an importance matrix of llama.cpp."),
     ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(help="Of formats that cut by size, such as 5GB (the default of hf).")
@@ -107,8 +111,9 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another format, a tensor at a time on the CPU."""
     from mt_ckpt.convert import convert as run
+    from mt_ckpt.gguf.options import GGUFOptions
 
-    options = ConvertOptions(
+    options = GGUFOptions(
         target_tensor_parallel_size=target_tensor_parallel_size,
         target_pipeline_parallel_size=target_pipeline_parallel_size,
         target_virtual_pipeline_parallel_size=target_virtual_pipeline_parallel_size,
@@ -121,6 +126,7 @@ def convert(
         vocab_padding=vocab_padding,
         dtype=dtype,
         quantize=quantize,
+        importance_matrix=None if imatrix is None else str(imatrix),
         max_shard_size=parse_bytes(max_shard_size, "--max-shard-size") if max_shard_size else None,
         upcycle_experts=upcycle_experts,
         granularity=granularity,

@@ -20,6 +20,7 @@ from mt_ckpt.gguf.block_types import BY_NAME, BlockType
 from mt_ckpt.gguf.families import Architecture, family_to_write
 from mt_ckpt.gguf.imatrix import Importance, read_imatrix
 from mt_ckpt.gguf.mixtures import Model, require_mixture, types_of
+from mt_ckpt.gguf.options import GGUFOptions
 from mt_ckpt.gguf.quantizers import quantize
 from mt_ckpt.gguf.write_file import aligned, encode_header, num_bytes
 from mt_ckpt.gguf.write_tokenizer import tokenizer_metadata
@@ -125,7 +126,7 @@ def _most_common(outputs: Outputs) -> str:
 
 def _importance(options: ConvertOptions, outputs: Outputs) -> Importance:
     """Raises ConfigError for a matrix of another model."""
-    file = getattr(options, "importance_matrix", None)
+    file = options.importance_matrix if isinstance(options, GGUFOptions) else None
     if file is None:
         return {}
     if options.quantize is None:
