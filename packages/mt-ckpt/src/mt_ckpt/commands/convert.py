@@ -111,9 +111,11 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another format, a tensor at a time on the CPU."""
     from mt_ckpt.convert import convert as run
-    from mt_ckpt.gguf.options import GGUFOptions
+    from mt_ckpt.gguf.options import options_for
 
-    options = GGUFOptions(
+    options = options_for(
+        saver,
+        imatrix,
         target_tensor_parallel_size=target_tensor_parallel_size,
         target_pipeline_parallel_size=target_pipeline_parallel_size,
         target_virtual_pipeline_parallel_size=target_virtual_pipeline_parallel_size,
@@ -126,7 +128,6 @@ def convert(
         vocab_padding=vocab_padding,
         dtype=dtype,
         quantize=quantize,
-        importance_matrix=None if imatrix is None else str(imatrix),
         max_shard_size=parse_bytes(max_shard_size, "--max-shard-size") if max_shard_size else None,
         upcycle_experts=upcycle_experts,
         granularity=granularity,

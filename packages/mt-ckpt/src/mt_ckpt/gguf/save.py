@@ -131,7 +131,7 @@ def _importance(options: ConvertOptions, outputs: Outputs) -> Importance:
         return {}
     if options.quantize is None:
         raise ConfigError("--imatrix is used to quantize: give --quantize too, such as Q4_K_M")
-    importance = read_imatrix(Path(file))
+    importance = read_imatrix(file)
     unknown = sorted(set(importance) - set(outputs.infos))
     wrong = [n for n, x in importance.items() if n in outputs.infos and x.shape[-1] != outputs.infos[n].shape[-1]]
     if unknown or wrong:
