@@ -38,6 +38,7 @@ WITHOUT_TORCH = (
     "mt_core.run_events",
     "mt_ops.reading",
     "mt_ops.report",
+    "mt_ops.compare",
     "mt_ops.commands",
     "mt_core.run_requests",
 )

@@ -34,6 +34,7 @@ PARSED = {
     ("bench",): "measures for minutes; tests/tools/bench runs it",
     ("moe",): "draws what a training run of an MoE model has logged; tests/moe runs it",
     ("models",): "counts the parameters of every preset; tests/cli/test_models_command.py runs it",
+    ("compare",): "reads runs of the reader's; tests/ops runs it",
     ("report",): "reads runs of the reader's; tests/ops runs it",
     ("doctor",): "looks at the machine in processes of its own; tests/cli/test_doctor_command.py runs it",
 }

@@ -6,6 +6,7 @@ COMMAND_HOMES = {
     "chat": "mt-infer",
     "ckpt": "mt-ckpt",
     "ckpt merge-adapter": "mt-tune",
+    "compare": "mt-ops",
     "convert": "mt-ckpt",
     "ctl": "mt-ops",
     "data": "mt-data",

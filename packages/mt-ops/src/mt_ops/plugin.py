@@ -14,6 +14,7 @@ def _command(name: str, doc: str) -> CommandSpec:
 @hookimpl
 def mt_register_commands() -> list[CommandSpec]:
     return [
+        _command("compare", "Name the first step and quantity in which two runs part, and what explains it"),
         _command("ctl", "Ask a running training to save, evaluate, generate, stop or change a value"),
         _command("report", "Write a page about runs that opens from disk: curves, differences, time, events"),
     ]

@@ -1,0 +1,112 @@
+"""Two runs compared: configuration, environment, samples, counters, losses; as values and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mt_ops.compare.explanation import WITHOUT_EFFECT, Cause, causes
+from mt_ops.compare.quantities import Parting, Quantity, first_parting, quantities
+from mt_ops.reading.run import Run
+from mt_ops.report.html import shown
+from mt_ops.report.sections.configuration import differing, flat_environment
+
+TOLERANCE = 1e-3
+MOST_ROWS = 40
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """configuration, environment: rows [key, value of A, value of B]. samples: how the first other sample differs."""
+
+    a: Run
+    b: Run
+    configuration: Sequence[Sequence[Any]]
+    environment: Sequence[Sequence[Any]]
+    samples: str | None
+    quantities: Sequence[Quantity]
+    causes: Sequence[Cause]
+
+    @property
+    def first(self) -> Quantity | None:
+        """What parts first."""
+        return first_parting(self.quantities)
+
+
+def compare(a: Run, b: Run, tolerance: float = TOLERANCE, samples: str | None = None) -> Comparison:
+    """tolerance: relative, of losses, norms and other computed values."""
+    configuration = list(differing([a.config, b.config], [a.config, b.config])) if a.config and b.config else []
+    places = [dict(flat_environment(run)) for run in (a, b)]
+    environment = list(differing(places, places)) if all(places) else []
+    compared = quantities(a, b, tolerance)
+    found = causes(a, b, compared, configuration, samples)
+    return Comparison(a, b, configuration, environment, samples, compared, found)
+
+
+def to_dict(comparison: Comparison) -> dict[str, Any]:
+    """JSON values."""
+    first = comparison.first
+    return {
+        "same": first is None,
+        "first": None if first is None else {"quantity": first.name, **asdict(first.parts)},  # type: ignore[arg-type]
+        "causes": [asdict(cause) for cause in comparison.causes],
+        "quantities": [asdict(quantity) for quantity in comparison.quantities],
+        "configuration": [list(row) for row in comparison.configuration],
+        "environment": [list(row) for row in comparison.environment],
+        "samples": comparison.samples,
+    }
+
+
+def lines(comparison: Comparison) -> Iterator[str]:
+    """For a reader."""
+    yield f"A {comparison.a.path} ({comparison.a.source}), {comparison.a.last_step:,} steps"
+    yield f"B {comparison.b.path} ({comparison.b.source}), {comparison.b.last_step:,} steps"
+    yield from _rows("configuration", comparison.configuration)
+    yield from _rows("environment", comparison.environment)
+    if comparison.samples is not None:
+        yield f"samples: {comparison.samples}"
+    yield ""
+    yield f"{'quantity':24} {'steps':>7} {'first other':>12} {'parts at':>10} {'largest difference':>20}"
+    for quantity in comparison.quantities:
+        yield _line(quantity)
+    yield ""
+    yield from _verdict(comparison)
+
+
+def _rows(title: str, rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    if not rows:
+        return
+    yield f"{title}: {len(rows)} {'difference' if len(rows) == 1 else 'differences'}"
+    # Last come keys that one version of mt alone has, and those that cannot change a number.
+    order = sorted(rows, key=lambda row: (str(row[0]).startswith(WITHOUT_EFFECT), None in row))
+    for key, mine, theirs in order[:MOST_ROWS]:
+        yield f"  {key}: {shown(mine)} | {shown(theirs)}"
+    if len(rows) > MOST_ROWS:
+        yield f"  and {len(rows) - MOST_ROWS} more; --json has all"
+
+
+def _line(quantity: Quantity) -> str:
+    first, parts = _step(quantity.first), _step(quantity.parts)
+    return f"{quantity.name:24} {quantity.steps:7,} {first:>12} {parts:>10} {quantity.largest:20.2e}"
+
+
+def _step(parting: Parting | None) -> str:
+    return "-" if parting is None else f"{parting.step:,}"
+
+
+def _verdict(comparison: Comparison) -> Iterator[str]:
+    first = comparison.first
+    if not comparison.quantities:
+        yield "nothing to compare: no quantity that both have at the same step"
+        return
+    if first is None or first.parts is None:
+        yield "the same within tolerance"
+        return
+    at = first.parts
+    yield f"they part at step {at.step:,} in {first.name}: {at.a:.9g} | {at.b:.9g} (relative {at.relative:.1e})"
+    if comparison.causes:
+        yield "which can come from"
+        yield from (f"  {cause.text}" for cause in comparison.causes[:10])
+    else:
+        yield "nothing before it that differs explains this; mt compare --deep names the first tensor"
