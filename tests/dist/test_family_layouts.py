@@ -54,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qwen_next",
     )
 }
+FAMILIES["minimax_m2"] = {**FAMILIES["minimax_m2"], "moe": {**FAMILIES["minimax_m2"]["moe"], "num_experts": 6}}
 FAMILIES["phi3 within its first factors"] = {**FAMILIES["phi3"], **SHORT}
 FAMILIES["olmo2"] = {"family": "olmo", **GROUPED, "vocab_size": 263}
 # The output of a head may be nearly 0, and its norm would enlarge the rounding errors of its gradients.
