@@ -107,3 +107,15 @@ def test_what_changes_the_model_is_refused(key: str, same: str, tmp_path: Path, 
     refused = imported(tmp_path, host, more(key)).of_status("refused")
     assert [one.words.partition(" ")[0] for one in refused] == [f"model.{key.partition(':')[0]}"]
     assert imported(tmp_path, host, more(same)).of_status("refused") == []
+
+
+def test_names_of_megatron_in_another_place_are_unknown(tmp_path: Path, host: PluginHost) -> None:
+    plain = imported(tmp_path, host)
+    result = imported(tmp_path, host, more("rampup: {hidden_size: 7}", "headz: 2"))
+    assert [one.words for one in result.of_status("refused")] == ["model.rampup.hidden_size 7", "model.headz 2"]
+    assert result.sections == plain.sections
+
+
+def test_heads_of_another_kind_are_refused(tmp_path: Path, host: PluginHost) -> None:
+    result = imported(tmp_path, host, more("attention_type: multiquery"))
+    assert [one.words for one in result.of_status("refused")] == ["model.attention_type multiquery"]

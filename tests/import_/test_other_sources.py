@@ -190,3 +190,65 @@ def test_arguments_in_megatrons_checkpoints(model: str, layout: str, golden: Pat
     assert (loaded.train.micro_batch_size, loaded.train.global_batch_size, loaded.train.train_iters) == (2, 4, 10)
     assert loaded.optimizer.weight_decay == 0.1
     assert result.of_status("refused") == []
+
+
+# -- keys of Bridge that Megatron-LM does not have ------------------------------------------------------
+
+
+def changed_bridge(tmp_path: Path, host: PluginHost, *changes: tuple[str, str]) -> ImportResult:
+    text = (FILES / "bridge_llama.yaml").read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    (tmp_path / "bridge.yaml").write_text(text)
+    return import_file(tmp_path / "bridge.yaml", host)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("  residual_gate: 0.5", "model.residual_gate 0.5"),
+        ("  num_layer: 3", 'did you mean "num_layers"'),
+        # A name of Megatron's in another place is another thing.
+        ("  vision: {hidden_size: 1024}", "model.vision.hidden_size 1024"),
+        ("  transformer_layer_spec: mine.layers.spec", "model.transformer_layer_spec mine.layers.spec"),
+        ("  nope_layer_interval: 4", "layers without positions"),
+    ],
+)
+def test_a_key_that_nobody_knows_is_refused(line: str, words: str, tmp_path: Path, host: PluginHost) -> None:
+    plain = changed_bridge(tmp_path, host)
+    result = changed_bridge(tmp_path, host, ("model:\n", f"model:\n{line}\n"))
+    [refused] = result.of_status("refused")
+    assert words in f"{refused.words}: {refused.reason}"
+    assert result.sections == plain.sections
+    assert plain.of_status("refused") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "  batch_p2p_comm: true",
+        "  init_method: {std: 0.02}",
+        "  transformer_layer_spec: {_target_: megatron.core.models.gpt.spec, _call_: false}",
+    ],
+)
+def test_a_key_that_changes_nothing_is_named_with_the_reason(line: str, tmp_path: Path, host: PluginHost) -> None:
+    result = changed_bridge(tmp_path, host, ("model:\n", f"model:\n{line}\n"))
+    assert result.of_status("refused") == []
+    assert all(one.reason for one in result.of_status("no effect"))
+    assert any(line.split(":")[0].strip() in one.words for one in result.of_status("no effect"))
+
+
+def test_of_two_paths_of_one_setting_that_of_the_data_set_counts(tmp_path: Path, host: PluginHost) -> None:
+    result = changed_bridge(tmp_path, host, ("sequence_length: 8192", "sequence_length: 2048"))
+    assert result.sections["data"]["seq_length"] == 2048
+
+
+def test_two_paths_of_one_setting_that_differ_are_refused(tmp_path: Path, host: PluginHost) -> None:
+    with pytest.raises(ConfigError, match="model.micro_batch_size=4 and train.micro_batch_size=2 are one setting"):
+        changed_bridge(
+            tmp_path,
+            host,
+            ("micro_batch_size: 1", "micro_batch_size: 2"),
+            ("model:\n", "model:\n  micro_batch_size: 4\n"),
+        )

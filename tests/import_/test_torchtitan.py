@@ -169,3 +169,31 @@ def test_every_key_is_accounted_for_once(tmp_path: Path, host: PluginHost) -> No
     words = [one.words.partition(" ")[0] for one in result.accounts]
     assert sorted(words) == sorted({*words})
     assert {"training.local_batch_size", "checkpoint.enable_checkpoint", "training.compile"} <= {*words}
+
+
+@pytest.mark.parametrize(
+    ("changes", "micro", "batch"),
+    [
+        ({"parallelism__data_parallel_shard_degree": 3}, 1, 24),
+        ({"parallelism__data_parallel_shard_degree": 1, "parallelism__data_parallel_replicate_degree": 2}, 1, 16),
+        ({"parallelism__data_parallel_shard_degree": 3, "parallelism__pipeline_parallel_microbatch_size": 4}, 4, 24),
+        ({"parallelism__data_parallel_shard_degree": -1, "training__global_batch_size": 64}, 1, 64),
+        ({"parallelism__data_parallel_shard_degree": -1}, 8, None),
+        ({"parallelism__pipeline_parallel_degree": 1}, 8, None),
+    ],
+)
+def test_a_pipeline_cuts_the_batch_of_a_rank(
+    changes: dict[str, int], micro: int, batch: int | None, tmp_path: Path, host: PluginHost
+) -> None:
+    pipeline = {"parallelism__pipeline_parallel_degree": 2, "training__local_batch_size": 8}
+    result = imported(tmp_path, host, **{**pipeline, **changes})
+    found = result.sections["train"]
+    assert (found["micro_batch_size"], found.get("global_batch_size")) == (micro, batch)
+    told = [note for note in result.notes if "train.micro_batch_size=1 and train.global_batch_size=8 times" in note]
+    assert len(told) == (micro == 8 and "parallelism__pipeline_parallel_degree" not in changes)
+
+
+def test_micro_batches_of_a_pipeline_are_equal(tmp_path: Path, host: PluginHost) -> None:
+    pipeline = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_microbatch_size": 3}
+    with pytest.raises(ConfigError, match="local_batch_size=2 is no multiple of .*microbatch_size=3"):
+        imported(tmp_path, host, **pipeline)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
-from mt_core.errors import ConfigError
+from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
 from mt_import.megatron_arguments.command_line import Given
 from mt_import.megatron_arguments.entry_scripts import entry_script
 from mt_import.megatron_arguments.table import Argument, arguments, by_dest
 from mt_import.megatron_arguments.translation import Account, translate
 from mt_import.readers.megatron import MegatronOptions
-from mt_import.readers.nemo import DATA, GIVEN_LATER, MISSING, NemoValues, in_megatrons_words, note_on_missing
+from mt_import.readers.nemo import CHANGES, DATA, GIVEN_LATER, MISSING, NemoValues, in_megatrons_words, note_on_missing
 from mt_import.result import ImportResult, Processes, result_of
 
 TARGET = "_target_"
@@ -52,6 +53,7 @@ NAMES: Mapping[str, str] = {
     "native_amp_growth_interval": "loss_scale_window",
     "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
     "bias": "add_bias_linear",
+    "masked_lm_prob": "mask_prob",
     "ngroups_mamba": "mamba_num_groups",
 }
 """Key there -> Megatron's attribute, where it is another name."""
@@ -102,6 +104,41 @@ UNREAD: Mapping[str, str] = {
     "nope_layer_interval": "layers without positions",
 }
 """Keys of Bridge's model that are no options of Megatron-LM and change what it computes -> what they request."""
+LAYERS = (
+    "megatron.core.",
+    "megatron.bridge.models.gpt_provider.default_layer_spec",
+    "megatron.bridge.models.mamba.mamba_provider.get_default_mamba_stack_spec",
+)
+"""Beginning of the names of Megatron-Core's own layers, as values of a dump."""
+BRIDGE_PATHS = (*BRIDGE_SECTIONS, "rng", "dist", "comm_overlap", "mixed_precision")
+NEMO_PATHS = ("model", "model.data", "model.optim", "model.optim.sched", "model.tokenizer", "trainer")
+"""Where their files have attributes of Megatron."""
+FIRST: Mapping[str, str] = {"seq_length": "dataset.sequence_length", "seed": "rng.seed"}
+"""Attribute -> the path that counts where several differ: samples have the data set's length."""
+_OF_RUN = "how ranks communicate and where memory is, not what is computed"
+_OF_FILES = "of Bridge's checkpoints; [checkpoint] says what mt writes and reads"
+_OF_MASKS = "how masks and batches are handed to the model; the same positions count"
+_OF_NEMO = "how NeMo runs Megatron's model"
+WITHOUT_EFFECT: Mapping[str, str] = {
+    **dict.fromkeys(("checkpoint.*", "logger.*", "profiling.*", "model.nsys_profile.*", "*.dist_ckpt_*"), _OF_FILES),
+    **dict.fromkeys(("ddp.average_in_collective", "ddp.preserve_fp32_weights", "optimizer.store_param_*"), _OF_RUN),
+    **dict.fromkeys(("dist.*", "comm_overlap.*", "ddp.check_for_nan_in_grad"), _OF_RUN),
+    **dict.fromkeys(("model.batch_p2p_*", "model.cpu_offloading_*", "model.deallocate_pipeline_outputs"), _OF_RUN),
+    **dict.fromkeys(("model.scatter_embedding_sequence_parallel", "model.parallel_output"), _OF_RUN),
+    **dict.fromkeys(("dataset.add_extra_token_to_sequence", "dataset.create_attention_mask"), _OF_MASKS),
+    **dict.fromkeys(("dataset.drop_last_partial_validation_sequence", "dataset.pin_memory"), _OF_MASKS),
+    **dict.fromkeys(("*.get_attention_mask_from_fusion", "model.data.validation_drop_last"), _OF_MASKS),
+    **dict.fromkeys(("model.data.pad_to_max_length", "model.data.ceil_to_power_2"), _OF_MASKS),
+    "dataset.split_matrix": "repeats split",
+    "model.*init_method.std": "follows from init_method_std",
+    **dict.fromkeys(("model.mcore_gpt", "model.transformer_engine", "model.p*_process"), _OF_NEMO),
+    **dict.fromkeys(("model.grad_*", "model.gradient_as_bucket_view", "model.reduce_amax"), _OF_NEMO),
+    **dict.fromkeys(("model.apex_transformer_log_level", "model.bias_dropout_add_fusion"), _OF_NEMO),
+    **dict.fromkeys(("model.data.skip_warmup", "model.data.shuffle_documents"), _OF_NEMO),
+    **dict.fromkeys(("trainer.*", "model.tokenizer.use_fast", "nemo_version", "run.*", "restore_*"), _OF_NEMO),
+    **dict.fromkeys((key for key, (same, _) in CHANGES.items() if same != (False,)), "what Megatron does"),
+}
+"""Pattern of keys that are no options of Megatron-LM -> why they change nothing that is trained."""
 DTYPES: Mapping[str, str] = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 LIBRARIES: Mapping[str, tuple[str, str]] = {
     "sentencepiece": ("SentencePieceTokenizer", "model"),
@@ -133,7 +170,7 @@ def import_bridge(values: Mapping[str, Any], source: str, host: PluginHost, opti
     flat = dict(_flat(values, values))
     nemo = in_megatrons_words(flat) if "trainer" in values else None
     flat = flat if nemo is None else nemo.flat
-    given, unknown = _given_of(flat)
+    given, unknown = given_of(flat, NEMO_PATHS if nemo is not None else BRIDGE_PATHS)
     given |= _joint(flat)
     _apply_weight_decay(given)
     hybrid = "hybrid" if "hybrid_override_pattern" in given else "gpt"
@@ -211,20 +248,21 @@ def _looked_up(path: list[str], here: str, root: Mapping[str, Any], trail: tuple
     return _resolved(place, key, root, (*trail, key))
 
 
-def _given_of(flat: Mapping[str, Any]) -> tuple[dict[str, Given], list[Account]]:
-    """Attributes by the last name of their paths, and an account of each value that is no argument of Megatron's."""
+def given_of(flat: Mapping[str, Any], places: Sequence[str]) -> tuple[dict[str, Given], list[Account]]:
+    """Attributes by their paths, and an account of each value that is no argument of Megatron's. places: the sections
+    that hold attributes. Raises ConfigError for two paths that give one attribute other values."""
     given: dict[str, Given] = {}
     unknown = []
     for path, value in flat.items():
-        # Bridge divides Megatron's attributes over sections, NeMo over others: the last name decides.
-        name = path.rpartition(".")[2]
+        # Both divide Megatron's attributes over their sections. Elsewhere a name means another thing.
+        section, _, name = path.rpartition(".")
         if name in IGNORED or value is None:
             continue
-        argument = by_dest().get(NAMES.get(name, name))
+        argument = by_dest().get(NAMES.get(name, name)) if section.removesuffix(SUFFIX) in places else None
         if argument is None:
             # Switches that are off need no account.
             if value not in (False, "", []):
-                unknown.append(_account_of_unknown(path, value))
+                unknown.append(account_of_unknown(path, value))
             continue
         value = _value(argument, name, value)
         # Filled in from the other by Megatron-Core.
@@ -232,17 +270,36 @@ def _given_of(flat: Mapping[str, Any]) -> tuple[dict[str, Given], list[Account]]
             continue
         # A dump has every attribute; those with Megatron's default count as not given.
         if value != argument.default:
-            given[argument.dest] = Given(argument, path, value)
+            one = Given(argument, path, value)
+            given[argument.dest] = _counting(given.get(argument.dest, one), one)
     return given, unknown
 
 
-def _account_of_unknown(path: str, value: Any) -> Account:
-    """The account of a key that is no option of Megatron-LM's: refused where it changes what a model computes."""
-    parent, _, name = path.rpartition(".")
+def _counting(before: Given, now: Given) -> Given:
+    """Of two paths of one attribute that which counts. Raises ConfigError where it is not known which."""
+    if before.value == now.value:
+        return now
+    for one in (before, now):
+        if one.spelled == FIRST.get(one.argument.dest):
+            return one
+    raise ConfigError(
+        f"{before.spelled}={before.value} and {now.spelled}={now.value} are one setting; make them equal, or leave one "
+        "out"
+    )
+
+
+def account_of_unknown(path: str, value: Any) -> Account:
+    """The account of a key that is no option of Megatron-LM's: refused, unless it is known to change nothing."""
+    section, _, name = path.rpartition(".")
     words = f"{path} {value}"
-    if parent == "model" and name in UNREAD:
+    if section == "model" and name in UNREAD:
         return Account(words, "refused", {}, UNREAD[name])
-    return Account(words, "no effect", {}, "no argument of Megatron-LM's")
+    if str(value).startswith(LAYERS):
+        return Account(words, "no effect", {}, "the layers of Megatron-Core, which every family here has")
+    if (reason := next((why for key, why in WITHOUT_EFFECT.items() if fnmatchcase(path, key)), None)) is not None:
+        return Account(words, "no effect", {}, reason)
+    near = did_you_mean(name, by_dest())
+    return Account(words, "refused", {}, f"unknown: neither Megatron-LM has it nor is it known to change nothing{near}")
 
 
 def _value(argument: Argument, name: str, value: Any) -> Any:

@@ -36,6 +36,7 @@ CHANGES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "model.apply_embedding_scaling": ((False,), "embeddings times the root of the hidden size"),
     "model.headscale": ((False,), "a scale of each head"),
     "model.transformer_block_type": (("pre_ln",), "norms in another place"),
+    "model.attention_type": (("multihead",), "heads of another kind"),
     "model.normalize_attention_scores": ((True,), "scores that are not divided by the root of the head's size"),
     "model.ffn_dropout": ((0,), "dropout within the feed-forward"),
     "model.use_scaled_init_method": ((True,), "the same deviation for all matrices at the start"),

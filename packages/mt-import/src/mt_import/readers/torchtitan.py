@@ -53,6 +53,7 @@ DEFAULTS: Mapping[str, Any] = {
     "parallelism.tensor_parallel_degree": 1,
     "parallelism.pipeline_parallel_degree": 1,
     "parallelism.pipeline_parallel_schedule": "1F1B",
+    "parallelism.pipeline_parallel_microbatch_size": 1,
     "parallelism.context_parallel_degree": 1,
     "parallelism.expert_parallel_degree": 1,
     "parallelism.expert_tensor_parallel_degree": 1,
@@ -134,7 +135,7 @@ def import_torchtitan(values: Values, source: str, host: PluginHost) -> ImportRe
         accounts,
         written,
         Processes(None),
-        [note_on_model(*_chosen(settings)), NOTE_DATA, NOTE_DECAY],
+        [note_on_model(*_chosen(settings)), NOTE_DATA, NOTE_DECAY, *_notes(settings)],
         complete=False,
     )
 
@@ -203,12 +204,12 @@ def _schedule(settings: Settings) -> Keys:
 
 def _train(settings: Settings) -> Keys:
     found: Keys = {
-        "train.micro_batch_size": int(settings["training.local_batch_size"]),
+        "train.micro_batch_size": micro_batch_size(settings),
         "train.train_iters": int(settings["training.steps"]),
         "data.seq_length": int(settings["training.seq_len"]),
         "train.sample_prompt": "",
     }
-    if (batch := int(settings["training.global_batch_size"])) > 0:
+    if (batch := _global_batch_size(settings)) is not None:
         found["train.global_batch_size"] = batch
     if settings["training.seed"] is not None:
         found["train.seed"] = int(settings["training.seed"])
@@ -217,6 +218,46 @@ def _train(settings: Settings) -> Keys:
     if settings["compile.enable"]:
         found["train.compile"] = "blocks"
     return found
+
+
+def micro_batch_size(settings: Settings) -> int:
+    """Samples of a forward pass. A pipeline cuts a rank's batch into micro-batches, of which mt counts as many as the
+    global batch has: where that is not known they stay in one."""
+    local = int(settings["training.local_batch_size"])
+    micro = int(settings["parallelism.pipeline_parallel_microbatch_size"])
+    if not _has_pipeline(settings) or _global_batch_size(settings) is None:
+        return local
+    if micro < 1 or local % micro:
+        raise ConfigError(
+            f"training.local_batch_size={local} is no multiple of parallelism.pipeline_parallel_microbatch_size={micro}"
+        )
+    return micro
+
+
+def _global_batch_size(settings: Settings) -> int | None:
+    """As the file has it; with a pipeline that of all data-parallel ranks, where the file says their number."""
+    if (batch := int(settings["training.global_batch_size"])) > 0:
+        return batch
+    shards, replicas = (int(settings[f"parallelism.data_parallel_{key}_degree"]) for key in ("shard", "replicate"))
+    if not _has_pipeline(settings) or shards < 1:
+        return None
+    return int(settings["training.local_batch_size"]) * shards * replicas
+
+
+def _has_pipeline(settings: Settings) -> bool:
+    return int(settings["parallelism.pipeline_parallel_degree"]) > 1
+
+
+def _notes(settings: Settings) -> list[str]:
+    if not _has_pipeline(settings) or _global_batch_size(settings) is not None:
+        return []
+    local = int(settings["training.local_batch_size"])
+    micro = int(settings["parallelism.pipeline_parallel_microbatch_size"])
+    return [
+        f"a batch of {local} samples on each data-parallel rank goes through the pipeline in micro-batches of {micro}: "
+        f"set train.micro_batch_size={micro} and train.global_batch_size={local} times the data-parallel ranks, whose "
+        "number parallelism.data_parallel_shard_degree=-1 leaves open"
+    ]
 
 
 def _precision(settings: Settings) -> Keys:
@@ -247,7 +288,7 @@ def _parallel(settings: Settings) -> Keys:
 
 
 def _pipeline(settings: Settings) -> Keys:
-    if int(settings["parallelism.pipeline_parallel_degree"]) == 1:
+    if not _has_pipeline(settings):
         return {}
     schedule = str(settings["parallelism.pipeline_parallel_schedule"])
     if schedule not in SCHEDULES:
@@ -366,6 +407,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "compile": ("train.compile",),
     "tensor_parallel_degree": ("parallel.tensor_model_parallel_size", "parallel.sequence_parallel"),
     "pipeline_parallel_degree": ("parallel.pipeline_model_parallel_size",),
+    "pipeline_parallel_microbatch_size": ("train.micro_batch_size",),
     "context_parallel_degree": ("parallel.context_parallel_size",),
     "data_parallel_replicate_degree": (),
     "expert_parallel_degree": ("parallel.expert_model_parallel_size",),
