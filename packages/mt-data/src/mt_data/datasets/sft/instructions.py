@@ -54,9 +54,9 @@ class Task:
 
 
 TASKS = (
-    Task("Write {} in capital letters.", str.upper),
+    Task("Repeat {}.", str),
     Task("Write {} twice.", lambda word: f"{word} {word}"),
-    Task("Spell {}.", "-".join),
+    Task("Write {} in capital letters.", str.upper),
     Task("What is the first letter of {}?", lambda word: word[0]),
     Task("How many letters has {}?", lambda word: str(len(word))),
 )
@@ -75,10 +75,11 @@ def split_of(word: str) -> Split:
 
 
 def _words(rng: random.Random) -> Iterator[str]:
-    """Words of 2 to 7 letters, consonants and vowels in turn."""
+    """Words of 2 to 6 different letters, consonants and vowels in turn."""
     while True:
-        length = rng.randint(2, 7)
-        yield "".join(rng.choice(_VOWELS if place % 2 else _CONSONANTS) for place in range(length))
+        length = rng.randint(2, 6)
+        letters = [rng.sample(_CONSONANTS, 3), rng.sample(_VOWELS, 3)]
+        yield "".join(letters[place % 2][place // 2] for place in range(length))
 
 
 def build_instructions(config: InstructionsDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> SFTDataset:
