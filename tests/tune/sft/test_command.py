@@ -72,7 +72,7 @@ def test_a_hugging_face_folder_becomes_a_tuned_one(tmp_path: Path, monkeypatch: 
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     ids = output[0, inputs["input_ids"].shape[1] :].tolist()
-    # It answers in the form of the data, and ends by the mark of the template, which generation_config.json names first,
+    # It answers in the form of the data, and ends by the mark of the template, which generation_config.json names
     # before the id that the folder began with.
     assert tokenizer.decode(ids).startswith("It is ")
     assert ids[-1] == tokenizer.convert_tokens_to_ids("<|end|>") == model.generation_config.eos_token_id[0]
