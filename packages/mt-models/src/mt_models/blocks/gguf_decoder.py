@@ -117,6 +117,12 @@ FEED_FORWARD = Key("feed_forward_length", "intermediate_size")
 EPSILON = Key("attention.layer_norm_rms_epsilon", "rms_norm_eps", float)
 DENSE = (*SIZES, FEED_FORWARD, EPSILON)
 EXPERT_COUNTS = (Key("expert_used_count", "num_experts_per_tok"),)
+GRANITE_FACTORS = (
+    Key("embedding_scale", "embedding_multiplier", float),
+    Key("attention.scale", "attention_multiplier", float),
+    Key("residual_scale", "residual_multiplier", float),
+    Key("logit_scale", "logits_scaling", float),
+)
 ROPE_BASE = 10000.0
 """Where the file has no rope.freq_base."""
 

@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.deepseek.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.deepseek.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.deepseek.gguf:GGUF"),
         "megatron": Lazy("mt_models.deepseek.megatron:MEGATRON"),
     },
     shrink=Lazy("mt_models.deepseek.config:shrink_deepseek"),

@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.gpt.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.gpt.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.gpt.gguf:GGUF"),
         "megatron": Lazy("mt_models.gpt.megatron:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),

@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.granite.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.granite.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.granite.gguf:GGUF"),
         "megatron": Lazy("mt_models.granite.config:MEGATRON"),
     },
     training_flops=Lazy("mt_models.flops:training_flops"),

@@ -6,6 +6,7 @@ from mt_core.name_map import NameMap
 from mt_models.blocks.gguf_decoder import (
     DENSE,
     EXPERT_COUNTS,
+    GRANITE_FACTORS,
     PRE_NORMS,
     attention,
     decoder_map,
@@ -19,13 +20,6 @@ from mt_models.blocks.moe import MoEOptions
 from mt_models.gguf import GGUFArchitecture, GGUFFamily, Key
 from mt_models.granite_moe.config import GraniteMoeConfig
 
-FACTORS = (
-    Key("embedding_scale", "embedding_multiplier", float),
-    Key("attention.scale", "attention_multiplier", float),
-    Key("residual_scale", "residual_multiplier", float),
-    Key("logit_scale", "logits_scaling", float),
-)
-
 
 def name_map(config: GraniteMoeConfig) -> NameMap:
     layer = [*norms(PRE_NORMS), *attention(config, neighbours=True), *experts(MoEOptions(config))]
@@ -35,7 +29,7 @@ def name_map(config: GraniteMoeConfig) -> NameMap:
 GRANITE_MOE = GGUFArchitecture(
     name="granitemoe",
     model_type="granitemoe",
-    keys=(*DENSE, *FACTORS, Key("expert_count", "num_local_experts"), *EXPERT_COUNTS),
+    keys=(*DENSE, *GRANITE_FACTORS, Key("expert_count", "num_local_experts"), *EXPERT_COUNTS),
     read=read_even_shape,
     write=write_shape,
 )

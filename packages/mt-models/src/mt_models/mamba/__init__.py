@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.mamba.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.mamba.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.mamba.gguf:GGUF"),
         "megatron": Lazy("mt_models.mamba.megatron:MEGATRON"),
     },
     training_flops=Lazy("mt_models.mamba.config:training_flops"),
