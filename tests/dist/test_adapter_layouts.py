@@ -19,10 +19,15 @@ LORA = (
     "adapter.type=lora",
     "adapter.rank=3",
     "adapter.alpha=3.0",
-    "adapter.rank_pattern={k_proj = 2}",
     "adapter.lr_ratio=4.0",
 )
 DORA = ("adapter.type=dora", "adapter.rank=3", "adapter.alpha=3.0")
+IA3 = ("adapter.type=ia3", 'adapter.targets=["q_proj", "v_proj", "up_proj", "down_proj"]')
+VERA = ("adapter.type=vera", "adapter.rank=8")
+EMBEDDINGS = ('adapter.targets=["embed_tokens", "lm_head", "o_proj"]',)
+TIED = ('adapter.targets=["word_embeddings", "output_layer"]',)
+TOKENS = ("adapter.trainable_token_indices=[101, 32, 260]",)
+PISSA = ("adapter.init=pissa",)
 DROPOUT = ("adapter.dropout=0.3",)
 LLAMA = (
     "model.normalization=RMSNorm",
@@ -42,13 +47,22 @@ ETP2 = "parallel.expert_tensor_parallel_size=2"
 CASES = [
     (2, (*LORA, TP2)),
     (2, (*LORA, *LLAMA, TP2, SP)),
-    (4, (*LORA, *LLAMA, *DROPOUT, TP4, SP)),
+    (4, (*LORA, *LLAMA, *DROPOUT, "adapter.rank_pattern={k_proj = 2}", TP4, SP)),
     (4, (*LORA, *DROPOUT, TP2, SP, CP2)),
     (4, (*LORA, TP2, PP2)),
     (2, (*LORA, ZERO)),
     (2, (*LORA, FSDP)),
     (4, (*DORA, *LLAMA, TP2, SP, PP2)),
     (2, (*DORA, FSDP)),
+    (4, (*IA3, *LLAMA, TP2, SP, PP2)),
+    (2, (*IA3, *LLAMA, FSDP)),
+    (4, (*VERA, *LLAMA, TP2, SP, CP2)),
+    (4, (*LORA, *LLAMA, *EMBEDDINGS, TP2, SP, PP2)),
+    (4, (*LORA, *TIED, TP2, SP, PP2)),
+    (4, (*LORA, *TOKENS, TP2, SP, PP2)),
+    (2, (*LORA, *TOKENS, TP2)),
+    (2, (*LORA, *LLAMA, *PISSA, TP2, SP)),
+    (2, (*LORA, *PISSA, FSDP)),
     (2, (*LORA, *EXPERTS, EP2)),
     (4, (*LORA, *EXPERTS, TP2, EP2, ETP2)),
     (4, (*LORA, *EXPERTS, TP2, SP, EP2, ZERO)),

@@ -164,7 +164,7 @@ class ScriptedGenerator:
     def prompt_tokens(self, prompt: Any) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def submit(self, prompt: Any, sampling: SamplingParameters, inputs: Any) -> int:
+    def submit(self, prompt: Any, sampling: SamplingParameters, inputs: Any, adapter: str | None = None) -> int:
         self._count += 1
         self._open[self._count] = 0
         return self._count

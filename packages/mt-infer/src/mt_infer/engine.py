@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from mt_core.interfaces import Tokenizer
 from mt_core.nn.batch_invariance import batch_invariant as invariant_products
 from mt_core.nn.cache import Conditioning
 from mt_core.parallel.context import ParallelContext
+from mt_infer.adapters import AdapterSet
 from mt_infer.beams import advance_beams
 from mt_infer.cache.batch import Chunk
 from mt_infer.cache.manager import build_caches
@@ -94,6 +96,7 @@ class InferenceEngine:
         if recorder is not None:
             self.graphs = DecodeGraphs(self.runner, self.manager, recorder)
         self.speculation = SpeculationStatistics()
+        self.adapters: AdapterSet | None = None
         self._ids = count()
 
     # -- requests ---------------------------------------------------------------------------------
@@ -103,12 +106,13 @@ class InferenceEngine:
         tokens: Sequence[int],
         sampling: SamplingParameters | None = None,
         inputs: Mapping[str, Tensor] | None = None,
+        adapter: str | None = None,
     ) -> int:
         """The number of the new request. Raises ConfigError for one that the engine cannot serve."""
         sampling = sampling or SamplingParameters()
         if sampling.seed is None:
             sampling = replace(sampling, seed=new_seed())
-        request = Request(next(self._ids), tuple(tokens), sampling, inputs or {})
+        request = Request(next(self._ids), tuple(tokens), sampling, inputs or {}, adapter)
         self.check(request)
         self.add_request(request)
         return request.id
@@ -185,6 +189,26 @@ class InferenceEngine:
         # candidates.
         return [*events, *self._advance_all(chunks, results, snapshots), *self._advance_beams(chunks)]
 
+    # -- adapters -----------------------------------------------------------------------------------
+
+    def use_adapters(self, adapters: AdapterSet) -> None:
+        """Requests may name one of these from now on."""
+        self.adapters = self.new_sequences.adapters = adapters
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Also while requests run. Raises ConfigError and CheckpointError for one that the model cannot have."""
+        if self.adapters is None:
+            raise ConfigError("this engine was built without adapters")
+        self.adapters.load(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Raises ConfigError for one that is not there, and while requests with it run."""
+        if self.adapters is None or name not in self.adapters.names:
+            raise ConfigError(f"there is no adapter {name}")
+        if any(sequence.request.adapter == name for sequence in self.scheduler.sequences()):
+            raise ConfigError(f"requests with the adapter {name} run; finish or cancel them first")
+        self.adapters.unload(name)
+
     def weights_changed(self) -> None:
         """After an update of the model's weights: no prefix may be reused. Raises ConfigError while requests run."""
         if not self.is_idle:
@@ -205,11 +229,14 @@ class InferenceEngine:
     def _sample(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
         """What each chunk has come to, on every rank of the model."""
         # Without drafter, pipeline stages and batch invariance: decoding.objections refuses graphs with these.
-        if self.graphs is not None and self.graphs.serves(chunks):
+        has_adapters = any(chunk.sequence.request.adapter is not None for chunk in chunks)
+        # A graph computes what was recorded: the base alone.
+        if self.graphs is not None and not has_adapters and self.graphs.serves(chunks):
             return results_from_logits(chunks, self.graphs.logits(chunks))
         # Eager: chunks of prompts, drafts, and whatever graphs do not serve.
         batch = self.runner.batch(chunks, self.manager, is_batch_invariant=self.is_batch_invariant)
-        logits = self.runner.logits(batch)
+        with self._using_adapters(chunks):
+            logits = self.runner.logits(batch)
         # Parts of the vocabulary that training's loss sums by, where its bits are requested.
         shares = self.runner.vocab_shares if self.is_batch_invariant else ()
         # None on ranks before the last pipeline stage: they get the results from it below.
@@ -225,6 +252,11 @@ class InferenceEngine:
                     result.error = result.error or DRAFT_FAILED
         # One object for each chunk, in the order of `chunks`, which is the same on every rank.
         return self.runner.from_last_stage(results)
+
+    def _using_adapters(self, chunks: Sequence[Chunk]) -> AbstractContextManager[None]:
+        if self.adapters is None:
+            return nullcontext()
+        return self.adapters.using([(chunk.sequence.request.adapter, chunk.count) for chunk in chunks])
 
     def _advance_all(
         self, chunks: Sequence[Chunk], results: Sequence[ChunkResult], snapshots: Sequence[list[Tensor] | None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -86,12 +87,13 @@ class LockstepEngine:
         tokens: Sequence[int],
         sampling: SamplingParameters | None = None,
         inputs: Mapping[str, Tensor] | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Adds a request like InferenceEngine.add; it goes to the replica with the fewest requests."""
         sampling = sampling or SamplingParameters()
         if sampling.seed is None:
             sampling = replace(sampling, seed=new_seed())
-        request = Request(next(self._ids), tuple(tokens), sampling, inputs or {})
+        request = Request(next(self._ids), tuple(tokens), sampling, inputs or {}, adapter)
         # Before anything is sent: an error here is the caller's, and the request goes no further. What is sent must not
         # fail, since ranks would then no longer be in step.
         self.engine.check(request)
@@ -116,6 +118,22 @@ class LockstepEngine:
         if index in self._unfinished.get(request, ()):
             self._commands.append(Command("finish", self._open[request], (request, index)))
             self._ended(request, index)
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """As of InferenceEngine, while requests run; on one process, which alone can refuse what it finds."""
+        self._require_one_process()
+        self.engine.load_adapter(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        self._require_one_process()
+        # What was cancelled, or has come with this step, first.
+        self._carry_out(self._commands)
+        self._commands = []
+        self.engine.unload_adapter(name)
+
+    def _require_one_process(self) -> None:
+        if self.ctx.world.size > 1:
+            raise ConfigError("several processes serve this model, which have the adapters that they were started with")
 
     def weights_changed(self) -> None:
         """On every rank: see InferenceEngine. What was cancelled before it ends first."""

@@ -14,6 +14,7 @@ from mt_core.nn.batch_invariance import require_invariant_products
 from mt_core.nn.linear import LinearModule
 from mt_core.nn.model import SupportsGeneration
 from mt_core.parallel.context import ParallelContext
+from mt_infer.adapters import AdapterSet
 from mt_infer.cache.manager import CacheManager
 from mt_infer.config import InferenceConfig
 from mt_infer.detokenizer import Detokenizer
@@ -30,12 +31,17 @@ class NewSequences:
     def __init__(self, manager: CacheManager, tokenizer: Tokenizer | None, max_model_len: int) -> None:
         self.manager, self.tokenizer, self.max_model_len = manager, tokenizer, max_model_len
         self.constraints = Constraints(tokenizer)
+        self.adapters: AdapterSet | None = None
 
     def of_request(self, request: Request) -> list[RunningSequence]:
         """Its n sequences, or the first of its beams."""
         # A search starts from one sequence, since all beams have the prompt in common; others are copies of it.
         count = 1 if request.sampling.num_beams > 1 else request.sampling.sequences
         return [self._sequence(request, index) for index in range(count)]
+
+    def _adapter_key(self, request: Request) -> bytes:
+        """Equal tokens with another adapter are other values in the cache."""
+        return b"" if self.adapters is None else self.adapters.key(request.adapter)
 
     def stop_text(self, sampling: SamplingParameters) -> Detokenizer | None:
         """What finds the stop texts of beams. Those of other sequences are found where their tokens become text."""
@@ -58,7 +64,7 @@ class NewSequences:
             min(len(request.tokens) + sampling.max_tokens, self.max_model_len),
             self.manager.new_tables(),
             # The root of the prefix keys: equal tokens with other images are other values in the cache.
-            self.manager.new_keys(content_hash(request.inputs)),
+            self.manager.new_keys(content_hash(request.inputs) + self._adapter_key(request)),
             list(request.tokens),
             prompt_logprobs=[None] * (len(request.tokens) - 1),
             stop_ids=self._stop_ids(sampling),
@@ -92,6 +98,8 @@ def content_hash(inputs: Mapping[str, Tensor]) -> bytes:
 def check_request(request: Request, model: SupportsGeneration, manager: CacheManager, sequences: NewSequences) -> None:
     """Raises ConfigError for a request that the engine cannot serve."""
     _check_inputs(request, model)
+    if request.adapter is not None and request.adapter not in (sequences.adapters.names if sequences.adapters else ()):
+        raise ConfigError(f"the model has no adapter {request.adapter}; it may have been unloaded")
     if not request.tokens:
         raise ConfigError("the prompt is empty, and the tokenizer has no id that starts a document")
     if request.sampling.num_beams > 1:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mt_core.hookspecs import hookimpl
-from mt_core.kinds import Lazy
+from mt_core.kinds import Kind, Lazy
 from mt_core.specs import CommandSpec, RunRequestSpec, SectionSpec
+from mt_infer.adapters import ADAPTER_SETS
+
+
+@hookimpl
+def mt_declare_kinds() -> list[Kind[Any]]:
+    return [ADAPTER_SETS]
 
 
 @hookimpl

@@ -44,12 +44,14 @@ TEXT_FAILED = "the request failed as its tokens were decoded into text; the log 
 
 @dataclass(frozen=True)
 class Request:
-    """tokens: of the prompt, at least one. inputs: images or the like, as the model's `conditioned_by` names them."""
+    """tokens: of the prompt, at least one. inputs: images or the like, as the model's `conditioned_by` names them.
+    adapter: the name of that which the model computes with; None: the base alone."""
 
     id: int
     tokens: tuple[int, ...]
     sampling: SamplingParameters
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from mt_core.train import build
 from mt_core.train.engine import Engine
 from mt_core.train.pipelining import Stages, build_stages
 from mt_core.train.trained_model import TrainedModel, load_trained_model
+from mt_infer.adapters import build_adapter_set
 from mt_infer.completions import BestOf, Completion, TextEvent
 from mt_infer.config import InferenceConfig
 from mt_infer.detokenizer import Detokenizer
@@ -51,6 +52,7 @@ class TextGenerator:
         self._open: dict[tuple[int, int], Detokenizer] = {}
         self._refit: Refit | None = None
         self._best: dict[int, BestOf] = {}
+        self._has_stepped = False
         self._kept: list[TextEvent] = []
         """Events of requests that were open while `generate` or `stream` stepped the engine for another."""
         self.checkpoint: Path | None = None
@@ -164,8 +166,10 @@ class TextGenerator:
         prompt: Prompt,
         sampling: SamplingParameters | None = None,
         inputs: Mapping[str, Tensor] | None = None,
+        adapter: str | None = None,
     ) -> int:
-        """The number of the new request. Raises ConfigError for one that cannot be served. See PromptEncoder.encode."""
+        """The number of the new request. Raises ConfigError for one that cannot be served. See PromptEncoder.encode.
+        adapter: a name of `load_adapter`; None: the base alone."""
         sampling = sampling or SamplingParameters()
         self._check_tokens(sampling)
         if not sampling.ignore_eod:
@@ -173,13 +177,25 @@ class TextGenerator:
             sampling = replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *self.prompts.end_tokens()))
         best = BestOf(sampling) if sampling.best_of is not None else None
         tokens, beside = self.prompts.encode(prompt, inputs or {})
-        request = self.engine.add(tokens, sampling if best is None else best.generated, beside)
+        request = self.engine.add(tokens, sampling if best is None else best.generated, beside, adapter)
         # All sequences among which the best are chosen, or n beams: whatever has events.
         for index in range(sampling.sequences):
             self._open[request, index] = Detokenizer(self.tokenizer, sampling.stop)
         if best is not None:
             self._best[request] = best
         return request
+
+    def load_adapter(self, name: str, folder: Path, host: PluginHost | None = None) -> None:
+        """Let requests name the adapter of a PEFT folder, also while others run. On every rank before the first step,
+        later on one process alone. Raises ConfigError and CheckpointError for one that is not of this model."""
+        engine = self.engine.engine
+        if engine.adapters is None:
+            engine.use_adapters(build_adapter_set(engine.model, self.config, engine.ctx, host or load_plugins()))
+        (self.engine if self._has_stepped else engine).load_adapter(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Raises ConfigError for one that is not there, and while requests with it run."""
+        self.engine.unload_adapter(name)
 
     def compile_constraint(self, sampling: SamplingParameters) -> None:
         """Compiles the constraint of a request to come, in seconds for a large one; from any thread. `submit`
@@ -197,6 +213,7 @@ class TextGenerator:
         return [*kept, *self._stepped()]
 
     def _stepped(self) -> list[TextEvent]:
+        self._has_stepped = True
         events = [text for event in self.engine.step() if (text := self._text(event)) is not None]
         return [chosen for event in events for chosen in self._chosen(event)]
 

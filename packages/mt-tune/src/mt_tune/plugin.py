@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mt_core.checkpoint_specs import CheckpointLoaderSpec, CheckpointSaverSpec
 from mt_core.hookspecs import hookimpl
@@ -114,6 +114,20 @@ def mt_register_callbacks() -> list[CallbackSpec]:
             build=Lazy("mt_tune.adapters.start:build_adapter_start"),
             always=True,
             all_ranks=True,
+        )
+    ]
+
+
+@hookimpl(optionalhook=True)
+def mt_register_adapter_sets() -> list[Any]:
+    # mt-infer asks for it, which this distribution can do without.
+    from mt_infer.adapters import AdapterSetSpec
+
+    return [
+        AdapterSetSpec(
+            name="peft",
+            doc="PEFT folders on a served model: LoRA, DoRA, VeRA and IA3 of linear layers and of token embeddings",
+            build=Lazy("mt_tune.adapters.serving:PeftAdapterSet"),
         )
     ]
 

@@ -38,6 +38,14 @@ def serve(
     name: Annotated[
         list[str] | None, typer.Option(help="Name of a model in requests; repeatable. Default: its folder's.")
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="A PEFT folder, and its name in requests; repeatable, for one model."),
+    ] = None,
+    adapter_folder: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Requests may load the adapters in this folder, and unload them."),
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="MT_API_KEY", help="What requests have to bring.", show_default=False)
     ] = None,
@@ -69,11 +77,12 @@ def serve(
     from mt_core.launch.environment import read_environment
     from mt_core.launch.session import rank_session
     from mt_core.train.build import resolve_device
+    from mt_infer.adapters import named_folders
     from mt_infer.chat.chat_format import require_template
     from mt_infer.server.options import ServerOptions
     from mt_infer.server.running import listen
     from mt_infer.server.security import is_loopback
-    from mt_infer.server.served_model import load_models, model_names
+    from mt_infer.server.served_model import add_adapter, load_models, model_names
 
     options = ServerOptions(
         api_key=api_key or None,
@@ -82,15 +91,21 @@ def serve(
         max_tokens=max_tokens,
         max_queue=max_queue,
         request_seconds=request_timeout,
+        adapter_folder=adapter_folder,
         media_folders=media_folders(allowed_local_media_path or []),
     )
     model_names(paths, name or [])
+    adapters = named_folders(adapter or [])
+    if adapters and len(paths) > 1:
+        raise ConfigError(f"--adapter is for one model, and {len(paths)} are served; start a server for each")
     require_template(chat_template)
     settings = layout_of_ranks(engine_settings(set_ or []))
     # Before models are loaded, which may take minutes.
     listening = listen(host or LOOPBACK, port) if read_environment().rank == 0 else None
     with rank_session(resolve_device(device).type):
         models = load_models(paths, device=device, settings=settings, names=name or (), chat_template=chat_template)
+        for adapter_name, folder in adapters.items():
+            models.append(add_adapter(models[0], adapter_name, folder))
         if listening is None:
             return _follow(models)
         return _serve(models, options, listening, drain_timeout)
@@ -131,7 +146,8 @@ def _follow(models: list[ServedModel]) -> None:
     """On ranks other than 0: rank 0 says when to end, after it has answered what is open."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    engines = [model.generator.engine for model in models if model.generator is not None]
+    generators = [model.generator for model in models if model.generator is not None and model.adapter is None]
+    engines = [generator.engine for generator in generators]
     # Rank 0 steps them in turn, and closes them in turn.
     is_open = True
     while is_open:

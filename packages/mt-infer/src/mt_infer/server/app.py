@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from mt_infer.server import megatron
+from mt_infer.server.adapters import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from mt_infer.server.errors import MEGATRON_PATH, add_error_handlers
 from mt_infer.server.openai import tokens
 from mt_infer.server.openai.batches import Answer, BatchBody, Batches, post
@@ -53,6 +54,7 @@ def create_app(service: Service) -> FastAPI:
     add_error_handlers(app)
     _add_openai(app, service)
     _add_vllm(app, service)
+    _add_adapters(app, service)
     _add_megatron(app, service)
     _add_batches(app, service, files, batches)
     _add_operations(app, service)
@@ -133,6 +135,17 @@ def _add_vllm(app: FastAPI, service: Service) -> None:
     # Jina has it with /v1, Cohere with /v2.
     for prefix in (*VERSIONLESS, "/v2"):
         app.post(f"{prefix}/rerank", response_model=None)(rerank)
+
+
+def _add_adapters(app: FastAPI, service: Service) -> None:
+    async def load(body: LoadAdapterBody) -> dict[str, Any]:
+        return await load_adapter(service, body)
+
+    async def unload(body: UnloadAdapterBody) -> dict[str, Any]:
+        return await unload_adapter(service, body)
+
+    app.post("/v1/load_lora_adapter", response_model=None)(load)
+    app.post("/v1/unload_lora_adapter", response_model=None)(unload)
 
 
 def _add_batches(app: FastAPI, service: Service, files: StoredFiles, batches: Batches) -> None:

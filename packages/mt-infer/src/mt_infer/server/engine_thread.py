@@ -37,6 +37,7 @@ class Request:
     sampling: SamplingParameters
     inputs: Mapping[str, Tensor]
     place: int
+    adapter: str | None
     events: asyncio.Queue[Event]
     loop: asyncio.AbstractEventLoop
     number: int | None = None
@@ -179,7 +180,7 @@ class EngineThread:
     def _submit(self, request: Request) -> None:
         try:
             self._require_running()
-            request.number = request.generator.submit(request.prompt, request.sampling, request.inputs)
+            request.number = request.generator.submit(request.prompt, request.sampling, request.inputs, request.adapter)
         # The request's own fault: it alone has the error, and the engine goes on.
         except (MtError, ApiError) as error:
             return self._deliver(request, error)

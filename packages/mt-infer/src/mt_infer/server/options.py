@@ -24,5 +24,7 @@ class ServerOptions:
     max_queue: int = 1024
     """Sequences that run or wait."""
     request_seconds: float = 600.0
+    adapter_folder: Path | None = None
+    """The folder whose adapters requests may load; None: requests load none."""
     media_folders: tuple[Path, ...] = ()
     """Folders whose images requests may name by file: URLs."""

@@ -33,6 +33,17 @@ class ServedModel:
     embedder: TextEmbedder | None = None
     chat: ChatFormat | None = None
     tool_calls: Form | None = None
+    adapter: str | None = None
+    """That which the generator computes with for this model."""
+    parent: str | None = None
+    """Of an adapter the name of its base."""
+
+    def with_adapter(self, name: str) -> ServedModel:
+        """This model with one of its generator's adapters."""
+        self.require_generator()
+        return ServedModel(
+            name, int(time.time()), self.generator, None, self.chat, self.tool_calls, adapter=name, parent=self.name
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -66,6 +77,11 @@ class ServedModel:
         return self.embedder or TextEmbedder.of_generator(self.require_generator())
 
     def require_embedder(self) -> TextEmbedder:
+        if self.adapter is not None:
+            raise ApiError(
+                f'"{self.name}" is an adapter, which texts are not embedded with; ask "{self.parent}", or merge it',
+                param="model",
+            )
         try:
             return self.text_embedder
         except ConfigError as error:
@@ -86,19 +102,30 @@ class ServedModels:
     """By name, in order."""
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
-        self.by_name: Mapping[str, ServedModel] = {model.name: model for model in models}
+        self.by_name: dict[str, ServedModel] = {model.name: model for model in models}
 
     @property
     def generators(self) -> list[TextGenerator]:
-        return [model.generator for model in self.by_name.values() if model.generator is not None]
+        return [model.generator for model in self.bases if model.generator is not None]
+
+    @property
+    def bases(self) -> list[ServedModel]:
+        """Without those that are adapters of others."""
+        return [model for model in self.by_name.values() if model.adapter is None]
+
+    def add_adapter(self, base: ServedModel, name: str) -> None:
+        """Raises ConfigError for a name that another model has."""
+        if name in self.by_name:
+            raise ConfigError(f'there is a model "{name}" already; give the adapter another name')
+        self.by_name[name] = base.with_adapter(name)
 
     def find(self, name: str | None) -> ServedModel:
         """The only model may be left unnamed. Raises ApiError."""
         known = ", ".join(self.by_name)
         if name is None:
-            if len(self.by_name) > 1:
+            if len(self.bases) > 1:
                 raise ApiError(f"model is missing; it must be one of {known}", param="model")
-            return next(iter(self.by_name.values()))
+            return self.bases[0]
         if name not in self.by_name:
             raise ApiError(
                 f'there is no model "{name}"; this server has {known}',
@@ -136,6 +163,14 @@ def load_models(
         generator = TextGenerator.of_trained(trained, host, device=device, settings=settings)
         models.append(_language_model(name, generator, chat_template, template_seconds))
     return models
+
+
+def add_adapter(base: ServedModel, name: str, folder: Path) -> ServedModel:
+    """The model with a PEFT folder that its requests name. Raises ConfigError and CheckpointError."""
+    if name == base.name:
+        raise ConfigError(f"--adapter {name}={folder}: the model itself has this name; give another one")
+    base.require_generator().load_adapter(name, folder)
+    return base.with_adapter(name)
 
 
 def model_names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:

@@ -58,13 +58,13 @@ class Service:
             if sampling.constraint is not None:
                 # Not in the thread of the engines, where all streams would wait for it.
                 await asyncio.to_thread(generator.compile_constraint, sampling)
-            async with aclosing(self._events(model.name, generator, prompts, sampling, inputs or {})) as events:
+            async with aclosing(self._events(model, generator, prompts, sampling, inputs or {})) as events:
                 async for event in events:
                     yield event
 
     async def _events(
         self,
-        name: str,
+        model: ServedModel,
         generator: TextGenerator,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParameters,
@@ -75,8 +75,11 @@ class Service:
         events: asyncio.Queue[Event] = asyncio.Queue()
         # What it is if the generator is closed: a client that went away.
         outcome, loop = "cancelled", asyncio.get_running_loop()
-        requests = [Request(generator, ids, sampling, inputs, place, events, loop) for place, ids in enumerate(prompts)]
-        clock = RequestClock(self.metrics, name, sum(map(len, prompts)))
+        requests = [
+            Request(generator, ids, sampling, inputs, place, model.adapter, events, loop)
+            for place, ids in enumerate(prompts)
+        ]
+        clock = RequestClock(self.metrics, model.name, sum(map(len, prompts)))
         with self._submitted(requests):
             try:
                 async for place, event in self._until_finished(events, count):

@@ -95,6 +95,7 @@ def describe(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "mt",
+        "parent": model.parent,
         "max_model_len": model.max_model_len,
         "generates": model.generator is not None,
         "has_chat_template": model.chat is not None,
