@@ -374,7 +374,7 @@ BATCH_SOURCES = Kind("batch_sources", "a source of batches", BatchSourceSpec, "m
 
 class BuildCallback(Protocol):
     def __call__(self, config: Any) -> Any:
-        """A mt_core.train.Callback. config: a mt_core.config.Config."""
+        """A mt_core.train.Callback, or None where it has nothing to do. config: a mt_core.config.Config."""
         ...
 
 

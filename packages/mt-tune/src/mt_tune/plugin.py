@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 from mt_core.checkpoint_specs import CheckpointLoaderSpec, CheckpointSaverSpec
 from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Lazy
-from mt_core.specs import CallbackSpec, CommandSpec, LossSpec, ModelTransformSpec, SectionSpec
+from mt_core.specs import (
+    BatchSourceSpec,
+    CallbackSpec,
+    CommandSpec,
+    DatasetSpec,
+    LossSpec,
+    ModelTransformSpec,
+    SectionSpec,
+)
+from mt_tune.preferences.samples import PAIR_SAMPLE
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
@@ -67,6 +76,12 @@ def mt_register_sections() -> list[SectionSpec]:
             config_type=Lazy("mt_tune.sft.config:TuneConfig"),
             affects_training=True,
         ),
+        SectionSpec(
+            name="preference",
+            doc="Training by preferences: DPO and its relatives",
+            config_type=Lazy("mt_tune.preferences.config:PreferenceConfig"),
+            affects_training=True,
+        ),
     ]
 
 
@@ -101,6 +116,36 @@ def mt_register_losses() -> list[LossSpec]:
             name="dft",
             doc="Dynamic fine-tuning: cross entropy times the probability of the token, which has no gradient",
             build=Lazy("mt_tune.sft.dft:build_dft"),
+        ),
+        LossSpec(
+            name="preference",
+            doc="The losses of preference.loss: DPO and its relatives, ORPO, SimPO, CPO",
+            build=Lazy("mt_tune.preferences.objective:build_preference_loss"),
+        ),
+    ]
+
+
+@hookimpl
+def mt_register_datasets() -> list[DatasetSpec]:
+    return [
+        DatasetSpec(
+            name="preference",
+            doc="Pairs of a chosen and a rejected answer, packed, each answer a segment",
+            config_type=Lazy("mt_tune.preferences.config:PreferenceDataConfig"),
+            build=Lazy("mt_tune.preferences.dataset:build_preferences"),
+            checkpoint_files=Lazy("mt_data.datasets.sft.config:checkpoint_files"),
+            sample=PAIR_SAMPLE,
+        )
+    ]
+
+
+@hookimpl
+def mt_register_batch_sources() -> list[BatchSourceSpec]:
+    return [
+        BatchSourceSpec(
+            name="reference",
+            doc="The data set's batches with log-probabilities of a reference (preference.reference)",
+            build=Lazy("mt_tune.preferences.reference:ReferenceSource"),
         )
     ]
 
@@ -135,7 +180,9 @@ def mt_register_adapter_sets() -> list[Any]:
 @hookimpl
 def mt_check_config(config: Config) -> None:
     from mt_tune.adapters.config import check_adapter
+    from mt_tune.preferences.config import check_preference
     from mt_tune.sft.config import check_tune
 
     check_adapter(config)
     check_tune(config)
+    check_preference(config)

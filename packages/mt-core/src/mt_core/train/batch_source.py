@@ -16,6 +16,7 @@ class TrainingRun(Run, Protocol):
     """The part of the running `Trainer` that sources of batches may use."""
 
     train_data: Dataset
+    valid_data: Mapping[str, Dataset]
 
 
 class BatchSource:

@@ -15,7 +15,7 @@ from mt_core.config.schema import Config
 from mt_core.errors import MtError, PluginError
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import CALLBACKS
+from mt_core.specs import CALLBACKS, CallbackSpec
 from mt_core.train.checkpoint.partial_load import PartialLoad
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.engine import Engine
@@ -249,7 +249,13 @@ def configured_callbacks(config: Config, host: PluginHost, *, is_first: bool) ->
     specs = [spec for spec in host[CALLBACKS] if spec.always and spec.name not in named]
     specs += [host[CALLBACKS].get(name, key="train.callbacks") for name in named]
     if not is_first:
-        return [spec.build.load()(config) for spec in specs if spec.all_ranks]
+        return _built((spec for spec in specs if spec.all_ranks), config)
     trackers = [host[CALLBACKS].get(name, key="logging.trackers") for name in config.logging.trackers]
     guarded = [GuardedTracker(spec.name, spec.build.load()(config)) for spec in trackers]
-    return [*(spec.build.load()(config) for spec in specs), *guarded]
+    return [*_built(specs, config), *guarded]
+
+
+def _built(specs: Iterable[CallbackSpec], config: Config) -> list[Callback]:
+    """Without those that have nothing to do in this run."""
+    built = [spec.build.load()(config) for spec in specs]
+    return [callback for callback in built if callback is not None]

@@ -78,7 +78,7 @@ def load_conversations(
     conversation.
     """
     paths = expand_globs([pattern])
-    template = _template(config, tokenizer)
+    template = read_template(config, tokenizer)
     key = {
         "sft_conversations": FORMAT,
         "files": [file_checksum(path) for path in paths],
@@ -101,7 +101,7 @@ def load_conversations(
 Template = ChatTemplate | NoChatTemplateError
 
 
-def _template(config: SFTDataConfig, tokenizer: Tokenizer) -> Template:
+def read_template(config: SFTDataConfig, tokenizer: Tokenizer) -> Template:
     """The template, or the error that a conversation raises: plain texts need none."""
     try:
         return load_chat_template(config.chat_template, config.chat_template_file, tokenizer, config.eod_after_answer)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from mt_core.errors import DataError
 from mt_core.paths import as_path
-from mt_data.datasets.sft.record_formats import Example, RecordReader
 from mt_data.preprocess.formats import InputFormat, examine_format, open_stream
 from mt_data.preprocess.readers import MalformedRecord, Record, iter_records
 
 OnBadLine = Callable[[int, DataError], None]
 """Called with the number of a line that cannot be used, and why; reading goes on after it unless the call raises."""
+ExampleT = TypeVar("ExampleT", covariant=True)
 _LOOK = 4096
 _SPACE = " \t\r\n"
 
@@ -24,7 +24,15 @@ def raise_bad_line(line: int, error: DataError) -> None:
     raise error
 
 
-def read_examples(path: Path, reader: RecordReader, on_bad_line: OnBadLine = raise_bad_line) -> Iterator[Example]:
+class ReadsRecords(Protocol[ExampleT]):
+    """Turns records into examples, as `RecordReader` does."""
+
+    def example(self, record: Record) -> ExampleT: ...
+
+
+def read_examples(
+    path: Path, reader: ReadsRecords[ExampleT], on_bad_line: OnBadLine = raise_bad_line
+) -> Iterator[ExampleT]:
     """The examples of a file, in order.
 
     `on_bad_line` is given the DataError, with file and line, for a line that is no JSON object and a record that
