@@ -7,15 +7,12 @@ softmax are left out, as usual. Backward is twice forward; recomputation is not 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
+from mt_models.blocks.flop_convention import Convention
 from mt_models.blocks.moe import MoEConfigLike, MoEOptions
-
-Convention = Literal["full", "seen"]
-"""Which scores count. full: all S x S, as a kernel that ignores the mask computes them (the convention of
-PaLM's MFU). seen: those of the keys that causality and windows let a query see."""
 
 
 class LayerFlopConfigLike(Protocol):

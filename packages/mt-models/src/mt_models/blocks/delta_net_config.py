@@ -10,7 +10,7 @@ from mt_core.config.checks import must_divide
 from mt_core.config.fields import PositiveInt
 from mt_core.config.layer_pattern import pattern_of, read_pattern
 from mt_core.config.schema import Config
-from mt_models.flops import Convention
+from mt_models.blocks.flop_convention import Convention
 
 FREQ = "model.linear_attention_freq"
 

@@ -1,0 +1,62 @@
+"""`mt tune dpo` and `mt tune orpo` as a user types them."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tune.preference_runs import write_pairs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "train", "preference"),
+    [
+        (["dpo"], {"loss": "preference", "batch_source": "reference"}, {"loss": ["sigmoid"]}),
+        (
+            ["dpo", "--loss", "sigmoid", "--loss", "sft", "--beta", "0.3", "--reference", "model"],
+            {"loss": "preference", "batch_source": "reference"},
+            {"loss": ["sigmoid", "sft"], "beta": 0.3, "reference": "model"},
+        ),
+        (["orpo"], {"loss": "preference", "batch_source": "dataset"}, {"loss": ["orpo"]}),
+        (["orpo", "--loss", "simpo"], {"loss": "preference", "batch_source": "dataset"}, {"loss": ["simpo"]}),
+    ],
+)
+def test_the_configuration_that_a_command_stands_for(
+    mt: Callable[..., Any], tmp_path: Path, arguments: list[str], train: dict[str, Any], preference: dict[str, Any]
+) -> None:
+    name, *options = arguments
+    shown = mt("tune", name, "gpt-tiny", str(write_pairs(tmp_path)), "--show", *options)
+    assert shown.code == 0, shown.err
+    config = tomllib.loads(shown.out)
+    assert {key: config["train"][key] for key in train} == train
+    assert config["preference"] == preference
+    assert config["data"]["dataset_type"] == "preference"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["dpo", "--loss", "orpo"], "has no reference; use mt tune orpo"),
+        (["orpo", "--loss", "ipo"], "has a reference; use mt tune dpo"),
+        (["orpo", "--reference", "model"], "has no effect"),
+        (["dpo", "--loss", "dpo"], "losses are sigmoid"),
+    ],
+)
+def test_a_contradiction_is_refused(mt: Callable[..., Any], tmp_path: Path, arguments: list[str], words: str) -> None:
+    name, *options = arguments
+    refused = mt("tune", name, "gpt-tiny", str(write_pairs(tmp_path)), "--show", *options)
+    assert refused.code == 2
+    assert words in refused.err
+
+
+@pytest.mark.slow
+def test_a_preference_is_learnt_in_seconds(mt: Callable[..., Any], tmp_path: Path) -> None:
+    """About 5 s: a few steps of gpt-tiny prefer numbers to refusals on pairs that are held out."""
+    run = str(tmp_path / "run")
+    length = ("--steps", "8", "--lr", "1e-3", "--seq-length", "128", "--batch-size", "4", "--hold-out", "25")
+    trained = mt("tune", "dpo", "gpt-tiny", str(write_pairs(tmp_path)), "--run-dir", run, *length)
+    assert trained.code == 0, trained.err
+    assert "valid rewards/accuracies 1.0000" in trained.out
