@@ -120,3 +120,15 @@ def optimizers() -> Canvas:
         axes.curve([(n + 1, loss) for n, loss in enumerate(smooth)], colour)
     axes.legend([f"{name}, lr {run['lr']:g}" for name, run in runs.items()])
     return canvas
+
+
+@figure("instructions-loss")
+def instructions() -> Canvas:
+    run = recorded("instructions")
+    canvas = Canvas(680, 300, "Loss of the preset instructions-tiny: training, and words that it has not seen")
+    axes = Axes(canvas, (0, run["train"]["iteration"][-1]), (0.0, 3.0))
+    axes.frame("step", "loss on answers", "mt train --preset instructions-tiny")
+    axes.curve(list(zip(run["train"]["iteration"], run["train"]["loss"], strict=True)), 0, 1.2)
+    axes.curve(list(zip(run["valid"]["iteration"], run["valid"]["valid_loss"], strict=True)), 1)
+    axes.legend(["training", "new words"])
+    return canvas

@@ -137,6 +137,13 @@ def optimizers(folder: Path) -> Any:
     return found
 
 
+@recording("instructions")
+def instructions(folder: Path) -> Any:
+    """Losses of the preset instructions-tiny on training and validation, a value for 10 steps."""
+    lines = train(folder, {"logging.log_interval": 10}, "--preset", "instructions-tiny")
+    return {"train": columns(lines, "loss"), "valid": columns(lines, "valid_loss", kind="valid")}
+
+
 MOE = {
     "train.train_iters": 50, "checkpoint.save_interval": "null", "train.eval_interval": "null",
     "train.micro_batch_size": 4,

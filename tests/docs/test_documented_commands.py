@@ -34,6 +34,7 @@ PARSED = {
     ("bench",): "measures for minutes; tests/tools/bench runs it",
     ("moe",): "draws what a training run of an MoE model has logged; tests/moe runs it",
     ("models",): "counts the parameters of every preset; tests/cli/test_models_command.py runs it",
+    ("tune",): "trains; tests/tune/sft runs it",
     ("compare",): "reads runs of the reader's; tests/ops runs it",
     ("report",): "reads runs of the reader's; tests/ops runs it",
     ("doctor",): "looks at the machine in processes of its own; tests/cli/test_doctor_command.py runs it",
@@ -52,6 +53,10 @@ NOT_RUN = {
     r"--saver meta": "holds Llama only; tests/ckpt/test_convert_meta_target.py runs it",
     r"--tokenizer-type GPT2BPETokenizer": "needs OpenAI's vocabulary",
     r"\$i/4|\{00000": "in a shell loop; tests/data/preprocess/test_preprocess_machines.py does the same",
+    r"mt ckpt add-tokens": "needs a Hugging Face folder; tests/ckpt/test_added_tokens.py makes some",
+    r"mt ckpt merge": "needs models of one architecture; tests/ckpt/merging makes some",
+    r"load-dir runs/tuned --saver hf": "needs a run of the page; tests/tune/sft trains one",
+    r"mt data preview sft\.toml": "needs a file of the reader's; docs/data/task-datasets.md has one",
     r"trtllm": "engine inputs of a GPT-2 are refused at this size; tests/ckpt/test_convert_trtllm.py runs it",
 }
 TUTORIALS = "test_tutorials.py types the whole page"

@@ -228,6 +228,32 @@ def average(
         typer.echo(line)
 
 
+@app.command("add-tokens")
+def add_tokens(
+    path: AnyCheckpoint,
+    token: Annotated[list[str], typer.Option(help="A new special token; repeatable.")],
+    save_dir: Annotated[
+        str, typer.Option(metavar="PATH", help="The directory to write; it must not exist, or be empty.")
+    ],
+    saver: Annotated[str, typer.Option(help="The format to write.")] = "hf",
+    loader: Loader = "auto",
+) -> None:
+    """Add tokens to a model and its tokenizer; their rows are the mean of those of the tokens that are there."""
+    from mt_ckpt.added_tokens import WithTokens
+    from mt_ckpt.writing.output_folders import require_free, target_path
+
+    host = load_plugins()
+    spec = host[CHECKPOINT_SAVERS].get(saver, key="--saver")
+    target, write = target_path(save_dir, spec), spec.convert
+    require_free(target)
+    if write is None:
+        raise ConfigError(f"--saver {saver}: this format is written by training only")
+    extended = WithTokens(_open_any(path, loader), token, host)
+    write.load()(target, extended, ConvertOptions(), host)
+    added = ", ".join(f"{text} = {number}" for text, number in extended.ids.items())
+    typer.echo(f"{save_dir}: {added}; the model has {extended.vocab_size} ids")
+
+
 def _left_out(mean: Average, saver: CheckpointSaverSpec) -> Iterator[str]:
     from mt_ckpt.convert.engine import files_without_place
 
