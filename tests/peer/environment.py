@@ -68,6 +68,8 @@ PEERS = {
         "mlx-lm>=0.32",
         "torch",
     ),
+    # llama.cpp for a CPU, with its C interface.
+    "llama_cpp": ("xllamacpp>=2026.10", "numpy"),
 }
 """Environments by what they judge, each without any package of ours."""
 

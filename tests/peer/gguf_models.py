@@ -1,0 +1,156 @@
+"""Small models of every architecture that is written as GGUF, with the keys of [model]."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mt_ckpt.model import build_model
+from mt_ckpt.native.save import save_checkpoint
+from mt_core.config.loading import config_from_dict
+from mt_core.plugins import PluginHost
+
+VOCAB = 128
+SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
+SHAPE |= {"vocab_size": VOCAB}
+GROUPED = {**SHAPE, "num_query_groups": 2, "ffn_hidden_size": 96}
+GPT = {"family": "gpt", **SHAPE}
+WITHOUT_TABLE = {key: value for key, value in GPT.items() if key != "max_position_embeddings"}
+MOE = {"num_experts": 4, "moe_router_topk": 2}
+NARROW = {**MOE, "moe_ffn_hidden_size": 32}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 32}
+LATENT |= {"family": "deepseek", **SHAPE, "ffn_hidden_size": 96}
+WINDOW = {"sliding_window": 8, "kv_channels": 16, "query_pre_attn_scalar": 16.0}
+YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "original_max_position_embeddings": 16}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", **GROUPED},
+    "llama_tied": {
+        "family": "llama",
+        **GROUPED,
+        "untie_embeddings_and_output_weights": False,
+        "attention_bias": True,
+        "kv_channels": 32,
+        "rope_scaling_type": "llama3",
+        "rope_scaling_factor": 8.0,
+        "original_max_position_embeddings": 32,
+    },
+    "llama_yarn": {"family": "llama", **GROUPED, "kv_channels": 32, **YARN},
+    "mistral": {"family": "mistral", **GROUPED, "sliding_window": 64},
+    "mixtral": {"family": "mixtral", **GROUPED, "moe": MOE},
+    "qwen2": {"family": "qwen", **GROUPED, "add_qkv_bias": True, "qk_layernorm": False},
+    "qwen3": {"family": "qwen", **GROUPED, "kv_channels": 32},
+    "qwen2moe": {
+        "family": "qwen_moe",
+        **GROUPED,
+        "add_qkv_bias": True,
+        "qk_layernorm": False,
+        "moe": {
+            **NARROW,
+            "moe_shared_expert_intermediate_size": 48,
+            "moe_shared_expert_gate": True,
+            "moe_router_pre_softmax": True,
+        },
+    },
+    "qwen3moe": {"family": "qwen_moe", **GROUPED, "moe": NARROW},
+    "gemma2": {
+        "family": "gemma",
+        **GROUPED,
+        **WINDOW,
+        "qk_layernorm": False,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "attention_backend": "eager",
+        "rotary_base": 10000.0,
+        "rotary_base_local": 10000.0,
+    },
+    "gemma3": {"family": "gemma", **GROUPED, **WINDOW, "num_layers": 6, "sliding_window_pattern": 6},
+    "gpt-oss": {
+        "family": "gpt_oss",
+        **GROUPED,
+        "kv_channels": 32,
+        "sliding_window": 8,
+        "rope_truncate": True,
+        **YARN,
+        "moe": MOE,
+    },
+    "olmoe": {"family": "olmoe", **GROUPED, "num_query_groups": 4, "moe": {**MOE, "moe_router_pre_softmax": True}},
+    "granite": {
+        "family": "granite",
+        **GROUPED,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.2,
+    },
+    "granitemoe": {"family": "granite_moe", **GROUPED, "moe": MOE},
+    "deepseek2": {
+        **LATENT,
+        "moe": {**NARROW, "moe_shared_expert_intermediate_size": 64, "moe_router_pre_softmax": True},
+    },
+    "deepseek3": {
+        **LATENT,
+        "moe": {
+            **NARROW,
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_layer_freq": "[0]+[1]*3",
+            "moe_router_topk_scaling_factor": 2.5,
+        },
+    },
+    "gpt2": {**GPT, "activation": "gelu_tanh"},
+    "starcoder": {**GPT, "activation": "gelu_tanh", "num_query_groups": 1},
+    "bloom": {
+        **WITHOUT_TABLE,
+        "position_embedding_type": "alibi",
+        "embedding_layernorm": True,
+        "activation": "gelu_tanh",
+    },
+    "gptneox": {
+        **WITHOUT_TABLE,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "parallel_residual": True,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "nemotron": {
+        **GPT,
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "activation": "squared_relu",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "mamba2": {
+        "family": "mamba",
+        "num_layers": 3,
+        "hidden_size": 64,
+        "vocab_size": VOCAB,
+        "mamba_head_dim": 16,
+        "mamba_state_dim": 16,
+        "mamba_num_groups": 2,
+        "mamba_chunk_size": 8,
+    },
+}
+
+
+def save_model(path: Path, keys: dict[str, Any], host: PluginHost, scale: float = 0.08) -> Path:
+    """A checkpoint of mt's with random weights; norms around 1, or 0 where 1 is added to them."""
+    config = config_from_dict({"model": keys}, host)
+    generator = torch.Generator().manual_seed(1)
+    state = {
+        f"model.{name}": torch.randn(parameter.shape, generator=generator) * scale
+        + float("norm" in name and name.endswith("weight") and keys["family"] != "gemma")
+        for name, parameter in build_model(config, host).named_parameters()
+    }
+    sections = {
+        "model": config.model.model_dump(mode="json"),
+        "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": keys["vocab_size"]},
+    }
+    save_checkpoint(path, state.items(), {"iteration": 0, "config": sections}, {})
+    return path
