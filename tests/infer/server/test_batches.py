@@ -143,7 +143,7 @@ def test_requests_of_clients_come_before_those_of_a_batch() -> None:
     with live([model]) as served:
         real = model.generator.submit
 
-        def submit(prompt: Any, sampling: Any, inputs: Any) -> int:
+        def submit(prompt: Any, sampling: Any, inputs: Any, adapter: Any = None) -> int:
             seen.append(sampling.priority)
             return real(prompt, sampling, inputs)
 

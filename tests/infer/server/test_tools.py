@@ -197,7 +197,9 @@ def test_strict_tools_and_single_calls_as_the_client_sends_them(qwen: ChatFormat
             served.service.models.find(None).generator.submit,
             served.service.models.find(None).generator,
         )
-        generator.submit = lambda prompt, sampling, inputs: seen.append(sampling) or submit(prompt, sampling, inputs)
+        generator.submit = lambda prompt, sampling, inputs, adapter: (
+            seen.append(sampling) or submit(prompt, sampling, inputs)
+        )
         import openai
 
         client = openai_client(served)
