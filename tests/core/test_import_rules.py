@@ -38,6 +38,8 @@ WITHOUT_TORCH = (
     "mt_core.run_events",
     "mt_ops.reading",
     "mt_ops.report",
+    "mt_ops.plot",
+    "mt_ops.watch",
     "mt_ops.compare",
     "mt_ops.commands",
     "mt_core.run_requests",

@@ -36,6 +36,8 @@ PARSED = {
     ("models",): "counts the parameters of every preset; tests/cli/test_models_command.py runs it",
     ("tune",): "trains; tests/tune/sft runs it",
     ("compare",): "reads runs of the reader's; tests/ops runs it",
+    ("plot",): "reads runs of the reader's; tests/ops runs it",
+    ("watch",): "runs until it is ended; tests/ops runs it",
     ("report",): "reads runs of the reader's; tests/ops runs it",
     ("doctor",): "looks at the machine in processes of its own; tests/cli/test_doctor_command.py runs it",
 }

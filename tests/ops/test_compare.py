@@ -90,8 +90,10 @@ def test_samples_are_compared_by_content(tmp_path: Path) -> None:
 
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         model = {"family": "gpt", "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 261}
+        model["position_embedding_type"] = "rope"
         data = {"dataset_type": "builtin", "seq_length": 16, "corpus_bytes": 100_000}
-        tree = {"model": model, "data": data, "train": {"seed": seed, "train_iters": 2, "global_batch_size": 2}}
+        train = {"seed": seed, "train_iters": 2, "global_batch_size": 2, "micro_batch_size": 2}
+        tree = {"model": model, "data": data, "train": train, "tokenizer": {"tokenizer_type": "ByteLevelTokenizer"}}
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(tree))
     assert first_other_sample(tmp_path / "a", tmp_path / "b", 4) is None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.ops.browsers import opened_browser
 from tests.ops.test_reading import write_run
 
 from mt_ops.reading.opening import open_runs
@@ -18,20 +17,13 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 pytestmark = pytest.mark.slow
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    program = next((found for name in NAMES if (found := shutil.which(name))), None)
-    with playwright.sync_playwright() as started:
-        if program is None and not Path(started.chromium.executable_path).exists():
-            pytest.skip("no chromium: apt-get install chromium, or uv run playwright install chromium")
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        opened = started.chromium.launch(executable_path=program, args=arguments)
+    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with opened_browser() as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ COMMAND_HOMES = {
     "launch": "mt-accelerate",
     "moe": "mt-moe",
     "plan": "mt-tools",
+    "plot": "mt-ops",
     "quantization": "mt-infer",
     "report": "mt-ops",
     "retrieve": "mt-retrieval",
@@ -25,4 +26,5 @@ COMMAND_HOMES = {
     "tune": "mt-tune",
     "verify": "mt-tools",
     "verify generation": "mt-infer",
+    "watch": "mt-ops",
 }

@@ -16,5 +16,7 @@ def mt_register_commands() -> list[CommandSpec]:
     return [
         _command("compare", "Name the first step and quantity in which two runs part, and what explains it"),
         _command("ctl", "Ask a running training to save, evaluate, generate, stop or change a value"),
+        _command("plot", "Draw a metric of runs as SVG, PNG or PDF, or in the terminal"),
         _command("report", "Write a page about runs that opens from disk: curves, differences, time, events"),
+        _command("watch", "Show a run that is going: curves, time left, ranks, memory, events"),
     ]

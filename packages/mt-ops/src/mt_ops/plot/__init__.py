@@ -1,0 +1,1 @@
+"""Pictures of curves: SVG, PNG, PDF and the terminal."""
