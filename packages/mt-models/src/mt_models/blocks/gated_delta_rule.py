@@ -165,7 +165,8 @@ def _decays_within(total: Tensor, segments: ChunkSegments | None) -> Tensor:
 
 def _chunks(x: Tensor, size: int) -> Tensor:
     """[B, S, N, ...] -> [B, N, K, L, ...], with zeros at the end."""
-    x = F.pad(x, (0,) * (2 * (x.dim() - 2)) + (0, -x.shape[1] % size))
+    if missing := -x.shape[1] % size:
+        x = F.pad(x, (0,) * (2 * (x.dim() - 2)) + (0, missing))
     return x.unflatten(1, (-1, size)).movedim(3, 1)
 
 

@@ -83,5 +83,9 @@ class PackedColumnParallelLinear(LinearModule):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """[B, S, in] (S sharded with sequence parallelism) -> [B, S, block / tp] for each block"""
+        return self.joined(x).split(self.local_blocks, dim=-1)
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The blocks side by side."""
         # One product for all blocks, since they read the same x: its gradient is reduced once.
-        return self.multiply(x, self.weight, self.bias, self.ctx).split(self.local_blocks, dim=-1)
+        return self.multiply(x, self.weight, self.bias, self.ctx)
