@@ -109,8 +109,8 @@ class GatedDeltaNet(LayoutModule):
         """pattern: its segment_ids [B, S] are the documents of a packed sequence, between which convolutions and state
         are reset. angles are not used: the recurrence has the order of its positions."""
         # mixed [B, S, 2 G D + H V] (queries, keys and values), z [B, S, H V], b and a [B, S, H], of this rank's heads.
-        # With sequence parallelism in_proj gathers S, since the recurrence reads positions in order, and out_proj scatters
-        # it.
+        # With sequence parallelism in_proj gathers S, since the recurrence reads positions in order, and out_proj
+        # scatters it.
         keys, _, values, gates, *rates = self.in_proj.local_blocks
         mixed, z, b, a = self.in_proj.joined(hidden).split((2 * keys + values, gates, *rates), -1)
         if cache is None:
