@@ -30,7 +30,7 @@ def mt_register_commands() -> list[CommandSpec]:
         ),
         CommandSpec(
             name="quantization",
-            doc="Show what quantized weights and a quantized cache cost in perplexity",
+            doc="Show how weights are stored, and what quantized weights and a quantized cache cost",
             app=Lazy("mt_infer.commands.measure:quantization"),
         ),
         CommandSpec(

@@ -14,12 +14,13 @@ from torch import Tensor
 from mt_ckpt.files.checksum_file import WrittenFiles
 from mt_ckpt.files.external_tensors import ExternalTensors
 from mt_ckpt.files.safetensors import SafetensorsFile, TensorInfo
+from mt_ckpt.files.stored_formats import StoredFormat
 from mt_ckpt.hugging_face.family import Family, identify, require_names
 from mt_ckpt.hugging_face.tensors import TensorFile, TensorFiles, infer
 from mt_ckpt.hugging_face.tokenizer import image_processor, read_tokenizer_files, tokenizer_config
 from mt_ckpt.pickles.torch_file import NamedTensorsFile
 from mt_ckpt.quantized.methods import BESIDE, dequantized
-from mt_ckpt.quantized.weights import DequantizedTensors
+from mt_ckpt.quantized.weights import DequantizedTensors, format_of
 from mt_core.checkpoint_lookup import MODEL
 from mt_core.config_map import tokenizer_section
 from mt_core.errors import CheckpointError, did_you_mean
@@ -124,6 +125,9 @@ class HuggingFaceReader:
         if isinstance(self._tensors, DequantizedTensors):
             self._tensors.require_scales()
 
+    def stored_formats(self) -> Mapping[str, StoredFormat]:
+        return {name: _stored_as(rule, self._tensors, self._stored) for name, rule in self._rules.items()}
+
     def _info(self, source: str) -> TensorInfo:
         return self._tensors.infos[self._stored[source]]
 
@@ -137,6 +141,13 @@ class HuggingFaceReader:
                     f"tie_word_embeddings to false in its {CONFIG} if the first is to be used"
                 )
         return tensor
+
+
+def _stored_as(rule: Rule, tensors: ExternalTensors, stored: Mapping[str, str]) -> StoredFormat:
+    """How the external tensors that a canonical one is made of are stored; several formats are joined."""
+    forms = [format_of(tensors, stored[source]) for source in rule.sources]
+    listed = " | ".join(dict.fromkeys(form.format for form in forms if form.format))
+    return StoredFormat(listed, sum(form.num_bytes for form in forms), any(form.quantized for form in forms))
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from mt_ckpt.files.external_tensors import ExternalTensors
 from mt_ckpt.files.safetensors import TensorInfo
+from mt_ckpt.files.stored_formats import StoredFormat
 from mt_core.errors import CheckpointError
 
 SLICE = 1 << 22
@@ -149,9 +149,20 @@ def require_dtype(name: str, info: TensorInfo, *dtypes: torch.dtype) -> None:
         raise CheckpointError(f"{name} is {str(info.dtype).removeprefix('torch.')}; this format has {expected}")
 
 
-def bits_per_weight(weight: QuantizedWeight, tensors: ExternalTensors) -> float:
-    stored = sum(tensors.infos[name].num_bytes for name in weight.parts.values())
-    return 8 * stored / max(1, math.prod(weight.info.shape))
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Ends of names of gpt-oss's experts in MXFP4, which its family reads."""
+
+
+def format_of(tensors: ExternalTensors, name: str) -> StoredFormat:
+    """How a tensor is stored, by its name in an unquantized file."""
+    if isinstance(tensors, DequantizedTensors) and name in tensors.weights:
+        weight = tensors.weights[name]
+        num_bytes = sum(tensors.stored.infos[part].num_bytes for part in weight.parts.values())
+        return StoredFormat(weight.format, num_bytes, True)
+    info = tensors.infos[name]
+    if info.dtype == torch.uint8 and name.endswith((BLOCKS, SCALES)):
+        return StoredFormat("mxfp4, e2m1, groups of 32" if name.endswith(BLOCKS) else "", info.num_bytes, True)
+    return StoredFormat(str(info.dtype).removeprefix("torch."), info.num_bytes, False)
 
 
 def modules_with(tensors: ExternalTensors, suffix: str) -> Iterator[str]:

@@ -85,12 +85,36 @@ def quantization(
     path: Annotated[
         Path, typer.Argument(parser=as_path, metavar="PATH", help="A run directory, or a checkpoint of any format.")
     ],
-    text: Annotated[Path, typer.Argument(parser=as_path, metavar="FILE", help="A text in UTF-8, read to its end.")],
+    text: Annotated[
+        Path | None,
+        typer.Argument(parser=as_path, metavar="[FILE]", help="A text in UTF-8, read to its end, for perplexities."),
+    ] = None,
+    original: Annotated[
+        Path | None,
+        typer.Option(parser=as_path, metavar="PATH", help="Without FILE: the unquantized model, to show errors."),
+    ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Without FILE: a line for each tensor.")] = False,
+    loader: Annotated[str, typer.Option(help="Without FILE: the format to read; auto recognizes it.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Without FILE: print JSON, with every tensor.")] = False,
     set_: SETTINGS = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Show what quantized weights and a quantized cache cost in perplexity, and what they save."""
+    """Show what the weights in a checkpoint's files are stored as: format, bits a weight, error against an original.
+
+    With FILE: what quantizing weights and cache while serving costs in perplexity, and what it saves.
+    """
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt quantization")
+    if text is None:
+        from mt_ckpt.commands.formats import show_formats
+
+        if set_ or device != "auto":
+            raise ConfigError("mt quantization: --set and --device are for perplexities; give FILE too")
+        show_formats(path, original, loader, tensors=tensors, as_json=as_json)
+        return
+    if original is not None or tensors or as_json or loader != "auto":
+        raise ConfigError(
+            "mt quantization: --original, --tensors, --loader and --json show what is in files; leave FILE out"
+        )
     from mt_infer.measurements import measure
 
     settings = engine_settings(set_ or [])

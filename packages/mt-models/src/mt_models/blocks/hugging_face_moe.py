@@ -32,8 +32,8 @@ class StackedExperts(Rule):
 
     def import_value(self, tensors: Sequence[Tensor]) -> Tensor:
         # 1 (down) or 2 (gate, then up) tensors for each expert -> [experts, rows of all parts, in]
-        parts = len(tensors) // self.experts
-        return torch.stack([torch.cat(list(tensors[i : i + parts])) for i in range(0, len(tensors), parts)])
+        # In one step: experts that were joined first would be in memory a third time.
+        return torch.cat(list(tensors)).unflatten(0, (self.experts, -1))
 
     def export_value(self, tensor: Tensor) -> Sequence[Tensor]:
         parts = len(self.sources) // self.experts
