@@ -99,6 +99,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_layer_freq": "[0]+[1]*2"},
     },
     "olmoe": {"family": "olmoe", **GROUPED, "moe": {"num_experts": 5, "moe_router_topk": 3}},
+    "llama4": {
+        "family": "llama4",
+        **GROUPED,
+        "attention_chunk_size": 5,
+        "no_rope_freq": 3,
+        "query_scaling_length": 4,
+        "moe": {
+            "num_experts": 4,
+            "moe_router_topk": 1,
+            "moe_router_score_function": "sigmoid",
+            "moe_apply_probs_on_input": True,
+            "moe_ffn_hidden_size": 12,
+            "moe_shared_expert_intermediate_size": 12,
+        },
+    },
     "lfm2": {"family": "lfm2", **GROUPED, "conv_layer_pattern": "[1]*2+[0]*1"},
     "minimax_m2": {
         "family": "minimax_m2",

@@ -51,6 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hunyuan",
         "minimax_m2",
         "lfm2",
+        "llama4",
         "qwen_next",
     )
 }

@@ -137,6 +137,21 @@ LFM2_12B = {
     "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": True, "use_pos_enc": True,
     "vocab_size": 65536,
 }  # fmt: skip
+LLAMA4_SCOUT = {
+    **COMMON, "architectures": ["Llama4ForCausalLM"], "attention_bias": False, "attention_chunk_size": 8192,
+    "attn_scale": 0.1, "attn_temperature_tuning": True, "bos_token_id": 200000, "eos_token_id": 200001,
+    "floor_scale": 8192, "for_llm_compressor": False, "head_dim": 128, "hidden_size": 5120, "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384, "interleave_moe_layer_step": 1, "max_position_embeddings": 10485760,
+    "model_type": "llama4_text", "no_rope_layers": [1, 1, 1, 0] * 12, "num_attention_heads": 40,
+    "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8, "num_local_experts": 16,
+    "output_router_logits": False, "pad_token_id": 200018, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": True,
+    "vocab_size": 202048,
+}  # fmt: skip
 
 PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-4": ("phi3", PHI4),
@@ -151,5 +166,6 @@ PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie-4.5-0.3b": ("ernie4_5", ERNIE45_03B),
     "minimax-m2": ("minimax_m2", MINIMAX_M2),
     "lfm2-1.2b": ("lfm2", LFM2_12B),
+    "llama-4-scout (text)": ("llama4", LLAMA4_SCOUT),
     "hunyuan-7b": ("hunyuan", HUNYUAN_7B),
 }

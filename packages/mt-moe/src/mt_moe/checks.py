@@ -123,6 +123,11 @@ def check_router(moe: MoeConfig) -> None:
             f"{PREFIX}.moe_router_topk=1 with a softmax over the chosen experts gives every token the weight 1 and the "
             f"router no gradient; set {PREFIX}.moe_router_pre_softmax=true"
         )
+    if moe.moe_apply_probs_on_input and moe.moe_router_topk > 1:
+        raise ConfigError(
+            f"{PREFIX}.moe_apply_probs_on_input is for one expert a token; {PREFIX}.moe_router_topk="
+            f"{moe.moe_router_topk} can be 1"
+        )
     if moe.moe_router_enable_expert_bias and moe.moe_router_score_function == "softmax":
         raise ConfigError(
             f"{PREFIX}.moe_router_enable_expert_bias is defined for scores of each expert by itself; "

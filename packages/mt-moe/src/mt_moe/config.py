@@ -51,6 +51,9 @@ class MoeConfig(Section):
     rounded down; DeepSeek-V2 has 1."""
     moe_router_topk_scaling_factor: PositiveFloat | None = None
     """Weights of the chosen experts are multiplied by this."""
+    moe_apply_probs_on_input: bool = False
+    """The weight of a token's expert multiplies what the expert reads, in place of its output (Llama 4); for
+    moe_router_topk = 1."""
     moe_router_enable_expert_bias: bool = False
     """A bias on the scores, for the choice only, evens out the load without a loss (Wang et al., 2024)."""
     moe_router_bias_update_rate: NonNegativeFloat = used_when(1e-3, moe_router_enable_expert_bias=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.layers import rms_norm
@@ -44,6 +44,17 @@ class ZeroCenteredRMSNorm(Norm):
 
     def operands(self) -> tuple[Any, ...]:
         return self.weight, self.eps, True
+
+
+class ScaleFreeRMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) over the last dimension, in fp32, without a weight."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype)
 
 
 # -- over all heads of a position together, sharded by heads -----------------------------------------

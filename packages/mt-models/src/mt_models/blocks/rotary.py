@@ -29,7 +29,8 @@ class RotaryAngles:
     """cos and sin of the angles of one forward pass: [B or 1, S, 1, rotary_dim / 2] in fp32, times `scale`.
 
     frequencies: on the device of the positions. in_window: the angles of layers with a sliding window, if these use
-    other frequencies. query_scale [B or 1, S, 1, 1]: of queries that grow with their positions.
+    other frequencies. position_ids [B or 1, S]. query_scale [B or 1, S, 1, 1]: of queries that grow with their
+    positions.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RotaryAngles:
         self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
         self.in_window = in_window
         self.query_scale: Tensor | None = None
+        self.position_ids = position_ids
 
     def within(self, window: int | None) -> RotaryAngles:
         """The angles of a layer with this window."""

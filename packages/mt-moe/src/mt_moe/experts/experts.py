@@ -174,7 +174,8 @@ class Experts(RunsUncompiled, nn.Module):
     """[R, H] -> [R, H], a partial sum if etp shards the matrices.
 
     permute_fusion: products that can do it permute rows themselves.
-    The weight of a row is applied between the two matrices: its gradient then needs no saved output.
+    The weight of a row is applied between the two matrices: its gradient then needs no saved output. With
+    moe_apply_probs_on_input it multiplies the row.
     """
 
     def __init__(
@@ -193,7 +194,9 @@ class Experts(RunsUncompiled, nn.Module):
         planned_capability: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
-        self.permute_fusion = permute_fusion
+        self.weighs_inputs = config.moe_apply_probs_on_input
+        # Rows have their weights before the first product, which therefore cannot read tokens.
+        self.permute_fusion = permute_fusion and not self.weighs_inputs
         self.activation, self.device_type = activation, ctx.device.type
         self.activate = plain_activation(activation, self.device_type)
         self.recompute_activation = recompute_activation
@@ -241,6 +244,8 @@ class Experts(RunsUncompiled, nn.Module):
         )
 
     def _compute(self, x: Tensor, weights: Tensor, groups: Groups, order: RowOrder | None) -> Tensor:
+        if self.weighs_inputs:
+            x, weights = x * weights[:, None].to(x.dtype), torch.ones_like(weights)
         has_bias, rows = self.linear_fc1.bias is not None, len(weights)
         # [R, F], for gated activations [R, 2F]
         inner = self.linear_fc1(x, groups, read=order)

@@ -1,0 +1,42 @@
+"""Llama 4: the layers of Llama with attention within chunks, or without positions, and MoE."""
+
+from __future__ import annotations
+
+from mt_core.nn.build_context import ModelBuildContext
+from mt_models.blocks.attention import SelfAttention
+from mt_models.blocks.chunked_attention import ChunkedAttention, ChunkedPatterns
+from mt_models.blocks.decoder import RotaryDecoder, attention_core, rotary_layer
+from mt_models.blocks.norm import ScaleFreeRMSNorm
+from mt_models.blocks.transformer import TransformerLayer
+from mt_models.llama4.config import Llama4Config
+
+
+def chunked_attention(config: Llama4Config, context: ModelBuildContext, patterns: ChunkedPatterns) -> SelfAttention:
+    chunk = config.attention_chunk_size
+    attention = ChunkedAttention(
+        config,
+        attention_core(config, context, window=chunk),
+        context.parallel,
+        patterns=patterns,
+        window=chunk,
+        qkv_bias=config.add_qkv_bias,
+        output_bias=config.add_attention_output_bias,
+        norms_after_rotary=True,
+    )
+    if config.qk_l2_norm:
+        attention.q_layernorm = ScaleFreeRMSNorm(config.norm_epsilon)
+        attention.k_layernorm = ScaleFreeRMSNorm(config.norm_epsilon)
+    return attention
+
+
+def build_llama4(config: Llama4Config, context: ModelBuildContext) -> RotaryDecoder:
+    patterns = ChunkedPatterns(config.attention_chunk_size)
+
+    def layer(number: int) -> TransformerLayer:
+        if config.chunk_of(number) is None:
+            return rotary_layer(config, context, number)
+        attention = chunked_attention(config, context, patterns)
+        feed_forward = context.feed_forward(config.feed_forward, config, number)
+        return TransformerLayer(config, attention.core, feed_forward, context.parallel, attention)
+
+    return RotaryDecoder(config, context, layer)
