@@ -52,6 +52,37 @@ def test_a_folder_that_transformers_generates_from(form: str, folder: Path, make
     assert model.config.eos_token_id == 1
 
 
+@pytest.mark.slow
+def test_a_model_of_bytes_has_a_tokenizer_that_transformers_reads(host, tmp_path: Path) -> None:
+    """It is described by its name alone: the files are written for it."""
+    import transformers
+
+    from mt_core.config.loading import load_config
+    from mt_core.train import Trainer
+    from mt_data.tokenizers.byte_level import ByteLevelTokenizer
+    from mt_infer.sampling.parameters import SamplingParameters
+    from mt_infer.text import TextGenerator
+
+    sizes = ["model.num_layers=1", "model.hidden_size=32", "model.num_attention_heads=2", "data.seq_length=16"]
+    run = ["train.train_iters=1", "data.dataset_type=mock", "train.eval_iters=0"]
+    config = load_config(preset="gpt-tiny", overrides=[*sizes, *run, "train.eval_interval=null"], host=host)
+    Trainer(config, run_dir=tmp_path / "run").train()
+    result = run_convert("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "hf", "--saver", "hf")
+    assert result.exit_code == 0, result.exception
+    assert "without a tokenizer" not in result.output
+    ours, theirs = ByteLevelTokenizer(), transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in ("hello <eod> Zürich 日本 🎉\n\t\0 end", "", "  a"):
+        assert theirs(text).input_ids == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+    assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (256, 257, ours.vocab_size)
+    greedy = SamplingParameters(temperature=0.0, max_tokens=4)
+    texts = [
+        TextGenerator.load(tmp_path / name, host=host).generate(["hello"], greedy)[0][0].tokens
+        for name in ("run", "hf")
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_a_source_without_a_tokenizer_is_reported(make_model, tmp_path: Path) -> None:
     result = run_convert("--load-dir", make_model(**LLAMA), "--save-dir", tmp_path / "hf", "--saver", "hf")
     assert "without a tokenizer" in result.output

@@ -239,9 +239,11 @@ def test_a_key_that_changes_nothing_is_named_with_the_reason(line: str, tmp_path
     assert any(line.split(":")[0].strip() in one.words for one in result.of_status("no effect"))
 
 
-def test_of_two_paths_of_one_setting_that_of_the_data_set_counts(tmp_path: Path, host: PluginHost) -> None:
+def test_of_two_lengths_that_of_the_model_counts_and_the_other_is_named(tmp_path: Path, host: PluginHost) -> None:
     result = changed_bridge(tmp_path, host, ("sequence_length: 8192", "sequence_length: 2048"))
-    assert result.sections["data"]["seq_length"] == 2048
+    assert result.sections["data"]["seq_length"] == 8192
+    [other] = [one for one in result.of_status("no effect") if "sequence_length" in one.words]
+    assert (other.words, other.reason) == ("dataset.sequence_length 2048", "model.seq_length=8192 counts")
 
 
 def test_two_paths_of_one_setting_that_differ_are_refused(tmp_path: Path, host: PluginHost) -> None:

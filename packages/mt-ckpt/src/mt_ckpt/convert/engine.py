@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import filterfalse
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from mt_ckpt.convert.wrapped_readers import histories_of
 from mt_ckpt.dcp.reader import READ_FROM
 from mt_ckpt.hugging_face.family import FORMAT as HUGGING_FACE
 from mt_ckpt.hugging_face.reader import HuggingFaceReader, detect
-from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, GENERATION
+from mt_ckpt.hugging_face.tokenizer import CHAT_TEMPLATE, FILES, GENERATION
 from mt_ckpt.locate import resolve_run
 from mt_ckpt.megatron.metadata import optimizer_left_out
 from mt_ckpt.writing.options import refuse_scheme
@@ -129,7 +129,9 @@ def convert(
     written = _written_names(target, spec.name, prepared, host)
     left_out = [*histories_of(prepared.opened), *(name for name in source.unconverted() if name not in written)]
     verification = verify_conversion(source, target, spec, options, host, _judged_folder(request)) if verify else None
-    return _report(spec.name, prepared, left_out, _unwritten_files(target, spec.name, source, host), verification)
+    report = _report(spec.name, prepared, left_out, _unwritten_files(target, spec.name, source, host), verification)
+    # A saver may write files of a tokenizer that the source describes by its name.
+    return replace(report, has_tokenizer=report.has_tokenizer or any((target / name).is_file() for name in FILES))
 
 
 def _judged_folder(request: Request) -> Path | None:

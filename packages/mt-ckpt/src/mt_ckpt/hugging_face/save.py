@@ -30,6 +30,7 @@ from mt_ckpt.writing.output_folders import output_folder
 from mt_ckpt.writing.resumable import work_key
 from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError, DataError, PluginError
+from mt_core.interfaces import Tokenizer
 from mt_core.plugins import PluginHost
 from mt_core.train.build import restore_tokenizer
 
@@ -111,7 +112,11 @@ def _small_files(
     host: PluginHost,
 ) -> dict[str, bytes]:
     files = files_to_write(source.files(), source.metadata["config"].get("tokenizer") or {})
-    if GENERATION not in files and (ids := _ids_of_tokenizer(source, host)):
+    tokenizer = _tokenizer_of(source, host)
+    if "tokenizer.json" not in files and (written := getattr(tokenizer, "hugging_face_files", None)) is not None:
+        # One that is described by its name alone, which no program beside mt knows.
+        files |= written()
+    if GENERATION not in files and (ids := _ids_of_tokenizer(tokenizer)):
         files[GENERATION] = generation_defaults({**ids, **_decoder_start(source, external, ids)})
     # config.json repeats the ids of generation_config.json, since programs read either.
     files[CONFIG] = _json({**external, **special_ids(files)})
@@ -130,18 +135,25 @@ def _decoder_start(source: CheckpointReader, external: Mapping[str, Any], ids: M
     }
 
 
-def _ids_of_tokenizer(source: CheckpointReader, host: PluginHost) -> dict[str, int]:
-    """What the tokenizer calls beginning, end and padding; {} when it cannot be built here."""
+def _tokenizer_of(source: CheckpointReader, host: PluginHost) -> Tokenizer | None:
+    """None when it cannot be built here."""
     from mt_core.config.loading import config_from_dict
 
     stored = source.metadata["config"]
     if "tokenizer" not in stored:
-        return {}
+        return None
     try:
         config = config_from_dict({"model": stored["model"], "tokenizer": stored["tokenizer"]}, host)
-        special = restore_tokenizer(config, source.files(), host).special
+        return restore_tokenizer(config, source.files(), host)
     except (ConfigError, DataError, PluginError, CheckpointError):
+        return None
+
+
+def _ids_of_tokenizer(tokenizer: Tokenizer | None) -> dict[str, int]:
+    """What the tokenizer calls beginning, end and padding."""
+    if tokenizer is None:
         return {}
+    special = tokenizer.special
     ids = {"bos_token_id": special.bos, "eos_token_id": special.eos, "pad_token_id": special.pad}
     return {key: value for key, value in ids.items() if value is not None}
 

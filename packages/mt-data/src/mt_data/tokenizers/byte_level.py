@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 from pydantic import NonNegativeInt
 
@@ -55,8 +57,47 @@ class ByteLevelTokenizer(BaseTokenizer):
     def _token_bytes(self) -> dict[int, bytes]:
         return {token: bytes([token]) for token in range(NUM_BYTES)}
 
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """tokenizer.json and tokenizer_config.json, by which transformers gives the same ids: a vocabulary of bytes in
+        the letters that GPT-2 writes for them, without a merge. Names of special ids within a text are bytes."""
+        vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+        vocabulary |= {name: NUM_BYTES + number for number, name in enumerate(self._names)}
+        bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        tokenizer = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [],
+            "normalizer": None,
+            "pre_tokenizer": bytes_only,
+            "post_processor": None,
+            "decoder": bytes_only,
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        }
+        eod, pad, mask, cls, sep = SPECIAL_NAMES
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **dict.fromkeys(("bos_token", "eos_token"), eod),
+            "pad_token": pad,
+            "mask_token": mask,
+            "cls_token": cls,
+            "sep_token": sep,
+            "split_special_tokens": True,
+            "clean_up_tokenization_spaces": False,
+        }
+        files = {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
+        return {name: (json.dumps(content, indent=1) + "\n").encode() for name, content in files.items()}
+
     def _piece(self, token: int) -> bytes:
         return bytes([token]) if token < NUM_BYTES else self._names[token - NUM_BYTES].encode()
+
+
+def byte_letters() -> list[str]:
+    """The letter that GPT-2's byte-level tokenizers write for each byte: that of Latin-1 where it is visible, else
+    those from 256 on."""
+    visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(NUM_BYTES, 2 * NUM_BYTES))
+    return [chr(byte if byte in visible else next(others)) for byte in range(NUM_BYTES)]
 
 
 def build_byte_level(config: ByteLevelConfig) -> ByteLevelTokenizer:

@@ -49,7 +49,12 @@ class NullTokenizer(BaseTokenizer):
         try:
             ids = np.fromiter(map(int, numbers), dtype=np.int64, count=len(numbers))
         except (ValueError, OverflowError) as error:
-            raise DataError(f"the NullTokenizer reads whole numbers with white space between: {error}") from error
+            word = next((word for word in numbers if not word.isdecimal()), numbers[0])
+            raise DataError(
+                "there is no tokenizer: the NullTokenizer reads whole numbers with white space between, and the text "
+                f"has {word[:20]!r}; give ids, such as 17 4 901, or add a tokenizer: mt convert --tokenizer DIR, or "
+                "tokenizer.tokenizer_type"
+            ) from error
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             wrong = ids[(ids < 0) | (ids >= self.vocab_size)][0]
             raise DataError(f"the text holds the id {wrong}; tokenizer.vocab_size allows 0 to {self.vocab_size - 1}")

@@ -113,8 +113,8 @@ LAYERS = (
 BRIDGE_PATHS = (*BRIDGE_SECTIONS, "rng", "dist", "comm_overlap", "mixed_precision")
 NEMO_PATHS = ("model", "model.data", "model.optim", "model.optim.sched", "model.tokenizer", "trainer")
 """Where their files have attributes of Megatron."""
-FIRST: Mapping[str, str] = {"seq_length": "dataset.sequence_length", "seed": "rng.seed"}
-"""Attribute -> the path that counts where several differ: samples have the data set's length."""
+FIRST: Mapping[str, str] = {"seq_length": "model.seq_length", "seed": "rng.seed"}
+"""Attribute -> the path that counts where several differ, as in some recipes, which Bridge trains after a change."""
 _OF_RUN = "how ranks communicate and where memory is, not what is computed"
 _OF_FILES = "of Bridge's checkpoints; [checkpoint] says what mt writes and reads"
 _OF_MASKS = "how masks and batches are handed to the model; the same positions count"
@@ -271,7 +271,13 @@ def given_of(flat: Mapping[str, Any], places: Sequence[str]) -> tuple[dict[str, 
         # A dump has every attribute; those with Megatron's default count as not given.
         if value != argument.default:
             one = Given(argument, path, value)
-            given[argument.dest] = _counting(given.get(argument.dest, one), one)
+            before = given.get(argument.dest, one)
+            given[argument.dest] = chosen = _counting(before, one)
+            unknown += [
+                Account(f"{other.spelled} {other.value}", "no effect", {}, f"{chosen.spelled}={chosen.value} counts")
+                for other in (before, one)
+                if other.value != chosen.value
+            ]
     return given, unknown
 
 
