@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import model_validator
 
 from mt_core.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Probability, Section, used_when
 from mt_core.errors import ConfigError
@@ -60,6 +62,18 @@ class AdapterConfig(Section):
     """Ids whose rows of the embedding are trained."""
     modules_to_save: list[str] = used_when([], type=ON)
     """Modules that are trained whole beside the adapter, named as targets are."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _described_by_its_folder(cls, given: Any) -> Any:
+        """Keys that the folder of `load` says, where no type is set; a stored configuration has all keys."""
+        if not isinstance(given, dict) or given.get("load") is None or "type" in given:
+            return given
+        from pathlib import Path
+
+        from mt_tune.adapters.peft_folder import PeftFolder
+
+        return {**PeftFolder(Path(given["load"])).section(), **given}
 
     @property
     def is_on(self) -> bool:
