@@ -181,6 +181,11 @@ def mt_register_commands() -> list[CommandSpec]:
             name="ckpt", doc="Inspect, verify, compare and thin out checkpoints", app=Lazy("mt_ckpt.commands.ckpt:app")
         ),
         CommandSpec(
+            name="imatrix",
+            doc="Collect an importance matrix for quantization to GGUF",
+            app=Lazy("mt_ckpt.commands.imatrix:imatrix"),
+        ),
+        CommandSpec(
             name="convert", doc="Convert a checkpoint to another format", app=Lazy("mt_ckpt.commands.convert:convert")
         ),
     ]
