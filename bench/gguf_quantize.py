@@ -2,7 +2,7 @@
 
     uv run python bench/gguf_quantize.py --threads 1 --million 8 --peer .../site-packages
 
-A row: type, million weights in a second of ours and of ggml_quantize_chunk on as many threads, and how many times longer
+A row: type, million weights a second of ours and of ggml_quantize_chunk on as many threads, and how many times longer
 ours takes, by the clock and in CPU time (which other work on the machine disturbs less). Without --peer only our own
 numbers are shown. Q4_K_M of a Llama is about 85 % Q4_K and 15 % Q6_K.
 """
