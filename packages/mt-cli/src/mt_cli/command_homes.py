@@ -18,6 +18,7 @@ COMMAND_HOMES = {
     "moe": "mt-moe",
     "plan": "mt-tools",
     "plot": "mt-ops",
+    "profile": "mt-tools",
     "quantization": "mt-infer",
     "report": "mt-ops",
     "retrieve": "mt-retrieval",

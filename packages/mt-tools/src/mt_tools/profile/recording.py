@@ -1,0 +1,158 @@
+"""Records steps on each rank: a trace with the names of layers, and a summary beside it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_core.parallel.first_rank import on_first_rank
+from mt_core.train import Callback, Run
+from mt_tools.profile.config import ProfileConfig
+from mt_tools.profile.operations import MODULE, summarize
+
+TRACE, SUMMARY = "trace-rank-{}.json.gz", "summary-rank-{}.json"
+
+
+class StepProfile(Callback):
+    """Records steps first ... last, then writes the rank's trace and summary into the folder. On all ranks."""
+
+    def __init__(self, first: int, last: int, folder: Path | None) -> None:
+        self.first, self.last, self.folder = first, last, folder
+        self._profiler: profile | None = None
+        self._ranges: ModuleRanges | None = None
+        self._before: Mapping[str, float] = {}
+        self._began = 0.0
+
+    def on_train_start(self, run: Run) -> None:
+        if self.first == run.state.iteration + 1:
+            self._start(run)
+
+    def on_step_end(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        step = int(metrics["iteration"])
+        if step + 1 == self.first:
+            self._start(run)
+        elif step == self.last and self._profiler is not None:
+            self._stop(run)
+
+    def close(self) -> None:
+        if self._ranges is not None:
+            self._ranges.remove()
+        self._profiler = None
+
+    def _start(self, run: Run) -> None:
+        activities = [ProfilerActivity.CPU]
+        if run.engine.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._ranges = ModuleRanges(run.model)
+        self._before, self._began = run.engine.time.totals(), time.perf_counter()
+        self._profiler = profile(activities=activities, record_shapes=True, with_flops=True)
+        self._profiler.start()
+
+    def _stop(self, run: Run) -> None:
+        assert self._profiler is not None
+        assert self._ranges is not None
+        seconds, after = time.perf_counter() - self._began, run.engine.time.totals()
+        self._profiler.stop()
+        self._ranges.remove()
+        folder = self._folder(run)
+        rank, steps = run.ctx.world.rank, self.last - self.first + 1
+        on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True), run.ctx.world)
+        _write_trace(self._profiler, folder / TRACE.format(rank))
+        parts = {part: (value - self._before.get(part, 0.0)) / steps for part, value in after.items()}
+        summary = {
+            "rank": rank,
+            "first_step": self.first,
+            "last_step": self.last,
+            "device": run.engine.device.type,
+            "threads": torch.get_num_threads(),
+            "seconds": seconds / steps,
+            "parts": parts,
+            "axes": {name: axis.size for name, axis in run.ctx.axes.items() if axis.size > 1},
+            "operations": summarize(self._profiler.events(), steps, device=run.engine.device.type),
+        }
+        (folder / SUMMARY.format(rank)).write_text(json.dumps(summary), encoding="utf-8")
+        self._profiler = None
+        run.message(f"steps {self.first} to {self.last} recorded in {folder}")
+
+    def _folder(self, run: Run) -> Path:
+        if self.folder is not None:
+            return self.folder
+        if run.directory is None:
+            raise ConfigError("profile.folder is not set, and the run has no directory; set it, or give --run-dir")
+        return run.directory.path / "profile"
+
+
+class ModuleRanges:
+    """Names in the trace for the forward pass of each layer and of its parts, by their canonical names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._open: dict[str, list[record_function]] = {}
+        self._handles = []
+        for name, module in model.named_modules():
+            if name and is_named(name):
+                self._handles.append(module.register_forward_pre_hook(self._entering(name)))
+                self._handles.append(module.register_forward_hook(self._leaving(name), always_call=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _entering(self, name: str) -> Any:
+        def enter(module: nn.Module, arguments: Any) -> None:
+            range_ = record_function(MODULE + name)
+            range_.__enter__()
+            self._open.setdefault(name, []).append(range_)
+
+        return enter
+
+    def _leaving(self, name: str) -> Any:
+        def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+            if ranges := self._open.get(name):
+                ranges.pop().__exit__(None, None, None)
+
+        return leave
+
+
+def is_named(name: str) -> bool:
+    """Whether a module has a range: layers, their direct parts, and what stands outside of layers."""
+    parts = name.split(".")
+    if "layers" in parts:
+        return len(parts) - parts.index("layers") in (2, 3)
+    return len(parts) == 1 or parts[0] in ("embedding",) or parts[-1] == "final_layernorm"
+
+
+def _write_trace(recorded: profile, path: Path) -> None:
+    plain = path.with_suffix("")
+    recorded.export_chrome_trace(str(plain))
+    with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=3) as target:
+        target.write(source.read())
+    plain.unlink()
+
+
+def build_profile(config: Config) -> StepProfile:
+    keys = config.section(ProfileConfig)
+    return StepProfile(keys.first_step, keys.last_step, None if keys.folder is None else Path(keys.folder))
+
+
+def answer_profile(run: Any, argument: str, by: str) -> str:
+    """`mt ctl RUN profile N`: record the next N steps. run: a mt_core.train.run_control.ControlledRun."""
+    if not argument.isdigit() or int(argument) < 1:
+        raise ConfigError(f"mt ctl RUN profile N: N is {argument!r}; it must be a number of steps")
+    first = run.state.iteration + 1
+    last = first + int(argument) - 1
+    folder = run.directory.path / "profile" / f"steps-{first}-{last}"
+    callback = StepProfile(first, last, folder)
+    callback.on_train_start(run)
+    run.callbacks.callbacks.append(callback)
+    return f"records steps {first} to {last} in {folder}; mt profile {folder} shows where their time went"
