@@ -34,8 +34,20 @@ def _by_pattern(digits: str) -> Sequence[Mapping[str, Any]]:
         + digits
         + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return (split, BYTES)
+    return _split(pattern)
+
+
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{SHORT}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{SHORT}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Tiktoken's o200k pattern, of GPT-4o and GPT-OSS."""
+
+
+def _split(pattern: str) -> Sequence[Mapping[str, Any]]:
+    return ({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}, BYTES)
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,7 @@ SPLITTINGS: Mapping[str, Splitting] = {
     "smollm": _STARCODER,
     "starcoder": _STARCODER,
     "llama-bpe": Splitting(_by_pattern(r"\p{N}{1,3}"), whole_words=True, adds_bos=True),
+    "gpt-4o": Splitting(_split(O200K)),
     "qwen2": Splitting(_by_pattern(r"\p{N}"), normalizer={"type": "NFC"}),
 }
 """`tokenizer.ggml.pre` -> what it means, of byte-level vocabularies."""

@@ -1,0 +1,154 @@
+"""Writing GGUF: files that the `gguf` package reads, mixtures, importance matrices, tokenizers there and back."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tests.ckpt.convert_cases import LLAMA
+from tests.ckpt.test_gguf_tokenizer import SPLITTINGS, TEXTS, trained
+from tokenizers import Tokenizer
+
+from mt_ckpt.convert import convert
+from mt_ckpt.files.safetensors import TensorInfo
+from mt_ckpt.gguf.file import GGUFFile
+from mt_ckpt.gguf.imatrix import Sums, read_imatrix, write_imatrix
+from mt_ckpt.gguf.mixtures import Model, types_of
+from mt_ckpt.gguf.options import GGUFOptions, options_for
+from mt_ckpt.gguf.tokenizer import tokenizer_files
+from mt_ckpt.gguf.write_tokenizer import tokenizer_metadata
+from mt_core.checkpoint_specs import ConvertOptions
+from mt_core.errors import CheckpointError, ConfigError
+
+WIDE = {**LLAMA, "hidden_size": 256, "ffn_hidden_size": 512, "vocab_size": 96}
+
+
+def test_the_package_reads_what_is_written(make_model, host, tmp_path: Path) -> None:
+    """Names are those that it gives Hugging Face's tensors, and values those of the source within a half step."""
+    source = make_model(**WIDE)
+    convert(source, tmp_path / "hf", saver="hf", host=host)
+    convert(source, tmp_path / "g", saver="gguf", options=ConvertOptions(quantize="Q8_0"), host=host)
+    read = gguf.GGUFReader(tmp_path / "g" / "g.gguf")
+    tensors = {tensor.name: tensor for tensor in read.tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 3)
+    from safetensors.torch import load_file
+
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {names.get_name(name, (".weight", ".bias")) for name in stored} == set(tensors)
+    down = stored["model.layers.1.mlp.down_proj.weight"].numpy()
+    there = tensors["blk.1.ffn_down.weight"]
+    values = gguf.quants.dequantize(there.data, there.tensor_type)
+    assert there.tensor_type == gguf.GGMLQuantizationType.Q8_0
+    assert np.abs(values - down).max() <= np.abs(down).max() / 127
+    assert tensors["blk.1.attn_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+
+
+def test_options_are_refused(make_model, host, tmp_path: Path) -> None:
+    source = make_model(**WIDE)
+    for options, words in (
+        (ConvertOptions(quantize="Q9"), "--quantize Q9 .* it can be F32"),
+        (ConvertOptions(target_tensor_parallel_size=2), "means nothing to the format gguf"),
+        (ConvertOptions(max_shard_size=1000), "it is one file"),
+        (GGUFOptions(importance_matrix=tmp_path / "none"), "give --quantize too"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            convert(source, tmp_path / "x", saver="gguf", options=options, host=host)
+    with pytest.raises(ConfigError, match="means nothing to the format hf"):
+        options_for("hf", tmp_path)
+    assert not (tmp_path / "x").exists()
+
+
+def info(*shape: int) -> TensorInfo:
+    return TensorInfo(shape, torch.bfloat16)
+
+
+def test_mixtures() -> None:
+    """As llama.cpp chooses: of 8 layers 0, 3, 6 and 7 get more bits; widths that 256 does not divide, other types."""
+    layers = {f"blk.{i}.{part}.weight": info(256, 256) for i in range(8) for part in ("attn_q", "attn_v", "ffn_down")}
+    others = {"token_embd.weight": info(300, 256), "output.weight": info(300, 256), "blk.0.attn_norm.weight": info(256)}
+    odd = {"blk.0.ffn_up.weight": info(64, 96)}
+    chosen = types_of({**layers, **others, **odd}, "Q4_K_M", Model(layers=8, experts=0, groups=1))
+    kinds = {name: type_.name for name, type_ in chosen.items()}
+    assert [kinds[f"blk.{i}.attn_v.weight"] == "Q6_K" for i in range(8)] == [i in (0, 3, 6, 7) for i in range(8)]
+    assert [kinds[f"blk.{i}.ffn_down.weight"] == "Q6_K" for i in range(8)] == [i in (0, 3, 6, 7) for i in range(8)]
+    assert {kinds[f"blk.{i}.attn_q.weight"] for i in range(8)} == {"Q4_K"}
+    assert (kinds["token_embd.weight"], kinds["output.weight"]) == ("Q4_K", "Q6_K")
+    assert (kinds["blk.0.attn_norm.weight"], kinds["blk.0.ffn_up.weight"]) == ("F32", "Q5_0")
+    tied = types_of({"token_embd.weight": info(300, 256)}, "Q4_K_M", Model(layers=8, experts=0, groups=1))
+    assert tied["token_embd.weight"].name == "Q6_K"
+
+
+# -- importance matrices -----------------------------------------------------------------------------
+
+
+def test_importance_matrices(tmp_path: Path) -> None:
+    """Ours as the package reads it, the older binary format, and what is neither."""
+    squares = np.arange(6, dtype=np.float64).reshape(2, 3)
+    write_imatrix(tmp_path / "i.gguf", {"blk.0.x.weight": Sums(squares, np.array([2.0, 0.0]))}, ["text"], 1, 64)
+    there = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "i.gguf").tensors}
+    np.testing.assert_array_equal(there["blk.0.x.weight.in_sum2"], squares.astype(np.float32))
+    np.testing.assert_array_equal(there["blk.0.x.weight.counts"].reshape(-1), [2, 0])
+    # An expert that no token reached counts as 1.
+    np.testing.assert_array_equal(read_imatrix(tmp_path / "i.gguf")["blk.0.x.weight"], [[0, 0.5, 1], [1, 1, 1]])
+    name = b"blk.0.x.weight"
+    old = struct.pack("<ii", 1, len(name)) + name + struct.pack("<ii3f", 4, 3, 4.0, 8.0, 2.0)
+    (tmp_path / "i.dat").write_bytes(old)
+    np.testing.assert_array_equal(read_imatrix(tmp_path / "i.dat")["blk.0.x.weight"], [[1, 2, 0.5]])
+    for damaged in (b"", old[:-1], b"\xff" * 40, struct.pack("<i", 2**30)):
+        (tmp_path / "i.dat").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="no importance matrix"):
+            read_imatrix(tmp_path / "i.dat")
+
+
+def test_an_importance_matrix_lowers_the_weighted_error(make_model, host, tmp_path: Path) -> None:
+    source = make_model(**WIDE)
+    weights = np.full((1, 256), 1e-4)
+    weights[0, :16] = 100.0
+    write_imatrix(tmp_path / "i.gguf", {"blk.0.ffn_up.weight": Sums(weights, np.ones(1))}, ["text"], 1, 64)
+    convert(source, tmp_path / "exact", saver="gguf", host=host)
+    exact = GGUFFile(tmp_path / "exact" / "exact.gguf").read("blk.0.ffn_up.weight")
+    errors = []
+    for matrix in (None, tmp_path / "i.gguf"):
+        target = tmp_path / f"q{len(errors)}"
+        convert(
+            source, target, saver="gguf", options=GGUFOptions(quantize="Q4_K_M", importance_matrix=matrix), host=host
+        )
+        found = GGUFFile(target / f"{target.name}.gguf").read("blk.0.ffn_up.weight")
+        errors.append(float((found - exact)[:, :16].square().sum()))
+    assert errors[1] < 0.8 * errors[0]
+    other = {"blk.9.ffn_up.weight": Sums(weights, np.ones(1))}
+    write_imatrix(tmp_path / "i.gguf", other, ["text"], 1, 64)
+    options = GGUFOptions(quantize="Q4_K_M", importance_matrix=tmp_path / "i.gguf")
+    with pytest.raises(ConfigError, match=r"is of another model: it names blk\.9"):
+        convert(source, tmp_path / "x", saver="gguf", options=options, host=host)
+
+
+# -- tokenizers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SPLITTINGS)
+def test_tokenizers_there_and_back(name: str) -> None:
+    original = trained(name)
+    settings: dict[str, Any] = {
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "chat_template": "{{ messages }}",
+    }
+    files = {"tokenizer.json": original.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()}
+    metadata = tokenizer_metadata(files, 340)
+    assert len(metadata["tokenizer.ggml.tokens"]) == 340  # rows of the model that no token has
+    back = tokenizer_files(metadata)
+    read = Tokenizer.from_str(back["tokenizer.json"].decode())
+    for text in TEXTS:
+        assert read.encode(text).ids == original.encode(text).ids
+    assert json.loads(back["tokenizer_config.json"])["chat_template"] == "{{ messages }}"
+
+
+def test_no_tokenizer_is_a_model_of_ids() -> None:
+    assert tokenizer_metadata({}, 10)["tokenizer.ggml.model"] == "none"
