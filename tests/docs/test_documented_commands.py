@@ -53,6 +53,7 @@ NOT_RUN = {
     r"config init( |$)(?!.*--yes)": "asks questions; tests/cli/test_config_init.py answers them",
     r"--load-dir (llama-hf|hybrid-hf|MODEL|outputs/checkpoint)": "needs a checkpoint that we have none of",
     r"--load-dir (gpt-oss-20b|gpt/checkpoints|runs/llama|a )": "needs a checkpoint that we have none of",
+    r"DeepSeek-V3|Llama-3\.1-8B-FP8|mt quantization llama-int4": "tests/ckpt/quantized makes small ones",
     r"--saver meta": "holds Llama only; tests/ckpt/test_convert_meta_target.py runs it",
     r"--tokenizer-type GPT2BPETokenizer": "needs OpenAI's vocabulary",
     r"\$i/4|\{00000": "in a shell loop; tests/data/preprocess/test_preprocess_machines.py does the same",
