@@ -11,6 +11,8 @@ import typer
 from mt_core.errors import DataError
 
 PARTED = 1
+CONFIGURATIONS = {".toml", ".json", ".yaml", ".yml"}
+"""Endings of two paths that --deep takes as configurations."""
 
 
 def compare(
@@ -22,13 +24,22 @@ def compare(
     samples: Annotated[
         int, typer.Option(help="Build the data sets of both runs of mt, and compare so many samples.", min=0)
     ] = 0,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Run both, and name the first tensor that differs.", rich_help_panel="Deep")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="With --deep: steps to run.", min=1, max=50, rich_help_panel="Deep")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare two runs: configuration, environment, samples, learning rate and counters, losses and norms.
 
     Names the first step and quantity in which they part, and the differences of configuration and the events that
     explain it. Exit code 0 when they agree within the tolerance, 1 when they part.
+
+    With --deep A and B are two checkpoints of mt or Hugging Face folders, or two configurations (.toml, .json).
     """
+    if deep:
+        _compare_deep(a, b, steps, as_json)
+        return
     from mt_ops.compare.comparison import compare as compare_runs
     from mt_ops.compare.comparison import lines, to_dict
     from mt_ops.reading.opening import open_runs
@@ -50,3 +61,19 @@ def _other_sample(a: Path, b: Path, count: int) -> str | None:
     from mt_ops.compare.drawn_samples import first_other_sample
 
     return first_other_sample(a, b, count)
+
+
+def _compare_deep(a: Path, b: Path, steps: int, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from mt_ops.deep.comparison import compare_models, lines
+
+    if {a.suffix, b.suffix} <= CONFIGURATIONS:
+        from mt_ops.deep.layouts import compare_configurations
+
+        compared = compare_configurations(a, b, steps)
+    else:
+        compared = compare_models(a, b, steps)
+    typer.echo(json.dumps(asdict(compared), indent=2) if as_json else "\n".join(lines(compared)))
+    if compared.first:
+        raise typer.Exit(PARTED)

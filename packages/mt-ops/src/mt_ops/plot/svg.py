@@ -73,9 +73,9 @@ def _log_ticks(low: float, high: float) -> list[float]:
     whole = [10.0**power for power in powers if low <= 10.0**power <= high]
     if len(whole) > 1:
         return whole[:: -(-len(whole) // 8)]
-    return [
-        tick for power in powers for tick in (10.0**power * factor for factor in (1, 2, 3, 5)) if low <= tick <= high
-    ]
+    finer = [10.0**power * factor for power in powers for factor in (1, 2, 3, 5)]
+    inside = [tick for tick in finer if low <= tick <= high]
+    return inside if len(inside) > 2 else _ticks(low, high)
 
 
 def _axes(picture: Picture, x: Scale, y: Scale) -> Iterator[str]:

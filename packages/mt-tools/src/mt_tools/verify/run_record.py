@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -170,10 +170,11 @@ def record_run(
     host: PluginHost | None = None,
     run_dir: Path | None = None,
     adverse: bool = False,
+    prepare: Callable[[Trainer], object] = lambda trainer: None,
 ) -> RunRecord:
     """Train `steps` steps and record what they computed; tensors are complete on the first rank. Collective.
 
-    adverse: under conditions that expose mistakes (see `adverse`).
+    adverse: under conditions that expose mistakes (see `adverse`). prepare: called before training.
     """
     record = RunRecord()
     # A step is recorded after it is done, and before the next one starts.
@@ -182,6 +183,7 @@ def record_run(
     trainer = Trainer(at_once, host=host, run_dir=run_dir, callbacks=[_Recorder(record, steps)])
     if adverse:
         make_adverse(trainer)
+    prepare(trainer)
     trainer.train()
     fragments = [fragment for fragment in trainer.checkpointed().fragments() if fragment.name.startswith(MODEL)]
     record.weights = {name.removeprefix(MODEL): tensor for name, tensor in collect(fragments, trainer.ctx)}

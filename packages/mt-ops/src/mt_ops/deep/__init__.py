@@ -1,0 +1,1 @@
+"""Comparison of two models tensor by tensor: the first one that differs, forward and then backward."""

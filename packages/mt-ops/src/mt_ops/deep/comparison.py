@@ -1,0 +1,61 @@
+"""`mt compare --deep` of two models: k steps of both, until a tensor differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mt_core.errors import ConfigError
+from mt_core.plugins import load_plugins
+from mt_ops.deep.differences import TensorDifference, differences, first_of_each_part
+from mt_ops.deep.models import open_model
+from mt_ops.deep.recording import record, update
+
+BATCH, LENGTH = 2, 32
+RATE = 0.05
+"""Of the gradient descent between steps."""
+
+
+@dataclass(frozen=True)
+class DeepComparison:
+    """step: the first with a tensor that differs, or the last. first: of each part of it. compared: all of it."""
+
+    step: int
+    compared: Sequence[TensorDifference]
+    first: Sequence[TensorDifference]
+
+
+def compare_models(a: Path, b: Path, steps: int = 1, length: int = LENGTH) -> DeepComparison:
+    """Both compute on the same random tokens in fp32 on the CPU. Raises ConfigError for other vocabularies."""
+    host = load_plugins()
+    (mine, vocabulary), (theirs, other) = open_model(a, host), open_model(b, host)
+    if vocabulary != other:
+        raise ConfigError(f"{a} has a vocabulary of {vocabulary}, {b} of {other}; they must have the same")
+    generator = torch.Generator().manual_seed(1234)
+    for step in range(1, steps + 1):
+        tokens = torch.randint(0, vocabulary, (BATCH, length), generator=generator)
+        twin = record(mine, tokens, moved=True)
+        first, second = record(mine, tokens), record(theirs, tokens)
+        compared = differences(first, second, twin)
+        if not compared:
+            raise ConfigError(f"{a} and {b} have no tensor of one name and shape; deep comparison knows decoders")
+        found = first_of_each_part(compared)
+        if found or step == steps:
+            break
+        update(mine.model, RATE)
+        update(theirs.model, RATE)
+    return DeepComparison(step, compared, found)
+
+
+def lines(comparison: DeepComparison) -> Iterator[str]:
+    """For a reader: what differs first in each part, or the tensor that is closest to differing."""
+    yield f"{len(comparison.compared)} tensors compared, {comparison.step} of the steps"
+    if comparison.first:
+        yield "the first that differ:"
+        yield from (f"  {difference}" for difference in comparison.first)
+        return
+    closest = max(comparison.compared, key=lambda difference: difference.relative / difference.allowed)
+    yield f"the same up to rounding; closest to its limit: {closest}"
