@@ -97,7 +97,7 @@ INSTRUCTIONS_TINY: dict[str, Any] = {
     "lr_schedule": {"lr_decay_style": "cosine", "lr_warmup_iters": 50},
     "checkpoint": {"save_interval": 800},
 }
-"""Learns to follow synthetic instructions in about three minutes on two CPU cores."""
+"""Learns to follow synthetic instructions in about three minutes on a CPU."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "instructions-tiny": INSTRUCTIONS_TINY,

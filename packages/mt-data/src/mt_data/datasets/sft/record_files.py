@@ -59,10 +59,10 @@ def _records(path: Path, on_malformed: Callable[[MalformedRecord], None]) -> Ite
 
 
 def _is_array(path: Path, found: InputFormat) -> bool:
-    """Whether the file is one JSON array of objects, and not a line of JSON each that happens to begin with a list."""
+    """Whether the file is one JSON array of objects."""
     with open_stream(as_path(path), found) as stream:
         begin = stream.read(_LOOK).removeprefix(b"\xef\xbb\xbf").lstrip()
-    return begin.startswith(b"[") and begin[1:].lstrip()[:1] in (b"{", b"]", b"")
+    return begin.startswith(b"[") and begin[1:].lstrip().startswith(b"{")
 
 
 def _array_records(path: Path, found: InputFormat, on_malformed: Callable[[MalformedRecord], None]) -> Iterator[Record]:
