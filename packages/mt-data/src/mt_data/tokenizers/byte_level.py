@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 from pydantic import NonNegativeInt
@@ -63,7 +64,7 @@ class ByteLevelTokenizer(BaseTokenizer):
         vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
         vocabulary |= {name: NUM_BYTES + number for number, name in enumerate(self._names)}
         bytes_only = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        tokenizer = {
+        tokenizer: dict[str, Any] = {
             "version": "1.0",
             "truncation": None,
             "padding": None,
@@ -75,7 +76,7 @@ class ByteLevelTokenizer(BaseTokenizer):
             "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
         }
         eod, pad, mask, cls, sep = SPECIAL_NAMES
-        config = {
+        config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **dict.fromkeys(("bos_token", "eos_token"), eod),
             "pad_token": pad,
