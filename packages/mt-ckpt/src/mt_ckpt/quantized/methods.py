@@ -69,9 +69,10 @@ def scheme_of(external: Mapping[str, Any]) -> Scheme | None:
 def _settings(external: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, str]:
     """The settings of quantization, and where they stand. Of a model of text and images those of the text count too."""
     for place in (external, external.get("text_config")):
-        for key in KEYS if isinstance(place, Mapping) else ():
-            if isinstance(place.get(key), Mapping):
-                return place[key], key
+        settings = place if isinstance(place, Mapping) else {}
+        for key in KEYS:
+            if isinstance(settings.get(key), Mapping):
+                return settings[key], key
     beside = external.get(BESIDE)
     return (beside, BESIDE) if isinstance(beside, Mapping) else (None, "")
 

@@ -16,15 +16,22 @@ ROW_MULTIPLE = 128
 
 
 class Quantizer(Protocol):
-    """One kind of quantized files.
+    """One kind of quantized files."""
 
-    name: of the scheme. rows_dim: along which dimension of its parts the rows of a weight are. shares_largest: whether
-    weights that readers fuse (q, k and v; gate and up) need one global scale.
-    """
+    @property
+    def name(self) -> str:
+        """The name of the scheme."""
+        ...
 
-    name: str
-    rows_dim: int
-    shares_largest: bool
+    @property
+    def rows_dim(self) -> int:
+        """Along which dimension of its parts the rows of a weight are."""
+        ...
+
+    @property
+    def shares_largest(self) -> bool:
+        """Whether weights that readers fuse (q, k and v; gate and up) need one global scale."""
+        ...
 
     def objection(self, shape: tuple[int, ...]) -> str | None:
         """Why a matrix cannot be quantized; None: it can."""

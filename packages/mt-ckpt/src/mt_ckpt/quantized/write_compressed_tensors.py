@@ -28,9 +28,13 @@ PER_TOKEN = {"strategy": "token", "symmetric": True, "dynamic": True}
 def config_of(
     layout: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, left: Sequence[str]
 ) -> Mapping[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}, "format": layout}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}, "format": layout}
     group |= {"input_activations": inputs and dict(inputs), "output_activations": None}
-    config = {"quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed"}
+    config: dict[str, Any] = {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+    }
     config |= {"config_groups": {"group_0": group}, "ignore": list(left), "kv_cache_scheme": None}
     return {"quantization_config": config}
 

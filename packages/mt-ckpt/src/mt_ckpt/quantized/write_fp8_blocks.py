@@ -51,6 +51,6 @@ class Fp8BlockQuantizer:
         return {}
 
     def settings(self, left: Sequence[str]) -> Mapping[str, Any]:
-        config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        config: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         config |= {"weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": list(left)}
         return {"quantization_config": {**config, **({"scale_fmt": "ue8m0"} if self.exponents else {})}}

@@ -95,7 +95,7 @@ class GptqQuantizer:
 
     def settings(self, left: Sequence[str]) -> Mapping[str, Any]:
         config = {"quant_method": "gptq", "bits": self.bits, "group_size": self.group, "desc_act": False, "sym": True}
-        rules = {f"-:^{re.escape(name)}$": {} for name in left}
+        rules: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in left}
         return {"quantization_config": {**config, "checkpoint_format": "gptq", "pack_dtype": "int32", "dynamic": rules}}
 
 
