@@ -152,3 +152,34 @@ def test_tokenizers_there_and_back(name: str) -> None:
 
 def test_no_tokenizer_is_a_model_of_ids() -> None:
     assert tokenizer_metadata({}, 10)["tokenizer.ggml.model"] == "none"
+
+
+def scored_tokenizer() -> tuple[dict[str, bytes], Tokenizer]:
+    """A byte-fallback BPE like Llama 2's, as the tokenizers library has it."""
+    from tokenizers import AddedToken, decoders, models, normalizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    special = [AddedToken(token, special=True) for token in ("<unk>", "<s>", "</s>")]
+    bytes_ = [f"<0x{number:02X}>" for number in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False, max_token_length=8)
+    tokenizer.train_from_iterator(["the cat sat on the mat and the rat ran to the cat"] * 5, trainer)
+    content = json.loads(tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    for token in bytes_:
+        vocabulary[token] = len(vocabulary)
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": False}
+    files = {"tokenizer.json": json.dumps(content).encode(), "tokenizer_config.json": json.dumps(settings).encode()}
+    return files, Tokenizer.from_str(json.dumps(content))
+
+
+def test_a_vocabulary_with_scores_there_and_back() -> None:
+    files, original = scored_tokenizer()
+    metadata = tokenizer_metadata(files, original.get_vocab_size())
+    assert (metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.add_space_prefix"]) == ("llama", True)
+    read = Tokenizer.from_str(tokenizer_files(metadata)["tokenizer.json"].decode())
+    for text in ("the rat sat on a mat", "cat  and é日 ran", "to the"):
+        assert read.encode(text, add_special_tokens=False).ids == original.encode(text, add_special_tokens=False).ids
+        assert read.decode(read.encode(text, add_special_tokens=False).ids) == text

@@ -43,7 +43,7 @@ PARSED = {
 }
 
 NOT_RUN = {
-    r"\.gguf": "a published file; tests/ckpt/test_gguf_save.py makes some",
+    r"\.gguf|SmolLM2-gguf": "a published file; tests/ckpt/test_gguf_save.py makes some",
     r"s3://": "needs an object store",
     r"mt launch ": "needs a script; tests/accelerate/test_data_sets_and_launch.py runs one",
     r"mt eval ": "reads files of the reader's; tests/eval and tests/peer run them",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_ckpt.gguf.metadata import list_of, value_of
+from mt_ckpt.gguf.scored_tokenizer import scored_model, scored_steps
 from mt_ckpt.hugging_face.tokenizer import GENERATION, MORE_TEMPLATES, generation_defaults
 from mt_core.errors import CheckpointError
 
@@ -83,10 +84,9 @@ def tokenizer_files(values: Mapping[str, Any]) -> dict[str, bytes]:
     {} for a vocabulary that is none of BPE over bytes, or splits text in a way that is not known here. Raises
     CheckpointError for values of other types than the format's.
     """
-    tokens, merges = list_of(values, "tokenizer.ggml.tokens", str), list_of(values, "tokenizer.ggml.merges", str)
-    splitting = SPLITTINGS.get(value_of(values, "tokenizer.ggml.pre", str) or "gpt-2")
-    # "gpt2" is llama.cpp's name of BPE over bytes.
-    if values.get("tokenizer.ggml.model") != "gpt2" or splitting is None or not tokens or not merges:
+    tokens = list_of(values, "tokenizer.ggml.tokens", str)
+    content = _contents(values, tokens) if tokens else None
+    if content is None:
         return {}
     roles = _role_ids(values, len(tokens))
     settings = {
@@ -96,7 +96,7 @@ def tokenizer_files(values: Mapping[str, Any]) -> dict[str, bytes]:
     }
     return {
         **_further_templates(values),
-        "tokenizer.json": _json(_tokenizer(values, tokens, merges, splitting, roles)),
+        "tokenizer.json": _json(content),
         "tokenizer_config.json": _json({key: value for key, value in settings.items() if value is not None}),
         **_defaults_of_generation(roles),
     }
@@ -123,27 +123,56 @@ def _defaults_of_generation(roles: Mapping[str, int]) -> dict[str, bytes]:
     return {GENERATION: generation_defaults(ids)} if ids else {}
 
 
+def _contents(values: Mapping[str, Any], tokens: list[str]) -> dict[str, Any] | None:
+    """tokenizer.json of a vocabulary that is BPE over bytes ("gpt2") or has scores ("llama"); None for others."""
+    kind = values.get("tokenizer.ggml.model")
+    if kind == "llama":
+        return _scored(values, tokens)
+    merges = list_of(values, "tokenizer.ggml.merges", str)
+    splitting = SPLITTINGS.get(value_of(values, "tokenizer.ggml.pre", str) or "gpt-2")
+    if kind != "gpt2" or splitting is None or not merges:
+        return None
+    steps = {
+        "normalizer": splitting.normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(splitting.steps)},
+        "decoder": BYTES,
+    }
+    model = {
+        "type": "BPE",
+        "ignore_merges": splitting.whole_words,
+        "vocab": {token: number for number, token in enumerate(tokens)},
+        "merges": merges,
+    }
+    return _tokenizer(values, tokens, steps, model, adds_bos=splitting.adds_bos, otherwise=BYTES)
+
+
+def _scored(values: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    prefix = value_of(values, "tokenizer.ggml.add_space_prefix", bool)
+    scores = list_of(values, "tokenizer.ggml.scores", float)
+    model = scored_model(tokens, scores, list_of(values, "tokenizer.ggml.token_type", int))
+    return _tokenizer(values, tokens, scored_steps(prefix is not False), model, adds_bos=True, otherwise=None)
+
+
 def _tokenizer(
-    values: Mapping[str, Any], tokens: list[str], merges: list[str], splitting: Splitting, roles: Mapping[str, int]
+    values: Mapping[str, Any],
+    tokens: list[str],
+    steps: Mapping[str, Any],
+    model: Mapping[str, Any],
+    *,
+    adds_bos: bool,
+    otherwise: Any,
 ) -> dict[str, Any]:
-    """The contents of tokenizer.json."""
-    said = value_of(values, "tokenizer.ggml.add_bos_token", bool)
-    bos = roles.get("bos") if (splitting.adds_bos if said is None else said) else None
+    """The contents of tokenizer.json. adds_bos: unless the file says it. otherwise: the post-processor without one."""
+    said, roles = value_of(values, "tokenizer.ggml.add_bos_token", bool), _role_ids(values, len(tokens))
+    bos = roles.get("bos") if (adds_bos if said is None else said) else None
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": _added_tokens(list_of(values, "tokenizer.ggml.token_type", int), tokens, roles),
-        "normalizer": splitting.normalizer,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(splitting.steps)},
-        "post_processor": BYTES if bos is None else _puts_in_front(tokens[bos], bos),
-        "decoder": BYTES,
-        "model": {
-            "type": "BPE",
-            "ignore_merges": splitting.whole_words,
-            "vocab": {token: number for number, token in enumerate(tokens)},
-            "merges": merges,
-        },
+        **steps,
+        "post_processor": otherwise if bos is None else _puts_in_front(tokens[bos], bos),
+        "model": model,
     }
 
 
