@@ -3,7 +3,7 @@ weights, one thread, fp32, in alternating rounds.
 
     python bench/delta_net.py --rounds 5 [--part training] [--profile]
 
-Prints medians of the ratios of processor time: a training step of 4 sequences of 512 tokens (mt's Trainer;
+Prints medians of the ratios of processor time: a training step of 2 sequences of 512 tokens (mt's Trainer;
 transformers' model with its loss, clipping and the fused AdamW), and 64 tokens decoded greedily
 behind a prompt of 64:
 one request, and eight.
@@ -54,7 +54,7 @@ MODEL: dict[str, Any] = {
     "linear_value_head_dim": 64,
     "untie_embeddings_and_output_weights": False,
 }
-BATCH, LENGTH, PROMPT, NEW = 4, 512, 64, 64
+BATCH, LENGTH, PROMPT, NEW = 2, 512, 64, 64
 GOAL = 1.2
 
 

@@ -11,6 +11,7 @@ LLAMA = {"family": "llama", **GROUPED}
 MAMBA = {"hidden_size": 32, "mamba_head_dim": 8, "mamba_state_dim": 6, "mamba_num_groups": 2, "mamba_chunk_size": 8}
 DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_chunk_size": 8}
 DELTA_NET |= {"linear_value_head_dim": 10, "kv_channels": 16}
+OLMO_DELTA_NET = {key: value for key, value in DELTA_NET.items() if key != "kv_channels"}
 LATENT = {"q_lora_rank": 14, "kv_lora_rank": 10, "qk_head_dim": 12, "qk_pos_emb_head_dim": 6, "v_head_dim": 8}
 TOWER = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 2, "img_h": 8, "img_w": 8, "patch_dim": 4}
 
@@ -157,6 +158,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "moe_shared_expert_gate": True,
         },
     },
+    "olmo_hybrid": {"family": "olmo_hybrid", **GROUPED, "num_layers": 4, **OLMO_DELTA_NET},
     "mamba": {"family": "mamba", "num_layers": 3, "vocab_size": 101, **MAMBA},
     "hybrid": {
         "family": "hybrid",

@@ -341,6 +341,12 @@ CASES: dict[str, Case] = {
         {key: value for key, value in MOE.items() if key != "intermediate_size"}
         | {**DELTA_NET, "num_experts": 6, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
     ),
+    "olmo_hybrid": Case(
+        "olmo_hybrid",
+        "OlmoHybridForCausalLM",
+        "OlmoHybridConfig",
+        {key: value for key, value in {**DECODER, **DELTA_NET}.items() if key != "head_dim"},
+    ),
     "mamba2": Case("mamba", "Mamba2ForCausalLM", "Mamba2Config", MAMBA),
     "mamba2 tied, biased": Case(
         "mamba", "Mamba2ForCausalLM", "Mamba2Config", {**MAMBA, "tie_word_embeddings": True, "use_bias": True}

@@ -81,6 +81,7 @@ TELLING = {
     "t5": ("dense_act_fn", "feed_forward_proj", "is_gated_act", "relative_attention_max_distance"),
     "qwen3_next": ("layer_types", "rope_parameters", "norm_topk_prob", "linear_conv_kernel_dim"),
     "qwen3_5_text": ("layer_types", "rope_parameters", "attention_bias", "head_dim"),
+    "olmo_hybrid": ("layer_types", "rope_parameters", "linear_allow_neg_eigval", "num_key_value_heads"),
     "mamba2": ("rescale_prenorm_residual",),
     "deepseek_v3": ("n_group", "topk_group", "head_dim", "num_nextn_predict_layers"),
     "bert classes": ("num_labels",),

@@ -20,7 +20,18 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.specs import MODELS
 from mt_models.hugging_face import HuggingFaceFamily, load_reference, to_reference
 
-MOE_MODELS = ("mixtral", "qwen_moe", "olmoe", "deepseek", "gpt_oss", "granite_moe", "minimax_m2", "qwen_next", "llama4")
+MOE_MODELS = (
+    "mixtral",
+    "qwen_moe",
+    "olmoe",
+    "deepseek",
+    "gpt_oss",
+    "granite_moe",
+    "minimax_m2",
+    "qwen_next",
+    "llama4",
+    "olmo_hybrid",
+)
 
 
 def published(reference: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

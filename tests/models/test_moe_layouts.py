@@ -50,6 +50,11 @@ MODELS = {
         "num_query_groups": 2,
         "moe": {**EXPERTS, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
     },
+    "olmo_hybrid": {
+        "family": "olmo_hybrid",
+        **SHAPE,
+        **{key: value for key, value in DELTA_NETS.items() if key not in ("kv_channels", "rotary_percent")},
+    },
     "qwen_next that predicts, one group": {
         "family": "qwen_next",
         **SHAPE,
@@ -125,6 +130,9 @@ LAYOUTS: list[tuple[str, int, tuple[str, ...]]] = [
     ("qwen_next", 2, (EP2, ZERO, FULL, BATCH4)),
     ("qwen_next", 4, (TP2, SP, PP2)),
     ("qwen_next that predicts, one group", 2, (TP2, SP)),
+    ("olmo_hybrid", 2, (CP2,)),
+    ("olmo_hybrid", 2, (ZERO, BATCH4)),
+    ("olmo_hybrid", 4, (TP2, SP, PP2)),
     ("qwen_next that predicts, one group", 2, (PP2,)),
     ("olmoe", 2, (TP2,)),
     ("olmoe", 4, (TP2, SP, PP2)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,20 +16,16 @@ from mt_models.blocks.config import RMSNormDecoderConfig, check_decoder
 from mt_models.blocks.delta_net_config import (
     DeltaNetKeys,
     check_delta_nets,
-    delta_convolution_flops,
-    delta_projection_flops,
-    delta_rule_flops,
     linear_layers,
 )
 from mt_models.blocks.moe import MoEOptions, frequency_of
+from mt_models.delta_net_flops import DeltaNetFlops, delta_net_flops
 from mt_models.flops import (
     Convention,
-    Flops,
     core_flops,
     dense_feed_forward_flops,
     mean_keys,
     moe_flops,
-    output_flops,
     projection_flops,
 )
 
@@ -146,44 +142,22 @@ MEGATRON = MegatronMap(
 
 
 @dataclass(frozen=True)
-class QwenNextFlops(Flops):
+class QwenNextFlops(DeltaNetFlops):
     """Forward FLOPs for each token, over all layers."""
 
-    linear_projections: float
-    """Into and out of the gated delta nets."""
-    linear_convolution: float
-    linear_rule: float
-    """The delta rule."""
-    attention_projections: float
-    """Queries, gates, keys, values and the output of attention."""
-    attention_core: float
-    """Scores and their product with the values."""
-    feed_forward: float
-    output: float
-    """Logits."""
     prediction: float
     """The layer of multi-token prediction, its projection and its logits."""
 
 
 def flops_per_token(config: QwenNextConfig, seq_length: int, *, convention: Convention = "seen") -> QwenNextFlops:
     """The mean over the tokens of a sequence. Raises ConfigError when the vocabulary is unknown."""
-    linear = sum(config.linear_layers)
-    attention = config.num_layers - linear
     projections = projection_flops(config) + gate_flops(config)
-    core = core_flops(config, mean_keys(seq_length, None, convention))
     feed_forward = moe_flops(config) if config.moe is not None else dense_feed_forward_flops(config)
-    output = output_flops(config.hidden_size, config.vocab_size)
+    decoder = delta_net_flops(config, seq_length, convention, projections=projections, feed_forward=feed_forward)
+    core = core_flops(config, mean_keys(seq_length, None, convention))
     eh_proj = 4 * config.hidden_size**2
-    return QwenNextFlops(
-        linear_projections=linear * delta_projection_flops(config.hidden_size, config),
-        linear_convolution=linear * delta_convolution_flops(config),
-        linear_rule=linear * delta_rule_flops(config, seq_length, convention),
-        attention_projections=attention * projections,
-        attention_core=attention * core,
-        feed_forward=config.num_layers * feed_forward,
-        output=output,
-        prediction=config.mtp_num_layers * (eh_proj + projections + core + feed_forward + output),
-    )
+    predicted = eh_proj + projections + core + feed_forward + decoder.output
+    return QwenNextFlops(*astuple(decoder), prediction=config.mtp_num_layers * predicted)
 
 
 def gate_flops(config: QwenNextConfig) -> float:
