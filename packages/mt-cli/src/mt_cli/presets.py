@@ -96,7 +96,7 @@ def part_of(name: str) -> str:
 # -- training a preset: the command, and the keys that it lacks --------------------------------------
 
 STEPS = "train.train_iters=1000"
-CARRIED = ("builtin", "mock")
+CARRIED = ("builtin", "mock", "instructions")
 """Data sets that need no files."""
 
 
