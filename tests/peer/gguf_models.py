@@ -55,6 +55,20 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "qwen3moe": {"family": "qwen_moe", **GROUPED, "moe": NARROW},
+    "glm4moe": {
+        "family": "qwen_moe",
+        **GROUPED,
+        "add_qkv_bias": True,
+        "qk_layernorm": False,
+        "rotary_percent": 0.5,
+        "moe": {
+            **NARROW,
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_layer_freq": "[0]+[1]*3",
+        },
+    },
     "gemma2": {
         "family": "gemma",
         **GROUPED,
