@@ -58,6 +58,7 @@ NOT_RUN = {
     r"--tokenizer-type GPT2BPETokenizer": "needs OpenAI's vocabulary",
     r"\$i/4|\{00000": "in a shell loop; tests/data/preprocess/test_preprocess_machines.py does the same",
     r"mt ckpt add-tokens": "needs a Hugging Face folder; tests/ckpt/test_added_tokens.py makes some",
+    r"--saver peft|mt generate adapter": "needs a run with an adapter; tests/tune/adapters makes some",
     r"mt ckpt merge": "needs models of one architecture; tests/ckpt/merging makes some",
     r"load-dir runs/tuned --saver hf": "needs a run of the page; tests/tune/sft trains one",
     r"mt data preview sft\.toml": "needs a file of the reader's; docs/data/task-datasets.md has one",
