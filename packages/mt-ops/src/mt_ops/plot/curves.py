@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mt_core.errors import DataError, did_you_mean
-from mt_ops.reading.run import Run
+from mt_ops.reading.run import Run, Series
 from mt_ops.report.blob import thinned
 from mt_ops.report.charts import KNOWN
 from mt_ops.report.page_data import AXES
@@ -86,4 +86,10 @@ def _positive(curve: Curve, log_x: bool, log_y: bool) -> Curve:
     kept = np.isfinite(curve.y)
     kept &= (curve.x > 0) | (not log_x)
     kept &= (curve.y > 0) | (not log_y)
+    return Curve(curve.name, curve.x[kept], curve.y[kept])
+
+
+def extremes(curve: Curve, most: int) -> Curve:
+    """At most about `most` points of it, with the smallest and the largest of each range."""
+    kept = thinned(Series(np.arange(len(curve.x)), curve.y), most).steps
     return Curve(curve.name, curve.x[kept], curve.y[kept])

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mt_ops.plot.curves import Curve, Picture
+from mt_ops.plot.curves import Curve, Picture, extremes
 from mt_ops.plot.svg import Scale, limits, short
 
 BLANK = 0x2800
@@ -26,7 +26,7 @@ def draw(picture: Picture, width: int, height: int) -> str:
     x, y = _scales(picture, columns, rows)
     dots, owner = np.zeros((rows, columns), dtype=int), np.zeros((rows, columns), dtype=int)
     for place, curve in enumerate(picture.curves):
-        _draw_curve(curve, x, y, dots, owner, place)
+        _draw_curve(extremes(curve, 4 * columns), x, y, dots, owner, place)
     several = len(picture.curves) > 1
     body = [_line(dots[row], owner[row] if several else None) for row in range(rows)]
     labels = _row_labels(y, rows)

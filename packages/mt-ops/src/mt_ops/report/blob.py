@@ -46,8 +46,8 @@ class Blob:
 
 
 def thinned(series: Series, most: int) -> Series:
-    """At most about `most` points: of each of equal ranges of points the smallest, the largest, and one that is not
-    finite; with the first and the last. Everything where it has no more."""
+    """At most about `most` points: of each of equal ranges of points the smallest and the largest, and whatever is
+    not finite; with the first and the last. Everything where it has no more."""
     count = len(series)
     if count <= most:
         return series
@@ -57,6 +57,8 @@ def thinned(series: Series, most: int) -> Series:
     begin = np.arange(0, whole, width)
     lowest = begin + np.argmin(np.where(np.isnan(table), np.inf, table), axis=1)
     highest = begin + np.argmax(np.where(np.isnan(table), -np.inf, table), axis=1)
-    broken = np.flatnonzero(~np.isfinite(series.values))[:most]
-    kept = np.unique(np.concatenate([[0], lowest, highest, broken, np.arange(whole, count), [count - 1]]))
+    kept = ~np.isfinite(series.values)
+    kept[whole:] = True
+    kept[lowest] = kept[highest] = True
+    kept[[0, -1]] = True
     return Series(series.steps[kept], series.values[kept])
