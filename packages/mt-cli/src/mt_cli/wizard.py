@@ -24,7 +24,7 @@ from mt_core.specs import DATASETS
 TENSOR, PIPELINE, EXPERT = (f"parallel.{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert"))
 Settings = dict[str, Any]
 """Dotted key -> value."""
-CARRIED = ("builtin", "mock")
+CARRIED = ("builtin", "mock", "instructions")
 """Data sets without files."""
 STEPS = 1000
 LONGEST = 4096
