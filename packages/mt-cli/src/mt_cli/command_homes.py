@@ -13,6 +13,7 @@ COMMAND_HOMES = {
     "estimate": "mt-tools",
     "eval": "mt-eval",
     "generate": "mt-infer",
+    "imatrix": "mt-ckpt",
     "import": "mt-import",
     "launch": "mt-accelerate",
     "moe": "mt-moe",

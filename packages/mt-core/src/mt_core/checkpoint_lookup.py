@@ -114,6 +114,9 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> Path:
     # A folder that is really called "best" is taken as it is.
     if given.name == BEST and not given.is_dir() and (best := _best_of(given.parent)) is not None:
         given = best
+    # Of a format that is one file, such as GGUF.
+    if given.is_file():
+        return given
     if not given.is_dir():
         raise CheckpointError(f"{given}: no such directory; give a run directory or a checkpoint in it")
     # A run directory has checkpoints/latest; its folder of checkpoints has latest itself.
