@@ -367,7 +367,6 @@ def test_prediction_over_context_parallel_ranks_is_refused(monkeypatch, build) -
     [
         ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported; it can be num_attention_heads=4"),
         ({"rope_interleave": False}, "rope_interleave=False is not supported; it can be True"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 is not supported: norms of latents have 1e-06"),
         ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported; it can be True"),
         ({"quantization_config": {}}, "fields that are not known: quantization_config"),
     ],
@@ -386,3 +385,12 @@ def test_models_without_a_hugging_face_form_are_refused(host, build) -> None:
     odd = ref.settings({"moe": experts})
     with pytest.raises(ConfigError, match="whose dense layers come first"):
         family.write_config(build(*odd, family="deepseek", **OURS).config)
+
+
+def test_norms_of_latents_keep_their_epsilon(host, randomize) -> None:
+    """transformers builds them without rms_norm_eps."""
+    for reference in (deepseek("V2", rms_norm_eps=0.1), deepseek("V3", rms_norm_eps=0.1, **GROUPS)):
+        pair = ref.make_pair(host, reference, randomize)
+        ref.assert_maps_round_trip(pair)
+        assert (pair.ours.config.norm_epsilon, pair.ours.config.latent_epsilon) == (0.1, 1e-6)
+        ref.assert_same_function(pair, dense.random_tokens(VOCAB, 9), NO_GRADIENT)

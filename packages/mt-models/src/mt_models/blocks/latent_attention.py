@@ -56,7 +56,7 @@ class LatentAttentionConfigLike(Protocol):
     @property
     def normalization(self) -> Normalization: ...
     @property
-    def norm_epsilon(self) -> float: ...
+    def latent_epsilon(self) -> float: ...
     @property
     def attention_dropout(self) -> float: ...
     @property
@@ -96,7 +96,7 @@ class LatentAttention(nn.Module):
         self.linear_kv_down_proj = ReplicatedLinear(
             hidden, self.latent + self.rotated, ctx, init=init, bias=False, on_sequence=True
         )
-        self.kv_layernorm = build_norm(config.normalization, self.latent, config.norm_epsilon, ctx)
+        self.kv_layernorm = build_norm(config.normalization, self.latent, config.latent_epsilon, ctx)
         self.linear_kv_up_proj = ColumnParallelLinear(
             self.latent, heads * (self.plain + self.value), ctx, bias=False, init=init
         )
@@ -117,7 +117,7 @@ class LatentAttention(nn.Module):
             self.linear_q_proj = ColumnParallelLinear(hidden, width, ctx, bias=False, init=init)
             return
         self.linear_q_down_proj = ReplicatedLinear(hidden, rank, ctx, init=init, bias=False, on_sequence=True)
-        self.q_layernorm = build_norm(config.normalization, rank, config.norm_epsilon, ctx)
+        self.q_layernorm = build_norm(config.normalization, rank, config.latent_epsilon, ctx)
         self.linear_q_up_proj = ColumnParallelLinear(rank, width, ctx, bias=False, init=init)
 
     def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:

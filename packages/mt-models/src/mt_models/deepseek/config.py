@@ -32,12 +32,18 @@ class DeepseekConfig(DecoderConfig):
     """Channels of a query head, and of the one key for all heads, that positions rotate."""
     v_head_dim: PositiveInt = 128
     """Channels of a value head."""
+    latent_norm_epsilon: Annotated[float, Field(ge=0)] | None = None
+    """Added to the mean square in norms of latents. Default: norm_epsilon."""
     moe: dict[str, Any] | None = None
     """Options of the MoE layers. Default: every layer is dense."""
     mtp_num_layers: NonNegativeInt = 0
     """Further layers, of which the d-th predicts the token d + 1 positions ahead, in training."""
     mtp_loss_scaling_factor: Annotated[float, Field(ge=0)] = 0.1
     """What the mean of their losses counts beside that of the next token."""
+
+    @property
+    def latent_epsilon(self) -> float:
+        return self.norm_epsilon if self.latent_norm_epsilon is None else self.latent_norm_epsilon
 
     @property
     def head_dim(self) -> int:

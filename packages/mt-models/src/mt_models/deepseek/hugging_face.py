@@ -157,12 +157,11 @@ def import_shared(external: Mapping[str, Any]) -> dict[str, Any]:
     heads, groups = external["num_attention_heads"], external.get("num_key_value_heads")
     if groups not in (None, heads):
         raise ConfigError(f"num_key_value_heads={groups} is not supported; it can be num_attention_heads={heads}")
-    # This model has one epsilon for all norms. There the norms of latents are built without the configuration's.
-    if (epsilon := float(external.get("rms_norm_eps", NORM_EPSILON))) != NORM_EPSILON:
-        raise ConfigError(f"rms_norm_eps={epsilon} is not supported: norms of latents have {NORM_EPSILON} there")
     if external.get("topk_method") not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
         raise ConfigError(f"topk_method={external['topk_method']!r} is not supported")
-    return import_rope(external)
+    # Norms of latents are built without the configuration's epsilon there.
+    differs = float(external.get("rms_norm_eps", NORM_EPSILON)) != NORM_EPSILON
+    return {**import_rope(external), **({"latent_norm_epsilon": NORM_EPSILON} if differs else {})}
 
 
 def _require_rotated(external: Mapping[str, Any]) -> None:
@@ -213,10 +212,11 @@ def v3_import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
 def export_shared(config: DeepseekConfig) -> dict[str, Any]:
     """Fields present with and without MoE layers."""
     require_value(config, "normalization", ("RMSNorm",), model_type_of(config))
-    if config.norm_epsilon != NORM_EPSILON:
+    if config.latent_epsilon != NORM_EPSILON:
+        key = "norm_epsilon" if config.latent_norm_epsilon is None else "latent_norm_epsilon"
         raise ConfigError(
-            f"model.norm_epsilon={config.norm_epsilon} cannot be written as a Hugging Face DeepSeek, whose norms of "
-            f"latents have {NORM_EPSILON}"
+            f"model.{key}={config.latent_epsilon} cannot be written as a Hugging Face DeepSeek, whose norms of latents "
+            f"have {NORM_EPSILON}; set model.latent_norm_epsilon to it"
         )
     return {
         **export_rope(config),

@@ -119,6 +119,7 @@ def deepseek_arguments(model: Any, parameters: Collection[str], kept: Mapping[st
 
 
 def _scaling_arguments(model: Any) -> dict[str, Any]:
+    require(model, "latent_norm_epsilon", (None, model.norm_epsilon))
     require(model, "rope_scaling_type", ("none", "yarn"))
     if model.rope_scaling_type == "none":
         return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
