@@ -479,7 +479,14 @@ SECTIONS = Kind(
     "a section of the configuration",
     SectionSpec,
     "mt-core",
-    homes={"inference": "mt-infer", "eval": "mt-eval"},
+    homes={
+        "inference": "mt-infer",
+        "eval": "mt-eval",
+        "profile": "mt-tools",
+        "adapter": "mt-tune",
+        "tune": "mt-tune",
+        "preference": "mt-tune",
+    },
 )
 
 
