@@ -71,7 +71,7 @@ class AdapterConfig(Section):
             return given
         from pathlib import Path
 
-        from mt_tune.adapters.peft_folder import PeftFolder
+        from mt_tune.adapters.peft_reading import PeftFolder
 
         return {**PeftFolder(Path(given["load"])).section(), **given}
 

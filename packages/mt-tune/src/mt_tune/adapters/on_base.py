@@ -16,7 +16,8 @@ from mt_core.errors import ConfigError
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_tune.adapters.peft_config import CONFIG
-from mt_tune.adapters.peft_folder import PeftFolder, read_values
+from mt_tune.adapters.peft_folder import read_values
+from mt_tune.adapters.peft_reading import PeftFolder
 
 SECTION = "adapter"
 

@@ -12,9 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from mt_ckpt.files.safetensors import SafetensorsFile
 from mt_ckpt.model import build_model, model_config
-from mt_ckpt.pickles.torch_file import NamedTensorsFile
 from mt_ckpt.writing.options import refuse_layout
 from mt_ckpt.writing.output_folders import output_folder
 from mt_core.checkpoint_lookup import MODEL
@@ -27,50 +25,13 @@ from mt_core.train.checkpoint.state import merged_over_stages
 from mt_tune.adapters.base import NAME, Adapter, Names, Values, adapters
 from mt_tune.adapters.config import AdapterConfig
 from mt_tune.adapters.kinds import main_type
-from mt_tune.adapters.peft_config import CONFIG, PREFIX, read_config, section_of, shortened, written_config
+from mt_tune.adapters.peft_config import CONFIG, PREFIX, shortened, written_config
+from mt_tune.adapters.peft_reading import SHARED, WEIGHTS, PeftFolder
 from mt_tune.adapters.targets import Part, adaptable_layers, external_copies, external_rules, saved_parameters
 
-WEIGHTS = "adapter_model.safetensors"
-SHARED = PREFIX.partition(".")[0] + "."
-OLD_WEIGHTS = "adapter_model.bin"
 RENAMED = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"})
 """Ends of target modules of a model with experts that PEFT takes for the fused experts, wherever they stand: dense
 layers and shared experts are named by their parameters instead."""
-
-
-class PeftFolder:
-    """An open folder. Raises ConfigError and CheckpointError for one that is none, or is damaged."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.content = path, read_config(path)
-        file = path / WEIGHTS
-        self._file: Any = SafetensorsFile(file) if file.is_file() else None
-        if self._file is None:
-            if not (path / OLD_WEIGHTS).is_file():
-                raise CheckpointError(f"{path} has neither {WEIGHTS} nor {OLD_WEIGHTS}")
-            self._file = NamedTensorsFile(path / OLD_WEIGHTS)
-        self.names = {name.removeprefix(PREFIX).removeprefix(SHARED): name for name in self._file.tensors}
-
-    def read(self, name: str) -> Tensor:
-        """A tensor by its name without the prefix. Raises CheckpointError for one that is not there."""
-        if name not in self.names:
-            raise CheckpointError(
-                f"{self.path}: has no tensor {PREFIX}{name}, which [adapter] and the base make; is the adapter of "
-                "another base, or do adapter.targets name more than it has?"
-            )
-        tensor: Tensor = self._file.read(self.names[name])
-        return tensor
-
-    def section(self) -> dict[str, Any]:
-        """Keys of [adapter] that describe it."""
-        return section_of(self.content, {_module_of(name) for name in self.names})
-
-
-def _module_of(name: str) -> str:
-    """Name of a module from that of a tensor of its adapter."""
-    for mark in (".lora_", ".vera_", ".ia3_", ".token_adapter"):
-        name = name.partition(mark)[0]
-    return name.replace(".base_layer", "")
 
 
 def stored_names(found: Iterable[Adapter]) -> Names:

@@ -26,7 +26,8 @@ from mt_tune.adapters.base import NAME, Adapter, adapters
 from mt_tune.adapters.config import AdapterConfig
 from mt_tune.adapters.low_rank import with_parts
 from mt_tune.adapters.on_base import SECTION
-from mt_tune.adapters.peft_folder import PeftFolder, read_values
+from mt_tune.adapters.peft_folder import read_values
+from mt_tune.adapters.peft_reading import PeftFolder
 from mt_tune.adapters.start import CanonicalValues, canonical_weight
 from mt_tune.adapters.targets import adaptable_layers
 from mt_tune.adapters.vectors import VectorAdapter

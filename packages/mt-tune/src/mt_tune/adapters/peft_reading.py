@@ -1,0 +1,52 @@
+"""An open PEFT folder: its configuration and its tensors by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mt_ckpt.files.safetensors import SafetensorsFile
+from mt_ckpt.pickles.torch_file import NamedTensorsFile
+from mt_core.errors import CheckpointError
+from mt_tune.adapters.peft_config import PREFIX, read_config, section_of
+
+WEIGHTS = "adapter_model.safetensors"
+SHARED = PREFIX.partition(".")[0] + "."
+OLD_WEIGHTS = "adapter_model.bin"
+
+
+class PeftFolder:
+    """An open folder. Raises ConfigError and CheckpointError for one that is none, or is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.content = path, read_config(path)
+        file = path / WEIGHTS
+        self._file: Any = SafetensorsFile(file) if file.is_file() else None
+        if self._file is None:
+            if not (path / OLD_WEIGHTS).is_file():
+                raise CheckpointError(f"{path} has neither {WEIGHTS} nor {OLD_WEIGHTS}")
+            self._file = NamedTensorsFile(path / OLD_WEIGHTS)
+        self.names = {name.removeprefix(PREFIX).removeprefix(SHARED): name for name in self._file.tensors}
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its name without the prefix. Raises CheckpointError for one that is not there."""
+        if name not in self.names:
+            raise CheckpointError(
+                f"{self.path}: has no tensor {PREFIX}{name}, which [adapter] and the base make; is the adapter of "
+                "another base, or do adapter.targets name more than it has?"
+            )
+        tensor: Tensor = self._file.read(self.names[name])
+        return tensor
+
+    def section(self) -> dict[str, Any]:
+        """Keys of [adapter] that describe it."""
+        return section_of(self.content, {_module_of(name) for name in self.names})
+
+
+def _module_of(name: str) -> str:
+    """Name of a module from that of a tensor of its adapter."""
+    for mark in (".lora_", ".vera_", ".ia3_", ".token_adapter"):
+        name = name.partition(mark)[0]
+    return name.replace(".base_layer", "")
