@@ -86,15 +86,16 @@ def _extended(
     old = restore_tokenizer(config, files, host).vocab_size
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
     ids = {token: tokenizer.token_to_id(token) for token in tokens}
-    if list(ids.values()) != list(range(old, old + len(tokens))):
+    expected = {token: old + number for number, token in enumerate(tokens)}
+    if ids != expected:
         raise ConfigError(
             f"the tokenizer has {old} ids, and its new tokens get {list(ids.values())}: some of its ids have no token; "
             "add the tokens with the program that made it"
         )
     files[TOKENIZER] = tokenizer.to_str(pretty=True).encode()
     if TOKENIZER_CONFIG in files:
-        files[TOKENIZER_CONFIG] = _with_decoder(files[TOKENIZER_CONFIG], ids)
-    return old, ids, files
+        files[TOKENIZER_CONFIG] = _with_decoder(files[TOKENIZER_CONFIG], expected)
+    return old, expected, files
 
 
 def _with_decoder(content: bytes, ids: Mapping[str, int]) -> bytes:

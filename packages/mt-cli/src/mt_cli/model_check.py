@@ -13,7 +13,7 @@ from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CHECKPOINT_LOADERS
 from mt_core.config.loading import config_from_dict
 from mt_core.config.schema import Config
-from mt_core.config_map import CONFIG, HF_FORMAT, model_section, read_hf_config
+from mt_core.config_map import HF_FORMAT, model_section, read_hf_config
 from mt_core.errors import ConfigError, MtError
 from mt_core.plugins import PluginHost
 
@@ -98,7 +98,7 @@ def _configuration(external: Mapping[str, Any], host: PluginHost) -> Config:
 def _config_problem(error: MtError, external: Mapping[str, Any]) -> Problem:
     words = set(re.findall(r"[\w.]+", str(error)))
     named = [key for key in external if key in words or any(word.startswith(f"{key}.") for word in words)]
-    return Problem(CONFIG, named, str(error))
+    return Problem("config.json", named, str(error))
 
 
 # -- tensors -----------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def _check_tensors(path: Path, host: PluginHost) -> tuple[int | None, list[Probl
         config = config_from_dict({"model": reader.metadata["config"]["model"]}, host)
         expected = canonical_shapes(config, host)
     except MtError as error:
-        where: Literal["config.json", "tensors"] = CONFIG if isinstance(error, ConfigError) else "tensors"
+        where: Literal["config.json", "tensors"] = "config.json" if isinstance(error, ConfigError) else "tensors"
         return None, [Problem(where, tensor_names(str(error)), str(error))]
     wrong = [
         Problem("tensors", [name], f"{name} has the shape {list(shape)}, the configuration makes it {list(own)}")

@@ -97,6 +97,7 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, Sums]]:
 def _recorder(name: str, found: dict[str, Sums]) -> Callable[..., None]:
     def record(module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         x, weight = inputs[0], module.weight
+        assert isinstance(weight, Tensor)
         if not (isinstance(x, Tensor) and x.is_floating_point() and x.shape[-1] == weight.shape[-1]):
             return
         experts = weight.shape[0] if weight.ndim == 3 else 1

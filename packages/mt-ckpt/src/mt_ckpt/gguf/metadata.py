@@ -57,7 +57,7 @@ class ArchitectureMetadata:
 
     def get(self, key: str, kind: type[T]) -> T | None:
         value = value_of(self._file.metadata, f"{self.architecture}.{key}", kind)
-        return kind(shortest(value)) if kind is float and value is not None else value  # type: ignore[arg-type]
+        return kind(shortest(value)) if kind is float and value is not None else value
 
     def need(self, key: str, kind: type[T]) -> T:
         """Raises CheckpointError where the file has no such key, and for a size below 1."""

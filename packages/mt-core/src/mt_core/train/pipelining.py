@@ -187,8 +187,10 @@ def build_forward_backward(
     loss: Loss,
     forward_step: ForwardStep | None,
     recorder: ScheduleRecorder | None,
-    time: TimeParts,
+    time: TimeParts | None = None,
 ) -> ForwardBackward:
+    """time: where passes are counted; by default nowhere."""
+    time = time or TimeParts()
     invariant = config.numerics.batch_invariant
     if stages is None:
         forward_step = forward_step or default_forward_step(loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -29,13 +30,20 @@ def fla_delta_rule(
     if state is not None:
         raise ValueError("a state before the first of several documents is not supported by the kernels of fla")
     batch, length = segment_ids.shape
-    row = [x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, g, beta)]
-    o, _ = _call(chunk_gated_delta_rule, *row, None, document_bounds(segment_ids))
+    q, k, v_row, g, beta = (x.reshape(1, batch * length, *x.shape[2:]) for x in (q, k, v, g, beta))
+    o, _ = _call(chunk_gated_delta_rule, q, k, v_row, g, beta, None, document_bounds(segment_ids))
     return o.view_as(v), v.new_zeros(0)
 
 
 def _call(
-    kernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, bounds: Tensor | None
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None,
+    bounds: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return kernel(
         q, k, v, g=g, beta=beta, initial_state=state, output_final_state=bounds is None, use_qk_l2norm_in_kernel=True,

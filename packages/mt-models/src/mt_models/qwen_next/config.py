@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -157,7 +157,7 @@ def flops_per_token(config: QwenNextConfig, seq_length: int, *, convention: Conv
     core = core_flops(config, mean_keys(seq_length, None, convention))
     eh_proj = 4 * config.hidden_size**2
     predicted = eh_proj + projections + core + feed_forward + decoder.output
-    return QwenNextFlops(*astuple(decoder), prediction=config.mtp_num_layers * predicted)
+    return QwenNextFlops(**vars(decoder), prediction=config.mtp_num_layers * predicted)
 
 
 def gate_flops(config: QwenNextConfig) -> float:

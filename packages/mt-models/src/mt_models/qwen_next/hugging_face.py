@@ -77,10 +77,11 @@ def _feed_forward_rules(config: QwenNextConfig, *, sparse: bool) -> list[Rule]:
 
 def _attention_rules(config: QwenNextConfig) -> list[Rule]:
     qkv = tuple(f"{THEIRS}self_attn.{name}_proj.weight" for name in "qkv")
-    heads = {"groups": config.query_groups, "heads": config.num_attention_heads}
     return [
         *norm_rules(QK_NORMS),
-        GatedGroupedQKV(f"{OURS}self_attention.linear_qkv.weight", qkv, **heads),
+        GatedGroupedQKV(
+            f"{OURS}self_attention.linear_qkv.weight", qkv, groups=config.query_groups, heads=config.num_attention_heads
+        ),
         Same(f"{OURS}self_attention.linear_proj.weight", f"{THEIRS}self_attn.o_proj.weight"),
     ]
 

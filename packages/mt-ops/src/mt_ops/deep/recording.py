@@ -50,7 +50,7 @@ def record(recorded: RecordedModel, tokens: Tensor, *, moved: bool = False) -> R
         logits = recorded.logits(tokens)
         targets = tokens[:, 1:].flatten()
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     result.forward["logits"], result.loss = logits.detach(), float(loss.detach())
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and (known := recorded.name_of(name)) is not None:
@@ -63,7 +63,7 @@ def update(model: nn.Module, rate: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter -= rate * parameter.grad
+                parameter.sub_(parameter.grad, alpha=rate)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class Scale:
         self._of: Callable[[np.ndarray], np.ndarray] = np.log if log else np.asarray
 
     def __call__(self, value: np.ndarray | float) -> np.ndarray:
-        low, high = self._of(np.float64(self.low)), self._of(np.float64(self.high))
+        low, high = self._of(np.asarray(self.low)), self._of(np.asarray(self.high))
         return self.begin + (self._of(np.asarray(value)) - low) / (high - low) * (self.end - self.begin)
 
     def ticks(self) -> list[float]:
