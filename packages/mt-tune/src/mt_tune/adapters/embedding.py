@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
+from mt_core.nn.embedding import VocabParallelEmbedding
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, sequence_axes, zeros
 from mt_core.nn.linear import leave_tensor_parallel, linear
 from mt_core.parallel.context import AxisName, ParallelContext
@@ -37,7 +38,8 @@ class EmbeddingAdapter(Adapter):
         self.declare("lora_B", b)
 
     def after(self, x: Tensor, out: Tensor, layer: LayoutModule, **options: Any) -> Tensor:
-        first, last = layer.range.start, layer.range.stop  # type: ignore[union-attr]
+        ids = cast(VocabParallelEmbedding, layer).range
+        first, last = ids.start, ids.stop
         elsewhere = (x < first) | (x >= last)
         own = F.embedding((x - first).masked_fill(elsewhere, 0), self.lora_A).masked_fill(elsewhere[..., None], 0.0)
         h = own if self.ctx.tp.size == 1 else leave_tensor_parallel(own, self.ctx)
@@ -68,6 +70,7 @@ class TokenRowsAdapter(Adapter):
     """Rows of the embedding that are trained in place of the base's: rows [ids, hidden]. A tied head has them too."""
 
     rows: Tensor
+    numbers: Tensor
     peft_type = "TRAINABLE_TOKENS"
     takes_from_base = True
     covers_tied_weight = True
@@ -94,9 +97,10 @@ class TokenRowsAdapter(Adapter):
         found, rows = matches.any(-1), F.embedding(matches.int().argmax(-1), self.rows)
         if self.ctx.tp.size == 1:
             return torch.where(found[..., None], rows, out)
-        own = layer.range  # type: ignore[union-attr]
+        embedding = cast(VocabParallelEmbedding, layer)
+        own = embedding.range
         found = found & (x >= own.start) & (x < own.stop)
-        base = F.embedding((x - own.start).masked_fill(~found, 0), layer.weight)  # type: ignore[arg-type]
+        base = F.embedding((x - own.start).masked_fill(~found, 0), embedding.weight)
         return out + leave_tensor_parallel((rows - base).masked_fill(~found[..., None], 0.0), self.ctx)
 
     def effective_weight(self, weight: Tensor) -> Tensor:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from mt_core.nn.layout import LayoutModule, ParameterLayout, ones, sequence_axes, zeros
-from mt_core.nn.linear import column_parallel_linear, linear, row_parallel_linear
+from mt_core.nn.linear import LinearModule, column_parallel_linear, linear, row_parallel_linear
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.reductions import all_reduce_
 from mt_tune.adapters.base import Adapter, Names, Take, Values, put
@@ -62,6 +62,7 @@ class LowRankAdapter(Adapter):
     lora_A: Tensor  # noqa: N815
     lora_B: Tensor  # noqa: N815
     coefficients: Tensor | None
+    columns: Tensor | None
 
     def __init__(self, layer: Layer, config: AdapterConfig, ctx: ParallelContext) -> None:
         super().__init__(layer, ctx)
@@ -164,7 +165,8 @@ class LowRankAdapter(Adapter):
 
     @classmethod
     def peft_keys(cls, found: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
-        ranks, alphas = {}, {}
+        ranks: dict[str, int] = {}
+        alphas: dict[str, float] = {}
         for adapter in found:
             for part in adapter.ranks:
                 name = str(part.part.names[0])
@@ -204,6 +206,7 @@ class MagnitudeAdapter(LowRankAdapter):
     """DoRA: y = m / |W + s B A| (W + s B A) x, |.| the norm of each row, which has no gradient; magnitude [out]."""
 
     magnitude: Tensor
+    covered: Tensor | None
     takes_from_base = True
 
     def __init__(self, layer: Layer, config: AdapterConfig, ctx: ParallelContext) -> None:
@@ -214,7 +217,8 @@ class MagnitudeAdapter(LowRankAdapter):
     @torch.no_grad()
     def norms(self, layer: LayoutModule) -> Tensor:
         """[rows of this rank] of the whole rows."""
-        weight = layer.weight.float() + self.wide_b().float() @ self.lora_A.float()  # type: ignore[operator, union-attr]
+        base = cast(LinearModule, layer).weight
+        weight = base.float() + self.wide_b().float() @ self.lora_A.float()
         squares = weight.square().sum(-1)
         if self.cuts_inputs and self.ctx.tp.size > 1:
             all_reduce_(squares, self.ctx.tp)
@@ -260,6 +264,9 @@ class MagnitudeAdapter(LowRankAdapter):
 class ExpertsAdapter(LowRankAdapter):
     """LoRA of the matrices of experts [E, out, in]: lora_A [E, R, in], lora_B [E, out, rank]. Both products are grouped
     by expert as the layer's is."""
+
+    product: Any
+    """A GroupedProduct of mt_moe, which this package does not import."""
 
     def __init__(self, layer: Layer, config: AdapterConfig, ctx: ParallelContext) -> None:
         super().__init__(layer, config.model_copy(update={"dropout": 0.0}), ctx)

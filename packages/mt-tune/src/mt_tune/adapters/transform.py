@@ -80,7 +80,9 @@ def _attach(
     model: nn.Module, layer: Layer, options: AdapterConfig, context: ModelBuildContext, sizes: Mapping[str, int]
 ) -> None:
     kind, module = adapter_type(layer, options), layer.module
-    adapter = kind(layer, options, context.parallel, **sizes if kind is VectorAdapter else {})  # type: ignore[call-arg]
+    # The constructors of the subclasses take an AdapterConfig, that of Adapter does not.
+    build: Callable[..., Adapter] = kind
+    adapter = build(layer, options, context.parallel, **sizes if kind is VectorAdapter else {})
     if layer.kind == "output":
         adapt_output(model, adapter, module, is_tied=layer.is_tied)
     elif layer.kind == "router":

@@ -23,6 +23,7 @@ class ScalingAdapter(Adapter):
     """IA3: y = l * (W x + b), or W (l * x) + b of the layers that adapter.feedforward_targets names; l starts at 1."""
 
     scaling: Tensor
+    covered: Tensor | None
     peft_type = "IA3"
 
     def __init__(self, layer: Layer, config: AdapterConfig, ctx: ParallelContext) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -184,7 +185,7 @@ def _built(config: Config, split: Split, host: PluginHost) -> Dataset | None:
     spec = host[DATASETS].get(config.data.dataset_type, key="data.dataset_type")
     request = SplitRequest(split, None, config.data.seq_length, config.train.seed)
     built = spec.build.load()(config.data, build_tokenizer(config, host), request)
-    return built if hasattr(built, "describe") else next(iter(built.values()), None) if built else None
+    return next(iter(built.values()), None) if isinstance(built, Mapping) else built
 
 
 def _has_samples(config: Config, split: Split, host: PluginHost) -> bool:
