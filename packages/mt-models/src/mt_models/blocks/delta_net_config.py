@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
-from pydantic import BaseModel
-
 from mt_core.config.checks import must_divide
-from mt_core.config.fields import PositiveInt
+from mt_core.config.fields import PositiveInt, Section
 from mt_core.config.layer_pattern import pattern_of, read_pattern
 from mt_core.config.schema import Config
 from mt_models.blocks.flop_convention import Convention
@@ -15,7 +13,7 @@ from mt_models.blocks.flop_convention import Convention
 FREQ = "model.linear_attention_freq"
 
 
-class DeltaNetKeys(BaseModel):
+class DeltaNetKeys(Section):
     """Sizes and kinds of the gated delta nets of a decoder."""
 
     linear_attention_freq: PositiveInt | str = 4

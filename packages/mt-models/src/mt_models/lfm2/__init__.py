@@ -9,6 +9,7 @@ SPEC = ModelSpec(
     config_type=Lazy("mt_models.lfm2.config:Lfm2Config"),
     build=Lazy("mt_models.lfm2.model:build_lfm2"),
     check=Lazy("mt_models.lfm2.config:check_lfm2"),
+    shrink=Lazy("mt_models.lfm2.config:shrink_lfm2"),
     presets=Lazy("mt_models.lfm2.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.lfm2.hugging_face:HUGGING_FACE"),

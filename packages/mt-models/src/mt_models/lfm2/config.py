@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mt_core.config.checks import must_divide
@@ -50,6 +51,13 @@ def check_lfm2(config: Config) -> None:
         size = parallel.tensor_model_parallel_size * parallel.context_parallel_size
         key = "parallel.tensor_model_parallel_size x parallel.context_parallel_size"
         must_divide(key, size, "model.hidden_size", model.hidden_size)
+
+
+def shrink_lfm2(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
+    """See `ModelSpec.shrink`: convolutions and attention by turns."""
+    if model.get("conv_layer_pattern") is None:
+        return {}
+    return {"conv_layer_pattern": pattern_of([layer % 2 == 0 for layer in range(model["num_layers"])])}
 
 
 # -- published sizes ---------------------------------------------------------------------------------
