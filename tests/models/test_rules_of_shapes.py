@@ -17,7 +17,11 @@ EXPERTS = {"moe.num_experts": 6, "moe.moe_router_topk": 2}
         ("llama", {"kv_channels": 7}, "model.kv_channels=7 is odd"),
         ("deepseek", {"qk_pos_emb_head_dim": 7}, "model.qk_pos_emb_head_dim=7 is odd"),
         ("qwen_moe", EXPERTS | {"rotary_percent": 0.4}, "model.rotary_percent=0.4 of 8 channels=3 is odd"),
-        ("qwen_moe", EXPERTS | {"rotary_percent": 0.1}, "leaves none to rotate; at least 0.25 is needed"),
+        (
+            "qwen_moe",
+            EXPERTS | {"rotary_percent": 0.1},
+            "leaves none to rotate; model.rotary_percent has to be at least 0.25",
+        ),
         (
             "llama",
             {"rotary_base": 1.0, "rope_scaling_type": "yarn", "rope_scaling_factor": 2.0},

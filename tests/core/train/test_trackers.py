@@ -214,7 +214,7 @@ def trained_on_two_ranks(rank: int, world: int, run_dir: str, overrides: list[st
     from mt_core.config.loading import load_config
 
     Trainer(load_config(preset="gpt-tiny", overrides=overrides), run_dir=run_dir).train()
-    return sorted(str(path.relative_to(run_dir)) for path in Path(run_dir).rglob("events.*"))
+    return sorted(str(path.relative_to(run_dir)) for path in Path(run_dir).rglob("events.out.*"))
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def mt_register_callbacks() -> list[CallbackSpec]:
         CallbackSpec(
             name="adapter_start",
             doc="Sets what adapters take from the weights that a run starts from, or reads them (adapter.load)",
-            build=Lazy("mt_tune.adapters.start:build_adapter_start"),
+            build=Lazy("mt_tune.adapters.callback:build_adapter_start"),
             always=True,
             all_ranks=True,
         )

@@ -166,7 +166,7 @@ def _evaluation_of(best: BestRecord, metrics: Path) -> dict[str, float]:
     """The last one of its step in metrics.jsonl that has its metric; lines of evaluators have others."""
     lines = (json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines())
     found = [line for line in lines if line["iteration"] == best.iteration and best.metric in line]
-    return {name: value for name, value in found[-1].items() if name not in ("kind", "iteration")}
+    return {name: value for name, value in found[-1].items() if name not in ("kind", "iteration", "time", "elapsed")}
 
 
 def summary(runs: Sequence[SeedScores]) -> dict[str, float]:

@@ -35,7 +35,7 @@ def compare(
     Names the first step and quantity in which they part, and the differences of configuration and the events that
     explain it. Exit code 0 when they agree within the tolerance, 1 when they part.
 
-    With --deep A and B are two checkpoints of mt or Hugging Face folders, or two configurations (.toml, .json).
+    With --deep A and B are two checkpoints (mt's, or Hugging Face folders) or two configurations (.toml, .json).
     """
     if deep:
         _compare_deep(a, b, steps, as_json)

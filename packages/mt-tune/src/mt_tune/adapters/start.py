@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mt_core.config.schema import Config
 from mt_core.nn.layout import LayoutModule
 from mt_core.parallel.context import ParallelContext
 from mt_core.train.callbacks import Callback, Run
 from mt_core.train.checkpoint.state import MODEL
 from mt_tune.adapters.base import NAME, adapters
-from mt_tune.adapters.config import AdapterConfig, has_adapter
+from mt_tune.adapters.config import AdapterConfig
 from mt_tune.adapters.peft_folder import read_values
 from mt_tune.adapters.targets import WEIGHT
 
@@ -94,8 +93,3 @@ class CanonicalValues:
 
     def files(self) -> Mapping[str, bytes]:
         return {}
-
-
-def build_adapter_start(config: Config) -> AdapterStart | None:
-    """None for a run without adapters."""
-    return AdapterStart(config.section(AdapterConfig)) if has_adapter(config) else None
