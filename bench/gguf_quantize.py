@@ -14,6 +14,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -71,10 +72,10 @@ def main() -> None:
     tensor = torch.from_numpy(x)
     for name in options.types:
         type_ = BY_NAME[name]
-        own, own_cpu = best_of(lambda t=type_: quantize(tensor, t, None, options.threads), options.runs)
+        own, own_cpu = best_of(partial(quantize, tensor, type_, None, options.threads), options.runs)
         line = f"{name:8} {x.size / own / 1e6:8.1f} M/s"
         if theirs is not None:
-            other, other_cpu = best_of(lambda t=type_: theirs(t), options.runs)
+            other, other_cpu = best_of(partial(theirs, type_), options.runs)
             line += f" {x.size / other / 1e6:8.1f} M/s  ratio {own / other:.2f}, in CPU time {own_cpu / other_cpu:.2f}"
         print(line, flush=True)
 
