@@ -28,6 +28,7 @@ from tests.infer.engines import (
 )
 from torch import Tensor, nn
 
+from mt_ckpt.hugging_face.tokenizer import special_ids
 from mt_core import specs
 from mt_core.config.schema import Config
 from mt_core.plugins import PluginHost, load_plugins
@@ -135,6 +136,28 @@ def test_a_prefix_that_is_in_the_cache_is_not_computed_again(name: str) -> None:
     assert computed[1] == 1
 
 
+BY_LENGTH = {
+    "longrope": FAMILIES["phi3"],
+    "dynamic": {
+        **FAMILIES["llama"],
+        "rope_scaling_type": "dynamic",
+        "rope_scaling_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("scaling", BY_LENGTH)
+def test_sequences_with_other_rotary_frequencies_share_no_prefix(scaling: str) -> None:
+    """Beginnings of one text, which may grow to 25, 12, 23 and 11 positions: 16 are the original ones."""
+    engine = engine_of(configuration(BY_LENGTH[scaling], inference=TINY), randomized=True)
+    engine.model.eval()
+    (text,) = prompts(19)
+    for length in (19, 6, 17, 5):
+        (events,) = run(engine, [text[:length]], GREEDY)
+        assert_equals_forward(engine.model, text[:length], events)
+
+
 def conditioned(name: str) -> tuple[list[list[int]], list[dict[str, Tensor]]]:
     """Prompts, and what each is conditioned by."""
     generator = torch.Generator().manual_seed(4)
@@ -177,6 +200,14 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "hybrid": {"hidden_size": 40, "vocab_size": 103, "num_attention_heads": 5, "num_query_groups": 5},
     "t5": {"hidden_size": 36, "num_attention_heads": 6, "vocab_size": 103},
     "llava": {},
+    # Four of the six channels of a head are rotated. Texts of 9 and 14 positions and of 22 and 25 stay on one side of
+    # the boundary from their prompts on: transformers changes the factors where one crosses it.
+    "phi3": {
+        **ODD,
+        "original_max_position_embeddings": 15,
+        "rope_short_factor": [1.0, 1.5],
+        "rope_long_factor": [2.0, 4.0],
+    },
 }
 
 
@@ -184,7 +215,8 @@ def reference_of(config: Config, model: nn.Module, folder: Path) -> nn.Module:
     """The model of `transformers` from files with our weights, in the names that we write."""
     transformers = pytest.importorskip("transformers")
     family: HuggingFaceFamily = host()[specs.MODELS].get(config.model.family).name_maps["hf"].load()
-    external = family.write_config(config.model)
+    # The ids of special tokens that files without a tokenizer have. Defaults may lie outside of a small vocabulary.
+    external = {**family.write_config(config.model), **special_ids({})}
     (folder / "config.json").write_text(json.dumps(external))
     save_file(to_reference(model, family), folder / "model.safetensors", metadata={"format": "pt"})
     kind = getattr(transformers, external["architectures"][0])

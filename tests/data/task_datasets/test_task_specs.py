@@ -17,7 +17,7 @@ LENGTH = 48
 
 
 @pytest.fixture
-def sources(tmp_path: Path, write_sentences: Any, documents: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+def sources(tmp_path: Path, write_sentences: Any, documents: Any) -> dict[str, tuple[str | None, dict[str, Any]]]:
     sentences = write_sentences(documents)
     write_sentences([[[60]]] * len(documents), "corpus_title_document")
     for name, task in GLUE.items():
@@ -36,6 +36,7 @@ def sources(tmp_path: Path, write_sentences: Any, documents: Any) -> dict[str, t
         "t5": (sentences, {"decoder_seq_length": LENGTH}),
         "ict": (sentences, {}),
         "sft": (str(tmp_path / "chat.jsonl"), {"chat_template": "plain"}),
+        "instructions": (None, {"count": 8}),
         "race": (str(tmp_path), {}),
         "text_classification": (str(tmp_path / "texts.jsonl"), {"labels": ["no", "yes"]}),
         **{name: (str(tmp_path / f"{name}.tsv"), {}) for name in GLUE},
@@ -45,7 +46,8 @@ def sources(tmp_path: Path, write_sentences: Any, documents: Any) -> dict[str, t
 @pytest.mark.parametrize("spec", TASK_DATASETS, ids=lambda spec: spec.name)
 def test_samples_have_the_declared_fields(spec: Any, sources: Any, wordpiece: Any) -> None:
     path, keys = sources[spec.name]
-    config = spec.config_type.load()(dataset_type=spec.name, train_data_path=[path], **keys)
+    paths = {} if path is None else {"train_data_path": [path]}
+    config = spec.config_type.load()(dataset_type=spec.name, **paths, **keys)
     dataset = spec.build.load()(config, wordpiece, SplitRequest("train", 1, LENGTH, 1))
     sample = dataset[0]
     assert {field.name: field.dtype for field in spec.sample} == {

@@ -89,7 +89,7 @@ class InferenceEngine:
         draft = None if drafts is None else drafts.model
         self.manager, draft_cache = build_caches(model, draft, options, ctx, longest, batch_invariant)
         self.scheduler = Scheduler(self.manager)
-        self.new_sequences = NewSequences(self.manager, tokenizer, longest)
+        self.new_sequences = NewSequences(self.manager, tokenizer, longest, model)
         self.drafter = build_drafter(options, self.manager, self.runner, drafts, draft_cache, batch_invariant)
         self.graphs: DecodeGraphs | None = None
         recorder = step_recorder(model, options, ctx, batch_invariant)

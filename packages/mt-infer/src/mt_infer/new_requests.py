@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import blake2b
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,22 @@ from mt_infer.sampling.noise import sequence_seed
 from mt_infer.sampling.parameters import SamplingParameters
 
 
-class NewSequences:
-    """Makes them for one engine. max_model_len: positions of a sequence."""
+@runtime_checkable
+class RotatesByCapacity(Protocol):
+    """A model whose rotary frequencies may depend on the length that a sequence may grow to."""
 
-    def __init__(self, manager: CacheManager, tokenizer: Tokenizer | None, max_model_len: int) -> None:
-        self.manager, self.tokenizer, self.max_model_len = manager, tokenizer, max_model_len
+    def frequencies_key(self, capacity: int) -> bytes:
+        """Sequences with equal keys have the same frequencies."""
+        ...
+
+
+class NewSequences:
+    """Makes them for one engine. max_model_len: positions of a sequence. model: whose states are cached."""
+
+    def __init__(
+        self, manager: CacheManager, tokenizer: Tokenizer | None, max_model_len: int, model: object = None
+    ) -> None:
+        self.manager, self.tokenizer, self.max_model_len, self.model = manager, tokenizer, max_model_len, model
         self.constraints = Constraints(tokenizer)
         self.adapters: AdapterSet | None = None
 
@@ -39,9 +51,12 @@ class NewSequences:
         count = 1 if request.sampling.num_beams > 1 else request.sampling.sequences
         return [self._sequence(request, index) for index in range(count)]
 
-    def _adapter_key(self, request: Request) -> bytes:
-        """Equal tokens with another adapter are other values in the cache."""
-        return b"" if self.adapters is None else self.adapters.key(request.adapter)
+    def _root(self, request: Request, capacity: int) -> bytes:
+        """Root of the prefix keys: equal tokens with other images, rotary frequencies or another adapter are other
+        values in the cache."""
+        frequencies = self.model.frequencies_key(capacity) if isinstance(self.model, RotatesByCapacity) else b""
+        adapter = b"" if self.adapters is None else self.adapters.key(request.adapter)
+        return content_hash(request.inputs) + frequencies + adapter
 
     def stop_text(self, sampling: SamplingParameters) -> Detokenizer | None:
         """What finds the stop texts of beams. Those of other sequences are found where their tokens become text."""
@@ -54,17 +69,17 @@ class NewSequences:
     def _sequence(self, request: Request, index: int) -> RunningSequence:
         sampling = request.sampling
         assert sampling.seed is not None
+        # Scaled rotary frequencies depend on this length from the first position on, since cached keys cannot follow
+        # frequencies that change.
+        capacity = min(len(request.tokens) + sampling.max_tokens, self.max_model_len)
         sequence = RunningSequence(
             request,
             index,
             # n samples have a seed each, derived on every rank alike.
             sequence_seed(sampling.seed, index),
-            # capacity: dynamic rotary scaling takes this length from the first position on, since cached keys cannot
-            # follow a changing base.
-            min(len(request.tokens) + sampling.max_tokens, self.max_model_len),
+            capacity,
             self.manager.new_tables(),
-            # The root of the prefix keys: equal tokens with other images are other values in the cache.
-            self.manager.new_keys(content_hash(request.inputs) + self._adapter_key(request)),
+            self.manager.new_keys(self._root(request, capacity)),
             list(request.tokens),
             prompt_logprobs=[None] * (len(request.tokens) - 1),
             stop_ids=self._stop_ids(sampling),

@@ -179,6 +179,11 @@ class CausalDecoder(Model):
         sequences may grow to."""
         return None
 
+    def frequencies_key(self, capacity: int) -> bytes:
+        """Key of the rotary frequencies that a cached sequence has which may grow to `capacity` positions: with other
+        frequencies equal tokens have other keys and values."""
+        return b""
+
     def logits(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, vocab]"""
         rows = self.unprojected(x)
@@ -235,6 +240,9 @@ class RotaryDecoder(CausalDecoder):
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
         return self.rotary.angles(position_ids, capacity)
+
+    def frequencies_key(self, capacity: int) -> bytes:
+        return self.rotary.key(capacity)
 
     @property
     def max_sequence_length(self) -> int:

@@ -109,6 +109,10 @@ class Rotary(Protocol):
         """position_ids: [B or 1, S]. capacity [1, S]: the lengths that cached sequences may grow to."""
         ...
 
+    def key(self, capacity: int) -> bytes:
+        """Key of the frequencies that a cached sequence has which may grow to `capacity` positions."""
+        ...
+
 
 class FixedRotary:
     """The same frequencies [D / 2] for every sequence. scale: of cos and sin."""
@@ -118,6 +122,9 @@ class FixedRotary:
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None = None) -> RotaryAngles:
         return RotaryAngles(position_ids, self.frequencies_on(position_ids.device), self.scale)
+
+    def key(self, capacity: int) -> bytes:
+        return b""
 
     def frequencies_on(self, device: torch.device) -> Tensor:
         """Moved to the device once: the host would wait for a copy in each forward pass."""
@@ -139,6 +146,10 @@ class DynamicRotary:
         # sequences one length for each position, [1, S, 1, 1].
         length = position_ids.max() + 1 if capacity is None else capacity[..., None, None]
         return RotaryAngles(position_ids, self.frequencies(length))
+
+    def key(self, capacity: int) -> bytes:
+        # A base for each length.
+        return b"dynamic:%d;" % capacity if capacity > self.original else b""
 
     def frequencies(self, length: Tensor) -> Tensor:
         """[D / 2] for a sequence of `length` (a scalar tensor) positions; [1, S, 1, D / 2] for lengths [1, S, 1, 1]."""
@@ -164,6 +175,9 @@ class LongRotary:
         frequencies = torch.where(length > self.original, self.long, self.short)
         return RotaryAngles(position_ids, frequencies, self.scale)
 
+    def key(self, capacity: int) -> bytes:
+        return b"long;" if capacity > self.original else b""
+
 
 class RotaryByWindow:
     """Other frequencies in layers with a window."""
@@ -175,6 +189,9 @@ class RotaryByWindow:
         angles = self.rotary.angles(position_ids, capacity)
         angles.in_window = self.in_window.angles(position_ids, capacity)
         return angles
+
+    def key(self, capacity: int) -> bytes:
+        return self.rotary.key(capacity) + self.in_window.key(capacity)
 
 
 class RotaryWithQueryScale:
@@ -188,6 +205,9 @@ class RotaryWithQueryScale:
         steps = torch.floor((position_ids.float() + by.offset) / by.length)
         angles.query_scale = (1.0 + by.beta * torch.log1p(steps))[..., None, None]
         return angles
+
+    def key(self, capacity: int) -> bytes:
+        return self.rotary.key(capacity)
 
 
 def build_rotary(config: DecoderConfig) -> Rotary:

@@ -104,6 +104,9 @@ class GemmaModel(CausalDecoder):
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
         return self.rotary.angles(position_ids, capacity)
 
+    def frequencies_key(self, capacity: int) -> bytes:
+        return self.rotary.key(capacity)
+
     @property
     def needs_logits(self) -> str | None:
         """Why a loss needs the logits."""

@@ -276,6 +276,10 @@ class VisionLanguageModel(Model):
     def cached_layers(self) -> Iterator[KeepsState]:
         return layers_with_state(self.language_model)
 
+    def frequencies_key(self, capacity: int) -> bytes:
+        key: bytes = self.language_model.frequencies_key(capacity)
+        return key
+
     @property
     def decoded_layers(self) -> int:
         layers: int = self.language_model.decoded_layers
