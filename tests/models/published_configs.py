@@ -344,6 +344,27 @@ BERT_BASE_CHINESE = {
     "pooler_type": "first_token_transform", "type_vocab_size": 2, "vocab_size": 21128,
 }  # fmt: skip
 CHINESE_BERT_WWM = {**BERT_BASE_CHINESE, "output_past": True}
+BART_BASE = {
+    "activation_dropout": 0.1, "activation_function": "gelu", "add_bias_logits": False, "add_final_layer_norm": False,
+    "architectures": ["BartModel"], "attention_dropout": 0.1, "bos_token_id": 0, "classif_dropout": 0.1,
+    "classifier_dropout": 0.0, "d_model": 768, "decoder_attention_heads": 12, "decoder_ffn_dim": 3072,
+    "decoder_layerdrop": 0.0, "decoder_layers": 6, "decoder_start_token_id": 2, "dropout": 0.1, "early_stopping": True,
+    "encoder_attention_heads": 12, "encoder_ffn_dim": 3072, "encoder_layerdrop": 0.0, "encoder_layers": 6,
+    "eos_token_id": 2, "forced_bos_token_id": 0, "forced_eos_token_id": 2, "gradient_checkpointing": False,
+    "init_std": 0.02, "is_encoder_decoder": True, "max_position_embeddings": 1024, "model_type": "bart",
+    "no_repeat_ngram_size": 3, "normalize_before": False, "normalize_embedding": True, "num_beams": 4,
+    "num_hidden_layers": 6, "pad_token_id": 1, "scale_embedding": False, "torch_dtype": "float32", "use_cache": True,
+    "vocab_size": 50265,
+}  # fmt: skip
+BLENDERBOT_3B = {
+    "activation_dropout": 0.0, "activation_function": "gelu", "architectures": ["BlenderbotForConditionalGeneration"],
+    "attention_dropout": 0.0, "d_model": 2560, "decoder_attention_heads": 32, "decoder_ffn_dim": 10240,
+    "decoder_layers": 24, "decoder_start_token_id": 1, "dropout": 0.1, "encoder_attention_heads": 32,
+    "encoder_ffn_dim": 10240, "encoder_layers": 2, "encoder_no_repeat_ngram_size": 3, "init_std": 0.02,
+    "is_encoder_decoder": True, "max_position_embeddings": 128, "model_type": "blenderbot", "scale_embedding": False,
+    "tie_word_embeddings": True, "vocab_size": 8008,
+}  # fmt: skip
+"""The defaults of transformers' class, which are those of the checkpoint."""
 T5_SMALL = {
     "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64, "d_model": 512,
     "decoder_start_token_id": 0, "dropout_rate": 0.1, "eos_token_id": 1, "initializer_factor": 1.0,
@@ -472,6 +493,32 @@ INTERNVL3_1B = {
     },
     "vision_feature_layer": -1, "vision_feature_select_strategy": "default",
 }  # fmt: skip
+QWEN3_NEXT_80B = {
+    "architectures": ["Qwen3NextForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4, "head_dim": 256,
+    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next",
+    "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512,
+    "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2, "output_router_logits": False,
+    "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.57.0.dev0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+OLMO_HYBRID_7B = {
+    "architectures": ["OlmoHybridForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": None, "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 3840, "initializer_range": 0.02,
+    "intermediate_size": 11008, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+    "linear_a_log_max": 16.0, "linear_a_log_min": 0.0, "linear_allow_neg_eigval": True, "linear_conv_kernel_dim": 4,
+    "linear_dt_init_floor": 0.0001, "linear_dt_max": 0.1, "linear_dt_min": 0.001, "linear_key_head_dim": 96,
+    "linear_num_key_heads": 30, "linear_num_value_heads": 30, "linear_value_head_dim": 192,
+    "max_position_embeddings": 65536, "model_type": "olmo_hybrid", "num_attention_heads": 30, "num_hidden_layers": 32,
+    "num_key_value_heads": 30, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": False,
+    "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
+"""The defaults of transformers' class, which are those of the checkpoint."""
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt", GPT2),
@@ -502,6 +549,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen1.5-moe-a2.7b": ("qwen_moe", QWEN15_MOE),
     "qwen3-30b-a3b": ("qwen_moe", QWEN3_30B_A3B),
     "qwen3-coder-30b-a3b": ("qwen_moe", QWEN3_CODER_30B),
+    "qwen3-next-80b-a3b": ("qwen_next", QWEN3_NEXT_80B),
+    "olmo-hybrid-7b": ("olmo_hybrid", OLMO_HYBRID_7B),
     "deepseek-v2-lite": ("deepseek", DEEPSEEK_V2_LITE),
     "deepseek-v3-bf16": ("deepseek", DEEPSEEK_V3),
     "gpt-oss-20b": ("gpt_oss", GPT_OSS_20B),
@@ -514,6 +563,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "bert-base-uncased": ("bert", BERT_BASE_UNCASED),
     "bert-base-chinese": ("bert", BERT_BASE_CHINESE),
     "chinese-bert-wwm": ("bert", CHINESE_BERT_WWM),
+    "bart-base": ("bart", BART_BASE),
+    "blenderbot-3b": ("bart", BLENDERBOT_3B),
     "t5-small": ("t5", T5_SMALL),
     "flan-t5-base": ("t5", FLAN_T5_BASE),
     "t5-v1_1-xxl": ("t5", T5_V11_XXL),

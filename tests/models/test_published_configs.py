@@ -20,8 +20,12 @@ WITHOUT_EFFECT = {
     "smolvlm2-500m": {"model_type", "architectures"},
     "lfm2-1.2b": {"block_auto_adjust_ff_dim"},
     "exaone-4.0-32b": {"sliding_window_pattern"},
+    "bart-base": {"architectures", "forced_eos_token_id"},
+    "blenderbot-3b": {"encoder_no_repeat_ngram_size"},
+    "olmo-hybrid-7b": {"pad_token_id"},
 }
-"""Keys that other keys of the same file switch off, and types that compute the same as the one that is written."""
+"""Keys that other keys of the same file switch off, that only generation reads or that name a token of the tokenizer,
+and types that compute the same as the one that is written."""
 KEPT = {"max_position_embeddings", "decoder_start_token_id"}
 """Keys that no written file may lack where the published one has them."""
 

@@ -152,6 +152,14 @@ def read_even_shape(metadata: Metadata) -> dict[str, Any]:
     return values
 
 
+def read_attention_scale(metadata: Metadata, head_dim: int) -> dict[str, Any]:
+    """Granite's factor of scores. Files hold 32 bits of it: where they are those of 1 / sqrt(head_dim), that is meant,
+    which other formats need not say."""
+    scale, usual = metadata.need("attention.scale", float), head_dim**-0.5
+    rounded, expected = torch.tensor([scale, usual], dtype=torch.float32).tolist()
+    return {"attention_multiplier": usual if rounded == expected else scale}
+
+
 def write_shape(external: External) -> dict[str, Any]:
     head_dim = head_size(external)
     return {

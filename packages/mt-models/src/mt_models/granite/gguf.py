@@ -13,6 +13,7 @@ from mt_models.blocks.gguf_decoder import (
     decoder_map,
     feed_forward,
     norms,
+    read_attention_scale,
     read_shape,
     tied_output,
     write_shape,
@@ -33,7 +34,9 @@ def name_map(config: GraniteConfig) -> NameMap:
 
 def read(metadata: Metadata) -> dict[str, Any]:
     biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_down.bias"}
-    return {**read_shape(metadata), **{key: metadata.has_tensor(name) for key, name in biases.items()}}
+    shape = read_shape(metadata)
+    scale = read_attention_scale(metadata, shape["head_dim"])
+    return {**shape, **scale, **{key: metadata.has_tensor(name) for key, name in biases.items()}}
 
 
 GRANITE = GGUFArchitecture(
