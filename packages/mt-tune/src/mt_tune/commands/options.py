@@ -8,7 +8,31 @@ from typing import Annotated
 
 import typer
 
-LENGTH, OUTPUT, ADAPTER = "Training", "What is done", "Adapter"
+DATA, LENGTH, OUTPUT, ADAPTER = "Data", "Training", "What is done", "Adapter"
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """Which records are evaluated on, and how they become text."""
+
+    valid: Annotated[list[str] | None, typer.Option(help="Files to evaluate on; repeatable.", rich_help_panel=DATA)] = (
+        None
+    )
+    hold_out: Annotated[
+        int,
+        typer.Option(
+            help="Percent of the data to evaluate on, without --valid; none of few records.",
+            min=0,
+            max=99,
+            rich_help_panel=DATA,
+        ),
+    ] = 5
+    template: Annotated[
+        str | None,
+        typer.Option(
+            help="Chat template: chatml, llama3, plain or a Jinja file. Default: the model's own.", rich_help_panel=DATA
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -10,45 +10,22 @@ import typer
 
 from mt_core.commands import host_of, need
 from mt_core.errors import ConfigError
-from mt_tune.commands.options import AdapterOptions, OutputOptions, TrainingOptions
+from mt_tune.commands.options import AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
 from mt_tune.commands.recipe import (
     Amount,
     Tree,
     adapter_section,
     carry_out,
+    data_section,
     merged,
     model_sections,
     rate_sections,
     training_sections,
 )
-from mt_tune.commands.sft import DATA, examine
+from mt_tune.commands.sft import examine
 
 DPO_LR, ORPO_LR = 1e-6, 8e-6
 LOSS = "Loss"
-
-
-@dataclass(frozen=True)
-class PairOptions:
-    """What the records are."""
-
-    valid: Annotated[list[str] | None, typer.Option(help="Files to evaluate on; repeatable.", rich_help_panel=DATA)] = (
-        None
-    )
-    hold_out: Annotated[
-        int,
-        typer.Option(
-            help="Percent of the data to evaluate on, without --valid; none of few records.",
-            min=0,
-            max=99,
-            rich_help_panel=DATA,
-        ),
-    ] = 5
-    template: Annotated[
-        str | None,
-        typer.Option(
-            help="Chat template: chatml, llama3, plain or a Jinja file. Default: the model's own.", rich_help_panel=DATA
-        ),
-    ] = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +50,7 @@ def dpo(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, a checkpoint, a run or a preset.")],
     data: Annotated[list[str], typer.Argument(help="Pairs: JSON lines, JSON arrays or Parquet; files or patterns.")],
-    records: PairOptions,
+    records: RecordOptions,
     preference: PreferenceOptions,
     training: TrainingOptions,
     adapter: AdapterOptions,
@@ -87,7 +64,7 @@ def orpo(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, a checkpoint, a run or a preset.")],
     data: Annotated[list[str], typer.Argument(help="Pairs: JSON lines, JSON arrays or Parquet; files or patterns.")],
-    records: PairOptions,
+    records: RecordOptions,
     preference: PreferenceOptions,
     training: TrainingOptions,
     adapter: AdapterOptions,
@@ -102,7 +79,7 @@ def _tune(
     name: str,
     model: str,
     data: list[str],
-    records: PairOptions,
+    records: RecordOptions,
     preference: PreferenceOptions,
     training: TrainingOptions,
     adapter: AdapterOptions,
@@ -114,7 +91,9 @@ def _tune(
     preset, of_model = model_sections(model, host)
     base = merged(of_model, adapter_section(adapter), preference_sections(preference, name))
     ranks = output.nproc or 1
-    examined = examine(host, preset, merged(base, _data_section(data, records, preset)), training, ranks)
+    examined = examine(
+        host, preset, merged(base, {"data": data_section("preference", data, records, preset)}), training, ranks
+    )
     length = training_sections(training, Amount(examined.samples, ranks))
     rates = rate_sections(training, adapter, length["train"]["train_iters"], lr=lr, own=preset is not None)
     sections = merged(base, {"data": examined.data}, length, rates)
@@ -142,15 +121,3 @@ def preference_sections(options: PreferenceOptions, name: str) -> Tree:
     section: dict[str, Any] = {"loss": losses, **{key: value for key, value in keys.items() if value is not None}}
     train: dict[str, Any] = {"loss": "preference", "batch_source": "reference" if with_reference else "dataset"}
     return {"train": train, "preference": section}
-
-
-def _data_section(data: list[str], options: PairOptions, preset: str | None) -> Tree:
-    section: dict[str, Any] = {"dataset_type": "preference"}
-    if options.valid:
-        section |= {"train_data_path": data, "valid_data_path": options.valid}
-    else:
-        section |= {"data_path": data, "split": f"{100 - options.hold_out},{options.hold_out},0"}
-    template = options.template or ("plain" if preset is not None else None)
-    if template is not None:
-        section["chat_template_file" if Path(template).is_file() else "chat_template"] = template
-    return {"data": section}

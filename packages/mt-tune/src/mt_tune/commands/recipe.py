@@ -15,7 +15,7 @@ from mt_core.config.sources import find_preset, installed_presets, parse_overrid
 from mt_core.errors import ConfigError, did_you_mean
 from mt_core.plugins import PluginHost
 from mt_core.specs import COMMANDS
-from mt_tune.commands.options import AdapterOptions, OutputOptions, TrainingOptions
+from mt_tune.commands.options import AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
 
 Tree = dict[str, dict[str, Any]]
 WRITTEN = "tune.toml"
@@ -64,6 +64,19 @@ class Amount:
 def _power_of_two(number: int) -> int:
     """The largest one that is not above `number`, at least 1."""
     return 1 << max(number, 1).bit_length() - 1
+
+
+def data_section(dataset_type: str, data: list[str], options: RecordOptions, preset: str | None) -> dict[str, Any]:
+    """Keys of [data]. A preset's tokenizer brings no chat template: its conversations are plain."""
+    section: dict[str, Any] = {"dataset_type": dataset_type}
+    if options.valid:
+        section |= {"train_data_path": data, "valid_data_path": options.valid}
+    else:
+        section |= {"data_path": data, "split": f"{100 - options.hold_out},{options.hold_out},0"}
+    template = options.template or ("plain" if preset is not None else None)
+    if template is not None:
+        section["chat_template_file" if Path(template).is_file() else "chat_template"] = template
+    return section
 
 
 def training_sections(options: TrainingOptions, amount: Amount) -> Tree:

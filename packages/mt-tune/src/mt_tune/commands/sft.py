@@ -11,13 +11,14 @@ import typer
 
 from mt_core.commands import host_of, need
 from mt_core.errors import DataError
-from mt_tune.commands.options import AdapterOptions, OutputOptions, TrainingOptions
+from mt_tune.commands.options import DATA, AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
 from mt_tune.commands.recipe import (
     LONGEST,
     Amount,
     Tree,
     adapter_section,
     carry_out,
+    data_section,
     merged,
     model_sections,
     rate_sections,
@@ -30,25 +31,13 @@ if TYPE_CHECKING:
     from mt_core.plugins import PluginHost
 
 LR = 2e-5
-DATA, LOSS = "Data", "Loss"
+LOSS = "Loss"
 
 
 @dataclass(frozen=True)
-class DataOptions:
+class DataOptions(RecordOptions):
     """What the records are."""
 
-    valid: Annotated[list[str] | None, typer.Option(help="Files to evaluate on; repeatable.", rich_help_panel=DATA)] = (
-        None
-    )
-    hold_out: Annotated[
-        int,
-        typer.Option(
-            help="Percent of the data to evaluate on, without --valid; none of few records.",
-            min=0,
-            max=99,
-            rich_help_panel=DATA,
-        ),
-    ] = 5
     record_format: Annotated[
         str,
         typer.Option(
@@ -57,12 +46,6 @@ class DataOptions:
             rich_help_panel=DATA,
         ),
     ] = "auto"
-    template: Annotated[
-        str | None,
-        typer.Option(
-            help="Chat template: chatml, llama3, plain or a Jinja file. Default: the model's own.", rich_help_panel=DATA
-        ),
-    ] = None
     train_on: Annotated[
         str, typer.Option(help="answers, last_answer or all: which tokens count.", rich_help_panel=DATA)
     ] = "answers"
@@ -112,14 +95,7 @@ def sft(
 
 
 def _data_section(data: list[str], options: DataOptions, preset: str | None) -> Tree:
-    section: dict[str, Any] = {"dataset_type": "sft"}
-    if options.valid:
-        section |= {"train_data_path": data, "valid_data_path": options.valid}
-    else:
-        section |= {"data_path": data, "split": f"{100 - options.hold_out},{options.hold_out},0"}
-    template = options.template or ("plain" if preset is not None else None)
-    if template is not None:
-        section["chat_template_file" if Path(template).is_file() else "chat_template"] = template
+    section = data_section("sft", data, options, preset)
     changed = {
         "record_format": (options.record_format, "auto"),
         "train_on": (options.train_on, "answers"),

@@ -38,8 +38,8 @@ class PreferenceLoss:
         self.weights = keys.loss_weights or [1.0] * len(keys.loss)
         self.first_difference: float | None = None
         """Of the first micro-batch of training: the largest |log pi - log pi_ref| of an answer over |log pi_ref|."""
-        self._recorded: list[dict[str, Tensor]] = []
-        self._evaluated: list[dict[str, Tensor]] = []
+        self._recorded: list[tuple[dict[str, Tensor], Tensor]] = []
+        self._evaluated: list[tuple[dict[str, Tensor], Tensor]] = []
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         pairs, exists = self.pairs(output, batch)
@@ -71,25 +71,31 @@ class PreferenceLoss:
     def _collect(self, pairs: Pairs, exists: Tensor) -> None:
         training = torch.is_grad_enabled()
         with torch.no_grad():
-            values = {name: value[exists] for name, value in metrics(pairs, self.keys.beta).items()}
+            values = metrics(pairs, self.keys.beta)
             if training and self.first_difference is None:
                 self.first_difference = _largest_difference(pairs, exists)
-        (self._recorded if training else self._evaluated).append(values)
+        # Which pairs exist is looked up when the values are taken: it would wait for the device here.
+        (self._recorded if training else self._evaluated).append((values, exists))
 
     def take_recorded(self) -> list[tuple[str, float, Literal["mean", "sum", "max", "min"]]]:
         """Of training: one value for each pair."""
         # Other ranks of a context-parallel group have the same pairs, and a mean counts them equally.
-        taken, self._recorded = self._recorded, []
+        taken, self._recorded = [_existing(*collected) for collected in self._recorded], []
         return [(name, float(value), "mean") for values in taken for name, all_ in values.items() for value in all_]
 
     def take_metrics(self) -> Mapping[str, float]:
         """Of evaluation: means over the pairs of all ranks. Collective over the world."""
-        taken, self._evaluated = self._evaluated, []
+        taken, self._evaluated = [_existing(*collected) for collected in self._evaluated], []
         names = taken[0] if taken else {}
         own = {name: torch.cat([values[name] for values in taken]).tolist() for name in names}
         # Ranks without the last pipeline stage have none; those that share a model have the same pairs.
         of_ranks = [values for values in all_gather_objects(own, self.parallel.world) if values]
         return {name: _mean([value for values in of_ranks for value in values[name]]) for name in of_ranks[0]}
+
+
+def _existing(values: Mapping[str, Tensor], exists: Tensor) -> dict[str, Tensor]:
+    """Of each pair that there is."""
+    return {name: value[exists] for name, value in values.items()}
 
 
 def _mean(values: list[float]) -> float:

@@ -188,5 +188,3 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
 WITHOUT_REFERENCE = frozenset({"sft", "orpo", "simpo", "cpo"})
 WITH_SMOOTHING = frozenset({"sigmoid", "robust", "exo_pair", "simpo", "cpo"})
 """Losses in which label_smoothing has a meaning."""
-STARTS_AT_LN_2 = frozenset({"sigmoid", "sigmoid_norm"})
-"""Losses that are ln 2 for a policy that is the reference."""
