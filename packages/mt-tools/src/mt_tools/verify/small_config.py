@@ -18,7 +18,7 @@ from mt_core.errors import ConfigError
 from mt_core.interfaces import CAUSAL_LM_SAMPLE
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
-from mt_core.specs import DATASETS, MODELS
+from mt_core.specs import DATASETS, MODELS, SECTIONS
 from mt_core.train.auto_choices import LARGE_VOCABULARY, with_loss, with_resolved_loss
 from mt_core.train.build import build_model
 from mt_tools.verify.small_layout import LARGEST_WORLD, forget_division, processes, shrink_axes, shrink_stages
@@ -88,6 +88,7 @@ def shrink(
     _replace_data(tree, length, config, host)
     shrink_training(tree, parallel, steps)
     _compute_on_cpu(tree, dtype)
+    _shrink_sections(tree, host)
     small = config_from_dict(tree, host)
     _check(small, host)
     return _with_loss_of(config, small, host)
@@ -284,6 +285,13 @@ def _fake_images(tree: Tree, length: int, family: str, host: PluginHost) -> dict
         pixels = keys["img_h"] * keys["img_w"]
         keys |= {"min_pixels": pixels, "max_pixels": length // 2 * pixels}
     return keys
+
+
+def _shrink_sections(tree: Tree, host: PluginHost) -> None:
+    """Sections of other distributions, last: what they see is the small configuration."""
+    for spec in host[SECTIONS]:
+        if spec.name in tree and spec.shrink is not None:
+            tree[spec.name] = dict(spec.shrink.load()(tree[spec.name], tree))
 
 
 def _undivided(size: int) -> int:
