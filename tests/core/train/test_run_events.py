@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -89,6 +90,25 @@ def test_the_account_of_a_run_that_died_by_hand() -> None:
     assert whole.failure_cost(100.0) == pytest.approx(50.0 + 20.0 / 2)
 
 
+def test_a_process_that_hung_until_it_was_killed_by_hand() -> None:
+    """Its last event is of second 150; it is in its step since second 152 and gave its last sign at 352."""
+    sign = {"time": 352.0, "since": 152.0, "phase": "step", "iteration": 20}
+    events = [start(100.0, 0), parts_at(150.0, 20, {"start": 10.0, "forward": 40.0})]
+    whole = account(events, [sign])
+    assert whole is not None
+    assert (whole.total, dict(whole.parts)) == (252.0, {"start": 10.0, "forward": 40.0, "hang": 200.0, "lost": 2.0})
+    # A later process knows it from the start of its own, where the status of ranks is that of the later one.
+    after = [*events, {**start(400.0, 20), "before": sign}, {"time": 410.0, "kind": "end", "iteration": 20}]
+    whole = account(after, [{**sign, "phase": "ended"}])
+    assert whole is not None
+    assert whole.parts["hang"] == 200.0
+    assert whole.parts["idle"] == 48.0
+    # A process that is killed in the middle of a step has not hung.
+    whole = account(events, [{**sign, "time": 155.0}])
+    assert whole is not None
+    assert "hang" not in whole.parts
+
+
 def test_nothing_to_account_for() -> None:
     assert account([]) is None
 
@@ -132,6 +152,30 @@ def test_each_rank_waits_and_shows_its_status(tmp_path: Path) -> None:
     (last,) = [entry for entry in read_events(tmp_path) if entry["kind"] == "parts"][-1:]
     assert [rank["communication"] > 0 for rank in last["ranks"]] == [True, True]
     assert sorted(path.name for path in (tmp_path / "status").iterdir()) == ["rank-0.json", "rank-1.json"]
+
+
+def test_data_drawn_from_a_blend_is_counted_over_a_resume(tmp_path: Path) -> None:
+    """Weights 3 : 1, two processes of 3 steps of 4 samples: together 9 and 3 samples."""
+    from mt_data.datasets.blend import BlendedDataset, build_blend_index
+
+    class Part:
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            tokens = np.full(16, index % 7, np.int64)
+            return {"tokens": tokens, "labels": tokens, "loss_mask": np.ones(16, np.float32)}
+
+        def describe(self, index: int) -> str:
+            return str(index)
+
+    blend = BlendedDataset([Part(), Part()], build_blend_index([3, 1], 24), ["web", "code"], [0.75, 0.25])
+    Trainer(tiny("train.exit_iteration=3"), run_dir=tmp_path, train_data=blend).train()
+    Trainer(tiny(), run_dir=tmp_path, train_data=blend).train()
+    drawn = [entry for entry in read_events(tmp_path) if entry["kind"] == "data"]
+    assert [(entry["iteration"], entry["first_sample"]) for entry in drawn] == [(3, 0), (6, 12)]
+    assert [[part["samples"] for part in entry["datasets"]] for entry in drawn] == [[9, 3], [9, 3]]
+    assert drawn[0]["datasets"][0] == {"name": "web", "weight": 0.75, "samples": 9, "tokens": 144}
 
 
 def test_many_ranks_write_less_often() -> None:

@@ -2,7 +2,10 @@
 
 Each has `time` (seconds since the epoch), `iteration` and `kind`:
 
-    start     a process of the run began: resumed_from, world_size, host, pid, began (when the process was started)
+    start     a process of the run began: resumed_from, world_size, host, pid, began (when the process was started),
+              before (the last sign of a process that had not ended: its time, phase, and since when it was in it)
+    data      first_sample, datasets: of each data set of a blend its name, weight, and the samples and tokens that this
+              process drew from it, from first_sample on; at saves and at the end
     message   text, as the log has it; warning: the same, of something to look at
     sample    prompt, text: generated while training
     evaluation, save (path), control (request, answer), changed (key, before, after)
@@ -24,6 +27,8 @@ from typing import Any
 
 EVENTS_FILE = "events.jsonl"
 Event = Mapping[str, Any]
+HANG = 30.0
+"""Seconds in one phase without an event before the last sign of a process, from which on it counts as having hung."""
 TRAINING = ("forward", "backward", "communication", "optimizer")
 """Parts of the time that steps take by themselves."""
 
@@ -58,7 +63,8 @@ class TimeAccount:
     """Seconds of an allocation by part, the mean over ranks, from the first start to the last event.
 
     Beside the parts that ranks measure: `repeated`, steps that a later process took again; `idle`, between the end of
-    one process and the start of the next; `lost`, of a process that ended without a last account.
+    one process and the start of the next; `hang`, in the last phase of a process that did not end by itself but still
+    gave signs; `lost`, the rest of a process that ended without a last account.
     """
 
     parts: Mapping[str, float]
@@ -93,8 +99,8 @@ class TimeAccount:
         return interval / 2.0 + startup
 
 
-def account(events: Sequence[Event]) -> TimeAccount | None:
-    """Of all processes of a run. None for a run without a start."""
+def account(events: Sequence[Event], status: Sequence[Mapping[str, Any]] = ()) -> TimeAccount | None:
+    """Of all processes of a run. None for a run without a start. status: the last signs of its ranks."""
     processes = _processes(events)
     if not processes:
         return None
@@ -102,12 +108,36 @@ def account(events: Sequence[Event]) -> TimeAccount | None:
     saves: list[float] = []
     for number, process in enumerate(processes):
         following = processes[number + 1] if number + 1 < len(processes) else None
-        _add(parts, _of_process(process, following))
+        sign = following[0].get("before") if following is not None else _last_sign(status)
+        end = _end(process, sign)
+        _add(parts, _of_process(process, following, end, _hang(process, sign)))
         saves += [float(entry["seconds"]) for entry in process if entry["kind"] == "save" and "seconds" in entry]
         if following is not None:
-            parts["idle"] += max(_began(following) - process[-1]["time"], 0.0)
-    total = processes[-1][-1]["time"] - _began(processes[0])
+            parts["idle"] += max(_began(following) - end, 0.0)
+    total = _end(processes[-1], _last_sign(status)) - _began(processes[0])
     return TimeAccount({part: seconds for part, seconds in parts.items() if seconds > 0}, total, len(processes), saves)
+
+
+def _last_sign(status: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Of the rank that is in its phase the longest; None where a rank has ended, or none has said anything."""
+    known = [entry for entry in status if "since" in entry and "time" in entry]
+    if not known or any(entry.get("phase") == "ended" for entry in known):
+        return None
+    return min(known, key=lambda entry: float(entry["since"]))
+
+
+def _end(process: Sequence[Event], sign: Mapping[str, Any] | None) -> float:
+    """When a process did something last: its last event, or a later sign of one that has not ended by itself."""
+    last = float(process[-1]["time"])
+    return last if sign is None or process[-1]["kind"] == "end" else max(last, float(sign["time"]))
+
+
+def _hang(process: Sequence[Event], sign: Mapping[str, Any] | None) -> float:
+    """Seconds in one phase until the last sign, without an event of the process; 0 below HANG."""
+    if sign is None or process[-1]["kind"] == "end":
+        return 0.0
+    seconds = float(sign["time"]) - max(float(sign["since"]), float(process[-1]["time"]))
+    return seconds if seconds >= HANG else 0.0
 
 
 def _processes(events: Sequence[Event]) -> list[list[Event]]:
@@ -125,16 +155,20 @@ def _began(process: Sequence[Event]) -> float:
     return float(process[0].get("began", process[0]["time"]))
 
 
-def _of_process(process: Sequence[Event], following: Sequence[Event] | None) -> dict[str, float]:
+def _of_process(
+    process: Sequence[Event], following: Sequence[Event] | None, end: float, hang: float
+) -> dict[str, float]:
     """Its parts. Time in steps that the following process took again is `repeated`."""
     accounts = [entry for entry in process if entry["kind"] == "parts"]
     parts: defaultdict[str, float] = defaultdict(float)
-    lasted = process[-1]["time"] - _began(process)
+    lasted = end - _began(process)
     if accounts:
         for rank in accounts[-1]["ranks"]:
             _add(parts, {part: seconds / len(accounts[-1]["ranks"]) for part, seconds in rank.items()})
     # After its last account a process may have trained on until it died.
     unaccounted = max(lasted - sum(parts.values()), 0.0)
+    parts["hang"] = min(hang, unaccounted)
+    unaccounted -= parts["hang"]
     if following is not None and (again := _repeated_share(process, following)) > 0:
         for part in TRAINING:
             parts["repeated"] += parts[part] * again

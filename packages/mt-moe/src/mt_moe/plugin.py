@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Lazy
-from mt_core.specs import CommandSpec, FeedForwardSpec, MoeDispatcherSpec
+from mt_core.specs import CallbackSpec, CommandSpec, FeedForwardSpec, MoeDispatcherSpec
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
@@ -47,6 +47,19 @@ def mt_register_moe_dispatchers() -> list[MoeDispatcherSpec]:
             config_type=Lazy("mt_moe.dispatchers.config:FlexConfig"),
             build=Lazy("mt_moe.dispatchers.flex:build_flex"),
         ),
+    ]
+
+
+@hookimpl
+def mt_register_callbacks() -> list[CallbackSpec]:
+    return [
+        CallbackSpec(
+            name="expert_load",
+            doc="Writes expert-load.jsonl in the run directory of a model with experts",
+            build=Lazy("mt_moe.load_record:build_load_file"),
+            always=True,
+            all_ranks=True,
+        )
     ]
 
 

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Lazy
-from mt_core.specs import CommandSpec
+from mt_core.specs import CallbackSpec, CommandSpec
 
 
 def _command(name: str, doc: str) -> CommandSpec:
     return CommandSpec(name=name, doc=doc, app=Lazy(f"mt_ops.commands.{name}:{name}"))
+
+
+@hookimpl
+def mt_register_callbacks() -> list[CallbackSpec]:
+    return [
+        CallbackSpec(
+            name="memory_plan",
+            doc="Records the memory that mt plan expects of each rank, which mt report shows beside the measured",
+            build=Lazy("mt_ops.memory_plan:build_memory_plan"),
+        )
+    ]
 
 
 @hookimpl

@@ -51,6 +51,11 @@ class BlendedDataset:
             raise IndexError(f"sample {index} of a blend that has {len(self)} samples")
         return int(self.index.dataset_index[index]), int(self.index.dataset_sample_index[index])
 
+    def counts(self, first: int, stop: int) -> list[int]:
+        """How many of samples first ... stop - 1 are of each data set."""
+        picks = np.bincount(self.index.dataset_index[first:stop], minlength=len(self.datasets))
+        return [int(count) for count in picks]
+
     def describe(self, index: int) -> str:
         dataset, sample = self.place(index)
         return (

@@ -21,6 +21,9 @@ def report(
     points: Annotated[
         int, typer.Option(help="Most values of all curves; of longer ones extremes are kept.", min=1000)
     ] = POINTS,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Plan the memory of ranks, beside what they took (mt-ops[deep]).")
+    ] = False,
 ) -> None:
     """Write a page about training runs that opens from disk and loads nothing from outside.
 
@@ -32,6 +35,11 @@ def report(
     from mt_ops.report.page import report as page
 
     opened = open_runs(runs)
+    if plan:
+        from mt_ops.memory_plan import add_planned_memory
+
+        for problem in add_planned_memory(opened):
+            typer.echo(problem, err=True)
     try:
         content = page(opened, points).encode()
         write_whole(output, content)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from mt_ops.reading.json_lines import JsonLines, read_json
 from mt_ops.reading.run import Run, Series
 
 METRICS, CONFIG, ORIGINS = "metrics.jsonl", "config.json", "config-origins.json"
-ENVIRONMENT, STATUS = "environment.json", "status"
+ENVIRONMENT, STATUS, EXPERTS = "environment.json", "status", "expert-load.jsonl"
 NOT_SERIES = ("time", "elapsed", "consumed_samples", "kind")
 
 
@@ -25,6 +25,8 @@ class MtRunReader:
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, name or path.resolve().name
         self._metrics, self._events = JsonLines(path / METRICS), JsonLines(path / EVENTS_FILE)
+        self._experts = JsonLines(path / EXPERTS)
+        self._loads: dict[int, dict[int, Sequence[float]]] = {}
         self._entries: list[Mapping[str, Any]] = []
         self._restart()
 
@@ -36,6 +38,8 @@ class MtRunReader:
         for line in self._metrics.new():
             self._add(line)
         self._entries += [entry for entry in self._events.new() if "kind" in entry and "iteration" in entry]
+        for line in self._experts.new():
+            self._add_loads(line)
         config = dict(_flat(read_json(self.path / CONFIG) or {}))
         train, parts = self._train.series(), self._parts.series()
         axes = _axes(train, config)
@@ -54,11 +58,20 @@ class MtRunReader:
             environment=read_json(self.path / ENVIRONMENT) or {},
             events=list(self._entries),
             status=read_status(self.path),
+            experts=self._loads,
             missing=[name for name in (METRICS, EVENTS_FILE, CONFIG, ENVIRONMENT) if not (self.path / name).exists()],
         )
 
     def _restart(self) -> None:
         self._train, self._valid, self._parts = Columns(), Columns(), Columns()
+
+    def _add_loads(self, line: Mapping[str, Any]) -> None:
+        for layer, loads in line["layers"].items():
+            of_layer = self._loads.setdefault(int(layer), {})
+            # A process that began again before these steps takes other ones.
+            for step in [step for step in of_layer if step >= line["iteration"]]:
+                del of_layer[step]
+            of_layer[line["iteration"]] = loads
 
     def _add(self, line: dict[str, Any]) -> None:
         if "iteration" not in line:

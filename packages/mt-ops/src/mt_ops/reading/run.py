@@ -60,6 +60,8 @@ class Run:
     events: Sequence[Mapping[str, Any]] = ()
     status: Sequence[Mapping[str, Any]] = ()
     """Of each rank, in their order: what it did last."""
+    experts: Mapping[int, Mapping[int, Sequence[float]]] = field(default_factory=dict)
+    """Layer -> step -> load of each expert in percent of the mean."""
     missing: Sequence[str] = ()
 
     @property
@@ -70,6 +72,12 @@ class Run:
     def resumes(self) -> list[int]:
         """Steps at which a process continued the run."""
         return [int(entry["iteration"]) for entry in self.events if entry["kind"] == "start" and entry["iteration"] > 0]
+
+    @property
+    def planned_memory(self) -> Mapping[int, int]:
+        """Bytes that were planned, by pipeline rank; {} where none were."""
+        plans = [entry for entry in self.events if entry["kind"] == "memory_plan"]
+        return {int(pp): int(rank["total"]) for plan in plans[-1:] for rank in plan["ranks"] for pp in rank["pp_ranks"]}
 
     def samples(self) -> list[Mapping[str, Any]]:
         """Texts generated while training."""

@@ -16,9 +16,10 @@ from mt_ops.report.html import Section
 from mt_ops.report.page_data import MOST_POINTS, page_data
 from mt_ops.report.sections.blends import drawn_data
 from mt_ops.report.sections.configuration import configuration, differences, environment
+from mt_ops.report.sections.experts import expert_load
 from mt_ops.report.sections.history import evaluations, events, samples
 from mt_ops.report.sections.overview import overview
-from mt_ops.report.sections.pictures import expert_load, layout, timeline
+from mt_ops.report.sections.pictures import layout, timeline
 from mt_ops.report.sections.time_and_memory import ranks, time_by_part
 
 SCRIPTS = ("numbers.js", "chart.js", "page.js")

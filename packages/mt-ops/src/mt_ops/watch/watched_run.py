@@ -16,7 +16,7 @@ from mt_core.run_events import EVENTS_FILE
 from mt_ops.reading.mt_run import CONFIG, METRICS, STATUS, MtRunReader, is_mt_run
 from mt_ops.reading.run import Run
 from mt_ops.report.html import duration, size
-from mt_ops.report.sections.history import described
+from mt_ops.report.sections.history import NO_EVENTS, described
 from mt_ops.report.sections.overview import state_of
 from mt_ops.report.sections.time_and_memory import slowest
 
@@ -191,7 +191,7 @@ def rank_rows(status: Sequence[Mapping[str, Any]], now: float) -> list[list[str]
 
 def event_lines(run: Run) -> list[str]:
     """The last events, the newest first."""
-    told = [entry for entry in run.events if entry["kind"] not in ("parts", "evaluation")]
+    told = [entry for entry in run.events if entry["kind"] not in NO_EVENTS]
     return list(map(_event_line, reversed(told[-MOST_EVENTS:])))
 
 

@@ -23,6 +23,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.paths import write_whole
 from mt_core.run_events import EVENTS_FILE, event
 from mt_core.train.callbacks import Callback, Metrics, Run
+from mt_core.train.reporting.drawn_data import DrawnData
 from mt_core.train.state import TrainResult
 from mt_core.versions import installed_versions
 
@@ -41,6 +42,7 @@ class EventLog(Callback):
         self._file: TextIO | None = None
         self._early: list[dict[str, Any]] = []
         """Messages of the time before training starts, when the run directory need not exist."""
+        self._drawn: DrawnData | None = None
 
     def on_message(self, run: Run, text: str) -> None:
         kind = "warning" if text.startswith("warning") else "message"
@@ -64,19 +66,24 @@ class EventLog(Callback):
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 began=time.time() - run.engine.time.total(),
+                **_sign_before(run.directory.path),
             )
         )
         early, self._early = self._early, []
         for entry in early:
             self._write(entry)
+        self._drawn = DrawnData(run)
 
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
         self._write(event(kind, run.state.iteration, **fields))
+        if kind == "save":
+            self._write_drawn(run)
 
     def on_evaluation(self, run: Run, metrics: Metrics) -> None:
         self._write(event("evaluation", run.state.iteration, values=dict(metrics)))
 
     def on_train_end(self, run: Run, result: TrainResult) -> None:
+        self._write_drawn(run)
         self._write(event("end", run.state.iteration, reason=result.stopped))
 
     def close(self) -> None:
@@ -84,10 +91,25 @@ class EventLog(Callback):
             self._file.close()
             self._file = None
 
+    def _write_drawn(self, run: Run) -> None:
+        if self._drawn is not None and (fields := self._drawn.fields(run.state.consumed_samples)) is not None:
+            self._write(event("data", run.state.iteration, **fields))
+
     def _write(self, entry: Mapping[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
+
+
+def _sign_before(run_dir: Path) -> dict[str, Any]:
+    """What rank 0 of an earlier process did last, where that process did not end by itself."""
+    try:
+        # This process writes its own status after its start is in the log.
+        status = json.loads((run_dir / STATUS_FOLDER / "rank-0.json").read_text(encoding="utf-8"))
+        sign = {key: status[key] for key in ("time", "since", "phase", "iteration")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {} if sign["phase"] == "ended" else {"before": sign}
 
 
 def build_event_log(config: Config) -> EventLog:

@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from mt_ops.reading.run import Run
 from mt_ops.report.html import Section, details, table
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """weight: the planned part of all samples. samples, tokens: what was drawn."""
+
+    name: str
+    weight: float
+    samples: int
+    tokens: int
+
+
 def drawn_data(runs: Sequence[Run]) -> Section | None:
-    """Events of kind `data` have the samples drawn from each data set of a blend."""
-    parts = [details(run.name, _table(drawn), is_open=len(runs) == 1) for run in runs if (drawn := _drawn(run))]
+    """Planned and drawn parts of the data sets of a blend."""
+    parts = [details(run.name, _table(drawn), is_open=len(runs) == 1) for run in runs if (drawn := drawn_by(run))]
     return Section("data", "Data drawn from the blend", "".join(parts)) if parts else None
 
 
-def _drawn(run: Run) -> list[Mapping[str, Any]]:
-    """Of the last event that says it."""
-    entries = [entry for entry in run.events if entry["kind"] == "data" and "datasets" in entry]
-    return list(entries[-1]["datasets"]) if entries else []
+def drawn_by(run: Run) -> list[Drawn]:
+    """Over all processes of the run; what a later process drew again counts once. [] without a blend."""
+    total: dict[str, Drawn] = {}
+    for entry in _last_counts(run.events):
+        for part in entry["datasets"]:
+            name, samples, tokens = str(part["name"]), int(part["samples"]), int(part.get("tokens", 0))
+            before = total.get(name, Drawn(name, 0.0, 0, 0))
+            more = {"samples": before.samples + samples, "tokens": before.tokens + tokens}
+            total[name] = replace(before, weight=float(part["weight"]), **more)
+    return list(total.values())
 
 
-def _table(drawn: Sequence[Mapping[str, Any]]) -> str:
-    total = sum(float(entry.get("samples", 0)) for entry in drawn) or 1.0
-    weights = sum(float(entry.get("weight", 0)) for entry in drawn) or 1.0
-    rows = [
-        [
-            str(entry.get("name")),
-            f"{float(entry['weight']) / weights:.3%}" if "weight" in entry else None,
-            entry.get("samples"),
-            f"{float(entry.get('samples', 0)) / total:.3%}",
+def _last_counts(events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The last event of kind `data` of each process, before the step at which the next one went on."""
+    starts = [place for place, entry in enumerate(events) if entry["kind"] == "start"]
+    for begin, end in pairwise([*starts, len(events)]):
+        until = events[end]["iteration"] if end < len(events) else None
+        counts = [
+            entry
+            for entry in events[begin:end]
+            if entry["kind"] == "data" and "datasets" in entry and (until is None or entry["iteration"] <= until)
         ]
-        for entry in drawn
+        yield from counts[-1:]
+
+
+def _table(drawn: Sequence[Drawn]) -> str:
+    samples, weights = sum(part.samples for part in drawn) or 1, sum(part.weight for part in drawn) or 1.0
+    rows = [
+        [part.name, f"{part.weight / weights:.3%}", f"{part.samples / samples:.3%}", part.samples, part.tokens]
+        for part in drawn
     ]
-    return table(["data set", "weight", "samples drawn", "part of all"], rows)
+    return table(["data set", "planned", "drawn", "samples", "tokens"], rows)

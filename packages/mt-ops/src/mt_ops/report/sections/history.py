@@ -12,7 +12,7 @@ from mt_ops.report.html import Section, clock_time, details, note, shown, table
 MOST_EVENTS = 400
 """Events of a run in the table: the last ones. All warnings are kept."""
 MOST_SAMPLES = 30
-NO_EVENTS = ("parts", "evaluation", "sample")
+NO_EVENTS = ("parts", "evaluation", "sample", "data", "memory_plan")
 """Kinds that stand in other sections."""
 
 

@@ -28,7 +28,7 @@ def _row(run: Run) -> list[object]:
     best = run.series["valid_loss"].smallest if "valid_loss" in run.series else None
     tokens = run.axes["tokens"].last if "tokens" in run.axes else None
     seconds = run.axes["time"].last if "time" in run.axes else None
-    times = account(run.events)
+    times = account(run.events, run.status)
     return [
         Html(f'<span class="swatch" data-run="{escape(run.name)}"></span>{escape(run.name)}'),
         run.source,

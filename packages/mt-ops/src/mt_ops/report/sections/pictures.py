@@ -1,83 +1,15 @@
-"""Drawings: the load of experts as a heat map, the layout, the timeline of a pipeline step."""
+"""Drawings: the layout, the timeline of a pipeline step."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mt_ops.reading.json_lines import read_json
-from mt_ops.reading.run import Run, Series
-from mt_ops.report.charts import BY_LAYER
+from mt_ops.reading.run import Run
 from mt_ops.report.html import Section, details, note
-
-# -- load of experts ---------------------------------------------------------------------------------
-
-COLUMNS, LEVELS = 80, 8
-OF_LAYER = re.compile(re.escape(BY_LAYER) + r"(\d+)/(.+)")
-MOST_MAPS = 6
-"""Runs with a map."""
-
-
-def expert_load(runs: Sequence[Run]) -> Section | None:
-    with_experts = [run for run in runs if any(name.startswith(BY_LAYER) for name in run.series)]
-    parts = [
-        details(f"{run.name}: {metric.replace('_', ' ')}", _map(layers), is_open=len(with_experts) == 1)
-        for run in with_experts[:MOST_MAPS]
-        for metric, layers in _by_metric(run).items()
-    ]
-    return Section("experts", "Load of experts by layer and step", "".join(parts)) if parts else None
-
-
-def _by_metric(run: Run) -> dict[str, dict[int, Series]]:
-    """Metric -> layer -> its values."""
-    metrics: dict[str, dict[int, Series]] = {}
-    for name, series in run.series.items():
-        if (match := OF_LAYER.fullmatch(name)) is not None and len(series):
-            metrics.setdefault(match.group(2), {})[int(match.group(1))] = series
-    return metrics
-
-
-def _map(layers: Mapping[int, Series]) -> str:
-    """Rows are layers, columns are ranges of steps; a box has the largest value of its range."""
-    last = max(int(series.steps[-1]) for series in layers.values())
-    edges = np.linspace(0, last + 1, min(COLUMNS, last + 1) + 1)
-    rows = {layer: _largest(series, edges) for layer, series in sorted(layers.items())}
-    known = [value for row in rows.values() for value in row if np.isfinite(value)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    span = high - low or 1.0
-    boxes = []
-    for y, (layer, row) in enumerate(rows.items()):
-        boxes.append(f'<text class="label" x="0" y="{y * 16 + 12}">layer {layer}</text>')
-        for x, value in enumerate(row):
-            if np.isfinite(value):
-                level = min(int((value - low) / span * LEVELS), LEVELS - 1)
-                title = f"<title>layer {layer}, steps {edges[x]:.0f} to {edges[x + 1]:.0f}: {value:.4g}</title>"
-                boxes.append(
-                    f'<rect class="h{level}" x="{64 + x * 10}" y="{y * 16}" width="10" height="15">{title}</rect>'
-                )
-    width, height = 64 + (len(edges) - 1) * 10, len(rows) * 16
-    label = f"heat map of {len(rows)} layers over {last} steps, from {low:.4g} to {high:.4g}"
-    return (
-        f'<div class="scroll" tabindex="0"><svg role="img" aria-label="{label}" width="{width}" height="{height}">'
-        f"{''.join(boxes)}</svg></div>" + note(f"from {low:.4g} (dark) to {high:.4g} (bright), steps 0 to {last:,}")
-    )
-
-
-def _largest(series: Series, edges: Any) -> list[float]:
-    cuts = np.searchsorted(series.steps, edges)
-    return [
-        float(np.nanmax(series.values[begin:end]))
-        if end > begin and np.isfinite(series.values[begin:end]).any()
-        else np.nan
-        for begin, end in pairwise(cuts)
-    ]
-
 
 # -- layout ------------------------------------------------------------------------------------------
 

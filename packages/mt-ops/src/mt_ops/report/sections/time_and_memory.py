@@ -14,7 +14,8 @@ MOST_RANKS = 256
 
 
 def time_by_part(runs: Sequence[Run]) -> Section | None:
-    accounts = [(run, times) for run in runs if (times := account(run.events)) is not None and times.total > 0]
+    known = [(run, account(run.events, run.status)) for run in runs]
+    accounts = [(run, times) for run, times in known if times is not None and times.total > 0]
     if not accounts:
         return None
     parts = [_bar(run.name, times) for run, times in accounts[:20]]
@@ -59,6 +60,7 @@ def _ranks_of(run: Run, is_open: bool) -> str:
     headers = ["rank", "host", "step", "phase", "last sign", "waited for data", "host memory, peak"]
     on_device = any("device_peak_bytes" in entry for entry in run.status)
     headers += ["device memory, peak"] if on_device else []
+    headers += ["planned"] if run.planned_memory else []
     rows = [
         [
             str(entry.get("rank", place)),
@@ -69,11 +71,25 @@ def _ranks_of(run: Run, is_open: bool) -> str:
             duration(entry.get("data_wait_seconds")),
             size(entry.get("peak_bytes")),
             *([size(entry.get("device_peak_bytes"))] if on_device else []),
+            *([_planned(run, entry, on_device)] if run.planned_memory else []),
         ]
         for place, entry in enumerate(run.status[:MOST_RANKS])
     ]
     rest = note(f"The first {MOST_RANKS} of {len(run.status)} ranks.") if len(run.status) > MOST_RANKS else ""
+    if run.planned_memory and not on_device:
+        rest += note("Planned are tensors; host memory has the interpreter and its libraries as well.")
     return details(f"{run.name}: {len(run.status)} ranks", table(headers, rows) + rest, is_open=is_open)
+
+
+def _planned(run: Run, entry: Mapping[str, Any], on_device: bool) -> str:
+    """Bytes planned for the rank, and the measured ones in percent of these on a device, which holds tensors alone."""
+    stages = int(run.config.get("parallel.pipeline_model_parallel_size") or 1)
+    world = int(run.environment.get("world_size") or len(run.status))
+    # rank = ((pp * DP + dp) * CP + cp) * TP + tp
+    planned = run.planned_memory.get(int(entry.get("rank", 0)) * stages // world)
+    measured = entry.get("device_peak_bytes")
+    percent = f" ({measured / planned:.0%} of it)" if on_device and planned and measured else ""
+    return size(planned) + percent
 
 
 def slowest(status: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
