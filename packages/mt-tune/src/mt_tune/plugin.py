@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mt_core.checkpoint_specs import CheckpointLoaderSpec, CheckpointSaverSpec
 from mt_core.hookspecs import hookimpl
-from mt_core.kinds import Lazy
+from mt_core.kinds import Kind, Lazy
 from mt_core.specs import (
     BatchSourceSpec,
     CallbackSpec,
@@ -17,9 +17,15 @@ from mt_core.specs import (
     SectionSpec,
 )
 from mt_tune.preferences.samples import PAIR_SAMPLE
+from mt_tune.rewards.reward_specs import REWARDS
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
+
+
+@hookimpl
+def mt_declare_kinds() -> list[Kind[Any]]:
+    return [REWARDS]
 
 
 @hookimpl
@@ -80,6 +86,12 @@ def mt_register_sections() -> list[SectionSpec]:
             name="preference",
             doc="Training by preferences: DPO and its relatives",
             config_type=Lazy("mt_tune.preferences.config:PreferenceConfig"),
+            affects_training=True,
+        ),
+        SectionSpec(
+            name="rewards",
+            doc="Reward functions of generated texts, and the processes that they run in",
+            config_type=Lazy("mt_tune.rewards.config:RewardsConfig"),
             affects_training=True,
         ),
     ]

@@ -1,0 +1,1 @@
+"""Episodes of several turns: tools and environments, token in and token out."""

@@ -1,0 +1,100 @@
+"""Reward functions by the section [rewards]: registered ones by name, and those of the user's modules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mt_core.errors import ConfigError, did_you_mean
+from mt_core.plugins import PluginHost
+from mt_tune.rewards.callers import InProcess
+from mt_tune.rewards.config import RewardsConfig
+from mt_tune.rewards.references import FunctionReference
+from mt_tune.rewards.reward_specs import REWARDS
+from mt_tune.rewards.scoring import NamedReward, RewardFunctions
+
+log = logging.getLogger(__name__)
+
+
+def build_rewards(
+    keys: RewardsConfig, host: PluginHost, functions: Mapping[str, Callable[..., Any]] | None = None
+) -> RewardFunctions:
+    """The functions of the section, then those that a program gives by name, which run in this process.
+
+    Worker processes are started and have imported their functions when this returns. Raises ConfigError for functions
+    that are not known, that cannot be imported, and for keys that do not fit them.
+    """
+    chosen = [chosen_function(text, keys, host) for text in keys.functions]
+    names = [*(entry.name for entry in chosen), *(functions or {})]
+    _check_names(names, keys)
+    local = {
+        number: entry.reference.load() for number, entry in enumerate(chosen) if entry.in_process or not keys.workers
+    }
+    given = {len(chosen) + place: function for place, function in enumerate((functions or {}).values())}
+    in_process = InProcess({**local, **given})
+    weights = keys.weights or [1.0] * len(names)
+    rewards = [
+        NamedReward(name, in_process, weight, chosen[number].samples_per_call if number < len(chosen) else None)
+        for number, (name, weight) in enumerate(zip(names, weights, strict=True))
+    ]
+    return RewardFunctions(rewards, skip_failures=keys.on_failure == "skip")
+
+
+@dataclass(frozen=True)
+class ChosenFunction:
+    """An entry of rewards.functions. samples_per_call: None for all."""
+
+    name: str
+    reference: FunctionReference
+    samples_per_call: int | None
+    in_process: bool
+
+
+def chosen_function(text: str, keys: RewardsConfig, host: PluginHost) -> ChosenFunction:
+    """Raises PluginError for a name that no plugin registers, ConfigError for a module that is not in rewards.modules."""
+    label, equals, name = text.rpartition("=")
+    if ":" in name:
+        return _of_module(label, name, keys)
+    if "." in name and name not in host[REWARDS].names():
+        # TRL names functions so.
+        module, _, attribute = name.rpartition(".")
+        return _of_module(label, f"{module}:{attribute}", keys)
+    spec = host[REWARDS].get(name, key="rewards.functions")
+    options = keys.options.get(label or name, {})
+    module, _, attribute = spec.build.reference.partition(":")
+    reference = FunctionReference(module, attribute, options=options, registered=True)
+    return ChosenFunction(label or name, reference, 1 if spec.one_at_a_time else None, spec.in_process)
+
+
+def _of_module(label: str, name: str, keys: RewardsConfig) -> ChosenFunction:
+    module, _, attribute = name.partition(":")
+    files = {Path(entry).stem if entry.endswith(".py") else entry: entry for entry in keys.modules}
+    if module not in files:
+        raise ConfigError(
+            f'rewards.functions: "{name}" runs code of the module {module}, which rewards.modules={keys.modules} does '
+            f'not name{did_you_mean(module, files)}; add "{module}" or its file there if you trust it'
+        )
+    label = label or attribute.rpartition(".")[2]
+    file = str(Path(files[module]).resolve()) if files[module].endswith(".py") else None
+    if file is not None and not Path(file).is_file():
+        raise ConfigError(f"rewards.modules: there is no file {files[module]}")
+    reference = FunctionReference(module, attribute, file, keys.options.get(label))
+    return ChosenFunction(label, reference, keys.samples_per_call, in_process=False)
+
+
+def _check_names(names: list[str], keys: RewardsConfig) -> None:
+    if not names:
+        raise ConfigError("rewards.functions is empty; name at least one reward, such as accuracy")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f'rewards.functions has two functions named {name}; name one of them as "LABEL={name}"')
+    if keys.weights and len(keys.weights) != len(names):
+        raise ConfigError(
+            f"rewards.weights has {len(keys.weights)} factors for {len(names)} functions; give one for each"
+        )
+    for name in keys.options:
+        if name not in names:
+            raise ConfigError(f"rewards.options.{name}: rewards.functions has no {name}{did_you_mean(name, names)}")

@@ -1,0 +1,53 @@
+"""Where the code of a reward function is, in a form that another process can load."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class FunctionReference:
+    """A function of a module. file: its source, if it is not importable by name. options: keyword arguments of a function
+    that returns the reward function, or the one argument of a registered reward's `build` (registered)."""
+
+    module: str
+    attribute: str
+    file: str | None = None
+    options: Mapping[str, Any] | None = None
+    registered: bool = False
+
+    def load(self) -> Callable[..., Any]:
+        """Imports the module. Raises whatever its code raises, AttributeError for a name that it does not have, and
+        TypeError for what cannot be called."""
+        module = importlib.import_module(self.module) if self.file is None else import_file(self.module, self.file)
+        value: Any = reduce(getattr, self.attribute.split("."), module)
+        if self.registered:
+            value = value(self.options or {})
+        elif self.options is not None:
+            value = value(**self.options)
+        if not callable(value):
+            raise TypeError(f"{self.module}:{self.attribute} is a {type(value).__name__} and cannot be called")
+        return value
+
+
+def import_file(name: str, file: str) -> ModuleType:
+    """The module of a file, which stands under its name in sys.modules, so that pickle and dataclasses find it."""
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == file:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python source")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    # Modules beside the file, as for a script.
+    if (folder := str(Path(file).parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    spec.loader.exec_module(module)
+    return module
