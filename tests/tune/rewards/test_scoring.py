@@ -71,7 +71,6 @@ def test_functions_get_what_trl_gives_them() -> None:
 
 def test_async_functions_wait_at_the_same_time() -> None:
     order: list[str] = []
-    both = asyncio.Event
 
     def waiting(name: str, barrier: list[Any]) -> Callable[..., Any]:
         async def judge(completions: list[str], **kwargs: Any) -> list[float]:
@@ -83,7 +82,6 @@ def test_async_functions_wait_at_the_same_time() -> None:
 
         return judge
 
-    assert both
     barrier: list[Any] = []
     table = functions_of(first=waiting("first", barrier), second=waiting("second", barrier)).score(SAMPLES, 0)
     assert sorted(order) == ["first", "second"]

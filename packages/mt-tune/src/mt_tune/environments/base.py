@@ -1,5 +1,5 @@
-"""What a rollout asks of an environment. Tokens that the model drew are never encoded again: an episode is given ids, and
-answers with the ids that come behind them.
+"""What a rollout asks of an environment. Tokens that the model drew are never encoded again: an episode is given ids,
+and answers with the ids that come behind them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Continuation:
     """What comes behind a turn of the model. token_ids: of tools' answers or a user's turn, up to where the model goes
-    on; they have mask 0. done: nothing more is generated, and token_ids is empty. reward: of the environment; None where
-    it gives none or none yet. metrics: numbers of the turn, such as calls of tools."""
+    on; they have mask 0. done: nothing more is generated, and token_ids is empty. reward: of the environment; None
+    where it gives none or none yet. metrics: numbers of the turn, such as calls of tools."""
 
     token_ids: list[int]
     done: bool

@@ -30,9 +30,8 @@ def build_rewards(
     chosen = [chosen_function(text, keys, host) for text in keys.functions]
     names = [*(entry.name for entry in chosen), *(functions or {})]
     _check_names(names, keys)
-    local = {
-        number: entry.reference.load() for number, entry in enumerate(chosen) if entry.in_process or not keys.workers
-    }
+    here = [number for number, entry in enumerate(chosen) if entry.in_process or not keys.workers]
+    local = {number: chosen[number].reference.load() for number in here}
     given = {len(chosen) + place: function for place, function in enumerate((functions or {}).values())}
     in_process = InProcess({**local, **given})
     weights = keys.weights or [1.0] * len(names)
@@ -54,8 +53,8 @@ class ChosenFunction:
 
 
 def chosen_function(text: str, keys: RewardsConfig, host: PluginHost) -> ChosenFunction:
-    """Raises PluginError for a name that no plugin registers, ConfigError for a module that is not in rewards.modules."""
-    label, equals, name = text.rpartition("=")
+    """Raises PluginError for a name that no plugin registers, ConfigError for a module that rewards.modules lacks."""
+    label, _, name = text.rpartition("=")
     if ":" in name:
         return _of_module(label, name, keys)
     if "." in name and name not in host[REWARDS].names():

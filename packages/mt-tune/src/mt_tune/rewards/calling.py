@@ -131,7 +131,7 @@ def _failed(error: Exception) -> Failed:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def described(error: BaseException) -> str:
@@ -203,8 +203,8 @@ class _SampleError(Exception):
 
 
 def verl_function(compute_score: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of TRL's signature from verl's compute_score(data_source, solution_str, ground_truth, extra_info), which
-    returns a number or a mapping with "score"; further numbers of the mapping become metrics.
+    """A function of TRL's signature from verl's compute_score(data_source, solution_str, ground_truth, extra_info),
+    which returns a number or a mapping with "score"; further numbers of the mapping become metrics.
 
     The ground truth is the column `reward_model` (its "ground_truth", as in verl's data) or `ground_truth`.
     """

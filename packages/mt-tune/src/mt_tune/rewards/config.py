@@ -19,11 +19,11 @@ class RewardsConfig(Section):
     weights: list[float] = Field(default_factory=list)
     """Factors of the functions in the sum. Default: 1 each."""
     modules: list[str] = Field(default_factory=list)
-    """Python modules and files (`rewards.py`) whose code this run executes: those that rewards.functions takes functions
-    from."""
+    """Python modules and files (`rewards.py`) whose code this run executes: those that rewards.functions takes
+    functions from."""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Name of a function in rewards.functions -> its options. For one of rewards.modules: keyword arguments of a function
-    that returns the reward function."""
+    """Name of a function in rewards.functions -> its options. For one of rewards.modules: keyword arguments of a
+    function that returns the reward function."""
     deadline_seconds: PositiveFloat = 60.0
     """Time of one call, after which its process is ended."""
     workers: NonNegativeInt = 4
@@ -31,8 +31,8 @@ class RewardsConfig(Section):
     memory_mb: PositiveInt = 2048
     """Address space that a process may take beside what it has once its functions are imported."""
     samples_per_call: PositiveInt | None = None
-    """Samples in one call of a function of rewards.modules, all if null, as in TRL. Registered functions that judge each
-    sample by itself have them one at a time."""
+    """Samples in one call of a function of rewards.modules, all if null, as in TRL. Registered functions that judge
+    each sample by itself have them one at a time."""
     on_failure: Literal["raise", "skip"] = "raise"
     """A function that raises, ends its process or exceeds the deadline ends the run, or (skip) leaves the sample out,
     with a warning that names it and the metric rewards/FUNCTION/failed. Wrong results (their number, NaN) always end

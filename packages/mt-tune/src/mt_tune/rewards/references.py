@@ -15,8 +15,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FunctionReference:
-    """A function of a module. file: its source, if it is not importable by name. options: keyword arguments of a function
-    that returns the reward function, or the one argument of a registered reward's `build` (registered)."""
+    """A function of a module. file: its source, if it is not importable by name. options: keyword arguments of a
+    function that returns the reward function, or the one argument of a registered reward's `build` (registered)."""
 
     module: str
     attribute: str
