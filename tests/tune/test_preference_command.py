@@ -60,3 +60,22 @@ def test_a_preference_is_learnt_in_seconds(mt: Callable[..., Any], tmp_path: Pat
     trained = mt("tune", "dpo", "gpt-tiny", str(write_pairs(tmp_path)), "--run-dir", run, *length)
     assert trained.code == 0, trained.err
     assert "valid rewards/accuracies 1.0000" in trained.out
+
+
+def test_the_configuration_of_kto(mt: Callable[..., Any], tmp_path: Path) -> None:
+    data = tmp_path / "answers.jsonl"
+    data.write_text(
+        "".join(f'{{"prompt": "{n}?", "completion": "yes", "label": {str(n > 4).lower()}}}\n' for n in range(9))
+    )
+    shown = mt("tune", "kto", "gpt-tiny", str(data), "--show", "--desirable-weight", "1.3", "--loss", "bco")
+    assert shown.code == 0, shown.err
+    config = tomllib.loads(shown.out)
+    assert config["preference"] == {"unpaired_loss": "bco", "desirable_weight": 1.3}
+    assert {key: config["train"][key] for key in ("loss", "batch_source")} == {
+        "loss": "unpaired_preference",
+        "batch_source": "unpaired_reference",
+    }
+    data.write_text('{"prompt": "1?", "completion": "yes", "label": "good"}\n')
+    refused = mt("tune", "kto", "gpt-tiny", str(data), "--show")
+    assert refused.code != 0
+    assert "\"label\" is 'good'" in refused.err

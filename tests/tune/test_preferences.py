@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tests.tune.preference_runs import PAIRS, config, write_pairs
 from torch import Tensor
 
-from mt_core.errors import CheckpointError, ConfigError, DataError
+from mt_core.errors import CheckpointError, ConfigError, DataError, TrainingError
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 from mt_data.preprocess.readers import Record
@@ -25,8 +25,12 @@ from mt_tune.preferences.records import PairReader
 # -- formulas, of one pair, by math ------------------------------------------------------------------
 
 CHOSEN, REJECTED, NC, NR, REF_C, REF_R = -7.0, -9.5, 4, 5, -8.0, -8.5
-ONE = Pairs(*(torch.tensor([x], dtype=torch.float64) for x in (CHOSEN, REJECTED, NC, NR, REF_C, REF_R)))
 RC, RR = CHOSEN - REF_C, REJECTED - REF_R
+MATCHED = {
+    name: tuple(torch.tensor([x], dtype=torch.float64) for x in values)
+    for name, values in {"aot": (REF_C - REF_R, 0.0), "aot_unpaired": (RR, RC)}.items()
+}
+ONE = Pairs(*(torch.tensor([x], dtype=torch.float64) for x in (CHOSEN, REJECTED, NC, NR, REF_C, REF_R)), MATCHED)
 B, E = 0.3, 0.1
 
 
@@ -53,6 +57,9 @@ BY_HAND = {
     "apo_zero": 1 - s(B * RC) + s(B * RR),
     "apo_down": s(B * RC) + 1 - s(B * (RC - RR)),
     "discopop": -math.log(Q) * (1 - s(B * (RC - RR) / 0.05)) + math.exp(-B * (RC - RR)) * s(B * (RC - RR) / 0.05),
+    # Of one pair: the ratios of equal rank are its own.
+    "aot": -(1 - E) * math.log(Q) - E * math.log(1 - Q),
+    "aot_unpaired": -(1 - E) * math.log(Q) - E * math.log(1 - Q),
     "sft": -CHOSEN / NC,
     "orpo": -CHOSEN / NC - B * math.log(s(math.log(odds(CHOSEN / NC) / odds(REJECTED / NR)))),
     "simpo": -(1 - E) * math.log(s(B * (CHOSEN / NC - REJECTED / NR) - 0.5))
@@ -117,6 +124,8 @@ def test_texts_have_their_common_beginning_as_prompt() -> None:
         ({"prompt": "a", "chosen": "b"}, 'has no key "rejected"'),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
         ({"prompt": "", "chosen": "b", "rejected": "c"}, '"prompt" is empty'),
+        ({"prompt": "", "chosen": [GOOD], "rejected": [BAD]}, '"prompt" is empty'),
+        ({"prompt": [], "chosen": [GOOD], "rejected": [BAD]}, '"prompt" is empty'),
         ({"prompt": "a", "chosen": "", "rejected": "c"}, '"chosen" is empty'),
         ({"chosen": "b", "rejected": "c"}, "no common beginning"),
         ({"chosen": "b", "rejected": ["c"]}, "must both be texts"),
@@ -225,6 +234,52 @@ def test_a_second_model_as_reference_is_the_same(tmp_path: Path) -> None:
     assert model.losses() == pytest.approx(start.losses(), rel=1e-6)
 
 
+def test_the_model_without_its_adapter_is_the_reference(tmp_path: Path) -> None:
+    data = write_pairs(tmp_path)
+    lora = ("adapter.type=lora", "adapter.rank=4", "train.train_iters=4", "lr_schedule.lr_warmup_iters=0")
+    start, _ = run(data, tmp_path / "start", *lora)
+    off, _ = run(data, tmp_path / "off", *lora, "preference.reference=adapter_off")
+    assert off.losses()[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert off.losses()[-1] < 0.69
+    assert off.losses() == pytest.approx(start.losses(), rel=1e-5)
+    assert off.valid[-1]["valid_loss"] == pytest.approx(start.valid[-1]["valid_loss"], rel=1e-5)
+    assert not (tmp_path / "off" / "reference.json").exists()
+
+
+def test_an_adapter_that_is_trained_already_is_the_start_and_no_reference(tmp_path: Path) -> None:
+    """By its PEFT folder, and by a checkpoint of a run, whose adapter is the policy's."""
+    data = write_pairs(tmp_path)
+    lora = ("adapter.type=lora", "adapter.rank=4", "lr_schedule.lr_warmup_iters=0", "optimizer.lr=0.1")
+    run(data, tmp_path / "first", *lora)
+    goes_on = (*lora, f"checkpoint.load={tmp_path / 'first'}", "preference.reference=adapter_off")
+    with pytest.raises(TrainingError, match="the reference is another model"):
+        run(data, tmp_path / "second", *goes_on)
+    with pytest.raises(ConfigError, match="the run starts from the adapter"):
+        config(data, "adapter.load=folder", "adapter.type=lora", "preference.reference=adapter_off")
+
+
+def test_losses_that_sort_do_so_over_the_global_batch(tmp_path: Path) -> None:
+    """Whatever the micro-batches; the reference moves away after the first step."""
+    data = write_pairs(tmp_path)
+    for name in ("aot", "aot_unpaired"):
+        keys = (f"preference.loss=['{name}']", "lr_schedule.lr_warmup_iters=0")
+        whole, _ = run(data, tmp_path / f"{name}-1", *keys, "train.micro_batch_size=4")
+        cut, _ = run(data, tmp_path / f"{name}-2", *keys, "train.micro_batch_size=1")
+        assert whole.losses()[0] == pytest.approx(math.log(2), abs=1e-6)
+        assert whole.losses()[-1] < 0.69
+        assert cut.losses() == pytest.approx(whole.losses(), rel=1e-5)
+
+
+def test_a_template_that_drops_earlier_turns_is_refused(tmp_path: Path) -> None:
+    turns = [USER, GOOD, {"role": "user", "content": "3+3?"}]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text(json.dumps({"prompt": turns, "chosen": "6", "rejected": "7"}) + "\n")
+    template = tmp_path / "last.jinja"
+    template.write_text("{{ messages[-1]['content'] }}{% if add_generation_prompt %}>{% endif %}")
+    with pytest.raises(DataError, match="line 1: .* writes the conversation up to message 4 differently"):
+        Trainer(config(data, 'data.split="1,0,0"', f"data.chat_template_file={template}"))
+
+
 def test_a_resumed_run_has_the_reference_of_its_start(tmp_path: Path) -> None:
     data = write_pairs(tmp_path)
     whole, _ = run(data, tmp_path / "whole")
@@ -251,6 +306,15 @@ def test_a_resumed_run_has_the_reference_of_its_start(tmp_path: Path) -> None:
         (("preference.loss=['hinge']", "preference.label_smoothing=0.1"), "has no effect"),
         (("preference.loss=['sigmoid', 'sft']", "preference.loss_weights=[1.0]"), "give one for each"),
         (("preference.loss=['exo_pair']",), "above 0"),
+        (("preference.reference=adapter_off",), "there is none; set adapter.type"),
+        (
+            ("preference.reference=adapter_off", "adapter.type=lora", "adapter.init=pissa"),
+            "takes a part of the weights",
+        ),
+        (
+            ("preference.reference=adapter_off", "adapter.type=lora", "adapter.modules_to_save=['embedding']"),
+            "are trained in place",
+        ),
     ],
 )
 def test_settings_that_contradict_are_refused(tmp_path: Path, overrides: tuple[str, ...], words: str) -> None:

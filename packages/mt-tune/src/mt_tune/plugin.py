@@ -16,7 +16,7 @@ from mt_core.specs import (
     ModelTransformSpec,
     SectionSpec,
 )
-from mt_tune.preferences.samples import PAIR_SAMPLE
+from mt_tune.preferences.samples import PAIR_SAMPLE, UNPAIRED_SAMPLE
 from mt_tune.rewards.reward_specs import REWARDS
 
 if TYPE_CHECKING:
@@ -134,6 +134,11 @@ def mt_register_losses() -> list[LossSpec]:
             doc="The losses of preference.loss: DPO and its relatives, ORPO, SimPO, CPO",
             build=Lazy("mt_tune.preferences.objective:build_preference_loss"),
         ),
+        LossSpec(
+            name="unpaired_preference",
+            doc="The loss of preference.unpaired_loss: KTO and BCO, of answers that are desirable or not",
+            build=Lazy("mt_tune.preferences.unpaired_objective:build_unpaired_loss"),
+        ),
     ]
 
 
@@ -147,7 +152,15 @@ def mt_register_datasets() -> list[DatasetSpec]:
             build=Lazy("mt_tune.preferences.dataset:build_preferences"),
             checkpoint_files=Lazy("mt_data.datasets.sft.config:checkpoint_files"),
             sample=PAIR_SAMPLE,
-        )
+        ),
+        DatasetSpec(
+            name="unpaired_preference",
+            doc="Answers with a label, desirable or not, packed, each a segment",
+            config_type=Lazy("mt_tune.preferences.config:UnpairedDataConfig"),
+            build=Lazy("mt_tune.preferences.unpaired_dataset:build_unpaired"),
+            checkpoint_files=Lazy("mt_data.datasets.sft.config:checkpoint_files"),
+            sample=UNPAIRED_SAMPLE,
+        ),
     ]
 
 
@@ -158,7 +171,12 @@ def mt_register_batch_sources() -> list[BatchSourceSpec]:
             name="reference",
             doc="The data set's batches with log-probabilities of a reference (preference.reference)",
             build=Lazy("mt_tune.preferences.reference:ReferenceSource"),
-        )
+        ),
+        BatchSourceSpec(
+            name="unpaired_reference",
+            doc="The same of single answers, with what their implicit rewards are compared with",
+            build=Lazy("mt_tune.preferences.unpaired_reference:UnpairedReferenceSource"),
+        ),
     ]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import typer
 
 from mt_core.commands import with_fields
-from mt_tune.commands.preferences import dpo, orpo
+from mt_tune.commands.preferences import dpo, kto, orpo
 from mt_tune.commands.sft import sft
 
 app = typer.Typer(no_args_is_help=True, help="Go on training a model: instructions, adapters, preferences, rewards.")
 app.command("sft")(with_fields(sft))
 app.command("dpo")(with_fields(dpo))
 app.command("orpo")(with_fields(orpo))
+app.command("kto")(with_fields(kto))
 
 
 @app.callback()

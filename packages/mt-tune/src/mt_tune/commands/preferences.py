@@ -1,4 +1,4 @@
-"""`mt tune dpo` and `mt tune orpo`: training by preferences, with and without a reference."""
+"""`mt tune dpo`, `orpo` and `kto`: training by pairs, with and without a reference, and by single answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mt_tune.commands.recipe import (
 )
 from mt_tune.commands.sft import examine
 
-DPO_LR, ORPO_LR = 1e-6, 8e-6
+DPO_LR, ORPO_LR, KTO_LR = 1e-6, 8e-6, 1e-6
 LOSS = "Loss"
 
 
@@ -42,7 +42,29 @@ class PreferenceOptions:
     ] = None
     reference: Annotated[
         str | None,
-        typer.Option(help="start: its values are computed first. model: a second copy.", rich_help_panel=LOSS),
+        typer.Option(
+            help="start: its values are computed first. model: a second copy. adapter_off: without the adapter.",
+            rich_help_panel=LOSS,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class UnpairedOptions:
+    """What is minimized."""
+
+    loss: Annotated[
+        str | None, typer.Option(help="kto, apo_zero_unpaired or bco. Default: kto.", rich_help_panel=LOSS)
+    ] = None
+    beta: Annotated[float | None, typer.Option(help="Inverse temperature. Default: 0.1.", rich_help_panel=LOSS)] = None
+    desirable_weight: Annotated[
+        float | None, typer.Option(help="Weight of desirable answers. Default: 1.", rich_help_panel=LOSS)
+    ] = None
+    undesirable_weight: Annotated[
+        float | None, typer.Option(help="Weight of undesirable answers. Default: 1.", rich_help_panel=LOSS)
+    ] = None
+    reference: Annotated[
+        str | None, typer.Option(help="start, model or adapter_off, as of mt tune dpo.", rich_help_panel=LOSS)
     ] = None
 
 
@@ -57,7 +79,8 @@ def dpo(
     output: OutputOptions,
 ) -> None:
     """Train a model to prefer chosen answers to rejected ones, held to the model that it starts from."""
-    _tune(context, "dpo", model, data, records, preference, training, adapter, output, DPO_LR)
+    kind = Kind("dpo", "preference", DPO_LR, pair_sections(preference, "dpo"))
+    _tune(context, kind, model, data, records, training, adapter, output)
 
 
 def orpo(
@@ -71,31 +94,55 @@ def orpo(
     output: OutputOptions,
 ) -> None:
     """Train on chosen answers and against rejected ones at once, without a reference (ORPO, SimPO, CPO)."""
-    _tune(context, "orpo", model, data, records, preference, training, adapter, output, ORPO_LR)
+    kind = Kind("orpo", "preference", ORPO_LR, pair_sections(preference, "orpo"))
+    _tune(context, kind, model, data, records, training, adapter, output)
+
+
+def kto(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, a checkpoint, a run or a preset.")],
+    data: Annotated[list[str], typer.Argument(help="Records of prompt, completion and label; files or patterns.")],
+    records: RecordOptions,
+    preference: UnpairedOptions,
+    training: TrainingOptions,
+    adapter: AdapterOptions,
+    output: OutputOptions,
+) -> None:
+    """Train on single answers that are desirable or not (KTO, BCO), held to the model that it starts from."""
+    kind = Kind("kto", "unpaired_preference", KTO_LR, unpaired_sections(preference))
+    _tune(context, kind, model, data, records, training, adapter, output)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A command: its name, its data set, its learning rate of the whole model, and what it sets."""
+
+    name: str
+    dataset: str
+    lr: float
+    sections: Tree
 
 
 def _tune(
     context: typer.Context,
-    name: str,
+    kind: Kind,
     model: str,
     data: list[str],
     records: RecordOptions,
-    preference: PreferenceOptions,
     training: TrainingOptions,
     adapter: AdapterOptions,
     output: OutputOptions,
-    lr: float,
 ) -> None:
-    need("torch", "mt-models", "mt-data", "mt-ckpt", command=f"mt tune {name}")
+    need("torch", "mt-models", "mt-data", "mt-ckpt", command=f"mt tune {kind.name}")
     host = host_of(context)
     preset, of_model = model_sections(model, host)
-    base = merged(of_model, adapter_section(adapter), preference_sections(preference, name))
+    base = merged(of_model, adapter_section(adapter), kind.sections)
     ranks = output.nproc or 1
     examined = examine(
-        host, preset, merged(base, {"data": data_section("preference", data, records, preset)}), training, ranks
+        host, preset, merged(base, {"data": data_section(kind.dataset, data, records, preset)}), training, ranks
     )
     length = training_sections(training, Amount(examined.samples, ranks))
-    rates = rate_sections(training, adapter, length["train"]["train_iters"], lr=lr, own=preset is not None)
+    rates = rate_sections(training, adapter, length["train"]["train_iters"], lr=kind.lr, own=preset is not None)
     sections = merged(base, {"data": examined.data}, length, rates)
     train = sections["train"]
     typer.echo(
@@ -103,10 +150,10 @@ def _tune(
         f"{train['global_batch_size']}{'' if examined.validated else '; nothing is held out'}",
         err=True,
     )
-    carry_out(context, preset, sections, training, output, Path("runs") / f"{Path(model).resolve().name}-{name}")
+    carry_out(context, preset, sections, training, output, Path("runs") / f"{Path(model).resolve().name}-{kind.name}")
 
 
-def preference_sections(options: PreferenceOptions, name: str) -> Tree:
+def pair_sections(options: PreferenceOptions, name: str) -> Tree:
     from mt_tune.preferences.config import needs_reference
 
     losses = options.loss or ["sigmoid" if name == "dpo" else "orpo"]
@@ -121,3 +168,16 @@ def preference_sections(options: PreferenceOptions, name: str) -> Tree:
     section: dict[str, Any] = {"loss": losses, **{key: value for key, value in keys.items() if value is not None}}
     train: dict[str, Any] = {"loss": "preference", "batch_source": "reference" if with_reference else "dataset"}
     return {"train": train, "preference": section}
+
+
+def unpaired_sections(options: UnpairedOptions) -> Tree:
+    keys = {
+        "unpaired_loss": options.loss,
+        "beta": options.beta,
+        "desirable_weight": options.desirable_weight,
+        "undesirable_weight": options.undesirable_weight,
+        "reference": options.reference,
+    }
+    section = {key: value for key, value in keys.items() if value is not None}
+    train: dict[str, Any] = {"loss": "unpaired_preference", "batch_source": "unpaired_reference"}
+    return {"train": train, **({"preference": section} if section else {})}

@@ -9,17 +9,20 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from mt_core.config.fields import Section
 from mt_core.errors import ConfigError, did_you_mean
 from mt_data.datasets.sft.config import ChatTemplateKeys
+from mt_tune.adapters.config import AdapterConfig
 
 PREFERENCE, PREFERENCES, REFERENCE = "preference", "preference", "reference"
 """Names of the section and the loss, of the data set, and of the source of batches."""
+UNPAIRED, UNPAIRED_REFERENCE = "unpaired_preference", "unpaired_reference"
+"""Names of the loss and the data set of single answers, and of their source of batches."""
 
 
 class PreferenceConfig(Section):
-    """Training by preferences (train.loss="preference")."""
+    """Training by preferences (train.loss="preference", or "unpaired_preference")."""
 
     loss: list[str] = Field(default_factory=lambda: ["sigmoid"])
     """Losses of a pair, which are added: sigmoid (DPO), robust, sigmoid_norm, hinge, ipo, exo_pair, nca_pair, bco_pair,
-    sppo_hard, apo_zero, apo_down, discopop, sft, orpo, simpo, cpo."""
+    sppo_hard, apo_zero, apo_down, discopop, aot, aot_unpaired, sft, orpo, simpo, cpo."""
     loss_weights: list[float] = Field(default_factory=list)
     """Factors of the losses. Default: 1 each."""
     beta: PositiveFloat = 0.1
@@ -30,52 +33,111 @@ class PreferenceConfig(Section):
     """Margin of simpo."""
     nll_weight: NonNegativeFloat = 1.0
     """Weight of the chosen answer's negative log-likelihood in cpo."""
-    reference: Literal["start", "model"] = "start"
+    reference: Literal["start", "model", "adapter_off"] = "start"
     """Where the log-probabilities of the reference come from: `start` computes those of all samples before the first
     step, by the weights that the run starts with, and keeps them in the run directory; `model` holds a second copy of
-    the weights of checkpoint.load."""
+    the weights of checkpoint.load; `adapter_off` computes those of each batch by the model without its adapter."""
+    unpaired_loss: Literal["kto", "apo_zero_unpaired", "bco"] = "kto"
+    """Loss of a single answer (train.loss="unpaired_preference")."""
+    desirable_weight: PositiveFloat = 1.0
+    """Factor of the loss of desirable answers (unpaired)."""
+    undesirable_weight: PositiveFloat = 1.0
+    """Factor of the loss of undesirable answers (unpaired). The KTO paper has the desirable answers' weight times their
+    number within 1 to 4/3 times that of the undesirable ones."""
 
 
-class PreferenceDataConfig(ChatTemplateKeys):
+class AnswerDataConfig(ChatTemplateKeys):
+    """What data sets of preferences share."""
+
+    on_error: Literal["raise", "skip"] = "raise"
+    """skip: leave out records that cannot be used, with a warning that counts them and names the first."""
+    on_too_long: Literal["error", "drop"] = "error"
+    """A record that takes more positions than seq_length (a pair: both answers together) is an error, or left out and
+    counted."""
+    packing: bool = True
+    """Several records in a sample, whose answers do not see one another; false puts one in each."""
+
+
+class PreferenceDataConfig(AnswerDataConfig):
     """Pairs in JSON lines, JSON arrays or Parquet: prompt, chosen and rejected, or chosen and rejected alone as whole
     conversations; texts, or lists of messages."""
 
     dataset_type: str = PREFERENCES
-    on_error: Literal["raise", "skip"] = "raise"
-    """skip: leave out records that cannot be used, with a warning that counts them and names the first."""
-    on_too_long: Literal["error", "drop"] = "error"
-    """A pair whose answers together are longer than seq_length is an error, or left out and counted."""
-    packing: bool = True
-    """Several pairs in a sample, which do not see one another; false puts one in each."""
+
+
+class UnpairedDataConfig(AnswerDataConfig):
+    """Single answers in JSON lines, JSON arrays or Parquet: prompt, completion and label (true: desirable)."""
+
+    dataset_type: str = UNPAIRED
 
 
 def check_preference(config: Any) -> None:
     """The rules of [preference] that other sections are part of. Raises ConfigError."""
-    if config.train.loss != PREFERENCE:
-        return
     keys: PreferenceConfig = config.section(PreferenceConfig)
-    _check_losses(keys)
-    if config.data.dataset_type != PREFERENCES:
-        raise ConfigError(
-            f'train.loss="{PREFERENCE}" takes pairs, and data.dataset_type={config.data.dataset_type} gives none; '
-            f'set it to "{PREFERENCES}"'
-        )
-    needs = needs_reference(keys.loss)
-    if needs and config.train.batch_source != REFERENCE:
-        raise ConfigError(
-            f"preference.loss={keys.loss} compares with a reference, whose log-probabilities train.batch_source="
-            f'{config.train.batch_source} does not give; set it to "{REFERENCE}"'
-        )
-    if not needs and config.train.batch_source == REFERENCE:
-        raise ConfigError(
-            f'preference.loss={keys.loss} has no reference; set train.batch_source to "dataset" (now "{REFERENCE}")'
-        )
+    if config.train.loss == PREFERENCE:
+        _check_losses(keys)
+        _check_data(config, PREFERENCES, "pairs")
+        _check_source(config, REFERENCE, f"preference.loss={keys.loss}", needed=needs_reference(keys.loss))
+        needs = needs_reference(keys.loss)
+    elif config.train.loss == UNPAIRED:
+        _check_data(config, UNPAIRED, "single answers")
+        _check_source(config, UNPAIRED_REFERENCE, f"train.loss={UNPAIRED}", needed=True)
+        needs = True
+    else:
+        return
+    if not needs:
+        return
     for name in ("hidden_dropout", "attention_dropout"):
-        if needs and getattr(config.model, name, None):
+        if getattr(config.model, name, None):
             raise ConfigError(
                 f"model.{name}={getattr(config.model, name)}: with dropout the policy differs from the reference at "
                 "the first step; set it to 0"
             )
+    if keys.reference == "adapter_off":
+        check_adapter_off(config.section(AdapterConfig))
+
+
+def _check_data(config: Any, dataset_type: str, what: str) -> None:
+    if config.data.dataset_type != dataset_type:
+        raise ConfigError(
+            f'train.loss="{config.train.loss}" takes {what}, and data.dataset_type={config.data.dataset_type} gives '
+            f'none; set it to "{dataset_type}"'
+        )
+
+
+def _check_source(config: Any, source: str, what: str, *, needed: bool) -> None:
+    if needed and config.train.batch_source != source:
+        raise ConfigError(
+            f"{what} compares with a reference, whose log-probabilities train.batch_source="
+            f'{config.train.batch_source} does not give; set it to "{source}"'
+        )
+    if not needed and config.train.batch_source == source:
+        raise ConfigError(f'{what} has no reference; set train.batch_source to "dataset" (now "{source}")')
+
+
+def check_adapter_off(adapter: AdapterConfig) -> None:
+    """Raises ConfigError where the model without its adapter is not what the run starts from."""
+    asked = 'preference.reference="adapter_off"'
+    other = 'set preference.reference to "start" or "model"'
+    if not adapter.is_on:
+        raise ConfigError(
+            f"{asked} takes the model without its adapter, and there is none; set adapter.type, or {other}"
+        )
+    if adapter.load is not None:
+        raise ConfigError(
+            f"{asked}: the run starts from the adapter {adapter.load}, without which the model is another one; merge "
+            f"it first (mt ckpt merge-adapter), or {other}"
+        )
+    if adapter.modules_to_save:
+        raise ConfigError(
+            f"{asked}: adapter.modules_to_save={adapter.modules_to_save} are trained in place, so that the model "
+            f"without its adapter is not the one at the start; leave them out, or {other}"
+        )
+    if adapter.init in ("pissa", "olora"):
+        raise ConfigError(
+            f"{asked}: adapter.init={adapter.init} takes a part of the weights out of the base, so that the model "
+            f'without its adapter is not the one at the start; set adapter.init to "kaiming" or "gaussian", or {other}'
+        )
 
 
 def _check_losses(keys: PreferenceConfig) -> None:

@@ -26,8 +26,9 @@ from mt_data.datasets.splits import epoch_order
 from mt_data.datasets.text_files import TextSource, build_from_text
 from mt_data.preprocess.readers import expand_globs
 from mt_tune.preferences.config import PreferenceDataConfig
+from mt_tune.preferences.packed_rows import packed_row
 from mt_tune.preferences.records import PairReader
-from mt_tune.preferences.samples import ANSWER, MARGIN
+from mt_tune.preferences.samples import MARGIN
 
 FORMAT = 1
 """Raised when the same files give other arrays than before."""
@@ -91,33 +92,13 @@ class PairDataset:
         return self.numbers[self.packing.of(int(self.order[index]))].tolist()
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
-        length, members = self.length, self.members(index)
-        sample: dict[str, np.ndarray] = {
-            "tokens": np.zeros(length, np.int64),
-            "labels": np.zeros(length, np.int64),
-            "loss_mask": np.zeros(length, np.float32),
-            "position_ids": np.zeros(length, np.int64),
-            # Padding is a segment of its own, of no pair.
-            "segment_ids": np.full(length, 2 * len(members), np.int32),
-            ANSWER: np.zeros(length, np.float32),
-            MARGIN: np.zeros(length, np.float32),
-        }
-        start = 0
-        for place_in_row, pair in enumerate(members):
-            for side in (0, 1):
-                tokens, answer = self.pairs.of_answer(2 * pair + side)
-                end = start + len(tokens) - 1
-                sample["tokens"][start:end] = tokens[:-1]
-                sample["labels"][start:end] = tokens[1:]
-                sample[ANSWER][start:end] = answer[1:]
-                sample["position_ids"][start:end] = np.arange(end - start)
-                sample["segment_ids"][start:end] = 2 * place_in_row + side
-                if side == 0:
-                    anchor = start + int(answer[1:].argmax())
-                    sample["loss_mask"][anchor] = 1.0
-                    sample[MARGIN][anchor] = self.pairs.margin[pair]
-                start = end
-        sample["position_ids"][start:] = np.arange(length - start)
+        members = self.members(index)
+        answers = [self.pairs.of_answer(2 * pair + side) for pair in members for side in (0, 1)]
+        sample, first_positions = packed_row(answers, self.length)
+        sample |= {"loss_mask": np.zeros(self.length, np.float32), MARGIN: np.zeros(self.length, np.float32)}
+        chosen = first_positions[0::2]
+        sample["loss_mask"][chosen] = 1.0
+        sample[MARGIN][chosen] = self.pairs.margin[members]
         return sample
 
     def fingerprint(self) -> str:

@@ -1,26 +1,22 @@
-"""The loss of preferences (train.loss="preference"): log-probabilities of answers, summed by segment, and their
-pairs."""
+"""The loss of pairs (train.loss="preference"): log-probabilities of answers, summed by segment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mt_core.config.schema import Config
 from mt_core.nn.loss import Loss, build_cross_entropy
-from mt_core.parallel.context import Axis, ParallelContext
-from mt_core.parallel.first_rank import all_gather_objects
-from mt_core.parallel.reductions import all_reduce_
+from mt_core.parallel.context import ParallelContext
 from mt_tune.preferences.config import PreferenceConfig
+from mt_tune.preferences.metrics import CollectedMetrics, Reduction, largest_difference
 from mt_tune.preferences.pair_losses import PAIR_LOSSES, PairOptions, Pairs
-from mt_tune.preferences.samples import ANSWER
+from mt_tune.preferences.samples import ANSWER, MATCHED, REFERENCE_LOGPS
+from mt_tune.preferences.segments import segment_sums
 
-REFERENCE_LOGPS = "reference_logps"
-"""Field [B, S]: at the first predicted position of each answer the sum of its log-probabilities by the reference, else
-0."""
 SAFE = -1.0
 """Log-probability that stands for pairs that a row does not have, so that no formula meets 0/0 or log 0."""
 
@@ -33,13 +29,12 @@ class PreferenceLoss:
     """
 
     def __init__(self, keys: PreferenceConfig, token_loss: Loss, parallel: ParallelContext) -> None:
-        self.keys, self.token_loss, self.parallel, self.cp = keys, token_loss, parallel, parallel.cp
+        self.keys, self.token_loss, self.cp = keys, token_loss, parallel.cp
         self.options = PairOptions(keys.beta, keys.label_smoothing, keys.gamma, keys.nll_weight)
         self.weights = keys.loss_weights or [1.0] * len(keys.loss)
         self.first_difference: float | None = None
-        """Of the first micro-batch of training: the largest |log pi - log pi_ref| of an answer over |log pi_ref|."""
-        self._recorded: list[tuple[dict[str, Tensor], Tensor]] = []
-        self._evaluated: list[tuple[dict[str, Tensor], Tensor]] = []
+        """Of the first micro-batch of training: see `largest_difference`."""
+        self.metrics = CollectedMetrics(parallel)
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         pairs, exists = self.pairs(output, batch)
@@ -55,51 +50,40 @@ class PreferenceLoss:
     def pairs(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Pairs, Tensor]:
         """Of each row [B, P], and which of them there are, bool [B, P]."""
         counted = batch[ANSWER]
-        logps = -self.token_loss(output, batch) * counted
-        sums = segment_sums(logps, batch, self.cp)
+        sums = segment_sums(-self.token_loss(output, batch) * counted, batch, self.cp)
         tokens = segment_sums(counted, batch, self.cp)
-        references = segment_sums(batch[REFERENCE_LOGPS], batch, self.cp) if REFERENCE_LOGPS in batch else None
         exists = (tokens[:, 0::2] > 0) & (tokens[:, 1::2] > 0)
-        sides = [torch.where(exists, sums[:, side::2], SAFE) for side in (0, 1)]
-        counts = [torch.where(exists, tokens[:, side::2], 1.0) for side in (0, 1)]
-        zeros = torch.zeros_like(sides[0]).detach()
-        kept = [zeros if references is None else references[:, side::2] for side in (0, 1)]
-        return Pairs(sides[0], sides[1], counts[0], counts[1], kept[0], kept[1]), exists
+        chosen, rejected = (torch.where(exists, sums[:, side::2], SAFE) for side in (0, 1))
+        tokens_chosen, tokens_rejected = (torch.where(exists, tokens[:, side::2], 1.0) for side in (0, 1))
+        reference_chosen, reference_rejected = self._sides(REFERENCE_LOGPS, batch, exists)
+        matched = {name: self._sides(field, batch, exists) for name, field in MATCHED.items() if name in self.keys.loss}
+        return (
+            Pairs(chosen, rejected, tokens_chosen, tokens_rejected, reference_chosen, reference_rejected, matched),
+            exists,
+        )
+
+    def _sides(self, name: str, batch: Mapping[str, Tensor], exists: Tensor) -> tuple[Tensor, Tensor]:
+        """Values of chosen and of rejected answers; 0 without the field."""
+        if name not in batch:
+            zeros = torch.zeros(exists.shape, device=exists.device)
+            return zeros, zeros
+        values = segment_sums(batch[name], batch, self.cp)
+        return values[:, 0::2], values[:, 1::2]
 
     # -- metrics, under TRL's names -------------------------------------------------------------------
 
     def _collect(self, pairs: Pairs, exists: Tensor) -> None:
-        training = torch.is_grad_enabled()
         with torch.no_grad():
             values = metrics(pairs, self.keys.beta)
-            if training and self.first_difference is None:
-                self.first_difference = _largest_difference(pairs, exists)
-        # Which pairs exist is looked up when the values are taken: it would wait for the device here.
-        (self._recorded if training else self._evaluated).append((values, exists))
+        if self.first_difference is None and torch.is_grad_enabled():
+            self.first_difference = _largest_difference(pairs, exists)
+        self.metrics.add({name: (value.detach(), exists) for name, value in values.items()})
 
-    def take_recorded(self) -> list[tuple[str, float, Literal["mean", "sum", "max", "min"]]]:
-        """Of training: one value for each pair."""
-        # Other ranks of a context-parallel group have the same pairs, and a mean counts them equally.
-        taken, self._recorded = [_existing(*collected) for collected in self._recorded], []
-        return [(name, float(value), "mean") for values in taken for name, all_ in values.items() for value in all_]
+    def take_recorded(self) -> list[tuple[str, float, Reduction]]:
+        return self.metrics.take_recorded()
 
     def take_metrics(self) -> Mapping[str, float]:
-        """Of evaluation: means over the pairs of all ranks. Collective over the world."""
-        taken, self._evaluated = [_existing(*collected) for collected in self._evaluated], []
-        names = taken[0] if taken else {}
-        own = {name: torch.cat([values[name] for values in taken]).tolist() for name in names}
-        # Ranks without the last pipeline stage have none; those that share a model have the same pairs.
-        of_ranks = [values for values in all_gather_objects(own, self.parallel.world) if values]
-        return {name: _mean([value for values in of_ranks for value in values[name]]) for name in of_ranks[0]}
-
-
-def _existing(values: Mapping[str, Tensor], exists: Tensor) -> dict[str, Tensor]:
-    """Of each pair that there is."""
-    return {name: value[exists] for name, value in values.items()}
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / max(len(values), 1)
+        return self.metrics.take_metrics()
 
 
 def metrics(pairs: Pairs, beta: float) -> dict[str, Tensor]:
@@ -116,48 +100,13 @@ def metrics(pairs: Pairs, beta: float) -> dict[str, Tensor]:
 
 
 def _largest_difference(pairs: Pairs, exists: Tensor) -> float:
-    """0 without a reference, and without a pair."""
-    ratios = [
-        ((policy - reference).abs() / reference.abs().clamp(min=1.0))[exists & (reference != 0)]
-        for policy, reference in (
-            (pairs.chosen, pairs.reference_chosen),
-            (pairs.rejected, pairs.reference_rejected),
-        )
-    ]
-    return max((float(ratio.max()) for ratio in ratios if ratio.numel()), default=0.0)
+    chosen = largest_difference(pairs.chosen, pairs.reference_chosen, exists)
+    return max(chosen, largest_difference(pairs.rejected, pairs.reference_rejected, exists))
 
 
 def pair_numbers(batch: Mapping[str, Tensor]) -> Tensor:
     """[B, S] int64: the pair of each position."""
     return batch["segment_ids"].long() // 2
-
-
-def segment_sums(values: Tensor, batch: Mapping[str, Tensor], cp: Axis) -> Tensor:
-    """values [B, S] -> [B, N] sums over each segment of a row, on all context-parallel ranks; N even, at least the
-    number of segments. Positions of padding are a segment, too."""
-    rows, length = values.shape
-    # As many columns as there are positions on all ranks: a number that follows from shapes alone, so that nothing
-    # waits.
-    columns = length * cp.size + length * cp.size % 2 + 2
-    sums = values.new_zeros((rows, columns)).scatter_add(1, batch["segment_ids"].long(), values)
-    return _SumOverRanks.apply(sums, cp) if cp.size > 1 else sums
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over an axis whose ranks go on with losses of their own: the gradient is the sum of theirs, too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        total = x.clone(memory_format=torch.contiguous_format)
-        all_reduce_(total, axis)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        all_reduce_(total, ctx.axis)
-        return total, None
 
 
 def build_preference_loss(config: Config, parallel: ParallelContext) -> PreferenceLoss:

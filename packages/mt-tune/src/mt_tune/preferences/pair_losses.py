@@ -14,6 +14,8 @@ Each takes `Pairs` and gives the loss of each pair. Names are those of TRL's DPO
     sppo_hard     (r_c - 1 / (2 b))^2 + (r_r + 1 / (2 b))^2                 (Wu 2024)
     apo_zero, apo_down                                                      (D'Oosterlinck 2024)
     discopop      log-ratio modulated                                       (Lu 2024)
+    aot           sigmoid of the k-th smallest policy margin and the k-th smallest reference margin of the batch
+    aot_unpaired  the same of r_chosen and r_rejected                       (Melnyk 2024)
     sft           negative log-likelihood of the chosen answer, mean over its tokens
     orpo          odds ratio of the means, and the likelihood               (Hong 2024)
     simpo         margin of the means, without a reference                  (Meng 2024)
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +36,12 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Pairs:
     """All of one shape. chosen, rejected: log-probabilities of the answers by the policy, sums over their tokens;
-    *_tokens: the numbers of tokens; reference_*: the same sums by the reference, 0 without one."""
+    *_tokens: the numbers of tokens; reference_*: the same sums by the reference, 0 without one.
+
+    matched: of losses that sort over the global batch, what each chosen and each rejected answer is compared with:
+    "aot": the reference's margin of the same rank (of the chosen ones; those of the rejected ones are not read);
+    "aot_unpaired": the rejected log-ratio of the chosen one's rank, and the chosen log-ratio of the rejected one's.
+    """
 
     chosen: Tensor
     rejected: Tensor
@@ -42,6 +49,7 @@ class Pairs:
     rejected_tokens: Tensor
     reference_chosen: Tensor
     reference_rejected: Tensor
+    matched: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def chosen_ratio(self) -> Tensor:
@@ -139,6 +147,19 @@ def discopop(pairs: Pairs, options: PairOptions) -> Tensor:
     return -F.logsigmoid(scaled) * (1.0 - modulation) + torch.exp(-scaled) * modulation
 
 
+def aot(pairs: Pairs, options: PairOptions) -> Tensor:
+    margin = (pairs.chosen - pairs.rejected) - pairs.matched["aot"][0]
+    return _smoothed(options.beta * margin, options.label_smoothing)
+
+
+def aot_unpaired(pairs: Pairs, options: PairOptions) -> Tensor:
+    rejected_of_rank, chosen_of_rank = pairs.matched["aot_unpaired"]
+    of_chosen = _smoothed(options.beta * (pairs.chosen_ratio - rejected_of_rank), options.label_smoothing)
+    of_rejected = _smoothed(options.beta * (chosen_of_rank - pairs.rejected_ratio), options.label_smoothing)
+    # Both are the same terms in another order: the second adds its gradient alone.
+    return of_chosen + of_rejected - of_rejected.detach()
+
+
 def sft(pairs: Pairs, options: PairOptions) -> Tensor:
     return -pairs.mean_chosen
 
@@ -180,11 +201,13 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     "apo_zero": apo_zero,
     "apo_down": apo_down,
     "discopop": discopop,
+    "aot": aot,
+    "aot_unpaired": aot_unpaired,
     "sft": sft,
     "orpo": orpo,
     "simpo": simpo,
     "cpo": cpo,
 }
 WITHOUT_REFERENCE = frozenset({"sft", "orpo", "simpo", "cpo"})
-WITH_SMOOTHING = frozenset({"sigmoid", "robust", "exo_pair", "simpo", "cpo"})
+WITH_SMOOTHING = frozenset({"sigmoid", "robust", "exo_pair", "simpo", "cpo", "aot", "aot_unpaired"})
 """Losses in which label_smoothing has a meaning."""

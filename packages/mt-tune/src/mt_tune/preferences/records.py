@@ -75,13 +75,13 @@ def _parts(fields: Mapping[str, Any], where: str) -> tuple[Any, Any, Any]:
         return _messages(turns), _as_list(chosen), _as_list(rejected)
     if PROMPT in fields:
         prompt = fields[PROMPT]
+        if not prompt:
+            raise DataError(f'{where}: "prompt" is empty; a preference is one between answers to something')
         # Answers as texts to a prompt of messages, and the reverse.
         if isinstance(prompt, list):
             return prompt, _as_list(_spoken(chosen)), _as_list(_spoken(rejected))
         if isinstance(chosen, list) and isinstance(prompt, str):
             return [{"role": "user", "content": prompt}], _answer_alone(chosen, prompt), _answer_alone(rejected, prompt)
-        if not prompt:
-            raise DataError(f'{where}: "prompt" is empty; a preference is one between answers to something')
         return prompt, chosen, rejected
     return _common_beginning(chosen, rejected, where)
 

@@ -8,27 +8,23 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mt_core.checkpoint_lookup import open_start
-from mt_core.data.loader import Arrays, RankBatch
+from mt_core.data.loader import RankBatch
 from mt_core.errors import CheckpointError, ConfigError, TrainingError
-from mt_core.nn.loss import build_cross_entropy
 from mt_core.parallel.first_rank import all_gather_objects, on_first_rank
-from mt_core.parallel.reductions import all_reduce_
 from mt_core.train import build
 from mt_core.train.batch_source import BatchSource, TrainingRun
 from mt_core.train.checkpoint.partial_load import adapted
-from mt_core.train.pipelining import build_forward_backward
-from mt_core.train.step.forward_backward import Batch, ForwardBackward
 from mt_core.train.trained_model import load_model_weights
 from mt_tune.preferences.config import PreferenceConfig
-from mt_tune.preferences.objective import REFERENCE_LOGPS, segment_sums
-from mt_tune.preferences.samples import ANSWER
+from mt_tune.preferences.lookahead import LookAhead
+from mt_tune.preferences.samples import MATCHED, OTHER_PROMPT, REFERENCE_LOGPS
+from mt_tune.preferences.scoring import RowSums, Scorer, at_first_positions
 
 Sums = dict[str, list[float]]
 """Hash of a row's tokens -> the sum of log-probabilities of each answer in it."""
@@ -40,19 +36,29 @@ class ReferenceSource(BatchSource):
     """The batches of the data set with the reference's log-probabilities.
 
     preference.reference="start": those of all samples are computed before the first step, by the weights that the run
-    starts with, and kept in the run directory for its resumes. "model": each batch's are computed by a second model.
+    starts with, and kept in the run directory for its resumes. "model": each batch's are computed by a second model,
+    "adapter_off": by the model of the run without its adapter.
     """
+
+    prefixes: ClassVar[tuple[str, ...]] = ("",)
+    """Of the fields that together are rows to score: `tokens`, and with another prefix `<prefix>tokens`."""
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
         self.keys = run.config.section(PreferenceConfig)
-        self.scorer = _Scorer(run, _reference_model(run) if self.keys.reference == "model" else run.model)
+        self.scorer = Scorer(
+            run,
+            _reference_model(run) if self.keys.reference == "model" else run.model,
+            without_adapter=self.keys.reference == "adapter_off",
+        )
+        self.ahead = LookAhead(run)
         self.sums: Sums = {}
         self._starts = run.resumed_from is None
-        if self.keys.reference == "start" and self._starts:
-            self._compute_all()
 
     def batches(self) -> Generator[RankBatch, None, None]:
+        # Not before: adapters get their values after the source has been built.
+        if self.keys.reference == "start" and self._starts and not self.sums:
+            self._compute_all()
         first = self._starts
         batches = super().batches()
         try:
@@ -65,15 +71,17 @@ class ReferenceSource(BatchSource):
             batches.close()
 
     def complete(self, batch: RankBatch) -> RankBatch:
-        if self.keys.reference == "model":
-            of_micro_batches = self.scorer.sums_of(batch)
-        else:
-            of_micro_batches = [[self._known(row) for row in rows_of(arrays)] for arrays in batch.micro_batches]
-        completed = [
-            {**arrays, REFERENCE_LOGPS: placed(arrays, sums)}
-            for arrays, sums in zip(batch.micro_batches, of_micro_batches, strict=True)
-        ]
-        return replace(batch, micro_batches=completed)
+        references = self.reference_sums(batch)
+        completed = with_field(batch, REFERENCE_LOGPS, references)
+        for loss in MATCHED.keys() & self.keys.loss:
+            completed = with_field(completed, MATCHED[loss], self.ahead.matched(loss, batch, references))
+        return completed
+
+    def reference_sums(self, batch: RankBatch) -> list[RowSums]:
+        """For each micro-batch and row. batch: as `rows_with_prefix` gives it."""
+        if self.keys.reference != "start":
+            return self.scorer.sums_of(batch)
+        return [[self._known(row) for row in rows_of(arrays)] for arrays in batch.micro_batches]
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"samples": len(self.sums), "hash": hash_of_sums(self.sums)} if self.keys.reference == "start" else {}
@@ -103,7 +111,8 @@ class ReferenceSource(BatchSource):
         for dataset, samples in sets:
             steps = [(first, min(size, samples - first)) for first in range(0, samples, size)]
             for batch in engine.read_batches(dataset, steps):
-                self._add(batch)
+                for prefix in self.prefixes:
+                    self._add(rows_with_prefix(batch, prefix))
         # Each data-parallel rank has computed its own rows, and the split of a later batch may be another.
         for of_rank in all_gather_objects(self.sums, self.run.ctx.world):
             self.sums.update(of_rank)
@@ -126,8 +135,7 @@ class ReferenceSource(BatchSource):
         except KeyError:
             raise TrainingError(
                 "a sample has no log-probabilities of the reference: the data have changed since the run began, or it "
-                "takes "
-                'more samples than it was started for; start a new run, or set preference.reference="model"'
+                'takes more samples than it was started for; start a new run, or set preference.reference="model"'
             ) from None
 
     def _path(self) -> Path | None:
@@ -141,55 +149,31 @@ class ReferenceSource(BatchSource):
         if largest is not None and not largest <= FIRST_STEP:
             raise TrainingError(
                 f"at the first step the policy's log-probability of an answer differs from the reference's by "
-                f"{largest:.3g} "
-                "of it, where both are the same weights; the reference is another model (checkpoint.load), or the "
-                "model has noise (dropout, router jitter)"
+                f"{largest:.3g} of it, where both are the same weights; the reference is another model "
+                "(checkpoint.load, adapter.load), or the model has noise (dropout, router jitter)"
             )
 
 
-class _Scorer:
-    """Sums of log-probabilities of answers by a model, in the layout of the run. Collective."""
+def rows_with_prefix(batch: RankBatch, prefix: str) -> RankBatch:
+    """The rows of the fields with a prefix, without it, and with the weights of the batch. "": the batch without the
+    fields of other prefixes."""
+    if not prefix:
+        chosen = [{k: v for k, v in a.items() if not k.startswith(OTHER_PROMPT)} for a in batch.micro_batches]
+    else:
+        chosen = [
+            {"loss_mask": a["loss_mask"], **{k.removeprefix(prefix): v for k, v in a.items() if k.startswith(prefix)}}
+            for a in batch.micro_batches
+        ]
+    return replace(batch, micro_batches=chosen)
 
-    def __init__(self, run: TrainingRun, model: nn.Module) -> None:
-        self.run, self.model = run, model
-        engine, config = run.engine, run.config
-        own = build_cross_entropy(config, run.ctx)
-        self.runner: ForwardBackward = build_forward_backward(
-            config, run.ctx, model, engine.weights, engine.stages, own, None, None, engine.time
-        )
 
-    @torch.no_grad()
-    def sums_of(self, batch: RankBatch) -> list[list[list[float]]]:
-        """For each micro-batch and row the sum of each answer, on all ranks that share the model."""
-        ctx, engine = self.run.ctx, self.run.engine
-        engine.weights.finish_gather()
-        training = self.model.training
-        self.model.eval()
-        found: list[Tensor] = []
-
-        def share(losses: Tensor, micro_batch: Batch) -> Tensor:
-            found.append(segment_sums(-losses * micro_batch[ANSWER], micro_batch, ctx.cp).double())
-            return losses.sum() * 0.0
-
-        batches = engine.device_batches.take(batch)
-        try:
-            self.runner.forward(batches, share)
-        finally:
-            self.model.train(training)
-        return [self._rows(number, arrays, found, batches[number]) for number, arrays in enumerate(batch.micro_batches)]
-
-    def _rows(self, number: int, arrays: Arrays, found: Sequence[Tensor], batch: Batch) -> list[list[float]]:
-        ctx = self.run.ctx
-        # A stage before the last one has found nothing.
-        nothing = segment_sums(torch.zeros_like(batch[ANSWER]), batch, ctx.cp).double()
-        table = found[number] if found else nothing
-        if ctx.pp.size > 1:
-            table = table.contiguous()
-            all_reduce_(table, ctx.pp)
-        counts = 2 * (arrays["loss_mask"] > 0).sum(1)
-        # A micro-batch that does not count has no pairs by its weights, but answers all the same.
-        counts = np.maximum(counts, arrays["segment_ids"].max(1))
-        return [row[:count].tolist() for row, count in zip(table.cpu(), counts.tolist(), strict=True)]
+def with_field(batch: RankBatch, name: str, values: Sequence[Sequence[Sequence[float]]]) -> RankBatch:
+    """With a field that has the value of each answer at its first predicted position."""
+    placed = [at_first_positions(arrays, of_rows) for arrays, of_rows in zip(batch.micro_batches, values, strict=True)]
+    return replace(
+        batch,
+        micro_batches=[{**arrays, name: field} for arrays, field in zip(batch.micro_batches, placed, strict=True)],
+    )
 
 
 def _reference_model(run: TrainingRun) -> nn.Module:
@@ -208,18 +192,6 @@ def rows_of(arrays: Mapping[str, np.ndarray]) -> list[str]:
     """A hash of each row's tokens and segments."""
     parts = np.concatenate([arrays["tokens"], arrays["segment_ids"].astype(np.int64)], 1)
     return [hashlib.blake2b(np.ascontiguousarray(row).tobytes(), digest_size=12).hexdigest() for row in parts]
-
-
-def placed(arrays: Mapping[str, np.ndarray], sums: Sequence[Sequence[float]]) -> np.ndarray:
-    """[B, S] float32: the sum of each answer at its first predicted position."""
-    values = np.zeros(arrays[ANSWER].shape, np.float32)
-    for row, of_answers in enumerate(sums):
-        predicted, segments = arrays[ANSWER][row] > 0, arrays["segment_ids"][row]
-        for answer, value in enumerate(of_answers):
-            here = np.flatnonzero(predicted & (segments == answer))
-            if len(here):
-                values[row, here[0]] = value
-    return values
 
 
 def hash_of_sums(sums: Mapping[str, Sequence[float]]) -> str:
