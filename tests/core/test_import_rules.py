@@ -151,7 +151,7 @@ def test_the_contract_and_the_data_import_no_torch() -> None:
 
 ORDER = (
     {"errors", "versions", "tensor_slice", "_torch_compat", "_huge_pages", "run_events"},
-    {"paths", "run_requests"},
+    {"paths", "run_requests", "sandbox"},
     {"retention"},
     {"interfaces", "kinds"},
     {"checkpoint_specs"},

@@ -16,8 +16,8 @@ import pytest
 
 from mt_cli.main import run
 from mt_core.errors import ConfigError, DataError
-from mt_eval.metrics import code_execution
-from mt_eval.metrics.code_execution import Limits, ProgramRunner
+from mt_core.sandbox import programs
+from mt_core.sandbox.programs import Limits, ProgramRunner
 from mt_eval.metrics.generation import Generation, measure_generation, pass_at_k
 from mt_eval.metrics.texts import exact_match, f1
 
@@ -144,7 +144,7 @@ assert not re.search("(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])", " ".join(found)), 
 
 
 def test_programs_that_cannot_be_isolated_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_execution, "ISOLATED", ("unshare-that-nobody-has",))
+    monkeypatch.setattr(programs, "ISOLATED", ("unshare-that-nobody-has",))
     with pytest.raises(ConfigError, match="programs cannot be isolated on this machine .* --allow-unisolated"):
         ProgramRunner(LIMITS)
     allowed = ProgramRunner(LIMITS, allow_unisolated=True)

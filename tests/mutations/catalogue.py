@@ -533,7 +533,7 @@ EVALUATION = (
     ),
     Mutation(
         "a program passes by its exit status",
-        "mt-eval/src/mt_eval/metrics/code_execution.py",
+        "mt-core/src/mt_core/sandbox/programs.py",
         "return os.read(end, 2 * len(secret)) == secret, status",
         "return os.read(end, 2 * len(secret)) == secret or status == 97, status",
         ("tests/eval/test_generation_metrics.py::test_programs_fail_that_do_not_reach_their_end",),

@@ -71,7 +71,7 @@ def generation(
     need("torch", "mt-data", command="mt eval generation")
     extras = {"bleu": "sacrebleu", "rouge": "rouge_score"}
     need_extra("metrics", *(extras[name] for name in metric if name in extras), command="mt eval generation")
-    from mt_eval.metrics.code_execution import Limits, ProgramRunner
+    from mt_core.sandbox.programs import Limits, ProgramRunner
     from mt_eval.metrics.generation import Generation, measure_generation
 
     limits, runner = Limits(timeout, memory_mb), None

@@ -55,10 +55,18 @@ class ProgramRunner:
     """Runs Python programs, `workers` at a time (None: one for each CPU).
 
     Raises ConfigError where programs cannot be isolated, unless allow_unisolated: they then could end this process,
-    read its environment, use the network and write the user's files, and file_mb limits each file alone.
+    read its environment, use the network and write the user's files, and file_mb limits each file alone. option: how
+    the user allows that, for the message.
     """
 
-    def __init__(self, limits: Limits, *, workers: int | None = None, allow_unisolated: bool = False) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        workers: int | None = None,
+        allow_unisolated: bool = False,
+        option: str = "--allow-unisolated",
+    ) -> None:
         self.limits, self.workers = limits, workers or len(os.sched_getaffinity(0))
         self.isolates = True
         if failure := self.failure(""):
@@ -66,7 +74,7 @@ class ProgramRunner:
                 raise ConfigError(
                     f"programs cannot be isolated on this machine ({failure}): unshare of util-linux, user namespaces "
                     "and Linux 5.12 are needed. A program could end this process, read its environment and use the "
-                    "network; in a container without anything of value allow that with --allow-unisolated"
+                    f"network; in a container without anything of value allow that with {option}"
                 )
             self.isolates = False
 

@@ -1,0 +1,1 @@
+"""Programs of others, such as generated ones, in processes with limits."""
