@@ -15,9 +15,9 @@ from statistics import fmean
 from typing import Any
 
 from mt_core.errors import ConfigError, DataError, did_you_mean
+from mt_core.sandbox.programs import ProgramRunner
 from mt_data.preprocess.readers import iter_records
 from mt_eval.evaluation import Evaluation, describe_run, result_of, samples_path
-from mt_core.sandbox.programs import ProgramRunner
 from mt_eval.metrics.texts import exact_match, f1
 from mt_eval.tasks import Journal, Sample, weighted_mean
 
