@@ -1,0 +1,1 @@
+"""Distillation: a student is trained on the distributions of a teacher."""
