@@ -94,6 +94,13 @@ def mt_register_sections() -> list[SectionSpec]:
             config_type=Lazy("mt_tune.rewards.config:RewardsConfig"),
             affects_training=True,
         ),
+        SectionSpec(
+            name="distillation",
+            doc="Training on the distributions of a teacher",
+            config_type=Lazy("mt_tune.distill.config:DistillationConfig"),
+            affects_training=True,
+            shrink=Lazy("mt_tune.distill.config:shrink_distillation"),
+        ),
     ]
 
 
@@ -139,6 +146,11 @@ def mt_register_losses() -> list[LossSpec]:
             doc="The loss of preference.unpaired_loss: KTO and BCO, of answers that are desirable or not",
             build=Lazy("mt_tune.preferences.unpaired_objective:build_unpaired_loss"),
         ),
+        LossSpec(
+            name="distillation",
+            doc="A divergence from the distributions of a teacher ([distillation]), and cross entropy",
+            build=Lazy("mt_tune.distill.objective:build_distillation_loss"),
+        ),
     ]
 
 
@@ -177,6 +189,11 @@ def mt_register_batch_sources() -> list[BatchSourceSpec]:
             doc="The same of single answers, with what their implicit rewards are compared with",
             build=Lazy("mt_tune.preferences.unpaired_reference:UnpairedReferenceSource"),
         ),
+        BatchSourceSpec(
+            name="teacher",
+            doc="The data set's batches with the distributions of a teacher (distillation.teacher)",
+            build=Lazy("mt_tune.distill.source:TeacherSource"),
+        ),
     ]
 
 
@@ -210,9 +227,11 @@ def mt_register_adapter_sets() -> list[Any]:
 @hookimpl
 def mt_check_config(config: Config) -> None:
     from mt_tune.adapters.config import check_adapter
+    from mt_tune.distill.config import check_distillation
     from mt_tune.preferences.config import check_preference
     from mt_tune.sft.config import check_tune
 
     check_adapter(config)
     check_tune(config)
     check_preference(config)
+    check_distillation(config)

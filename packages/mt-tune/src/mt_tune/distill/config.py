@@ -109,8 +109,8 @@ def _check_layout(config: Any, keys: DistillationConfig) -> None:
     parallel = config.parallel
     if keys.chunk_positions is not None and parallel.use_torch_fsdp2:
         raise ConfigError(
-            f"distillation.chunk_positions={keys.chunk_positions} multiplies with the LM head after the model's forward "
-            "pass, where parallel.use_torch_fsdp2=true has divided it again; leave it out, or use "
+            f"distillation.chunk_positions={keys.chunk_positions} multiplies with the LM head behind the forward pass, "
+            "where parallel.use_torch_fsdp2=true has divided it again; leave it out, or use "
             "parallel.use_distributed_optimizer=true in place of FSDP2"
         )
     if config.train.cuda_graphs == "step":
