@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from mt_core.commands import with_fields
+from mt_tune.commands.distill import distill
 from mt_tune.commands.preferences import dpo, kto, orpo
 from mt_tune.commands.sft import sft
 
@@ -13,6 +14,7 @@ app.command("sft")(with_fields(sft))
 app.command("dpo")(with_fields(dpo))
 app.command("orpo")(with_fields(orpo))
 app.command("kto")(with_fields(kto))
+app.command("distill")(with_fields(distill))
 
 
 @app.callback()

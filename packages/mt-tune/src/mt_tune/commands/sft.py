@@ -86,15 +86,15 @@ def sft(
     host = host_of(context)
     preset, of_model = model_sections(model, host)
     base = merged(of_model, adapter_section(adapter), _loss_sections(losses))
-    examined = examine(host, preset, merged(base, _data_section(data, records, preset)), training, output.nproc or 1)
+    examined = examine(host, preset, merged(base, data_sections(data, records, preset)), training, output.nproc or 1)
     length = training_sections(training, Amount(examined.samples, output.nproc or 1))
     rates = rate_sections(training, adapter, length["train"]["train_iters"], lr=LR, own=preset is not None)
     sections = merged(base, {"data": examined.data}, length, rates)
-    typer.echo(_summary(examined, sections), err=True)
+    typer.echo(summary(examined, sections), err=True)
     carry_out(context, preset, sections, training, output, Path("runs") / f"{Path(model).resolve().name}-sft")
 
 
-def _data_section(data: list[str], options: DataOptions, preset: str | None) -> Tree:
+def data_sections(data: list[str], options: DataOptions, preset: str | None) -> Tree:
     section = data_section("sft", data, options, preset)
     changed = {
         "record_format": (options.record_format, "auto"),
@@ -173,7 +173,7 @@ def _has_samples(config: Config, split: Split, host: PluginHost) -> bool:
         return False
 
 
-def _summary(examined: Examined, sections: Tree) -> str:
+def summary(examined: Examined, sections: Tree) -> str:
     train, length = sections["train"], examined.data["seq_length"]
     held = "" if examined.validated else "; nothing is held out"
     return (

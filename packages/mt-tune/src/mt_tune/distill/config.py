@@ -145,9 +145,7 @@ def hidden_pairs(keys: DistillationConfig) -> list[tuple[int, int]]:
     return pairs
 
 
-def shrink_distillation(
-    section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]]
-) -> Mapping[str, Any]:
+def shrink_distillation(section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """The section for a small run: the teacher has the small student's configuration, and nothing is stored."""
     if tree["train"]["loss"] != DISTILLATION:
         return section

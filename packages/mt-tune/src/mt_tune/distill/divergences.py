@@ -105,7 +105,8 @@ def top_k_of(logits: Tensor, k: int, temperature: float, first_id: int, axis: Ax
     if axis.size > 1:
         # Every rank gathers as many candidates; those that it has not are never chosen.
         values, ids = _padded(values, k, float("-inf")), _padded(ids, k, 0)
-        values, ids = all_gather(values, -1, axis), all_gather(ids, -1, axis)
+        last = values.ndim - 1
+        values, ids = all_gather(values, last, axis), all_gather(ids, last, axis)
         values, places = values.topk(k, -1)
         ids = ids.gather(-1, places)
     return TopK(ids, values - log_normalizer(scaled, axis)[..., None])

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
 from mt_core.nn.loss import first_id_of_rank, seen_labels, weighted_mean
 from mt_core.parallel.collectives import reduce_from
 from mt_core.parallel.context import ParallelContext
@@ -84,9 +85,7 @@ class DistillationLoss:
             return self._of_rows(student, target, labels, chunks[0])
         # Logits of a chunk are computed again in the backward pass; nothing is drawn at random in between.
         of_chunks = [
-            checkpoint(
-                self._of_rows, student, target, labels, chunk, use_reentrant=False, preserve_rng_state=False
-            )
+            checkpoint(self._of_rows, student, target, labels, chunk, use_reentrant=False, preserve_rng_state=False)
             for chunk in chunks
         ]
         return tuple(torch.cat(parts) for parts in zip(*of_chunks, strict=True))
@@ -154,6 +153,12 @@ def target_of_output(output: Any) -> LogitTarget:
 
 
 def build_distillation_loss(config: Config, parallel: ParallelContext) -> DistillationLoss:
-    return DistillationLoss(config.section(DistillationConfig), first_id_of_rank(config, parallel), parallel)
-
-
+    """Raises ConfigError for a top_k that the vocabulary has not."""
+    keys: DistillationConfig = config.section(DistillationConfig)
+    size = config.model.vocab_size
+    if keys.top_k is not None and size is not None and keys.top_k > size:
+        raise ConfigError(
+            f"distillation.top_k={keys.top_k} is larger than the vocabulary of {size} ids; set it lower, or leave it "
+            "out to use whole distributions"
+        )
+    return DistillationLoss(keys, first_id_of_rank(config, parallel), parallel)

@@ -3,31 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from mt_core.data.loader import RankBatch
+from mt_core.data.loader import Arrays, RankBatch
+from mt_core.parallel.first_rank import all_gather_objects
 from mt_core.train.batch_source import BatchSource, TrainingRun
 from mt_core.train.step.batches import FIRST_SAMPLE
+from mt_tune.distill.cache import TeacherCache, fields_of, row_keys
+from mt_tune.distill.cache_writing import open_or_write
 from mt_tune.distill.config import DistillationConfig
 from mt_tune.distill.objective import DistillationLoss, target_of_output
-from mt_tune.distill.targets import Target
+from mt_tune.distill.rows import Answer, RowTeacher, build_row_teacher, samples_of
+from mt_tune.distill.targets import IDS, LOG_PROBS, LOGITS, Target
 from mt_tune.distill.teacher import build_teacher
 
 
+class Teaching(Protocol):
+    """Adds to a batch what the loss needs of the teacher."""
+
+    def complete(self, batch: RankBatch) -> RankBatch: ...
+
+
 class TeacherSource(BatchSource):
-    """A teacher in the student's layout is run inside of the loss, a micro-batch at a time. Under pipeline parallelism
-    the stages of the teacher run for all micro-batches of a step before the student's do."""
+    """The teacher is one of three: a model in the student's layout (`SameLayout`), a model in a layout of its own
+    (`OwnLayout`), or its answers on a disk (`Cached`)."""
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
-        self.keys = run.config.section(DistillationConfig)
-        loss = run.engine.loss
-        assert isinstance(loss, DistillationLoss)
-        self.teacher = build_teacher(run, self.keys, project=self.keys.chunk_positions is None)
+        keys = run.config.section(DistillationConfig)
+        self.teaching: Teaching
+        if keys.cache is not None:
+            self.teaching = Cached(run, keys)
+        elif keys.teacher_parallel:
+            self.teaching = OwnLayout(run, keys)
+        else:
+            self.teaching = SameLayout(run, keys)
+
+    def complete(self, batch: RankBatch) -> RankBatch:
+        return self.teaching.complete(batch)
+
+
+class SameLayout:
+    """The teacher runs inside of the loss, a micro-batch at a time, so that its logits are where the student's are.
+    Under pipeline parallelism its stages run for all micro-batches of a step before those of the student."""
+
+    def __init__(self, run: TrainingRun, keys: DistillationConfig) -> None:
+        self.run = run
+        self.teacher = build_teacher(run, keys, project=keys.chunk_positions is None)
         self.ahead = run.ctx.pp.size > 1
         self._targets: dict[int, Target] = {}
+        loss = run.engine.loss
+        assert isinstance(loss, DistillationLoss)
         loss.teach = self._computed_ahead if self.ahead else self._computed
 
     def complete(self, batch: RankBatch) -> RankBatch:
@@ -44,9 +74,49 @@ class TeacherSource(BatchSource):
     def _computed_ahead(self, batch: Mapping[str, Tensor]) -> Target:
         return self._targets.pop(int(batch[FIRST_SAMPLE]))
 
-    @torch.no_grad()
     def _computed(self, batch: Mapping[str, Tensor]) -> Target:
         (output,) = self.teacher.outputs([batch])
         return target_of_output(output)
 
 
+class OwnLayout:
+    """The teacher has ranks and axes of its own in the same processes. Its answers travel as arrays of whole samples:
+    few numbers with distillation.top_k, all logits without."""
+
+    def __init__(self, run: TrainingRun, keys: DistillationConfig) -> None:
+        self.run = run
+        self.teacher: RowTeacher = build_row_teacher(run, keys)
+
+    def complete(self, batch: RankBatch) -> RankBatch:
+        ctx = self.run.ctx
+        own = samples_of(batch) if ctx.tp.rank == ctx.cp.rank == ctx.pp.rank == 0 else {}
+        computed = all_gather_objects(self.teacher.answers(own, ctx), ctx.world)
+        answers = {key: answer for of_rank in computed for key, answer in of_rank.items()}
+        return with_answers(batch, answers)
+
+
+class Cached:
+    """The answers come from files, which are written first where distillation.teacher says whose they are."""
+
+    def __init__(self, run: TrainingRun, keys: DistillationConfig) -> None:
+        assert keys.top_k is not None
+        self.top_k = keys.top_k
+        self.cache: TeacherCache = open_or_write(run, keys)
+
+    def complete(self, batch: RankBatch) -> RankBatch:
+        completed = []
+        for arrays in batch.micro_batches:
+            ids, log_probs = fields_of(row_keys(arrays), self.cache, self.top_k)
+            completed.append({**arrays, IDS: ids, LOG_PROBS: log_probs})
+        return replace(batch, micro_batches=completed)
+
+
+def with_answers(batch: RankBatch, answers: Mapping[str, Answer]) -> RankBatch:
+    """The batch with the fields that the answers of its samples are."""
+
+    def completed(arrays: Arrays) -> Arrays:
+        columns = [np.stack(column) for column in zip(*(answers[key] for key in row_keys(arrays)), strict=True)]
+        names = (LOGITS,) if len(columns) == 1 else (IDS, LOG_PROBS)
+        return {**arrays, **dict(zip(names, columns, strict=True))}
+
+    return replace(batch, micro_batches=[completed(arrays) for arrays in batch.micro_batches])
