@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mt_core.errors import ConfigError, did_you_mean
+from mt_core.errors import ConfigError, MtError, did_you_mean
 from mt_core.plugins import PluginHost
-from mt_tune.rewards.callers import InProcess
+from mt_tune.rewards.callers import Caller, InProcess
+from mt_tune.rewards.calling import described
 from mt_tune.rewards.config import RewardsConfig
+from mt_tune.rewards.pool import WorkerPool
 from mt_tune.rewards.references import FunctionReference
 from mt_tune.rewards.reward_specs import REWARDS
 from mt_tune.rewards.scoring import NamedReward, RewardFunctions
@@ -30,16 +32,43 @@ def build_rewards(
     chosen = [chosen_function(text, keys, host) for text in keys.functions]
     names = [*(entry.name for entry in chosen), *(functions or {})]
     _check_names(names, keys)
-    here = [number for number, entry in enumerate(chosen) if entry.in_process or not keys.workers]
-    local = {number: chosen[number].reference.load() for number in here}
-    given = {len(chosen) + place: function for place, function in enumerate((functions or {}).values())}
-    in_process = InProcess({**local, **given})
+    callers = _callers(chosen, list((functions or {}).values()), keys)
     weights = keys.weights or [1.0] * len(names)
     rewards = [
-        NamedReward(name, in_process, weight, chosen[number].samples_per_call if number < len(chosen) else None)
+        NamedReward(name, callers[number], weight, chosen[number].samples_per_call if number < len(chosen) else None)
         for number, (name, weight) in enumerate(zip(names, weights, strict=True))
     ]
     return RewardFunctions(rewards, skip_failures=keys.on_failure == "skip")
+
+
+def _callers(chosen: list[ChosenFunction], given: list[Callable[..., Any]], keys: RewardsConfig) -> dict[int, Caller]:
+    """What calls each function, by its number: those that a program gives stand behind the chosen ones."""
+    remote = {number: entry for number, entry in enumerate(chosen) if keys.workers and not entry.in_process}
+    local = {number: _loaded(entry) for number, entry in enumerate(chosen) if number not in remote}
+    local |= {len(chosen) + place: function for place, function in enumerate(given)}
+    callers: dict[int, Caller] = dict.fromkeys(local, InProcess(local))
+    if remote:
+        callers |= dict.fromkeys(remote, _pool(remote, keys))
+    return callers
+
+
+def _loaded(entry: ChosenFunction) -> Callable[..., Any]:
+    try:
+        return entry.reference.load()
+    except MtError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"rewards.functions: {entry.name} cannot be imported: {described(error)}") from error
+
+
+def _pool(entries: Mapping[int, ChosenFunction], keys: RewardsConfig) -> WorkerPool:
+    return WorkerPool(
+        {number: entry.reference for number, entry in entries.items()},
+        {number: entry.name for number, entry in entries.items()},
+        workers=keys.workers,
+        deadline_seconds=keys.deadline_seconds,
+        memory_mb=keys.memory_mb,
+    )
 
 
 @dataclass(frozen=True)
@@ -80,6 +109,7 @@ def _of_module(label: str, name: str, keys: RewardsConfig) -> ChosenFunction:
     file = str(Path(files[module]).resolve()) if files[module].endswith(".py") else None
     if file is not None and not Path(file).is_file():
         raise ConfigError(f"rewards.modules: there is no file {files[module]}")
+    log.info("rewards: runs code of %s", file or f"the module {module}")
     reference = FunctionReference(module, attribute, file, keys.options.get(label))
     return ChosenFunction(label, reference, keys.samples_per_call, in_process=False)
 

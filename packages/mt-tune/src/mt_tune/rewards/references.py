@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ class FunctionReference:
     def load(self) -> Callable[..., Any]:
         """Imports the module. Raises whatever its code raises, AttributeError for a name that it does not have, and
         TypeError for what cannot be called."""
+        if not self.registered and (folder := os.getcwd()) not in sys.path:
+            # Last: no module of the working folder hides an installed one.
+            sys.path.append(folder)
         module = importlib.import_module(self.module) if self.file is None else import_file(self.module, self.file)
         value: Any = reduce(getattr, self.attribute.split("."), module)
         if self.registered:
