@@ -81,7 +81,7 @@ def test_skipped_samples_have_no_reward_and_are_counted(caplog: pytest.LogCaptur
 
 @pytest.mark.slow
 def test_processes_import_no_torch() -> None:
-    with build("hostile:has_torch", "length", workers=1, options={"length": {"target": 1}}) as functions:
+    with build("hostile:has_torch", "think_format", workers=1) as functions:
         assert functions.score(samples_of("a"), 0).values["has_torch"] == [0.0]
 
 
@@ -175,7 +175,7 @@ def test_a_process_that_ended_between_two_calls_is_replaced() -> None:
         (["hostile:each", "hostile:each"], {}, 'name one of them as "LABEL=each"'),
         (["hostile:each"], {"weights": [1.0, 2.0]}, "rewards.weights has 2 factors for 1 functions"),
         (["hostile:each"], {"options": {"eech": {}}}, 'rewards.options.eech: rewards.functions has no eech (did you'),
-        (["hostile:none"], {"workers": 0}, "none cannot be imported: AttributeError"),
+        (["hostile:none"], {"workers": 0}, "none: cannot be imported: AttributeError"),
     ],
 )  # fmt: skip
 def test_keys_that_cannot_be(functions: list[str], keys: dict[str, Any], words: str) -> None:
@@ -188,7 +188,7 @@ def test_keys_that_cannot_be(functions: list[str], keys: dict[str, Any], words: 
 def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_module\n")
     keys = RewardsConfig(functions=["broken:f"], modules=[str(tmp_path / "broken.py")], workers=1)
-    with pytest.raises(ConfigError, match="f cannot be imported: ModuleNotFoundError: No module named"):
+    with pytest.raises(ConfigError, match="f: cannot be imported: ModuleNotFoundError: No module named"):
         build_rewards(keys, load_plugins())
 
 

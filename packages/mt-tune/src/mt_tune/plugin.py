@@ -17,7 +17,7 @@ from mt_core.specs import (
     SectionSpec,
 )
 from mt_tune.preferences.samples import PAIR_SAMPLE, UNPAIRED_SAMPLE
-from mt_tune.rewards.reward_specs import REWARDS
+from mt_tune.rewards.reward_specs import REWARDS, RewardSpec
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
@@ -100,6 +100,73 @@ def mt_register_sections() -> list[SectionSpec]:
             config_type=Lazy("mt_tune.distill.config:DistillationConfig"),
             affects_training=True,
             shrink=Lazy("mt_tune.distill.config:shrink_distillation"),
+        ),
+    ]
+
+
+@hookimpl
+def mt_register_rewards() -> list[RewardSpec]:
+    return [
+        RewardSpec(
+            name="accuracy",
+            doc="The answer has the value of the right one, by math-verify; options column, after, numbers",
+            build=Lazy("mt_tune.rewards.math_rewards:build_accuracy"),
+            aliases=("accuracy_reward",),
+        ),
+        RewardSpec(
+            name="cosine_accuracy",
+            doc="Accuracy by length: short right answers and long wrong ones have more; option max_length",
+            build=Lazy("mt_tune.rewards.math_rewards:build_cosine"),
+            aliases=("cosine_scaled_reward",),
+        ),
+        RewardSpec(
+            name="exact_match",
+            doc="The answer, found by a pattern, is the text of the right one; options column, pattern",
+            build=Lazy("mt_tune.rewards.text_rewards:build_exact_match"),
+        ),
+        RewardSpec(
+            name="regex",
+            doc="A regular expression matches the completion; options pattern, full, reward, penalty",
+            build=Lazy("mt_tune.rewards.text_rewards:build_regex"),
+        ),
+        RewardSpec(
+            name="think_format",
+            doc="The completion begins with one <think>...</think>",
+            build=Lazy("mt_tune.rewards.text_rewards:build_think_format"),
+            aliases=("think_format_reward",),
+        ),
+        RewardSpec(
+            name="overlong",
+            doc="DAPO's soft penalty of long completions; options max_length, cache",
+            build=Lazy("mt_tune.rewards.text_rewards:build_overlong"),
+            one_at_a_time=False,
+            aliases=("soft_overlong_punishment_reward",),
+        ),
+        RewardSpec(
+            name="repetition",
+            doc="A penalty of repeated n-grams; options ngram_size, max_penalty",
+            build=Lazy("mt_tune.rewards.text_rewards:build_repetition"),
+            one_at_a_time=False,
+            aliases=("repetition_penalty_reward",),
+        ),
+        RewardSpec(
+            name="code",
+            doc="The completion's program passes the tests of its row, in a sandbox; options column, partial, limits",
+            build=Lazy("mt_tune.rewards.code_rewards:build_code"),
+            # The sandbox has processes with deadlines of its own.
+            one_at_a_time=False,
+            in_process=True,
+        ),
+        RewardSpec(
+            name="http",
+            doc="A server gives the rewards: POST {prompts, completions, ...} -> {rewards}; option url",
+            build=Lazy("mt_tune.rewards.http_rewards:build_http"),
+            one_at_a_time=False,
+        ),
+        RewardSpec(
+            name="reasoning_gym",
+            doc="The score of a row's task of reasoning-gym; option tagged",
+            build=Lazy("mt_tune.rewards.gym_rewards:build_reasoning_gym"),
         ),
     ]
 

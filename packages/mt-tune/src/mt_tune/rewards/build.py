@@ -58,7 +58,7 @@ def _loaded(entry: ChosenFunction) -> Callable[..., Any]:
     except MtError:
         raise
     except Exception as error:
-        raise ConfigError(f"rewards.functions: {entry.name} cannot be imported: {described(error)}") from error
+        raise ConfigError(f"rewards.functions: {entry.name}: cannot be imported: {described(error)}") from error
 
 
 def _pool(entries: Mapping[int, ChosenFunction], keys: RewardsConfig) -> WorkerPool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from mt_core.errors import MtError
 from mt_tune.rewards.base import RewardSample, text_of
 
 RESERVED = ("prompt", "completion", "completion_ids")
@@ -127,7 +128,7 @@ def _outcome(returned: Any, log: _Log) -> Outcome:
 def _failed(error: Exception) -> Failed:
     if isinstance(error, _SampleError):
         return Failed(str(error), error.sample, wrong=True)
-    return Failed(f"raised {described(error)}")
+    return Failed(f"{'' if isinstance(error, MtError) else 'raised '}{described(error)}")
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -135,7 +136,9 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def described(error: BaseException) -> str:
-    """Type, message and the line that raised it."""
+    """Type, message and the line that raised it; the message of an error that is meant for users."""
+    if isinstance(error, MtError):
+        return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
     text = str(error)

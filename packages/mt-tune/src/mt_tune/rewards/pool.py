@@ -91,7 +91,7 @@ class WorkerPool:
     def _check_ready(self, worker: _Worker, message: Mapping[str, Any]) -> None:
         if "error" in message:
             name = self._names[message["function"]]
-            raise ConfigError(f"rewards.functions: {name} cannot be imported: {message['error']}")
+            raise ConfigError(f"rewards.functions: {name}: {message['error']}")
         worker.ready = True
 
     def _functions(self) -> str:

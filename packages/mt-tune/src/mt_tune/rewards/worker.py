@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mt_core.errors import MtError
 from mt_tune.rewards.calling import Call, Failed, LoadedFunction, described
 from mt_tune.rewards.references import FunctionReference
 
@@ -49,12 +50,16 @@ def main() -> None:
         try:
             functions[number] = LoadedFunction(reference.load())
         except Exception as error:
-            _send(channel, {"function": number, "error": described(error)})
+            _send(channel, {"function": number, "error": _problem(error)})
             return
     _limit_memory(setup.memory_mb)
     _send(channel, {"ready": True})
     while (call := _received(channel)) is not None:
         _send(channel, asdict(_outcome(functions[call.function], call, setup.memory_mb)))
+
+
+def _problem(error: Exception) -> str:
+    return str(error) if isinstance(error, MtError) else f"cannot be imported: {described(error)}"
 
 
 def _outcome(function: LoadedFunction, call: Call, memory_mb: int) -> Any:
