@@ -25,6 +25,8 @@ MOE_MODELS = (
     "qwen_moe",
     "olmoe",
     "deepseek",
+    "deepseek_v32",
+    "glm4_moe_lite",
     "gpt_oss",
     "granite_moe",
     "minimax_m2",

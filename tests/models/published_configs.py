@@ -242,6 +242,50 @@ DEEPSEEK_V3 = {
     "vocab_size": 129280,
 }  # fmt: skip
 """Without `quantization_config`, as the published copies in bf16 are."""
+KIMI_K2 = {
+    **DEEPSEEK_V3, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "bos_token_id": 163584,
+    "eos_token_id": 163585, "first_k_dense_replace": 1, "max_position_embeddings": 131072, "model_type": "kimi_k2",
+    "n_group": 1, "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
+}  # fmt: skip
+KIMI_K25 = {
+    "architectures": ["KimiK25ForConditionalGeneration"], "bos_token_id": 163584, "eos_token_id": 163585,
+    "ignore_index": -100, "media_placeholder_token_id": 163605, "model_type": "kimi_k25", "pad_token_id": 163839,
+    "text_config": KIMI_K2, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.56.2",
+    "use_unified_vision_chunk": True, "video_placeholder": "<|kimi_k25_video_placeholder|>",
+    "vision_config": {"model_type": "kimi_k25_vision", "hidden_size": 1152, "num_hidden_layers": 27},
+}  # fmt: skip
+DEEPSEEK_V32 = {
+    **DEEPSEEK_V3, "architectures": ["DeepseekV32ForCausalLM"], "index_head_dim": 128, "index_n_heads": 64,
+    "index_topk": 2048, "model_type": "deepseek_v32",
+}  # fmt: skip
+GLM_5 = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829], "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
+    "head_dim": 64, "hidden_size": 6144, "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048,
+    "indexer_rope_interleave": True, "initializer_range": 0.02, "intermediate_size": 12288, "kv_lora_rank": 512,
+    "max_position_embeddings": 202752, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "model_type": "glm_moe_dsa", "n_group": 1, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 78, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1, "pad_token_id": 154820, "pretraining_tp": 1, "q_lora_rank": 2048,
+    "qk_head_dim": 256, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05,
+    "rope_interleave": True, "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 1,
+    "topk_method": "noaux_tc", "transformers_version": "5.0.2.dev0", "use_cache": True, "v_head_dim": 256,
+    "vocab_size": 154880,
+}  # fmt: skip
+GLM_5_2 = {**GLM_5, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+GLM_4_7_FLASH = {
+    **{key: value for key, value in GLM_5.items() if not key.startswith("index") and key != "head_dim"},
+    "architectures": ["Glm4MoeLiteForCausalLM"], "first_k_dense_replace": 1, "hidden_size": 2048,
+    "intermediate_size": 10240, "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536, "n_routed_experts": 64,
+    "num_attention_heads": 20, "num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20,
+    "partial_rotary_factor": 1.0, "q_lora_rank": 768, "rope_scaling": None, "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+}  # fmt: skip
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
     "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
@@ -553,6 +597,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-hybrid-7b": ("olmo_hybrid", OLMO_HYBRID_7B),
     "deepseek-v2-lite": ("deepseek", DEEPSEEK_V2_LITE),
     "deepseek-v3-bf16": ("deepseek", DEEPSEEK_V3),
+    "kimi-k2 (without FP8)": ("deepseek", KIMI_K2),
+    "kimi-k2.5 (text)": ("deepseek", KIMI_K25),
+    "deepseek-v3.2 (without FP8)": ("deepseek_v32", DEEPSEEK_V32),
+    "glm-5": ("deepseek_v32", GLM_5),
+    "glm-5.2": ("deepseek_v32", GLM_5_2),
+    "glm-4.7-flash": ("glm4_moe_lite", GLM_4_7_FLASH),
     "gpt-oss-20b": ("gpt_oss", GPT_OSS_20B),
     "olmoe-1b-7b": ("olmoe", OLMOE_1B_7B),
     "granite-3.0-1b-a400m": ("granite_moe", GRANITE_MOE_1B),

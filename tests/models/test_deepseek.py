@@ -64,6 +64,16 @@ CASES = {
     ),
     "V3, groups": ("V3", {"q_lora_rank": 14, **GROUPS}),
     "V3 with YaRN": ("V3", {"q_lora_rank": 14, **GROUPS, "rope_parameters": YARN, "max_position_embeddings": 128}),
+    "Kimi K2": (
+        "V3",
+        {
+            "q_lora_rank": 14,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {**YARN, "beta_fast": 1, "beta_slow": 1},
+            "max_position_embeddings": 128,
+        },
+    ),
     "V3 without groups, tied": (
         "V3",
         {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
@@ -270,6 +280,12 @@ def test_positions_of_other_documents_are_not_predicted(build) -> None:
 # -- sizes ---------------------------------------------------------------------------------------------
 
 
+KIMI_K2 = {
+    "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "vocab_size": 163840,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+
+
 def shape(generation, **fields):
     config = getattr(transformers, f"Deepseek{generation}Config")
     return config, getattr(transformers, f"Deepseek{generation}ForCausalLM"), fields
@@ -290,13 +306,19 @@ def test_presets_have_the_sizes_of_the_published_models(host) -> None:
         "deepseek-v2-lite": shape("V2", **lite),
         "deepseek-v2": shape("V2", **full),
         "deepseek-v3": shape("V3"),
+        **dict.fromkeys(("kimi-k2", "kimi-k2-thinking"), shape("V3", **KIMI_K2)),
     }
     ref.assert_presets_match(host, "deepseek", published, "model.mtp_num_layers=0")
 
 
 @pytest.mark.parametrize(
     ("preset", "total", "active"),
-    [("deepseek-v2-lite", 15.7, 2.7), ("deepseek-v2", 235.7, 21.4), ("deepseek-v3", 671.0, 37.5)],
+    [
+        ("deepseek-v2-lite", 15.7, 2.7),
+        ("deepseek-v2", 235.7, 21.4),
+        ("deepseek-v3", 671.0, 37.5),
+        ("kimi-k2", 1026.4, 32.9),
+    ],
 )
 def test_total_and_active_parameters_are_the_published_ones(host, preset, total, active) -> None:
     """Billions; the published active ones (2.4, 21, 37) leave out the embedding."""

@@ -17,6 +17,8 @@ WITHOUT_EFFECT = {
     "qwen2.5-0.5b": {"sliding_window"},
     "qwen2.5-vl-7b": {"sliding_window"},
     "deepseek-v2-lite": {"n_group", "topk_group"},
+    "kimi-k2 (without FP8)": {"model_type"},
+    "kimi-k2.5 (text)": {"model_type", "architectures"},
     "smolvlm2-500m": {"model_type", "architectures"},
     "lfm2-1.2b": {"block_auto_adjust_ff_dim"},
     "exaone-4.0-32b": {"sliding_window_pattern"},

@@ -296,7 +296,9 @@ def check_moe_decoder(config: Config) -> None:
 
 
 def _check_heads(model: DecoderConfig) -> None:
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+    # Families with head sizes of their own, as of latent attention, do not divide the hidden size by heads.
+    divides = type(model).head_dim is DecoderConfig.head_dim and model.kv_channels is None
+    if divides and model.hidden_size % model.num_attention_heads:
         raise ConfigError(
             f"model.hidden_size={model.hidden_size} is not divisible by "
             f"model.num_attention_heads={model.num_attention_heads}; the number of heads can be "
@@ -332,9 +334,10 @@ def _check_rope_scaling(model: DecoderConfig) -> None:
             f"model.rope_low_freq_factor={model.rope_low_freq_factor} has to be below "
             f"model.rope_high_freq_factor={model.rope_high_freq_factor}"
         )
-    if model.rope_scaling_type == "yarn" and model.rope_beta_slow >= model.rope_beta_fast:
+    # Equal in Kimi K2: a step in place of a range of blended channels.
+    if model.rope_scaling_type == "yarn" and model.rope_beta_slow > model.rope_beta_fast:
         raise ConfigError(
-            f"model.rope_beta_slow={model.rope_beta_slow} has to be below model.rope_beta_fast={model.rope_beta_fast}"
+            f"model.rope_beta_slow={model.rope_beta_slow} can be at most model.rope_beta_fast={model.rope_beta_fast}"
         )
     if model.rope_scaling_type == "yarn" and model.rotary_base <= 1.0:
         raise ConfigError(

@@ -122,13 +122,19 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
         assert angles is not None
-        # Training expands keys and values of every head (`heads`) and runs the
-        # backend's kernel. With a cache, see `_cached`.
         source = self.query_source(x)
         latents, positional = self.latents(x, angles)
-        if cache is not None:
+        if cache is None:
+            out = self.over_sequence(source, latents, positional, pattern, angles)
+        else:
             out = self._cached(self.queries(source, angles), latents, positional, pattern, cache)
-            return self.linear_proj(out.flatten(2))
+        return self.linear_proj(out.flatten(2))
+
+    def over_sequence(
+        self, source: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern, angles: RotaryAngles
+    ) -> Tensor:
+        """Attention of a whole sequence, as in training: [B, S, heads of this rank, value], from `query_source` and
+        `latents`. It expands keys and values of every head and runs the backend's kernel."""
 
         # Per position the heads hold N (plain + rotated) and N (plain + rotated + value) numbers; what they are made
         # from, the latents, C + R. `remade` lets backward compute the heads again rather than keep them.
@@ -138,8 +144,7 @@ class LatentAttention(nn.Module):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.core(q, k, v, pattern, self.dropout.begin())
 
-        out = remade(heads, attend) if self.remakes_heads else attend(*heads())
-        return self.linear_proj(out.flatten(2))
+        return remade(heads, attend) if self.remakes_heads else attend(*heads())
 
     def query_source(self, x: Tensor) -> Tensor:
         """[B, S, H] -> the normalized latent of the queries [B, S, C], or x where they have none"""
@@ -225,19 +230,28 @@ class LatentAttention(nn.Module):
         self, q: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern, cache: Cache
     ) -> Tensor:
         """A new sequence expands its keys and values once; those that go on attend to the latents."""
-        if self.ctx.sequence_parallel:
-            # The cache holds all positions on every rank of tp. In training ColumnParallelLinear gathers them instead.
-            latents = gather_from(latents, SEQUENCE_DIM, self.ctx.tp)
+        latents = self.of_all_positions(latents)
 
         def attend(q: Tensor, latents: Tensor, positional: Tensor) -> Tensor:
-            # As many queries as keys: a new sequence. Expanded it has smaller heads, and the kernels of training. The
-            # absorbed form rounds differently, so that it is excluded where bits have to be those of the training pass.
-            if q.shape[1] == latents.shape[1] or cache.is_batch_invariant:
-                rows = F.linear(latents, effective_weight(self.linear_kv_up_proj))
-                return self.expanded(q, rows, positional, pattern)
-            return self.absorbed(q, latents, positional, pattern)
+            return self.attend_to_latents(q, latents, positional, pattern, cache)
 
         return cache.attend(self, attend, (q,), (latents, positional), self.paged)
+
+    def attend_to_latents(
+        self, q: Tensor, latents: Tensor, positional: Tensor, pattern: AttentionPattern, cache: Cache
+    ) -> Tensor:
+        """Queries of one sequence over all its latents [1, T, C], in the form that suits their numbers."""
+        # As many queries as keys: a new sequence. Expanded it has smaller heads, and the kernels of training. The
+        # absorbed form rounds differently, so that it is excluded where bits have to be those of the training pass.
+        if q.shape[1] == latents.shape[1] or cache.is_batch_invariant:
+            rows = F.linear(latents, effective_weight(self.linear_kv_up_proj))
+            return self.expanded(q, rows, positional, pattern)
+        return self.absorbed(q, latents, positional, pattern)
+
+    def of_all_positions(self, latents: Tensor) -> Tensor:
+        """[B, S, C] of this rank's positions -> of all. The cache holds all of them on every rank of tp."""
+        # In training ColumnParallelLinear gathers them instead.
+        return gather_from(latents, SEQUENCE_DIM, self.ctx.tp) if self.ctx.sequence_parallel else latents
 
     def cached_state(self) -> PositionState:
         """The latent, and the rotated key that all heads share."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from mt_core.config.fields import NonNegativeInt, PositiveInt
 from mt_core.config.schema import Config
@@ -40,6 +40,9 @@ class DeepseekConfig(DecoderConfig):
     """Further layers, of which the d-th predicts the token d + 1 positions ahead, in training."""
     mtp_loss_scaling_factor: Annotated[float, Field(ge=0)] = 0.1
     """What the mean of their losses counts beside that of the next token."""
+
+    _predicted_layers: int = PrivateAttr(default=0)
+    """How many of num_layers are layers of multi-token prediction: see `with_predicted_layers`."""
 
     @property
     def latent_epsilon(self) -> float:
@@ -80,7 +83,7 @@ class DeepseekConfig(DecoderConfig):
             return 1.0
         return (0.1 * self.rope_mscale_all_dim * math.log(self.rope_scaling_factor or 1.0) + 1.0) ** 2
 
-    def with_predicted_layers(self) -> DeepseekConfig:
+    def with_predicted_layers(self) -> Self:
         """The same with the layers of multi-token prediction counted behind the others, of the last one's kind."""
         changed: dict[str, Any] = {"num_layers": self.num_layers + self.mtp_num_layers}
         if self.moe is not None:
@@ -88,16 +91,14 @@ class DeepseekConfig(DecoderConfig):
             # DeepSeek-V3's prediction layer is MoE, as its last layer is.
             pattern = layers + [layers[-1]] * self.mtp_num_layers
             changed["moe"] = {**self.moe, "moe_layer_freq": frequency_of(pattern)}
-        return _CountsPredictedLayers.model_construct(self.model_fields_set, **{**dict(self), **changed})
-
-
-class _CountsPredictedLayers(DeepseekConfig):
-    """Its num_layers includes the layers of multi-token prediction."""
+        counted = type(self).model_construct(self.model_fields_set, **{**dict(self), **changed})
+        counted._predicted_layers = self.mtp_num_layers
+        return counted
 
     @property
     def output_init_std(self) -> float:
-        # Megatron takes the number of the decoder's layers for both.
-        layers = self.num_layers - self.mtp_num_layers
+        # Megatron takes the number of the decoder's layers for those of multi-token prediction, too.
+        layers = self.num_layers - self._predicted_layers
         return self.init_method_std / math.sqrt(2.0 * layers if self.use_scaled_init_method else 1.0)
 
 
@@ -204,6 +205,28 @@ _V3_EXPERTS = {
     "moe_aux_loss_coeff": [0.0001],
 }
 
+
+def _kimi(factor: float, positions: int) -> dict[str, Any]:
+    """Kimi K2 (Moonshot AI, 2025): DeepSeek-V3 with more experts and fewer heads, without groups and MTP."""
+    experts = {key: value for key, value in _V3_EXPERTS.items() if "group" not in key}
+    return _deepseek(
+        61,
+        7168,
+        64,
+        18432,
+        163840,
+        1,
+        {**experts, "num_experts": 384, "moe_router_topk_scaling_factor": 2.827},
+        q_lora_rank=1536,
+        rotary_base=50000.0,
+        rope_scaling_factor=factor,
+        rope_beta_fast=1.0,
+        rope_mscale=1.0,
+        rope_mscale_all_dim=1.0,
+        max_position_embeddings=positions,
+    )
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": _deepseek(
         27, 2048, 16, 10944, 102400, 1, _v2_experts(64, 1408, 1.0), rope_mscale=0.707, rope_mscale_all_dim=0.707
@@ -233,6 +256,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         rope_mscale=1.0,
         rope_mscale_all_dim=1.0,
     ),
+    "kimi-k2": _kimi(factor=32.0, positions=131072),
+    "kimi-k2-thinking": _kimi(factor=64.0, positions=262144),
 }
 
 

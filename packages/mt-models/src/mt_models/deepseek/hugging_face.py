@@ -1,11 +1,14 @@
-"""DeepSeek-V2 and V3 in Hugging Face's format.
+"""DeepSeek-V2 and V3, and Kimi K2, in Hugging Face's format.
+
+Kimi K2 is a DeepSeek-V3 of other sizes under a type of its own, `kimi_k2`, which is read and written as `deepseek_v3`.
+Of Kimi K2.5 and K2.6 (`kimi_k25`), whose files hold the decoder beside an image tower, the decoder is read.
 
 The MTP layers come after the others, with further copies of the embedding and the LM head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +41,7 @@ from mt_models.blocks.hugging_face_moe import (
     require_normalized,
     shared_experts,
 )
+from mt_models.blocks.hugging_face_tower import decoder_within
 from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
 from mt_models.deepseek.config import DeepseekConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, require_value, tied_output
@@ -52,7 +56,21 @@ NORM_EPSILON = 1e-6
 
 def name_map(config: DeepseekConfig) -> NameMap:
     layers = [rule for number in range(config.num_layers) for rule in layer_rules(config, number)]
-    return decoder_name_map(config, [*layers, *prediction_rules(config)])
+    names = decoder_name_map(config, [*layers, *prediction_rules(config)])
+    return NameMap(names.rules, 0, names.ignored | TOWER)
+
+
+TOWER = frozenset(f"{prefix}{part}.*" for prefix in ("", "model.") for part in ("vision_tower", "mm_projector"))
+"""Tensors of the image tower of Kimi K2.5, which this family does not have."""
+WITHIN = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+"""Prefixes of the decoder in files of Kimi K2.5, and in the memory of transformers -> those of the decoder alone."""
+
+
+def spelling(config: DeepseekConfig, name: str) -> str:
+    for prefix, instead in WITHIN.items():
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return name
 
 
 def layer_rules(config: DeepseekConfig, number: int) -> list[Rule]:
@@ -79,7 +97,11 @@ def latent_rules(config: DeepseekConfig) -> list[Rule]:
     return norm_rules({f"self_attention.{ours}": f"self_attn.{theirs}" for ours, theirs in names.items()})
 
 
-def prediction_rules(config: DeepseekConfig) -> list[Rule]:
+def prediction_rules(
+    config: DeepseekConfig, rules_of_layer: Callable[[Any, int], list[Rule]] = layer_rules
+) -> list[Rule]:
+    """Rules of the layers of multi-token prediction. rules_of_layer: makes those of a decoder layer from the
+    configuration and its number."""
     counted = config.with_predicted_layers()
     rules: list[Rule] = []
     for depth in range(config.mtp_num_layers):
@@ -96,7 +118,7 @@ def prediction_rules(config: DeepseekConfig) -> list[Rule]:
             rules.append(Same(f"{ours}{own}.weight", f"{theirs}{external}.weight"))
         # layer_rules names it as a decoder layer; only the canonical side is moved to mtp.
         prefix = OURS.replace("{i}", str(number))
-        rules += [_renamed(rule, prefix, f"{ours}mtp_model_layer.") for rule in layer_rules(counted, number)]
+        rules += [_renamed(rule, prefix, f"{ours}mtp_model_layer.") for rule in rules_of_layer(counted, number)]
     return rules
 
 
@@ -173,11 +195,31 @@ def _require_rotated(external: Mapping[str, Any]) -> None:
 
 def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
     """Without layers of multi-token prediction where a file has none: its class leaves them out and keeps the count."""
+    if isinstance(text := external.get("text_config"), Mapping):
+        return {**external, "text_config": held(text, [name.removeprefix("language_model.") for name in names])}
     layers = f"model.layers.{external.get('num_hidden_layers', 61)}."
     counts = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if external.get(key)]
     if not counts or any(name.startswith(layers) for name in names):
         return external
     return {**external, **dict.fromkeys(counts, 0)}
+
+
+KINDS = "mlp_layer_types"
+"""The feed-forward of each layer, in newer classes; in place of `first_k_dense_replace`."""
+
+
+def with_dense_counted(external: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same with `mlp_layer_types` as `first_k_dense_replace`. Raises ConfigError where a file has both and they
+    differ, or dense layers behind others."""
+    if (kinds := external.get(KINDS)) is None:
+        return external
+    dense = list(kinds).count("dense")
+    if list(kinds) != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        raise ConfigError(f"{KINDS}={list(kinds)} is not supported: dense layers have to come before sparse ones")
+    stated = external.get("first_k_dense_replace")
+    if stated is not None and min(stated, len(kinds)) != dense:
+        raise ConfigError(f"{KINDS} with {dense} dense layers and first_k_dense_replace={stated} contradict each other")
+    return {**external, "first_k_dense_replace": dense}
 
 
 def _all_dense(external: Mapping[str, Any], default: int, layers: int) -> bool:
@@ -270,7 +312,8 @@ def v2_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def v3_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
+def v3_export_extra(model: Mapping[str, Any], kind: str = "deepseek_v3") -> dict[str, Any]:
+    """kind: the model_type that is written, for messages."""
     config = DeepseekConfig.model_validate(model)
     if config.moe is None:
         counted = config.num_layers + config.mtp_num_layers  # the layers of prediction are dense, too
@@ -282,7 +325,7 @@ def v3_export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     moe = MoEOptions(config)
     scores = group_scores(moe, 2)
     moe.require(
-        "deepseek_v3",
+        kind,
         **EXPRESSED,
         moe_router_score_function=("sigmoid",),
         moe_router_enable_expert_bias=ANY,
@@ -343,12 +386,24 @@ V3 = ConfigMap(
     spellings=SPELLINGS,
 )
 
+KIMI_TOWER_KEYS = (
+    "projection_hidden_size", "projection_layer_norm_eps", "media_placeholder_token_id", "ignore_index",
+    "use_unified_vision_chunk", "video_placeholder",
+)  # fmt: skip
+KIMI_K25_TEXT = replace(V3, architecture="kimi_k25 (text_config)")
+
 HUGGING_FACE = HuggingFaceFamily(
     family="deepseek",
-    model_types={"deepseek_v2": V2, "deepseek_v3": V3},
+    model_types={
+        "deepseek_v2": V2,
+        "deepseek_v3": V3,
+        "kimi_k2": replace(V3, architecture="kimi_k2"),
+        "kimi_k25": decoder_within("kimi_k25", KIMI_K25_TEXT, "deepseek_v3", KIMI_TOWER_KEYS),
+    },
     name_map=name_map,
     model_type_of=model_type_of,
     copies=copies,
+    spelling=spelling,
     architectures={"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"},
     held=held,
 )

@@ -45,6 +45,7 @@ from mt_models.blocks.hugging_face_moe import (
     import_balance,
     written_packed,
 )
+from mt_models.blocks.hugging_face_tower import decoder_within
 from mt_models.blocks.moe import ANY, MoEOptions, frequency_of
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
 from mt_models.qwen_next.config import QwenNextConfig
@@ -337,37 +338,7 @@ QWEN3_5_MOE = ConfigMap(
     export_extra=export_sparse,
 )
 
-OF_PICTURES = "of the image tower, which this family does not have: text alone is computed"
-
-
-def _with_tower(kind: str, decoder: ConfigMap) -> ConfigMap:
-    """The map of a type that has the decoder's configuration within it. It is read, and never written."""
-
-    def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-        text = dict(external.get("text_config") or {})
-        # The outer class ties its LM head by its own key.
-        text["tie_word_embeddings"] = external.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        return decoder.import_value(text)
-
-    return ConfigMap(
-        architecture=kind,
-        fields=(),
-        ignored={
-            **IGNORED,
-            **dict.fromkeys(
-                ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-                OF_PICTURES,
-            ),
-        },
-        import_extra=import_extra,
-        import_extra_keys=("text_config", "tie_word_embeddings"),
-        export_extra=_never_written,
-    )
-
-
-def _never_written(model: Mapping[str, Any]) -> dict[str, Any]:
-    raise ConfigError(f"a decoder without its image tower is written as {DENSE} or {SPARSE}")
-
+WITHIN = f"{DENSE} or {SPARSE}"
 
 HUGGING_FACE = HuggingFaceFamily(
     family="qwen_next",
@@ -375,8 +346,8 @@ HUGGING_FACE = HuggingFaceFamily(
         NEXT: QWEN3_NEXT,
         DENSE: QWEN3_5,
         SPARSE: QWEN3_5_MOE,
-        "qwen3_5": _with_tower("qwen3_5", QWEN3_5),
-        "qwen3_5_moe": _with_tower("qwen3_5_moe", QWEN3_5_MOE),
+        "qwen3_5": decoder_within("qwen3_5", QWEN3_5, WITHIN),
+        "qwen3_5_moe": decoder_within("qwen3_5_moe", QWEN3_5_MOE, WITHIN),
     },
     name_map=name_map,
     model_type_of=model_type_of,

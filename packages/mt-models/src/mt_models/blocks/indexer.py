@@ -1,0 +1,177 @@
+"""Lightning indexer of DeepSeek sparse attention (DeepSeek-V3.2, 2025): which keys a query attends to.
+
+For a position t with the input x of attention and the latent c of its queries, and a position s before it:
+
+    q_h = rotate(W_q,h c)  [D]      k = rotate(norm(W_k x))  [D], one for all heads      w = W_w x / sqrt(heads)
+    I_ts = sum over heads h of w_th relu(q_th . k_s / sqrt(D))
+
+The `topk` keys with the highest I_ts are chosen; of equal ones those that torch.topk takes. No gradient passes the
+choice: the indexer learns from a loss of its own (`indexer_loss`). It is the same on every tensor-parallel rank; under
+sequence parallelism each rank chooses for its own positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.cache import Cache, PositionState
+from mt_core.nn.layout import normal
+from mt_core.nn.linear import SEQUENCE_DIM
+from mt_core.nn.norm import build_norm
+from mt_core.parallel.collectives import all_gather, gather_from
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.linear import ReplicatedLinear, effective_weight
+from mt_models.blocks.rotary import RotaryAngles, rotate
+
+PRODUCTS_AT_ONCE = 2**26
+"""Products of queries and keys, over all heads, that are in memory at a time (fp32)."""
+
+
+class IndexerConfigLike(Protocol):
+    """What an indexer reads from the configuration of its model."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def q_lora_rank(self) -> int | None: ...
+    @property
+    def init_method_std(self) -> float: ...
+    @property
+    def dsa_indexer_n_heads(self) -> int: ...
+    @property
+    def dsa_indexer_head_dim(self) -> int: ...
+    @property
+    def dsa_indexer_topk(self) -> int: ...
+    @property
+    def dsa_indexer_k_norm_epsilon(self) -> float: ...
+    @property
+    def dsa_indexer_rope_interleaved(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class IndexerInputs:
+    """queries [B, S, H, D], weights [B, S, H] in fp32, keys [B, S, D]; S: this rank's positions under sequence
+    parallelism."""
+
+    queries: Tensor
+    weights: Tensor
+    keys: Tensor
+
+
+class Indexer(nn.Module):
+    """Chooses keys. Its parameters have Megatron's names."""
+
+    def __init__(self, config: IndexerConfigLike, ctx: ParallelContext) -> None:
+        super().__init__()
+        assert config.q_lora_rank is not None  # required by the configuration of the family
+        self.ctx, self.topk = ctx, config.dsa_indexer_topk
+        self.heads, self.size = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        self.interleaved = config.dsa_indexer_rope_interleaved
+        init = normal(config.init_method_std)
+
+        def linear(inputs: int, outputs: int) -> ReplicatedLinear:
+            return ReplicatedLinear(inputs, outputs, ctx, init=init, bias=False, on_sequence=True)
+
+        self.linear_wq_b = linear(config.q_lora_rank, self.heads * self.size)
+        self.linear_wk = linear(config.hidden_size, self.size)
+        self.k_norm = build_norm("LayerNorm", self.size, config.dsa_indexer_k_norm_epsilon, ctx)
+        self.linear_weights_proj = linear(config.hidden_size, self.heads)
+
+    def project(self, x: Tensor, source: Tensor, angles: RotaryAngles) -> IndexerInputs:
+        """x [B, S, hidden], the input of attention; source [B, S, C], the normalized latent of its queries."""
+        cos, sin = self._own(angles.cos), self._own(angles.sin)
+        queries = self.linear_wq_b(source).unflatten(-1, (self.heads, self.size))
+        keys = self.k_norm(self.linear_wk(x)).unsqueeze(2)
+        # In fp32 whatever the dtype of the model, as in the published code: the weights order near-equal keys.
+        weights = F.linear(x.float(), effective_weight(self.linear_weights_proj).float()) * self.heads**-0.5
+        return IndexerInputs(
+            rotate(queries, cos, sin, self.interleaved), weights, rotate(keys, cos, sin, self.interleaved).squeeze(2)
+        )
+
+    def _own(self, values: Tensor) -> Tensor:
+        """[B, S, ...] of all positions -> of this rank's, under sequence parallelism."""
+        tp = self.ctx.tp
+        return values.chunk(tp.size, SEQUENCE_DIM)[tp.rank] if self.ctx.sequence_parallel else values
+
+    def scores(self, inputs: IndexerInputs) -> Tensor:
+        """I [B, S, T] in fp32, with the keys of all positions of the sequence."""
+        keys = inputs.keys
+        if self.ctx.sequence_parallel:
+            keys = gather_from(keys, SEQUENCE_DIM, self.ctx.tp)
+        return index_scores(inputs.queries, inputs.weights, keys)
+
+    def choose(self, scores: Tensor, visible: Tensor) -> Tensor:
+        """scores [B, S, T], visible [B or 1, S, T] bool, of this rank's positions -> [B, S, topk] int64, of all
+        positions; T has to be above topk. A query that sees fewer keys chooses some that it does not see."""
+        chosen = chosen_keys(scores, visible, self.topk)
+        return all_gather(chosen, SEQUENCE_DIM, self.ctx.tp) if self.ctx.sequence_parallel else chosen
+
+    def choose_cached(self, inputs: IndexerInputs, pattern: AttentionPattern, cache: Cache) -> Tensor:
+        """[1, S, topk] int32 of the new positions S in the cache, zeros for sequences of at most topk keys."""
+
+        def choose(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+            count, length = queries.shape[1], keys.shape[1]
+            if length <= self.topk:
+                return queries.new_zeros((1, count, self.topk), dtype=torch.int32)
+            visible = seen(pattern, count, length, keys.device)
+            return chosen_keys(index_scores(queries, weights, keys), visible, self.topk).int()
+
+        queries, weights, keys = inputs.queries, inputs.weights, inputs.keys
+        if self.ctx.sequence_parallel:
+            queries, weights, keys = (all_gather(x, SEQUENCE_DIM, self.ctx.tp) for x in (queries, weights, keys))
+        return cache.attend(self, choose, (queries, weights), (keys,))
+
+    def cached_state(self) -> PositionState:
+        """The one key for all heads."""
+        return PositionState(((self.size,),), self.linear_wk.weight.dtype)
+
+
+def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """queries [B, S, H, D], weights [B, S, H], keys [B, T, D] -> [B, S, T] in fp32"""
+    batch, count, heads, _ = queries.shape
+    rows = max(PRODUCTS_AT_ONCE // (batch * heads * keys.shape[1]), 1)
+    # Products of all heads with all keys would be heads times as large as the scores. Backward makes them again.
+    again = torch.is_grad_enabled() and count > rows
+    blocks = [
+        checkpoint(_scores_of_block, q, w, keys, use_reentrant=False) if again else _scores_of_block(q, w, keys)
+        for q, w in zip(queries.split(rows, 1), weights.split(rows, 1), strict=True)
+    ]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
+
+
+def _scores_of_block(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    products = queries.float() @ keys.float().transpose(-1, -2).unsqueeze(1)  # [B, S, H, T]
+    products = F.relu(products * queries.shape[-1] ** -0.5)
+    return (weights.unsqueeze(-2) @ products).squeeze(-2)
+
+
+def chosen_keys(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
+    """[B, S, T] -> [B, S, topk] int64: the keys with the highest scores of those that a query sees."""
+    return scores.detach().masked_fill(~visible, float("-inf")).topk(topk, dim=-1).indices
+
+
+def seen(pattern: AttentionPattern, queries: int, keys: int, device: torch.device) -> Tensor:
+    """[B or 1, S, T] bool: which keys a query sees before any are chosen."""
+    # A copy: the pattern keeps one mask, in the dtype that attention asks for.
+    mask = replace(pattern, _mask=None, _within={}).additive_mask(queries, keys, torch.float32, device)
+    return ~mask.isneginf().squeeze(1)
+
+
+def among(chosen: Tensor, keys: int) -> Tensor:
+    """chosen [B, S, topk] -> [B, S, T] bool: whether each of T keys is one of them."""
+    shape = (*chosen.shape[:-1], keys)
+    return torch.zeros(shape, dtype=torch.bool, device=chosen.device).scatter_(-1, chosen.long(), True)
+
+
+def narrowed(pattern: AttentionPattern, chosen: Tensor, keys: int, dtype: torch.dtype) -> AttentionPattern:
+    """The pattern in which a query sees of T keys those among chosen [B, S, topk] alone."""
+    bias = torch.zeros((*chosen.shape[:-1], keys), dtype=dtype, device=chosen.device)
+    bias = bias.masked_fill_(~among(chosen, keys), float("-inf")).unsqueeze(1)
+    return replace(pattern, bias=bias, _mask=None, _within={})
