@@ -25,7 +25,7 @@ PARSE_SECONDS, VERIFY_SECONDS = 10, 5
 @dataclass(frozen=True)
 class AccuracyOptions:
     """column: of the right answers. after: a text such as "</think>", behind whose last place the answer stands; a
-    completion without it has none. numbers: answers may be plain numbers too, without LaTeX around them."""
+    completion without it has the reward 0. numbers: answers may be plain numbers too, without LaTeX around them."""
 
     column: str = "solution"
     after: str | None = None
@@ -41,7 +41,8 @@ def build_accuracy(options: Mapping[str, Any]) -> RewardFunction:
     def judge(completions: Sequence[Any], **columns: Any) -> list[float | None]:
         right = column(columns, keys.column, "accuracy")
         pairs = zip(completions, right, strict=True)
-        return [is_right(_answer(text_of(completion), keys.after), str(wanted)) for completion, wanted in pairs]
+        answers = [(answer_behind(text_of(completion), keys.after), str(wanted)) for completion, wanted in pairs]
+        return [0.0 if answer is None else is_right(answer, wanted) for answer, wanted in answers]
 
     return judge
 
@@ -81,11 +82,12 @@ def build_cosine(options: Mapping[str, Any]) -> RewardFunction:
     return judge
 
 
-def _answer(text: str, after: str | None) -> str:
+def answer_behind(text: str, after: str | None) -> str | None:
+    """The text behind the last mark; None where there is no mark."""
     if after is None:
         return text
     _, mark, behind = text.rpartition(after)
-    return behind if mark else ""
+    return behind if mark else None
 
 
 def _comparison(numbers: bool) -> Callable[[str, str], float | None]:
