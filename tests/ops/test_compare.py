@@ -15,6 +15,7 @@ from mt_ops.commands.compare import compare as command
 from mt_ops.compare.comparison import compare
 from mt_ops.compare.quantities import relative_differences
 from mt_ops.reading.opening import open_run
+from mt_ops.report.page import report
 
 APP = typer.Typer()
 APP.command()(command)
@@ -56,6 +57,20 @@ def test_learning_rate_comes_before_the_loss_that_follows_from_it(tmp_path: Path
     assert result.exit_code == 1
     assert (found["first"]["quantity"], found["first"]["step"]) == ("learning_rate", 2)
     assert [cause["key"] for cause in found["causes"]] == ["optimizer.lr"]
+
+
+def test_a_section_that_one_run_does_not_have_is_one_line(tmp_path: Path) -> None:
+    a = write(
+        tmp_path / "a", rates=RATES, losses=LOSSES, model__width=8, adapter__rank=4, adapter__alpha=8, eval__tasks=3
+    )
+    b = write(tmp_path / "b", rates=RATES, losses=LOSSES, eval__tasks=5)
+    output = CliRunner().invoke(APP, [str(a), str(b)]).output
+    assert "configuration: 2 differences" in output
+    assert "  [adapter]: 2 values | \N{EN DASH}\n" in output
+    assert "  eval.tasks: 3 | 5\n" in output
+    assert "adapter.rank" not in output
+    page = report([open_run(a), open_run(b)])
+    assert page.count("[adapter]") == 1
 
 
 def test_rounding_is_within_the_tolerance_and_shown(tmp_path: Path) -> None:

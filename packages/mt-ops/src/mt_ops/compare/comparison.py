@@ -10,7 +10,7 @@ from mt_ops.compare.explanation import WITHOUT_EFFECT, Cause, causes
 from mt_ops.compare.quantities import Parting, Quantity, first_parting, quantities
 from mt_ops.reading.run import Run
 from mt_ops.report.html import shown
-from mt_ops.report.sections.configuration import differing, flat_environment
+from mt_ops.report.sections.configuration import differing, flat_environment, sections_as_a_whole
 
 TOLERANCE = 1e-3
 MOST_ROWS = 40
@@ -62,7 +62,8 @@ def lines(comparison: Comparison) -> Iterator[str]:
     """For a reader."""
     yield f"A {comparison.a.path} ({comparison.a.source}), {comparison.a.last_step:,} steps"
     yield f"B {comparison.b.path} ({comparison.b.source}), {comparison.b.last_step:,} steps"
-    yield from _rows("configuration", comparison.configuration)
+    configs = [comparison.a.config, comparison.b.config]
+    yield from _rows("configuration", sections_as_a_whole(comparison.configuration, configs))
     yield from _rows("environment", comparison.environment)
     if comparison.samples is not None:
         yield f"samples: {comparison.samples}"

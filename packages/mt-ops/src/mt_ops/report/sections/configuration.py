@@ -19,6 +19,7 @@ def differences(runs: Sequence[Run]) -> Section | None:
     shown = runs[:MOST_RUNS]
     headers = ["key", *(run.name for run in shown)]
     rows = list(differing([run.config for run in runs if run.config], [run.config for run in shown]))
+    rows = sections_as_a_whole(rows, [run.config for run in shown])
     places = [dict(flat_environment(run)) for run in shown]
     rows += [[f"environment: {key}", *values] for key, *values in differing([p for p in places if p], places)]
     body = table(headers, rows) if rows else note("Configuration and environment are the same.")
@@ -33,6 +34,36 @@ def differing(all_values: Sequence[Mapping[str, Any]], shown: Sequence[Mapping[s
         first = all_values[0].get(key)
         if any(values.get(key) != first for values in all_values):
             yield [key, *(values.get(key) for values in shown)]
+
+
+def sections_as_a_whole(rows: Sequence[Sequence[Any]], configs: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """Rows [key, value of each of `configs`], with one row for a section that some of them do not have: that of a
+    distribution which was not installed there. Others have its number of values; no configuration at all has no say."""
+    absent = {section for section in map(_section, (row[0] for row in rows)) if _is_absent(section, configs)}
+    whole: dict[str, list[Any]] = {}
+    for row in rows:
+        section = _section(row[0])
+        if section not in absent:
+            whole[str(row[0])] = list(row)
+        elif f"[{section}]" not in whole:
+            whole[f"[{section}]"] = [f"[{section}]", *(_extent(section, config) for config in configs)]
+    return list(whole.values())
+
+
+def _section(key: Any) -> str:
+    return str(key).partition(".")[0]
+
+
+def _is_absent(section: str, configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Keys without a section are those of other programs."""
+    return any(config and _extent(section, config) is None for config in configs) and any(
+        key.startswith(f"{section}.") for config in configs for key in config
+    )
+
+
+def _extent(section: str, config: Mapping[str, Any]) -> str | None:
+    count = sum(key.startswith(f"{section}.") for key in config)
+    return f"{count} values" if count else None
 
 
 def configuration(runs: Sequence[Run]) -> Section | None:
