@@ -60,9 +60,7 @@ def test_learning_rate_comes_before_the_loss_that_follows_from_it(tmp_path: Path
 
 
 def test_a_section_that_one_run_does_not_have_is_one_line(tmp_path: Path) -> None:
-    a = write(
-        tmp_path / "a", rates=RATES, losses=LOSSES, model__width=8, adapter__rank=4, adapter__alpha=8, eval__tasks=3
-    )
+    a = write(tmp_path / "a", rates=RATES, losses=LOSSES, adapter__rank=4, adapter__alpha=8, eval__tasks=3)
     b = write(tmp_path / "b", rates=RATES, losses=LOSSES, eval__tasks=5)
     output = CliRunner().invoke(APP, [str(a), str(b)]).output
     assert "configuration: 2 differences" in output

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from mt_ops.deep.differences import differences, first_of_each_part
 from mt_ops.deep.models import mt_module
-from mt_ops.deep.recording import RecordedModel, moved_by_one_unit, record
+from mt_ops.deep.noise import OtherOrder, step_of_one_unit
+from mt_ops.deep.recording import RecordedModel, record
+from mt_ops.deep.tolerance import TWINS, allowed_error, effective_dimension, f_quantile
 
 TOKENS = torch.randint(0, 16, (2, 8), generator=torch.Generator().manual_seed(0))
 
@@ -47,9 +49,9 @@ class Model(nn.Module):
 def compared(a: Model, b: Model) -> list[str]:
     """The first of each part, as words."""
     mine, theirs = RecordedModel(a, a), RecordedModel(b, b)
-    twin = record(mine, TOKENS, moved=True)
-    return [f"{each.part} {each.name}" for each in first_of_each_part(
-        differences(record(mine, TOKENS), record(theirs, TOKENS), twin))]  # fmt: skip
+    twins = [record(mine, TOKENS, twin=number) for number in range(TWINS)]
+    found = first_of_each_part(differences(record(mine, TOKENS), record(theirs, TOKENS), twins))
+    return [f"{each.part} {each.name}" for each in found]
 
 
 def test_another_order_of_a_sum_is_rounding() -> None:
@@ -74,11 +76,48 @@ def test_a_wrong_backward_pass_alone_is_found_where_it_begins() -> None:
 
 def test_one_unit_in_the_last_place() -> None:
     x = torch.tensor([1.0, -3.0, 0.5, 0.0])
-    moved = moved_by_one_unit(x, torch.Generator().manual_seed(0))
-    assert (moved != x).all()
+    moved = x + step_of_one_unit(x, torch.Generator().manual_seed(0))
+    assert (moved != x).tolist() == [True, True, True, False]
     assert (
-        (moved == torch.nextafter(x, torch.tensor(torch.inf))) | (moved == torch.nextafter(x, torch.tensor(-torch.inf)))
+        (moved == torch.nextafter(x, torch.tensor(torch.inf)))
+        | (moved == torch.nextafter(x, torch.tensor(-torch.inf)))
+        | (x == 0)
     ).all()
+
+
+def test_products_in_another_order_are_the_same_but_for_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=generator) for shape in ((6, 200), (5, 200)))
+    linear = nn.Linear(200, 5)
+    with torch.no_grad():
+        linear.weight.copy_(w)
+    plain = linear(x)
+    with OtherOrder(generator):
+        other = linear(x)
+    assert not torch.equal(plain, other)
+    assert torch.allclose(plain, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("numerator", "denominator", "probability", "tabulated"),
+    [(1, 8, 0.999, 25.41), (5, 40, 0.999, 5.128), (10, 80, 0.99, 2.551), (120, 120, 0.99, 1.533)],
+)
+def test_quantiles_of_f(numerator: float, denominator: float, probability: float, tabulated: float) -> None:
+    assert f_quantile(numerator, denominator, probability) == pytest.approx(tabulated, rel=0.04)
+
+
+def test_limits_of_random_errors_are_exceeded_as_rarely_as_they_say() -> None:
+    """3,000 draws in 3 of 50 directions, each with a limit of one in a thousand: about 3 exceed it."""
+    generator = torch.Generator().manual_seed(1)
+    directions = torch.randn(3, 50, generator=generator).double()
+    reference, exceeded = torch.ones(50).double(), 0
+    for _ in range(3000):
+        errors = 1e-6 * torch.randn(TWINS + 1, 3, generator=generator).double() @ directions
+        *twins, other = reference + errors
+        exceeded += float((other - reference).norm() / reference.norm()) > allowed_error(reference, twins, 1)
+    assert exceeded <= 12
+    errors = [torch.randn(400, generator=generator) for _ in range(40)]
+    assert effective_dimension(errors, [float(e.norm()) for e in errors]) == pytest.approx(400, rel=0.2)
 
 
 def test_names_of_transformers() -> None:

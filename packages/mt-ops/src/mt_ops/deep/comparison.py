@@ -13,6 +13,7 @@ from mt_core.plugins import load_plugins
 from mt_ops.deep.differences import TensorDifference, differences, first_of_each_part
 from mt_ops.deep.models import open_model
 from mt_ops.deep.recording import record, update
+from mt_ops.deep.tolerance import TWINS
 
 BATCH, LENGTH = 2, 32
 RATE = 0.05
@@ -37,9 +38,9 @@ def compare_models(a: Path, b: Path, steps: int = 1, length: int = LENGTH) -> De
     generator = torch.Generator().manual_seed(1234)
     for step in range(1, steps + 1):
         tokens = torch.randint(0, vocabulary, (BATCH, length), generator=generator)
-        twin = record(mine, tokens, moved=True)
+        twins = [record(mine, tokens, twin=number) for number in range(TWINS)]
         first, second = record(mine, tokens), record(theirs, tokens)
-        compared = differences(first, second, twin)
+        compared = differences(first, second, twins)
         if not compared:
             raise ConfigError(f"{a} and {b} have no tensor of one name and shape; deep comparison knows decoders")
         found = first_of_each_part(compared)

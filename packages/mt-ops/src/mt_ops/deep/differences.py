@@ -1,4 +1,4 @@
-"""Tensors of two recordings side by side, with the tolerance that a twin shows."""
+"""Tensors of two recordings side by side, with the tolerance that twins show."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from mt_ops.deep.recording import Recording
-
-MARGIN = 8.0
-"""Largest ratio of a difference by rounding to that of the twin, whose inputs of each layer are one unit off, where
-another kernel rounds after each of its operations."""
+from mt_ops.deep.tolerance import allowed_error
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """relative: norm of the difference over the norm. allowed: MARGIN times that of the twin. growth: relative over
-    that of the tensor before."""
+    """relative: norm of the difference over the norm. allowed: the largest that rounding explains. growth: relative
+    over that of the tensor before."""
 
     part: str
     name: str
@@ -40,34 +36,50 @@ class TensorDifference:
         )
 
 
-def differences(a: Recording, b: Recording, twin: Recording) -> list[TensorDifference]:
+def differences(a: Recording, b: Recording, twins: Sequence[Recording]) -> list[TensorDifference]:
     """In the order of computation: outputs forward, then their gradients backward, then those of parameters.
 
-    twin: of a, moved. Tensors that one side does not have, or has in another shape, are left out.
+    twins: of a. Tensors that one side does not have, or has in another shape, are left out.
     """
     # The order of the forward pass is the one that both sides share.
     backward = {name: a.backward[name] for name in reversed(a.forward) if name in a.backward}
     parameters = {name: a.parameters[name] for name in reversed(a.parameters)}
-    return [
-        *compared_tensors("output of", a.forward, b.forward, twin.forward),
-        *compared_tensors("gradient at the output of", backward, b.backward, twin.backward),
-        *compared_tensors("gradient of", parameters, b.parameters, twin.parameters),
+    parts = [
+        Part("output of", a.forward, b.forward, [twin.forward for twin in twins]),
+        Part("gradient at the output of", backward, b.backward, [twin.backward for twin in twins]),
+        Part("gradient of", parameters, b.parameters, [twin.parameters for twin in twins]),
     ]
+    return compared_parts(parts)
 
 
-def compared_tensors(
-    part: str, a: Mapping[str, Tensor], b: Mapping[str, Tensor], twin: Mapping[str, Tensor]
-) -> Iterator[TensorDifference]:
-    """In the order of a."""
+@dataclass(frozen=True)
+class Part:
+    """Tensors of one kind by name, in the order of a."""
+
+    title: str
+    a: Mapping[str, Tensor]
+    b: Mapping[str, Tensor]
+    twins: Sequence[Mapping[str, Tensor]]
+
+    @property
+    def common(self) -> list[str]:
+        return [name for name in self.a if name in self.b and self.a[name].shape == self.b[name].shape]
+
+
+def compared_parts(parts: Sequence[Part]) -> list[TensorDifference]:
+    """One after another. What rounding allows depends on how many tensors there are in all."""
+    count = sum(len(part.common) for part in parts)
+    return [difference for part in parts for difference in _compared(part, count)]
+
+
+def _compared(part: Part, count: int) -> Iterator[TensorDifference]:
     before = math.nan
-    for name in a:
-        if name not in b or a[name].shape != b[name].shape:
-            continue
-        relative = relative_error(b[name], a[name])
-        smallest = torch.finfo(a[name].dtype).eps
-        allowed = MARGIN * max(relative_error(twin[name], a[name]), smallest)
+    for name in part.common:
+        a, b = part.a[name], part.b[name]
+        relative = relative_error(b, a)
+        allowed = allowed_error(a, [twin[name] for twin in part.twins if name in twin], count)
         growth = relative / before if before > 0 else math.nan
-        yield TensorDifference(part, name, relative, allowed, _cosine(a[name], b[name]), growth)
+        yield TensorDifference(part.title, name, relative, allowed, _cosine(a, b), growth)
         before = relative
 
 

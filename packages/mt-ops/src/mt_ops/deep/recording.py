@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-LAYER = re.compile(r"(?:^|\.)(?:layers|h|block|blocks)\.\d+$")
-"""Names of layers, whose inputs a twin moves."""
+from mt_ops.deep.noise import other_rounding
 
 
 @dataclass
@@ -38,15 +36,15 @@ class RecordedModel:
     name_of: Callable[[str], str | None] = lambda name: name
 
 
-def record(recorded: RecordedModel, tokens: Tensor, *, moved: bool = False) -> Recording:
+def record(recorded: RecordedModel, tokens: Tensor, *, twin: int | None = None) -> Recording:
     """Forward and backward pass of the mean cross-entropy of the next token. tokens: [batch, sequence].
 
-    moved: inputs of each layer are moved by one unit in the last place, up or down at random: the twin whose
-    differences are those of rounding.
+    twin: number of one that computes with other rounding (`mt_ops.deep.noise`); None, the model as it is.
     """
     result, model = Recording(), recorded.model
     model.zero_grad(set_to_none=True)
-    with _hooks(recorded, result), _moved_inputs(model) if moved else ExitStack():
+    # The twin's hooks first: what they make of an output is what is recorded.
+    with other_rounding(model, twin) if twin is not None else nullcontext(), _hooks(recorded, result):
         logits = recorded.logits(tokens)
         targets = tokens[:, 1:].flatten()
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
@@ -91,30 +89,3 @@ def _keep(name: str, result: Recording) -> Callable[[nn.Module, Any, Any], None]
             tensor.register_hook(keep_gradient)
 
     return keep
-
-
-@contextmanager
-def _moved_inputs(model: nn.Module) -> Iterator[None]:
-    generator = torch.Generator().manual_seed(0)
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if LAYER.search(name):
-                handle = module.register_forward_pre_hook(_move(generator), with_kwargs=True)
-                stack.callback(handle.remove)
-        yield
-
-
-def _move(generator: torch.Generator) -> Callable[..., Any]:
-    def move(module: nn.Module, positional: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        if positional and isinstance(positional[0], Tensor):
-            return (moved_by_one_unit(positional[0], generator), *positional[1:]), dict(named)
-        return None
-
-    return move
-
-
-def moved_by_one_unit(x: Tensor, generator: torch.Generator) -> Tensor:
-    """x with each element moved to the next larger or smaller number of its dtype; the gradient passes unchanged."""
-    signs = torch.randint(0, 2, x.shape, generator=generator).to(x.device).bool()
-    towards = torch.where(signs, torch.inf, -torch.inf).to(x.dtype)
-    return x + (torch.nextafter(x, towards) - x).detach()
