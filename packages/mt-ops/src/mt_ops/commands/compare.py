@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mt_core.errors import DataError
+from mt_core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from mt_ops.deep.comparison import Other
 
 PARTED = 1
 CONFIGURATIONS = {".toml", ".json", ".yaml", ".yml"}
@@ -28,6 +31,22 @@ def compare(
         bool, typer.Option("--deep", help="Run both, and name the first tensor that differs.", rich_help_panel="Deep")
     ] = False,
     steps: Annotated[int, typer.Option(help="With --deep: steps to run.", min=1, max=50, rich_help_panel="Deep")] = 2,
+    python_b: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --deep: python of another environment, whose mt computes B.",
+            show_default=False,
+            rich_help_panel="Deep",
+        ),
+    ] = None,
+    megatron: Annotated[
+        bool,
+        typer.Option(
+            "--megatron-b",
+            help="With --deep: Megatron-Core of that environment computes B, a checkpoint of its own.",
+            rich_help_panel="Deep",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare two runs: configuration, environment, samples, learning rate and counters, losses and norms.
@@ -38,8 +57,10 @@ def compare(
     With --deep A and B are two checkpoints (mt's, or Hugging Face folders) or two configurations (.toml, .json).
     """
     if deep:
-        _compare_deep(a, b, steps, as_json)
+        _compare_deep(a, b, steps, python_b, megatron, as_json)
         return
+    if python_b is not None or megatron:
+        raise ConfigError("--python-b and --megatron-b are of a deep comparison; add --deep")
     from mt_ops.compare.comparison import compare as compare_runs
     from mt_ops.compare.comparison import lines, to_dict
     from mt_ops.reading.opening import open_runs
@@ -63,17 +84,31 @@ def _other_sample(a: Path, b: Path, count: int) -> str | None:
     return first_other_sample(a, b, count)
 
 
-def _compare_deep(a: Path, b: Path, steps: int, as_json: bool) -> None:
+def _compare_deep(a: Path, b: Path, steps: int, python_b: Path | None, megatron: bool, as_json: bool) -> None:
     from dataclasses import asdict
 
     from mt_ops.deep.comparison import compare_models, lines
 
-    if {a.suffix, b.suffix} <= CONFIGURATIONS:
+    if megatron and python_b is None:
+        raise ConfigError("--megatron-b needs --python-b, the python of an environment with megatron-core")
+    if {a.suffix, b.suffix} <= CONFIGURATIONS and not megatron:
         from mt_ops.deep.layouts import compare_configurations
 
-        compared = compare_configurations(a, b, steps)
+        compared = compare_configurations(a, b, steps, python_b)
     else:
-        compared = compare_models(a, b, steps)
+        compared = compare_models(a, b, steps, other=_elsewhere(python_b, megatron))
     typer.echo(json.dumps(asdict(compared), indent=2) if as_json else "\n".join(lines(compared)))
     if compared.first:
         raise typer.Exit(PARTED)
+
+
+def _elsewhere(python: Path | None, megatron: bool) -> Other | None:
+    """What computes B in another process."""
+    if python is None:
+        return None
+    from functools import partial
+
+    from mt_ops.deep.other_process import recordings_of
+
+    module = "mt_ops.deep.megatron_child" if megatron else "mt_ops.deep.child"
+    return partial(recordings_of, python, module=module)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_ops.deep.differences import TensorDifference, differences, first_of_each_part
 from mt_ops.deep.models import open_model
-from mt_ops.deep.recording import record, update
+from mt_ops.deep.recording import Recording, record, update
 from mt_ops.deep.tolerance import TWINS
 
 BATCH, LENGTH = 2, 32
 RATE = 0.05
 """Of the gradient descent between steps."""
+
+
+Other = Callable[[Path, Sequence[Tensor], int, float], Iterable[Recording]]
+"""(path, tokens of each step, vocabulary, rate of the gradient descent) -> recordings of B, computed elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -29,26 +34,35 @@ class DeepComparison:
     first: Sequence[TensorDifference]
 
 
-def compare_models(a: Path, b: Path, steps: int = 1, length: int = LENGTH) -> DeepComparison:
+def compare_models(
+    a: Path, b: Path, steps: int = 1, length: int = LENGTH, other: Other | None = None
+) -> DeepComparison:
     """Both compute on the same random tokens in fp32 on the CPU. Raises ConfigError for other vocabularies."""
     host = load_plugins()
-    (mine, vocabulary), (theirs, other) = open_model(a, host), open_model(b, host)
-    if vocabulary != other:
-        raise ConfigError(f"{a} has a vocabulary of {vocabulary}, {b} of {other}; they must have the same")
+    mine, vocabulary = open_model(a, host)
     generator = torch.Generator().manual_seed(1234)
-    for step in range(1, steps + 1):
-        tokens = torch.randint(0, vocabulary, (BATCH, length), generator=generator)
+    batches = [torch.randint(0, vocabulary, (BATCH, length), generator=generator) for _ in range(steps)]
+    theirs = _recordings_here(b, batches, vocabulary) if other is None else other(b, batches, vocabulary, RATE)
+    for step, (tokens, second) in enumerate(zip(batches, theirs, strict=True), start=1):
         twins = [record(mine, tokens, twin=number) for number in range(TWINS)]
-        first, second = record(mine, tokens), record(theirs, tokens)
-        compared = differences(first, second, twins)
+        compared = differences(record(mine, tokens), second, twins)
         if not compared:
             raise ConfigError(f"{a} and {b} have no tensor of one name and shape; deep comparison knows decoders")
         found = first_of_each_part(compared)
         if found or step == steps:
             break
         update(mine.model, RATE)
-        update(theirs.model, RATE)
     return DeepComparison(step, compared, found)
+
+
+def _recordings_here(path: Path, batches: Sequence[Tensor], vocabulary: int) -> Iterator[Recording]:
+    """Of one step after another, as far as they are asked for."""
+    model, own = open_model(path, load_plugins())
+    if own != vocabulary:
+        raise ConfigError(f"A has a vocabulary of {vocabulary}, {path} of {own}; they must have the same")
+    for tokens in batches:
+        yield record(model, tokens)
+        update(model.model, RATE)
 
 
 def lines(comparison: DeepComparison) -> Iterator[str]:
