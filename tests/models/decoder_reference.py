@@ -22,7 +22,7 @@ from mt_models.hugging_face import HuggingFaceFamily, load_reference, to_referen
 
 DECODERS = (
     *("gpt", "llama", "mistral", "qwen", "gemma", "phi3", "smollm3", "ministral3", "olmo", "exaone4", "seed_oss"),
-    *("granite", "ernie4_5", "hunyuan", "lfm2"),
+    *("granite", "ernie4_5", "hunyuan", "lfm2", "gemma4"),
 )
 
 
@@ -63,6 +63,8 @@ def build_from(host, keys: dict[str, Any], backend: str = "sdpa", device: str = 
 
 
 def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(entry)}' for key, entry in value.items())}}}"
     return json.dumps(value)
 
 
@@ -90,11 +92,16 @@ def assert_same_function(pair: Pair, tokens: Tensor) -> None:
     # The map is linear, but for what it adds to the weights of some norms: it carries gradients as it carries weights.
     spelling = pair.family.spelling
     gradients = {spelling(pair.ours.config, name): p.grad for name, p in pair.theirs.named_parameters()}
+    # Those of buffers are compared with none.
+    gradients |= {spelling(pair.ours.config, name): torch.zeros_like(x) for name, x in pair.theirs.named_buffers()}
     names = pair.family.name_map(pair.ours.config)
     added = dict(names.import_value(lambda name: torch.zeros_like(gradients[name])))
     expected = {name: value - added[name] for name, value in names.import_value(gradients.__getitem__)}
     layouts = parameter_layouts(pair.ours)
     for name, parameter in pair.ours.named_parameters():
+        if not layouts[name].trained:
+            assert parameter.grad is None, name
+            continue
         largest = expected[name].abs().max().item()
         assert largest > 0, f"{name} has no effect in the reference"
         actual = layouts[name].to_canonical(parameter.grad)

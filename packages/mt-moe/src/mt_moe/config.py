@@ -51,6 +51,8 @@ class MoeConfig(Section):
     rounded down; DeepSeek-V2 has 1."""
     moe_router_topk_scaling_factor: PositiveFloat | None = None
     """Weights of the chosen experts are multiplied by this."""
+    moe_router_expert_scale: bool = False
+    """Weights of the chosen experts are multiplied by a trained number of each expert (Gemma 4)."""
     moe_apply_probs_on_input: bool = False
     """The weight of a token's expert multiplies what the expert reads, in place of its output (Llama 4); for
     moe_router_topk = 1."""

@@ -151,13 +151,14 @@ class MoeLayer(nn.Module):
         self.shared_experts = build_shared_experts(shape, config, ctx)
         self.overlapping = overlapping_dispatcher(dispatcher, config, ctx) if self.shared_experts is not None else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self._recomputable("moe", self._moe, x)
+    def forward(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """router_input [B, S, H]: what the router reads; default: x, which the experts read."""
+        return self._recomputable("moe", self._moe, x, *(() if router_input is None else (router_input,)))
 
-    def _moe(self, x: Tensor) -> Tensor:
+    def _moe(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
         # [T, H]: this rank's tokens
         share = share_tokens(x, self.ctx)
-        routing = self.router(share)
+        routing = self.router(share if router_input is None else share_tokens(router_input, self.ctx))
         tokens = share.tokens if self.fc1_latent_proj is None else self.fc1_latent_proj(share.tokens)
         dispatched, shared = self._dispatch(tokens, routing, x)
         if dispatched.overflow is not None:
@@ -204,12 +205,12 @@ class MoeLayer(nn.Module):
         """See mt_core.nn.auxiliary.ReportsGraphObjection."""
         return capture_objection(self.config, self.experts.host_wait(), self.dispatcher, self.ctx)
 
-    def _recomputable(self, name: Recomputed, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def _recomputable(self, name: Recomputed, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         if name in self.recompute and self.training:
             # Non-reentrant: gradients of parameters and hooks inside work as without recomputation. Counters and losses
             # count in the backward pass, so a second forward pass does not count twice.
-            return checkpoint(function, x, use_reentrant=False)
-        return function(x)
+            return checkpoint(function, *inputs, use_reentrant=False)
+        return function(*inputs)
 
 
 def capture_objection(

@@ -148,13 +148,25 @@ class CausalDecoder(Model):
         # One object of each for all layers, so that a mask and cos and sin are computed once in a forward pass.
         pattern = self.pattern(segment_ids, tokens.device)
         angles = self.angles(position_ids, None if cache is None else cache.capacities)
-        x = self.decoder(hidden, pattern, angles, cache, stage)
+        x = self.through_layers(hidden, tokens, pattern, angles, cache, stage)
         if not stage.last:
             return x
         if cache is not None:
             # Before the LM head: most positions of a prompt need no logits.
             x = cache.positions_for_logits(x)
         return self.logits(x) if project else self.unprojected(x)
+
+    def through_layers(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None,
+        cache: Cache | None,
+        stage: Stage,
+    ) -> Tensor:
+        """[B, S, H] -> [B, S, H] through the layers of the stage. tokens [B, S]: for layers that read them."""
+        return self.decoder(hidden, pattern, angles, cache, stage)
 
     def embed(self, tokens: Tensor, padding_mask: Tensor, input_type: str) -> Tensor:
         """[B, S], padded on the right -> [B, H] of length 1: the input of the LM head at each text's last token."""

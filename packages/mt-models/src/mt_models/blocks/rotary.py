@@ -25,6 +25,14 @@ def wavelengths(rotary_dim: int, base: float | Tensor, device: torch.device | No
     return base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim)
 
 
+def proportional_frequencies(head_dim: int, base: float, share: float, factor: float = 1.0) -> Tensor:
+    """[head_dim / 2]: the first `share` of the frequencies of a whole head, divided by `factor`, and zeros for the
+    others, whose channels are not rotated (Gemma 4). Channel i and channel i + head_dim / 2 are a pair."""
+    rotated = int(share * head_dim // 2)
+    frequencies = inverse_frequencies(head_dim, base) / factor
+    return torch.where(torch.arange(head_dim // 2) < rotated, frequencies, 0.0)
+
+
 class RotaryAngles:
     """cos and sin of the angles of one forward pass: [B or 1, S, 1, rotary_dim / 2] in fp32, times `scale`.
 

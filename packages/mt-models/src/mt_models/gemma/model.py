@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +20,31 @@ from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache, PagedScores
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
-from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding, attention_core
+from mt_models.blocks.decoder import (
+    CausalDecoder,
+    DecoderConfigLike,
+    EmbeddingConfigLike,
+    TokenEmbedding,
+    attention_core,
+)
 from mt_models.blocks.norm import ZeroCenteredRMSNorm
-from mt_models.blocks.rotary import RotaryAngles, build_rotary
+from mt_models.blocks.rotary import Rotary, RotaryAngles, build_rotary
 from mt_models.gemma.config import GemmaConfig
+
+
+class GemmaConfigLike(DecoderConfigLike, Protocol):
+    """What `SoftcappedDecoder` reads from its configuration."""
+
+    @property
+    def final_logit_softcapping(self) -> float | None: ...
+    @property
+    def max_sequence_length(self) -> int: ...
 
 
 class GemmaEmbedding(TokenEmbedding):
     """Token embeddings times sqrt(hidden_size), where the factor is rounded to the dtype of the embeddings."""
 
-    def __init__(self, config: GemmaConfig, ctx: ParallelContext) -> None:
+    def __init__(self, config: EmbeddingConfigLike, ctx: ParallelContext) -> None:
         super().__init__(config, ctx)
         self.scale = math.sqrt(config.hidden_size)
 
@@ -85,21 +101,11 @@ class GemmaLayer(nn.Module):
         return x + self.post_mlp_layernorm(self.mlp(normed))
 
 
-class GemmaModel(CausalDecoder):
-    """tokens [B, S] -> logits [B, S, vocab]"""
+class SoftcappedDecoder(CausalDecoder):
+    """A decoder with rotary positions whose logits may have a soft cap: tokens [B, S] -> logits [B, S, vocab]"""
 
-    config: GemmaConfig
-
-    def __init__(self, config: GemmaConfig, context: ModelBuildContext) -> None:
-        ctx = context.parallel
-        super().__init__(
-            config,
-            context,
-            GemmaEmbedding,
-            lambda number: GemmaLayer(config, context, number),
-            lambda: ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx),
-        )
-        self.rotary = build_rotary(config)
+    config: GemmaConfigLike
+    rotary: Rotary
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles:
         return self.rotary.angles(position_ids, capacity)
@@ -121,6 +127,21 @@ class GemmaModel(CausalDecoder):
     @property
     def max_sequence_length(self) -> int:
         return self.config.max_sequence_length
+
+
+class GemmaModel(SoftcappedDecoder):
+    """tokens [B, S] -> logits [B, S, vocab]"""
+
+    def __init__(self, config: GemmaConfig, context: ModelBuildContext) -> None:
+        ctx = context.parallel
+        super().__init__(
+            config,
+            context,
+            GemmaEmbedding,
+            lambda number: GemmaLayer(config, context, number),
+            lambda: ZeroCenteredRMSNorm(config.hidden_size, config.norm_epsilon, ctx),
+        )
+        self.rotary = build_rotary(config)
 
 
 def build_gemma(config: GemmaConfig, context: ModelBuildContext) -> GemmaModel:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mt_core.errors import TrainingError
 from mt_core.nn.dropout import SampleNoise
-from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, zeros
+from mt_core.nn.layout import LayoutModule, ParameterLayout, normal, ones, zeros
 from mt_core.parallel.context import ParallelContext
 from mt_moe.config import MoeConfig
 from mt_moe.permutation import Routing, count_occurrences
@@ -56,13 +56,14 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class Router(LayoutModule):
     """logits = x W^T (+ b), scores, the choice of k experts and their weights.
 
-    weight [E, H] and bias [E] are replicated. Every rank applies them to its own tokens, so their gradients
-    are partial over tp. expert_bias [E] fp32 is updated by `after_step` only.
+    weight [E, H], bias [E] and expert_scale [E] are replicated. Every rank applies them to its own tokens, so their
+    gradients are partial over tp. expert_bias [E] fp32 is updated by `after_step` only.
     """
 
     weight: Tensor
     bias: Tensor | None
     expert_bias: Tensor | None
+    expert_scale: Tensor | None
     faults: Tensor
     """[] fp32: 0, or NaN after the logits of some micro-batch were not finite."""
 
@@ -81,6 +82,8 @@ class Router(LayoutModule):
         experts, partial = config.num_experts, partial_gradient_axes(ctx)
         self.declare("weight", ParameterLayout((experts, hidden_size), normal(init_std), partial_gradient=partial))
         self.declare("bias", ParameterLayout((experts,), zeros, partial_gradient=partial) if bias else None)
+        scale = ParameterLayout((experts,), ones, partial_gradient=partial)
+        self.declare("expert_scale", scale if config.moe_router_expert_scale else None)
         # A parameter, so that checkpoints hold it, but not a trained one: the optimizer leaves it alone.
         kept_by_itself = ParameterLayout((experts,), zeros, dtype=torch.float32, trained=False)
         self.declare("expert_bias", kept_by_itself if config.moe_router_enable_expert_bias else None)
@@ -179,6 +182,8 @@ class Router(LayoutModule):
         else:
             function, pre_softmax = config.moe_router_score_function, config.moe_router_pre_softmax
             weights = expert_weights(logits, experts, function, pre_softmax)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[experts].to(weights.dtype)
         factor = config.moe_router_topk_scaling_factor
         return weights if factor is None else weights * factor
 
