@@ -64,6 +64,7 @@ NOT_RUN = {
     r"--saver peft|mt generate adapter": "needs a run with an adapter; tests/tune/adapters makes some",
     r"mt ckpt merge": "needs models of one architecture; tests/ckpt/merging makes some",
     r"load-dir runs/tuned --saver hf": "needs a run of the page; tests/tune/sft trains one",
+    r"load-dir runs/chat-reward": "needs a run of the page; tests/tune/test_reward_models.py trains one",
     r"mt data preview sft\.toml": "needs a file of the reader's; docs/data/task-datasets.md has one",
     r"trtllm": "engine inputs of a GPT-2 are refused at this size; tests/ckpt/test_convert_trtllm.py runs it",
 }

@@ -21,9 +21,12 @@ from mt_core.parallel.context import ParallelContext
 from mt_tune.preferences.config import PreferenceConfig
 from mt_tune.preferences.objective import PreferenceLoss
 from mt_tune.preferences.packed_rows import packed_row as packed_answers
-from mt_tune.preferences.samples import ANSWER, BASELINE, CLASS_SHARE, DESIRABLE, MATCHED, REFERENCE_LOGPS
+from mt_tune.preferences.samples import ANSWER, BASELINE, CLASS_SHARE, DESIRABLE, MARGIN, MATCHED, REFERENCE_LOGPS
 from mt_tune.preferences.segments import segment_sums
 from mt_tune.preferences.unpaired_objective import UnpairedLossOfBatch
+from mt_tune.reward_models.losses import RewardLoss
+from mt_tune.reward_models.rows import last_scored, row_of_texts
+from mt_tune.reward_models.samples import SCORED
 
 PROCESS = Path(__file__).parent / "trl_process"
 VOCABULARY, BETA = 48, 0.3
@@ -251,3 +254,48 @@ def test_trl_computes_the_same_of_single_answers(
     for metric in UNPAIRED_METRICS:
         ours = [value for key, value, _ in recorded if key == metric]
         assert sum(ours) / len(ours) == pytest.approx(float(found[f"{number}.metric.{metric}"]), rel=1e-4), metric
+
+
+# -- reward models -----------------------------------------------------------------------------------
+
+REWARDS = [(None, None), (0.1, None), (0.01, [0.5, 0.0, 1.5])]
+REWARD_METRICS = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
+
+
+@pytest.fixture(scope="module")
+def judged_rewards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("reward")
+    save_model(folder / "base", 3)
+    model = transformers.LlamaForSequenceClassification.from_pretrained(folder / "base", num_labels=1, pad_token_id=2)
+    model.save_pretrained(folder / "model")
+    return folder, run_trl("reward.py", {"model": str(folder / "model"), "pairs": PAIRS, "cases": REWARDS}, folder)
+
+
+@pytest.mark.parametrize("number", range(len(REWARDS)))
+def test_trl_computes_the_same_of_reward_models(
+    judged_rewards: tuple[Path, dict[str, torch.Tensor]], number: int
+) -> None:
+    """Each text by itself through the model, in the rows that the data set makes."""
+    folder, found = judged_rewards
+    centring, margins = REWARDS[number]
+    model = transformers.LlamaForSequenceClassification.from_pretrained(folder / "model", attn_implementation="eager")
+    texts = [np.array([*prompt, *answer], np.int32) for prompt, *answers in PAIRS for answer in answers]
+    arrays, starts = row_of_texts(texts, sum(map(len, texts)))
+    row = {key: torch.from_numpy(array)[None] for key, array in arrays.items()}
+    scored = [start + last_scored(text, 2) for start, text in zip(starts, texts, strict=True)]
+    row |= {SCORED: torch.zeros(row["tokens"].shape), MARGIN: torch.zeros(row["tokens"].shape)}
+    row[SCORED][0, scored] = 1.0
+    row["loss_mask"][0, scored[0::2]] = 1.0
+    row[MARGIN][0, scored[0::2]] = torch.tensor(margins or [0.0] * len(PAIRS))
+    states = torch.cat([model.model(input_ids=torch.tensor(text)[None].long()).last_hidden_state for text in texts], 1)
+    loss = RewardLoss(centring or 0.0, ParallelContext())
+    mean = (loss(model.score(states), row) * row["loss_mask"]).sum() / len(PAIRS)
+    mean.backward()
+    torch.testing.assert_close(mean.detach(), found[f"{number}.loss"], rtol=1e-5, atol=1e-6)
+    require_equal_gradients(model, found, number)
+    taken = loss.take_recorded()
+    reduced = {"mean": lambda values: sum(values) / len(values), "min": min, "max": max}
+    for metric in REWARD_METRICS:
+        ours = [(value, reduction) for key, value, reduction in taken if key == metric]
+        value = reduced[ours[0][1]]([value for value, _ in ours])
+        assert value == pytest.approx(float(found[f"{number}.metric.{metric}"]), rel=1e-4), metric

@@ -23,9 +23,9 @@ def write_pairs(folder: Path) -> Path:
 
 def config(data: Path, *overrides: str) -> LoadedConfig:
     small = ("num_layers=2", "hidden_size=16", "num_attention_heads=4", "max_position_embeddings=64")
+    of_gpt = () if any(key.startswith("model.family=") for key in overrides) else ("hidden_dropout=0",)
     keys = [
-        *(f"model.{key}" for key in small),
-        "model.hidden_dropout=0",
+        *(f"model.{key}" for key in (*small, *of_gpt)),
         "model.attention_dropout=0",
         "data.dataset_type=preference",
         f"data.data_path=[{json.dumps(str(data))}]",

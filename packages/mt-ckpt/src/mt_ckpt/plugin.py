@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mt_ckpt.variant_specs import VARIANTS
 from mt_core.checkpoint_specs import CheckpointLoaderSpec, CheckpointSaverSpec
 from mt_core.hookspecs import hookimpl
-from mt_core.kinds import Lazy
+from mt_core.kinds import Kind, Lazy
 from mt_core.specs import CallbackSpec, CommandSpec
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
     from mt_core.plugins import PluginHost
+
+
+@hookimpl
+def mt_declare_kinds() -> list[Kind[Any]]:
+    return [VARIANTS]
 
 
 @hookimpl
@@ -169,9 +175,9 @@ def mt_register_callbacks() -> list[CallbackSpec]:
 @hookimpl
 def mt_check_config(config: Config, host: PluginHost) -> None:
     if config.checkpoint.save_hf_interval is not None:
-        from mt_ckpt.hugging_face.family import family_named
+        from mt_ckpt.hugging_face.variants import family_of_config
 
-        family_named(config.model.family, host)
+        family_of_config(config, host)
 
 
 @hookimpl

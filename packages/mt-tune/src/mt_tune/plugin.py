@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mt_ckpt.variant_specs import HuggingFaceVariantSpec
 from mt_core.checkpoint_specs import CheckpointLoaderSpec, CheckpointSaverSpec
 from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Kind, Lazy
@@ -17,6 +18,7 @@ from mt_core.specs import (
     SectionSpec,
 )
 from mt_tune.preferences.samples import PAIR_SAMPLE, UNPAIRED_SAMPLE
+from mt_tune.reward_models.samples import PROCESS_SAMPLE, REWARD_SAMPLE
 from mt_tune.rewards.reward_specs import REWARDS, RewardSpec
 
 if TYPE_CHECKING:
@@ -86,6 +88,12 @@ def mt_register_sections() -> list[SectionSpec]:
             name="preference",
             doc="Training by preferences: DPO and its relatives",
             config_type=Lazy("mt_tune.preferences.config:PreferenceConfig"),
+            affects_training=True,
+        ),
+        SectionSpec(
+            name="score_head",
+            doc="Scores in place of the LM head: reward models",
+            config_type=Lazy("mt_tune.reward_models.config:ScoreHeadConfig"),
             affects_training=True,
         ),
         SectionSpec(
@@ -175,6 +183,13 @@ def mt_register_rewards() -> list[RewardSpec]:
 def mt_register_model_transforms() -> list[ModelTransformSpec]:
     return [
         ModelTransformSpec(
+            # By its name behind "adapter", which freezes the model: the head is trained beside adapters.
+            name="score_head",
+            doc="Scores in place of the LM head, of [score_head]",
+            applies=Lazy("mt_tune.reward_models.config:has_score_head"),
+            transform=Lazy("mt_tune.reward_models.model:add_score_head"),
+        ),
+        ModelTransformSpec(
             name="adapter",
             doc="Freezes the model and adds the adapters of [adapter] to its layers",
             applies=Lazy("mt_tune.adapters.config:has_adapter"),
@@ -218,6 +233,16 @@ def mt_register_losses() -> list[LossSpec]:
             doc="A divergence from the distributions of a teacher ([distillation]), and cross entropy",
             build=Lazy("mt_tune.distill.objective:build_distillation_loss"),
         ),
+        LossSpec(
+            name="reward",
+            doc="Bradley-Terry over the rewards of a chosen and a rejected text",
+            build=Lazy("mt_tune.reward_models.losses:build_reward_loss"),
+        ),
+        LossSpec(
+            name="process_reward",
+            doc="Cross entropy of wrong and right at the end of each step of an answer",
+            build=Lazy("mt_tune.reward_models.losses:build_process_reward_loss"),
+        ),
     ]
 
 
@@ -239,6 +264,21 @@ def mt_register_datasets() -> list[DatasetSpec]:
             build=Lazy("mt_tune.preferences.unpaired_dataset:build_unpaired"),
             checkpoint_files=Lazy("mt_data.datasets.sft.config:checkpoint_files"),
             sample=UNPAIRED_SAMPLE,
+        ),
+        DatasetSpec(
+            name="reward",
+            doc="Pairs of whole texts for a reward model, packed",
+            config_type=Lazy("mt_tune.reward_models.config:RewardDataConfig"),
+            build=Lazy("mt_tune.reward_models.pair_dataset:build_reward_pairs"),
+            checkpoint_files=Lazy("mt_data.datasets.sft.config:checkpoint_files"),
+            sample=REWARD_SAMPLE,
+        ),
+        DatasetSpec(
+            name="process_reward",
+            doc="Answers in steps with a label each, packed",
+            config_type=Lazy("mt_tune.reward_models.config:ProcessRewardDataConfig"),
+            build=Lazy("mt_tune.reward_models.process_dataset:build_process_rewards"),
+            sample=PROCESS_SAMPLE,
         ),
     ]
 
@@ -277,6 +317,18 @@ def mt_register_callbacks() -> list[CallbackSpec]:
     ]
 
 
+@hookimpl
+def mt_register_hugging_face_variants() -> list[HuggingFaceVariantSpec]:
+    return [
+        HuggingFaceVariantSpec(
+            name="scores",
+            doc="Models with [score_head]: ForSequenceClassification and ForTokenClassification",
+            write=Lazy("mt_tune.reward_models.hugging_face:written_family"),
+            read=Lazy("mt_tune.reward_models.hugging_face:read_family"),
+        )
+    ]
+
+
 @hookimpl(optionalhook=True)
 def mt_register_adapter_sets() -> list[Any]:
     # mt-infer asks for it, which this distribution can do without.
@@ -296,9 +348,11 @@ def mt_check_config(config: Config) -> None:
     from mt_tune.adapters.config import check_adapter
     from mt_tune.distill.config import check_distillation
     from mt_tune.preferences.config import check_preference
+    from mt_tune.reward_models.config import check_score_head
     from mt_tune.sft.config import check_tune
 
     check_adapter(config)
     check_tune(config)
     check_preference(config)
     check_distillation(config)
+    check_score_head(config)

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from mt_ckpt.hugging_face.family import FORMAT, family_named
+from mt_ckpt.hugging_face.family import FORMAT
+from mt_ckpt.hugging_face.variants import family_of_config
 from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.config.schema import Config
 from mt_core.errors import MtError
@@ -41,7 +42,7 @@ class HuggingFaceExport(Callback):
         """Raises ConfigError for a model that the format cannot express."""
         if run.directory is None:
             return
-        family_named(run.config.model.family, run.host).write_config(run.config.model)
+        family_of_config(run.config, run.host).write_config(run.config.model)
         path = run.directory.latest_checkpoint() if run.resumed_from is not None else None
         if path is not None and iteration_of(path) == run.state.iteration and not hf_folder(path).is_dir():
             self._convert_if_due(run, path)  # the stopped run did not come to it

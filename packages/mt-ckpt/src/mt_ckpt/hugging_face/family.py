@@ -108,6 +108,11 @@ def check_layers(external: Mapping[str, Any], num_tensors: int) -> None:
             raise ConfigError(f"config.json: {key}={value:g}, and the checkpoint has {num_tensors} tensors in all")
 
 
+def installed_families(host: PluginHost) -> list[Family]:
+    """The maps of all families that can be imported."""
+    return _families(host)[0]
+
+
 def _families(host: PluginHost) -> tuple[list[Family], list[str]]:
     """The maps of all installed families, and what is wrong with those that cannot be imported."""
     families: list[Family] = []

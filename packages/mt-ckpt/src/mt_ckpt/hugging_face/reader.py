@@ -15,9 +15,10 @@ from mt_ckpt.files.checksum_file import WrittenFiles
 from mt_ckpt.files.external_tensors import ExternalTensors
 from mt_ckpt.files.safetensors import SafetensorsFile, TensorInfo
 from mt_ckpt.files.stored_formats import StoredFormat
-from mt_ckpt.hugging_face.family import Family, identify, require_names
+from mt_ckpt.hugging_face.family import Family, require_names
 from mt_ckpt.hugging_face.tensors import TensorFile, TensorFiles, infer
 from mt_ckpt.hugging_face.tokenizer import image_processor, read_tokenizer_files, tokenizer_config
+from mt_ckpt.hugging_face.variants import identify_variant
 from mt_ckpt.pickles.torch_file import NamedTensorsFile
 from mt_ckpt.quantized.methods import BESIDE, dequantized
 from mt_ckpt.quantized.weights import DequantizedTensors, format_of
@@ -47,9 +48,11 @@ def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     written = WrittenFiles(path)
     external = _read_json(path / CONFIG, written)
     tensors, external = dequantized(_open_tensors(path, written), _with_settings_beside(path, external, written))
-    family, config = identify(external, tensors.infos, host)
+    identified = identify_variant(external, list(tensors.infos), host)
+    family, config = identified.family, identified.config
     files = read_tokenizer_files(path, external, written.read)
     sections = {
+        **identified.sections,
         "model": config.model.model_dump(mode="json"),
         "tokenizer": tokenizer_config(path, files, config.model.vocab_size),
         **_image_data(family, config.model, files),
@@ -288,7 +291,12 @@ def read_module(module: PreTrainedModelLike, host: PluginHost) -> HuggingFaceRea
     # The class is the architecture, also of a module that was built and not loaded.
     external = {**module.config.to_dict(), "architectures": [type(module).__name__]}
     tensors = ModuleTensors(module)
-    family, config = identify(external, tensors.infos, host)
+    identified = identify_variant(external, list(tensors.infos), host)
+    family, config = identified.family, identified.config
     model = {"family": family.family, **config.model.model_dump(mode="json", exclude_defaults=True)}
-    sections = {"model": model, "tokenizer": tokenizer_section(external, config.model.vocab_size)}
+    sections = {
+        **identified.sections,
+        "model": model,
+        "tokenizer": tokenizer_section(external, config.model.vocab_size),
+    }
     return HuggingFaceReader(tensors, family, config.model, {"iteration": 0, "config": sections}, {})

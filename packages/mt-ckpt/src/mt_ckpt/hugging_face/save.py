@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mt_ckpt.files.safetensors import TensorInfo, align, split_by_size
-from mt_ckpt.hugging_face.family import Family, family_named
+from mt_ckpt.hugging_face.family import Family
 from mt_ckpt.hugging_face.outputs import Outputs
 from mt_ckpt.hugging_face.quantized_outputs import QuantizedOutputs
 from mt_ckpt.hugging_face.reader import CONFIG
@@ -22,6 +22,7 @@ from mt_ckpt.hugging_face.tokenizer import (
     generation_defaults,
     special_ids,
 )
+from mt_ckpt.hugging_face.variants import family_of_config
 from mt_ckpt.model import model_config
 from mt_ckpt.quantized.schemes import quantizer_named
 from mt_ckpt.writing.file_plans import SafetensorsFiles, write_files
@@ -74,7 +75,7 @@ class _Plan:
 def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> _Plan:
     refuse_layout("hf", options)
     config = model_config(source, host)
-    family = family_named(config.model.family, host)
+    family = family_of_config(config, host)
     external = family.write_config(config.model)  # first: it names the key of what the format cannot hold
     unquantized = Outputs(source, family, config.model)
     external = {**external, "torch_dtype": _dtype_name(unquantized.infos)}

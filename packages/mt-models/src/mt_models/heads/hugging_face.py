@@ -30,7 +30,9 @@ HEAD_KEYS = ("num_classes", "classifier_dropout")
 
 def class_names(model: Mapping[str, Any]) -> dict[str, Any]:
     names = [f"LABEL_{i}" for i in range(model["num_classes"])]
-    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    labels: dict[str, Any] = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    # Without it a single number may also be a reward.
+    return {**labels, "problem_type": "regression"} if len(names) == 1 else labels
 
 
 def with_classes(base: ConfigMap) -> ConfigMap:

@@ -165,6 +165,11 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     if not config.section(AdapterConfig).is_on:
         raise ConfigError("--saver peft writes adapters, and this checkpoint has none ([adapter] has type=none)")
     model = build_model(config, host, "meta")
+    if getattr(model, "score_head", None) is not None:
+        raise ConfigError(
+            "--saver peft writes adapters alone, and this model has a trained score head beside its adapter "
+            "(score_head.type); merge the adapter (mt ckpt merge-adapter) and convert with --saver hf"
+        )
     if hasattr(source, "note_read"):  # of a conversion, which requires that each tensor of the source is written
         for name in source.shapes():
             source.note_read(name, 0)

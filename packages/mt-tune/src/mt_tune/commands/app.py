@@ -7,6 +7,7 @@ import typer
 from mt_core.commands import with_fields
 from mt_tune.commands.distill import distill
 from mt_tune.commands.preferences import dpo, kto, orpo
+from mt_tune.commands.reward import reward
 from mt_tune.commands.sft import sft
 
 app = typer.Typer(no_args_is_help=True, help="Go on training a model: instructions, adapters, preferences, rewards.")
@@ -15,6 +16,7 @@ app.command("dpo")(with_fields(dpo))
 app.command("orpo")(with_fields(orpo))
 app.command("kto")(with_fields(kto))
 app.command("distill")(with_fields(distill))
+app.command("reward")(with_fields(reward))
 
 
 @app.callback()

@@ -25,7 +25,7 @@ from mt_data.datasets.sft.record_files import read_examples
 from mt_data.datasets.splits import epoch_order
 from mt_data.datasets.text_files import TextSource, build_from_text
 from mt_data.preprocess.readers import expand_globs
-from mt_tune.preferences.config import PreferenceDataConfig
+from mt_tune.preferences.config import AnswerDataConfig, PreferenceDataConfig
 from mt_tune.preferences.packed_rows import packed_row
 from mt_tune.preferences.records import PairReader
 from mt_tune.preferences.samples import MARGIN
@@ -149,7 +149,7 @@ def _fitting(
 
 
 def load_pairs(
-    pattern: str, config: PreferenceDataConfig, tokenizer: Tokenizer, cache: IndexCache
+    pattern: str, config: AnswerDataConfig, tokenizer: Tokenizer, cache: IndexCache
 ) -> tuple[EncodedPairs, dict[str, Any]]:
     """The encoded pairs of the files that `pattern` names, and the cache key that stands for them."""
     paths = expand_globs([pattern])
@@ -173,7 +173,7 @@ def load_pairs(
 
 def _encode(
     paths: list[Path],
-    config: PreferenceDataConfig,
+    config: AnswerDataConfig,
     keys: SFTDataConfig,
     template: ChatTemplate | NoChatTemplateError,
     tokenizer: Tokenizer,
