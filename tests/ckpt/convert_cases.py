@@ -15,6 +15,8 @@ OLMO_DELTA_NET = {key: value for key, value in DELTA_NET.items() if key != "kv_c
 LATENT = {"q_lora_rank": 14, "kv_lora_rank": 10, "qk_head_dim": 12, "qk_pos_emb_head_dim": 6, "v_head_dim": 8}
 TOWER = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 2, "img_h": 8, "img_w": 8, "patch_dim": 4}
 
+GEMMA4 = {**GROUPED, "kv_channels": 10, "global_kv_channels": 12, "sliding_window": 5, "sliding_window_pattern": 2}
+
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt2_gelu": {**GPT2, "activation": "gelu", "ffn_hidden_size": 40},
@@ -60,6 +62,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "rotary_base_local": 10000.0,
     },
     "gemma3": {"family": "gemma", **GROUPED, "qk_layernorm": True, "sliding_window": 5, "sliding_window_pattern": 2},
+    "gemma4": {
+        "family": "gemma4",
+        **GEMMA4,
+        "num_layers": 4,
+        "hidden_size_per_layer_input": 6,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma4_experts": {
+        "family": "gemma4",
+        **GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_query_groups": 4,
+        "moe": {
+            "num_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 12,
+            "moe_router_expert_scale": True,
+            "moe_router_load_balancing_type": ["none"],
+        },
+    },
     "phi3": {
         "family": "phi3",
         **GROUPED,

@@ -117,6 +117,15 @@ def dense(family: str, stem: str, **keys: Any) -> Case:
     return causal(family, stem, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")), **keys)
 
 
+def gemma4(stem: str, **keys: Any) -> Case:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    own = {"num_hidden_layers": 4, "layer_types": kinds, "head_dim": 10, "global_head_dim": 12, "sliding_window": 5}
+    own |= {"final_logit_softcapping": 4.0, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))}
+    if stem == "Gemma4":
+        own |= {"vocab_size_per_layer_input": VOCAB, "experts_implementation": "eager"}
+    return Case("gemma4", f"{stem}ForCausalLM", f"{stem}TextConfig", {**DECODER, **own, **keys})
+
+
 def latent(generation: str, **keys: Any) -> Case:
     stem = f"Deepseek{generation}"
     return Case("deepseek", f"{stem}ForCausalLM", f"{stem}Config", {**LATENT, **keys})
@@ -333,6 +342,18 @@ CASES: dict[str, Case] = {
         {**MOE, **DELTA_NET, "num_experts": 6, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
         | {"mlp_only_layers": [1]},
     ),
+    "gemma4_text": gemma4("Gemma4", hidden_size_per_layer_input=6, num_kv_shared_layers=2, use_double_wide_mlp=True),
+    "gemma4_text with experts": gemma4(
+        "Gemma4",
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=12,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    ),
+    "gemma4_unified_text": gemma4("Gemma4Unified", attention_k_eq_v=True, num_global_key_value_heads=4),
     "qwen3_5_text": Case("qwen_next", "Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**DECODER, **DELTA_NET}),
     "qwen3_5_moe_text": Case(
         "qwen_next",

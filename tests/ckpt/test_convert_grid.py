@@ -51,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": MODELS["qwen3"],
     "gemma2": FOUR_LAYERS["gemma2"],
     "gemma3": FOUR_LAYERS["gemma3"],
+    "gemma4": FOUR_LAYERS["gemma4"],
+    "gemma4_experts": FOUR_LAYERS["gemma4_experts"],
     **{name: FOUR_LAYERS[name] for name in HF_DENSE},
     "phi3_unscaled": {**LLAMA, "family": "phi3"},
     "granite_neutral": {**LLAMA, "family": "granite"},
@@ -112,6 +114,7 @@ CASES: dict[str, dict[str, Any]] = {
 NO_MEGATRON = {
     *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava", "smolvlm", "internvl"),
     *("qwen_vl", *HF_DENSE, "minimax_m2", "llama4", "lfm2", "qwen_next", "qwen_next_experts", "olmo_hybrid", "bart"),
+    *("gemma4", "gemma4_experts"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {
@@ -140,7 +143,7 @@ UNABLE = {
 ROUNDED = {"gguf": {"mamba"}}
 """Format -> models that it has words for, with a parameter that it holds as a function of ours, which rounds: GGUF has
 -exp(A_log). `test_what_is_rounded` has them; all else is compared bit for bit."""
-UNCUT = ("t5", "t5_learned_positions")
+UNCUT = ("t5", "t5_learned_positions", "gemma4")
 """Models that are not cut into pipeline stages."""
 WHOLE = ("mt", "hf")
 NOT_VIRTUAL = ("transformers-megatron", "trtllm")

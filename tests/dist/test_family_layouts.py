@@ -53,6 +53,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "lfm2",
         "llama4",
         "qwen_next",
+        "gemma4",
+        "gemma4_experts",
     )
 }
 FAMILIES["minimax_m2"] = {**FAMILIES["minimax_m2"], "moe": {**FAMILIES["minimax_m2"]["moe"], "num_experts": 6}}
@@ -61,7 +63,7 @@ FAMILIES["olmo2"] = {"family": "olmo", **GROUPED, "vocab_size": 263}
 # The output of a head may be nearly 0, and its norm would enlarge the rounding errors of its gradients.
 FAMILIES["qwen_next"]["norm_epsilon"] = 1e-2
 FAMILIES["qwen_next that predicts"] = {**FAMILIES["qwen_next"], "num_query_groups": 1, "mtp_num_layers": 1}
-REFUSED = {("phi3", "cp"), ("qwen_next that predicts", "cp")}
+REFUSED = {("phi3", "cp"), ("gemma4", "pp"), ("qwen_next that predicts", "cp")}
 # Gradients of decay rates are sums over positions that nearly cancel, and the order of sums over ranks shows in their
 # fifth digit: tests/models/test_moe_layouts.py has these layouts, and compares by the rounding that is to be expected.
 REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}

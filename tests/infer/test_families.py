@@ -198,6 +198,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "deepseek": {"hidden_size": 36, "vocab_size": 103},
     "mamba": {"hidden_size": 40, "vocab_size": 103},
     "hybrid": {"hidden_size": 40, "vocab_size": 103, "num_attention_heads": 5, "num_query_groups": 5},
+    "gemma4_experts": {**ODD, "num_global_query_groups": 3},
     "t5": {"hidden_size": 36, "num_attention_heads": 6, "vocab_size": 103},
     "llava": {},
     # Four of the six channels of a head are rotated. Texts of 9 and 14 positions and of 22 and 25 stay on one side of

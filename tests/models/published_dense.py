@@ -153,6 +153,23 @@ LLAMA4_SCOUT = {
     "vocab_size": 202048,
 }  # fmt: skip
 
+GEMMA4_E2B = {
+    **COMMON, "architectures": ["Gemma4ForCausalLM"], "attention_bias": False, "attention_k_eq_v": False,
+    "bos_token_id": 2, "enable_moe_block": False, "eos_token_id": 1, "final_logit_softcapping": 30.0,
+    "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1536,
+    "hidden_size_per_layer_input": 256, "intermediate_size": 6144,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7, "max_position_embeddings": 131072,
+    "model_type": "gemma4_text", "moe_intermediate_size": None, "num_attention_heads": 8, "num_experts": None,
+    "num_global_key_value_heads": None, "num_hidden_layers": 35, "num_key_value_heads": 1, "num_kv_shared_layers": 20,
+    "pad_token_id": 0, "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 512, "tie_word_embeddings": True, "top_k_experts": None, "use_bidirectional_attention": None,
+    "use_double_wide_mlp": True, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+
 PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-4": ("phi3", PHI4),
     "phi-4-mini": ("phi3", PHI4_MINI),
@@ -164,6 +181,7 @@ PUBLISHED_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss-36b": ("seed_oss", SEED_OSS_36B),
     "granite-3.3-8b": ("granite", GRANITE33_8B),
     "ernie-4.5-0.3b": ("ernie4_5", ERNIE45_03B),
+    "gemma-4-e2b (text)": ("gemma4", GEMMA4_E2B),
     "minimax-m2": ("minimax_m2", MINIMAX_M2),
     "lfm2-1.2b": ("lfm2", LFM2_12B),
     "llama-4-scout (text)": ("llama4", LLAMA4_SCOUT),
