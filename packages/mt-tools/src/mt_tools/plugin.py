@@ -19,6 +19,7 @@ def mt_register_commands() -> list[CommandSpec]:
         _command(
             "estimate", "estimate", "Estimate the memory of a model by dtype, as Accelerate does, and of a layout"
         ),
+        _command("calibrate", "calibrate", "Quantize a model by what it computes of a data set"),
         _command("bench", "app", "Measure speed and memory; compare and plot measurements"),
         _command("profile", "profile", "Record training steps: where their time goes, and which key would change it"),
     ]

@@ -54,6 +54,11 @@ class Outputs:
         rule = self._rules[ours]
         return dict(zip(rule.sources, rule.export_value(self._source.read(MODEL + ours)), strict=True))
 
+    def rows_of(self, ours: str, rows: Tensor) -> Mapping[str, Tensor]:
+        """What `parts_of` makes of a tensor with other columns than the canonical one, such as scales."""
+        rule = self._rules[ours]
+        return dict(zip(rule.sources, rule.export_value(rows), strict=True))
+
     def is_transposed(self, name: str) -> bool:
         """Whether the external tensor is a matrix [in, out]."""
         rule = self._rules[self.made_of(name)]

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.hugging_face.outputs import Outputs
-from mt_ckpt.quantized.quantizer import Quantizer, encode, largest_of
+from mt_ckpt.quantized.calibrated import CalibratedWeight, CalibratedWeights
+from mt_ckpt.quantized.quantizer import Quantizer, encode, largest_of, pack_weight
 from mt_core.errors import ConfigError
 
 LINEAR, WEIGHT = "linear_", ".weight"
 TABLES = ("embed", "wte", "wpe", "norm", "conv")
 """Parts of names of modules that are no linear layers, and that no reader quantizes."""
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 KEPT_BYTES = 64 << 20
 """Small parts that are kept until their place in the file comes."""
 
@@ -22,9 +25,12 @@ KEPT_BYTES = 64 << 20
 class QuantizedOutputs:
     """What `Outputs` is, with parts of quantized weights in the place of these."""
 
-    def __init__(self, outputs: Outputs, quantizer: Quantizer) -> None:
-        """Raises ConfigError for a model whose matrices the scheme cannot hold."""
-        self._outputs, self._quantizer = outputs, quantizer
+    def __init__(self, outputs: Outputs, quantizer: Quantizer, calibrated: CalibratedWeights | None = None) -> None:
+        """calibrated: codes and scales of all matrices that are quantized; None: weights are rounded here.
+
+        Raises ConfigError for a model whose matrices the scheme cannot hold.
+        """
+        self._outputs, self._quantizer, self._calibrated = outputs, quantizer, calibrated
         chosen = [name for name in outputs.infos if self._is_chosen(name)]
         if not chosen:
             raise ConfigError(f"--quantize {quantizer.name}: the model has no linear layers that it could be for")
@@ -41,7 +47,7 @@ class QuantizedOutputs:
 
     def _is_chosen(self, name: str) -> bool:
         ours, info = self._outputs.made_of(name), self._outputs.infos[name]
-        if not (ours.endswith(WEIGHT) and ours.split(".")[-2].startswith(LINEAR)):
+        if not is_linear_weight(ours):
             return False
         why = "experts are in one tensor there" if len(info.shape) != 2 else self._quantizer.objection(info.shape)
         if self._outputs.is_transposed(name):
@@ -69,22 +75,29 @@ class QuantizedOutputs:
             if name in kept:
                 yield kept.pop(name)
                 continue
+            weight = self._weight_of[name]
             if self.made_of(name) != ours:
                 tensors = {}  # before the next is read
                 ours = self.made_of(name)
-                tensors = self._outputs.parts_of(ours)
-            weight = self._weight_of[name]
+                is_given = self._calibrated is not None and weight in self._quantized
+                tensors = {} if is_given else self._outputs.parts_of(ours)
             if weight not in self._quantized:
                 yield tensors[weight]
                 continue
-            largest = self._largest(weight, tensors)
-            parts = _named(weight, encode(self._quantizer, tensors[weight].contiguous(), largest))
+            parts = _named(weight, self._encoded(weight, tensors))
             wanted = parts.pop(name)
             room = KEPT_BYTES - sum(tensor.nbytes for tensor in kept.values())
-            most = min(room, tensors[weight].nbytes // 8)
+            most = min(room, self._outputs.infos[weight].num_bytes // 8)
             kept |= {key: part for key, part in parts.items() if key in due and part.nbytes <= most}
             del parts
             yield wanted
+
+    def _encoded(self, weight: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self._calibrated is None:
+            return encode(self._quantizer, tensors[weight].contiguous(), self._largest(weight, tensors))
+        ours = self._outputs.made_of(weight)
+        chosen = _exported(self._outputs, ours, self._calibrated.read(ours), weight)
+        return pack_weight(self._quantizer, chosen.codes, chosen.scales, chosen.largest)
 
     def _largest(self, weight: str, tensors: Mapping[str, Tensor]) -> float | None:
         """The largest magnitude of the weights that a reader fuses with this one; None: it stands for itself."""
@@ -92,6 +105,22 @@ class QuantizedOutputs:
             return None
         parent = _parent(weight)
         return max(largest_of(tensor) for name, tensor in tensors.items() if _parent(name) == parent)
+
+
+def is_linear_weight(ours: str) -> bool:
+    """Whether a canonical tensor is the matrix of a linear layer, or those of experts."""
+    return ours.endswith(WEIGHT) and ours.split(".")[-2].startswith(LINEAR)
+
+
+def _exported(outputs: Outputs, ours: str, canonical: CalibratedWeight, name: str) -> CalibratedWeight:
+    """The rows of a canonical weight, of all experts or fused projections, that an external one consists of."""
+
+    def rows(tensor: Tensor) -> Tensor:
+        # As bytes: few operations take float8.
+        plain = tensor.view(torch.uint8) if tensor.dtype in FLOAT8 else tensor
+        return outputs.rows_of(ours, plain)[name].contiguous().view(tensor.dtype)
+
+    return canonical.mapped(rows)
 
 
 def _parent(name: str) -> str:

@@ -24,6 +24,7 @@ from mt_ckpt.hugging_face.tokenizer import (
 )
 from mt_ckpt.hugging_face.variants import family_of_config
 from mt_ckpt.model import model_config
+from mt_ckpt.quantized.calibrated import CalibratedWeights
 from mt_ckpt.quantized.schemes import quantizer_named
 from mt_ckpt.writing.file_plans import SafetensorsFiles, write_files
 from mt_ckpt.writing.options import refuse_layout
@@ -45,10 +46,26 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     Raises ConfigError for options and models that the format cannot express, CheckpointError for tensors that are not
     the model's, and OSError. Only the model is written; the format has no place for an optimizer.
     """
-    made = _plan(source, options, host)
+    save_folder(path, source, options, host)
+
+
+def save_folder(
+    path: Path,
+    source: CheckpointReader,
+    options: ConvertOptions,
+    host: PluginHost,
+    *,
+    calibrated: CalibratedWeights | None = None,
+    beside: Mapping[str, bytes] | None = None,
+) -> None:
+    """`convert_checkpoint`, with codes and scales that calibration has chosen for options.quantize, and further files.
+
+    Raises what that raises.
+    """
+    made = _plan(source, options, host, calibrated)
     shards = made.files.files
     # Made before a tensor is written, so that what the format cannot hold is refused at once.
-    small = {**made.preprocessor, **_small_files(source, made.config, made.tensors, shards, host)}
+    small = {**(beside or {}), **made.preprocessor, **_small_files(source, made.config, made.tensors, shards, host)}
     key = work_key("hf", getattr(source, "identity", None), {name: list(shard) for name, shard in shards.items()})
     with closing(output_folder(path, key if hasattr(source, "identity") else None)) as folder:
         write_files(folder, made.files, source)
@@ -72,7 +89,9 @@ class _Plan:
     files: SafetensorsFiles
 
 
-def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -> _Plan:
+def _plan(
+    source: CheckpointReader, options: ConvertOptions, host: PluginHost, calibrated: CalibratedWeights | None = None
+) -> _Plan:
     refuse_layout("hf", options)
     config = model_config(source, host)
     family = family_of_config(config, host)
@@ -82,7 +101,7 @@ def _plan(source: CheckpointReader, options: ConvertOptions, host: PluginHost) -
     tensors: Outputs | QuantizedOutputs = unquantized
     if options.quantize is not None:
         quantizer = quantizer_named(options.quantize)
-        tensors = QuantizedOutputs(unquantized, quantizer)
+        tensors = QuantizedOutputs(unquantized, quantizer, calibrated)
         external |= quantizer.settings(tensors.left)
     shards = _shard_names(split_by_size(tensors.infos, options.max_shard_size or MAX_SHARD_BYTES))
     # Shards are cut in the order of the model; within a shard larger elements come first.

@@ -67,14 +67,25 @@ def decode_e2m1(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def encode_e2m1(values: Tensor) -> Tensor:
     """[..., 2n] in fp32 -> uint8 [..., n], rounded to the nearest number, a tie to the even code."""
+    codes = _e2m1_magnitudes(values) | values.signbit().to(torch.uint8) << 3
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def round_e2m1(values: Tensor) -> Tensor:
+    """The nearest numbers of E2M1, a tie to the even code, as `encode_e2m1` rounds; in fp32."""
+    magnitudes = torch.tensor(MAGNITUDES, device=values.device)[_e2m1_magnitudes(values).int()]
+    return magnitudes.copysign(values)
+
+
+def _e2m1_magnitudes(values: Tensor) -> Tensor:
+    """The three low bits of codes, uint8."""
     # Midpoints of neighbours. A tie is at an even code's upper edge or an odd code's lower one: right=False keeps the
     # lower code at an equal value, so that ties above odd codes are moved up by hand.
-    middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    size = values.abs()
+    middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=values.device)
+    size = values.abs().contiguous()
     codes = torch.bucketize(size, middle)
     upwards = (codes % 2 == 1) & (size == middle[codes.clamp(max=6)])
-    codes = (codes + upwards).to(torch.uint8) | values.signbit().to(torch.uint8) << 3
-    return codes[..., 0::2] | codes[..., 1::2] << 4
+    return (codes + upwards).to(torch.uint8)
 
 
 def decode_e2m3(packed: Tensor, count: int) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from mt_ckpt.files.safetensors import TensorInfo
+from mt_ckpt.quantized.grids import Grid, Scales, full_range, in_groups
 from mt_ckpt.quantized.weights import SLICE
 
 ROW_MULTIPLE = 128
@@ -54,6 +55,43 @@ class Quantizer(Protocol):
         ...
 
 
+@runtime_checkable
+class PacksCodes(Protocol):
+    """A `Quantizer` whose codes and scales may be chosen by calibration."""
+
+    @property
+    def grid(self) -> Grid: ...
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of stored scales of a weight with this dtype, where the grid has none of its own."""
+        ...
+
+    def pack(self, codes: Tensor, scales: Scales) -> Mapping[str, Tensor]:
+        """Parts of some rows. codes: [rows, groups, size] of the grid."""
+        ...
+
+
+class RoundsToGrid:
+    """Rounds to the nearest number of a grid whose scales meet the largest number of each group."""
+
+    def encode_rows(self, rows: Tensor, dtype: torch.dtype, largest: float) -> Mapping[str, Tensor]:
+        assert isinstance(self, PacksCodes)
+        groups = in_groups(rows, self.grid.size)
+        scales = full_range(self.grid, groups, self.scale_dtype(dtype), largest)
+        return self.pack(self.grid.codes(groups, scales), scales)
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+
+def pack_weight(quantizer: Quantizer, codes: Tensor, scales: Scales, largest: float) -> dict[str, Tensor]:
+    """All parts of a weight whose codes [out, in] and scales are given. largest: magnitude that a global scale was made
+    for."""
+    assert isinstance(quantizer, PacksCodes)
+    whole = quantizer.whole(tuple(codes.shape), largest)
+    return {**whole, **quantizer.pack(in_groups(codes, quantizer.grid.size), scales)}
+
+
 def encode(quantizer: Quantizer, weight: Tensor, largest: float | None = None) -> dict[str, Tensor]:
     """All parts of a weight [out, in]. largest: magnitude that a global scale is made for; None: the weight's own."""
     most = largest_of(weight) if largest is None else largest
@@ -76,47 +114,6 @@ def largest_of(weight: Tensor) -> float:
 def _slices(rows: int, columns: int) -> list[slice]:
     step = max(1, SLICE // (columns * ROW_MULTIPLE)) * ROW_MULTIPLE
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
-
-
-def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A scale in the dtype of the file, where one that is 0 is the smallest that is not."""
-    stored = scale.to(dtype)
-    if dtype == torch.float8_e4m3fn:
-        return torch.where(stored.float() > 0, stored.float(), torch.tensor(2.0**-9)).to(dtype)
-    return torch.where(stored > 0, stored, torch.tensor(torch.finfo(dtype).tiny, dtype=dtype))
-
-
-def grouped(rows: Tensor, size: int) -> Tensor:
-    """[rows, in] -> [rows, groups, size]"""
-    return rows.unflatten(1, (-1, size))
-
-
-def symmetric_codes(groups: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """groups [..., size] -> codes from -2^(bits - 1) on, and scales [...] in dtype."""
-    half = 1 << bits - 1
-    scale = stored_scale(groups.abs().amax(-1) / (half - 0.5), dtype)
-    return (groups / scale.float()[..., None]).round_().clamp_(-half, half - 1).to(torch.int16), scale
-
-
-def asymmetric_codes(groups: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """groups [..., size] -> codes from 0 on, scales [...] in dtype, zero points [...]; 0 is one of the values."""
-    most = (1 << bits) - 1
-    low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
-    scale = stored_scale((high - low) / most, dtype)
-    zeros = (-low / scale.float()).round_().clamp_(0, most)
-    codes = (groups / scale.float()[..., None]).add_(zeros[..., None]).round_().clamp_(0, most)
-    return codes.to(torch.int16), scale, zeros.to(torch.int16)
-
-
-def mx_exponents(groups: Tensor, largest_exponent: int) -> Tensor:
-    """uint8 [...]: E8M0 of groups [..., size]. largest_exponent: of the element type's largest number.
-
-    A group whose largest magnitude is 1.75 or more times a power of two counts as the next power, as in
-    compressed-tensors.
-    """
-    mantissa, exponent = torch.frexp(groups.abs().amax(-1))  # mantissa in [0.5, 1)
-    power = exponent - 1 + (mantissa >= 0.875).int() - largest_exponent
-    return (power + 127).clamp_(0, 254).to(torch.uint8)
 
 
 def indivisible(shape: tuple[int, ...], **multiples: int) -> str | None:

@@ -11,16 +11,10 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.files.safetensors import TensorInfo
-from mt_ckpt.quantized.codes import E2M1_MAX, E4M3_MAX, encode_e2m1, pack_bits
+from mt_ckpt.quantized.codes import encode_e2m1, pack_bits
 from mt_ckpt.quantized.compressed_tensors import GLOBAL, PACKED, SCALE, SHAPE, ZERO
-from mt_ckpt.quantized.quantizer import (
-    asymmetric_codes,
-    grouped,
-    indivisible,
-    mx_exponents,
-    stored_scale,
-    symmetric_codes,
-)
+from mt_ckpt.quantized.grids import Fp8Grid, Grid, IntegerGrid, MxGrid, Nvfp4Grid, Scales, global_scale
+from mt_ckpt.quantized.quantizer import RoundsToGrid, indivisible
 
 PER_TOKEN = {"strategy": "token", "symmetric": True, "dynamic": True}
 
@@ -40,7 +34,7 @@ def config_of(
 
 
 @dataclass(frozen=True)
-class ByteQuantizer:
+class ByteQuantizer(RoundsToGrid):
     """int8 or e4m3 with a scale for each row; readers quantize inputs token by token (W8A8)."""
 
     name: str
@@ -55,13 +49,12 @@ class ByteQuantizer:
         stored = torch.float8_e4m3fn if self.floating else torch.int8
         return {"weight": TensorInfo(info.shape, stored), SCALE: TensorInfo((info.shape[0], 1), info.dtype)}
 
-    def encode_rows(self, rows: Tensor, dtype: torch.dtype, largest: float) -> Mapping[str, Tensor]:
-        if not self.floating:
-            codes, scale = symmetric_codes(rows[:, None], 8, dtype)
-            return {"weight": codes[:, 0].to(torch.int8), SCALE: scale}
-        scale = stored_scale(rows.abs().amax(1, keepdim=True) / E4M3_MAX, dtype)
-        codes = (rows / scale.float()).clamp_(-E4M3_MAX, E4M3_MAX)
-        return {"weight": codes.to(torch.float8_e4m3fn), SCALE: scale}
+    @property
+    def grid(self) -> Grid:
+        return Fp8Grid(None) if self.floating else IntegerGrid(8, None)
+
+    def pack(self, codes: Tensor, scales: Scales) -> Mapping[str, Tensor]:
+        return {"weight": codes.flatten(1), SCALE: scales.scale}
 
     def whole(self, shape: tuple[int, ...], largest: float) -> Mapping[str, Tensor]:
         return {}
@@ -73,7 +66,7 @@ class ByteQuantizer:
 
 
 @dataclass(frozen=True)
-class WordQuantizer:
+class WordQuantizer(RoundsToGrid):
     """Integers of a few bits in words of 32, with a scale for each group."""
 
     name: str
@@ -95,13 +88,16 @@ class WordQuantizer:
             parts[ZERO] = TensorInfo((math.ceil(rows * self.bits / 32), groups), torch.int32)
         return parts
 
-    def encode_rows(self, rows: Tensor, dtype: torch.dtype, largest: float) -> Mapping[str, Tensor]:
-        groups, half = grouped(rows, self.group), 1 << self.bits - 1
-        if self.symmetric:
-            codes, scale = symmetric_codes(groups, self.bits, dtype)
-            return {PACKED: self._packed((codes + half).flatten(1)), SCALE: scale}
-        codes, scale, zeros = asymmetric_codes(groups, self.bits, dtype)
-        return {PACKED: self._packed(codes.flatten(1)), SCALE: scale, ZERO: self._packed(zeros.T).T}
+    @property
+    def grid(self) -> Grid:
+        return IntegerGrid(self.bits, self.group, self.symmetric)
+
+    def pack(self, codes: Tensor, scales: Scales) -> Mapping[str, Tensor]:
+        if scales.zeros is None:
+            # From -2^(bits - 1) on: stored from 0 on.
+            unsigned = codes.flatten(1).to(torch.int16) + (1 << self.bits - 1)
+            return {PACKED: self._packed(unsigned), SCALE: scales.scale}
+        return {PACKED: self._packed(codes.flatten(1)), SCALE: scales.scale, ZERO: self._packed(scales.zeros.T).T}
 
     def _packed(self, codes: Tensor) -> Tensor:
         return pack_bits(codes.to(torch.uint8), self.bits)
@@ -115,7 +111,7 @@ class WordQuantizer:
 
 
 @dataclass(frozen=True)
-class Nvfp4Quantizer:
+class Nvfp4Quantizer(RoundsToGrid):
     """E2M1 with e4m3 scales for groups of 16 and one fp32 scale for the matrix, which divides."""
 
     name: str
@@ -134,13 +130,15 @@ class Nvfp4Quantizer:
             GLOBAL: TensorInfo((1,), torch.float32),
         }
 
-    def encode_rows(self, rows: Tensor, dtype: torch.dtype, largest: float) -> Mapping[str, Tensor]:
-        groups, whole = grouped(rows, self.group), _global_scale(largest)
-        scale = stored_scale((groups.abs().amax(-1) / E2M1_MAX * whole).clamp_(max=E4M3_MAX), torch.float8_e4m3fn)
-        return {PACKED: encode_e2m1((groups / (scale.float() / whole)[..., None]).flatten(1)), SCALE: scale}
+    @property
+    def grid(self) -> Grid:
+        return Nvfp4Grid(self.group)
+
+    def pack(self, codes: Tensor, scales: Scales) -> Mapping[str, Tensor]:
+        return {PACKED: encode_e2m1(codes.float().flatten(1)), SCALE: scales.scale}
 
     def whole(self, shape: tuple[int, ...], largest: float) -> Mapping[str, Tensor]:
-        return {GLOBAL: torch.tensor([_global_scale(largest)])}
+        return {GLOBAL: torch.tensor([global_scale(largest)])}
 
     def settings(self, left: Sequence[str]) -> Mapping[str, Any]:
         weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": self.group}
@@ -148,13 +146,8 @@ class Nvfp4Quantizer:
         return config_of("nvfp4-pack-quantized", weights, None, left)
 
 
-def _global_scale(largest: float) -> float:
-    # A number of fp32, so that rows are divided by what is stored.
-    return torch.tensor(E2M1_MAX * E4M3_MAX / largest if largest > 0 else 1.0, dtype=torch.float32).item()
-
-
 @dataclass(frozen=True)
-class MxQuantizer:
+class MxQuantizer(RoundsToGrid):
     """E2M1 or e4m3 with an exponent for each group of 32."""
 
     name: str
@@ -175,13 +168,14 @@ class MxQuantizer:
         )
         return {**stored, SCALE: TensorInfo((rows, columns // self.group), torch.uint8)}
 
-    def encode_rows(self, rows: Tensor, dtype: torch.dtype, largest: float) -> Mapping[str, Tensor]:
-        groups = grouped(rows, self.group)
-        exponents = mx_exponents(groups, 2 if self.bits == 4 else 8)
-        numbers = torch.ldexp(groups, 127 - exponents.int()[..., None]).flatten(1)
+    @property
+    def grid(self) -> Grid:
+        return MxGrid(self.bits, self.group)
+
+    def pack(self, codes: Tensor, scales: Scales) -> Mapping[str, Tensor]:
         if self.bits == 4:
-            return {PACKED: encode_e2m1(numbers), SCALE: exponents}
-        return {"weight": numbers.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), SCALE: exponents}
+            return {PACKED: encode_e2m1(codes.float().flatten(1)), SCALE: scales.scale}
+        return {"weight": codes.flatten(1), SCALE: scales.scale}
 
     def whole(self, shape: tuple[int, ...], largest: float) -> Mapping[str, Tensor]:
         return {}

@@ -13,7 +13,8 @@ from torch import Tensor
 from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.quantized.awq import ORDER, PER_WORD
 from mt_ckpt.quantized.codes import pack_bits
-from mt_ckpt.quantized.quantizer import asymmetric_codes, grouped, indivisible, symmetric_codes
+from mt_ckpt.quantized.grids import Grid, IntegerGrid, Scales, in_groups
+from mt_ckpt.quantized.quantizer import RoundsToGrid, indivisible
 
 
 def half_precision(dtype: torch.dtype) -> torch.dtype:
@@ -22,8 +23,8 @@ def half_precision(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class AwqQuantizer:
-    """4 bits with zero points; no calibration, so that nothing is scaled."""
+class AwqQuantizer(RoundsToGrid):
+    """4 bits with zero points. Without calibration nothing is scaled."""
 
     name: str
     group: int
@@ -42,9 +43,17 @@ class AwqQuantizer:
             "scales": TensorInfo((groups, rows), half_precision(info.dtype)),
         }
 
-    def encode_rows(self, rows: Tensor, dtype: torch.dtype, largest: float) -> Mapping[str, Tensor]:
-        codes, scale, zeros = asymmetric_codes(grouped(rows, self.group), 4, half_precision(dtype))
-        return {"qweight": _in_order(codes.flatten(1).T), "qzeros": _in_order(zeros.T), "scales": scale.T}
+    @property
+    def grid(self) -> Grid:
+        return IntegerGrid(4, self.group, symmetric=False)
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return half_precision(dtype)
+
+    def pack(self, codes: Tensor, scales: Scales) -> Mapping[str, Tensor]:
+        assert scales.zeros is not None
+        packed = {"qweight": _in_order(codes.flatten(1).T), "qzeros": _in_order(scales.zeros.T)}
+        return {**packed, "scales": scales.scale.T}
 
     def whole(self, shape: tuple[int, ...], largest: float) -> Mapping[str, Tensor]:
         return {}
@@ -61,7 +70,7 @@ def _in_order(codes: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GptqQuantizer:
+class GptqQuantizer(RoundsToGrid):
     """4 or 8 bits, symmetric, in the first version of the format, whose zero points are stored less one."""
 
     name: str
@@ -83,12 +92,18 @@ class GptqQuantizer:
             "g_idx": TensorInfo((columns,), torch.int32),
         }
 
-    def encode_rows(self, rows: Tensor, dtype: torch.dtype, largest: float) -> Mapping[str, Tensor]:
+    @property
+    def grid(self) -> Grid:
+        return IntegerGrid(self.bits, self.group)
+
+    def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return half_precision(dtype)
+
+    def pack(self, codes: Tensor, scales: Scales) -> Mapping[str, Tensor]:
         half = 1 << self.bits - 1
-        codes, scale = symmetric_codes(grouped(rows, self.group), self.bits, half_precision(dtype))
-        packed = pack_bits((codes + half).flatten(1).to(torch.uint8), self.bits)
-        zeros = torch.full(scale.T.shape, half - 1, dtype=torch.uint8)
-        return {"qweight": packed.T, "qzeros": pack_bits(zeros, self.bits), "scales": scale.T}
+        packed = pack_bits((codes.flatten(1).to(torch.int16) + half).to(torch.uint8), self.bits)
+        zeros = torch.full(scales.scale.T.shape, half - 1, dtype=torch.uint8)
+        return {"qweight": packed.T, "qzeros": pack_bits(zeros, self.bits), "scales": scales.scale.T}
 
     def whole(self, shape: tuple[int, ...], largest: float) -> Mapping[str, Tensor]:
         return {"g_idx": (torch.arange(shape[1]) // self.group).int()}
@@ -122,7 +137,7 @@ class MlxQuantizer:
         }
 
     def encode_rows(self, rows: Tensor, dtype: torch.dtype, largest: float) -> Mapping[str, Tensor]:
-        groups, most = grouped(rows, self.group), (1 << self.bits) - 1
+        groups, most = in_groups(rows, self.group), (1 << self.bits) - 1
         low, high = groups.amin(-1), groups.amax(-1)
         down = low.abs() > high.abs()
         edge = torch.where(down, low, high)

@@ -1,0 +1,79 @@
+"""What `mt calibrate` does on each rank."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.config.sources import parse_override
+from mt_core.launch.environment import read_environment
+from mt_core.parallel.context import is_writer, wait_for_all
+from mt_core.plugins import PluginHost
+from mt_core.train.trained_model import TrainedModel, load_trained_model
+from mt_tools.calibration.options import CalibrationOptions
+from mt_tools.calibration.run import CalibrationResult, calibrate_model
+from mt_tools.calibration.samples import Samples, rank_batches, samples_of_split, samples_of_text
+from mt_tools.calibration.store import calibration_store
+from mt_tools.calibration.writing import write_calibrated
+
+Settings = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a model is calibrated and measured with. text, eval_text: None for the splits of section [data]."""
+
+    text: Path | None
+    eval_text: Path | None
+    samples: int
+    eval_samples: int
+    seq_length: int
+    micro_batch_size: int
+
+    def calibration(self, trained: TrainedModel, host: PluginHost) -> Samples:
+        if self.text is None:
+            return samples_of_split(trained.config, trained.tokenizer, host, "train", self.samples)
+        return samples_of_text(self.text, trained.tokenizer, self.seq_length, self.samples)
+
+    def evaluation(self, trained: TrainedModel, host: PluginHost) -> Samples:
+        if self.eval_text is None:
+            return samples_of_split(trained.config, trained.tokenizer, host, "valid", self.eval_samples)
+        return samples_of_text(self.eval_text, trained.tokenizer, self.seq_length, self.eval_samples)
+
+
+def calibrate_checkpoint(
+    path: Path,
+    out: Path,
+    options: CalibrationOptions,
+    data: Data,
+    overrides: list[str],
+    device: str,
+    host: PluginHost,
+) -> CalibrationResult | None:
+    """Calibrate a checkpoint and write the result; on rank 0 what it cost. Collective over the world."""
+    trained = load_trained_model(path, host, device=device, settings=_settings(overrides))
+    batches = rank_batches(data.calibration(trained, host), data.micro_batch_size, trained.ctx)
+    eval_batches = rank_batches(data.evaluation(trained, host), data.micro_batch_size, trained.ctx)
+    stored = open_checkpoint(trained.checkpoint, host).dtypes()
+    with calibration_store(out) as store:
+        result = calibrate_model(trained, options, batches, eval_batches, stored, store)
+        wait_for_all()
+        if is_writer():
+            given = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(data).items()}
+            report = {"source": str(trained.checkpoint), "options": asdict(options), "data": given}
+            write_calibrated(trained.checkpoint, out, options.scheme, store, {**report, **result.as_values()}, host)
+    return result if is_writer() else None
+
+
+def _settings(overrides: list[str]) -> Settings:
+    found: Settings = {}
+    for override in overrides:
+        path, value = parse_override(override)
+        section: dict[str, Any] = found
+        for name in path[:-1]:
+            section = section.setdefault(name, {})
+        section[path[-1]] = value
+    # All ranks are replicas where no layout is set.
+    return {"parallel": {}, **found} if read_environment().world_size > 1 else found

@@ -1,0 +1,57 @@
+"""What calibration does, and which schemes can take its result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mt_ckpt.quantized.quantizer import PacksCodes, Quantizer
+from mt_ckpt.quantized.schemes import FIXED, GROUPED, quantizer_named
+from mt_core.errors import ConfigError
+
+Method = Literal["max", "percentile", "mse", "gptq"]
+RANGES: tuple[Method, ...] = ("max", "percentile", "mse")
+METHODS: tuple[Method, ...] = (*RANGES, "gptq")
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """methods: at most one of max, percentile and mse, which chooses ranges (default: max), and gptq, which chooses
+    codes. percentile: of the magnitudes of a group. damping: part of the mean of the diagonal of second moments that
+    GPTQ adds to it. by_activity: GPTQ rounds columns in the order of their mean squared input. min_tokens: with fewer,
+    the weights of an expert are rounded by themselves."""
+
+    scheme: str
+    methods: tuple[Method, ...] = ("mse", "gptq")
+    percentile: float = 99.9
+    damping: float = 0.01
+    by_activity: bool = True
+    min_tokens: int = 64
+
+    @property
+    def range_method(self) -> Literal["max", "percentile", "mse"]:
+        found = [method for method in self.methods if method in RANGES]
+        return found[0] if found else "max"  # type: ignore[return-value]
+
+    @property
+    def uses_gptq(self) -> bool:
+        return "gptq" in self.methods
+
+    def quantizer(self) -> Quantizer:
+        """Raises ConfigError for a scheme that is not known, or that rounds in a way of its own."""
+        quantizer = quantizer_named(self.scheme)
+        if not isinstance(quantizer, PacksCodes):
+            able = [name for name in (*FIXED, *GROUPED) if isinstance(quantizer_named(name), PacksCodes)]
+            raise ConfigError(f"--scheme {self.scheme} cannot be calibrated; it can be {', '.join(able)}")
+        return quantizer
+
+
+def methods_named(names: Sequence[str]) -> tuple[Method, ...]:
+    """Raises ConfigError for a method that is not known, and for several that exclude each other."""
+    for name in names:
+        if name not in METHODS:
+            raise ConfigError(f"--method {name}: it can be {', '.join(METHODS)}")
+    if len([name for name in names if name in RANGES]) > 1:
+        raise ConfigError(f"--method {' --method '.join(names)}: one of {', '.join(RANGES)} chooses the ranges")
+    return tuple(method for method in METHODS if method in names)

@@ -1,0 +1,113 @@
+"""Calibrated folders: what they hold is what was measured, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.tools.calibration.models import MOE, calibrate_rank, calibrated, samples, save_model
+from torch import Tensor
+
+from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.errors import ConfigError
+from mt_core.plugins import load_plugins
+from mt_core.testing import run_ranks
+from mt_core.train.trained_model import load_trained_model
+from mt_tools.calibration.measure import Comparison
+from mt_tools.calibration.options import CalibrationOptions, methods_named
+from mt_tools.calibration.passes import Passes
+from mt_tools.calibration.samples import rank_batches
+from mt_tools.calibration.store import CalibrationStore
+
+W4A16 = CalibrationOptions("w4a16-g16")
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    reader = open_checkpoint(folder, load_plugins())
+    return {name: reader.read(name) for name in reader.shapes()}
+
+
+def loss_of_folder(folder: Path, scratch: Path) -> float:
+    trained = load_trained_model(folder, load_plugins(), device="cpu")
+    scratch.mkdir()
+    batches = rank_batches(samples(4, 2), 1, trained.ctx)
+    return Comparison(Passes(trained), batches, CalibrationStore(scratch)).measure().cross_entropy
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g16", "w4a16-asym-g16", "awq-g16", "gptq-g16", "nvfp4", "mxfp4"])
+def test_the_folder_computes_what_was_measured(scheme: str, tmp_path: Path) -> None:
+    # bf16: readers of some schemes return nothing more precise.
+    source = save_model(tmp_path / "source", torch.bfloat16)
+    result = calibrated(source, tmp_path / "out", CalibrationOptions(scheme))
+    assert loss_of_folder(tmp_path / "out", tmp_path / "scratch") == result.after.cross_entropy
+    assert result.before.divergence == 0.0 < result.after.divergence
+
+
+def test_gptq_costs_less_than_rounding(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source")
+    nearest = calibrated(source, tmp_path / "nearest", CalibrationOptions("w4a16-g16", ("max",)))
+    gptq = calibrated(source, tmp_path / "gptq", W4A16)
+    assert sum(weight.error for weight in gptq.weights) < 0.9 * sum(weight.error for weight in nearest.weights)
+
+
+def test_rounding_to_the_nearest_is_what_convert_writes(tmp_path: Path) -> None:
+    from mt_ckpt.convert import convert
+    from mt_core.checkpoint_specs import ConvertOptions
+
+    source = save_model(tmp_path / "source")
+    calibrated(source, tmp_path / "out", CalibrationOptions("w4a16-g16", ("max",)))
+    convert(source, tmp_path / "plain", saver="hf", options=ConvertOptions(quantize="w4a16-g16"), host=load_plugins())
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+
+
+LAYOUTS = {
+    "tp": {"tensor_model_parallel_size": 2},
+    "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "dp": {},
+    "cp": {"context_parallel_size": 2},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "ep": {"expert_model_parallel_size": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_choose_what_one_process_chooses(name: str, tmp_path: Path) -> None:
+    """1 s each: two ranks."""
+    model = {"family": "mixtral", "moe": MOE} if name == "ep" else {}
+    source = save_model(tmp_path / "source", **model)
+    # Small ones see few tokens; second moments of other orders of sums differ in the last bits.
+    options = CalibrationOptions("w4a16-g16", ("mse", "gptq"), min_tokens=8)
+    one = calibrated(source, tmp_path / "one", options)
+    (two, *_) = run_ranks(2, calibrate_rank, source, tmp_path / "two", options, LAYOUTS[name])
+    assert two.before.cross_entropy == pytest.approx(one.before.cross_entropy, abs=1e-5)
+    assert two.after.cross_entropy == pytest.approx(one.after.cross_entropy, abs=2e-2)
+    assert [weight.name for weight in two.weights] == [weight.name for weight in one.weights]
+    first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
+    for weight_name, value in first.items():
+        # A sum in another order may turn a number at a tie, and those that follow it.
+        same = (value == second[weight_name]).float().mean()
+        assert same > 0.98, (weight_name, same)
+
+
+def test_experts_with_few_tokens_are_named(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", family="mixtral", moe=MOE)
+    result = calibrated(source, tmp_path / "out", CalibrationOptions("w4a16-g16", min_tokens=64))
+    named = {weight.name: weight.unseen for weight in result.weights if weight.unseen}
+    assert all(".experts." in name for name in named)
+    # 8 samples of 16 tokens, two experts each: not all four have 64.
+    assert named
+    assert all(tokens < 64 for unseen in named.values() for tokens in unseen.values())
+
+
+def test_methods_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="chooses the ranges"):
+        methods_named(["max", "mse"])
+    with pytest.raises(ConfigError, match="--method gtpq"):
+        methods_named(["gtpq"])
+
+
+def test_schemes_that_cannot_be_calibrated_are_refused() -> None:
+    with pytest.raises(ConfigError, match="fp8-blocks cannot be calibrated; it can be fp8, int8"):
+        CalibrationOptions("fp8-blocks").quantizer()
