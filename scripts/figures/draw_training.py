@@ -132,3 +132,16 @@ def instructions() -> Canvas:
     axes.curve(list(zip(run["valid"]["iteration"], run["valid"]["valid_loss"], strict=True)), 1)
     axes.legend(["training", "new words"])
     return canvas
+
+
+@figure("distillation-loss")
+def distillation() -> Canvas:
+    runs = recorded("distillation")
+    canvas = Canvas(680, 300, "Cross entropy of the preset gpt-tiny-student on validation text, by labels and distilled")
+    labels, distilled = runs["labels"], runs["distilled"]
+    axes = Axes(canvas, (0, labels["iteration"][-1]), (1.4, 2.8))
+    axes.frame("step", "cross entropy", "600 KB of text, of which the teacher has seen 8 MB")
+    axes.curve(list(zip(labels["iteration"], labels["valid_loss"], strict=True)), 0)
+    axes.curve(list(zip(distilled["iteration"], distilled["valid_cross_entropy"], strict=True)), 1)
+    axes.legend(["by labels", "by the distributions of gpt-tiny"])
+    return canvas

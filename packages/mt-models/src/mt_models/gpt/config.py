@@ -216,8 +216,18 @@ TINY: dict[str, Any] = {
     "lr_schedule": {"lr_decay_style": "cosine", "lr_warmup_iters": 20},
 }
 
+TINY_STUDENT: dict[str, Any] = {
+    **TINY,
+    "model": {**TINY["model"], "num_layers": 2, "hidden_size": 64},
+    # Little text: labels alone teach a student less than the distributions of gpt-tiny, which has seen more.
+    "data": {"seq_length": 128, "corpus_bytes": 600_000},
+    "train": {"micro_batch_size": 16, "train_iters": 400, "eval_interval": 50, "eval_iters": 8},
+}
+"""For mt tune distill, with a trained gpt-tiny as the teacher."""
+
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt-tiny": TINY,
+    "gpt-tiny-student": TINY_STUDENT,
     "gpt2-124m": _gpt2(12, 768, 12),
     "gpt2-355m": _gpt2(24, 1024, 16),
     "gpt2-774m": _gpt2(36, 1280, 20),
