@@ -137,7 +137,7 @@ def instructions() -> Canvas:
 @figure("distillation-loss")
 def distillation() -> Canvas:
     runs = recorded("distillation")
-    canvas = Canvas(680, 300, "Cross entropy of the preset gpt-tiny-student on validation text, by labels and distilled")
+    canvas = Canvas(680, 300, "Cross entropy of gpt-tiny-student on validation text, by labels and distilled")
     labels, distilled = runs["labels"], runs["distilled"]
     axes = Axes(canvas, (0, labels["iteration"][-1]), (1.4, 2.8))
     axes.frame("step", "cross entropy", "600 KB of text, of which the teacher has seen 8 MB")

@@ -146,13 +146,22 @@ def instructions(folder: Path) -> Any:
 
 @recording("distillation")
 def distillation(folder: Path) -> Any:
-    """Cross entropy on validation text of the preset gpt-tiny-student by labels alone and by gpt-tiny's distributions."""
+    """Cross entropy on validation text of gpt-tiny-student by labels alone and by gpt-tiny's distributions."""
     often = {"logging.log_interval": 50}
     train(folder / "teacher", often, "--preset", "gpt-tiny")
     labels = train(folder / "labels", often, "--preset", "gpt-tiny-student")
     settings = [part for key, value in often.items() for part in ("--set", f"{key}={value}")]
     distilled = folder / "distilled"
-    mt("tune", "distill", "gpt-tiny-student", "--teacher", str(folder / "teacher"), "--run-dir", str(distilled), *settings)
+    mt(
+        "tune",
+        "distill",
+        "gpt-tiny-student",
+        "--teacher",
+        str(folder / "teacher"),
+        "--run-dir",
+        str(distilled),
+        *settings,
+    )
     lines = [json.loads(line) for line in (distilled / "metrics.jsonl").read_text().splitlines()]
     return {
         "labels": columns(labels, "valid_loss", kind="valid"),

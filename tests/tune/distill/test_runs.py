@@ -105,6 +105,34 @@ def test_logits_in_chunks_give_the_same_weights(teacher: Path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("kind", ["mse", "cosine"])
+def test_hidden_states_are_compared_by_the_formula(teacher: Path, kind: str) -> None:
+    keys = ("distillation.hidden_layers=['1:2', '2:1']", f"distillation.hidden_loss={kind}", "distillation.alpha=0.5")
+    still = ("optimizer.lr=0.0", "optimizer.min_lr=0.0", "train.train_iters=1", "distillation.hidden_weight=3.0")
+    trainer = Trainer(distilled(teacher, *keys, *still))
+    trainer.train()
+    taught = Trainer(config("train.seed=7"))
+    taught.engine.load_state(teacher)
+    batch = next(trainer.engine.read_batches(trainer.valid_data["valid"], [(0, 4)]))
+    outputs: dict[tuple[int, int], Any] = {}
+    for which, run in enumerate((trainer, taught)):
+        for number in (0, 1):
+            layer = run.model.eval().decoder.layers[number]
+            layer.register_forward_hook(lambda _m, _i, x, at=(which, number): outputs.__setitem__(at, x.detach()))
+    losses = []
+    for arrays in batch.micro_batches:
+        for run in (trainer, taught):
+            run.model(tokens=torch.from_numpy(arrays["tokens"]))
+        for one, other in ((0, 1), (1, 0)):
+            x, y = outputs[0, one].double(), outputs[1, other].double()
+            losses.append((x - y).square().mean() if kind == "mse" else 1 - F.cosine_similarity(x, y, -1).mean())
+    hidden = float(torch.stack(losses).mean())
+    values = trainer.last_evaluation
+    assert values["valid_hidden"] == pytest.approx(hidden, rel=1e-4)
+    parts = 0.5 * values["valid_divergence"] + 0.5 * values["valid_cross_entropy"] + 3 * hidden
+    assert values["valid_loss"] == pytest.approx(parts, rel=1e-4)
+
+
 def test_a_resumed_run_is_one_that_was_not_interrupted(teacher: Path, tmp_path: Path) -> None:
     keys = (TOP_K, cached(tmp_path / "cache"), "train.train_iters=4")
     whole = Trainer(distilled(teacher, *keys), run_dir=tmp_path / "whole")
@@ -119,6 +147,7 @@ def test_a_resumed_run_is_one_that_was_not_interrupted(teacher: Path, tmp_path: 
 
 # -- layouts -----------------------------------------------------------------------------------------
 
+HIDDEN = ("distillation.hidden_layers=['1:2', '2:1']",)
 LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "dp": (),
     "tp": ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
@@ -131,6 +160,8 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
         "parallel.tensor_model_parallel_size=2",
         "distillation.teacher_parallel.tensor_model_parallel_size=1",
     ),
+    "tp, hidden": (*HIDDEN, "parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
+    "cp, hidden": (*HIDDEN, "parallel.context_parallel_size=2"),
     "cp with a teacher in pp": (
         "parallel.context_parallel_size=2",
         "distillation.teacher_parallel.pipeline_model_parallel_size=2",
@@ -149,11 +180,12 @@ def evaluated_in(
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_ranks_compute_what_one_does(teacher: Path) -> None:
-    """About 12 s: thirteen layouts of student and teacher after three steps."""
-    whole, top_k = trained(teacher, *JSD), trained(teacher, *JSD, TOP_K)
+    """About 12 s: fifteen layouts of student and teacher after three steps."""
+    alone = {key: trained(teacher, *JSD, *keys) for key, keys in {"": (), "top-k": (TOP_K,), "hidden": HIDDEN}.items()}
     for of_rank in run_ranks(2, evaluated_in, str(teacher), LAYOUTS | TOP_K_LAYOUTS):
         for name, values in of_rank.items():
-            assert values == pytest.approx(top_k if name.startswith("top-k") else whole, rel=2e-5), name
+            expected = next(alone[kind] for kind in ("top-k", "hidden", "") if kind in name)
+            assert values == pytest.approx(expected, rel=2e-5), name
 
 
 def write_on_ranks(rank: int, world: int, teacher: str, cache: str, keys: tuple[str, ...]) -> int:

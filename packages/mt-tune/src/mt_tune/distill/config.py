@@ -124,6 +124,12 @@ def _check_layout(config: Any, keys: DistillationConfig) -> None:
                 f"parallel.pipeline_model_parallel_size={parallel.pipeline_model_parallel_size}: hidden states of "
                 "earlier stages do not reach the loss; set it to 1, or distillation.hidden_layers=[]"
             )
+        if config.recompute.recompute_granularity == "full" or config.train.cuda_graphs != "none":
+            raise ConfigError(
+                f"distillation.hidden_layers reads outputs of layers, which recompute.recompute_granularity="
+                f"{config.recompute.recompute_granularity} and train.cuda_graphs={config.train.cuda_graphs} hide: "
+                "use selective recomputation and no graphs"
+            )
         if keys.cache is not None or keys.teacher_parallel:
             raise ConfigError(
                 "distillation.hidden_layers compares with a teacher in the student's layout; leave out "

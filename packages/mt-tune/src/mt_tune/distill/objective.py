@@ -29,7 +29,7 @@ from mt_tune.distill.targets import LogitRows, LogitTarget, Target, logit_rows, 
 
 TargetOf = Callable[[Mapping[str, Tensor]], Target]
 """micro-batch -> the teacher's distributions of its positions"""
-HiddenLoss = Callable[[], Tensor]
+CompareHidden = Callable[[], Tensor]
 """[B, S] of the forward passes of student and teacher that were run last"""
 
 
@@ -47,7 +47,7 @@ class DistillationLoss:
         if keys.chunk_positions is not None:
             self.model_options = {"project": False}
         self.teach: TargetOf | None = None
-        self.compare_hidden: HiddenLoss | None = None
+        self.compare_hidden: CompareHidden | None = None
         self._recorded: list[tuple[str, Tensor]] = []
         self._evaluated: list[Tensor] = []
 

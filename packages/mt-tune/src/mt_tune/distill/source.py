@@ -16,6 +16,7 @@ from mt_core.train.step.batches import FIRST_SAMPLE
 from mt_tune.distill.cache import TeacherCache, fields_of, row_keys
 from mt_tune.distill.cache_writing import open_or_write
 from mt_tune.distill.config import DistillationConfig
+from mt_tune.distill.hidden import HiddenLoss
 from mt_tune.distill.objective import DistillationLoss, target_of_output
 from mt_tune.distill.rows import Answer, RowTeacher, build_row_teacher, samples_of
 from mt_tune.distill.targets import IDS, LOG_PROBS, LOGITS, Target
@@ -59,6 +60,8 @@ class SameLayout:
         loss = run.engine.loss
         assert isinstance(loss, DistillationLoss)
         loss.teach = self._computed_ahead if self.ahead else self._computed
+        if keys.hidden_layers:
+            loss.compare_hidden = HiddenLoss(keys, run.model, self.teacher.model, run.ctx)
 
     def complete(self, batch: RankBatch) -> RankBatch:
         if self.ahead:
