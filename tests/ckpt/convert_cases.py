@@ -13,6 +13,18 @@ DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key
 DELTA_NET |= {"linear_value_head_dim": 10, "kv_channels": 16}
 OLMO_DELTA_NET = {key: value for key, value in DELTA_NET.items() if key != "kv_channels"}
 LATENT = {"q_lora_rank": 14, "kv_lora_rank": 10, "qk_head_dim": 12, "qk_pos_emb_head_dim": 6, "v_head_dim": 8}
+INDEXER = {"dsa_indexer_n_heads": 13, "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 5}
+"""Many heads: a key that none of them looks at has a score of exactly 0, as others have, and ties are broken by the
+length of the sequence."""
+SIGMOID_EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 12,
+    "moe_layer_freq": "([0]*1+[1]*2)",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 12,
+}
 TOWER = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 2, "img_h": 8, "img_w": 8, "patch_dim": 4}
 
 GEMMA4 = {**GROUPED, "kv_channels": 10, "global_kv_channels": 12, "sliding_window": 5, "sliding_window_pattern": 2}
@@ -164,6 +176,26 @@ MODELS: dict[str, dict[str, Any]] = {
             "moe_router_pre_softmax": True,
         },
     },
+    "deepseek_v32": {
+        "family": "deepseek_v32",
+        **SHAPE,
+        **LATENT,
+        **INDEXER,
+        "rope_scaling_type": "yarn",
+        "rope_scaling_factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "moe": SIGMOID_EXPERTS,
+    },
+    "glm_5": {
+        "family": "deepseek_v32",
+        **SHAPE,
+        **LATENT,
+        **INDEXER,
+        "dsa_indexer_rope_interleaved": True,
+        "dsa_indexer_topk_freq": 2,
+        "moe": SIGMOID_EXPERTS,
+    },
+    "glm4_moe_lite": {"family": "glm4_moe_lite", **SHAPE, **LATENT, "moe": SIGMOID_EXPERTS},
     "qwen_next": {"family": "qwen_next", **GROUPED, "num_layers": 4, **DELTA_NET},
     "qwen_next_experts": {
         "family": "qwen_next",

@@ -131,6 +131,11 @@ def latent(generation: str, **keys: Any) -> Case:
     return Case("deepseek", f"{stem}ForCausalLM", f"{stem}Config", {**LATENT, **keys})
 
 
+def sparse(stem: str, **keys: Any) -> Case:
+    indexer = {"q_lora_rank": 14, "index_topk": 5, "index_n_heads": 13, "index_head_dim": 8}
+    return Case("deepseek_v32", f"{stem}ForCausalLM", f"{stem}Config", {**LATENT, **indexer, **keys})
+
+
 def tower(stem: str, **keys: Any) -> Case:
     return Case("vision", f"{stem}VisionModel", f"{stem}VisionConfig", {**TOWER, **keys}, "images")
 
@@ -334,6 +339,14 @@ CASES: dict[str, Case] = {
     "deepseek_v3": latent("V3", q_lora_rank=14, **GROUPS, num_nextn_predict_layers=0),
     "deepseek_v3 tied": latent(
         "V3", q_lora_rank=None, n_group=1, topk_group=1, tie_word_embeddings=True, num_nextn_predict_layers=0
+    ),
+    "deepseek_v32": sparse("DeepseekV32", **GROUPS),
+    "glm_moe_dsa": sparse("GlmMoeDsa", indexer_types=["full", "full", "shared"]),
+    "glm4_moe_lite": Case(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        "Glm4MoeLiteConfig",
+        {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"} | {"q_lora_rank": 14},
     ),
     "qwen3_next": Case(
         "qwen_next",

@@ -24,6 +24,8 @@ MAX_HARMLESS_REFUSALS = 250
 NOT_SWEPT = {
     "qwen3_5": "qwen3_5_text within a file that has an image tower too",
     "qwen3_5_moe": "qwen3_5_moe_text within a file that has an image tower too",
+    "kimi_k2": "deepseek_v3, under another name, for which transformers has no class",
+    "kimi_k25": "deepseek_v3 within a file that has an image tower too",
     "smolvlm": "idefics3, under another name",
 }
 """Types of a family that no case has: why."""
@@ -84,6 +86,9 @@ TELLING = {
     "olmo_hybrid": ("layer_types", "rope_parameters", "linear_allow_neg_eigval", "num_key_value_heads"),
     "mamba2": ("rescale_prenorm_residual",),
     "deepseek_v3": ("n_group", "topk_group", "head_dim", "num_nextn_predict_layers"),
+    "deepseek_v32": ("mlp_layer_types", "layer_types", "index_topk", "head_dim", "first_k_dense_replace"),
+    "glm_moe_dsa": ("indexer_types", "mlp_layer_types", "n_group", "rope_parameters"),
+    "glm4_moe_lite": ("mlp_layer_types", "rope_parameters", "rope_interleave", "q_lora_rank"),
     "bert classes": ("num_labels",),
 }
 """Fields of which some values were once read as something else, or ended in a traceback."""

@@ -34,6 +34,10 @@ GPT2 = {**MODELS["gpt"], "ffn_hidden_size": 128, "activation": "gelu_tanh"}
 LLAMA = MODELS["llama"]
 FOUR_LAYERS = {name: {**model, "num_layers": 4} for name, model in convert_cases.MODELS.items()}
 GRANITE = {**FOUR_LAYERS["granite_moe"], "moe": {"num_experts": 4, "moe_router_topk": 3}}
+SPARSE = {name: FOUR_LAYERS[name] for name in ("deepseek_v32", "glm_5", "glm4_moe_lite")}
+# Megatron's latent attention fixes what YaRN starts from.
+SPARSE["deepseek_v32"] = {key: value for key, value in SPARSE["deepseek_v32"].items() if "rope" not in key}
+SPARSE["deepseek_v32"].pop("original_max_position_embeddings")
 HF_DENSE = ("phi3", "smollm3", "ministral3", "olmo", "exaone4", "seed_oss", "granite", "ernie4_5", "hunyuan")
 """Relatives of Llama with what Megatron does not have."""
 CASES: dict[str, dict[str, Any]] = {
@@ -74,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
         "moe": {**MODELS["deepseek_v3"]["moe"], "moe_shared_expert_intermediate_size": 24},
     },
     "latent_dense": MODELS["latent_dense"],
+    **{name: {**model, "moe": {**model["moe"], "moe_layer_freq": "([0]*1+[1]*3)"}} for name, model in SPARSE.items()},
     "mamba": MODELS["mamba"],
     "hybrid": {
         **MODELS["hybrid"],
@@ -132,6 +137,7 @@ UNABLE = {
     "megatron-legacy": NO_MEGATRON
     | {
         *("gpt_moe", "qwen3", "moe", "moe_shared", "qwen3_moe", "granite_moe_neutral", "gpt_oss", "deepseek_v3"),
+        *SPARSE,
         *("latent_dense", "mamba", "hybrid", "bert_no_heads", "t5_learned_positions"),
     },
     "transformers-megatron": set(CASES) - {"gpt"},

@@ -55,6 +55,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qwen_next",
         "gemma4",
         "gemma4_experts",
+        "deepseek_v32",
+        "glm_5",
+        "glm4_moe_lite",
     )
 }
 FAMILIES["minimax_m2"] = {**FAMILIES["minimax_m2"], "moe": {**FAMILIES["minimax_m2"]["moe"], "num_experts": 6}}
@@ -63,10 +66,21 @@ FAMILIES["olmo2"] = {"family": "olmo", **GROUPED, "vocab_size": 263}
 # The output of a head may be nearly 0, and its norm would enlarge the rounding errors of its gradients.
 FAMILIES["qwen_next"]["norm_epsilon"] = 1e-2
 FAMILIES["qwen_next that predicts"] = {**FAMILIES["qwen_next"], "num_query_groups": 1, "mtp_num_layers": 1}
+LEARNING = {"dsa_indexer_loss_coeff": 1.0, "dsa_indexer_use_sparse_loss": True}
+FAMILIES["deepseek_v32 that learns"] = {**FAMILIES["deepseek_v32"], **LEARNING, "mtp_num_layers": 1}
+FAMILIES["deepseek_v32 in warm-up"] = {
+    **FAMILIES["deepseek_v32"],
+    "dsa_indexer_loss_coeff": 1.0,
+    "dsa_dense_warmup": True,
+}
 REFUSED = {("phi3", "cp"), ("gemma4", "pp"), ("qwen_next that predicts", "cp")}
 # Gradients of decay rates are sums over positions that nearly cancel, and the order of sums over ranks shows in their
 # fifth digit: tests/models/test_moe_layouts.py has these layouts, and compares by the rounding that is to be expected.
 REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}
+# A choice is among the keys of the whole sequence; layer 1 of two stages attends to what layer 0 has chosen.
+# Gradients of an indexer's norm nearly cancel, too, since a shift of all scores changes nothing.
+REFUSED |= {("deepseek_v32 that learns", "tp-sp")}
+REFUSED |= {(name, "cp") for name in FAMILIES if name.startswith(("deepseek_v32", "glm_5"))} | {("glm_5", "pp")}
 GRID = [
     (name, layout)
     for name, keys in FAMILIES.items()

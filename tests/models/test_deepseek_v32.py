@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from mt_core.errors import ConfigError
 from mt_core.nn.auxiliary import auxiliary_losses
+from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.indexer import index_scores
+from mt_models.blocks.indexer_loss import indexer_loss
 from mt_models.deepseek_v32.config import DeepseekV32Config
 from mt_models.deepseek_v32.flops import flops_per_token
 from mt_models.deepseek_v32.model import check_stages
@@ -296,3 +298,30 @@ def test_fields_of_a_configuration(host, kind, fields, words) -> None:
         return
     with pytest.raises(ConfigError, match=words):
         family.read_config(given)
+
+
+def test_the_divergence_is_exact_near_and_far() -> None:
+    """Of nearly equal distributions, and of keys with a weight of 0 or of almost none."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, 4, 6, generator=generator)
+    close = (scores[:, :2] + 1e-2 * torch.randn(1, 2, 6, generator=generator)).softmax(-1)
+    far = torch.tensor([[[0.5, 0.5, 0.0, 0.0, 0.0, 0.0], [1e-30, 1 - 1e-3, 1e-3, 0.0, 0.0, 0.0]]])
+    target = torch.cat((close, far), 1)
+    scores[0, 3, 1] = -200.0
+    allowed = torch.ones(1, 4, 6).tril(5).bool()
+    allowed[..., 5] = False
+    target = target.masked_fill(~allowed, 0.0)
+    target = target / target.sum(-1, keepdim=True)
+    scores.requires_grad_()
+    found = indexer_loss(scores, target, allowed, ParallelContext())
+    exact = scores.detach().double().masked_fill(~allowed, float("-inf")).requires_grad_()
+    log_q = exact.log_softmax(-1).masked_fill(~allowed, 0.0)
+    expected = (torch.special.xlogy(target.double(), target.double()) - target * log_q).sum() / 4
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    rows = [indexer_loss(scores[:, :2], target[:, :2], allowed[:, :2], ParallelContext()).item()]
+    # The weights in fp32 do not add up to 1 exactly, of which -p + q is the correction.
+    kept = (torch.special.xlogy(target.double(), target.double()) - target * log_q - target + log_q.exp())[:, :2]
+    assert rows[0] == pytest.approx(kept.masked_fill(~allowed[:, :2], 0.0).sum().item() / 2, rel=1e-4)
+    (gradient,) = torch.autograd.grad(found, scores)
+    (true,) = torch.autograd.grad(expected, exact)
+    torch.testing.assert_close(gradient.double(), true, atol=1e-7, rtol=1e-5)

@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "vocab_size": 263}
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": [0.01]}
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 12, "qk_pos_emb_head_dim": 6, "v_head_dim": 8}
+# Attention of small random weights is so even that what an indexer learns of it is rounding: they are larger.
+INDEXER = {"init_method_std": 0.2, "dsa_indexer_n_heads": 5, "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 6}
 SIGMOID = {
     **EXPERTS,
     "moe_layer_freq": "[0,1]",
@@ -72,6 +74,26 @@ MODELS = {
     "olmoe": {"family": "olmoe", **SHAPE, "moe": {**EXPERTS, "moe_router_pre_softmax": True}},
     "deepseek": {"family": "deepseek", **SHAPE, **LATENT, "moe": SIGMOID},
     "deepseek that predicts": {"family": "deepseek", **SHAPE, **LATENT, "moe": SIGMOID, "mtp_num_layers": 2},
+    "deepseek_v32 that learns": {
+        "family": "deepseek_v32",
+        **SHAPE,
+        **LATENT,
+        **INDEXER,
+        "dsa_indexer_loss_coeff": 1.0,
+        "dsa_indexer_use_sparse_loss": True,
+        "moe": SIGMOID,
+    },
+    "glm_5 that learns": {
+        "family": "deepseek_v32",
+        **SHAPE,
+        **LATENT,
+        **INDEXER,
+        "num_layers": 4,
+        "dsa_indexer_rope_interleaved": True,
+        "dsa_indexer_topk_freq": 2,
+        "dsa_indexer_loss_coeff": 1.0,
+        "moe": {**SIGMOID, "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
     "deepseek that predicts, tied": {
         "family": "deepseek",
         **SHAPE,
@@ -140,6 +162,10 @@ LAYOUTS: list[tuple[str, int, tuple[str, ...]]] = [
     ("deepseek", 2, (TP2, SP, *LATENTS)),
     ("deepseek", 4, (TP2, EP2, ZERO, BATCH4)),
     ("deepseek", 4, (TP2, SP, PP2, ZERO, *LATENTS)),
+    ("deepseek_v32 that learns", 2, (TP2, SP)),
+    ("deepseek_v32 that learns", 4, (TP2, SP, EP2, ZERO, BATCH4, *LATENTS)),
+    ("glm_5 that learns", 2, (EP2, FULL, BATCH4)),
+    ("glm_5 that learns", 4, (TP2, PP2, FULL)),
     ("deepseek that predicts", 2, (TP2,)),
     ("deepseek that predicts", 2, (PP2,)),
     ("deepseek that predicts", 2, (EP2, FULL, BATCH4)),

@@ -48,12 +48,21 @@ def _attention_sum(queries: Tensor, keys: Tensor, allowed: Tensor, size: int) ->
     return scores.masked_fill(~allowed.unsqueeze(1), float("-inf")).softmax(-1).sum(1)
 
 
+def _divergence(target: Tensor, log_predicted: Tensor) -> Tensor:
+    """p log(p / q) - p + q of each key; the sum of -p + q over the keys is 0."""
+    # Of a trained indexer p / q is nearly 1, and the sum of p log(p / q) a small number from large ones. With r = p / q
+    # the term is p (log r + exp(-log r) - 1), about p (log r)^2 / 2. Where p is far below q, exp(-log r) is not finite.
+    log_ratio = target.clamp_min(torch.finfo(target.dtype).tiny).log() - log_predicted
+    near = log_ratio > -1.0
+    excess = torch.where(near, target * torch.expm1(-log_ratio.masked_fill(~near, 0.0)), log_predicted.exp() - target)
+    return target * log_ratio + excess
+
+
 def indexer_loss(scores: Tensor, target: Tensor, allowed: Tensor, ctx: ParallelContext) -> Tensor:
     """scores, target [B, S, T], allowed [B or 1, S, T] bool -> the loss, the same number on every tensor-parallel rank.
     Under sequence parallelism S are this rank's positions, of which it has the gradient."""
     log_predicted = scores.masked_fill(~allowed, float("-inf")).log_softmax(-1).masked_fill(~allowed, 0.0)
-    # xlogy: 0 log 0 = 0
-    divergence = (torch.special.xlogy(target, target) - target * log_predicted).sum()
+    divergence = _divergence(target, log_predicted).masked_fill(~allowed, 0.0).sum()
     positions = scores.shape[0] * scores.shape[1]
     if ctx.sequence_parallel:
         divergence, positions = reduce_from(divergence, ctx.tp), positions * ctx.tp.size

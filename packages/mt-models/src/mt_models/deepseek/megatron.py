@@ -23,6 +23,7 @@ from mt_models.blocks.megatron import (
     shared_section,
 )
 
+VARIANT, SPARSE = "experimental_attention_variant", "dsa"
 READS = ("multi_latent_attention", "mtp_num_layers")
 """Arguments that other families need off."""
 GRANTED: Mapping[str, tuple[Any, Any]] = {
@@ -52,7 +53,7 @@ ORIGINAL_POSITIONS = 4096
 
 
 def has_latent_attention(args: MegatronArguments, names: Collection[str]) -> bool:
-    return kind_of_model(args, names) == "latent"
+    return kind_of_model(args, names) == "latent" and args.get(VARIANT) != SPARSE
 
 
 def deepseek_section(args: MegatronArguments, names: Collection[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.deepseek_v32.presets:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.deepseek_v32.hugging_face:HUGGING_FACE"),
+        "megatron": Lazy("mt_models.deepseek_v32.megatron:MEGATRON"),
     },
     shrink=Lazy("mt_models.deepseek_v32.config:shrink_deepseek_v32"),
     training_flops=Lazy("mt_models.deepseek_v32.flops:training_flops"),

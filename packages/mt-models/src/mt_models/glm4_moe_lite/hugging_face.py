@@ -44,9 +44,10 @@ def _require_dense_layers(external: Mapping[str, Any]) -> None:
 
 
 def _require_whole_rotation(external: Mapping[str, Any]) -> None:
-    for table in (external, external.get("rope_parameters") or {}, external.get("rope_scaling") or {}):
+    tables = {"": external, **{f"{key}.": external.get(key) or {} for key in ("rope_parameters", "rope_scaling")}}
+    for prefix, table in tables.items():
         if (share := table.get("partial_rotary_factor")) not in (None, 1.0):
-            raise ConfigError(f"partial_rotary_factor={share} is not supported; it can be 1.0")
+            raise ConfigError(f"{prefix}partial_rotary_factor={share} is not supported; it can be 1.0")
 
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
