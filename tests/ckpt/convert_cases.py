@@ -251,3 +251,23 @@ QWEN_VL: dict[str, Any] = {
     "vocab_size": 101,
 }  # fmt: skip
 """Cells of 4 pixels, windows of 2 x 2 cells."""
+QWEN3_VL: dict[str, Any] = {
+    "family": "qwen3_vl",
+    "vision_model": {
+        "num_layers": 3, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24, "patch_dim": 2,
+        "num_position_embeddings": 16, "deepstack_layers": [0],
+    },
+    "language_model": {
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8,
+        "max_position_embeddings": 64, "mrope_section": [2, 1, 1],
+    },
+    "image_token_index": 100,
+    "vocab_size": 101,
+}  # fmt: skip
+QWEN3_VL_EXPERTS: dict[str, Any] = {
+    **QWEN3_VL,
+    "language_model": {
+        **QWEN3_VL["language_model"],
+        "moe": {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12},
+    },
+}

@@ -98,6 +98,8 @@ AUTO = {
     "Idefics3ForConditionalGeneration": "AutoModelForImageTextToText",
     "InternVLForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen2_5_VLForConditionalGeneration": "AutoModelForImageTextToText",
+    "Qwen3VLForConditionalGeneration": "AutoModelForImageTextToText",
+    "Qwen3VLMoeForConditionalGeneration": "AutoModelForImageTextToText",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForMultipleChoice": "AutoModelForMultipleChoice",
     "ForImageClassification": "AutoModelForImageClassification",
@@ -177,6 +179,22 @@ def qwen_vl(**text_keys: Any) -> Case:
     }
     keys = {"image_token_id": IMAGE}
     return Case("qwen_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig", keys, "text_with_patches", parts)
+
+
+def qwen3_vl(kind: str, **text_keys: Any) -> Case:
+    vision = {
+        "depth": 3, "hidden_size": 16, "num_heads": 2, "intermediate_size": 12, "patch_size": 2,
+        "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2], "out_hidden_size": text_keys["hidden_size"],
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 1]}
+    heads = {"head_dim": 10, "rope_parameters": rope, "bos_token_id": None, "eos_token_id": None}
+    stem = f"Qwen3VL{kind}"
+    parts = {
+        "vision_config": (f"{stem}VisionConfig", vision),
+        "text_config": (f"{stem}TextConfig", text_keys | heads),
+    }
+    keys = {"image_token_id": IMAGE}
+    return Case("qwen3_vl", f"{stem}ForConditionalGeneration", f"{stem}Config", keys, "text_with_patches", parts)
 
 
 CASES: dict[str, Case] = {
@@ -425,6 +443,8 @@ CASES: dict[str, Case] = {
     "smolvlm": smolvlm(**DECODER, pad_token_id=0),
     "internvl": internvl(**DECODER, pad_token_id=0),
     "qwen2_5_vl": qwen_vl(**DECODER),
+    "qwen3_vl": qwen3_vl("", **DECODER),
+    "qwen3_vl_moe": qwen3_vl("Moe", **MOE, num_experts=4, moe_intermediate_size=12),
 }
 
 

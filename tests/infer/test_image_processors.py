@@ -4,6 +4,7 @@ and tokens, and what mt writes is read by the processor's class. And values that
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from PIL import Image
 from tests.data.images.reference_processors import InternVLProcessor, idefics3_processor
 from tests.data.images.test_processors import assert_same_pixels
 from tests.infer.server.test_image_tiles import SIDE, reference_folder
+from tests.models.qwen3_vl_reference import make_reference as make_qwen3
 from tests.models.qwen_vl_reference import SIDE as CELL
 from tests.models.qwen_vl_reference import make_reference
 from tests.models.test_llava import TOWER, llava
@@ -71,10 +73,10 @@ def internvl(folder: Path, image: Image.Image) -> Published:
     return Published(processor.images, found["pixel_values"], found["input_ids"][0].tolist())
 
 
-def qwen_vl(folder: Path, image: Image.Image) -> Published:
+def qwen_vl(folder: Path, image: Image.Image, make: Callable[[], Any] = make_reference) -> Published:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    make_reference().save_pretrained(folder)
+    make().save_pretrained(folder)
     sizes = {"shortest_edge": CELL**2, "longest_edge": 20 * CELL**2}
     processor = Qwen2VLImageProcessorPil(patch_size=CELL // 2, size=sizes, resample=LANCZOS, **COLOURS)
     processor.save_pretrained(folder)
@@ -99,6 +101,7 @@ FAMILIES = {
     "smolvlm": smolvlm,
     "internvl": internvl,
     "qwen_vl": qwen_vl,
+    "qwen3_vl": lambda folder, image: qwen_vl(folder, image, make_qwen3),
     "llava, cropped": lambda folder, image: llava_with(
         "clip", folder, image, size={"shortest_edge": EDGE}, crop_size=SQUARE
     ),
@@ -160,6 +163,8 @@ def test_values_that_do_not_fit_the_model_are_named(family: str, fields: dict[st
 def test_images_for_a_model_of_text_name_the_families_that_take_some(tmp_path: Path) -> None:
     shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 9}
     config = config_from_dict({"model": {"family": "llama", **shape}}, HOST)
-    words = "model.family=llama takes no images; models of these families do: internvl, llava, qwen_vl, smolvlm"
+    words = (
+        "model.family=llama takes no images; models of these families do: internvl, llava, qwen3_vl, qwen_vl, smolvlm"
+    )
     with pytest.raises(ConfigError, match=words):
         VisualQuestions([], ByteLevelTokenizer(), config, keys={}, sampling=SamplingParameters())

@@ -494,6 +494,25 @@ QWEN25_VL_7B = {
     },
     "vision_end_token_id": 151653, "vision_start_token_id": 151652, "vision_token_id": 151654, "vocab_size": 152064,
 }  # fmt: skip
+QWEN3_VL_8B = {
+    "architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl",
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16",
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 12288, "max_position_embeddings": 262144, "model_type": "qwen3_vl_text",
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5000000, "use_cache": True, "vocab_size": 151936,
+    },
+    "tie_word_embeddings": False, "transformers_version": "4.57.0.dev0", "video_token_id": 151656,
+    "vision_config": {
+        "deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152,
+        "in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4304, "model_type": "qwen3_vl",
+        "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 4096, "patch_size": 16,
+        "spatial_merge_size": 2, "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 151653, "vision_start_token_id": 151652,
+}  # fmt: skip
 SMOLVLM_500M = {
     "architectures": ["SmolVLMForConditionalGeneration"], "image_token_id": 49190, "model_type": "smolvlm",
     "pad_token_id": 128002, "scale_factor": 4,
@@ -622,6 +641,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "siglip-base-patch16-224 (vision)": ("vision", SIGLIP_BASE_VISION),
     "llava-1.5-7b": ("llava", LLAVA_15_7B),
     "qwen2.5-vl-7b": ("qwen_vl", QWEN25_VL_7B),
+    "qwen3-vl-8b": ("qwen3_vl", QWEN3_VL_8B),
     "smolvlm2-500m": ("smolvlm", SMOLVLM_500M),
     "internvl3-1b": ("internvl", INTERNVL3_1B),
 }

@@ -154,7 +154,7 @@ LLAMA4_SCOUT = {
 }  # fmt: skip
 
 GEMMA4_E2B = {
-    **COMMON, "architectures": ["Gemma4ForCausalLM"], "attention_bias": False, "attention_k_eq_v": False,
+    "architectures": ["Gemma4ForCausalLM"], "attention_bias": False, "attention_k_eq_v": False,
     "bos_token_id": 2, "enable_moe_block": False, "eos_token_id": 1, "final_logit_softcapping": 30.0,
     "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1536,
     "hidden_size_per_layer_input": 256, "intermediate_size": 6144,

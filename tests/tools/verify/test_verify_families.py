@@ -50,6 +50,8 @@ EXAMPLE_LAYOUTS = [
     # Images of any size.
     ("qwen_vl", PP),
     ("qwen_vl", TP, SP),
+    ("qwen3_vl", PP),
+    ("qwen3_vl", TP, SP),
     # A tower is a part of the first stage, and whole where texts are divided;
     # tests/models/test_vision_tensor_parallel.py divides its tensors.
     ("smolvlm", CP),

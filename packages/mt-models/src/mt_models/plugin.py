@@ -37,6 +37,7 @@ from mt_models import (
     olmoe,
     phi3,
     qwen,
+    qwen3_vl,
     qwen_moe,
     qwen_next,
     qwen_vl,
@@ -89,6 +90,7 @@ FAMILIES = (
     smolvlm.SPEC,
     internvl.SPEC,
     qwen_vl.SPEC,
+    qwen3_vl.SPEC,
     *heads.SPECS,
 )
 LOSSES = (bert.LOSS, *heads.LOSSES, biencoder.LOSS)

@@ -156,7 +156,7 @@ def check_qwen_vl(config: Config) -> None:
         )
     _check_tower(model.vision_model, config)
     _check_sections(model.language_model)
-    _check_samples(model, config)
+    check_samples(model, config)
     check_decoder(model, config)
 
 
@@ -197,13 +197,14 @@ def _check_sections(decoder: QwenVLDecoderConfig) -> None:
         )
 
 
-def _check_samples(model: QwenVLConfig, config: Config) -> None:
+def check_samples(model: Any, config: Config) -> None:
+    """Raise ConfigError for samples without cells of the size that the tower of `model` takes."""
     side = model.vision_model.merged_side
     require_data(
         config,
         {
             "image_token_index": (model.image_token_index, "model.image_token_index"),
-            "dynamic_resolution": (True, "since model.family=qwen_vl takes images in their own proportions"),
+            "dynamic_resolution": (True, f"since model.family={model.family} takes images in their own proportions"),
             "image_seq_length": (1, "the positions of a merged patch"),
             "img_h": (side, "the side in pixels of patches that are merged"),
             "img_w": (side, "the side in pixels of patches that are merged"),

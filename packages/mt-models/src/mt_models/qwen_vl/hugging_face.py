@@ -95,7 +95,7 @@ def export_decoder(decoder: QwenVLDecoderConfig) -> dict[str, Any]:
 # -- configuration of the vision transformer ---------------------------------------------------------
 
 
-def import_rope(external: Mapping[str, Any]) -> dict[str, Any]:
+def import_axial(external: Mapping[str, Any]) -> dict[str, Any]:
     """Colours; raises ConfigError for rotary positions of another kind than the model's."""
     rope = external.get("rope_parameters") or {}
     kind, base = rope.get("rope_type", "axial"), rope.get("rope_theta", ROTARY_BASE)
@@ -138,7 +138,7 @@ VISION = ConfigMap(
         "spatial_patch_size": "repeats patch_size",
         "out_hidden_size": "is the hidden_size of the decoder",
     },
-    import_extra=import_rope,
+    import_extra=import_axial,
     import_extra_keys=("in_channels", "in_chans", "rope_parameters"),
     export_extra=export_vision,
 )
@@ -231,7 +231,7 @@ def spelling(config: QwenVLConfig, name: str) -> str:
 # -- images ------------------------------------------------------------------------------------------
 
 
-def patch_fields(config: QwenVLConfig) -> dict[str, Any]:
+def patch_fields(config: Any) -> dict[str, Any]:
     """How an image is cut into patches, which is the model's."""
     vision = config.vision_model
     return {
@@ -241,16 +241,25 @@ def patch_fields(config: QwenVLConfig) -> dict[str, Any]:
     }
 
 
-def write_preprocessor(config: QwenVLConfig, data: Mapping[str, Any]) -> dict[str, Any]:
-    keys = trained_keys(config, data)
-    return {
-        **written_processor("Qwen2VLImageProcessor", "Qwen2_5_VLProcessor", keys),
-        **{key: keys[key] for key in PIXELS},
-        **patch_fields(config),
-    }
+PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+"""Fields of published files, which are the keys of [data] -> those within `size` in newer ones."""
 
 
-def read_preprocessor(config: QwenVLConfig, external: Mapping[str, Any]) -> dict[str, Any]:
+def pixel_preprocessor(processor: str) -> Preprocessor:
+    """Images of any size between two numbers of pixels. processor: the class that joins images and texts."""
+
+    def write(config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+        keys = trained_keys(config, data)
+        return {
+            **written_processor("Qwen2VLImageProcessor", processor, keys),
+            **{key: keys[key] for key in PIXELS},
+            **patch_fields(config),
+        }
+
+    return Preprocessor(write, read_preprocessor)
+
+
+def read_preprocessor(config: Any, external: Mapping[str, Any]) -> dict[str, Any]:
     """Raises ConfigError for patches that are not the model's."""
     keys = read_processor(config, external, patch_fields(config))
     size = external.get("size") or {}
@@ -260,9 +269,6 @@ def read_preprocessor(config: QwenVLConfig, external: Mapping[str, Any]) -> dict
     return keys
 
 
-PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-"""Fields of published files, which are the keys of [data] -> those within `size` in newer ones."""
-
 HUGGING_FACE = HuggingFaceFamily(
     "qwen_vl",
     {"qwen2_5_vl": QWEN25_VL},
@@ -270,5 +276,5 @@ HUGGING_FACE = HuggingFaceFamily(
     copies=copies,
     spelling=spelling,
     architectures={"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration"},
-    preprocessor=Preprocessor(write_preprocessor, read_preprocessor),
+    preprocessor=pixel_preprocessor("Qwen2_5_VLProcessor"),
 )

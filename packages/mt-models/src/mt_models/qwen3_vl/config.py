@@ -1,0 +1,227 @@
+"""Configuration of Qwen3-VL: its vision transformer, its decoder, how the two meet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from mt_core.config.checks import must_divide
+from mt_core.config.fields import NonNegativeInt, PositiveInt
+from mt_core.config.schema import Config
+from mt_core.config_map import MegatronMap
+from mt_core.errors import ConfigError
+from mt_models.blocks.config import EncoderConfig
+from mt_models.llava.config import Part, VisionLanguageConfig, check_decoder, validated
+from mt_models.qwen.config import QwenConfig
+from mt_models.qwen_vl.config import check_samples
+from mt_models.vision.config import check_tensor_parallel
+
+
+class Qwen3VisionConfig(EncoderConfig):
+    """The vision transformer of Qwen3-VL (Technical Report, 2025): patches of images of any size, learned positions
+    resampled to the image, 2D rotary positions, LayerNorm, attention among all patches of an image."""
+
+    norm_epsilon: Annotated[float, Field(ge=0)] = 1e-6
+    """Added to the variance."""
+    patch_dim: PositiveInt = 16
+    """Side of a patch in pixels."""
+    spatial_merge_size: PositiveInt = 2
+    """So many by so many patches become one vector of the decoder."""
+    temporal_patch_size: PositiveInt = 2
+    """Frames of a patch. A still image is a film in which all frames are equal."""
+    num_channels: PositiveInt = 3
+    """Colours of a pixel."""
+    num_position_embeddings: PositiveInt = 2304
+    """Learned positions, of a square that is resampled to the patches of an image."""
+    deepstack_layers: list[NonNegativeInt] = Field(default_factory=lambda: [8, 16, 24])
+    """Layers, counted from 0, whose outputs are merged too: the n-th of them is added behind layer n of the decoder."""
+
+    @property
+    def merged_side(self) -> int:
+        """Pixels of what one vector of the decoder stands for."""
+        return self.patch_dim * self.spatial_merge_size
+
+    @property
+    def merged_patches(self) -> int:
+        return self.spatial_merge_size**2
+
+    @property
+    def position_side(self) -> int:
+        """Side of the square of learned positions."""
+        return math.isqrt(self.num_position_embeddings)
+
+    # Fixed values for keys that the shared blocks read.
+
+    @property
+    def activation(self) -> Literal["gelu_tanh"]:
+        return "gelu_tanh"
+
+    @property
+    def attention_dropout(self) -> float:
+        return 0.0
+
+    @property
+    def hidden_dropout(self) -> float:
+        return 0.0
+
+
+class Qwen3VLDecoderConfig(QwenConfig):
+    """Qwen3, dense or with experts, with multimodal rotary positions whose axes take turns."""
+
+    family: Literal["qwen"] = "qwen"
+    """The decoder's family."""
+    kv_channels: PositiveInt | None = 128
+    """Size of a head. null: hidden_size / num_attention_heads."""
+    max_position_embeddings: PositiveInt = 262144
+    """Positions that the model was trained for. With rope scaling more of them can be used."""
+    rotary_base: Annotated[float, Field(gt=0)] = 5000000.0
+    """Base of the rotary wavelengths."""
+    mrope_section: Annotated[list[NonNegativeInt], Field(min_length=3, max_length=3)] = Field(
+        default_factory=lambda: [24, 20, 20]
+    )
+    """Pairs of channels of a head that are turned by the position in time, height and width; half of a head together.
+    Height and width take every third pair, beginning with the second and the third."""
+
+
+def vision_section(value: Any) -> Any:
+    return validated("model.vision_model", Qwen3VisionConfig, value) if isinstance(value, Mapping) else value
+
+
+def decoder_section(value: Any) -> Any:
+    return validated("model.language_model", Qwen3VLDecoderConfig, value) if isinstance(value, Mapping) else value
+
+
+class Qwen3VLConfig(VisionLanguageConfig):
+    """A vision transformer in front of a Qwen3 decoder, as Qwen3-VL combines them."""
+
+    vision_model: Annotated[Qwen3VisionConfig, BeforeValidator(vision_section)]  # type: ignore[assignment]
+    """A table with the keys of the vision transformer."""
+    language_model: Annotated[Qwen3VLDecoderConfig, BeforeValidator(decoder_section)]
+    """A table with the keys of the family qwen, and mrope_section. The vocabulary is model.vocab_size."""
+    image_token_index: NonNegativeInt = 151655
+    """The id that stands for an image in the text, once for each of its merged patches."""
+    freeze: list[Part] = Field(default_factory=list)
+    """Parts that are not trained: vision_model, vision_projection (the patch mergers), language_model."""
+
+    @property
+    def image_seq_length(self) -> int:
+        """Positions that a merged patch takes in the text."""
+        return 1
+
+    @property
+    def image_data_keys(self) -> dict[str, Any]:
+        side = self.vision_model.merged_side
+        return {
+            "img_h": side,
+            "img_w": side,
+            "image_token_index": self.image_token_index,
+            "image_seq_length": self.image_seq_length,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "resample": "bicubic",
+            "image_markers": "qwen2_vl",
+            "dynamic_resolution": True,
+            "min_pixels": 64 * side**2,
+            "max_pixels": 16384 * side**2,
+        }
+
+
+def check_qwen3_vl(config: Config) -> None:
+    """Raise ConfigError for parts that cannot be built or do not fit together, or samples made for another model."""
+    model = config.model
+    assert isinstance(model, Qwen3VLConfig)
+    if (size := config.parallel.context_parallel_size) > 1:
+        raise ConfigError(
+            f"parallel.context_parallel_size={size} divides sequences, and model.family=qwen3_vl puts the features of "
+            "an image at any place of a whole one; set it to 1, and use parallel.sequence_parallel for long sequences"
+        )
+    check_tower(model.vision_model, config)
+    check_sections(model.language_model.mrope_section, model.language_model)
+    _check_deepstack(model, config)
+    check_samples(model, config)
+    check_decoder(model, config)
+
+
+def check_tower(tower: Qwen3VisionConfig, config: Config) -> None:
+    section = "model.vision_model"
+    must_divide(
+        f"{section}.num_attention_heads", tower.num_attention_heads, f"{section}.hidden_size", tower.hidden_size
+    )
+    if tower.head_dim % 4:
+        raise ConfigError(
+            f"{section}.hidden_size / {section}.num_attention_heads={tower.head_dim} has to be a multiple of 4: rotary "
+            "positions turn one half of the pairs of channels by the row and the other by the column of a patch"
+        )
+    if tower.position_side**2 != tower.num_position_embeddings:
+        raise ConfigError(
+            f"{section}.num_position_embeddings={tower.num_position_embeddings} is no square; learned positions are "
+            f"those of one, such as {tower.position_side**2}"
+        )
+    if beyond := [layer for layer in tower.deepstack_layers if layer >= tower.num_layers]:
+        raise ConfigError(
+            f"{section}.deepstack_layers={tower.deepstack_layers} has {beyond[0]}, and layers go from 0 to "
+            f"{tower.num_layers - 1}"
+        )
+    if sorted(set(tower.deepstack_layers)) != tower.deepstack_layers:
+        raise ConfigError(f"{section}.deepstack_layers={tower.deepstack_layers} have to be in order, each once")
+    check_tensor_parallel(tower, config, section)
+
+
+def check_sections(sections: list[int], decoder: Any) -> None:
+    """Raise ConfigError for axes that do not share the rotated pairs of a head among them."""
+    pairs = decoder.rotary_dim // 2
+    if sum(sections) != pairs:
+        raise ConfigError(
+            f"model.language_model.mrope_section={sections} has {sum(sections)} pairs of channels, and a head has "
+            f"{pairs}; they have to be as many"
+        )
+    if max(3 * sections[1] - 1, 3 * sections[2]) > pairs:
+        raise ConfigError(
+            f"model.language_model.mrope_section={sections}: height and width take every third of {pairs} pairs of "
+            f"channels, which are at most {(pairs + 1) // 3} and {pairs // 3}"
+        )
+    if decoder.rope_scaling_type in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"model.language_model.rope_scaling_type={decoder.rope_scaling_type} scales by the length of a text, which "
+            "positions of images do not count; use yarn or linear"
+        )
+
+
+def _check_deepstack(model: Qwen3VLConfig, config: Config) -> None:
+    """Raise ConfigError for features that are added to layers behind the first pipeline stage."""
+    count, layers = len(model.vision_model.deepstack_layers), model.language_model.num_layers
+    if count > layers:
+        raise ConfigError(
+            f"model.vision_model.deepstack_layers has {count} layers, and the decoder {layers}; each is added behind "
+            "one of its first layers"
+        )
+    parallel = config.parallel
+    stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
+    if stages > 1 and layers // stages < count:
+        raise ConfigError(
+            f"{stages} pipeline stages of {layers} layers have {layers // stages} each, and model.vision_model."
+            f"deepstack_layers adds features behind the first {count}, which have to be in the first stage; use fewer "
+            "stages"
+        )
+
+
+def shrink_qwen3_vl(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
+    """See `ModelSpec.shrink`. The image token is behind every vocabulary."""
+    tower, decoder = dict(model["vision_model"]), dict(model["language_model"])
+    tower |= {"patch_dim": 2, "num_position_embeddings": 25, "deepstack_layers": [0]}
+    decoder["kv_channels"] = heads = decoder["hidden_size"] // decoder["num_attention_heads"]
+    third = heads // 2 // 3
+    decoder["mrope_section"] = [heads // 2 - 2 * third, third, third]
+    return {
+        "vision_model": tower,
+        "language_model": decoder,
+        "image_token_index": max(model["image_token_index"], 100_000),
+    }
+
+
+MEGATRON = MegatronMap(
+    unsupported="Megatron-Core has no vision transformer with rotary positions whose states reach layers of the decoder"
+)
