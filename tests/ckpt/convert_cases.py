@@ -264,6 +264,16 @@ QWEN3_VL: dict[str, Any] = {
     "image_token_index": 100,
     "vocab_size": 101,
 }  # fmt: skip
+QWEN_NEXT_VL: dict[str, Any] = {
+    **QWEN3_VL,
+    "family": "qwen_next_vl",
+    "vision_model": {key: value for key, value in QWEN3_VL["vision_model"].items() if key != "deepstack_layers"},
+    "language_model": {
+        "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
+        "max_position_embeddings": 64, "mrope_section": [2, 1, 1], "linear_attention_freq": 2, **DELTA_NET,
+        "rotary_percent": 0.5, "norm_epsilon": 1e-2,
+    },
+}  # fmt: skip
 QWEN3_VL_EXPERTS: dict[str, Any] = {
     **QWEN3_VL,
     "language_model": {

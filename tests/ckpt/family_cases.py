@@ -99,6 +99,8 @@ AUTO = {
     "InternVLForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen2_5_VLForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3VLForConditionalGeneration": "AutoModelForImageTextToText",
+    "Qwen3_5ForConditionalGeneration": "AutoModelForImageTextToText",
+    "Qwen3_5MoeForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3VLMoeForConditionalGeneration": "AutoModelForImageTextToText",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
     "ForMultipleChoice": "AutoModelForMultipleChoice",
@@ -195,6 +197,21 @@ def qwen3_vl(kind: str, **text_keys: Any) -> Case:
     }
     keys = {"image_token_id": IMAGE}
     return Case("qwen3_vl", f"{stem}ForConditionalGeneration", f"{stem}Config", keys, "text_with_patches", parts)
+
+
+def qwen_next_vl(kind: str, **text_keys: Any) -> Case:
+    vision = {
+        "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 12, "patch_size": 2,
+        "num_position_embeddings": 25, "out_hidden_size": text_keys["hidden_size"],
+    }  # fmt: skip
+    stem = f"Qwen3_5{kind}"
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    parts = {
+        "vision_config": (f"{stem}VisionConfig", vision),
+        "text_config": (f"{stem}TextConfig", {**text_keys, **DELTA_NET, "rope_parameters": rope}),
+    }
+    keys = {"image_token_id": IMAGE}
+    return Case("qwen_next_vl", f"{stem}ForConditionalGeneration", f"{stem}Config", keys, "text_with_patches", parts)
 
 
 CASES: dict[str, Case] = {
@@ -443,6 +460,14 @@ CASES: dict[str, Case] = {
     "smolvlm": smolvlm(**DECODER, pad_token_id=0),
     "internvl": internvl(**DECODER, pad_token_id=0),
     "qwen2_5_vl": qwen_vl(**DECODER),
+    "qwen3_5": qwen_next_vl("", **DECODER),
+    "qwen3_5_moe": qwen_next_vl(
+        "Moe",
+        **{key: value for key, value in MOE.items() if key != "intermediate_size"},
+        num_experts=6,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+    ),
     "qwen3_vl": qwen3_vl("", **DECODER),
     "qwen3_vl_moe": qwen3_vl("Moe", **MOE, num_experts=4, moe_intermediate_size=12),
 }

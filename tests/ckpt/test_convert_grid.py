@@ -117,11 +117,12 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen_vl": convert_cases.QWEN_VL,
     "qwen3_vl": convert_cases.QWEN3_VL,
     "qwen3_vl_experts": convert_cases.QWEN3_VL_EXPERTS,
+    "qwen_next_vl": convert_cases.QWEN_NEXT_VL,
 }
 NO_MEGATRON = {
     *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava", "smolvlm", "internvl"),
     *("qwen_vl", *HF_DENSE, "minimax_m2", "llama4", "lfm2", "qwen_next", "qwen_next_experts", "olmo_hybrid", "bart"),
-    *("gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts"),
+    *("gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

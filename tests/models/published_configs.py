@@ -494,6 +494,32 @@ QWEN25_VL_7B = {
     },
     "vision_end_token_id": 151653, "vision_start_token_id": 151652, "vision_token_id": 151654, "vocab_size": 152064,
 }  # fmt: skip
+QWEN35_9B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "bos_token_id": None,
+        "dtype": "bfloat16", "eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+        "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "model_type": "qwen3_5_text",
+        "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000, "rope_type": "default",
+        },
+        "use_cache": True, "vocab_size": 248320,
+    },
+    "tie_word_embeddings": False, "video_token_id": 248057,
+    "vision_config": {
+        "deepstack_visual_indexes": [], "depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152,
+        "in_channels": 3, "initializer_range": 0.02, "intermediate_size": 4304, "model_type": "qwen3_5",
+        "num_heads": 16, "num_position_embeddings": 2304, "out_hidden_size": 4096, "patch_size": 16,
+        "spatial_merge_size": 2, "temporal_patch_size": 2,
+    },
+    "vision_end_token_id": 248054, "vision_start_token_id": 248053,
+}  # fmt: skip
 QWEN3_VL_8B = {
     "architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl",
     "text_config": {
@@ -641,6 +667,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "siglip-base-patch16-224 (vision)": ("vision", SIGLIP_BASE_VISION),
     "llava-1.5-7b": ("llava", LLAVA_15_7B),
     "qwen2.5-vl-7b": ("qwen_vl", QWEN25_VL_7B),
+    "qwen3.5-9b": ("qwen_next_vl", QWEN35_9B),
     "qwen3-vl-8b": ("qwen3_vl", QWEN3_VL_8B),
     "smolvlm2-500m": ("smolvlm", SMOLVLM_500M),
     "internvl3-1b": ("internvl", INTERNVL3_1B),

@@ -52,6 +52,7 @@ EXAMPLE_LAYOUTS = [
     ("qwen_vl", TP, SP),
     ("qwen3_vl", PP),
     ("qwen3_vl", TP, SP),
+    ("qwen_next_vl", PP),
     # A tower is a part of the first stage, and whole where texts are divided;
     # tests/models/test_vision_tensor_parallel.py divides its tensors.
     ("smolvlm", CP),

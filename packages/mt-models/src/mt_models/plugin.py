@@ -40,6 +40,7 @@ from mt_models import (
     qwen3_vl,
     qwen_moe,
     qwen_next,
+    qwen_next_vl,
     qwen_vl,
     retro,
     seed_oss,
@@ -91,6 +92,7 @@ FAMILIES = (
     internvl.SPEC,
     qwen_vl.SPEC,
     qwen3_vl.SPEC,
+    qwen_next_vl.SPEC,
     *heads.SPECS,
 )
 LOSSES = (bert.LOSS, *heads.LOSSES, biencoder.LOSS)

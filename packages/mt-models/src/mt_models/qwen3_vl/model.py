@@ -21,7 +21,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.decoder import RotaryDecoder
 from mt_models.blocks.embedding import like_token_embeddings
-from mt_models.blocks.rotary import FixedRotary, RotaryAngles
+from mt_models.blocks.rotary import FixedRotary, Rotary, RotaryAngles
 from mt_models.llava.vision_language import spliced_words, word_embeddings
 from mt_models.qwen3_vl.config import Qwen3VLConfig, Qwen3VLDecoderConfig
 from mt_models.qwen3_vl.vision import Qwen3PatchMergers, Qwen3VisionTower
@@ -51,6 +51,13 @@ def axes_of_pairs(sections: Sequence[int]) -> Tensor:
     for axis in (1, 2):
         axes[axis : 3 * sections[axis] : 3] = axis
     return axes
+
+
+def interleaved_angles(rotary: Rotary, sections: Sequence[int], position_ids: Tensor) -> InterleavedAngles:
+    """Angles of positions [3, B, S]. The configuration excludes frequencies that change with the length."""
+    assert isinstance(rotary, FixedRotary)
+    axes = axes_of_pairs(sections).to(position_ids.device)
+    return InterleavedAngles(position_ids, rotary.frequencies_on(axes.device), axes, rotary.scale)
 
 
 # -- features that are added behind layers of the decoder --------------------------------------------
@@ -115,9 +122,7 @@ class Qwen3VLDecoder(DeepstackDecoder):
         # A text alone: its three coordinates would be equal, which is the rotation of Qwen3.
         if position_ids.ndim == 2:
             return super().angles(position_ids, capacity)
-        assert isinstance(self.rotary, FixedRotary)
-        axes = axes_of_pairs(self.config.mrope_section).to(position_ids.device)
-        return InterleavedAngles(position_ids, self.rotary.frequencies_on(axes.device), axes, self.rotary.scale)
+        return interleaved_angles(self.rotary, self.config.mrope_section, position_ids)
 
 
 class Qwen3VLModel(QwenVLModel):
@@ -146,9 +151,12 @@ class Qwen3VLModel(QwenVLModel):
         """features [F, (1 + deepstack layers) * H]: those that replace the image tokens, and those that are added."""
         own, *added = features.split(self.config.decoder.hidden_size, dim=-1)
         table = word_embeddings(self.language_model)
-        deepstack = Deepstack(places, tuple(added), table.ctx)
-        with spliced_words(table, places, own), self.language_model.with_deepstack(deepstack):
-            yield
+        with spliced_words(table, places, own):
+            if not added:
+                yield
+                return
+            with self.language_model.with_deepstack(Deepstack(places, tuple(added), table.ctx)):
+                yield
 
 
 def build_qwen3_vl(config: Qwen3VLConfig, context: ModelBuildContext) -> Qwen3VLModel:

@@ -1,0 +1,144 @@
+"""Qwen3.5 and 3.6 with pictures in Hugging Face's format, `qwen3_5` and `qwen3_5_moe`.
+
+Files with an image tower are read as this family; their decoders alone are the family qwen_next. The layer of
+multi-token prediction is left out, and what is written says that there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mt_core.config_map import ConfigMap, Field, Fixed
+from mt_core.name_map import NameMap, Rule
+from mt_models.blocks.hugging_face_decoder import rope_table
+from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily
+from mt_models.qwen3_vl.hugging_face import (
+    VISION_FIELDS,
+    copies,
+    export_vision,
+    nested,
+    require_width,
+    tower_rules,
+)
+from mt_models.qwen_next import hugging_face as qwen_next
+from mt_models.qwen_next_vl.config import QwenNextVLConfig, QwenNextVLDecoderConfig
+from mt_models.qwen_vl.hugging_face import TOKENS, import_axial, pixel_preprocessor
+
+DENSE, SPARSE = "qwen3_5", "qwen3_5_moe"
+DECODERS = {DENSE: qwen_next.QWEN3_5, SPARSE: qwen_next.QWEN3_5_MOE}
+SECTIONS = [11, 11, 10]
+MTP_KEYS = (qwen_next.MTP, qwen_next.ALSO_MTP)
+
+# -- configuration -----------------------------------------------------------------------------------
+
+VISION = ConfigMap(
+    architecture="qwen3_5_vision",
+    fields=VISION_FIELDS,
+    fixed=(
+        Fixed("hidden_act", ("gelu_pytorch_tanh",)),
+        Fixed("deepstack_visual_indexes", ([],), written=False),
+        *NOT_A_CHOICE,
+    ),
+    ignored={**IGNORED, "out_hidden_size": "is the hidden_size of the decoder"},
+    import_extra=import_axial,
+    import_extra_keys=("in_channels", "in_chans", "rope_parameters"),
+    export_extra=export_vision,
+)
+
+
+def import_decoder(kind: str, external: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of [model.language_model], without a layer of multi-token prediction."""
+    text = {key: value for key, value in (external.get("text_config") or {}).items() if key not in MTP_KEYS}
+    rope = rope_table(text, partial_rotary_factor=text.get("partial_rotary_factor", 0.25), mrope_section=SECTIONS)
+    # The outer class ties its LM head by its own key.
+    text["tie_word_embeddings"] = external.get("tie_word_embeddings", False)
+    return {**DECODERS[kind].import_value(text), "mrope_section": list(rope["mrope_section"])}
+
+
+def export_decoder(decoder: QwenNextVLDecoderConfig) -> dict[str, Any]:
+    """text_config."""
+    kind = model_type_of_decoder(decoder)
+    text = DECODERS[kind].export_value(decoder.model_dump(mode="json", exclude={"mrope_section"}))
+    rope = {
+        "rope_type": "default",
+        "rope_theta": text.pop("rope_theta"),
+        **(text.pop("rope_scaling") or {}),
+        "partial_rotary_factor": text.pop("partial_rotary_factor"),
+        "mrope_section": decoder.mrope_section,
+        "mrope_interleaved": True,
+    }
+    return {**text, "model_type": f"{kind}_text", "rope_parameters": rope}
+
+
+def model_type_of_decoder(decoder: Any) -> str:
+    return DENSE if decoder.moe is None else SPARSE
+
+
+def model_type_of(config: QwenNextVLConfig) -> str:
+    return model_type_of_decoder(config.language_model)
+
+
+def _map_of(kind: str) -> ConfigMap:
+    def import_parts(external: Mapping[str, Any]) -> dict[str, Any]:
+        vision, decoder = dict(external.get("vision_config") or {}), import_decoder(kind, external)
+        require_width(vision, decoder["hidden_size"])
+        return {
+            "vision_model": {"use_scaled_init_method": False, **VISION.import_value(vision)},
+            "vocab_size": decoder.pop("vocab_size"),
+            "language_model": decoder,
+        }
+
+    def export_parts(model: Mapping[str, Any]) -> dict[str, Any]:
+        config = QwenNextVLConfig.model_validate(model)
+        vision = VISION.export_value(config.vision_model.model_dump(mode="json"))
+        text = export_decoder(config.decoder)
+        width = {"model_type": f"{kind}_vision", "out_hidden_size": config.decoder.hidden_size}
+        return {
+            "text_config": text,
+            "vision_config": {**vision, **width},
+            "tie_word_embeddings": text["tie_word_embeddings"],
+        }
+
+    return ConfigMap(
+        architecture=kind,
+        fields=(Field("image_token_id", "image_token_index", default=248056),),
+        fixed=(*NOT_A_CHOICE, Fixed("language_model_only", (False,), written=False)),
+        ignored={**IGNORED, **TOKENS, "hidden_size": "repeats that of the decoder"},
+        import_extra=import_parts,
+        import_extra_keys=("vision_config", "text_config", "tie_word_embeddings"),
+        export_extra=export_parts,
+    )
+
+
+# -- names -------------------------------------------------------------------------------------------
+
+
+def beside_tower(rule: Rule) -> Rule:
+    """The rule of a decoder that is a part of the model."""
+    return replace(
+        rule,
+        ours=f"language_model.{rule.ours}",
+        theirs=tuple(map(nested, rule.sources)),
+        others=tuple(map(beside_tower, rule.others)),
+    )
+
+
+def name_map(config: QwenNextVLConfig) -> NameMap:
+    decoder = qwen_next.name_map(config.decoder)
+    ignored = {nested(name) for name in decoder.ignored if not name.startswith("model.visual.")}
+    rules = [*tower_rules(config.vision_model), *map(beside_tower, decoder.rules)]
+    # The layer of multi-token prediction, which this family does not have.
+    return NameMap(rules, 0, ignored | {"mtp.*"})
+
+
+HUGGING_FACE = HuggingFaceFamily(
+    "qwen_next_vl",
+    {DENSE: _map_of(DENSE), SPARSE: _map_of(SPARSE)},
+    name_map,
+    model_type_of=model_type_of,
+    copies=copies,
+    architectures={DENSE: "Qwen3_5ForConditionalGeneration", SPARSE: "Qwen3_5MoeForConditionalGeneration"},
+    preprocessor=pixel_preprocessor("Qwen3VLProcessor"),
+)

@@ -1,0 +1,102 @@
+"""Qwen3.5 with pictures against `transformers`: logits, loss, every gradient, maps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.models.qwen3_vl_reference import VISION
+from tests.models.qwen_vl_reference import (
+    IMAGE,
+    LENGTH,
+    VIDEO,
+    VOCAB,
+    as_reference_inputs,
+    image_batch,
+    texts_with_images,
+)
+from tests.models.vision_reference import (
+    assert_near,
+    assert_round_trip,
+    assert_same_gradients,
+    from_reference,
+    randomize,
+)
+
+from mt_core.errors import ConfigError
+from mt_models.qwen_next_vl.hugging_face import HUGGING_FACE
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = {
+    "vocab_size": VOCAB, "hidden_size": 36, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 20, "intermediate_size": 28, "max_position_embeddings": 128, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention", "full_attention"] * 2, "rms_norm_eps": 1e-3,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 1], "partial_rotary_factor": 0.5,
+    },
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 14, "shared_expert_intermediate_size": 10,
+}  # fmt: skip
+
+
+def make_reference(*, sparse: bool = False, tied: bool = False) -> Any:
+    kind = "Moe" if sparse else ""
+    vision = {key: value for key, value in VISION.items() if key != "deepstack_visual_indexes"}
+    text = {key: value for key, value in TEXT.items() if not (sparse and key == "intermediate_size")}
+    config = getattr(transformers, f"Qwen3_5{kind}Config")(
+        vision_config=vision,
+        text_config={**text, **(EXPERTS if sparse else {})},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        tie_word_embeddings=tied,
+    )
+    config._attn_implementation = config._experts_implementation = "eager"
+    return getattr(transformers, f"Qwen3_5{kind}ForConditionalGeneration")(config).float().eval()
+
+
+def make_pair(host, **keys):
+    reference = make_reference(**keys)
+    randomize(reference)
+    return from_reference(host, HUGGING_FACE, reference, {}, data={"seq_length": LENGTH}), reference
+
+
+@pytest.mark.parametrize("keys", [{}, {"tied": True}, {"sparse": True}], ids=["dense", "tied", "experts"])
+def test_logits_loss_and_gradients_equal_the_reference(host, keys) -> None:
+    """Three texts, with an image, with two, and without one."""
+    model, reference = make_pair(host, **keys)
+    tokens, (images, grids) = texts_with_images(), image_batch()
+    labels = tokens.masked_fill(tokens == IMAGE, -100)
+    theirs = reference(**as_reference_inputs(tokens, images, grids), labels=labels)
+    logits = model(tokens, images, image_grids=grids)
+    assert_near(logits, theirs.logits)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert loss.item() == pytest.approx(theirs.loss.item(), rel=1e-5)
+    loss.backward()
+    theirs.loss.backward()
+    assert_same_gradients(model, reference, HUGGING_FACE)
+    assert_round_trip(model, reference, HUGGING_FACE)
+
+
+def test_a_tower_whose_middle_states_are_used_is_refused(host) -> None:
+    external = make_reference().config.to_dict()
+    external["vision_config"]["deepstack_visual_indexes"] = [1]
+    with pytest.raises(ConfigError, match=r"deepstack_visual_indexes=\[1\] is not supported"):
+        HUGGING_FACE.read_config(external)
+
+
+def test_decoding_equals_the_forward_pass(host) -> None:
+    from tests.infer.decoding import cached_logits
+    from tests.infer.test_qwen_vl import requested
+
+    model, _ = make_pair(host)
+    tokens, (images, grids) = texts_with_images(), image_batch()
+    with torch.no_grad():
+        whole = model(tokens, images, image_grids=grids)
+    decoded = cached_logits(model, tokens, (3, 7, 20, 21, 22, 23, LENGTH), requested())
+    torch.testing.assert_close(decoded, whole, atol=1e-4, rtol=1e-4)
