@@ -497,6 +497,7 @@ SECTIONS = Kind(
         "adapter": "mt-tune",
         "tune": "mt-tune",
         "preference": "mt-tune",
+        "quantize": "mt-tune",
         "rewards": "mt-tune",
         "distillation": "mt-tune",
     },

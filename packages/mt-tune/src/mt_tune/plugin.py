@@ -79,6 +79,12 @@ def mt_register_sections() -> list[SectionSpec]:
             affects_training=True,
         ),
         SectionSpec(
+            name="quantize",
+            doc="Training with quantized weights: rounding in the forward pass",
+            config_type=Lazy("mt_tune.quantized_training.config:QuantizeConfig"),
+            affects_training=True,
+        ),
+        SectionSpec(
             name="tune",
             doc="Changes of training that fine-tuning uses: noise on embeddings, learning rates by layer",
             config_type=Lazy("mt_tune.sft.config:TuneConfig"),
@@ -200,6 +206,12 @@ def mt_register_model_transforms() -> list[ModelTransformSpec]:
             doc="Adds the noise of tune.neftune_noise_alpha to token embeddings while training",
             applies=Lazy("mt_tune.sft.config:has_noise"),
             transform=Lazy("mt_tune.sft.neftune:add_noise"),
+        ),
+        ModelTransformSpec(
+            name="quantized_weights",
+            doc="Rounds the weights of linear layers and experts as quantize.scheme says",
+            applies=Lazy("mt_tune.quantized_training.config:is_fake_quantized"),
+            transform=Lazy("mt_tune.quantized_training.transform:round_weights"),
         ),
         ModelTransformSpec(
             name="learning_rates",
@@ -348,10 +360,12 @@ def mt_check_config(config: Config) -> None:
     from mt_tune.adapters.config import check_adapter
     from mt_tune.distill.config import check_distillation
     from mt_tune.preferences.config import check_preference
+    from mt_tune.quantized_training.config import check_quantize
     from mt_tune.reward_models.config import check_score_head
     from mt_tune.sft.config import check_tune
 
     check_adapter(config)
+    check_quantize(config)
     check_tune(config)
     check_preference(config)
     check_distillation(config)

@@ -66,6 +66,15 @@ class PacksCodes(Protocol):
         """The dtype of stored scales of a weight with this dtype, where the grid has none of its own."""
         ...
 
+    def value_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which readers return such a weight."""
+        ...
+
+    @property
+    def input_grid(self) -> Grid | None:
+        """To which readers round the inputs of a matrix, with a scale for each token; None: they do not."""
+        ...
+
     def pack(self, codes: Tensor, scales: Scales) -> Mapping[str, Tensor]:
         """Parts of some rows. codes: [rows, groups, size] of the grid."""
         ...
@@ -82,6 +91,14 @@ class RoundsToGrid:
 
     def scale_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
+
+    def value_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        assert isinstance(self, PacksCodes)
+        return self.scale_dtype(dtype)
+
+    @property
+    def input_grid(self) -> Grid | None:
+        return None
 
 
 def pack_weight(quantizer: Quantizer, codes: Tensor, scales: Scales, largest: float) -> dict[str, Tensor]:

@@ -53,6 +53,10 @@ class ByteQuantizer(RoundsToGrid):
     def grid(self) -> Grid:
         return Fp8Grid(None) if self.floating else IntegerGrid(8, None)
 
+    @property
+    def input_grid(self) -> Grid:
+        return self.grid
+
     def pack(self, codes: Tensor, scales: Scales) -> Mapping[str, Tensor]:
         return {"weight": codes.flatten(1), SCALE: scales.scale}
 
@@ -134,6 +138,10 @@ class Nvfp4Quantizer(RoundsToGrid):
     def grid(self) -> Grid:
         return Nvfp4Grid(self.group)
 
+    def value_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # Nothing in the files says another.
+        return torch.bfloat16
+
     def pack(self, codes: Tensor, scales: Scales) -> Mapping[str, Tensor]:
         return {PACKED: encode_e2m1(codes.float().flatten(1)), SCALE: scales.scale}
 
@@ -171,6 +179,10 @@ class MxQuantizer(RoundsToGrid):
     @property
     def grid(self) -> Grid:
         return MxGrid(self.bits, self.group)
+
+    def value_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # Nothing in the files says another.
+        return torch.bfloat16
 
     def pack(self, codes: Tensor, scales: Scales) -> Mapping[str, Tensor]:
         if self.bits == 4:

@@ -9,18 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mt_ckpt.quantized.grids import Fp8Grid, Grid, IntegerGrid, rounded
+from mt_ckpt.quantized.grids import Grid, rounded
 from mt_core.parallel.reductions import all_reduce_
 from mt_tools.calibration.matrices import Matrix, matrices_of
 
-INPUT_GRIDS: dict[str, Grid] = {"int8": IntegerGrid(8, None), "fp8": Fp8Grid(None)}
-"""Schemes whose readers quantize inputs, with a scale for each token."""
-
 
 @contextmanager
-def quantized_inputs(model: nn.Module, scheme: str) -> Iterator[None]:
-    """Within it matrices multiply rounded inputs; nothing changes for schemes of weights alone."""
-    grid = INPUT_GRIDS.get(scheme)
+def quantized_inputs(model: nn.Module, grid: Grid | None) -> Iterator[None]:
+    """Within it matrices multiply rounded inputs; nothing changes without a grid."""
     matrices = [] if grid is None else list(matrices_of(model))
     hooks = [matrix.module.register_forward_pre_hook(_Rounding(matrix, grid)) for matrix in matrices]
     try:

@@ -69,7 +69,7 @@ def calibrate_model(
     weights = _Weights(trained.model, WeightCalibration(options, quantizer), stored, store, progress)
     passes.by_layer(batches, weights.visit)
     weights.finish()
-    with quantized_inputs(trained.model, options.scheme):
+    with quantized_inputs(trained.model, quantizer.input_grid):
         after = comparison.measure()
     return CalibrationResult(before, after, _of_all_ranks(weights.reports, trained))
 

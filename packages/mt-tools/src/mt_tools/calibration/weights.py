@@ -54,7 +54,7 @@ class WeightCalibration:
             errors += _error(weight, self.values(calibrated), inputs)
         report.error = float((errors[0] / errors[1].clamp(min=torch.finfo(torch.float64).tiny)).sqrt())
         found = _stacked(made) if matrix.has_experts else made[0]
-        return found, self.values(found).to(stored), report
+        return found, self.values(found).to(self.quantizer.value_dtype(stored)), report
 
     def values(self, weight: CalibratedWeight) -> Tensor:
         """What codes [..., out, in] stand for, in fp32."""

@@ -1,0 +1,1 @@
+"""Training with the rounding of a quantization scheme in the forward pass."""
