@@ -14,9 +14,12 @@ from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train.trained_model import load_trained_model
+from mt_tools.calibration.folding import folding_points
+from mt_tools.calibration.matrices import matrices_of
 from mt_tools.calibration.measure import Comparison
 from mt_tools.calibration.options import CalibrationOptions, methods_named
 from mt_tools.calibration.passes import Passes
+from mt_tools.calibration.rotation import rotate_model
 from mt_tools.calibration.samples import rank_batches
 from mt_tools.calibration.store import CalibrationStore
 
@@ -42,6 +45,43 @@ def test_the_folder_computes_what_was_measured(scheme: str, tmp_path: Path) -> N
     result = calibrated(source, tmp_path / "out", CalibrationOptions(scheme))
     assert loss_of_folder(tmp_path / "out", tmp_path / "scratch") == result.after.cross_entropy
     assert result.before.divergence == 0.0 < result.after.divergence
+
+
+FOLDED = (("smoothquant", "gptq"), ("awq", "mse"), ("rotate", "rotate-values", "mse", "gptq"))
+
+
+@pytest.mark.parametrize("methods", FOLDED)
+def test_what_is_folded_is_in_the_folder(methods: tuple, tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", torch.bfloat16, untie_embeddings_and_output_weights=True)
+    result = calibrated(source, tmp_path / "out", CalibrationOptions("w4a16-g16", methods))
+    assert loss_of_folder(tmp_path / "out", tmp_path / "scratch") == result.after.cross_entropy
+
+
+def test_factors_and_rotations_leave_the_outputs(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", untie_embeddings_and_output_weights=True)
+    trained = load_trained_model(source, load_plugins(), device="cpu")
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        plain = trained.model(tokens)
+        generator = torch.Generator().manual_seed(1)
+        for point in folding_points(trained.model, list(matrices_of(trained.model))):
+            point.fold(0.5 + torch.rand(point.matrix.layout.shape[-1], generator=generator), torch.float32)
+        folded = trained.model(tokens)
+        before = trained.model.decoder.layers[0].mlp.linear_fc2.weight.clone()
+        rotate_model(trained.model, trained.ctx, residual=True, values=True)
+        rotated = trained.model(tokens)
+    assert torch.allclose(folded, plain, atol=1e-4 * plain.abs().max())
+    assert torch.allclose(rotated, plain, atol=1e-4 * plain.abs().max())
+    assert not torch.allclose(before, trained.model.decoder.layers[0].mlp.linear_fc2.weight, atol=1e-2)
+
+
+def test_blocks_that_factors_cannot_be_folded_in_are_named(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", family="mixtral", moe=MOE)
+    with pytest.raises(ConfigError, match="in decoder.layers.0 its feed-forward is a "):
+        calibrated(source, tmp_path / "out", CalibrationOptions("w4a16-g16", ("awq",)))
+    tied = save_model(tmp_path / "tied", untie_embeddings_and_output_weights=False)
+    with pytest.raises(ConfigError, match="--method rotate: the LM head is the matrix of the embeddings"):
+        calibrated(tied, tmp_path / "out", CalibrationOptions("w4a16-g16", ("rotate",)))
 
 
 def test_gptq_costs_less_than_rounding(tmp_path: Path) -> None:

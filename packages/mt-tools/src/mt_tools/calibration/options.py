@@ -10,21 +10,27 @@ from mt_ckpt.quantized.quantizer import PacksCodes, Quantizer
 from mt_ckpt.quantized.schemes import FIXED, GROUPED, quantizer_named
 from mt_core.errors import ConfigError
 
-Method = Literal["max", "percentile", "mse", "gptq"]
+Method = Literal["rotate", "rotate-values", "smoothquant", "awq", "max", "percentile", "mse", "gptq"]
 RANGES: tuple[Method, ...] = ("max", "percentile", "mse")
-METHODS: tuple[Method, ...] = (*RANGES, "gptq")
+ROTATIONS: tuple[Method, ...] = ("rotate", "rotate-values")
+FACTORS: tuple[Method, ...] = ("smoothquant", "awq")
+METHODS: tuple[Method, ...] = (*ROTATIONS, *FACTORS, *RANGES, "gptq")
+"""In the order in which they are applied."""
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """methods: at most one of max, percentile and mse, which chooses ranges (default: max), and gptq, which chooses
-    codes. percentile: of the magnitudes of a group. damping: part of the mean of the diagonal of second moments that
-    GPTQ adds to it. by_activity: GPTQ rounds columns in the order of their mean squared input. min_tokens: with fewer,
-    the weights of an expert are rounded by themselves."""
+    """methods: rotations; smoothquant or awq, whose factors are folded into the layers before; at most one of max,
+    percentile and mse, which chooses ranges (default: max); gptq, which chooses codes. percentile: of the magnitudes of
+    a group. damping: part of the mean of the diagonal of second moments that GPTQ adds to it. by_activity: GPTQ rounds
+    columns in the order of their mean squared input. min_tokens: with fewer, the weights of an expert are rounded by
+    themselves."""
 
     scheme: str
     methods: tuple[Method, ...] = ("mse", "gptq")
     percentile: float = 99.9
+    alpha: float = 0.5
+    """SmoothQuant's: the part of the inputs' range that moves into the weights."""
     damping: float = 0.01
     by_activity: bool = True
     min_tokens: int = 64
@@ -37,6 +43,16 @@ class CalibrationOptions:
     @property
     def uses_gptq(self) -> bool:
         return "gptq" in self.methods
+
+    @property
+    def factors(self) -> Literal["smoothquant", "awq"] | None:
+        found = [method for method in self.methods if method in FACTORS]
+        return found[0] if found else None  # type: ignore[return-value]
+
+    @property
+    def needs_moments(self) -> bool:
+        """Whether second moments of inputs are kept."""
+        return self.uses_gptq or self.factors == "awq"
 
     def quantizer(self) -> Quantizer:
         """Raises ConfigError for a scheme that is not known, or that rounds in a way of its own."""
@@ -52,6 +68,7 @@ def methods_named(names: Sequence[str]) -> tuple[Method, ...]:
     for name in names:
         if name not in METHODS:
             raise ConfigError(f"--method {name}: it can be {', '.join(METHODS)}")
-    if len([name for name in names if name in RANGES]) > 1:
-        raise ConfigError(f"--method {' --method '.join(names)}: one of {', '.join(RANGES)} chooses the ranges")
+    for group, what in ((RANGES, "chooses the ranges"), (FACTORS, "chooses factors of features")):
+        if len([name for name in names if name in group]) > 1:
+            raise ConfigError(f"--method {' --method '.join(names)}: one of {', '.join(group)} {what}")
     return tuple(method for method in METHODS if method in names)

@@ -16,12 +16,15 @@ from mt_core.errors import ConfigError
 from mt_core.parallel.first_rank import all_gather_objects
 from mt_core.train.step.forward_backward import Batch
 from mt_core.train.trained_model import TrainedModel
+from mt_tools.calibration.folding import FoldingPoint, folding_points
 from mt_tools.calibration.matrices import Matrix, matrices_of
 from mt_tools.calibration.measure import Comparison, Measured
 from mt_tools.calibration.options import CalibrationOptions
 from mt_tools.calibration.passes import Passes
 from mt_tools.calibration.quantized_inputs import quantized_inputs
-from mt_tools.calibration.statistics import recorded_inputs
+from mt_tools.calibration.rotation import rotate_model
+from mt_tools.calibration.smoothing import awq_factors, smoothquant_factors, with_factors
+from mt_tools.calibration.statistics import InputStatistics, recorded_inputs
 from mt_tools.calibration.store import CalibrationStore
 from mt_tools.calibration.weights import WeightCalibration, WeightReport
 
@@ -66,12 +69,27 @@ def calibrate_model(
     comparison = Comparison(passes, eval_batches, store)
     before = comparison.measure()
     assert isinstance(quantizer, PacksCodes)
+    rotate(trained, options, stored, store)
     weights = _Weights(trained.model, WeightCalibration(options, quantizer), stored, store, progress)
     passes.by_layer(batches, weights.visit)
     weights.finish()
     with quantized_inputs(trained.model, quantizer.input_grid):
         after = comparison.measure()
     return CalibrationResult(before, after, _of_all_ranks(weights.reports, trained))
+
+
+def rotate(
+    trained: TrainedModel, options: CalibrationOptions, stored: Mapping[str, torch.dtype], store: CalibrationStore
+) -> None:
+    """Apply the rotations of the options to the model, and store what is no matrix of a linear layer. Collective."""
+    chosen = {"residual": "rotate" in options.methods, "values": "rotate-values" in options.methods}
+    if not any(chosen.values()):
+        return
+    dtype = stored[MODEL + next(matrices_of(trained.model)).name]
+    changed = rotate_model(trained.model, trained.ctx, **chosen, dtype=dtype)
+    if trained.ctx.tp.rank == 0 and trained.ctx.dp_cp.rank == 0:
+        for name, value in changed.items():
+            store.change(name, value)
 
 
 def require_fit(matrix: Matrix, options: CalibrationOptions) -> None:
@@ -94,18 +112,35 @@ class _Weights:
     ) -> None:
         self.calibration, self.stored, self.store, self.progress = calibration, stored, store, progress
         self.matrices = list(matrices_of(model))
+        has_factors = calibration.options.factors is not None
+        self.points = list(folding_points(model, self.matrices)) if has_factors else []
         self.reports: dict[str, WeightReport] = {}
 
     def visit(self, modules: Collection[nn.Module], compute: Callable[[], None]) -> None:
         chosen = [m for m in self.matrices if m.module in modules and m.name not in self.reports]
         if not chosen:
             return
-        with recorded_inputs(chosen, moments=self.calibration.options.uses_gptq) as statistics:
+        with recorded_inputs(chosen, moments=self.calibration.options.needs_moments) as statistics:
             compute()
+        for point in self.points:
+            if point.matrix in chosen and int(statistics[point.matrix.name][0].count):
+                self._fold(point, statistics[point.matrix.name][0])
         for matrix in chosen:
             # What another stage of this rank computes is visited there.
             if any(int(inputs.count) for inputs in statistics[matrix.name]):
                 self._quantize(matrix, statistics[matrix.name])
+
+    def _fold(self, point: FoldingPoint, inputs: InputStatistics) -> None:
+        weight, options = point.matrix.gather(), self.calibration.options
+        if options.factors == "smoothquant":
+            factors = smoothquant_factors(weight, inputs, options.alpha)
+        else:
+            dtype = self.calibration.quantizer.scale_dtype(self.stored[MODEL + point.matrix.name])
+            factors = awq_factors(weight, inputs, self.calibration.grid, dtype)
+        for name, value in point.fold(factors, self.stored[MODEL + point.matrix.name]).items():
+            if point.matrix.is_stored_here:
+                self.store.change(name, value)
+        with_factors(inputs, factors)
 
     def finish(self) -> None:
         """Weights whose inputs no pass has shown."""

@@ -29,7 +29,11 @@ def calibrate(
     scheme: Annotated[str, typer.Option(help="As of mt convert --quantize: w4a16-g32, int8, nvfp4, ...")],
     method: Annotated[
         list[str] | None,
-        typer.Option(metavar="METHOD", help="max, percentile or mse; gptq. Repeatable.", show_default="mse, gptq"),
+        typer.Option(
+            metavar="METHOD",
+            help="rotate, rotate-values; smoothquant or awq; max, percentile or mse; gptq. Repeatable.",
+            show_default="mse, gptq",
+        ),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(parser=as_path, metavar="FILE", help="A text in UTF-8 to calibrate with.")
@@ -42,6 +46,7 @@ def calibrate(
     seq_length: Annotated[int, typer.Option(min=2, help="Tokens of a sample of a text.")] = 2048,
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Samples that a rank computes at once.")] = 1,
     percentile: Annotated[float, typer.Option(min=50.0, max=100.0, help="Of --method percentile.")] = 99.9,
+    alpha: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of --method smoothquant.")] = 0.5,
     damping: Annotated[float, typer.Option(min=0.0, help="Of GPTQ: part of the mean of the diagonal.")] = 0.01,
     order: Annotated[
         Literal["activity", "file"], typer.Option(help="In which GPTQ rounds columns: the most active first, or as is.")
@@ -74,7 +79,7 @@ def calibrate(
         )
     result_path(out)
     options = CalibrationOptions(
-        scheme, methods_named(method or ["mse", "gptq"]), percentile, damping, order == "activity", min_tokens
+        scheme, methods_named(method or ["mse", "gptq"]), percentile, alpha, damping, order == "activity", min_tokens
     )
     options.quantizer()
     if nproc is not None:
