@@ -88,7 +88,11 @@ class Sweep:
         )
 
     def changes(self) -> list[tuple[config_values.Path, Any]]:
-        return list(config_values.changes(self.config, self.known))
+        config = copy.deepcopy(self.config)
+        if getattr(config, "is_heterogeneous", False):
+            # Sizes that differ between layers are read as those that config.json states for all.
+            config.allow_global_per_layer_attribute_access = True
+        return list(config_values.changes(config, self.known))
 
     def judge(self, path: config_values.Path, value: Any) -> Judged:
         folder = self.folder / "changed"

@@ -42,6 +42,9 @@ def changes(config: Any, known: ConfigMap | None) -> Iterator[tuple[Path, Any]]:
         value = getattr(config, name, None)
         if name in IDENTITY or is_dataclass(value):
             continue
+        if name == "per_layer_config":
+            yield from (((name,), table) for table in tables_by_layer(present.get(name) or {}))
+            continue
         if name in ROPE:
             yield from (((name,), rope) for rope in rope_values(config, name) if rope != present.get(name))
             continue
@@ -104,6 +107,12 @@ def _source(module: str) -> str:
     """Of the configuration, and of the model beside it."""
     there = [sys.modules.get(name) for name in (module, module.replace(".configuration_", ".modeling_"))]
     return "\n".join(inspect.getsource(found) for found in there if found is not None)
+
+
+def tables_by_layer(table: dict[str, dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+    """Other sizes in all layers of the table, and in the first one alone."""
+    other = {layer: {**entry, "head_dim": 16} for layer, entry in table.items()}
+    return [other, dict(list(other.items())[:1])] if table else []
 
 
 def _keys_of(known: ConfigMap) -> list[str]:

@@ -24,6 +24,8 @@ MAX_HARMLESS_REFUSALS = 250
 NOT_SWEPT = {
     "qwen3_5": "qwen3_5_text within a file that has an image tower too",
     "qwen3_5_moe": "qwen3_5_moe_text within a file that has an image tower too",
+    "gemma4": "gemma4_text within a file that has towers too",
+    "gemma4_unified": "gemma4_unified_text within a file that has towers too",
     "kimi_k2": "deepseek_v3, under another name, for which transformers has no class",
     "kimi_k25": "deepseek_v3 within a file that has an image tower too",
     "smolvlm": "idefics3, under another name",
@@ -83,6 +85,8 @@ TELLING = {
     "t5": ("dense_act_fn", "feed_forward_proj", "is_gated_act", "relative_attention_max_distance"),
     "qwen3_next": ("layer_types", "rope_parameters", "norm_topk_prob", "linear_conv_kernel_dim"),
     "qwen3_5_text": ("layer_types", "rope_parameters", "attention_bias", "head_dim"),
+    "gemma4_text": ("layer_types", "rope_parameters", "num_kv_shared_layers", "per_layer_config", "head_dim"),
+    "qwen3_vl": ("rope_parameters", "deepstack_visual_indexes", "num_position_embeddings", "out_hidden_size"),
     "olmo_hybrid": ("layer_types", "rope_parameters", "linear_allow_neg_eigval", "num_key_value_heads"),
     "mamba2": ("rescale_prenorm_residual",),
     "deepseek_v3": ("n_group", "topk_group", "head_dim", "num_nextn_predict_layers"),

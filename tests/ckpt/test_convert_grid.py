@@ -134,6 +134,7 @@ UNABLE = {
     - {
         *("gpt", "gpt_untied_odd", "gpt_multi_query", "llama", "llama_tied_biased", "llama_yarn", "qwen2", "qwen3"),
         *("granite", "granite_neutral", "moe", "qwen3_moe", "granite_moe", "granite_moe_neutral", "gpt_oss", "mamba"),
+        *("gemma4", "gemma4_experts"),
     },
     "megatron": NO_MEGATRON,
     "megatron-dist": NO_MEGATRON,

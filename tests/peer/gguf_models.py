@@ -23,6 +23,7 @@ NARROW = {**MOE, "moe_ffn_hidden_size": 32}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16, "v_head_dim": 32}
 LATENT |= {"family": "deepseek", **SHAPE, "ffn_hidden_size": 96}
 WINDOW = {"sliding_window": 8, "kv_channels": 16, "query_pre_attn_scalar": 16.0}
+GEMMA4 = {"kv_channels": 16, "global_kv_channels": 32, "sliding_window": 8, "sliding_window_pattern": 2}
 YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "original_max_position_embeddings": 16}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -82,6 +83,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "rotary_base_local": 10000.0,
     },
     "gemma3": {"family": "gemma", **GROUPED, **WINDOW, "num_layers": 6, "sliding_window_pattern": 6},
+    "gemma4": {
+        "family": "gemma4",
+        **GROUPED,
+        **GEMMA4,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma4_experts": {
+        "family": "gemma4",
+        **GROUPED,
+        **GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_query_groups": 1,
+        "final_logit_softcapping": 3.0,
+        "moe": {**NARROW, "moe_router_expert_scale": True, "moe_router_load_balancing_type": ["none"]},
+    },
     "gpt-oss": {
         "family": "gpt_oss",
         **GROUPED,
@@ -162,6 +181,10 @@ def save_model(path: Path, keys: dict[str, Any], host: PluginHost, scale: float 
         + float("norm" in name and name.endswith("weight") and keys["family"] != "gemma")
         for name, parameter in build_model(config, host).named_parameters()
     }
+    if keys["family"] == "gemma4":
+        # Its scores are not divided by the root of the head size; trained norms of queries are as small. Without it
+        # attention is as sharp as no model's, and magnifies that llama.cpp keeps keys in fp16.
+        state = {name: tensor / 5 if "q_layernorm" in name else tensor for name, tensor in state.items()}
     sections = {
         "model": config.model.model_dump(mode="json"),
         "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": keys["vocab_size"]},

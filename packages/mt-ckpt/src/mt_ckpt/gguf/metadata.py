@@ -78,6 +78,13 @@ class ArchitectureMetadata:
             return list_of(self._file.metadata, f"{self.architecture}.{key}", int)
         return [self.need(key, int)] * self.need("block_count", int)
 
+    def flags(self, key: str) -> list[bool]:
+        """One for each layer. Raises CheckpointError where the file has another number of them."""
+        found, layers = list_of(self._file.metadata, f"{self.architecture}.{key}", bool), self.need("block_count", int)
+        if len(found) != layers:
+            raise CheckpointError(f"{self.architecture}.{key} has {len(found)} entries for {layers} layers")
+        return found
+
     def has_tensor(self, name: str) -> bool:
         return name in self._file.tensors
 

@@ -13,6 +13,7 @@ SPEC = ModelSpec(
     presets=Lazy("mt_models.gemma4.presets:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.gemma4.hugging_face:HUGGING_FACE"),
+        "gguf": Lazy("mt_models.gemma4.gguf:GGUF"),
         "megatron": Lazy("mt_models.gemma4.config:MEGATRON"),
     },
     shrink=Lazy("mt_models.gemma4.config:shrink_gemma4"),

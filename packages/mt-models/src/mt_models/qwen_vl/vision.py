@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +123,21 @@ class AxialAngles(RotaryAngles):
 ROTARY_BASE = 10000.0
 
 
+class PatchConfigLike(Protocol):
+    """What the embedding of patches reads from the configuration of its tower."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def patch_dim(self) -> int: ...
+    @property
+    def num_channels(self) -> int: ...
+    @property
+    def temporal_patch_size(self) -> int: ...
+    @property
+    def init_method_std(self) -> float: ...
+
+
 class FramePatchEmbedding(LayoutModule):
     """Patches of stills: images [V, C, m p, m p] -> [1, P, H].
 
@@ -131,7 +147,7 @@ class FramePatchEmbedding(LayoutModule):
 
     weight: Tensor
 
-    def __init__(self, config: QwenVisionConfig, ctx: ParallelContext) -> None:
+    def __init__(self, config: PatchConfigLike, ctx: ParallelContext) -> None:
         super().__init__(ctx)
         self.side = config.patch_dim
         kernel = (config.hidden_size, config.num_channels, config.temporal_patch_size, self.side, self.side)
