@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from tests.command_on_ranks import fork_ranks
 from tests.tools.calibration.models import MOE, calibrate_rank, calibrated, samples, save_model
 from torch import Tensor
 
@@ -151,3 +153,33 @@ def test_methods_that_exclude_each_other_are_refused() -> None:
 def test_schemes_that_cannot_be_calibrated_are_refused() -> None:
     with pytest.raises(ConfigError, match="fp8-blocks cannot be calibrated; it can be fp8, int8"):
         CalibrationOptions("fp8-blocks").quantizer()
+
+
+@pytest.mark.slow
+def test_the_command_takes_the_samples_of_a_data_set(mt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 s: two ranks."""
+    fork_ranks(monkeypatch)
+    source = save_model(tmp_path / "source")
+    data = ["--set", "data.dataset_type=mock", "--set", "data.seq_length=16"]
+    sizes = ["--samples", 4, "--eval-samples", 2, "--min-tokens", 8]
+    words = ["calibrate", source, "--scheme", "w4a16-g16", *data, *sizes]
+    one = mt(*words, "--out", tmp_path / "one")
+    assert one.code == 0, one.err
+    layout = ["--nproc", 2, "--set", "parallel.tensor_model_parallel_size=2"]
+    two = mt(*words, "--out", tmp_path / "two", *layout)
+    assert two.code == 0, two.err
+    reports = [json.loads((tmp_path / name / "calibration.json").read_text()) for name in ("one", "two")]
+    first, second = (report["before"]["cross_entropy"] for report in reports)
+    assert first == pytest.approx(second, abs=1e-5)
+    assert reports[0]["before"]["tokens"] == reports[1]["before"]["tokens"] == 2 * 16
+    assert f"before        {first:.5f}" in one.out
+    assert len(reports[0]["weights"]) == 2 * 4
+    again = mt(*words, "--out", tmp_path / "one")
+    assert again.code != 0
+    assert "exists; give a folder that does not" in again.err
+
+
+def test_a_text_needs_another_to_measure_with(mt, tmp_path: Path) -> None:
+    outcome = mt("calibrate", tmp_path, "--out", tmp_path / "out", "--scheme", "int8", "--text", tmp_path / "a.txt")
+    assert outcome.code != 0
+    assert "--text and --eval-text go together" in outcome.err

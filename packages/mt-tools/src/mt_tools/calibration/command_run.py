@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mt_core.checkpoint_lookup import open_checkpoint
+from mt_core.config.loading import config_from_dict
+from mt_core.config.schema import Config
 from mt_core.config.sources import parse_override
 from mt_core.launch.environment import read_environment
 from mt_core.parallel.context import is_writer, wait_for_all
@@ -19,6 +22,7 @@ from mt_tools.calibration.store import calibration_store
 from mt_tools.calibration.writing import write_calibrated
 
 Settings = dict[str, dict[str, Any]]
+DATA, TYPE, SEQ_LENGTH = "data", "dataset_type", "seq_length"
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,10 @@ def calibrate_checkpoint(
     host: PluginHost,
 ) -> CalibrationResult | None:
     """Calibrate a checkpoint and write the result; on rank 0 what it cost. Collective over the world."""
-    trained = load_trained_model(path, host, device=device, settings=_settings(overrides))
+    settings = _settings(overrides)
+    own_data = settings.pop(DATA, {})
+    trained = load_trained_model(path, host, device=device, settings=settings)
+    trained = replace(trained, config=with_data(trained.config, own_data, host))
     batches = rank_batches(data.calibration(trained, host), data.micro_batch_size, trained.ctx)
     eval_batches = rank_batches(data.evaluation(trained, host), data.micro_batch_size, trained.ctx)
     stored = open_checkpoint(trained.checkpoint, host).dtypes()
@@ -65,6 +72,14 @@ def calibrate_checkpoint(
             report = {"source": str(trained.checkpoint), "options": asdict(options), "data": given}
             write_calibrated(trained.checkpoint, out, options.scheme, store, {**report, **result.as_values()}, host)
     return result if is_writer() else None
+
+
+def with_data(config: Config, given: Mapping[str, Any], host: PluginHost) -> Config:
+    """The configuration with these keys of [data]. Another data set has none of the keys of the one before."""
+    stored = config.to_dict()
+    same = given.get(TYPE, stored[DATA].get(TYPE)) == stored[DATA].get(TYPE)
+    kept = stored[DATA] if same else {SEQ_LENGTH: stored[DATA][SEQ_LENGTH]}
+    return config_from_dict({**stored, DATA: {**kept, **given}}, host)
 
 
 def _settings(overrides: list[str]) -> Settings:
