@@ -383,6 +383,15 @@ CASES: dict[str, Case] = {
         "Glm4MoeLiteConfig",
         {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"} | {"q_lora_rank": 14},
     ),
+    "kimi_linear": Case(
+        "kimi_linear",
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "max_position_embeddings")}
+        | {"num_experts": 8, "model_max_length": 64, "linear_num_heads": 4, "linear_head_dim": 6}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    ),
     "qwen3_next": Case(
         "qwen_next",
         "Qwen3NextForCausalLM",

@@ -92,6 +92,7 @@ TELLING = {
     "deepseek_v3": ("n_group", "topk_group", "head_dim", "num_nextn_predict_layers"),
     "deepseek_v32": ("mlp_layer_types", "layer_types", "index_topk", "head_dim", "first_k_dense_replace"),
     "glm_moe_dsa": ("indexer_types", "mlp_layer_types", "n_group", "rope_parameters"),
+    "kimi_linear": ("layer_types", "mlp_layer_types", "rope_parameters", "linear_head_dim"),
     "glm4_moe_lite": ("mlp_layer_types", "rope_parameters", "rope_interleave", "q_lora_rank"),
     "bert classes": ("num_labels",),
 }

@@ -64,6 +64,10 @@ CASES: dict[str, dict[str, Any]] = {
     "llama4": FOUR_LAYERS["llama4"],
     "lfm2": {**FOUR_LAYERS["lfm2"], "conv_layer_pattern": "[1]*3+[0]*1"},
     "qwen_next": FOUR_LAYERS["qwen_next"],
+    "kimi_linear": {
+        **FOUR_LAYERS["kimi_linear"],
+        "moe": {**FOUR_LAYERS["kimi_linear"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
+    },
     "qwen_next_experts": {**FOUR_LAYERS["qwen_next_experts"], "linear_attention_freq": "[1,0,1,0]"},
     "olmo_hybrid": FOUR_LAYERS["olmo_hybrid"],
     "moe": {**LLAMA, "family": "mixtral", "moe": {"num_experts": 4}},
@@ -122,7 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
 NO_MEGATRON = {
     *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava", "smolvlm", "internvl"),
     *("qwen_vl", *HF_DENSE, "minimax_m2", "llama4", "lfm2", "qwen_next", "qwen_next_experts", "olmo_hybrid", "bart"),
-    *("gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
+    *("kimi_linear", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

@@ -58,6 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "deepseek_v32",
         "glm_5",
         "glm4_moe_lite",
+        "kimi_linear",
     )
 }
 FAMILIES["minimax_m2"] = {**FAMILIES["minimax_m2"], "moe": {**FAMILIES["minimax_m2"]["moe"], "num_experts": 6}}
@@ -77,9 +78,9 @@ REFUSED = {("phi3", "cp"), ("gemma4", "pp"), ("qwen_next that predicts", "cp")}
 # Gradients of decay rates are sums over positions that nearly cancel, and the order of sums over ranks shows in their
 # fifth digit: tests/models/test_moe_layouts.py has these layouts, and compares by the rounding that is to be expected.
 REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}
-# A choice is among the keys of the whole sequence.
 # Gradients of an indexer's norm nearly cancel, too, since a shift of all scores changes nothing.
 REFUSED |= {("deepseek_v32 that learns", "tp-sp")}
+# A choice is among the keys of the whole sequence.
 REFUSED |= {(name, "cp") for name in FAMILIES if name.startswith(("deepseek_v32", "glm_5"))}
 GRID = [
     (name, layout)

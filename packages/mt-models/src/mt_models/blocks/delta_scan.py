@@ -100,6 +100,8 @@ class DeltaScan:
     heads: DeltaHeads
     rule: DeltaRule
     strength: float
+    recurrent: DeltaRule = recurrent_delta_rule
+    """The rule, one position after the other."""
 
     def __call__(
         self, mixed: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, segment_ids: Tensor | None = None
@@ -113,7 +115,7 @@ class DeltaScan:
         inputs = self._inputs(convolved, b, a, weights)
         # The chunked form depends on where a sequence's chunks begin, and a sequence that is decoded in parts has
         # others.
-        rule = recurrent_delta_rule if is_batch_invariant() else self.rule
+        rule = self.recurrent if is_batch_invariant() else self.rule
         return rule(inputs, segment_ids=segment_ids)[0]
 
     def advance(
@@ -124,17 +126,20 @@ class DeltaScan:
         inputs = self._inputs(causal_conv(mixed, weights.conv, None, past), b, a, weights)
         # Cut from [past, new] and not from the new alone, which may be fewer than k - 1.
         kept = with_past(mixed, past.shape[1], past)[:, mixed.shape[1] :]
-        rule = recurrent_delta_rule if mixed.shape[1] == 1 or is_batch_invariant() else self.rule
+        rule = self.recurrent if mixed.shape[1] == 1 or is_batch_invariant() else self.rule
         o, state = rule(inputs, state=state)
         return o, (kept, state)
 
     def _inputs(self, convolved: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> DeltaInputs:
         q, k, v = self.heads.split(F.silu(convolved))
-        # In fp32: g is summed over positions in the exponent of the decay. -exp keeps the rate negative for every
-        # value of the parameter.
-        g = -weights.A_log.float().exp() * F.softplus(a.float() + weights.dt_bias)
         beta = b.sigmoid()
-        return DeltaInputs(q, k, v, g, beta if self.strength == 1.0 else beta * self.strength)
+        return DeltaInputs(q, k, v, self._decays(a, weights), beta if self.strength == 1.0 else beta * self.strength)
+
+    def _decays(self, a: Tensor, weights: DeltaWeights) -> Tensor:
+        """[B, S, H]"""
+        # In fp32: they are summed over positions in the exponent of the decay. -exp keeps the rate negative for every
+        # value of the parameter.
+        return -weights.A_log.float().exp() * F.softplus(a.float() + weights.dt_bias)
 
 
 # -- context parallelism, as for Mamba (see mt_models.blocks.mamba_scan) -------------------------------
@@ -164,10 +169,11 @@ class ContextParallelDeltaScan:
         """[B, S / CP, ...] of all heads of a tensor-parallel rank -> [B, S / CP, H, V]"""
         q, k, v = self.heads.split(mixed)
         q, k = (x.repeat_interleave(self.repeats, dim=2) for x in (q, k))
-        # One all-to-all for all five. b and a get a channel dimension of 1.
-        q, k, v, b, a = to_heads((q, k, v, b[..., None], a[..., None]), self.axis)
+        # One all-to-all for all five. b gets a channel dimension of 1, and so does a that is of heads.
+        a = a.unflatten(-1, (self.heads.value_heads, -1))
+        q, k, v, b, a = to_heads((q, k, v, b[..., None], a), self.axis)
         own = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
-        o = self.scan(own, b.squeeze(-1), a.squeeze(-1), self._own(weights), self.gather_segments(segment_ids))
+        o = self.scan(own, b.squeeze(-1), a.flatten(2), self._own(weights), self.gather_segments(segment_ids))
         return to_tokens(o, self.axis)
 
     def _own(self, weights: DeltaWeights) -> DeltaWeights:

@@ -36,7 +36,7 @@ class DeltaInputs(NamedTuple):
     v: Tensor
     """[B, S, H, V]"""
     g: Tensor
-    """[B, S, H] in fp32: logarithm of the decay, not above 0."""
+    """[B, S, H] in fp32: logarithm of the decay, not above 0; [B, S, H, D] in Kimi delta attention."""
     beta: Tensor
     """[B, S, H]: strength of the update."""
 

@@ -161,10 +161,14 @@ class LatentAttention(nn.Module):
         rows: Tensor = up(source)
         plain, turned = rows.unflatten(-1, (-1, self.plain + self.rotated)).split((self.plain, self.rotated), -1)
         # The rotated channels stand behind the plain ones in every head, as in keys_and_values.
-        q = torch.cat((plain, rotate_pairs(turned, angles)), -1)
+        q = torch.cat((plain, self.rotate(turned, angles)), -1)
         # The core divides by sqrt(plain + rotated). YaRN's further factor is put
         # on the queries, in every form of attention.
         return q if self.scale == 1.0 else q * self.scale
+
+    def rotate(self, x: Tensor, angles: RotaryAngles) -> Tensor:
+        """[B, S, N, R] by the angles of its positions."""
+        return rotate_pairs(x, angles)
 
     def latents(self, x: Tensor, angles: RotaryAngles) -> tuple[Tensor, Tensor]:
         """[B, S, H] -> [B, S, C] (S sharded with sequence parallelism), rotated keys [B, S, 1, R] of all positions"""
@@ -174,7 +178,7 @@ class LatentAttention(nn.Module):
             positional = gather_from(positional, SEQUENCE_DIM, self.ctx.tp)
         else:
             positional = copy_to(positional, self.ctx.tp)
-        return self.kv_layernorm(latents), rotate_pairs(positional.unsqueeze(2), angles)
+        return self.kv_layernorm(latents), self.rotate(positional.unsqueeze(2), angles)
 
     def keys_and_values(self, rows: Tensor, positional: Tensor) -> tuple[Tensor, Tensor]:
         """rows [B, T, heads x (plain + value)] -> [B, T, heads, plain + rotated] and [B, T, heads, value]"""
@@ -257,6 +261,13 @@ class LatentAttention(nn.Module):
         """The latent, and the rotated key that all heads share."""
         shapes = ((self.latent,), (1, self.rotated))
         return PositionState(shapes, self.linear_kv_up_proj.weight.dtype, is_paged=True)
+
+
+class UnrotatedLatentAttention(LatentAttention):
+    """The same without positions: the channels that all heads share are not rotated (Kimi Linear)."""
+
+    def rotate(self, x: Tensor, angles: RotaryAngles) -> Tensor:
+        return x
 
 
 def rotate_pairs(x: Tensor, angles: RotaryAngles) -> Tensor:

@@ -1,0 +1,118 @@
+"""Kimi delta attention as a block of a decoder: projections in, short convolutions of queries, keys and values, the
+rule with a decay of each channel, a gated norm of each head, a projection out (Kimi Linear, 2025).
+
+Decays and the gate of the output come from the input by two matrices each, with as many channels between them as a head
+has. Tensor parallelism gives each rank whole heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.cache import Cache, SequenceState
+from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal
+from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
+from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.delta_scan import ContextParallelDeltaScan, DeltaHeads, DeltaScan, DeltaWeights
+from mt_models.blocks.gated_delta_net import DeltaNetConfigLike, GatedHeadNorm, log_uniform
+from mt_models.blocks.kimi_delta_rule import chunked_kimi_rule, recurrent_kimi_rule
+from mt_models.blocks.linear import PackedColumnParallelLinear, ReplicatedLinear
+from mt_models.blocks.mamba_mixer import ConvolutionWeights, time_step_bias
+from mt_models.blocks.rotary import RotaryAngles
+
+
+@dataclass(frozen=True)
+class KimiDeltaScan(DeltaScan):
+    """DeltaScan with a [B, S, H D] and dt_bias [H D]: a decay of each channel."""
+
+    def _decays(self, a: Tensor, weights: DeltaWeights) -> Tensor:
+        """[B, S, H, D]"""
+        rates = F.softplus(a.float() + weights.dt_bias).unflatten(-1, (-1, self.heads.key_dim))
+        return -weights.A_log.float().exp()[:, None] * rates
+
+
+class Fp32GatedHeadNorm(GatedHeadNorm):
+    """The same, all in fp32."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return (normed * self.activation(gate.float())).to(x.dtype)
+
+
+class KimiDeltaNet(LayoutModule):
+    """x -> out_proj(out_norm(rule(q, k, v, g, beta)) sigmoid(gate)): [batch, sequence, hidden] -> the same.
+
+    Rows of in_proj are the blocks q, k, v, b. A_log and dt_bias are fp32 whatever the dtype of the other weights. It
+    takes the place of self-attention in a layer.
+    """
+
+    A_log: Tensor
+    dt_bias: Tensor
+
+    def __init__(self, config: DeltaNetConfigLike, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        heads, self.size = config.linear_num_key_heads, config.linear_key_head_dim
+        width, init = heads * self.size, normal(config.init_method_std)
+        self.in_proj = PackedColumnParallelLinear(
+            config.hidden_size, (width, width, width, heads), ctx, bias=False, init=init
+        )
+        self.conv1d = ConvolutionWeights((width, width, width), config.linear_conv_kernel_dim, ctx, bias=False)
+
+        def down() -> ReplicatedLinear:
+            return ReplicatedLinear(config.hidden_size, self.size, ctx, init=init, bias=False, on_sequence=True)
+
+        def up() -> ColumnParallelLinear:
+            return ColumnParallelLinear(self.size, width, ctx, bias=False, init=init)
+
+        self.forget_down_proj, self.forget_up_proj = down(), up()
+        self.gate_down_proj, self.gate_up_proj = down(), up()
+        split = Split(dim=0, axis="tp")
+        self.declare("A_log", ParameterLayout((heads,), log_uniform(1.0, 16.0), (split,), dtype=torch.float32))
+        steps = time_step_bias(1e-3, 0.1, 1e-4)
+        self.declare("dt_bias", ParameterLayout((width,), steps, (split,), dtype=torch.float32))
+        self.out_norm = Fp32GatedHeadNorm(self.size, config.linear_norm_epsilon, torch.sigmoid, ctx)
+        self.out_proj = RowParallelLinear(
+            width, config.hidden_size, ctx, bias=False, init=normal(config.output_init_std)
+        )
+        local = DeltaHeads(heads // ctx.tp.size, self.size, heads // ctx.tp.size, self.size)
+        rule = partial(chunked_kimi_rule, chunk_size=config.linear_chunk_size)
+        self.scan = KimiDeltaScan(local, rule, 1.0, recurrent_kimi_rule)
+        self.scan_shards = ContextParallelDeltaScan(self.scan, ctx.cp) if ctx.cp.size > 1 else self.scan
+
+    def forward(
+        self, hidden: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None = None, cache: Cache | None = None
+    ) -> Tensor:
+        """pattern: its segment_ids [B, S] are the documents of a packed sequence, between which convolutions and state
+        are reset. angles are not used."""
+        *qkv, heads = self.in_proj.local_blocks
+        mixed, b = self.in_proj.joined(hidden).split((sum(qkv), heads), -1)
+        a = self.forget_up_proj(self.forget_down_proj(hidden))
+        gate = self.gate_up_proj(self.gate_down_proj(hidden))
+        if cache is None:
+            o = self.scan_shards(mixed, b, a, self.scan_weights(), pattern.segment_ids)
+        else:
+            o = self._advance((mixed, b, a), cache)
+        return self.out_proj(self.out_norm(o, gate.unflatten(-1, (-1, self.size))).flatten(2))
+
+    def _advance(self, inputs: tuple[Tensor, Tensor, Tensor], cache: Cache) -> Tensor:
+        weights = self.scan_weights()
+
+        def advance(new: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            return self.scan.advance(*new, weights, *state)
+
+        return cache.advance(self, advance, inputs)
+
+    def cached_state(self) -> SequenceState:
+        """The last inputs of the convolutions, and the state of the recurrence."""
+        channels, _, taps = self.conv1d.weight.shape
+        state = (self.A_log.shape[0], self.size, self.size)
+        return SequenceState((((taps - 1, channels), self.in_proj.weight.dtype), (state, torch.float32)))
+
+    def scan_weights(self) -> DeltaWeights:
+        return DeltaWeights(self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias)

@@ -1,0 +1,41 @@
+"""FLOPs of Kimi Linear for each token (counted as in mt_models.flops)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mt_core.config.schema import Config
+from mt_models.blocks.delta_net_config import delta_convolution_flops, delta_rule_flops
+from mt_models.deepseek.config import flops_per_token as latent_flops_per_token
+from mt_models.delta_net_flops import DeltaNetFlops
+from mt_models.flops import Convention
+from mt_models.kimi_linear.config import KimiLinearConfig
+
+
+def flops_per_token(config: KimiLinearConfig, seq_length: int, *, convention: Convention = "seen") -> DeltaNetFlops:
+    """The mean over the tokens of a sequence. Raises ConfigError when the vocabulary is unknown."""
+    latent = latent_flops_per_token(config, seq_length, convention=convention)
+    linear = sum(config.linear_layers)
+    share = (config.num_layers - linear) / config.num_layers
+    return DeltaNetFlops(
+        linear_projections=linear * linear_projection_flops(config),
+        linear_convolution=linear * delta_convolution_flops(config),
+        linear_rule=linear * delta_rule_flops(config, seq_length, convention),
+        attention_projections=share * latent.attention_projections,
+        attention_core=share * latent.attention_core,
+        feed_forward=latent.feed_forward,
+        output=latent.output,
+    )
+
+
+def linear_projection_flops(config: KimiLinearConfig) -> float:
+    """FLOPs of one layer's projections: q, k, v, b, decays and gates in, values out."""
+    hidden, width, size = config.hidden_size, config.linear_key_size, config.linear_key_head_dim
+    low_rank = 2 * (hidden * size + size * width)
+    return 2.0 * (hidden * (3 * width + config.linear_num_key_heads) + low_rank + width * hidden)
+
+
+def training_flops(config: Config) -> float:
+    """See `ModelSpec.training_flops`."""
+    model: Any = config.model
+    return config.data.seq_length * flops_per_token(model, config.data.seq_length).training
