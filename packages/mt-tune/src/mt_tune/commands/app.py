@@ -7,6 +7,7 @@ import typer
 from mt_core.commands import with_fields
 from mt_tune.commands.distill import distill
 from mt_tune.commands.preferences import dpo, kto, orpo
+from mt_tune.commands.prune import prune
 from mt_tune.commands.reward import reward
 from mt_tune.commands.sft import sft
 
@@ -16,6 +17,7 @@ app.command("dpo")(with_fields(dpo))
 app.command("orpo")(with_fields(orpo))
 app.command("kto")(with_fields(kto))
 app.command("distill")(with_fields(distill))
+app.command("prune")(prune)
 app.command("reward")(with_fields(reward))
 
 

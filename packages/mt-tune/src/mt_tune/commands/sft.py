@@ -129,21 +129,21 @@ def examine(host: PluginHost, preset: str | None, sections: Tree, options: Train
 
     Raises DataError for records that cannot be used and ConfigError for sections that cannot be.
     """
-    config = _loaded(host, preset, merged(sections, {"data": {"seq_length": 8}}), options, ranks)
+    config = loaded_config(host, preset, merged(sections, {"data": {"seq_length": 8}}), options, ranks)
     longest = getattr(config.model, "max_sequence_length", None) or LONGEST
     length = {"seq_length": options.seq_length or min(LONGEST, longest)}
     data = {**sections["data"], **length}
-    config = _loaded(host, preset, merged(sections, {"data": data}), options, ranks)
+    config = loaded_config(host, preset, merged(sections, {"data": data}), options, ranks)
     if "split" in data and data["split"] != "100,0,0" and not _has_samples(config, "valid", host):
         data["split"] = "100,0,0"
-        config = _loaded(host, preset, merged(sections, {"data": data}), options, ranks)
-    dataset = _built(config, "train", host)
+        config = loaded_config(host, preset, merged(sections, {"data": data}), options, ranks)
+    dataset = built_dataset(config, "train", host)
     if dataset is None:
         raise DataError("the data have no records to train on")
     return Examined(data, len(dataset), data.get("split") != "100,0,0")
 
 
-def _loaded(host: PluginHost, preset: str | None, sections: Tree, options: TrainingOptions, ranks: int) -> Config:
+def loaded_config(host: PluginHost, preset: str | None, sections: Tree, options: TrainingOptions, ranks: int) -> Config:
     from mt_core.config.checks import as_world
     from mt_core.config.loading import load_config
 
@@ -153,7 +153,7 @@ def _loaded(host: PluginHost, preset: str | None, sections: Tree, options: Train
         return load_config(preset=preset, sections=whole, overrides=options.set_ or (), host=host).config
 
 
-def _built(config: Config, split: Split, host: PluginHost) -> Dataset | None:
+def built_dataset(config: Config, split: Split, host: PluginHost) -> Dataset | None:
     from mt_core.data.building import build_tokenizer
     from mt_core.interfaces import SplitRequest
     from mt_core.specs import DATASETS
@@ -166,7 +166,7 @@ def _built(config: Config, split: Split, host: PluginHost) -> Dataset | None:
 
 def _has_samples(config: Config, split: Split, host: PluginHost) -> bool:
     try:
-        return bool(_built(config, split, host))
+        return bool(built_dataset(config, split, host))
     except DataError as error:
         # An empty split alone; whatever is wrong with records is found again in the training set.
         typer.echo(f"nothing is held out to evaluate on: {error}", err=True)
