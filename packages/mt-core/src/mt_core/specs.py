@@ -498,6 +498,7 @@ SECTIONS = Kind(
         "tune": "mt-tune",
         "preference": "mt-tune",
         "quantize": "mt-tune",
+        "score_head": "mt-tune",
         "rewards": "mt-tune",
         "distillation": "mt-tune",
     },
