@@ -108,6 +108,13 @@ def test_phone_dark_and_print(page: Page) -> None:
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
     page.emulate_media(media="print")
     assert not page.is_visible(".controls")
+    page.set_viewport_size({"width": 700, "height": 900})
+    # A chart that was drawn for a wide window is not cut off: its picture is as wide as its place.
+    widths = "[c.getBoundingClientRect().width, c.closest('.canvas').getBoundingClientRect().width]"
+    picture, place = page.evaluate(
+        f"(() => {{ const c = document.querySelector('.canvas canvas'); return {widths}; }})()"
+    )
+    assert picture == pytest.approx(place, abs=1)
 
 
 def test_many_points_are_drawn_by_columns_with_their_extremes(page: Page) -> None:

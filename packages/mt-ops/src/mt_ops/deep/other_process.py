@@ -73,7 +73,8 @@ def _run(python: Path, module: str, folder: Path) -> None:
     path = os.pathsep.join([str(packages), *([before] if before else [])])
     try:
         done = subprocess.run(
-            [str(python), "-m", module, str(folder)],
+            # A path without a folder would be looked for on PATH; not resolved, as a link may be an environment's.
+            [str(python.absolute() if python.exists() else python), "-m", module, str(folder)],
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,

@@ -72,6 +72,11 @@ def note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
+def finding(text: str) -> str:
+    """Of what is wrong with a run."""
+    return f'<p class="finding">{escape(text)}</p>'
+
+
 def clock_time(seconds: float) -> Html:
     """A time of day that the page shows in the reader's time zone."""
     return Html(f'<time data-seconds="{seconds:.3f}">{seconds:.0f}</time>')

@@ -15,10 +15,10 @@ from mt_core.errors import DataError
 from mt_core.run_events import EVENTS_FILE
 from mt_ops.reading.mt_run import CONFIG, METRICS, STATUS, MtRunReader, is_mt_run
 from mt_ops.reading.run import Run
+from mt_ops.report.findings import findings
 from mt_ops.report.html import duration, size
 from mt_ops.report.sections.history import NO_EVENTS, described
 from mt_ops.report.sections.overview import state_of
-from mt_ops.report.sections.time_and_memory import slowest
 
 RECENT = 20
 """Lines of the log from which the speed is taken."""
@@ -110,9 +110,7 @@ def summary(run: Run, now: float | None = None) -> Iterator[str]:
         yield ", ".join(numbers)
     yield from _checkpoint(run, now)
     yield from _time(run)
-    slow = slowest(run.status)
-    if slow is not None:
-        yield f"rank {slow.get('rank')} on {slow.get('host')} waits least for others: they wait for it"
+    yield from findings(run)
     silent = [str(entry.get("rank")) for entry in run.status if is_silent(entry, now)]
     if silent:
         yield f"no sign for {SILENT:g} s of ranks {', '.join(silent[:20])}"

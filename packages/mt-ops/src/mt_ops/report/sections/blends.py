@@ -24,7 +24,7 @@ class Drawn:
 def drawn_data(runs: Sequence[Run]) -> Section | None:
     """Planned and drawn parts of the data sets of a blend."""
     parts = [details(run.name, _table(drawn), is_open=len(runs) == 1) for run in runs if (drawn := drawn_by(run))]
-    return Section("data", "Data drawn from the blend", "".join(parts)) if parts else None
+    return Section("blend", "Data drawn from the blend", "".join(parts)) if parts else None
 
 
 def drawn_by(run: Run) -> list[Drawn]:

@@ -44,8 +44,11 @@ def _by_metric(run: Run) -> dict[str, dict[int, Series]]:
 
 def _map(layers: Mapping[int, Series]) -> str:
     """Rows are layers, columns are ranges of steps; a box has the largest value of its range."""
-    last = max(int(series.steps[-1]) for series in layers.values())
-    edges = np.linspace(0, last + 1, min(COLUMNS, last + 1) + 1)
+    steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
+    last = int(steps[-1])
+    # Equal numbers of lines of the log, so that no column is empty.
+    firsts = np.linspace(0, len(steps), min(COLUMNS, len(steps)), endpoint=False).astype(int)
+    edges = np.append(steps[firsts], last + 1)
     rows = {layer: _largest(series, edges) for layer, series in sorted(layers.items())}
     known = [value for row in rows.values() for value in row if np.isfinite(value)]
     low, high = min(known, default=0.0), max(known, default=0.0)
@@ -56,16 +59,15 @@ def _map(layers: Mapping[int, Series]) -> str:
         for x, value in enumerate(row):
             if np.isfinite(value):
                 level = min(int((value - low) / span * LEVELS), LEVELS - 1)
-                title = f"<title>layer {layer}, steps {edges[x]:.0f} to {edges[x + 1]:.0f}: {value:.4g}</title>"
+                title = f"<title>layer {layer}, steps {edges[x]} to {edges[x + 1] - 1}: {value:.4g}</title>"
                 boxes.append(
                     f'<rect class="h{level}" x="{64 + x * 10}" y="{y * 16}" width="10" height="15">{title}</rect>'
                 )
     width, height = 64 + (len(edges) - 1) * 10, len(rows) * 16
     label = f"heat map of {len(rows)} layers over {last} steps, from {low:.4g} to {high:.4g}"
-    return (
-        f'<div class="scroll" tabindex="0"><svg role="img" aria-label="{label}" width="{width}" height="{height}">'
-        f"{''.join(boxes)}</svg></div>" + note(f"from {low:.4g} (dark) to {high:.4g} (bright), steps 0 to {last:,}")
-    )
+    words = f"from {low:.4g} (dark) to {high:.4g} (bright), steps {steps[0]:,} to {last:,}"
+    svg = f'<svg role="img" aria-label="{label}" width="{width}" height="{height}">{"".join(boxes)}</svg>'
+    return f'<div class="scroll" tabindex="0">{svg}</div>' + note(words)
 
 
 def _largest(series: Series, edges: Any) -> list[float]:

@@ -8,8 +8,10 @@ from html import escape
 
 from mt_core.run_events import account
 from mt_ops.reading.run import Run
-from mt_ops.report.html import Html, Section, duration, note, table
+from mt_ops.report.findings import findings
+from mt_ops.report.html import Html, Section, duration, finding, note, table
 
+MOST_NOTES = 8
 SILENT = 60.0
 """Seconds without a sign after which a run that has not ended counts as stopped."""
 
@@ -20,8 +22,10 @@ def overview(runs: Sequence[Run]) -> Section:
         *("time of training", "effective", "state"),
     ]
     body = table(headers, [_row(run) for run in runs])
-    absent = [note(f"{run.name}: not there: {', '.join(run.missing)}") for run in runs if run.missing]
-    return Section("overview", "Overview", body + "".join(dict.fromkeys(absent[:8])))
+    wrong = [f"{run.name}: {text}" for run in runs for text in findings(run)]
+    absent = [f"{run.name}: not there: {', '.join(run.missing)}" for run in runs if run.missing]
+    notes = [*map(finding, wrong[:MOST_NOTES]), *map(note, dict.fromkeys(absent[:MOST_NOTES]))]
+    return Section("overview", "Overview", body + "".join(notes))
 
 
 def _row(run: Run) -> list[object]:

@@ -90,9 +90,3 @@ def _planned(run: Run, entry: Mapping[str, Any], on_device: bool) -> str:
     measured = entry.get("device_peak_bytes")
     percent = f" ({measured / planned:.0%} of it)" if on_device and planned and measured else ""
     return size(planned) + percent
-
-
-def slowest(status: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The rank that waited least for others: those that it delays wait for it."""
-    waits = [entry for entry in status if "communication" in entry.get("parts", {})]
-    return min(waits, key=lambda entry: entry["parts"]["communication"]) if len(waits) > 1 else None
