@@ -34,11 +34,11 @@ def run_cases(folder: Path, names: list[str]) -> None:
         print(f"\n{name}: mt {' '.join(CASES[name].command)}, {seconds:.1f} s\n{answer}", flush=True)
 
 
-def find(folder: Path, name: str) -> tuple[float, str]:
-    """Trains, draws, asks. Raises AssertionError where the answer does not name the fault in time."""
+def find(folder: Path, name: str, pictures: Path = PICTURES) -> tuple[float, str]:
+    """Trains, draws into the folder of pictures, asks. Raises AssertionError where the fault is not named in time."""
     case = CASES[name]
     case.train(folder)
-    mt(folder, "plot", *case.plot, "-o", str(PICTURES / f"{name}.svg"))
+    mt(folder, "plot", *case.plot, "-o", str(pictures / f"{name}.svg"))
     began = time.perf_counter()
     answer = mt(folder, *case.command, codes=(FOUND, PARTED))
     seconds = time.perf_counter() - began
