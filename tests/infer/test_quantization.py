@@ -19,6 +19,7 @@ from tests.infer.test_families import FAMILIES
 from torch import Tensor, nn
 
 from mt_cli.main import run as mt
+from mt_core._torch_compat import int8_product
 from mt_core.errors import ConfigError
 from mt_core.nn.layout import initialize
 from mt_core.plugins import load_plugins
@@ -28,8 +29,15 @@ from mt_infer.cache.layout import cache_layout
 from mt_infer.config import InferenceConfig
 from mt_infer.engine import InferenceEngine
 from mt_infer.lockstep import LockstepEngine
-from mt_infer.quantization.groups import dequantize, quantize
-from mt_infer.quantization.weights import QuantizedWeight, matrices, quantize_weights, weight_bytes
+from mt_infer.quantization.groups import dequantize, quantize, quantize_int8
+from mt_infer.quantization.int8_product import Int8Matrix
+from mt_infer.quantization.weights import (
+    QuantizedWeight,
+    matrices,
+    quantize_weights,
+    tied_tables,
+    weight_bytes,
+)
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -101,6 +109,70 @@ def test_generation_is_that_of_the_values_stored(family: str, name: str) -> None
     for ours, theirs in zip(found, expected, strict=True):
         assert tokens_of(ours) == tokens_of(theirs)
         assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=1e-5)
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """[..., columns]: each row by_formula, as a group."""
+    rows = [by_formula(row, "int8") for row in x.reshape(-1, x.shape[-1]).tolist()]
+    return torch.tensor(rows).reshape(x.shape)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_products_round_the_rows_of_both_operands(rows: int, bias: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, dense = torch.randn(2, rows, 40, generator=generator), torch.randn(24, 40, generator=generator)
+    added = torch.randn(24, generator=generator) if bias else None
+    weight = Int8Matrix(quantize_int8(dense), torch.float32)
+    expected = (rounded_rows(x).double() @ rounded_rows(dense).double().T).float()
+    expected = expected + added if added is not None else expected
+    torch.testing.assert_close(nn.functional.linear(x, weight, added), expected, atol=1e-5, rtol=1e-5)
+    # The operator that GPUs have gives the same.
+    values, scale = quantize_int8(x.flatten(0, -2))
+    exact = int8_product(values, weight.stored[0]).float() * weight.stored[1].T * scale
+    torch.testing.assert_close(
+        exact.view_as(expected) + (0 if added is None else added), expected, atol=1e-5, rtol=1e-5
+    )
+    torch.testing.assert_close(nn.functional.embedding(torch.tensor([3, 0]), weight), rounded_rows(dense)[[3, 0]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek", "qwen_moe", "gpt_oss"])
+def test_models_with_int8_inputs_compute_the_products_of_rounded_rows(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same engine with rounded weights, whose products round their inputs by the formula; also of experts, and of
+    tied heads."""
+    config = configuration(FAMILIES[family])
+    int8, rounded = new_model(config), new_model(config)
+    for model in (int8, rounded):
+        randomize(model)
+    quantize_weights(int8, InferenceConfig(quantize_weights="int8_dynamic", quantize_output_layer=True))
+    found = run(engine_of(config, model=int8), prompts(9, 4), GREEDY)
+    chosen = [module for _, module in (*matrices(rounded, with_output=True), *tied_tables(rounded))]
+    with torch.no_grad():
+        for module in chosen:
+            module.weight.copy_(rounded_rows(module.weight))
+            if module.weight.ndim == 3:
+                module.product = products_of_rounded_rows
+    known, plain = {module.weight.data_ptr() for module in chosen}, nn.functional.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return plain(rounded_rows(x) if weight.data_ptr() in known else x, weight, bias)
+
+    monkeypatch.setattr(nn.functional, "linear", linear)
+    # The formula is Python, which a recorded step would not call again.
+    eager = configuration(FAMILIES[family], inference={"cuda_graphs": "none"})
+    for ours, theirs in zip(found, run(engine_of(eager, model=rounded), prompts(9, 4), GREEDY), strict=True):
+        # Rounding moves a number by a whole step where the last bit of an input differs; 0.014 was seen.
+        assert logprobs_of(ours) == pytest.approx(logprobs_of(theirs), abs=0.03)
+
+
+def products_of_rounded_rows(x: Tensor, weight: Tensor, groups: Any) -> Tensor:
+    found, x = x.new_zeros(len(x), weight.shape[1]), rounded_rows(x)
+    for (first, end), matrix in zip(groups.bounds, weight, strict=True):
+        found[first:end] = x[first:end] @ matrix.T
+    return found
 
 
 def test_what_is_quantized_and_how_much_it_saves() -> None:
@@ -302,7 +374,7 @@ def test_the_command_shows_what_it_costs(tmp_path: Path, capsys: pytest.CaptureF
     rows = {line[:14].strip(): re.findall(r"[-+]?[\d.]+", line[14:]) for line in shown.splitlines()[1:]}
     losses = {name: abs(float(row[1])) for name, row in rows.items()}
     assert shown.count("dequantized by torch on CPU") == 3
-    assert list(rows) == ["as it is", "weights int8", "weights fp8", "weights int4", "cache int8", "cache fp8"]
+    assert list(rows) == ["as it is", "weights int8", "int8_dynamic", "weights fp8", "weights int4", "cache int8", "cache fp8"]
     assert 1 < float(rows["as it is"][0]) < 100
     assert max(losses[name] for name in ("weights int8", "cache int8")) < 0.5
     assert max(losses[name] for name in ("weights fp8", "cache fp8")) < 3

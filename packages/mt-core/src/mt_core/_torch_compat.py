@@ -405,3 +405,30 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """[M, K] times what pack_linear_weight returned -> [M, N]"""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product
+
+
+def pack_int8_weight(weight: Tensor) -> Tensor | None:
+    """int8 [N, K] in oneDNN's own order, for products on a CPU; None where torch lacks the operators."""
+    if weight.device.type != "cpu" or not hasattr(torch.ops.onednn, "qlinear_prepack"):
+        return None
+    packed: Tensor = torch.ops.onednn.qlinear_prepack(weight, None)
+    return packed
+
+
+def packed_int8_linear(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """int8 [M, K] times what pack_int8_weight returned, times scale [N] -> fp32 [M, N]. zero: zeros [N], int32"""
+    product: Tensor = torch.ops.onednn.qlinear_pointwise(
+        x, 1.0, 0, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [None], ""
+    )
+    return product
+
+
+def int8_product(x: Tensor, weight: Tensor) -> Tensor:
+    """int8 [M, K] and int8 [N, K] -> int32 [M, N], exactly."""
+    rows, columns = x.shape[0], len(weight)
+    if x.device.type == "cuda":
+        # cuBLAS takes more than 16 rows, and multiples of 8 of the other sizes.
+        x = torch.nn.functional.pad(x, (0, -x.shape[1] % 8, 0, max(17 - rows, 0)))
+        weight = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 8, 0, -columns % 8))
+    product: Tensor = torch._int_mm(x, weight.t())
+    return product[:rows, :columns]

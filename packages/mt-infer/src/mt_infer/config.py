@@ -22,13 +22,14 @@ class InferenceConfig(Section):
     """Positions of a block, the unit in which the cache's memory is given."""
     prefix_caching: bool = True
     """Keep what was computed for prompts, for others that begin alike."""
-    quantize_weights: Literal["int8", "int4", "fp8"] | None = None
+    quantize_weights: Literal["int8", "int8_dynamic", "int4", "fp8"] | None = None
     """Store matrices in 8 or 4 bits, quantized when a checkpoint is loaded. Embeddings, norms, routers and, without
-    quantize_output_layer, the LM head keep their dtype. Default: all do."""
+    quantize_output_layer, the LM head keep their dtype. int8_dynamic: inputs of products are int8 too, each position's
+    with a scale of its own. Default: all keep their dtype."""
     quantize_group_size: PositiveInt = used_when(128, quantize_weights=("int8", "int4", "fp8"))
     """Input features of a matrix that share a scale."""
-    quantize_output_layer: bool = used_when(False, quantize_weights=("int8", "int4", "fp8"))
-    """Quantize the LM head too, where it is not tied to the embeddings."""
+    quantize_output_layer: bool = used_when(False, quantize_weights=("int8", "int8_dynamic", "int4", "fp8"))
+    """Quantize the LM head too, where it is not tied to the embeddings; with int8_dynamic tied embeddings too."""
     cuda_graphs: Literal["auto", "none", "decode"] = "auto"
     """Capture steps that compute one position of each sequence as CUDA graphs, one for each of a few batch sizes.
     auto: where the device and the model allow it; on a CPU their operators are recorded."""

@@ -183,6 +183,7 @@ Settings = Mapping[str, Mapping[str, Any]]
 FORMS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "weights int8": {"quantize_weights": "int8"},
+    "int8_dynamic": {"quantize_weights": "int8_dynamic"},
     "weights fp8": {"quantize_weights": "fp8"},
     "weights int4": {"quantize_weights": "int4"},
     "cache int8": {"cache_dtype": "int8"},

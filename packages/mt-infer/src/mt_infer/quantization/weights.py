@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from mt_core.errors import ConfigError
-from mt_core.nn.embedding import VocabParallelOutput
+from mt_core.nn.embedding import VocabParallelEmbedding, VocabParallelOutput
 from mt_core.nn.kernels.request import KernelRequest, supports_triton
 from mt_core.nn.layout import LayoutModule
 from mt_core.nn.linear import LinearModule
 from mt_infer.config import InferenceConfig
-from mt_infer.quantization.groups import INT4_PER_WORD, Stored, dequantize, quantize
+from mt_infer.quantization.groups import INT4_PER_WORD, Stored, dequantize, quantize, quantize_int8
+from mt_infer.quantization.int8_product import Int8Matrix, expert_products
 
 FP8_SINCE = (8, 9)
 """Compute capability."""
@@ -39,8 +40,14 @@ def kernel_objection(name: str, device: torch.device, dtype: torch.dtype) -> str
     return None
 
 
+DYNAMIC = "int8_dynamic"
+"""The format whose products quantize their inputs too; see int8_product.py."""
+
+
 def product_description(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """How products with weights of this format are computed, for people."""
+    if name == DYNAMIC:
+        return f"int8 by int8 on {device.type.upper()}"
     objection = kernel_objection(name, device, dtype)
     if objection is None:
         return f"Triton weight-only kernel on {device.type.upper()}"
@@ -51,6 +58,25 @@ def product_description(name: str, device: torch.device, dtype: torch.dtype) -> 
 WEIGHT = "weight"
 EXPERT_AXIS = "edp"
 """The replicas of what experts own: their matrices are [experts, out, in]."""
+
+
+class Int8Weight(nn.Module):
+    """Parametrization of a weight [..., out, in] of int8_dynamic: a scale for each output feature."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.dtype = weight.dtype
+        self.product_description = product_description(DYNAMIC, weight.device, weight.dtype)
+        self._matrix: Int8Matrix | None = None
+        """Kept, since what oneDNN packs with the first product belongs to it."""
+
+    def forward(self, *stored: Tensor) -> Tensor:
+        if self._matrix is None or self._matrix.stored[0] is not stored[0]:
+            self._matrix = Int8Matrix(stored, self.dtype)
+        return self._matrix
+
+    def right_inverse(self, weight: Tensor) -> Stored:
+        return quantize_int8(weight.float())
 
 
 class QuantizedWeight(nn.Module):
@@ -86,20 +112,27 @@ def quantize_weights(model: nn.Module, options: InferenceConfig) -> None:
     refuse_impossible(model, options)
     # A list: parametrizations add modules to the model below.
     chosen = list(matrices(model, with_output=options.quantize_output_layer))
+    if name == DYNAMIC and options.quantize_output_layer:
+        chosen += tied_tables(model)
     for path, module in chosen:
         require_whole_groups(path, module, options)
     for _, module in chosen:
         module.requires_grad_(False)
-        weight = QuantizedWeight(getattr(module, WEIGHT), name, group)
+        dense = getattr(module, WEIGHT)
+        weight = Int8Weight(dense) if name == DYNAMIC else QuantizedWeight(dense, name, group)
         # unsafe: what is stored has other shapes and dtypes than the weight.
         parametrize.register_parametrization(module, WEIGHT, weight, unsafe=True)
         # Their grouped product is a function of the module, not F.linear.
-        if weight.uses_kernel and is_expert_matrix(module):
-            multiply_as_stored(module)
+        if is_expert_matrix(module):
+            multiply_as_stored(module, weight)
 
 
-def multiply_as_stored(module: LayoutModule) -> None:
+def multiply_as_stored(module: LayoutModule, weight: QuantizedWeight | Int8Weight) -> None:
     """The matrices of experts; F.linear, which all others go through, reads a QuantizedTensor as it is stored."""
+    if isinstance(weight, Int8Weight):
+        module.product = expert_products  # type: ignore[assignment]
+    if not isinstance(weight, QuantizedWeight) or not weight.uses_kernel:
+        return
     from mt_infer.quantization.tensor import QuantizedGroupedProduct
 
     module.product = QuantizedGroupedProduct(module.product)  # type: ignore[assignment, arg-type]
@@ -113,6 +146,13 @@ def matrices(model: nn.Module, *, with_output: bool) -> Iterator[tuple[str, Layo
             yield path, module
 
 
+def tied_tables(model: nn.Module) -> Iterator[tuple[str, LayoutModule]]:
+    """Token embeddings that are the LM head too."""
+    modules = list(model.named_modules())
+    if not any(isinstance(module, VocabParallelOutput) for _, module in modules):
+        yield from ((path, module) for path, module in modules if isinstance(module, VocabParallelEmbedding))
+
+
 def is_expert_matrix(module: nn.Module) -> bool:
     layout = module.layouts.get(WEIGHT) if isinstance(module, LayoutModule) else None
     # Recognized by its declared layout, since mt_infer does not import mt_moe.
@@ -121,6 +161,8 @@ def is_expert_matrix(module: nn.Module) -> bool:
 
 def require_whole_groups(path: str, module: LayoutModule, options: InferenceConfig) -> None:
     """A group is of one rank, so that every layout stores the same numbers."""
+    if options.quantize_weights == DYNAMIC:
+        return  # a rank's part of an output feature has a scale, as its inputs have
     layout, columns, group = module.layouts[WEIGHT], getattr(module, WEIGHT).shape[-1], options.quantize_group_size
     # This rank has a part of the input features. If its boundary cut a group, ranks would have scales of other numbers
     # than one rank alone, and other results.
@@ -141,16 +183,20 @@ def refuse_impossible(model: nn.Module, options: InferenceConfig) -> None:
             f"use {group + -group % INT4_PER_WORD}"
         )
     has_output = any(isinstance(module, VocabParallelOutput) for module in model.modules())
-    if options.quantize_output_layer and not has_output:
+    if options.quantize_output_layer and not has_output and options.quantize_weights != DYNAMIC:
         raise ConfigError(
             "inference.quantize_output_layer=true, but the model has no LM head of its own here: it is tied to the "
-            "token embeddings, which stay as they are; leave the key out"
+            "token embeddings, which stay as they are; leave the key out, or set "
+            'inference.quantize_weights="int8_dynamic", which quantizes tied embeddings too'
         )
 
 
 def product_of(model: nn.Module) -> str:
     """How products with quantized weights are computed, for people; empty for a model without."""
-    return next((module.product_description for module in model.modules() if isinstance(module, QuantizedWeight)), "")
+    return next(
+        (module.product_description for module in model.modules() if isinstance(module, QuantizedWeight | Int8Weight)),
+        "",
+    )
 
 
 def weight_bytes(model: nn.Module) -> int:
