@@ -81,6 +81,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"dataset_type": "mock", "seq_length": 32},
         "cross_entropy",
     ),
+    "kimi_linear": (
+        {**WORDS, **LATENT, **DELTA_NET, "linear_num_value_heads": 2, "ffn_hidden_size": 64},
+        {"dataset_type": "mock", "seq_length": 32},
+        "cross_entropy",
+    ),
     "deepseek": (
         {**WORDS, **LATENT, "ffn_hidden_size": 64, "max_position_embeddings": 32, "mtp_num_layers": 1},
         {"dataset_type": "mock", "seq_length": 32},
