@@ -374,7 +374,15 @@ def test_the_command_shows_what_it_costs(tmp_path: Path, capsys: pytest.CaptureF
     rows = {line[:14].strip(): re.findall(r"[-+]?[\d.]+", line[14:]) for line in shown.splitlines()[1:]}
     losses = {name: abs(float(row[1])) for name, row in rows.items()}
     assert shown.count("dequantized by torch on CPU") == 3
-    assert list(rows) == ["as it is", "weights int8", "int8_dynamic", "weights fp8", "weights int4", "cache int8", "cache fp8"]
+    assert list(rows) == [
+        "as it is",
+        "weights int8",
+        "int8_dynamic",
+        "weights fp8",
+        "weights int4",
+        "cache int8",
+        "cache fp8",
+    ]
     assert 1 < float(rows["as it is"][0]) < 100
     assert max(losses[name] for name in ("weights int8", "cache int8")) < 0.5
     assert max(losses[name] for name in ("weights fp8", "cache fp8")) < 3

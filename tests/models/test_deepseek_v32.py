@@ -257,6 +257,7 @@ def test_flops_of_chosen_keys() -> None:
     [
         ({"dsa_indexer_head_dim": 4}, "dsa_indexer_head_dim=4 is below the channels that positions rotate"),
         ({"dsa_dense_warmup": True}, "dsa_dense_warmup=true would be ignored: set model.dsa_indexer_loss_coeff"),
+        ({"attention_backend": "flex"}, "attention_backend=flex cannot serve data.seq_length=16"),
         ({"dsa_indexer_use_sparse_loss": True}, "dsa_indexer_use_sparse_loss=true would be ignored"),
     ],
 )

@@ -104,7 +104,9 @@ class KimiDeltaNet(LayoutModule):
         weights = self.scan_weights()
 
         def advance(new: tuple[Tensor, ...], state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-            return self.scan.advance(*new, weights, *state)
+            mixed, b, a = new
+            past, before = state
+            return self.scan.advance(mixed, b, a, weights, past, before)
 
         return cache.advance(self, advance, inputs)
 

@@ -56,22 +56,21 @@ def chunked_kimi_rule(
     outputs = []
     for start in range(0, q.shape[2], chunk_size):
         span = slice(start, start + chunk_size)
-        parts = [x[:, :, span] for x in (q, k, v, g, beta)]
+        part = tuple(x[:, :, span] for x in (q, k, v, g, beta))
         own = None if documents is None else documents[:, span]
         if torch.is_grad_enabled():
-            o, state = checkpoint(_chunk, state, *parts, own, before, use_reentrant=False)
+            o, state = checkpoint(_chunk, state, part, own, before, use_reentrant=False)
         else:
-            o, state = _chunk(state, *parts, own, before)
+            o, state = _chunk(state, part, own, before)
         before = None if own is None else own[:, -1]
         outputs.append(o)
     return torch.cat(outputs, 2).transpose(1, 2).to(inputs.v.dtype), state
 
 
-def _chunk(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, own: Tensor | None, before: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """state [B, H, D, V]; q, k, g [B, H, L, D], v [B, H, L, V], beta [B, H, L]; own [B, L]: documents, before [B]: that
-    of the state -> o [B, H, L, V] and the state behind the chunk."""
+def _chunk(state: Tensor, part: tuple[Tensor, ...], own: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """state [B, H, D, V]; part: q and k [B, H, L, D], v [B, H, L, V], g [B, H, L, D], beta [B, H, L];
+    own [B, L]: documents, before [B]: that of the state -> o [B, H, L, V] and the state behind the chunk."""
+    q, k, v, g, beta = part
     total = g.cumsum(2)
     reach, to_end = total.exp(), (total[:, :, -1:] - total).exp()
     hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)

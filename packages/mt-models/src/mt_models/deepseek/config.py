@@ -91,7 +91,7 @@ class DeepseekConfig(DecoderConfig):
             # DeepSeek-V3's prediction layer is MoE, as its last layer is.
             pattern = layers + [layers[-1]] * self.mtp_num_layers
             changed["moe"] = {**self.moe, "moe_layer_freq": frequency_of(pattern)}
-        counted = type(self).model_construct(self.model_fields_set, **{**dict(self), **changed})
+        counted = self.model_copy(update=changed)
         counted._predicted_layers = self.mtp_num_layers
         return counted
 

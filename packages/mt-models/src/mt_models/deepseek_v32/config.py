@@ -81,6 +81,12 @@ def _check_layout(config: Config, model: DeepseekV32Config) -> None:
             "hold; set it to 1, and share a sequence by parallel.tensor_model_parallel_size and "
             "parallel.sequence_parallel"
         )
+    if model.attention_backend == "flex" and config.data.seq_length > model.dsa_indexer_topk:
+        raise ConfigError(
+            f"model.attention_backend=flex cannot serve data.seq_length={config.data.seq_length} above "
+            f"model.dsa_indexer_topk={model.dsa_indexer_topk}: the choice of keys is one for all heads, which it does "
+            "not take; use sdpa or auto"
+        )
     if config.numerics.batch_invariant:
         raise ConfigError(
             f"numerics.batch_invariant cannot be combined with model.family={model.family}: its kernels of attention "
