@@ -52,7 +52,7 @@ def changes(config: Any, known: ConfigMap | None) -> Iterator[tuple[Path, Any]]:
         others = [*of_annotation(annotation), *_near(value), *words_near(config, name, value)]
         yield from (((name,), other) for other in _distinct(others) if not _same(other, value))
     for name, part in vars(config).items():
-        if is_dataclass(part):
+        if is_dataclass(part) and hasattr(part, "to_dict"):
             yield from (((name, *path), value) for path, value in changes(part, None))
 
 

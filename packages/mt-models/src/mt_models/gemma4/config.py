@@ -64,6 +64,12 @@ class Gemma4Config(RMSNormDecoderConfig):
     def keys_are_values(self, layer: int) -> bool:
         return self.attention_k_eq_v and self.is_global(layer)
 
+    @property
+    def is_divisible(self) -> bool:
+        """Whether layers read the hidden states of the layer before them alone, so that pipeline stages can hold
+        them."""
+        return not (self.hidden_size_per_layer_input or self.num_kv_shared_layers)
+
     def of_layer(self, layer: int) -> Gemma4Config:
         """The configuration with the sizes that a layer has."""
         sizes: dict[str, Any] = {}

@@ -200,6 +200,11 @@ class Gemma4Model(SoftcappedDecoder):
             self.per_layer_inputs = PerLayerInputs(config, context.parallel)
         self.rotary = build_gemma4_rotary(config)
 
+    @property
+    def is_divisible(self) -> bool:  # type: ignore[override]
+        """Whether layers read the hidden states of the layer before them alone."""
+        return self.config.is_divisible
+
     def through_layers(
         self,
         hidden: Tensor,
