@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mt_core.config import load_config
 from mt_core.config.schema import Config
 from mt_core.errors import MtError, PluginError
+from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 from mt_core.train.checkpoint.run_directory import RunDirectory
 from mt_core.train.reporting.log_files import build_log_file
 from mt_core.train.reporting.step_metrics import peak_of_name
-from mt_core.train.trackers.tracker import IDS_FILE, _read_ids
+from mt_core.train.tracker import IDS_FILE, _read_ids
 
 MEGATRON_LINE = re.compile(  # of programs that read Megatron-LM's logs
     r"^ \[[\d-]+ [\d:.]+\] iteration +(?P<iteration>\d+)/ +(?P<last>\d+) \| consumed samples: +(?P<samples>\d+)"
@@ -174,7 +176,7 @@ def build_broken_at_start(config: Config) -> Broken:
 
 
 def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(tiny, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("mt_core.train.trackers.services.build_wandb", build_broken)
+    monkeypatch.setattr("mt_ops.trackers.services.build_wandb", build_broken)
     result = Trainer(tiny('logging.trackers=["wandb"]'), run_dir=tmp_path).train()
     assert result.state.iteration == 6
     text = (tmp_path / "log.txt").read_text()
@@ -182,17 +184,22 @@ def test_a_tracker_that_fails_is_reported_once_and_stops_nothing(tiny, tmp_path:
 
 
 def test_a_tracker_that_cannot_start_is_an_error(tiny, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("mt_core.train.trackers.services.build_wandb", build_broken_at_start)
+    monkeypatch.setattr("mt_ops.trackers.services.build_wandb", build_broken_at_start)
     with pytest.raises(PluginError, match="wandb does not start: no route to host; correct its settings"):
         Trainer(tiny('logging.trackers=["wandb"]'), run_dir=tmp_path).train()
 
 
+def test_without_the_distribution_of_trackers_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MT_PLUGINS", "core,models,data")
+    host = load_plugins()
+    with pytest.raises(PluginError, match=r"logging.trackers=comet needs a callback .*pip install 'mt-ops\[comet\]'"):
+        load_config(preset="gpt-tiny", overrides=['logging.trackers=["comet"]'], host=host)
+
+
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
 def test_a_missing_package_is_named_before_anything_is_built(tiny, monkeypatch, tracker: str) -> None:
-    monkeypatch.setattr("mt_core.train.trackers.tracker.find_spec", lambda name: None)
-    with pytest.raises(
-        PluginError, match=rf'{tracker} needs the package {tracker}; pip install "mt-core\[{tracker}\]"'
-    ):
+    monkeypatch.setattr("mt_core.train.tracker.find_spec", lambda name: None)
+    with pytest.raises(PluginError, match=rf'{tracker} needs the package {tracker}; pip install "mt-ops\[{tracker}\]"'):
         Trainer(tiny(f'logging.trackers=["{tracker}"]'))
 
 

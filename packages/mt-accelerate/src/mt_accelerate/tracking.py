@@ -21,7 +21,7 @@ from mt_core.specs import CALLBACKS
 from mt_core.train import Engine, StepRecord
 from mt_core.train.reporting.step_metrics import StepMetrics
 from mt_core.train.step.optimizer_step import StepOutcome
-from mt_core.train.trackers.tracker import MetricWriter, TrackedRun, Tracker, evaluation_values, log_values, step_values
+from mt_core.train.tracker import MetricWriter, TrackedRun, Tracker, evaluation_values, log_values, step_values
 
 
 class LoggerType(StrEnum):

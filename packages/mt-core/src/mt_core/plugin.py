@@ -225,11 +225,6 @@ def mt_register_losses() -> list[LossSpec]:
     ]
 
 
-def _tracker(name: str, doc: str) -> CallbackSpec:
-    module = "mt_core.train.trackers.services"
-    return CallbackSpec(name=name, doc=doc, build=Lazy(f"{module}:build_{name}"))
-
-
 @hookimpl
 def mt_register_run_requests() -> list[RunRequestSpec]:
     answers = "mt_core.train.run_control:answer_"
@@ -298,11 +293,6 @@ def mt_register_callbacks() -> list[CallbackSpec]:
             build=Lazy("mt_core.train.reporting.log_files:build_log_file"),
             always=True,
         ),
-        _tracker("tensorboard", "Metrics in TensorBoard's event files"),
-        _tracker("wandb", "Metrics in Weights & Biases"),
-        _tracker("mlflow", "Metrics in MLflow"),
-        _tracker("trackio", "Metrics in trackio"),
-        _tracker("comet", "Metrics in Comet"),
     ]
 
 

@@ -388,7 +388,10 @@ class CallbackSpec(Spec):
     """Whether each rank has one. Others run on rank 0 alone, since they write files or to the terminal."""
 
 
-CALLBACKS = Kind("callbacks", "a callback", CallbackSpec, "mt-core")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "comet")
+CALLBACKS = Kind(
+    "callbacks", "a callback", CallbackSpec, "mt-core", homes={name: f"'mt-ops[{name}]'" for name in TRACKERS}
+)
 
 
 class AnswerRunRequest(Protocol):

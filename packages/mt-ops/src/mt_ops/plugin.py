@@ -11,6 +11,11 @@ def _command(name: str, doc: str) -> CommandSpec:
     return CommandSpec(name=name, doc=doc, app=Lazy(f"mt_ops.commands.{name}:{name}"))
 
 
+def _tracker(name: str, doc: str) -> CallbackSpec:
+    module = "mt_ops.trackers.services"
+    return CallbackSpec(name=name, doc=doc, build=Lazy(f"{module}:build_{name}"))
+
+
 @hookimpl
 def mt_register_callbacks() -> list[CallbackSpec]:
     return [
@@ -18,7 +23,12 @@ def mt_register_callbacks() -> list[CallbackSpec]:
             name="memory_plan",
             doc="Records the memory that mt plan expects of each rank, which mt report shows beside the measured",
             build=Lazy("mt_ops.memory_plan:build_memory_plan"),
-        )
+        ),
+        _tracker("tensorboard", "Metrics in TensorBoard's event files"),
+        _tracker("wandb", "Metrics in Weights & Biases"),
+        _tracker("mlflow", "Metrics in MLflow"),
+        _tracker("trackio", "Metrics in trackio"),
+        _tracker("comet", "Metrics in Comet"),
     ]
 
 

@@ -177,6 +177,6 @@ def require_package(module: str, tracker: str) -> None:
     """Raises PluginError, saying what to install, when the tracker's package is missing."""
     if find_spec(module) is None:
         raise PluginError(
-            f'logging.trackers: {tracker} needs the package {module}; pip install "mt-core[{tracker}]", or take '
+            f'logging.trackers: {tracker} needs the package {module}; pip install "mt-ops[{tracker}]", or take '
             f"{tracker} out of the list"
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
-from mt_core.train.trackers.tracker import TrackedRun, Tracker, require_package
+from mt_core.train.tracker import TrackedRun, Tracker, require_package
 
 LONGEST_PARAM = 500
 """Characters of a parameter's value that all of MLflow's stores take."""

@@ -1,1 +1,0 @@
-"""Trackers of metrics, named by logging.trackers: TensorBoard, Weights & Biases, MLflow, trackio, Comet."""
