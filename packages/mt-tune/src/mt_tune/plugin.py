@@ -20,6 +20,7 @@ from mt_core.specs import (
 from mt_tune.preferences.samples import PAIR_SAMPLE, UNPAIRED_SAMPLE
 from mt_tune.reward_models.samples import PROCESS_SAMPLE, REWARD_SAMPLE
 from mt_tune.rewards.reward_specs import REWARDS, RewardSpec
+from mt_tune.rl.samples import PROMPT_SAMPLE
 
 if TYPE_CHECKING:
     from mt_core.config.schema import Config
@@ -37,6 +38,11 @@ def mt_register_commands() -> list[CommandSpec]:
             name="tune",
             doc="Go on training a model: instructions, adapters, preferences, rewards",
             app=Lazy("mt_tune.commands.app:app"),
+        ),
+        CommandSpec(
+            name="rollouts",
+            doc="Completions that a run drew and was trained on, with their rewards",
+            app=Lazy("mt_tune.commands.rollouts:rollouts"),
         ),
         CommandSpec(
             name="ckpt merge-adapter",
@@ -106,6 +112,12 @@ def mt_register_sections() -> list[SectionSpec]:
             name="rewards",
             doc="Reward functions of generated texts, and the processes that they run in",
             config_type=Lazy("mt_tune.rewards.config:RewardsConfig"),
+            affects_training=True,
+        ),
+        SectionSpec(
+            name="rl",
+            doc="Reinforcement learning: completions that are drawn, advantages, the loss of a policy",
+            config_type=Lazy("mt_tune.rl.config:RLConfig"),
             affects_training=True,
         ),
         SectionSpec(
@@ -241,6 +253,11 @@ def mt_register_losses() -> list[LossSpec]:
             build=Lazy("mt_tune.preferences.unpaired_objective:build_unpaired_loss"),
         ),
         LossSpec(
+            name="policy",
+            doc="Losses of a policy by the advantages of what it drew ([rl]): PPO, GRPO, DAPO, GSPO, CISPO",
+            build=Lazy("mt_tune.rl.objective:build_policy_loss"),
+        ),
+        LossSpec(
             name="distillation",
             doc="A divergence from the distributions of a teacher ([distillation]), and cross entropy",
             build=Lazy("mt_tune.distill.objective:build_distillation_loss"),
@@ -261,6 +278,14 @@ def mt_register_losses() -> list[LossSpec]:
 @hookimpl
 def mt_register_datasets() -> list[DatasetSpec]:
     return [
+        DatasetSpec(
+            name="prompts",
+            doc="Prompts that the model completes, with columns for rewards",
+            config_type=Lazy("mt_tune.rl.config:PromptDataConfig"),
+            build=Lazy("mt_tune.rl.prompts:build_prompts"),
+            checkpoint_files=Lazy("mt_data.datasets.sft.config:checkpoint_files"),
+            sample=PROMPT_SAMPLE,
+        ),
         DatasetSpec(
             name="preference",
             doc="Pairs of a chosen and a rejected answer, packed, each answer a segment",
@@ -307,6 +332,11 @@ def mt_register_batch_sources() -> list[BatchSourceSpec]:
             name="unpaired_reference",
             doc="The same of single answers, with what their implicit rewards are compared with",
             build=Lazy("mt_tune.preferences.unpaired_reference:UnpairedReferenceSource"),
+        ),
+        BatchSourceSpec(
+            name="rollouts",
+            doc="Completions that the trained model draws, with rewards and advantages ([rl], [rewards])",
+            build=Lazy("mt_tune.rl.source:RolloutSource"),
         ),
         BatchSourceSpec(
             name="teacher",
@@ -362,11 +392,13 @@ def mt_check_config(config: Config) -> None:
     from mt_tune.preferences.config import check_preference
     from mt_tune.quantized_training.config import check_quantize
     from mt_tune.reward_models.config import check_score_head
+    from mt_tune.rl.config import check_rl
     from mt_tune.sft.config import check_tune
 
     check_adapter(config)
     check_quantize(config)
     check_tune(config)
     check_preference(config)
+    check_rl(config)
     check_distillation(config)
     check_score_head(config)

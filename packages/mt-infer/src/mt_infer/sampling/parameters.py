@@ -121,6 +121,8 @@ class SamplingParameters:
     runs; None: another each time. n: number of sequences; best_of: the n with the best mean log-probability of so many.
     logprobs: how many likeliest tokens to report beside each sampled one; None: no log-probabilities. prompt_logprobs:
     the same of the prompt's tokens, from number prompt_logprobs_start on; those before it may come from the cache.
+    drawn_logprobs: of sampled tokens report those of the logits divided by the temperature, as training by rewards
+    computes them.
 
     num_beams: above 1, beam search; then n of the beams are returned, early_stopping and length_penalty are those of
     transformers.
@@ -167,6 +169,7 @@ class SamplingParameters:
     grammar: str | None = None
     choices: tuple[str, ...] = ()
     priority: int = 0
+    drawn_logprobs: bool = False
 
     def __post_init__(self) -> None:
         # object.__setattr__: the dataclass is frozen. Lists first: what they may hold is checked by their readers.

@@ -40,10 +40,20 @@ class Sampled:
 def sample(logits: Tensor, rows: Sequence[SamplingRow], shares: Sequence[int] = ()) -> list[Sampled]:
     """logits [B, vocab] in fp32, one for each row -> its token. shares: see log_probabilities."""
     tokens = choose(logits, rows)
-    reported = log_probabilities(logits, tokens, [row.sampling.logprobs for row in rows], shares)
+    wanted = [row.sampling.logprobs for row in rows]
+    reported = log_probabilities(drawn_logits(logits, rows), tokens, wanted, shares)
     # Marked on the device and read with the tokens, for which the host waits anyway.
     read = tokens.masked_fill(_is_not_finite(logits), NOT_FINITE).tolist()
     return [Sampled(token, found) for token, found in zip(read, reported, strict=True)]
+
+
+def drawn_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """[B, vocab] divided by the temperature in rows that request the log-probabilities of drawing."""
+    temperatures = [row.sampling.temperature if row.sampling.drawn_logprobs else 1.0 for row in rows]
+    if all(temperature in (0.0, 1.0) for temperature in temperatures):
+        return logits
+    divisors = [temperature or 1.0 for temperature in temperatures]
+    return logits / torch.tensor(divisors, dtype=logits.dtype, device=logits.device)[:, None]
 
 
 def _is_not_finite(logits: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import typer
 
 from mt_core.commands import with_fields
 from mt_tune.commands.distill import distill
+from mt_tune.commands.grpo import grpo
 from mt_tune.commands.preferences import dpo, kto, orpo
 from mt_tune.commands.prune import prune
 from mt_tune.commands.reward import reward
@@ -19,6 +20,7 @@ app.command("kto")(with_fields(kto))
 app.command("distill")(with_fields(distill))
 app.command("prune")(prune)
 app.command("reward")(with_fields(reward))
+app.command("grpo")(with_fields(grpo))
 
 
 @app.callback()

@@ -1,0 +1,240 @@
+"""`mt tune grpo`: reinforcement learning on prompts, with rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mt_core.commands import host_of, need
+from mt_core.errors import ConfigError, DataError, did_you_mean
+from mt_tune.commands.options import DATA, AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
+from mt_tune.commands.recipe import (
+    LONGEST,
+    Amount,
+    Tree,
+    adapter_section,
+    carry_out,
+    data_section,
+    merged,
+    model_sections,
+    rate_sections,
+    training_sections,
+)
+
+if TYPE_CHECKING:
+    from mt_core.plugins import PluginHost
+    from mt_tune.rl.prompts import Prompt
+
+LR = 1e-6
+GROUPS = 8
+"""Prompts of a step by default."""
+LARGEST_MICRO_BATCH = 8
+EVALUATIONS = 10
+"""Times that a run evaluates and saves by default."""
+LOSS = "Loss"
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """What is drawn, and how it is judged."""
+
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A reward, repeatable: a registered name (mt plugins), or FILE.py:FUNCTION of code that you trust."
+        ),
+    ] = None
+    weight: Annotated[
+        list[float] | None, typer.Option(help="Its factor in the sum, one for each --reward. Default: 1.")
+    ] = None
+    prompt_format: Annotated[
+        str | None,
+        typer.Option(
+            "--prompts",
+            help="Prompts that are texts: complete them as they are (text), or make them a user's message "
+            "(user_message).",
+            rich_help_panel=DATA,
+        ),
+    ] = None
+    group_size: Annotated[int | None, typer.Option(help="Completions of a prompt. Default: 8.", min=1)] = None
+    max_completion_length: Annotated[int | None, typer.Option(help="Tokens of a completion. Default: 256.", min=1)] = (
+        None
+    )
+    temperature: Annotated[float | None, typer.Option(help="Of sampling and of the loss. Default: 1.")] = None
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """What is minimized."""
+
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            help="grpo, dapo, dr_grpo, rloo, reinforce++, reinforce++-baseline, gspo, cispo or sapo: keys of [rl] and "
+            "the mean of the loss; --show has them.",
+            rich_help_panel=LOSS,
+        ),
+    ] = "grpo"
+    beta: Annotated[
+        float | None, typer.Option(help="Weight of the divergence from MODEL. Default: 0.", rich_help_panel=LOSS)
+    ] = None
+
+
+def grpo(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, a checkpoint, a run or a preset.")],
+    data: Annotated[list[str], typer.Argument(help="Prompts: JSON lines, JSON arrays or Parquet; files or patterns.")],
+    records: RecordOptions,
+    rollouts: RolloutOptions,
+    policy: PolicyOptions,
+    training: TrainingOptions,
+    adapter: AdapterOptions,
+    output: OutputOptions,
+) -> None:
+    """Train a model by rewards of what it writes itself; --show prints the configuration."""
+    need("torch", "mt-models", "mt-data", "mt-ckpt", "mt-infer", command="mt tune grpo")
+    host = host_of(context)
+    preset, of_model = model_sections(model, host)
+    base = merged(of_model, adapter_section(adapter), reward_sections(rollouts))
+    data_keys = _data_keys(data, records, rollouts)
+    prompts, validated = examine_prompts(host, preset, merged(base, {"data": data_keys}), training)
+    if not validated:
+        data_keys["split"] = "100,0,0"
+    rl = rl_section(rollouts, policy)
+    size = rl.get("group_size", GROUP_SIZE)
+    amounts = with_amounts(training, len(prompts), size)
+    length = training_sections(amounts, Amount(len(prompts), output.nproc or 1))
+    longest = max(len(prompt.tokens) for prompt in prompts) + rl.get("max_completion_length", MOST_TOKENS) - 1
+    data_keys["seq_length"] = training.seq_length or -(-longest // 8) * 8
+    rates = rate_sections(amounts, adapter, length["train"]["train_iters"], lr=LR, own=preset is not None)
+    sections = merged(base, {"data": data_keys}, length, _intervals(length["train"]["train_iters"]), rates, {"rl": rl})
+    sections = merged(sections, _mean_of_loss(policy.algorithm, sections["train"]["global_batch_size"], rl))
+    train = sections["train"]
+    typer.echo(
+        f"{len(prompts)} prompts, {train['train_iters']} steps of {train['global_batch_size']} completions, {size} of "
+        f"each prompt{'' if validated else '; nothing is held out'}",
+        err=True,
+    )
+    carry_out(context, preset, sections, training, output, Path("runs") / f"{Path(model).resolve().name}-grpo")
+
+
+GROUP_SIZE, MOST_TOKENS = 8, 256
+ALGORITHMS: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "grpo": ({"advantage": "grpo"}, "sequences"),
+    "dapo": ({"advantage": "grpo", "epsilon_high": 0.28, "dynamic_sampling": True}, "tokens"),
+    "dr_grpo": ({"advantage": "dr_grpo"}, "constant"),
+    "rloo": ({"advantage": "rloo", "kl_in": "reward"}, "constant"),
+    "reinforce++": ({"advantage": "reinforce_plus_plus", "kl_in": "reward"}, "tokens"),
+    "reinforce++-baseline": ({"advantage": "reinforce_plus_plus_baseline"}, "tokens"),
+    "gspo": ({"advantage": "grpo", "loss": "gspo", "epsilon": 3e-4, "epsilon_high": 4e-4}, "sequences"),
+    "cispo": ({"advantage": "grpo", "loss": "cispo"}, "tokens"),
+    "sapo": ({"advantage": "grpo", "loss": "sapo"}, "sequences"),
+}
+"""Name -> keys of [rl], and train.loss_normalization."""
+
+
+def rl_section(rollouts: RolloutOptions, policy: PolicyOptions) -> dict[str, Any]:
+    if policy.algorithm not in ALGORITHMS:
+        raise ConfigError(
+            f"--algorithm {policy.algorithm}: it can be {', '.join(ALGORITHMS)}"
+            f"{did_you_mean(policy.algorithm, ALGORITHMS)}"
+        )
+    options = {
+        "group_size": rollouts.group_size,
+        "max_completion_length": rollouts.max_completion_length,
+        "temperature": rollouts.temperature,
+        "beta": policy.beta,
+    }
+    keys = {**ALGORITHMS[policy.algorithm][0], **{key: value for key, value in options.items() if value is not None}}
+    if policy.algorithm == "dapo":
+        keys["overlong_buffer"] = keys.get("max_completion_length", MOST_TOKENS) // 5
+    return keys
+
+
+def _mean_of_loss(algorithm: str, batch: int, rl: Mapping[str, Any]) -> Tree:
+    normalization = ALGORITHMS[algorithm][1]
+    train: dict[str, Any] = {"loss": "policy", "batch_source": "rollouts", "loss_normalization": normalization}
+    if normalization == "constant":
+        # Dr. GRPO divides by the longest possible completions, RLOO by the number of completions.
+        each = rl.get("max_completion_length", MOST_TOKENS) if algorithm == "dr_grpo" else 1
+        train["loss_divisor"] = float(batch * each)
+    return {"train": train}
+
+
+def reward_sections(options: RolloutOptions) -> Tree:
+    """Raises ConfigError without a reward."""
+    if not options.reward:
+        raise ConfigError(
+            "mt tune grpo needs --reward, which judges completions: a registered name (mt plugins lists them), or "
+            "FILE.py:FUNCTION"
+        )
+    functions, modules = [], list[str]()
+    for text in options.reward:
+        file, _, function = text.rpartition(":")
+        if file.endswith(".py"):
+            modules += [] if file in modules else [file]
+            functions.append(f"{Path(file).stem}:{function}")
+        else:
+            functions.append(text)
+    section: dict[str, Any] = {"functions": functions}
+    section |= {"modules": modules} if modules else {}
+    section |= {"weights": options.weight} if options.weight else {}
+    return {"rewards": section}
+
+
+def _data_keys(data: list[str], records: RecordOptions, rollouts: RolloutOptions) -> dict[str, Any]:
+    keys = data_section("prompts", data, records, preset=None)
+    return keys if rollouts.prompt_format is None else {**keys, "prompt_format": rollouts.prompt_format}
+
+
+def with_amounts(options: TrainingOptions, prompts: int, group_size: int) -> TrainingOptions:
+    """The options with a batch of whole groups, and the steps of all epochs over the prompts."""
+    batch = options.batch_size or GROUPS * group_size
+    micro = options.micro_batch_size or max(
+        size for size in range(1, LARGEST_MICRO_BATCH + 1) if group_size % size == 0
+    )
+    if options.steps is not None:
+        return replace(options, batch_size=batch, micro_batch_size=micro)
+    steps = max((options.epochs or 1) * prompts * group_size // batch, 1)
+    return replace(options, batch_size=batch, micro_batch_size=micro, steps=steps, epochs=None)
+
+
+def _intervals(steps: int) -> Tree:
+    each = max(steps // EVALUATIONS, 1)
+    return {"train": {"eval_interval": each}, "checkpoint": {"save_interval": each}}
+
+
+def examine_prompts(
+    host: PluginHost, preset: str | None, sections: Tree, options: TrainingOptions
+) -> tuple[Sequence[Prompt], bool]:
+    """The prompts to train on, and whether others are held out; of few prompts nothing is.
+
+    Raises DataError for prompts that cannot be used and ConfigError for sections that cannot be.
+    """
+    from mt_core.config.loading import load_config
+    from mt_core.data.building import build_tokenizer
+    from mt_core.interfaces import SplitRequest
+    from mt_tune.rl.prompts import build_prompts, prompts_of
+
+    def read(split: Any, keys: Tree) -> list[Prompt]:
+        whole = merged(keys, {"train": {"train_iters": 1}})
+        config = load_config(preset=preset, sections=whole, overrides=data_overrides, host=host).config
+        longest = getattr(config.model, "max_sequence_length", None) or LONGEST
+        request = SplitRequest(split, None, longest, config.train.seed)
+        built = build_prompts(config.data, build_tokenizer(config, host), request)
+        sets = built.values() if isinstance(built, Mapping) else [built]
+        return [prompt for dataset in sets if dataset is not None for prompt in prompts_of(dataset)]
+
+    data_overrides = [text for text in options.set_ or () if text.startswith(("data.", "tokenizer.", "model."))]
+    try:
+        held_out = bool(read("valid", sections))
+    except DataError as error:
+        typer.echo(f"nothing is held out to evaluate on: {error}", err=True)
+        held_out = False
+    if not held_out and "split" in sections["data"]:
+        sections = merged(sections, {"data": {"split": "100,0,0"}})
+    return read("train", sections), held_out

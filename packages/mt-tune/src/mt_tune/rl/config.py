@@ -1,0 +1,173 @@
+"""The section [rl], and the data of prompts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field
+
+from mt_core.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mt_core.errors import ConfigError
+from mt_data.datasets.sft.config import ChatTemplateKeys
+
+POLICY, PROMPTS, ROLLOUTS = "policy", "prompts", "rollouts"
+"""Names of the loss, of the data set, and of the source of batches."""
+REFERENCE_NEEDED = "rl.beta={beta} holds the policy to a reference, the weights of checkpoint.load, which is not set"
+
+
+class RLConfig(Section):
+    """Reinforcement learning (train.batch_source="rollouts", train.loss="policy")."""
+
+    group_size: PositiveInt = 8
+    """Completions of a prompt, whose rewards are compared (G)."""
+    max_completion_length: PositiveInt = 256
+    """Tokens of a completion."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits, where completions are drawn and in the loss."""
+    eval_temperature: NonNegativeFloat = 0.0
+    """That of completions of held-out prompts; 0 takes the likeliest tokens."""
+    loss: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = "clip"
+    """Loss of a token: the clipped ratio (PPO, GRPO, DAPO), the same with the ratio of the whole completion (GSPO), the
+    clipped ratio as a weight (CISPO), soft gates (SAPO), or the log-probability times the advantage.
+    train.loss_normalization says over what its mean is taken."""
+    epsilon: NonNegativeFloat = Field(0.2)
+    """The ratio is clipped below 1 - epsilon."""
+    epsilon_high: NonNegativeFloat | None = None
+    """The ratio is clipped above 1 + epsilon_high; of cispo, above epsilon_high. Default: epsilon, of cispo 5."""
+    delta: PositiveFloat | None = None
+    """Largest ratio of tokens with negative advantages (dual clip); above 1 + epsilon_high."""
+    advantage: Literal[
+        "grpo", "dr_grpo", "grpo_batch", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"
+    ] = "grpo"
+    """What a completion's reward is compared with: the mean of its group, divided by the deviation of the group (grpo),
+    by nothing (dr_grpo) or by that of the batch (grpo_batch); the mean of the others (rloo); the mean over the batch's
+    tokens (reinforce_plus_plus, after subtraction of the group's mean with _baseline); the mean weighted by length
+    (opo)."""
+    beta: NonNegativeFloat = 0.0
+    """Weight of the divergence from the reference, the weights of checkpoint.load."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the divergence counts: in the loss, by kl_estimator, or as log-ratio (k1) subtracted from rewards."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    """In the loss: half the squared log-ratio, or r - log r - 1 times the importance ratio; both have the gradient of
+    the divergence."""
+    steps_per_generation: PositiveInt = 1
+    """Optimizer steps that the completions of one generation are divided into."""
+    num_iterations: PositiveInt = 1
+    """Times that a generation's completions are trained on."""
+    sampling_correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
+    ] = "token_truncate"
+    """Weight of a token for the difference between generation and training, exp(log p trained - log p drawn): by token,
+    by the product over the completion, or by its geometric mean; limited to sampling_correction_max, or 0 outside of
+    the bounds (mask)."""
+    sampling_correction_max: PositiveFloat = 2.0
+    sampling_correction_min: NonNegativeFloat = 0.0
+    """Of the masks: weights below it are 0, too."""
+    mask_truncated: bool = False
+    """Leave out completions that reached max_completion_length."""
+    overlong_buffer: NonNegativeInt = 0
+    """Last tokens of max_completion_length in which the reward falls linearly, by overlong_penalty at its end."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    dynamic_sampling: bool = False
+    """Draw completions of further prompts in place of groups whose rewards are all equal (DAPO)."""
+    max_generations: PositiveInt = 8
+    """With dynamic_sampling: times that prompts are drawn for one batch, at most."""
+    patience: NonNegativeInt = 8
+    """Generations in a row from which nothing can be learned (all groups with equal rewards, or all completions cut at
+    their longest) before the run stops and says why; 0: never."""
+    generation_parallel: dict[str, Any] | None = None
+    """Keys of [parallel] of the layout that generates, with a copy of the weights. Default: the run's own layout and
+    memory; under FSDP2 and context parallelism each process by itself."""
+    write_rollouts: bool = True
+    """Keep prompts, completions and rewards in rollouts.jsonl of the run directory (mt rollouts)."""
+
+    @property
+    def high(self) -> float:
+        if self.epsilon_high is not None:
+            return self.epsilon_high
+        return 5.0 if self.loss == "cispo" else self.epsilon
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps on the completions of one generation."""
+        return self.steps_per_generation * self.num_iterations
+
+
+class PromptDataConfig(ChatTemplateKeys):
+    """Prompts in JSON lines, JSON arrays or Parquet: `prompt` (a text or messages) or `messages`; other columns are
+    handed to rewards."""
+
+    dataset_type: str = PROMPTS
+    prompt_format: Literal["text", "user_message"] | None = None
+    """A prompt that is a text is completed as it is, or becomes the message of a user. Needed where a chat template is
+    there."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """skip: leave out records that cannot be used, with a warning that counts them and names the first."""
+
+
+def check_rl(config: Any) -> None:
+    """The rules of [rl] that other sections are part of. Raises ConfigError."""
+    if config.train.loss != POLICY:
+        return
+    keys: RLConfig = config.section(RLConfig)
+    _require_parts(config)
+    _check_batch(config, keys)
+    _check_loss(config, keys)
+    for name in ("hidden_dropout", "attention_dropout"):
+        if getattr(config.model, name, None):
+            raise ConfigError(
+                f"model.{name}={getattr(config.model, name)}: with dropout the policy that is trained is not the one "
+                "that drew the completions; set it to 0"
+            )
+
+
+def _require_parts(config: Any) -> None:
+    for key, value, wanted in (
+        ("data.dataset_type", config.data.dataset_type, PROMPTS),
+        ("train.batch_source", config.train.batch_source, ROLLOUTS),
+    ):
+        if value != wanted:
+            raise ConfigError(
+                f'train.loss="{POLICY}" trains on completions of prompts; set {key} (now {value}) to "{wanted}"'
+            )
+    if config.train.train_epochs is not None:
+        raise ConfigError(
+            "train.train_epochs counts prompts, and a step takes completions; give train.train_iters in its place"
+        )
+
+
+def _check_batch(config: Any, keys: RLConfig) -> None:
+    from mt_core.data.training_length import global_batch_size
+
+    batch = global_batch_size(config)
+    if keys.group_size < 2 and keys.advantage != "reinforce_plus_plus":
+        raise ConfigError(
+            f"rl.group_size={keys.group_size}: rl.advantage={keys.advantage} compares the completions of a prompt; "
+            "give at least 2, or take reinforce_plus_plus"
+        )
+    if batch % keys.group_size:
+        raise ConfigError(
+            f"train.global_batch_size={batch} completions are no whole number of groups of rl.group_size="
+            f"{keys.group_size}; give a multiple of it"
+        )
+    if config.train.rampup_batch_size is not None:
+        raise ConfigError("train.rampup_batch_size changes the number of groups of a step; remove it")
+    if keys.overlong_buffer > keys.max_completion_length:
+        raise ConfigError(
+            f"rl.overlong_buffer={keys.overlong_buffer} is above rl.max_completion_length={keys.max_completion_length}"
+        )
+
+
+def _check_loss(config: Any, keys: RLConfig) -> None:
+    if keys.beta and config.checkpoint.start is None:
+        raise ConfigError(REFERENCE_NEEDED.format(beta=keys.beta) + "; set it, or rl.beta to 0")
+    if keys.delta is not None and not keys.delta > 1 + keys.high:
+        raise ConfigError(f"rl.delta={keys.delta} is not above 1 + rl.epsilon_high={1 + keys.high}")
+    if keys.delta is not None and keys.loss != "clip":
+        raise ConfigError(f"rl.delta={keys.delta} has no effect with rl.loss={keys.loss}")
+    if not math.isclose(keys.sampling_correction_min, 0.0) and not keys.sampling_correction.endswith("mask"):
+        raise ConfigError(
+            f"rl.sampling_correction_min={keys.sampling_correction_min} has no effect with rl.sampling_correction="
+            f"{keys.sampling_correction}; take one of the masks"
+        )

@@ -1,0 +1,108 @@
+"""Completions by the engine of mt-infer, with the weights that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mt_core.errors import TrainingError
+from mt_core.nn.layout import stream_seed
+from mt_core.parallel.first_rank import raise_on_all_ranks
+from mt_core.train.engine import Engine
+from mt_infer.requests import FinishReason, TokenEvent
+from mt_infer.sampling.parameters import SamplingParameters
+from mt_infer.text import TextGenerator
+from mt_tune.rl.rollout import Group, Rollout
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """temperature: 0 takes the likeliest tokens. most: tokens of a completion. ends: ids that end one."""
+
+    temperature: float
+    most: int
+    ends: frozenset[int]
+    seed: int
+
+
+class Drawer:
+    """Draws completions; every call is collective over the world.
+
+    One process of the world makes the requests, which the engine deals to all of its replicas.
+    """
+
+    def __init__(self, engine: Engine, layout: dict[str, Any] | None) -> None:
+        self.engine = engine
+        self.generator = TextGenerator.of_engine(engine, layout)
+        self.lockstep = self.generator.engine
+        self.version = engine.state.iteration
+
+    def use_new_weights(self) -> None:
+        """Takes over the weights of training after a step."""
+        if self.version != self.engine.state.iteration:
+            self.generator.refit(self.engine)
+            self.version = self.engine.state.iteration
+
+    def draw(self, groups: Sequence[Group], options: DrawOptions) -> None:
+        """Continues the unfinished completions of the groups until they end; the groups of rank 0 have them then.
+
+        Raises TrainingError for logits that are not numbers.
+        """
+        world, error = self.engine.ctx.world, None
+        if world.rank == 0:
+            try:
+                _Drawing(self, groups, options).run()
+            except Exception as raised:
+                error = raised
+            finally:
+                self.lockstep.close()
+        else:
+            self.lockstep.follow()
+        raise_on_all_ranks(error, world)
+
+
+class _Drawing:
+    """One `draw` on rank 0."""
+
+    def __init__(self, drawer: Drawer, groups: Sequence[Group], options: DrawOptions) -> None:
+        self.drawer, self.options = drawer, options
+        self.open: dict[int, Rollout] = {}
+        for group in groups:
+            for number, rollout in enumerate(group.rollouts):
+                if rollout.finish is None:
+                    self.open[self._request(group, number, rollout)] = rollout
+
+    def _request(self, group: Group, number: int, rollout: Rollout) -> int:
+        # Each completion has a random stream of its own, which depends neither on the layout nor on what else is drawn;
+        # one that is continued goes on with another part of it.
+        name = f"rollout:{group.position}:{number}:{len(rollout.tokens)}"
+        sampling = SamplingParameters(
+            temperature=self.options.temperature,
+            max_tokens=self.options.most - len(rollout.tokens),
+            seed=stream_seed(self.options.seed, name),
+            logprobs=0,
+            drawn_logprobs=True,
+            # Ends are found here: an engine reports neither the token that ends a text nor its probability.
+            ignore_eod=True,
+        )
+        return self.drawer.lockstep.add([*group.prompt.tokens, *rollout.tokens], sampling)
+
+    def run(self) -> None:
+        while self.open:
+            for event in self.drawer.lockstep.step():
+                self._take(event)
+
+    def _take(self, event: TokenEvent) -> None:
+        rollout = self.open.get(event.request)
+        if rollout is None:
+            return
+        if event.error is not None:
+            raise TrainingError(f"drawing completions: {event.error}")
+        if event.token is not None and event.logprobs is not None:
+            rollout.add(event.token, event.logprobs.token, self.drawer.version)
+        ended = event.token in self.options.ends
+        if ended or event.finish is FinishReason.LENGTH:
+            rollout.finish = "stop" if ended else "length"
+            self.drawer.lockstep.finish(event.request, event.index)
+            del self.open[event.request]

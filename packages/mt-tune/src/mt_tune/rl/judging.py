@@ -1,0 +1,83 @@
+"""Rewards of completions: what reward functions are given, and what becomes of their values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mt_core.interfaces import Tokenizer
+from mt_tune.rewards.base import RewardSample, RewardTable
+from mt_tune.rewards.scoring import RewardFunctions
+from mt_tune.rl.advantages import Values, deviation, has_equal_rewards, overlong_penalty
+from mt_tune.rl.config import RLConfig
+from mt_tune.rl.prompts import Prompt
+from mt_tune.rl.rollout import Group, Rollout
+
+
+class Judge:
+    """Gives rewards to the completions of groups, in one process of the run. ends: ids that end a completion."""
+
+    def __init__(self, functions: RewardFunctions, keys: RLConfig, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
+        self.functions, self.keys, self.tokenizer, self.ends = functions, keys, tokenizer, ends
+
+    def judge(self, groups: Sequence[Group], step: int, last_step: int) -> RewardTable:
+        """Sets `text`, `rewards` and `reward` of each completion. Raises RewardError."""
+        pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+        for _, rollout in pairs:
+            rollout.text = self._text(rollout)
+        table = self.functions.score([sample_of(*pair) for pair in pairs], step, max_steps=last_step)
+        for number, ((_, rollout), total) in enumerate(zip(pairs, table.totals(), strict=True)):
+            rollout.rewards = {name: values[number] for name, values in table.values.items()}
+            rollout.reward = None if math.isnan(total) else total + self._overlong(rollout)
+        return table
+
+    def _text(self, rollout: Rollout) -> str:
+        ids = rollout.tokens
+        return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.ends else ids)
+
+    def _overlong(self, rollout: Rollout) -> float:
+        keys = self.keys
+        return overlong_penalty(rollout.length, keys.max_completion_length, keys.overlong_buffer, keys.overlong_penalty)
+
+
+def sample_of(prompt: Prompt, rollout: Rollout) -> RewardSample:
+    """A prompt that is a text has a text as completion, one of messages a list with the assistant's message, as in
+    TRL."""
+    is_text = isinstance(prompt.content, str)
+    completion: Any = rollout.text if is_text else [{"role": "assistant", "content": rollout.text}]
+    return RewardSample(prompt.content, completion, prompt.tokens, rollout.tokens, prompt.columns)
+
+
+def rewards_of(groups: Sequence[Group]) -> Values:
+    """[P, G] of groups of one size; NaN for a completion that no function judged."""
+    rows = [[math.nan if one.reward is None else one.reward for one in group.rollouts] for group in groups]
+    return np.array(rows, np.float64)
+
+
+def reward_metrics(groups: Sequence[Group], table: RewardTable) -> Mapping[str, float]:
+    """Under TRL's names."""
+    rewards = rewards_of(groups)
+    metrics = {
+        "reward": float(np.nanmean(rewards)) if not np.isnan(rewards).all() else math.nan,
+        "reward_std": float(deviation(rewards, 1).mean()),
+        "frac_reward_zero_std": float(has_equal_rewards(rewards).mean()),
+        **table.metrics,
+        **length_metrics([rollout for group in groups for rollout in group.rollouts]),
+    }
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+def length_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    lengths = [rollout.length for rollout in rollouts]
+    ended = [rollout.length for rollout in rollouts if rollout.finish == "stop"] or [0]
+    named = {"length": lengths, "terminated_length": ended}
+    metrics = {
+        f"completions/{how}_{name}": float(function(values))
+        for name, values in named.items()
+        for how, function in (("mean", np.mean), ("min", np.min), ("max", np.max))
+    }
+    cut = sum(rollout.finish == "length" for rollout in rollouts)
+    return {**metrics, "completions/clipped_ratio": cut / len(rollouts)}

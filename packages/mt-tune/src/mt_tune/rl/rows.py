@@ -1,0 +1,78 @@
+"""Completions as rows of a batch: the prompt and the completion, a row each, filled up to one width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mt_core.data.loader import Arrays
+from mt_tune.rl.samples import ADVANTAGES, DRAWN_LOGPS, SAMPLED
+
+
+@dataclass
+class Row:
+    """prompt and completion: ids. drawn, logps: of the completion's tokens, see Rollout. values: further fields with a
+    value for each of them. counts: whether its tokens count in the loss."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    drawn: Sequence[int]
+    logps: Sequence[float]
+    counts: bool = True
+    values: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    @property
+    def positions(self) -> int:
+        """n tokens take n - 1."""
+        return len(self.prompt) + len(self.completion) - 1
+
+    @property
+    def predicted(self) -> slice:
+        """The positions at which the completion's tokens are predicted."""
+        return slice(len(self.prompt) - 1, self.positions)
+
+    def to_json(self) -> dict[str, Any]:
+        values = {name: part.tolist() for name, part in self.values.items()}
+        lists = [list(part) for part in (self.prompt, self.completion, self.drawn, self.logps)]
+        return dict(zip(("prompt", "completion", "drawn", "logps"), lists, strict=True)) | {
+            "counts": self.counts,
+            "values": values,
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Row:
+        values = {name: np.array(part, np.float32) for name, part in value["values"].items()}
+        return cls(**{**value, "values": values})
+
+
+def stacked(rows: Sequence[Row], width: int) -> Arrays:
+    """[rows, width] for each field."""
+    filled = [_filled(row, width) for row in rows]
+    return {name: np.stack([arrays[name] for arrays in filled]) for name in filled[0]}
+
+
+def _filled(row: Row, width: int) -> Mapping[str, np.ndarray]:
+    whole = np.array([*row.prompt, *row.completion], np.int64)
+    arrays: dict[str, np.ndarray] = {
+        "tokens": _padded(whole[:-1], 0, width, np.int64),
+        "labels": _padded(whole[1:], 0, width, np.int64),
+    }
+    start = row.predicted.start
+    drawn = _padded(np.array(row.drawn, np.float32), start, width, np.float32)
+    arrays[SAMPLED] = drawn
+    arrays["loss_mask"] = drawn if row.counts else np.zeros_like(drawn)
+    arrays[DRAWN_LOGPS] = _padded(np.array(row.logps, np.float32), start, width, np.float32)
+    arrays[ADVANTAGES] = np.zeros(width, np.float32)
+    for name, values in row.values.items():
+        arrays[name] = _padded(values, start, width, np.float32)
+    return arrays
+
+
+def _padded(values: np.ndarray, start: int, width: int, dtype: type) -> np.ndarray:
+    result = np.zeros(width, dtype)
+    result[start : start + len(values)] = values
+    return result
