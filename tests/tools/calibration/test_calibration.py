@@ -120,7 +120,8 @@ def test_layouts_choose_what_one_process_chooses(name: str, tmp_path: Path) -> N
     model = {"family": "mixtral", "moe": MOE} if name == "ep" else {}
     source = save_model(tmp_path / "source", **model)
     # Small ones see few tokens; second moments of other orders of sums differ in the last bits.
-    options = CalibrationOptions("w4a16-g16", ("mse", "gptq"), min_tokens=8)
+    methods = ("smoothquant", "mse", "gptq") if name in ("tp", "pp") else ("mse", "gptq")
+    options = CalibrationOptions("w4a16-g16", methods, min_tokens=8)
     one = calibrated(source, tmp_path / "one", options)
     (two, *_) = run_ranks(2, calibrate_rank, source, tmp_path / "two", options, LAYOUTS[name])
     assert two.before.cross_entropy == pytest.approx(one.before.cross_entropy, abs=1e-5)
@@ -129,7 +130,7 @@ def test_layouts_choose_what_one_process_chooses(name: str, tmp_path: Path) -> N
     first, second = weights(tmp_path / "one"), weights(tmp_path / "two")
     for weight_name, value in first.items():
         # A sum in another order may turn a number at a tie, and those that follow it.
-        same = (value == second[weight_name]).float().mean()
+        same = torch.isclose(value, second[weight_name], rtol=1e-4, atol=1e-6).float().mean()
         assert same > 0.98, (weight_name, same)
 
 
