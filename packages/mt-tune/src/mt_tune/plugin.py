@@ -89,6 +89,7 @@ def mt_register_sections() -> list[SectionSpec]:
             doc="Training with quantized weights: rounding in the forward pass",
             config_type=Lazy("mt_tune.quantized_training.config:QuantizeConfig"),
             affects_training=True,
+            shrink=Lazy("mt_tune.quantized_training.config:shrink_quantize"),
         ),
         SectionSpec(
             name="tune",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from mt_core.config.fields import Section
 from mt_core.errors import ConfigError
@@ -24,6 +25,20 @@ class QuantizeConfig(Section):
 
 def is_fake_quantized(config: Config) -> bool:
     return config.section(QuantizeConfig).scheme is not None
+
+
+ROWS = ("int8", "fp8")
+"""Schemes with a scale for each row, whatever its length."""
+SMALL = "w8a16-g4"
+
+
+def shrink_quantize(section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """For a small model: groups that fit its few columns. Inputs are not rounded, since a difference in the last bit
+    would turn some of them."""
+    scheme = section.get("scheme")
+    if scheme is None:
+        return section
+    return {**section, "scheme": scheme if scheme in ROWS else SMALL, "inputs": False}
 
 
 def check_quantize(config: Config) -> None:
