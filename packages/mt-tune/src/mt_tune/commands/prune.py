@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -98,7 +98,9 @@ def _calibration(
     host: PluginHost, model: str, data: list[str] | None, records: RecordOptions, seq_length: int | None
 ) -> Dataset:
     start: Tree = {"checkpoint": {"load": model}}
-    section = data_section("sft", data, records, None) if data else {"dataset_type": "builtin"}
+    section: dict[str, Any] = {"dataset_type": "builtin"}
+    if data:
+        section = data_section("sft", data, records, None)
     options = TrainingOptions()
     config = loaded_config(host, None, merged(start, {"data": {**section, "seq_length": 8}}), options, 1)
     longest = getattr(config.model, "max_sequence_length", None) or LENGTH

@@ -106,7 +106,7 @@ class TeacherCache:
 
     def write(self, name: str, rows: Mapping[str, Row]) -> None:
         """Add a file of rows, which other readers find with `read_index`. name: differs between processes and files."""
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "keys": np.array([list(bytes.fromhex(key)) for key in rows], np.uint8),
             IDS: np.stack([ids.astype(np.int32) for ids, _ in rows.values()]),
             LOG_PROBS: np.stack([log_probs.astype(np.float32) for _, log_probs in rows.values()]),

@@ -36,10 +36,6 @@ class Divergence:
         gradient."""
         student, teacher = student.float() / self.temperature, teacher.detach().float() / self.temperature
         log_teacher = teacher - log_normalizer(teacher, axis)[..., None]
-        if self.kind == "forward_kl":
-            # sum p_T (log p_T - z_S) + log Z_S: fewer numbers of the size of the logits are kept for the backward pass.
-            terms = (log_teacher.exp() * (log_teacher - student)).sum(-1)
-            return reduce_from(terms, axis) + log_normalizer(student, axis)
         # Each rank uses the normalizer for columns of its own, so that its gradient is the sum over ranks.
         log_student = student - copy_to(log_normalizer(student, axis), axis)[..., None]
         return reduce_from(self.terms(log_student, log_teacher).sum(-1), axis)

@@ -70,8 +70,8 @@ def _heads(energy: Tensor, count: int | None, groups: int) -> tuple[Tensor | Non
         kept = _largest(energy, count)
         return kept, kept
     of_group = energy.view(groups, -1)
-    kept = [_largest(row, count // groups) + number * of_group.shape[1] for number, row in enumerate(of_group)]
-    return torch.cat(kept), torch.arange(groups)
+    of_groups = [_largest(row, count // groups) + number * of_group.shape[1] for number, row in enumerate(of_group)]
+    return torch.cat(of_groups), torch.arange(groups)
 
 
 def _norm_factor(energy: Tensor, channels: Tensor | None) -> float:
