@@ -29,12 +29,12 @@ def is_fake_quantized(config: Config) -> bool:
 
 ROWS = ("int8", "fp8")
 """Schemes with a scale for each row, whatever its length."""
-SMALL = "w8a16-g4"
+SMALL = "int8"
 
 
 def shrink_quantize(section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """For a small model: groups that fit its few columns. Inputs are not rounded, since a difference in the last bit
-    would turn some of them."""
+    """For a small model, whose few columns no group fits: a scale for each row. Inputs are not rounded, since a
+    difference in the last bit would turn some of them."""
     scheme = section.get("scheme")
     if scheme is None:
         return section
