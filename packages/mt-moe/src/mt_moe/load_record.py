@@ -50,8 +50,9 @@ class ExpertLoadFile(Callback):
 
 def _loads(run: Run) -> dict[str, list[int]]:
     """Layer -> load of each expert in percent of the mean, of the last step, of the layers of this rank's stages."""
-    routers = [module for module in run.model.modules() if isinstance(module, Router) and module.load is not None]
-    return {str(router.layer): percent_of_mean(router.load.tokens.tolist()) for router in routers}
+    routers = [module for module in run.model.modules() if isinstance(module, Router)]
+    loads = {str(router.layer): router.load for router in routers}
+    return {layer: percent_of_mean(load.tokens.tolist()) for layer, load in loads.items() if load is not None}
 
 
 def percent_of_mean(tokens: list[float]) -> list[int]:

@@ -152,7 +152,8 @@ def _parts(a: LayoutRecord, b: LayoutRecord, twins: Sequence[LayoutRecord]) -> I
         b.outputs,
         [_with_copies(twin.outputs, copies) for twin in twins],
     )
-    yield Part("loss of", *(_numbered(each.run.losses) for each in (a, b)), [_numbered(t.run.losses) for t in twins])
+    losses = [_numbered(twin.run.losses) for twin in twins]
+    yield Part("loss of", _numbered(a.run.losses), _numbered(b.run.losses), losses)
     gradients = [twin.run.gradients for twin in twins]
     yield Part("gradient of", _backward(a.run.gradients), b.run.gradients, gradients)
     weights = [twin.run.weights for twin in twins]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -34,8 +34,7 @@ def drawn_by(run: Run) -> list[Drawn]:
         for part in entry["datasets"]:
             name, samples, tokens = str(part["name"]), int(part["samples"]), int(part.get("tokens", 0))
             before = total.get(name, Drawn(name, 0.0, 0, 0))
-            more = {"samples": before.samples + samples, "tokens": before.tokens + tokens}
-            total[name] = replace(before, weight=float(part["weight"]), **more)
+            total[name] = Drawn(name, float(part["weight"]), before.samples + samples, before.tokens + tokens)
     return list(total.values())
 
 
