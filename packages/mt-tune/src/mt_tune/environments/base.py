@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 from mt_core.errors import TrainingError
 
-Message = dict[str, Any]
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Continuation:
     """What comes behind a turn of the model. token_ids: of tools' answers or a user's turn, up to where the model goes
     on; they have mask 0. done: nothing more is generated, and token_ids is empty. reward: of the environment; None
-    where it gives none or none yet. metrics: numbers of the turn, such as calls of tools."""
+    where it gives none or none yet. metrics: numbers of the turn, such as calls of tools, to be added up."""
 
     token_ids: list[int]
     done: bool
@@ -35,10 +35,11 @@ class Episode(Protocol):
     messages: list[Message]
     environment: Any
 
-    def after(self, completion_ids: Sequence[int]) -> Continuation:
-        """Takes a turn of the model, the ids since the last `after`, with the id that ended it if there is one.
+    def after(self, completion_ids: Sequence[int], *, finished: bool = True) -> Continuation:
+        """Takes a turn of the model: the ids since the last `after`, with the id that ended it if there is one.
+        finished: false for a turn that was cut off at a length, which ends the episode.
 
-        Raises EpisodeError for a tool or an environment that fails in a way that is not the model's fault.
+        Raises EpisodeError for an environment that fails by its own fault.
         """
         ...
 
@@ -50,10 +51,12 @@ class Environment(Protocol):
         """row: a record of the data set, with its `prompt`."""
         ...
 
-    def close(self) -> None:
-        """Ends its processes."""
+    def release(self, episode: Episode) -> None:
+        """Takes an episode back whose rewards are known; its environment may begin another one."""
         ...
+
+    def close(self) -> None: ...
 
 
 class EpisodeError(TrainingError):
-    """An environment or a tool that failed by its own fault; the message names it, the row and the turn."""
+    """An environment that failed by its own fault; the message names it and what it was doing."""
