@@ -72,3 +72,32 @@ def test_a_layout_takes_the_steps_of_one_process(case: tuple[str, str]) -> None:
     assert found_reward == pytest.approx(reward, abs=1e-6)
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=2e-3, abs=2e-6)
+
+
+def ratios(rank: int, world: int, layout: str) -> Any:
+    found: list[float] = []
+
+    class Ratios(Callback):
+        def on_log(self, run: Any, metrics: Any) -> None:
+            found.extend(metrics[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max"))
+
+    keys = ("numerics.batch_invariant=true", *INVARIANT[layout])
+    Trainer(config(folder_of_all(world), *keys), callbacks=[Ratios()]).train()
+    return found
+
+
+INVARIANT: dict[str, tuple[str, ...]] = {
+    "dp": (),
+    "tp": (TP2,),
+    "pp": (PP2,),
+    "pp, generation in dp": (PP2, "rl.generation_parallel={}"),
+    "tp, generation in tp": (TP2, "rl.generation_parallel={tensor_model_parallel_size = 2}"),
+}
+RATIOS = InTurn(ratios, [(2, layout) for layout in INVARIANT])
+
+
+@pytest.mark.parametrize("layout", INVARIANT)
+def test_the_ratio_to_generation_is_exactly_one(layout: str) -> None:
+    """6 s for all."""
+    found = RATIOS.result(2, layout)
+    assert found == [1.0] * 9
