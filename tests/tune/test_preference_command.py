@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -79,3 +81,26 @@ def test_the_configuration_of_kto(mt: Callable[..., Any], tmp_path: Path) -> Non
     refused = mt("tune", "kto", "gpt-tiny", str(data), "--show")
     assert refused.code != 0
     assert "\"label\" is 'good'" in refused.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "found"), [("kto", r"valid rewards/margins [1-9]"), ("reward", r"valid accuracy 1\.0")]
+)
+def test_labels_and_rewards_are_learnt_in_seconds(
+    mt: Callable[..., Any], tmp_path: Path, command: str, found: str
+) -> None:
+    """About 6 s each: 15 steps of gpt-tiny on records of which some are held out."""
+    data = write_pairs(tmp_path)
+    if command == "kto":
+        pairs = [json.loads(line) for line in data.read_text().splitlines()]
+        answers = [
+            {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+            for pair in pairs
+            for side in ("chosen", "rejected")
+        ]
+        data.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    length = ("--steps", "15", "--lr", "1e-3", "--seq-length", "128", "--batch-size", "4", "--hold-out", "25")
+    trained = mt("tune", command, "gpt-tiny", str(data), "--run-dir", str(tmp_path / "run"), *length)
+    assert trained.code == 0, trained.err
+    assert re.search(found, trained.out), trained.out
