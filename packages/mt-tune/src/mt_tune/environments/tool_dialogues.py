@@ -72,7 +72,7 @@ class ToolEnvironment:
         if name not in self._factories:
             known = [str(each) for each in self._factories]
             raise ConfigError(
-                f"the row's column environment is {name!r}; environment.factories has {', '.join(known)}"
+                f"the row's column environment is {name!r}; the factories are {', '.join(known)}"
                 f"{did_you_mean(str(name), known)}"
             )
         return name

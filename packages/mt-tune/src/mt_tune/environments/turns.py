@@ -114,7 +114,7 @@ class TurnEncoder:
                     f"{self.template.name} does not keep earlier turns: it writes an assistant's turn {what}in another "
                     f"way when a {role} turn follows, so that a model which is trained on the turns it drew would be "
                     "asked with others later. Choose a template that keeps them with data.chat_template_file, or set "
-                    'environment.dropped_turns="keep"'
+                    "TurnEncoder(keep_dropped_turns=True)"
                 )
         self._kept.add((role, with_calls))
 
