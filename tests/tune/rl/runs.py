@@ -15,6 +15,11 @@ def right(completions, answer, **_):
     return [float(text == want) + 0.1 * sum(ord(c) for c in text) / 256 for text, want in zip(completions, answer)]
 
 
+def low(completion_ids, **_):
+    """The share of tokens with a number below 64."""
+    return [sum(token < 64 for token in ids) / len(ids) for ids in completion_ids]
+
+
 def equal(completions, **_):
     return [0.25] * len(completions)
 

@@ -48,6 +48,17 @@ def test_metrics_and_the_table_of_completions(tmp_path: Path) -> None:
     assert trainer.last_evaluation["valid_reward"] == pytest.approx(-trainer.last_evaluation["valid_loss"])
 
 
+@pytest.mark.parametrize("keys", [(), ("rl.advantage=rloo",), ("rl.advantage=reinforce_plus_plus", "rl.loss=cispo")])
+def test_a_preference_for_some_tokens_is_learnt_by_rewards(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """2 s each: a new model draws such tokens by chance, and then nearly nothing else."""
+    length = ("train.train_iters=40", "train.global_batch_size=32", "train.micro_batch_size=16", "rl.patience=0")
+    _, lines = trained(
+        tmp_path, *length, *keys, "optimizer.lr=0.02", "lr_schedule.lr_decay_style=constant", reward="low"
+    )
+    assert lines[0]["reward"] < 0.4
+    assert lines[-1]["reward"] > 0.9
+
+
 def test_a_run_resumed_within_a_generation_takes_the_same_steps(tmp_path: Path) -> None:
     """Two optimizer steps on each of two passes over a generation; the run stops after the first of four."""
     keys = ("rl.steps_per_generation=2", "rl.num_iterations=2", "train.train_iters=6", "checkpoint.save_interval=1")
