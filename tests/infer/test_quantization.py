@@ -127,6 +127,11 @@ def test_int8_products_round_the_rows_of_both_operands(rows: int, bias: bool) ->
     expected = (rounded_rows(x).double() @ rounded_rows(dense).double().T).float()
     expected = expected + added if added is not None else expected
     torch.testing.assert_close(nn.functional.linear(x, weight, added), expected, atol=1e-5, rtol=1e-5)
+    x[0, 0] = 0
+    assert (
+        nn.functional.linear(x, weight, added)[0, 0].tolist() == (torch.zeros(24) if added is None else added).tolist()
+    )
+    x = torch.randn(2, rows, 40, generator=torch.Generator().manual_seed(1))
     # The operator that GPUs have gives the same.
     values, scale = quantize_int8(x.flatten(0, -2))
     exact = int8_product(values, weight.stored[0]).float() * weight.stored[1].T * scale

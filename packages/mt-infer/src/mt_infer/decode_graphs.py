@@ -24,6 +24,7 @@ from mt_infer.cache.decode_batch import DecodeBatch, DecodeInputs
 from mt_infer.cache.manager import CacheManager
 from mt_infer.cache.paged_attention import paged_attention_by_row
 from mt_infer.config import InferenceConfig
+from mt_infer.quantization.int8_product import Int8Matrix
 from mt_infer.recorded_steps import CpuRecorder, RecordedStep
 from mt_infer.runner import ModelRunner
 
@@ -130,14 +131,18 @@ def step_recorder(
     """What captures decode steps: CUDA graphs on a GPU, lists of operators on a CPU; None where they are computed
     eagerly. Raises ConfigError where graphs are requested and cannot be."""
     if options.cuda_graphs == "auto" and ctx.device.type == "cpu":
-        # Quantized weights are subclasses of Tensor, whose operators are not those of their values.
-        weights = (getattr(module, "weight", None) for module in model.modules())
-        is_quantized = any(
-            isinstance(weight, Tensor) and type(weight) not in (nn.Parameter, Tensor) for weight in weights
-        )
+        is_quantized = any(is_not_recordable(getattr(module, "weight", None)) for module in model.modules())
         is_eager = is_batch_invariant or is_quantized or any(layer_objections(model, options, ctx))
         return None if is_eager else CpuRecorder()
     return CudaRecorder() if uses_graphs(model, options, ctx, is_batch_invariant) else None
+
+
+def is_not_recordable(weight: object) -> bool:
+    """Quantized weights are subclasses of Tensor, whose operators are not those of their values. What int8 matrices
+    call are plain operators; those of experts read on the CPU which rows there are."""
+    if isinstance(weight, Int8Matrix):
+        return weight.ndim == 3
+    return isinstance(weight, Tensor) and type(weight) not in (nn.Parameter, Tensor)
 
 
 def uses_graphs(

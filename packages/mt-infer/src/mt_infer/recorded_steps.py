@@ -62,8 +62,12 @@ class Step:
 
     @property
     def tensors(self) -> list[Tensor]:
-        leaves = tree_leaves((self.args, self.kwargs, self.out))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return tensors_in((self.args, self.kwargs, self.out))
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """But for packed weights, whose memory is oneDNN's, and which no step makes."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_mkldnn]
 
 
 class RecordedStep(TorchDispatchMode):
@@ -100,7 +104,7 @@ class RecordedStep(TorchDispatchMode):
 
     def _add(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        known = {x.untyped_storage().data_ptr() for x in tensors_in((args, kwargs))}
         self._keep(results)
         if func._schema.is_mutable:
             self.steps.append(Step(func, args, kwargs))

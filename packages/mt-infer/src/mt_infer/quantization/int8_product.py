@@ -21,10 +21,12 @@ from mt_core._torch_compat import (
     packed_int8_linear,
     tensor_without_memory,
 )
-from mt_infer.quantization.groups import Stored, dequantize_scaled, quantize_int8
+from mt_infer.quantization.groups import INT8_MAX, Stored, dequantize_scaled
 
 if TYPE_CHECKING:
     from mt_infer.quantization.tensor import Groups
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class Int8Matrix(Tensor):
@@ -71,11 +73,18 @@ class Int8Matrix(Tensor):
 def int8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] -> [..., out]"""
     assert isinstance(weight, Int8Matrix)
-    values, scale = quantize_int8(x.reshape(-1, x.shape[-1]).float())
-    product = (_product(values, weight) * scale).to(x.dtype)
+    values, scale = quantize_rows(x.reshape(-1, x.shape[-1]).float())
+    product = _product(values, weight).mul_(scale).to(x.dtype)
     if bias is not None:
         product = product + bias
     return product.unflatten(0, x.shape[:-1])
+
+
+def quantize_rows(x: Tensor) -> Stored:
+    """`quantize_int8` of [M, in], in fewer operators: for one row each of them takes as long as the product."""
+    scale = torch.linalg.vector_norm(x, float("inf"), -1, keepdim=True).div_(INT8_MAX)
+    # A row of zeros stays one, whatever its scale.
+    return (x / scale.clamp_min_(SMALLEST_SCALE)).round_().to(torch.int8), scale
 
 
 def _product(values: Tensor, weight: Int8Matrix) -> Tensor:
