@@ -34,6 +34,7 @@ from mt_core.train import build
 from mt_infer import InferenceEngine, SamplingParameters, TextGenerator
 from mt_infer.config import InferenceConfig
 from mt_infer.lm_head import store_by_columns
+from mt_infer.measurements import PassTimes
 from mt_tools.bench.report import conditions
 from mt_tools.bench.timing import alternating, elapsed
 
@@ -142,20 +143,10 @@ def ratios_of(ratios: list[float]) -> str:
 
 
 def engine_share(engine: InferenceEngine, prompts: Prompts, counts: Sequence[int]) -> float:
-    """Share of processor time outside the forward passes."""
-    spent, real = 0.0, engine.runner.logits
-
-    def timed(batch: object) -> object:
-        nonlocal spent
-        started = time.process_time()
-        found = real(batch)  # type: ignore[arg-type]
-        spent += time.process_time() - started
-        return found
-
-    engine.runner.logits = timed  # type: ignore[method-assign, assignment]
-    whole = elapsed(lambda: run_ours(engine, prompts, counts), time.process_time)
-    engine.runner.logits = real  # type: ignore[method-assign]
-    return 1 - spent / whole
+    """Share of the time outside the forward passes, recorded steps among them."""
+    with PassTimes(engine) as passes:
+        whole = elapsed(lambda: run_ours(engine, prompts, counts), time.perf_counter)
+    return 1 - passes.seconds / whole
 
 
 def main() -> None:
