@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import shutil
 import sys
 import time
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from scripts.wrong_runs.cases import BASE, CORPUS, case, good, train
 
 import mt_core
@@ -80,14 +80,21 @@ def slow_data(folder: Path) -> None:
         trainer(folder, "slow-data", train_data=SlowData(data)).train()
 
 
+LEAKED = 4 * 2**20
+"""Bytes of each step."""
+
+
 class Leak(Callback):
     """Keeps 4 MiB of each step."""
 
     def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
+        self.kept: list[mmap.mmap] = []
 
     def on_step_end(self, run: Run, metrics: Metrics) -> None:
-        self.kept.append(torch.ones(2**20))
+        # Pages of their own: an array could lie in memory that the allocator has kept from before the run.
+        pages = mmap.mmap(-1, LEAKED)
+        pages.write(b"x" * LEAKED)
+        self.kept.append(pages)
 
 
 @case(

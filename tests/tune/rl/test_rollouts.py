@@ -128,8 +128,10 @@ def test_messages_need_a_template_and_texts_beside_one_a_choice(tmp_path: Path) 
     prompts.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1"}]}) + "\n")
     with pytest.raises(ConfigError, match="the tokenizer brings no chat template along"):
         Trainer(loaded)
+    templated = config(tmp_path, 'data.split="100,0,0"', "data.chat_template=plain")
+    prompts.write_text(json.dumps({"prompt": "1+1="}) + "\n")
     with pytest.raises(DataError, match='data.prompt_format="user_message"'):
-        Trainer(config(tmp_path, 'data.split="100,0,0"', "data.chat_template=plain"))
+        Trainer(templated)
 
 
 @pytest.mark.parametrize(
