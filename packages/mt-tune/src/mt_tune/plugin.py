@@ -114,12 +114,14 @@ def mt_register_sections() -> list[SectionSpec]:
             doc="Reward functions of generated texts, and the processes that they run in",
             config_type=Lazy("mt_tune.rewards.config:RewardsConfig"),
             affects_training=True,
+            shrink=Lazy("mt_tune.rewards.config:shrink_rewards"),
         ),
         SectionSpec(
             name="rl",
             doc="Reinforcement learning: completions that are drawn, advantages, the loss of a policy",
             config_type=Lazy("mt_tune.rl.config:RLConfig"),
             affects_training=True,
+            shrink=Lazy("mt_tune.rl.config:shrink_rl"),
         ),
         SectionSpec(
             name="distillation",

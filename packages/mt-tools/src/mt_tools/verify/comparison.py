@@ -15,7 +15,8 @@ from mt_tools.verify.run_record import RunRecord
 @dataclass(frozen=True)
 class Tolerances:
     """Tolerances: largest relative differences, by default those of fp32. floor: a tensor of a smaller part of the norm
-    of all tensors of its kind counts as that large, such as a gradient that is 0 but for rounding."""
+    of all tensors of its kind counts as that large, such as a gradient that is 0 but for rounding. least_loss: the same
+    of the loss of a step."""
 
     loss: float = 1e-5
     gradient: float = 1e-5
@@ -23,6 +24,7 @@ class Tolerances:
     weights: float = 1e-5
     rate: float = 1e-9
     floor: float = 0.0
+    least_loss: float = 0.0
 
 
 SIXTEEN_BITS = Tolerances(loss=1e-4, gradient=0.03, norm=3e-3, weights=0.01, floor=0.01)
@@ -59,7 +61,7 @@ def compare(found: RunRecord, reference: RunRecord, tolerances: Tolerances | Non
     # Later gradient norms depend on weights that already differ by rounding.
     norms = [allowed.norm, *[max(allowed.loss, allowed.norm)] * len(reference.norms)]
     steps = [
-        _numbers("loss", found.losses, reference.losses, repeat(allowed.loss)),
+        _numbers("loss", found.losses, reference.losses, repeat(allowed.loss), least=allowed.least_loss),
         _numbers("gradient norm", found.norms, reference.norms, norms),
         _numbers("learning rate", found.rates, reference.rates, repeat(allowed.rate)),
         _numbers("consumed samples", found.samples, reference.samples, repeat(0.0)),
@@ -75,12 +77,17 @@ def compare(found: RunRecord, reference: RunRecord, tolerances: Tolerances | Non
 
 
 def _numbers(
-    kind: str, found: Sequence[float], reference: Sequence[float], allowed: Iterable[float], counted: str = "of step"
+    kind: str,
+    found: Sequence[float],
+    reference: Sequence[float],
+    allowed: Iterable[float],
+    counted: str = "of step",
+    least: float = 0.0,
 ) -> list[Difference]:
     # As many steps on both sides, or the runs are not comparable.
     pairs = zip(found, reference, strict=True)
     return [
-        Difference(kind, f"{counted} {number}", _ratio(mine, theirs), limit)
+        Difference(kind, f"{counted} {number}", _ratio(mine, theirs, least), limit)
         for number, ((mine, theirs), limit) in enumerate(zip(pairs, allowed, strict=False), start=1)
     ]
 
@@ -107,5 +114,5 @@ def _tensors(
             yield Difference(kind, name, None, allowed)
 
 
-def _ratio(mine: float, theirs: float) -> float:
-    return abs(mine - theirs) / max(abs(theirs), 1e-12)
+def _ratio(mine: float, theirs: float, least: float = 0.0) -> float:
+    return abs(mine - theirs) / max(abs(theirs), least, 1e-12)

@@ -76,7 +76,7 @@ def shrink(
     for model in (tree["model"], *_parts(tree["model"])):
         if model.get("moe"):
             _shrink_experts(model, tree["parallel"], same_rounds)
-    length = _short_length(tree)
+    length = config.data.seq_length if draws_completions(config, host) else _short_length(tree)
     family = host[MODELS].get(config.model.family, key="model.family")
     # After the common keys: what only the family defines in its section.
     if family.shrink is not None:
@@ -243,6 +243,12 @@ def _same_by_rounds(moe: Mapping[str, Any], parallel: Mapping[str, Any]) -> bool
     )
 
 
+def draws_completions(config: Config, host: PluginHost) -> bool:
+    """Prompts of the user's stay whole, and completions are appended to them. Rows are only as long as needed."""
+    spec = host[DATASETS].get(config.data.dataset_type, key="data.dataset_type")
+    return "prompt" in {field.name for field in spec.sample}
+
+
 def _short_length(tree: Tree) -> int:
     """Length of samples: a few tokens for each rank that shares a sequence."""
     parallel = tree["parallel"]
@@ -265,8 +271,9 @@ def _replace_data(tree: Tree, length: int, config: Config, host: PluginHost) -> 
         tree["data"] = _fake_images(tree, length, config.model.family, host)
         tree["tokenizer"] = {"tokenizer_type": "ByteLevelTokenizer"}
     elif "vocab_size" in tree["model"]:
-        # Its tokenizer's ids have to stay below.
-        tree["model"]["vocab_size"] = _undivided(max(VOCAB, build_tokenizer(config, host).vocab_size))
+        # Its tokenizer's ids have to stay below. Tokens that a model draws have to be the tokenizer's.
+        size = build_tokenizer(config, host).vocab_size
+        tree["model"]["vocab_size"] = size if draws_completions(config, host) else _undivided(max(VOCAB, size))
     tree["data"]["seq_length"] = length
     if tree["data"].get("decoder_seq_length"):
         tree["data"]["decoder_seq_length"] = min(tree["data"]["decoder_seq_length"], length)

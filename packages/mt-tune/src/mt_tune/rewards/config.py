@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -37,3 +38,21 @@ class RewardsConfig(Section):
     """A function that raises, ends its process or exceeds the deadline ends the run, or (skip) leaves the sample out,
     with a warning that names it and the metric rewards/FUNCTION/failed. Wrong results (their number, NaN) always end
     it."""
+
+
+SMALL_PATTERNS = {"lower": "[a-z]", "upper": "[A-Z]", "other": "[^a-zA-Z]"}
+
+
+def shrink_rewards(section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The section for a small run: patterns that some texts of a random model match and others do not, so that
+    advantages are not all 0, as they are where it has to be right. No code of the user's is executed."""
+    if not section.get("functions"):
+        return section
+    return {
+        **section,
+        "functions": [f"{label}=regex" for label in SMALL_PATTERNS],
+        "weights": [1.0, 0.6, 0.3],
+        "options": {label: {"pattern": pattern} for label, pattern in SMALL_PATTERNS.items()},
+        "modules": [],
+        "workers": 0,
+    }

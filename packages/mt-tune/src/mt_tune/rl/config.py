@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -151,8 +152,12 @@ def _check_batch(config: Any, keys: RLConfig) -> None:
             f"train.global_batch_size={batch} completions are no whole number of groups of rl.group_size="
             f"{keys.group_size}; give a multiple of it"
         )
-    if config.train.rampup_batch_size is not None:
-        raise ConfigError("train.rampup_batch_size changes the number of groups of a step; remove it")
+    for size in (config.train.rampup_batch_size or ())[:2]:
+        if size % keys.group_size:
+            raise ConfigError(
+                f"train.rampup_batch_size={list(config.train.rampup_batch_size)}: {size} completions are no whole "
+                f"number of groups of rl.group_size={keys.group_size}; give multiples of it"
+            )
     if keys.overlong_buffer > keys.max_completion_length:
         raise ConfigError(
             f"rl.overlong_buffer={keys.overlong_buffer} is above rl.max_completion_length={keys.max_completion_length}"
@@ -171,3 +176,27 @@ def _check_loss(config: Any, keys: RLConfig) -> None:
             f"rl.sampling_correction_min={keys.sampling_correction_min} has no effect with rl.sampling_correction="
             f"{keys.sampling_correction}; take one of the masks"
         )
+
+
+def shrink_rl(section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The section for a small run: few and short completions, no reference, as there is no checkpoint to start from."""
+    if tree["train"]["loss"] != POLICY:
+        return section
+    smallest_batch = tree["train"]["rampup_batch_size"][0]
+    sizes = [size for size in range(2, smallest_batch + 1) if smallest_batch % size == 0]
+    longest = min(section["max_completion_length"], 6)
+    return {
+        **section,
+        "group_size": max((size for size in sizes if size <= section["group_size"]), default=sizes[0]),
+        "max_completion_length": longest,
+        "overlong_buffer": min(section["overlong_buffer"], longest // 2),
+        "beta": 0.0,
+        "steps_per_generation": min(section["steps_per_generation"], 2),
+        "num_iterations": min(section["num_iterations"], 2),
+        "max_generations": min(section["max_generations"], 2),
+        # A random model may draw what nothing is learned from.
+        "patience": 0,
+        # Its sizes belong to the large number of processes.
+        "generation_parallel": None if section.get("generation_parallel") is None else {},
+        "write_rollouts": False,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,7 +12,6 @@ from torch import nn
 
 from mt_core.checkpoint_lookup import open_start
 from mt_core.data.loader import Arrays, RankBatch, cut_rank_batch
-from mt_core.data.training_length import global_batch_size
 from mt_core.errors import CheckpointError, DataError
 from mt_core.parallel.first_rank import all_gather_objects, on_first_rank, raise_on_all_ranks
 from mt_core.train import build
@@ -79,7 +79,8 @@ class RolloutSource(BatchSource):
     def _generate(self) -> str | None:
         """Fills `rows` and `pending`. Returns a reason to end the run after the step."""
         self.drawer.use_new_weights()
-        groups, drawn = self._groups()
+        sizes = self._sizes_of_steps()
+        groups, drawn = self._groups(sum(sizes[: self.keys.steps_per_generation]) // self.keys.group_size)
         reason = self.dead_ends.check(drawn)
         self.rows = [self._row(group.prompt, rollout) for group in groups for rollout in group.rollouts]
         if self.keys.updates > 1:
@@ -88,12 +89,17 @@ class RolloutSource(BatchSource):
             self._add_logps(REFERENCE_LOGPS, self.reference)
         self._add_advantages(groups)
         self._write(groups)
-        self.pending = self._planned_steps()
+        self.pending = planned_steps(sizes, len(self.rows))
         return reason
 
-    def _groups(self) -> tuple[list[Group], list[Group]]:
+    def _sizes_of_steps(self) -> list[int]:
+        """Completions of each step on one generation, which train.rampup_batch_size changes. Steps behind the end of
+        the run have the size of the last one."""
+        sizes = [size for _, size in islice(self.run.engine.remaining_steps(), self.keys.updates)]
+        return sizes + [sizes[-1]] * (self.keys.updates - len(sizes))
+
+    def _groups(self, needed: int) -> tuple[list[Group], list[Group]]:
         """The groups to train on, and all that were drawn for them."""
-        needed = global_batch_size(self.run.config) * self.keys.steps_per_generation // self.keys.group_size
         kept: list[Group] = []
         drawn: list[Group] = []
         for _ in range(self.keys.max_generations if self.keys.dynamic_sampling else 1):
@@ -171,11 +177,6 @@ class RolloutSource(BatchSource):
             return np.zeros(int(drawn.sum()))
         policy = np.asarray(row.values.get(OLD_LOGPS, row.logps), np.float64)
         return (self.keys.beta * (policy - row.values[REFERENCE_LOGPS]))[drawn]
-
-    def _planned_steps(self) -> list[list[int]]:
-        size = len(self.rows) // self.keys.steps_per_generation
-        steps = [list(range(start, start + size)) for start in range(0, len(self.rows), size)]
-        return steps * self.keys.num_iterations
 
     def _write(self, groups: Sequence[Group]) -> None:
         directory = self.run.directory
@@ -262,6 +263,12 @@ def of_rank(rows: Sequence[T], rank: int, ranks: int) -> Sequence[T]:
     """An equal part for each data-parallel rank, in order, so that whole groups stay together where they fit."""
     size = len(rows) // ranks
     return rows[rank * size : (rank + 1) * size]
+
+
+def planned_steps(sizes: Sequence[int], rows: int) -> list[list[int]]:
+    """Numbers of the rows of each step: in order, and from the first one again behind the last."""
+    ends = np.cumsum(sizes).tolist()
+    return [[number % rows for number in range(end - size, end)] for end, size in zip(ends, sizes, strict=True)]
 
 
 def generation_layout(run: TrainingRun, keys: RLConfig) -> dict[str, Any] | None:
