@@ -45,6 +45,8 @@ NOT_RUN = {
     "siglip-base-patch16-224": "a model of 93 M weights; tests/models/test_vision.py builds small ones",
     'TextSet("valid"': "needs a text of the reader's; tests/eval does the same",
     "a-hf": "test_documented_commands.py converts the same run",
+    "runs/chat-reward": "needs a trained run; tests/tune/test_reward_models.py does the same",
+    "episode.after(": "needs a chat model; tests/tune/environments/test_episodes.py has such episodes",
     "# my_losses/": "files of a plugin; test_documented_plugin.py makes and runs it",
     "import my_losses.plugin": "test_documented_plugin.py runs it",
 }

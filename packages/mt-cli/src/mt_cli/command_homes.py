@@ -3,6 +3,7 @@
 COMMAND_HOMES = {
     "bench": "mt-tools",
     "bench generate": "mt-infer",
+    "calibrate": "mt-tools",
     "chat": "mt-infer",
     "ckpt": "mt-ckpt",
     "ckpt merge-adapter": "mt-tune",
@@ -24,6 +25,7 @@ COMMAND_HOMES = {
     "report": "mt-ops",
     "retrieve": "mt-retrieval",
     "retro": "mt-retrieval",
+    "rollouts": "mt-tune",
     "serve": "mt-infer",
     "tune": "mt-tune",
     "verify": "mt-tools",

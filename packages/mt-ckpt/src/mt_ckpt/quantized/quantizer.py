@@ -56,7 +56,7 @@ class Quantizer(Protocol):
 
 
 @runtime_checkable
-class PacksCodes(Protocol):
+class PacksCodes(Quantizer, Protocol):
     """A `Quantizer` whose codes and scales may be chosen by calibration."""
 
     @property

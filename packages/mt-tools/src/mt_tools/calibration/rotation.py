@@ -103,7 +103,7 @@ def _absorb_norms(model: nn.Module) -> dict[str, Tensor]:
             ]
             for name, norm, linear in pairs:
                 changed |= _absorb(f"{path}.{name}.{WEIGHT}", norm, linear)  # type: ignore[arg-type]
-    final = getattr(model.decoder, "final_layernorm", None)  # type: ignore[union-attr]
+    final = getattr(model.decoder, "final_layernorm", None)
     output = getattr(model, "output_layer", None)
     if final is not None and output is not None:
         changed |= _absorb(f"decoder.final_layernorm.{WEIGHT}", final, output)

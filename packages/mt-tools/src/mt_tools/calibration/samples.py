@@ -52,7 +52,12 @@ def _sample(tokens: np.ndarray) -> Mapping[str, np.ndarray]:
 def samples_of_split(config: Config, tokenizer: Tokenizer, host: PluginHost, split: Split, number: int) -> Samples:
     """The first samples of the configured data set (section [data]). Raises DataError when it has fewer."""
     # An evaluation takes whole batches: as many steps as there are samples.
-    train = {"train_iters": number, "eval_iters": number, "global_batch_size": 1, "micro_batch_size": 1}
+    train: dict[str, int | None] = {
+        "train_iters": number,
+        "eval_iters": number,
+        "global_batch_size": 1,
+        "micro_batch_size": 1,
+    }
     train |= {"train_samples": None, "train_epochs": None, "rampup_batch_size": None}
     wanted = config.model_copy(update={"train": config.train.model_copy(update=train)})
     built = build_datasets(wanted, tokenizer, split, host)

@@ -218,6 +218,7 @@ def examine_prompts(
     from mt_core.config.loading import load_config
     from mt_core.data.building import build_tokenizer
     from mt_core.interfaces import SplitRequest
+    from mt_tune.rl.config import prompt_data
     from mt_tune.rl.prompts import build_prompts, prompts_of
 
     def read(split: Any, keys: Tree) -> list[Prompt]:
@@ -225,7 +226,7 @@ def examine_prompts(
         config = load_config(preset=preset, sections=whole, overrides=data_overrides, host=host).config
         longest = getattr(config.model, "max_sequence_length", None) or LONGEST
         request = SplitRequest(split, None, longest, config.train.seed)
-        built = build_prompts(config.data, build_tokenizer(config, host), request)
+        built = build_prompts(prompt_data(config), build_tokenizer(config, host), request)
         sets = built.values() if isinstance(built, Mapping) else [built]
         return [prompt for dataset in sets if dataset is not None for prompt in prompts_of(dataset)]
 

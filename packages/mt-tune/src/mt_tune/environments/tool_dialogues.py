@@ -114,7 +114,7 @@ class ToolDialogue:
         if not calls:
             return self.end()
         results = run_calls(self._functions, calls)
-        messages = [
+        messages: list[Message] = [
             {"role": "tool", "name": call["name"], "content": str(result)}
             for call, (result, _) in zip(calls, results, strict=True)
         ]

@@ -50,15 +50,17 @@ class CollectedMetrics:
         # Ranks without the last pipeline stage have none; those that share a model have the same values.
         gathered: dict[str, list[float]] = {}
         for of_rank in all_gather_objects(own, self.parallel.world):
-            for name, values in of_rank.items():
-                gathered.setdefault(name, []).extend(values)
+            for name, of_name in of_rank.items():
+                gathered.setdefault(name, []).extend(of_name)
         return {name: self._reduced(name, values) for name, values in gathered.items() if values}
 
     def _reduced(self, name: str, values: list[float]) -> float:
         reduction = self.reductions.get(name, "mean")
         if reduction == "mean":
             return sum(values) / len(values)
-        return {"max": max, "min": min, "sum": sum}[reduction](values)
+        if reduction == "sum":
+            return sum(values)
+        return max(values) if reduction == "max" else min(values)
 
 
 def largest_difference(policy: Tensor, reference: Tensor, exists: Tensor) -> float:

@@ -23,7 +23,8 @@ def packed_row(answers: Iterable[EncodedAnswer], length: int) -> tuple[dict[str,
         "segment_ids": np.zeros(length, np.int32),
         ANSWER: np.zeros(length, np.float32),
     }
-    start, first_positions = 0, []
+    start = 0
+    first_positions: list[int] = []
     for tokens, answer in answers:
         end = start + len(tokens) - 1
         row["tokens"][start:end] = tokens[:-1]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -40,7 +40,7 @@ class ReferenceSource(BatchSource):
     "adapter_off": by the model of the run without its adapter.
     """
 
-    prefixes: ClassVar[tuple[str, ...]] = ("",)
+    prefixes: tuple[str, ...] = ("",)
     """Of the fields that together are rows to score: `tokens`, and with another prefix `<prefix>tokens`."""
 
     def __init__(self, run: TrainingRun) -> None:

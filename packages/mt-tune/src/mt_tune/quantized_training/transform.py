@@ -28,7 +28,7 @@ def round_weights(model: nn.Module, config: Config, context: ModelBuildContext) 
     options = config.section(QuantizeConfig)
     scheme = scheme_named(options.scheme)
     for name, module in _matrices(model):
-        objection = scheme.objection(module.layouts[WEIGHT].shape[-2:])  # type: ignore[attr-defined]
+        objection = scheme.objection(module.layouts[WEIGHT].shape[-2:])
         if objection is not None:
             raise ConfigError(f"quantize.scheme={options.scheme}: {name} cannot be quantized: {objection}")
         weight = WeightRounding(name, module, scheme)
@@ -36,7 +36,7 @@ def round_weights(model: nn.Module, config: Config, context: ModelBuildContext) 
         if isinstance(module, LinearModule):
             module.multiply = RoundedMultiply(module.multiply, weight, inputs)
         else:
-            module.product = _rounded_product(module.product, weight, inputs)  # type: ignore[assignment, arg-type]
+            module.product = _rounded_product(module.product, weight, inputs)  # type: ignore[assignment]
     return model
 
 
@@ -84,7 +84,7 @@ class RoundedProduct:
         self.plain, self.weight, self.inputs = plain, weight, inputs
 
     def __call__(self, x: Tensor, weight: Tensor, groups: Any) -> Tensor:
-        return self.plain(self._inputs(x), self.weight(weight), groups)  # type: ignore[no-any-return]
+        return self.plain(self._inputs(x), self.weight(weight), groups)
 
     def _inputs(self, x: Tensor) -> Tensor:
         return x if self.inputs is None or not len(x) else self.inputs(x)
@@ -94,10 +94,10 @@ class RoundedPermutingProduct(RoundedProduct):
     """One that permutes rows itself (mt_moe.experts.loop.PermutingProduct)."""
 
     def of_tokens(self, x: Tensor, weight: Tensor, groups: Any, order: Any) -> Tensor:
-        return self.plain.of_tokens(self._inputs(x), self.weight(weight), groups, order)  # type: ignore[no-any-return]
+        return self.plain.of_tokens(self._inputs(x), self.weight(weight), groups, order)
 
     def to_tokens(self, x: Tensor, weight: Tensor, groups: Any, order: Any) -> Tensor:
-        return self.plain.to_tokens(self._inputs(x), self.weight(weight), groups, order)  # type: ignore[no-any-return]
+        return self.plain.to_tokens(self._inputs(x), self.weight(weight), groups, order)
 
 
 def _rounded_product(plain: Any, weight: WeightRounding, inputs: InputRounding | None) -> RoundedProduct:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ def add_score_head(model: nn.Module, config: Config, context: ModelBuildContext)
     require_scorable(model, config)
     assert isinstance(model, CausalDecoder)
     options, settings = config.section(ScoreHeadConfig), config.model
-    model.__class__ = scored_class(type(model))
+    model.__class__ = scored_class(cast(type, type(model)))
     model.output_layer = None
     # The last stage's copy of the token embeddings was its LM head.
     if not context.has_first:

@@ -251,7 +251,7 @@ def _score(score: Any, number: int, log_metric: Callable[[str, float], None]) ->
     if "score" not in score:
         raise _SampleError(number, f'compute_score returned the keys {", ".join(map(str, score))} and no "score"')
     for name, value in score.items():
-        if name != "score" and isinstance(value, int | float) and not isinstance(value, str):
+        if name != "score" and isinstance(value, int | float):
             log_metric(str(name), float(value))
     return score["score"]
 

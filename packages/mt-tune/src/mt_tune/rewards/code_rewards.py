@@ -86,10 +86,10 @@ def programs_of(completion: str, tests: Any, partial: bool) -> list[str]:
     parsed = _parsed(tests)
     if isinstance(parsed, Mapping):
         pairs = list(zip(*_streams(parsed), strict=True))
-        groups = [[pair] for pair in pairs] if partial else [pairs]
+        pair_groups = [[pair] for pair in pairs] if partial else [pairs]
         return [
             TESTS_OF_STREAMS.format(code=code, inputs=[one for one, _ in group], outputs=[one for _, one in group])
-            for group in groups
+            for group in pair_groups
         ]
     groups = [[test] for test in parsed] if partial else [parsed]
     return ["\n\n".join([code, *group]) + "\n" for group in groups]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mt_core.kinds import Kind, Lazy, Spec
 
-
-class RewardFunction(Protocol):
-    """The signature of TRL's reward functions, which take what they need and `**kwargs`; it may be async."""
-
-    def __call__(self, **columns: Any) -> Any:
-        """columns: prompts, completions (texts, or lists of messages), completion_ids, trainer_state, log_extra,
-        log_metric, and each column of the rows under its name, all as lists with one entry for each sample. Returns a
-        list of numbers, None for samples that it does not judge."""
-        ...
+RewardFunction = Callable[..., Any]
+"""A function with the signature of TRL's reward functions, which may be async. It takes those that it needs of prompts,
+completions (texts, or lists of messages), completion_ids, trainer_state, log_extra, log_metric and the columns of the
+rows under their names, as keyword arguments, and the others as `**kwargs`; all but trainer_state and the two loggers
+are lists with one entry for each sample. Returns a list of numbers, None for samples that it does not judge."""
 
 
 class BuildReward(Protocol):

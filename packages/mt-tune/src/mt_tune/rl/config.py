@@ -107,6 +107,15 @@ class PromptDataConfig(ChatTemplateKeys):
     """skip: leave out records that cannot be used, with a warning that counts them and names the first."""
 
 
+def prompt_data(config: Any) -> PromptDataConfig:
+    """The section [data] of a configuration. Raises ConfigError for another data set than prompts."""
+    if not isinstance(config.data, PromptDataConfig):
+        raise ConfigError(
+            f'completions are drawn for prompts; set data.dataset_type (now {config.data.dataset_type}) to "{PROMPTS}"'
+        )
+    return config.data
+
+
 def check_rl(config: Any) -> None:
     """The rules of [rl] that other sections are part of. Raises ConfigError."""
     if config.train.loss != POLICY:

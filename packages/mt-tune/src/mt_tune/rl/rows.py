@@ -73,6 +73,6 @@ def _filled(row: Row, width: int) -> Mapping[str, np.ndarray]:
 
 
 def _padded(values: np.ndarray, start: int, width: int, dtype: type) -> np.ndarray:
-    result = np.zeros(width, dtype)
+    result: np.ndarray = np.zeros(width, dtype)
     result[start : start + len(values)] = values
     return result

@@ -21,7 +21,7 @@ from mt_core.train.trained_model import load_model_weights
 from mt_tune.rewards.build import build_rewards
 from mt_tune.rewards.config import RewardsConfig
 from mt_tune.rl.advantages import ADVANTAGE_FUNCTIONS, Scored, Values, has_equal_rewards
-from mt_tune.rl.config import RLConfig
+from mt_tune.rl.config import RLConfig, prompt_data
 from mt_tune.rl.drawing import Drawer, DrawOptions
 from mt_tune.rl.judging import Judge, reward_metrics, rewards_of
 from mt_tune.rl.prompts import Key, Prompt, completion_ends, prompts_of
@@ -51,7 +51,7 @@ class RolloutSource(BatchSource):
         for dataset in (run.train_data, *run.valid_data.values()):
             self.prompts.update((prompt.key, prompt) for prompt in prompts_of(dataset))
         require_room(self.prompts.values(), self.keys, config.data.seq_length)
-        ends = completion_ends(config.data, run.engine.tokenizer)
+        ends = completion_ends(prompt_data(config), run.engine.tokenizer)
         self.options = DrawOptions(self.keys.temperature, self.keys.max_completion_length, ends, config.train.seed)
         self.judge = self._build_judge(ends)
         self.drawer = Drawer(run.engine, generation_layout(run, self.keys))
