@@ -52,6 +52,26 @@ def test_epochs_are_shuffled_by_their_number_and_drop_what_is_no_batch() -> None
         dataset[24]
 
 
+class Blend(Numbered):
+    """The even samples are of one data set, the odd ones of another."""
+
+    names, weights, datasets = ("even", "odd"), (0.5, 0.5), ((), ())
+
+    def place(self, index: int) -> tuple[int, int]:
+        return index % 2, index // 2
+
+    def counts(self, first: int, stop: int) -> list[int]:
+        raise AssertionError("an epoch has another order")
+
+
+def test_epochs_of_a_blend_count_what_is_drawn_of_each() -> None:
+    dataset = building.in_epochs(Blend(), with_train_iters(config_of(), 11))
+    odd = [int(dataset[k]["uid"]) % 2 for k in range(24)]
+    assert dataset.counts(0, 24) == [24 - sum(odd), sum(odd)]
+    assert dataset.counts(5, 11) == [6 - sum(odd[5:11]), sum(odd[5:11])]
+    assert dataset.names == ("even", "odd")
+
+
 def test_lengths_that_do_not_agree() -> None:
     with pytest.raises(DataError, match="has 3 samples, fewer than a global batch of 4"):
         with_train_iters(config_of(), 3)

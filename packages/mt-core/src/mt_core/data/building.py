@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping
 
 from mt_core.config.checks import global_batch_size
 from mt_core.config.schema import Config
-from mt_core.data.training_length import EpochDataset, iterations_of_epoch, total_train_samples, with_train_iters
+from mt_core.data.training_length import (
+    EpochDataset,
+    EpochsOfBlend,
+    iterations_of_epoch,
+    total_train_samples,
+    with_train_iters,
+)
 from mt_core.errors import DataError
 from mt_core.interfaces import Dataset, Split, SplitRequest, Tokenizer
 from mt_core.plugins import PluginHost
@@ -46,7 +52,8 @@ def in_epochs(epoch: Dataset, config: Config) -> Dataset:
     if epochs is None:
         return epoch
     samples = iterations_of_epoch(len(epoch), config) * global_batch_size(config)  # whole steps only
-    return EpochDataset(epoch, epochs, samples, config.train.seed)
+    kind = EpochsOfBlend if hasattr(epoch, "counts") else EpochDataset
+    return kind(epoch, epochs, samples, config.train.seed)
 
 
 def with_resolved_epochs(config: Config, tokenizer: Tokenizer, host: PluginHost) -> Config:

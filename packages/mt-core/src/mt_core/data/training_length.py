@@ -5,9 +5,11 @@ As in Megatron's finetuning, each epoch is shuffled by seed + epoch, and its inc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +55,20 @@ class EpochDataset:
     def _shuffled(self, epoch: int) -> NDArray[np.int64]:
         # By seed and epoch alone, so that a resumed run finds the same order.
         return np.random.default_rng(self.seed + epoch).permutation(len(self.dataset))
+
+
+class EpochsOfBlend(EpochDataset):
+    """Epochs of a blend of data sets, which say, as it does, how many samples are drawn from each."""
+
+    def __init__(self, blend: Any, epochs: int, epoch_samples: int, seed: int) -> None:
+        super().__init__(blend, epochs, epoch_samples, seed)
+        self.blend = blend
+        self.names, self.weights, self.datasets = blend.names, blend.weights, blend.datasets
+
+    def counts(self, first: int, stop: int) -> list[int]:
+        """How many of samples first ... stop - 1 are of each data set."""
+        drawn = Counter(self.blend.place(self._place(index))[0] for index in range(first, stop))
+        return [drawn[number] for number in range(len(self.datasets))]
 
 
 def iterations_of_epoch(samples: int, config: Config) -> int:
