@@ -71,7 +71,7 @@ def run_peer(model: Path, folder: Path, method: str, out: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     # It pins memory, also where no GPU is.
-    torch.Tensor.pin_memory = lambda self, *rest: self  # type: ignore[method-assign, assignment, misc]
+    torch.Tensor.pin_memory = lambda self, *rest: self  # type: ignore[method-assign]
     ids = ids_of(model, folder / "calibrate.txt", SAMPLES).tolist()
     data = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * LENGTH] * SAMPLES})
     started = time.perf_counter()

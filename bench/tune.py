@@ -34,7 +34,7 @@ Step = dict[str, float]
 class Side:
     def __init__(self, name: str, case: str, folder: Path, arguments: argparse.Namespace) -> None:
         python = arguments.peer_python if name == "trl_side" else Path(sys.executable)
-        command = [python, Path(__file__).parent / "tune_steps", name, case, folder, arguments.threads]
+        command = [python, Path(__file__).parent / "tune_steps/run_side.py", name, case, folder, arguments.threads]
         environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1"}
         self.name, self.steps = name, list[Step]()
         self.log = open(arguments.log_dir / f"{name}.log", "w")  # noqa: SIM115
@@ -104,7 +104,7 @@ def main() -> None:
     print(f"{arguments.rounds} rounds, {arguments.threads} threads, fp32, {platform.machine()}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        steps = Path(__file__).parent / "tune_steps"
+        steps = Path(__file__).parent / "tune_steps/run_side.py"
         subprocess.run([str(arguments.peer_python), str(steps), "material", "-", name, "1"], check=True)
         for case in arguments.case or CASES:
             print(f"load {os.getloadavg()[0]:.1f}; ", end="")

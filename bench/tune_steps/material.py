@@ -21,7 +21,6 @@ SPECIAL = 10
 
 def write(folder: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
     config = LlamaConfig(
         vocab_size=VOCAB,
         max_position_embeddings=LENGTH,
@@ -29,7 +28,10 @@ def write(folder: Path) -> None:
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=2,
-        **sizes,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "base")
     words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCAB)}, unk_token="0"))

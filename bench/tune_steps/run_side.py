@@ -1,4 +1,5 @@
-"""One side as a process: `python bench/tune_steps SIDE CASE FOLDER THREADS`; SIDE is mt_side, trl_side or material.
+"""One side as a process: `python bench/tune_steps/run_side.py SIDE CASE FOLDER THREADS`; SIDE is mt_side,
+trl_side or material.
 
 Every line of standard input asks for one step, which a line of standard output answers with its times. Runs in the
 environment of the side: mt's packages or the peers are imported only where they are asked for.
