@@ -54,6 +54,26 @@ def test_a_contradiction_is_refused(mt: Callable[..., Any], tmp_path: Path, argu
     assert words in refused.err
 
 
+def test_a_refused_command_leaves_runs_as_they_are(mt: Callable[..., Any], tmp_path: Path) -> None:
+    """And no folder of a run that never began."""
+    pairs, run = str(write_pairs(tmp_path)), tmp_path / "run"
+    refused = mt("tune", "dpo", "gpt-tiny", pairs, "--run-dir", str(run), "--set", "optimizer.lr=-1")
+    assert (refused.code, run.exists()) == (2, False)
+    run.mkdir()
+    (run / "tune.toml").write_text("of the run")
+    (run / "config.json").write_text("{}")
+    assert mt("tune", "dpo", "gpt-tiny", pairs, "--run-dir", str(run), "--set", "optimizer.lr=-1").code == 2
+    assert (run / "tune.toml").read_text() == "of the run"
+
+
+def test_a_bad_record_is_named_once(mt: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "1", "chosen": "2"}\n' * 8)
+    refused = mt("tune", "dpo", "gpt-tiny", str(path), "--show")
+    assert refused.code == 4
+    assert refused.err.count("bad.jsonl, line 1") == 1
+
+
 @pytest.mark.slow
 def test_a_preference_is_learnt_in_seconds(mt: Callable[..., Any], tmp_path: Path) -> None:
     """About 5 s: a few steps of gpt-tiny prefer numbers to refusals on pairs that are held out."""

@@ -189,6 +189,14 @@ def test_a_record_that_is_no_labelled_answer_is_named(fields: dict[str, Any], wo
     assert str(refused.value).startswith("answers.jsonl, line 3")
 
 
+def test_answers_of_one_kind_alone_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_answers(tmp_path)
+    path.write_text("".join(json.dumps({**answer, "label": True}) + "\n" for answer in ANSWERS))
+    with caplog.at_level("WARNING"):
+        Trainer(config(path, *KEYS))
+    assert "answers are desirable; losses of single answers learn from both kinds" in caplog.text
+
+
 def test_answers_to_other_prompts_fit_into_their_rows(tmp_path: Path) -> None:
     """Every record once; the second row has its prompt with the answer of the record before."""
     trainer = Trainer(config(write_answers(tmp_path), *KEYS))

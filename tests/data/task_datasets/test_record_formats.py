@@ -134,6 +134,10 @@ def test_each_answer_by_itself(tmp_path: Path) -> None:
         ([{"chosen": "a", "rejected": "b"}], "trained by preferences"),
         ([{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}], "must both be texts"),
         ([{"prompt": "a", "completion": ""}], '"completion" is empty'),
+        (
+            [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}],
+            "answer .* is empty",
+        ),
         ([{"conversations": [{"from": "alice", "value": "b"}]}], "turn 1 is from 'alice'"),
         ([{"instruction": "a", "output": "b", "history": [["c"]]}], '"history" must be a list of pairs'),
         ([chat(turn1=("weight", 2))], '"weight" is 2; it says whether'),

@@ -39,6 +39,28 @@ def test_what_is_missing_is_named(mt: Callable[..., Any], tmp_path: Path, argume
     assert words in refused.err
 
 
+def test_what_is_derived_follows_values_of_set(mt: Callable[..., Any], tmp_path: Path) -> None:
+    prompts, rewards = write_task(tmp_path)
+    command = ["tune", "grpo", "gpt-tiny", str(prompts), "--reward", f"{rewards}:right", "--algorithm", "dr_grpo"]
+    values = ("rl.group_size=2", "train.global_batch_size=4", "train.train_iters=2", "rl.max_completion_length=3")
+    shown = mt(*command, "--show", *(part for value in values for part in ("--set", value)))
+    assert shown.code == 0, shown.err
+    config = tomllib.loads(shown.out)
+    # Two completions of a prompt at once; prompts of 4 bytes and 3 tokens more, of which the last is no input.
+    assert (config["train"]["micro_batch_size"], config["data"]["seq_length"]) == (2, 8)
+    assert (config["train"]["loss_divisor"], config["train"]["eval_interval"]) == (12.0, 1)
+    assert "2 steps of 4 completions, 2 of each prompt" in shown.err
+
+
+def test_completions_fit_into_few_positions(mt: Callable[..., Any], tmp_path: Path) -> None:
+    prompts, rewards = write_task(tmp_path)
+    command = ["tune", "grpo", "gpt-tiny", str(prompts), "--reward", f"{rewards}:right", "--show"]
+    shown = mt(*command, "--set", "model.max_position_embeddings=64")
+    assert shown.code == 0, shown.err
+    config = tomllib.loads(shown.out)
+    assert (config["rl"]["max_completion_length"], config["data"]["seq_length"]) == (61, 64)
+
+
 def line(step: int, number: int, reward: float | None, completion: str = "4") -> dict[str, Any]:
     of_prompt = {"prompt_number": step, "completion_number": number, "prompt": "2+2=", "source": "p.jsonl, line 1"}
     judged = {"reward": reward, "rewards": {"right": reward}, "advantage": 0.5}

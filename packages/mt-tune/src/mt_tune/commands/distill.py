@@ -12,6 +12,7 @@ from mt_core.commands import host_of, need
 from mt_core.errors import ConfigError
 from mt_tune.commands.options import AdapterOptions, OutputOptions, TrainingOptions
 from mt_tune.commands.recipe import (
+    OPTION_OF,
     Amount,
     Tree,
     adapter_section,
@@ -20,6 +21,7 @@ from mt_tune.commands.recipe import (
     model_sections,
     rate_sections,
     training_sections,
+    with_set_values,
 )
 from mt_tune.commands.sft import DataOptions, data_sections, examine, summary
 
@@ -80,6 +82,7 @@ def distill(
 ) -> None:
     """Train a student on the distributions of a teacher; --show prints the configuration."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt tune distill")
+    training = with_set_values(training, training.set_, OPTION_OF)
     host = host_of(context)
     preset, of_model = model_sections(model, host)
     base = merged(of_model, adapter_section(adapter), distillation_sections(teacher))

@@ -14,6 +14,7 @@ from mt_core.errors import ConfigError, DataError, did_you_mean
 from mt_tune.commands.options import DATA, AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
 from mt_tune.commands.recipe import (
     LONGEST,
+    OPTION_OF,
     Amount,
     Tree,
     adapter_section,
@@ -21,11 +22,14 @@ from mt_tune.commands.recipe import (
     data_section,
     merged,
     model_sections,
+    positions_of,
     rate_sections,
     training_sections,
+    with_set_values,
 )
 
 if TYPE_CHECKING:
+    from mt_core.config.schema import Config
     from mt_core.plugins import PluginHost
     from mt_tune.rl.prompts import Prompt
 
@@ -97,14 +101,17 @@ def grpo(
 ) -> None:
     """Train a model by rewards of what it writes itself; --show prints the configuration."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", "mt-infer", command="mt tune grpo")
+    training = with_set_values(training, training.set_, OPTION_OF)
+    rollouts = with_set_values(rollouts, training.set_, ROLLOUT_OPTION_OF)
     host = host_of(context)
     preset, of_model = model_sections(model, host)
     base = merged(of_model, adapter_section(adapter), reward_sections(rollouts))
     data_keys = _data_keys(data, records, rollouts)
-    prompts, validated = examine_prompts(host, preset, merged(base, {"data": data_keys}), training)
+    examined = examine_prompts(host, preset, merged(base, {"data": data_keys}), training)
+    prompts, validated = examined.prompts, examined.validated
     if not validated:
         data_keys["split"] = "100,0,0"
-    rl = rl_section(rollouts, policy)
+    rl = rl_section(with_completion_length(rollouts, examined), policy)
     size = rl.get("group_size", GROUP_SIZE)
     amounts = with_amounts(training, len(prompts), size)
     length = training_sections(amounts, Amount(len(prompts), output.nproc or 1))
@@ -123,6 +130,8 @@ def grpo(
 
 
 GROUP_SIZE, MOST_TOKENS = 8, 256
+ROLLOUT_OPTION_OF = {"rl.group_size": "group_size", "rl.max_completion_length": "max_completion_length"}
+"""Keys from which others follow, and the options that set them."""
 ALGORITHMS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "grpo": ({"advantage": "grpo"}, "sequences"),
     "dapo": ({"advantage": "grpo", "epsilon_high": 0.28, "dynamic_sampling": True}, "tokens"),
@@ -208,10 +217,26 @@ def _intervals(steps: int) -> Tree:
     return {"train": {"eval_interval": each}, "checkpoint": {"save_interval": each}}
 
 
-def examine_prompts(
-    host: PluginHost, preset: str | None, sections: Tree, options: TrainingOptions
-) -> tuple[Sequence[Prompt], bool]:
-    """The prompts to train on, and whether others are held out; of few prompts nothing is.
+@dataclass(frozen=True)
+class ExaminedPrompts:
+    """prompts: to train on. validated: whether others are held out. positions: the model's."""
+
+    prompts: Sequence[Prompt]
+    validated: bool
+    positions: int | None
+
+
+def with_completion_length(options: RolloutOptions, examined: ExaminedPrompts) -> RolloutOptions:
+    """A model of few positions takes shorter completions by default: what the longest prompt leaves, the last token
+    being no input."""
+    if options.max_completion_length is not None or examined.positions is None:
+        return options
+    room = examined.positions + 1 - max(len(prompt.tokens) for prompt in examined.prompts)
+    return replace(options, max_completion_length=room) if 0 < room < MOST_TOKENS else options
+
+
+def examine_prompts(host: PluginHost, preset: str | None, sections: Tree, options: TrainingOptions) -> ExaminedPrompts:
+    """Of few prompts nothing is held out.
 
     Raises DataError for prompts that cannot be used and ConfigError for sections that cannot be.
     """
@@ -221,21 +246,27 @@ def examine_prompts(
     from mt_tune.rl.config import prompt_data
     from mt_tune.rl.prompts import build_prompts, prompts_of
 
-    def read(split: Any, keys: Tree) -> list[Prompt]:
+    def loaded(keys: Tree) -> Config:
         whole = merged(keys, {"train": {"train_iters": 1}})
-        config = load_config(preset=preset, sections=whole, overrides=data_overrides, host=host).config
-        longest = getattr(config.model, "max_sequence_length", None) or LONGEST
+        return load_config(preset=preset, sections=whole, overrides=data_overrides, host=host).config
+
+    def read(split: Any, config: Config) -> list[Prompt]:
+        longest = positions_of(config.model) or LONGEST
         request = SplitRequest(split, None, longest, config.train.seed)
         built = build_prompts(prompt_data(config), build_tokenizer(config, host), request)
         sets = built.values() if isinstance(built, Mapping) else [built]
         return [prompt for dataset in sets if dataset is not None for prompt in prompts_of(dataset)]
 
     data_overrides = [text for text in options.set_ or () if text.startswith(("data.", "tokenizer.", "model."))]
+    config, reason = loaded(sections), ""
     try:
-        held_out = bool(read("valid", sections))
+        held_out = bool(read("valid", config))
     except DataError as error:
-        typer.echo(f"nothing is held out to evaluate on: {error}", err=True)
-        held_out = False
+        held_out, reason = False, str(error)
     if not held_out and "split" in sections["data"]:
-        sections = merged(sections, {"data": {"split": "100,0,0"}})
-    return read("train", sections), held_out
+        config = loaded(merged(sections, {"data": {"split": "100,0,0"}}))
+    prompts = read("train", config)
+    # Whatever is wrong with a record was raised here again.
+    if reason:
+        typer.echo(f"nothing is held out to evaluate on: {reason}", err=True)
+    return ExaminedPrompts(prompts, held_out, positions_of(config.model))

@@ -12,6 +12,7 @@ from mt_core.commands import host_of, need
 from mt_core.errors import ConfigError
 from mt_tune.commands.options import AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
 from mt_tune.commands.recipe import (
+    OPTION_OF,
     Amount,
     Tree,
     adapter_section,
@@ -21,6 +22,7 @@ from mt_tune.commands.recipe import (
     model_sections,
     rate_sections,
     training_sections,
+    with_set_values,
 )
 from mt_tune.commands.sft import examine
 
@@ -134,6 +136,7 @@ def _tune(
     output: OutputOptions,
 ) -> None:
     need("torch", "mt-models", "mt-data", "mt-ckpt", command=f"mt tune {kind.name}")
+    training = with_set_values(training, training.set_, OPTION_OF)
     host = host_of(context)
     preset, of_model = model_sections(model, host)
     base = merged(of_model, adapter_section(adapter), kind.sections)

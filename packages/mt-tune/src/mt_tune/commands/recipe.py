@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
 from mt_core.commands import host_of
 from mt_core.config.files import to_toml
 from mt_core.config.sources import find_preset, installed_presets, parse_override
-from mt_core.errors import ConfigError, did_you_mean
+from mt_core.errors import ConfigError, MtError, did_you_mean
 from mt_core.plugins import PluginHost
 from mt_core.specs import COMMANDS
 from mt_tune.commands.options import AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Tree = dict[str, dict[str, Any]]
 WRITTEN = "tune.toml"
@@ -39,6 +42,30 @@ def model_sections(model: str, host: PluginHost) -> tuple[str | None, Tree]:
         f"MODEL {model} is neither a folder (of Hugging Face's format, a checkpoint or a run) nor a preset"
         f"{did_you_mean(model, presets)}; mt models lists the presets"
     )
+
+
+OPTION_OF = {
+    "train.train_iters": "steps",
+    "train.global_batch_size": "batch_size",
+    "train.micro_batch_size": "micro_batch_size",
+    "data.seq_length": "seq_length",
+}
+"""Keys from which others follow, and the options that set them."""
+OptionsT = TypeVar("OptionsT", bound="DataclassInstance")
+
+
+def with_set_values(options: OptionsT, texts: Sequence[str] | None, option_of: Mapping[str, str]) -> OptionsT:
+    """The options with the values that --set gives their keys, so that what is derived from them (warm-up, intervals,
+    batches, the summary) is that of the run."""
+    values = {".".join(path): value for path, value in map(parse_override, texts or ())}
+    changed = {option_of[key]: value for key, value in values.items() if key in option_of and value is not None}
+    return replace(options, **changed)
+
+
+def positions_of(model: object) -> int | None:
+    """The positions of a model, by its section of the configuration."""
+    keys = ("max_sequence_length", "max_position_embeddings")
+    return next((number for key in keys if (number := getattr(model, key, None))), None)
 
 
 @dataclass(frozen=True)
@@ -182,6 +209,20 @@ def carry_out(
     directory = output.run_dir or run_dir
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / WRITTEN
+    before = path.read_text(encoding="utf-8") if path.exists() else None
     path.write_text(as_toml(preset, sections), encoding="utf-8")
     train = host_of(context)[COMMANDS].get("train", key="mt tune").app.load()
-    train(context, config=path, run_dir=directory, set_=overrides, nproc=output.nproc)
+    try:
+        train(context, config=path, run_dir=directory, set_=overrides, nproc=output.nproc)
+    except MtError:
+        _take_back(path, before)
+        raise
+
+
+def _take_back(path: Path, before: str | None) -> None:
+    """After a refusal: the file of a run that is there already is what it was, and no folder without a run remains."""
+    if before is not None:
+        path.write_text(before, encoding="utf-8")
+    elif [entry.name for entry in path.parent.iterdir()] == [path.name]:
+        path.unlink()
+        path.parent.rmdir()

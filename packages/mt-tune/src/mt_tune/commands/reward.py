@@ -13,6 +13,7 @@ from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_tune.commands.options import DATA, AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
 from mt_tune.commands.recipe import (
+    OPTION_OF,
     Amount,
     Tree,
     adapter_section,
@@ -22,6 +23,7 @@ from mt_tune.commands.recipe import (
     model_sections,
     rate_sections,
     training_sections,
+    with_set_values,
 )
 from mt_tune.commands.sft import examine
 
@@ -59,6 +61,7 @@ def reward(
 ) -> None:
     """Train a reward model: a score of an answer (Bradley-Terry over pairs), or of each of its steps."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt tune reward")
+    training = with_set_values(training, training.set_, OPTION_OF)
     host = host_of(context)
     preset, of_model = model_sections(model, host)
     base = merged(of_model, _without_lm_head(of_model, host), adapter_section(adapter), reward_sections(options))

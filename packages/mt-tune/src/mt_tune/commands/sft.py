@@ -14,6 +14,7 @@ from mt_core.errors import DataError
 from mt_tune.commands.options import DATA, AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
 from mt_tune.commands.recipe import (
     LONGEST,
+    OPTION_OF,
     Amount,
     Tree,
     adapter_section,
@@ -21,8 +22,10 @@ from mt_tune.commands.recipe import (
     data_section,
     merged,
     model_sections,
+    positions_of,
     rate_sections,
     training_sections,
+    with_set_values,
 )
 
 if TYPE_CHECKING:
@@ -83,6 +86,7 @@ def sft(
 ) -> None:
     """Train a model on instructions, with defaults that learn; --show prints the configuration."""
     need("torch", "mt-models", "mt-data", "mt-ckpt", command="mt tune sft")
+    training = with_set_values(training, training.set_, OPTION_OF)
     host = host_of(context)
     preset, of_model = model_sections(model, host)
     base = merged(of_model, adapter_section(adapter), _loss_sections(losses))
@@ -130,16 +134,20 @@ def examine(host: PluginHost, preset: str | None, sections: Tree, options: Train
     Raises DataError for records that cannot be used and ConfigError for sections that cannot be.
     """
     config = loaded_config(host, preset, merged(sections, {"data": {"seq_length": 8}}), options, ranks)
-    longest = getattr(config.model, "max_sequence_length", None) or LONGEST
+    longest = positions_of(config.model) or LONGEST
     length = {"seq_length": options.seq_length or min(LONGEST, longest)}
     data = {**sections["data"], **length}
     config = loaded_config(host, preset, merged(sections, {"data": data}), options, ranks)
-    if "split" in data and data["split"] != "100,0,0" and not _has_samples(config, "valid", host):
+    reason = None
+    if "split" in data and data["split"] != "100,0,0" and (reason := _nothing_held_out(config, host)) is not None:
         data["split"] = "100,0,0"
         config = loaded_config(host, preset, merged(sections, {"data": data}), options, ranks)
     dataset = built_dataset(config, "train", host)
     if dataset is None:
         raise DataError("the data have no records to train on")
+    # An empty split alone: whatever is wrong with records was raised by the training set.
+    if reason:
+        typer.echo(f"nothing is held out to evaluate on: {reason}", err=True)
     return Examined(data, len(dataset), data.get("split") != "100,0,0")
 
 
@@ -164,13 +172,12 @@ def built_dataset(config: Config, split: Split, host: PluginHost) -> Dataset | N
     return next(iter(built.values()), None) if isinstance(built, Mapping) else built
 
 
-def _has_samples(config: Config, split: Split, host: PluginHost) -> bool:
+def _nothing_held_out(config: Config, host: PluginHost) -> str | None:
+    """None where there are samples to evaluate on; else why not, or "" without a reason."""
     try:
-        return bool(built_dataset(config, split, host))
+        return None if built_dataset(config, "valid", host) else ""
     except DataError as error:
-        # An empty split alone; whatever is wrong with records is found again in the training set.
-        typer.echo(f"nothing is held out to evaluate on: {error}", err=True)
-        return False
+        return str(error)
 
 
 def summary(examined: Examined, sections: Tree) -> str:

@@ -134,7 +134,15 @@ def build_unpaired(config: UnpairedDataConfig, tokenizer: Tokenizer, request: Sp
         needed = _needed_positions(answers, numbers, length)
         packing = pack_best_fit(needed, length) if config.packing else pack_singly(len(numbers))
         order = epoch_order(len(packing), num_samples, request.seed)
-        log.info("%s: %d answers in %d samples", source.name, len(numbers), len(packing))
+        desirable = int(answers.desirable[numbers].sum())
+        log.info("%s: %d answers in %d samples, %d desirable", source.name, len(numbers), len(packing), desirable)
+        if request.split == "train" and desirable in (0, len(numbers)):
+            log.warning(
+                "%s: all %d answers are %s; losses of single answers learn from both kinds",
+                source.name,
+                len(numbers),
+                "desirable" if desirable else "undesirable",
+            )
         return UnpairedDataset(answers, numbers, order, packing, length, key)
 
     return build_from_text(config, request, make)

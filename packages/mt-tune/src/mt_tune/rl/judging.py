@@ -35,8 +35,9 @@ class Judge:
         return table
 
     def _text(self, rollout: Rollout) -> str:
-        ids = rollout.tokens
-        return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.ends else ids)
+        ids = rollout.tokens[:-1] if rollout.tokens and rollout.tokens[-1] in self.ends else rollout.tokens
+        # A model has more ids than its tokenizer where the vocabulary is padded; they have no text.
+        return self.tokenizer.decode([token for token in ids if token < self.tokenizer.vocab_size])
 
     def _overlong(self, rollout: Rollout) -> float:
         keys = self.keys

@@ -10,7 +10,7 @@ text                text
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mt_core.errors import DataError, did_you_mean
@@ -112,10 +112,27 @@ def _conversation(record: Record, messages: Any, key: str, trained: frozenset[in
     flagged = flagged_turns(messages, where)
     if flagged is not None:
         trained = flagged if trained is None else flagged & trained
+    if is_without_answers(checked, trained):
+        raise DataError(
+            f"{where}: every answer to train on is empty, so that nothing but their end would be learnt; remove the "
+            "record"
+        )
     calls = [_with_objects(message, where) for message in checked]
     values = _parsed(fields.get("chat_template_kwargs"), "chat_template_kwargs", dict, where) or {}
     return Conversation(
         calls, _parsed(fields.get("tools"), "tools", list, where), record.file, record.line, trained, values
+    )
+
+
+def is_without_answers(messages: Sequence[Mapping[str, Any]], trained: frozenset[int] | None) -> bool:
+    """Whether the assistant's messages that count (trained; None: all) have neither text nor anything else."""
+    answers = [
+        message
+        for number, message in enumerate(messages)
+        if message["role"] == "assistant" and (trained is None or number in trained)
+    ]
+    return bool(answers) and all(
+        message.keys() <= {"role", "content"} and not message["content"] for message in answers
     )
 
 
