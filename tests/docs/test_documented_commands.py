@@ -57,6 +57,7 @@ NOT_RUN = {
     r"--load-dir (gpt-oss-20b|gpt/checkpoints|runs/llama|a )": "needs a checkpoint that we have none of",
     r"DeepSeek-V3|Llama-3\.1-8B-FP8|mt quantization llama-int4": "tests/ckpt/quantized makes small ones",
     r"mt rollouts runs/": "needs a run that drew completions; tests/tune/rl reads some",
+    r"runs/rounded": "a run with [quantize]; tests/tune/quantized_training trains and exports some",
     r"mt calibrate ": "takes minutes; tests/tools/calibration calibrates small models",
     r"bart-base|runs/bart|Qwen3\.5-9B": "a published model; tests/ckpt/family_cases.py has small ones",
     r"--saver meta": "holds Llama only; tests/ckpt/test_convert_meta_target.py runs it",

@@ -34,7 +34,7 @@ def compare(
     python_b: Annotated[
         Path | None,
         typer.Option(
-            help="With --deep: python of another environment, whose mt computes B.",
+            help="With --deep: Python of another environment, which computes B with its version.",
             show_default=False,
             rich_help_panel="Deep",
         ),

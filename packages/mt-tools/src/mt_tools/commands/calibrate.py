@@ -60,6 +60,7 @@ def calibrate(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     nproc: Annotated[int | None, typer.Option(help="Processes to start on this machine, for a layout.", min=1)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what calibration.json holds.")] = False,
 ) -> None:
     """Quantize a model by what it computes of a data set, and measure what that costs.
 
@@ -72,6 +73,7 @@ def calibrate(
     from mt_core.train.build import resolve_device
     from mt_tools.calibration.options import CalibrationOptions, methods_named
     from mt_tools.calibration.run import result_path
+    from mt_tools.calibration.writing import REPORT
 
     if (text is None) != (eval_text is None):
         raise ConfigError(
@@ -89,7 +91,9 @@ def calibrate(
     data = Data(text, eval_text, samples, eval_samples, seq_length, micro_batch_size)
     with rank_session(resolve_device(device).type):
         result = calibrate_checkpoint(path, out, options, data, set_ or [], device, host_of(context))
-        if result is not None:
+        if result is not None and as_json:
+            typer.echo((out / REPORT).read_text(encoding="utf-8"))
+        elif result is not None:
             _show(out, options, result)
 
 

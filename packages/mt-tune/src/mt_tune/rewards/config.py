@@ -20,7 +20,7 @@ class RewardsConfig(Section):
     weights: list[float] = Field(default_factory=list)
     """Factors of the functions in the sum. Default: 1 each."""
     modules: list[str] = Field(default_factory=list)
-    """Python modules and files (`rewards.py`) whose code this run executes: those that rewards.functions takes
+    """Python modules and files (.py) whose code this run executes: those that rewards.functions takes
     functions from."""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Name of a function in rewards.functions -> its options. For one of rewards.modules: keyword arguments of a

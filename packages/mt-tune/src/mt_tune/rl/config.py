@@ -63,6 +63,7 @@ class RLConfig(Section):
     by the product over the completion, or by its geometric mean; limited to sampling_correction_max, or 0 outside of
     the bounds (mask)."""
     sampling_correction_max: PositiveFloat = 2.0
+    """The largest weight; of the masks, weights above it are 0."""
     sampling_correction_min: NonNegativeFloat = 0.0
     """Of the masks: weights below it are 0, too."""
     mask_truncated: bool = False
@@ -70,6 +71,7 @@ class RLConfig(Section):
     overlong_buffer: NonNegativeInt = 0
     """Last tokens of max_completion_length in which the reward falls linearly, by overlong_penalty at its end."""
     overlong_penalty: NonNegativeFloat = 1.0
+    """What the longest completion loses."""
     dynamic_sampling: bool = False
     """Draw completions of further prompts in place of groups whose rewards are all equal (DAPO)."""
     max_generations: PositiveInt = 8
