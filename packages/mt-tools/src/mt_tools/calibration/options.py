@@ -55,7 +55,7 @@ class CalibrationOptions:
         return self.uses_gptq or self.factors == "awq"
 
     def quantizer(self) -> Quantizer:
-        """Raises ConfigError for a scheme that is not known, or that rounds in a way of its own."""
+        """Raises ConfigError for a scheme that is not known, or whose rounding follows other rules."""
         quantizer = quantizer_named(self.scheme)
         if not isinstance(quantizer, PacksCodes):
             able = [name for name in (*FIXED, *GROUPED) if isinstance(quantizer_named(name), PacksCodes)]

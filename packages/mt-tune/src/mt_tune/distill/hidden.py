@@ -78,5 +78,5 @@ class HiddenLoss:
             losses = (student - teacher).square().mean(-1)
         else:
             losses = 1.0 - F.cosine_similarity(student, teacher, dim=-1)
-        # With sequence parallelism a rank has a part of the positions, and every rank goes on with the whole.
+        # With sequence parallelism a rank has a part of the positions, and every rank continues with the whole.
         return gather_copies(losses, SEQUENCE_DIM, self.parallel.tp) if self.parallel.sequence_parallel else losses

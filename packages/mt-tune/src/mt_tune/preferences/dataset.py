@@ -26,6 +26,7 @@ from mt_data.datasets.splits import epoch_order
 from mt_data.datasets.text_files import TextSource, build_from_text
 from mt_data.preprocess.readers import expand_globs
 from mt_tune.preferences.config import AnswerDataConfig, PreferenceDataConfig
+from mt_tune.preferences.fitting import RecordSizes, fitting_records
 from mt_tune.preferences.packed_rows import packed_row
 from mt_tune.preferences.records import PairReader
 from mt_tune.preferences.samples import MARGIN
@@ -116,7 +117,13 @@ def build_preferences(config: PreferenceDataConfig, tokenizer: Tokenizer, reques
 
     def make(source: TextSource, num_samples: int | None) -> PairDataset:
         pairs, key = load_pairs(source.name, config, tokenizer, source.cache)
-        numbers = _fitting(pairs, source.elements(len(pairs), "pairs"), request.sequence_length, config, source.name)
+        numbers = fitting_records(
+            RecordSizes(pairs.positions, pairs.where, "pair", "both answers take"),
+            source.elements(len(pairs), "pairs"),
+            request.sequence_length,
+            config.on_too_long,
+            source.name,
+        )
         lengths = pairs.positions[numbers]
         packing = pack_best_fit(lengths, request.sequence_length) if config.packing else pack_singly(len(numbers))
         order = epoch_order(len(packing), num_samples, request.seed)
@@ -124,25 +131,6 @@ def build_preferences(config: PreferenceDataConfig, tokenizer: Tokenizer, reques
         return PairDataset(pairs, numbers, packing, order, request.sequence_length, key)
 
     return build_from_text(config, request, make)
-
-
-def _fitting(
-    pairs: EncodedPairs, within: range, length: int, config: PreferenceDataConfig, name: str
-) -> NDArray[np.int64]:
-    """Numbers of the pairs that fit into a sample."""
-    numbers = np.arange(within.start, within.stop, dtype=np.int64)
-    too_long = pairs.positions[numbers] > length
-    if too_long.any():
-        first = int(numbers[too_long.argmax()])
-        what = (
-            f"{pairs.where(first)}: both answers take {int(pairs.positions[first])} positions, data.seq_length={length}"
-        )
-        if config.on_too_long == "error":
-            raise DataError(f'{what}; make it larger, or leave such pairs out with data.on_too_long="drop"')
-        log.warning("pairs left out: %d of %d; the first is %s", too_long.sum(), len(numbers), what)
-    if too_long.all():
-        raise DataError(f"{name}: no pair fits into data.seq_length={length} positions; make it larger")
-    return numbers[~too_long]
 
 
 # -- encoding ----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from mt_data.datasets.splits import epoch_order
 from mt_data.datasets.text_files import TextSource, build_from_text
 from mt_data.preprocess.readers import expand_globs
 from mt_tune.preferences.config import UnpairedDataConfig
+from mt_tune.preferences.fitting import RecordSizes, fitting_records
 from mt_tune.preferences.packed_rows import EncodedAnswer, packed_row
 from mt_tune.preferences.samples import DESIRABLE, OTHER_PROMPT
 from mt_tune.preferences.unpaired_records import UnpairedReader
@@ -130,7 +131,9 @@ def build_unpaired(config: UnpairedDataConfig, tokenizer: Tokenizer, request: Sp
     def make(source: TextSource, num_samples: int | None) -> UnpairedDataset:
         answers, key = load_answers(source.name, config, tokenizer, source.cache)
         within, length = source.elements(len(answers), "answers"), request.sequence_length
-        numbers = _fitting(answers, within, length, config, source.name)
+        numbers = fitting_records(
+            RecordSizes(answers.positions, answers.where), within, length, config.on_too_long, source.name
+        )
         needed = _needed_positions(answers, numbers, length)
         packing = pack_best_fit(needed, length) if config.packing else pack_singly(len(numbers))
         order = epoch_order(len(packing), num_samples, request.seed)
@@ -154,23 +157,6 @@ def _needed_positions(answers: LabelledAnswers, numbers: NDArray[np.int64], leng
     own = answers.positions[numbers]
     to_other = prompts + np.roll(own - prompts, 1)
     return np.maximum(own, np.minimum(to_other, length))
-
-
-def _fitting(
-    answers: LabelledAnswers, within: range, length: int, config: UnpairedDataConfig, name: str
-) -> NDArray[np.int64]:
-    """Numbers of the answers that fit into a sample."""
-    numbers = np.arange(within.start, within.stop, dtype=np.int64)
-    too_long = answers.positions[numbers] > length
-    if too_long.any():
-        first = int(numbers[too_long.argmax()])
-        what = f"{answers.where(first)}: takes {int(answers.positions[first])} positions, data.seq_length={length}"
-        if config.on_too_long == "error":
-            raise DataError(f'{what}; make it larger, or leave such records out with data.on_too_long="drop"')
-        log.warning("records left out: %d of %d; the first is %s", too_long.sum(), len(numbers), what)
-    if too_long.all():
-        raise DataError(f"{name}: no record fits into data.seq_length={length} positions; make it larger")
-    return numbers[~too_long]
 
 
 # -- encoding ----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from mt_data.datasets.sft.record_files import read_examples
 from mt_data.datasets.splits import epoch_order
 from mt_data.datasets.text_files import Encode, TextSource, bare_encoder, build_from_text
 from mt_data.preprocess.readers import expand_globs
+from mt_tune.preferences.fitting import RecordSizes, fitting_records
 from mt_tune.reward_models.config import ProcessRewardDataConfig
 from mt_tune.reward_models.process_records import ProcessReader, SteppedAnswer
 from mt_tune.reward_models.rows import row_of_texts
@@ -110,30 +111,19 @@ def build_process_rewards(config: ProcessRewardDataConfig, tokenizer: Tokenizer,
     def make(source: TextSource, num_samples: int | None) -> ProcessDataset:
         texts, key = load_texts(source.name, config, tokenizer, source.cache)
         length = request.sequence_length
-        numbers = _fitting(texts, source.elements(len(texts), "answers"), length, config, source.name)
+        numbers = fitting_records(
+            RecordSizes(texts.lengths, texts.where),
+            source.elements(len(texts), "answers"),
+            length,
+            config.on_too_long,
+            source.name,
+        )
         packing = pack_best_fit(texts.lengths[numbers], length) if config.packing else pack_singly(len(numbers))
         order = epoch_order(len(packing), num_samples, request.seed)
         log.info("%s: %d answers in %d samples", source.name, len(numbers), len(packing))
         return ProcessDataset(texts, numbers, packing, order, length, key)
 
     return build_from_text(config, request, make)
-
-
-def _fitting(
-    texts: SteppedTexts, within: range, length: int, config: ProcessRewardDataConfig, name: str
-) -> NDArray[np.int64]:
-    """Numbers of the texts that fit into a sample."""
-    numbers = np.arange(within.start, within.stop, dtype=np.int64)
-    too_long = texts.lengths[numbers] > length
-    if too_long.any():
-        first = int(numbers[too_long.argmax()])
-        what = f"{texts.where(first)}: takes {int(texts.lengths[first])} positions, data.seq_length={length}"
-        if config.on_too_long == "error":
-            raise DataError(f'{what}; make it larger, or leave such records out with data.on_too_long="drop"')
-        log.warning("records left out: %d of %d; the first is %s", too_long.sum(), len(numbers), what)
-    if too_long.all():
-        raise DataError(f"{name}: no record fits into data.seq_length={length} positions; make it larger")
-    return numbers[~too_long]
 
 
 # -- encoding ----------------------------------------------------------------------------------------

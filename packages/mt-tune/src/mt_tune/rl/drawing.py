@@ -75,7 +75,7 @@ class _Drawing:
 
     def _request(self, group: Group, number: int, rollout: Rollout) -> int:
         # Each completion has a random stream of its own, which depends neither on the layout nor on what else is drawn;
-        # one that is continued goes on with another part of it.
+        # one that is continued takes another part of it.
         name = f"rollout:{group.position}:{number}:{len(rollout.tokens)}"
         sampling = SamplingParameters(
             temperature=self.options.temperature,
