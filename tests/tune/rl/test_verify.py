@@ -12,8 +12,8 @@ from tests.tune.rl.runs import config, write_task
 
 from mt_core.errors import ConfigError
 from mt_core.train import Trainer
+from mt_tune.rl.batching import planned_steps
 from mt_tune.rl.rollout_file import ROLLOUTS_FILE, read_rollouts
-from mt_tune.rl.source import planned_steps
 
 CONFIG = """
 preset = "gpt-tiny"

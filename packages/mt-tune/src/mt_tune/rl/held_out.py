@@ -1,0 +1,47 @@
+"""Batches of validation: completions of held-out prompts, one of each, with their rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mt_core.data.loader import Arrays, RankBatch
+from mt_core.parallel.first_rank import all_gather_objects
+from mt_core.train.batch_source import TrainingRun
+from mt_tune.rl.batching import width_of
+from mt_tune.rl.collecting import GroupCollector
+from mt_tune.rl.rollout import Group, Rollout
+from mt_tune.rl.row_values import plain_row
+from mt_tune.rl.rows import stacked
+from mt_tune.rl.samples import EVALUATED_REWARD, PROMPT
+
+
+def completed_batch(run: TrainingRun, collector: GroupCollector, batch: RankBatch) -> RankBatch:
+    """This rank's batch of prompts with completions drawn at rl.eval_temperature. Collective."""
+    keys = [tuple(key) for arrays in batch.micro_batches for key in arrays[PROMPT].tolist()]
+    of_ranks = all_gather_objects(keys, run.ctx.dp)
+    groups = [
+        Group(collector.prompts[key], number, [Rollout()])
+        for number, key in enumerate(key for keys in of_ranks for key in keys)
+    ]
+    options = replace(collector.options, temperature=collector.keys.eval_temperature)
+    groups = collector.evaluate(groups, options)
+    start = sum(map(len, of_ranks[: run.ctx.dp.rank]))
+    own = iter(groups[start : start + len(keys)])
+    width = width_of(run, [plain_row(group, group.rollouts[0], collector.keys) for group in groups])
+    parts = [evaluated(arrays, [next(own) for _ in arrays[PROMPT]], width, collector) for arrays in batch.micro_batches]
+    return replace(batch, micro_batches=parts)
+
+
+def evaluated(given: Arrays, groups: Sequence[Group], width: int, collector: GroupCollector) -> Arrays:
+    """A micro-batch of completions with the field EVALUATED_REWARD. given: its prompts."""
+    rows = [plain_row(group, group.rollouts[0], collector.keys) for group in groups]
+    arrays = stacked(rows, width)
+    mask, rewards = np.zeros_like(arrays["loss_mask"]), np.zeros_like(arrays["loss_mask"])
+    for number, (row, group) in enumerate(zip(rows, groups, strict=True)):
+        # A micro-batch that does not count stays without weight.
+        mask[number, row.predicted.start] = float(given["loss_mask"][number].any())
+        rewards[number, row.predicted.start] = group.rollouts[0].reward or 0.0
+    return {**arrays, "loss_mask": mask, EVALUATED_REWARD: rewards}
