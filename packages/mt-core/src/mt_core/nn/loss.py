@@ -242,6 +242,7 @@ class LinearCrossEntropySum:
 
     Only a multiple of that sum can be differentiated, which is what the trainer does: the gradient of each loss has to
     be its weight times the same number. Without gradients (evaluation) the losses alone are computed, in one product.
+    On a CPU positions of weight 0 are not projected, and their losses are 0.
     """
 
     model_options: Mapping[str, Any] = {"project": False}
@@ -260,9 +261,38 @@ class LinearCrossEntropySum:
             return self.losses_alone(output, batch)
         # The weights of the sum. What the trainer divides by is part of the gradient that arrives.
         weights = batch["loss_mask"].flatten().float()
-        ids = len(output.own)
-        total, losses = self.kernel(output.rows(), output.matrix(), output.columns(batch), weights, self.tp, ids=ids)
-        return _LossesOfSum.apply(total, losses, weights).view(batch["labels"].shape)
+        rows, columns = output.rows(), output.columns(batch)
+        counted = counted_rows(weights)
+        if counted is None:
+            losses = self._losses(output, rows, columns, weights)
+        else:
+            some = self._losses(output, rows.index_select(0, counted), columns[counted], weights[counted])
+            losses = some.new_zeros(len(weights)).index_copy(0, counted, some)
+        return losses.view(batch["labels"].shape)
+
+    def _losses(self, output: Unprojected, rows: Tensor, columns: Tensor, weights: Tensor) -> Tensor:
+        """rows [T, H], columns [T], weights [T] -> losses [T]"""
+        total, losses = self.kernel(rows, output.matrix(), columns, weights, self.tp, ids=len(output.own))
+        return _LossesOfSum.apply(total, losses, weights)
+
+
+MOST_COUNTED = 7 / 8
+"""Share of positions that count, above which rows of hidden are not copied to leave out the others."""
+
+
+def counted_rows(weights: Tensor) -> Tensor | None:
+    """[n] int64, the positions whose loss counts, where leaving out the others saves work; None: take all.
+
+    Tensor-parallel ranks have the same positions and weights, and so the same answer. On a GPU the host would have to
+    wait for the number of them.
+    """
+    if weights.device.type != "cpu" or len(weights) == 0:
+        return None
+    counted = weights.nonzero().flatten()
+    if len(counted) > MOST_COUNTED * len(weights):
+        return None
+    # At least one, whose weight may be 0: of no rows there is no largest weight.
+    return counted if len(counted) else counted.new_zeros(1)
 
 
 class _LossesOfSum(torch.autograd.Function):
