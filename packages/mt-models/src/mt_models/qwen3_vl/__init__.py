@@ -10,7 +10,7 @@ SPEC = ModelSpec(
     build=Lazy("mt_models.qwen3_vl.model:build_qwen3_vl"),
     check=Lazy("mt_models.qwen3_vl.config:check_qwen3_vl"),
     shrink=Lazy("mt_models.qwen3_vl.config:shrink_qwen3_vl"),
-    presets=Lazy("mt_models.qwen3_vl.presets:PRESETS"),
+    presets=Lazy("mt_models.qwen3_vl.config:PRESETS"),
     name_maps={
         "hf": Lazy("mt_models.qwen3_vl.hugging_face:HUGGING_FACE"),
         "megatron": Lazy("mt_models.qwen3_vl.config:MEGATRON"),

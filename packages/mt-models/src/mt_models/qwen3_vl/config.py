@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mt_core.config.checks import must_divide
 from mt_core.config.fields import NonNegativeInt, PositiveInt
 from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
 from mt_core.errors import ConfigError
-from mt_models.blocks.config import EncoderConfig
-from mt_models.llava.config import Part, VisionLanguageConfig, check_decoder, validated
+from mt_models.llava.config import Part, check_decoder, validated
+from mt_models.llava.dynamic_config import (
+    DynamicResolutionConfig,
+    MergedPatchConfig,
+    check_merged_patches,
+    check_samples,
+    refuse_context_parallel,
+)
 from mt_models.qwen.config import QwenConfig
-from mt_models.qwen_vl.config import check_samples
-from mt_models.vision.config import check_tensor_parallel
 
 
-class Qwen3VisionConfig(EncoderConfig):
+class Qwen3VisionConfig(MergedPatchConfig):
     """The vision transformer of Qwen3-VL (Technical Report, 2025): patches of images of any size, learned positions
     resampled to the image, 2D rotary positions, LayerNorm, attention among all patches of an image."""
 
@@ -28,25 +31,12 @@ class Qwen3VisionConfig(EncoderConfig):
     """Added to the variance."""
     patch_dim: PositiveInt = 16
     """Side of a patch in pixels."""
-    spatial_merge_size: PositiveInt = 2
-    """So many by so many patches become one vector of the decoder."""
     temporal_patch_size: PositiveInt = 2
     """Frames of a patch. A still image is a film in which all frames are equal."""
-    num_channels: PositiveInt = 3
-    """Colours of a pixel."""
     num_position_embeddings: PositiveInt = 2304
     """Learned positions, of a square that is resampled to the patches of an image."""
     deepstack_layers: list[NonNegativeInt] = Field(default_factory=lambda: [8, 16, 24])
     """Layers, counted from 0, whose outputs are merged too: the n-th of them is added behind layer n of the decoder."""
-
-    @property
-    def merged_side(self) -> int:
-        """Pixels of what one vector of the decoder stands for."""
-        return self.patch_dim * self.spatial_merge_size
-
-    @property
-    def merged_patches(self) -> int:
-        return self.spatial_merge_size**2
 
     @property
     def position_side(self) -> int:
@@ -58,14 +48,6 @@ class Qwen3VisionConfig(EncoderConfig):
     @property
     def activation(self) -> Literal["gelu_tanh"]:
         return "gelu_tanh"
-
-    @property
-    def attention_dropout(self) -> float:
-        return 0.0
-
-    @property
-    def hidden_dropout(self) -> float:
-        return 0.0
 
 
 class Qwen3VLDecoderConfig(QwenConfig):
@@ -94,8 +76,15 @@ def decoder_section(value: Any) -> Any:
     return validated("model.language_model", Qwen3VLDecoderConfig, value) if isinstance(value, Mapping) else value
 
 
-class Qwen3VLConfig(VisionLanguageConfig):
+class Qwen3VLConfig(DynamicResolutionConfig):
     """A vision transformer in front of a Qwen3 decoder, as Qwen3-VL combines them."""
+
+    PUBLISHED_IMAGES: ClassVar[dict[str, Any]] = {
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "image_markers": "qwen2_vl",
+    }
+    PUBLISHED_CELLS: ClassVar[tuple[int, int]] = (64, 16384)
 
     vision_model: Annotated[Qwen3VisionConfig, BeforeValidator(vision_section)]  # type: ignore[assignment]
     """A table with the keys of the vision transformer."""
@@ -106,38 +95,12 @@ class Qwen3VLConfig(VisionLanguageConfig):
     freeze: list[Part] = Field(default_factory=list)
     """Parts that are not trained: vision_model, vision_projection (the patch mergers), language_model."""
 
-    @property
-    def image_seq_length(self) -> int:
-        """Positions that a merged patch takes in the text."""
-        return 1
-
-    @property
-    def image_data_keys(self) -> dict[str, Any]:
-        side = self.vision_model.merged_side
-        return {
-            "img_h": side,
-            "img_w": side,
-            "image_token_index": self.image_token_index,
-            "image_seq_length": self.image_seq_length,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-            "resample": "bicubic",
-            "image_markers": "qwen2_vl",
-            "dynamic_resolution": True,
-            "min_pixels": 64 * side**2,
-            "max_pixels": 16384 * side**2,
-        }
-
 
 def check_qwen3_vl(config: Config) -> None:
     """Raise ConfigError for parts that cannot be built or do not fit together, or samples made for another model."""
     model = config.model
     assert isinstance(model, Qwen3VLConfig)
-    if (size := config.parallel.context_parallel_size) > 1:
-        raise ConfigError(
-            f"parallel.context_parallel_size={size} divides sequences, and model.family=qwen3_vl puts the features of "
-            "an image at any place of a whole one; set it to 1, and use parallel.sequence_parallel for long sequences"
-        )
+    refuse_context_parallel(config)
     check_tower(model.vision_model, config)
     check_sections(model.language_model.mrope_section, model.language_model)
     _check_deepstack(model, config)
@@ -147,14 +110,6 @@ def check_qwen3_vl(config: Config) -> None:
 
 def check_tower(tower: Qwen3VisionConfig, config: Config) -> None:
     section = "model.vision_model"
-    must_divide(
-        f"{section}.num_attention_heads", tower.num_attention_heads, f"{section}.hidden_size", tower.hidden_size
-    )
-    if tower.head_dim % 4:
-        raise ConfigError(
-            f"{section}.hidden_size / {section}.num_attention_heads={tower.head_dim} has to be a multiple of 4: rotary "
-            "positions turn one half of the pairs of channels by the row and the other by the column of a patch"
-        )
     if tower.position_side**2 != tower.num_position_embeddings:
         raise ConfigError(
             f"{section}.num_position_embeddings={tower.num_position_embeddings} is no square; learned positions are "
@@ -167,7 +122,7 @@ def check_tower(tower: Qwen3VisionConfig, config: Config) -> None:
         )
     if sorted(set(tower.deepstack_layers)) != tower.deepstack_layers:
         raise ConfigError(f"{section}.deepstack_layers={tower.deepstack_layers} have to be in order, each once")
-    check_tensor_parallel(tower, config, section)
+    check_merged_patches(tower, config)
 
 
 def check_sections(sections: list[int], decoder: Any) -> None:
@@ -221,6 +176,60 @@ def shrink_qwen3_vl(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]
         "image_token_index": max(model["image_token_index"], 100_000),
     }
 
+
+# -- published sizes ---------------------------------------------------------------------------------
+
+BASE = {
+    "num_layers": 24,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "ffn_hidden_size": 4096,
+    "deepstack_layers": [5, 11, 17],
+}
+LARGE = {"num_layers": 27, "hidden_size": 1152, "num_attention_heads": 16, "ffn_hidden_size": 4304}
+
+
+def _qwen3_vl(
+    layers: int, hidden: int, heads: int, groups: int, ffn: int, vision: dict[str, Any], **keys: Any
+) -> dict[str, Any]:
+    decoder = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "ffn_hidden_size": ffn,
+        **keys,
+    }
+    return {
+        "model": {
+            "vision_model": vision,
+            "language_model": decoder,
+            "vocab_size": 151936,
+            "image_token_index": 151655,
+        },
+        "data": {"seq_length": 4096},
+    }
+
+
+def _sparse(layers: int, hidden: int, heads: int, ffn: int, expert_ffn: int) -> dict[str, Any]:
+    moe = {
+        "num_experts": 128,
+        "moe_router_topk": 8,
+        "moe_ffn_hidden_size": expert_ffn,
+        "moe_router_load_balancing_type": ["aux_loss"],
+        "moe_aux_loss_coeff": [0.001],
+    }
+    return _qwen3_vl(layers, hidden, heads, 4, ffn, LARGE, moe=moe)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen3-vl-2b": _qwen3_vl(28, 2048, 16, 8, 6144, BASE, untie_embeddings_and_output_weights=False),
+    "qwen3-vl-4b": _qwen3_vl(36, 2560, 32, 8, 9728, BASE, untie_embeddings_and_output_weights=False),
+    "qwen3-vl-8b": _qwen3_vl(36, 4096, 32, 8, 12288, LARGE),
+    "qwen3-vl-32b": _qwen3_vl(64, 5120, 64, 8, 25600, LARGE),
+    "qwen3-vl-30b-a3b": _sparse(48, 2048, 32, 6144, 768),
+    "qwen3-vl-235b-a22b": _sparse(94, 4096, 64, 12288, 1536),
+}
 
 MEGATRON = MegatronMap(
     unsupported="Megatron-Core has no vision transformer with rotary positions whose states reach layers of the decoder"

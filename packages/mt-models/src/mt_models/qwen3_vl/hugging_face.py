@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,20 +145,33 @@ def require_width(vision: Mapping[str, Any], hidden_size: int) -> None:
         )
 
 
-def _map_of(kind: str) -> ConfigMap:
+def image_text_map(
+    kind: str,
+    vision_map: ConfigMap,
+    config_type: type[Qwen3VLConfig],
+    import_text: Callable[[str, Mapping[str, Any]], dict[str, Any]],
+    export_text: Callable[[Any], dict[str, Any]],
+    *,
+    image_token: int,
+    fixed: tuple[Fixed, ...] = (),
+    ignored: Mapping[str, str] | None = None,
+) -> ConfigMap:
+    """The map of a type that has `vision_config` and `text_config`. import_text: keys of [model.language_model] from
+    the whole file. export_text: text_config from the decoder's configuration."""
+
     def import_parts(external: Mapping[str, Any]) -> dict[str, Any]:
-        vision, decoder = dict(external.get("vision_config") or {}), import_decoder(kind, external)
+        vision, decoder = dict(external.get("vision_config") or {}), import_text(kind, external)
         require_width(vision, decoder["hidden_size"])
         return {
-            "vision_model": {"use_scaled_init_method": False, **VISION.import_value(vision)},
+            "vision_model": {"use_scaled_init_method": False, **vision_map.import_value(vision)},
             "vocab_size": decoder.pop("vocab_size"),
             "language_model": decoder,
         }
 
     def export_parts(model: Mapping[str, Any]) -> dict[str, Any]:
-        config = Qwen3VLConfig.model_validate(model)
-        vision = VISION.export_value(config.vision_model.model_dump(mode="json"))
-        text = export_decoder(config.decoder)
+        config = config_type.model_validate(model)
+        vision = vision_map.export_value(config.vision_model.model_dump(mode="json"))
+        text = export_text(config.decoder)
         width = {"model_type": f"{kind}_vision", "out_hidden_size": config.decoder.hidden_size}
         return {
             "text_config": text,
@@ -168,13 +181,17 @@ def _map_of(kind: str) -> ConfigMap:
 
     return ConfigMap(
         architecture=kind,
-        fields=(Field("image_token_id", "image_token_index", default=151655),),
-        fixed=NOT_A_CHOICE,
-        ignored={**IGNORED, **TOKENS},
+        fields=(Field("image_token_id", "image_token_index", default=image_token),),
+        fixed=(*NOT_A_CHOICE, *fixed),
+        ignored={**IGNORED, **TOKENS, **(ignored or {})},
         import_extra=import_parts,
         import_extra_keys=("vision_config", "text_config", "tie_word_embeddings"),
         export_extra=export_parts,
     )
+
+
+def _map_of(kind: str) -> ConfigMap:
+    return image_text_map(kind, VISION, Qwen3VLConfig, import_decoder, export_decoder, image_token=151655)
 
 
 # -- names -------------------------------------------------------------------------------------------

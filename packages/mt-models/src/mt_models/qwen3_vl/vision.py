@@ -25,15 +25,11 @@ from mt_models.blocks.transformer import TransformerLayer
 from mt_models.qwen3_vl.config import Qwen3VisionConfig
 from mt_models.qwen_vl.vision import (
     ROTARY_BASE,
-    AxialAngles,
     FramePatchEmbedding,
-    Grid,
     PatchAttention,
-    PatchGroups,
-    image_groups,
-    patch_positions,
 )
 from mt_models.vision.layers import attention_core
+from mt_models.vision.patches import AxialAngles, Grid, PatchGroups, image_groups, patch_positions
 
 
 class BiasedPatchEmbedding(FramePatchEmbedding):

@@ -10,12 +10,11 @@ from pydantic import BeforeValidator, Field
 from mt_core.config.fields import NonNegativeInt
 from mt_core.config.schema import Config
 from mt_core.config_map import MegatronMap
-from mt_core.errors import ConfigError
 from mt_models.llava.config import check_decoder, validated
+from mt_models.llava.dynamic_config import check_samples, refuse_context_parallel
 from mt_models.qwen3_vl.config import Qwen3VisionConfig, Qwen3VLConfig, check_sections, check_tower
 from mt_models.qwen_next.config import SMALL, QwenNextConfig
 from mt_models.qwen_next.presets import PRESETS as DECODERS
-from mt_models.qwen_vl.config import check_samples
 
 
 class QwenNextVisionConfig(Qwen3VisionConfig):
@@ -64,12 +63,7 @@ def check_qwen_next_vl(config: Config) -> None:
     """Raise ConfigError for parts that cannot be built or do not fit together, or samples made for another model."""
     model = config.model
     assert isinstance(model, QwenNextVLConfig)
-    if (size := config.parallel.context_parallel_size) > 1:
-        raise ConfigError(
-            f"parallel.context_parallel_size={size} divides sequences, and model.family=qwen_next_vl puts the features "
-            "of an image at any place of a whole one; set it to 1, and use parallel.sequence_parallel for long "
-            "sequences"
-        )
+    refuse_context_parallel(config)
     check_tower(model.vision_model, config)
     check_sections(model.language_model.mrope_section, model.language_model)
     check_samples(model, config)

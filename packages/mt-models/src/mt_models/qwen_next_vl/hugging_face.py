@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mt_core.config_map import ConfigMap, Field, Fixed
+from mt_core.config_map import ConfigMap, Fixed
 from mt_core.name_map import NameMap, Rule
 from mt_models.blocks.hugging_face_decoder import rope_table
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily
@@ -18,13 +18,13 @@ from mt_models.qwen3_vl.hugging_face import (
     VISION_FIELDS,
     copies,
     export_vision,
+    image_text_map,
     nested,
-    require_width,
     tower_rules,
 )
 from mt_models.qwen_next import hugging_face as qwen_next
 from mt_models.qwen_next_vl.config import QwenNextVLConfig, QwenNextVLDecoderConfig
-from mt_models.qwen_vl.hugging_face import TOKENS, import_axial, pixel_preprocessor
+from mt_models.qwen_vl.hugging_face import import_axial, pixel_preprocessor
 
 DENSE, SPARSE = "qwen3_5", "qwen3_5_moe"
 DECODERS = {DENSE: qwen_next.QWEN3_5, SPARSE: qwen_next.QWEN3_5_MOE}
@@ -81,34 +81,15 @@ def model_type_of(config: QwenNextVLConfig) -> str:
 
 
 def _map_of(kind: str) -> ConfigMap:
-    def import_parts(external: Mapping[str, Any]) -> dict[str, Any]:
-        vision, decoder = dict(external.get("vision_config") or {}), import_decoder(kind, external)
-        require_width(vision, decoder["hidden_size"])
-        return {
-            "vision_model": {"use_scaled_init_method": False, **VISION.import_value(vision)},
-            "vocab_size": decoder.pop("vocab_size"),
-            "language_model": decoder,
-        }
-
-    def export_parts(model: Mapping[str, Any]) -> dict[str, Any]:
-        config = QwenNextVLConfig.model_validate(model)
-        vision = VISION.export_value(config.vision_model.model_dump(mode="json"))
-        text = export_decoder(config.decoder)
-        width = {"model_type": f"{kind}_vision", "out_hidden_size": config.decoder.hidden_size}
-        return {
-            "text_config": text,
-            "vision_config": {**vision, **width},
-            "tie_word_embeddings": text["tie_word_embeddings"],
-        }
-
-    return ConfigMap(
-        architecture=kind,
-        fields=(Field("image_token_id", "image_token_index", default=248056),),
-        fixed=(*NOT_A_CHOICE, Fixed("language_model_only", (False,), written=False)),
-        ignored={**IGNORED, **TOKENS, "hidden_size": "repeats that of the decoder"},
-        import_extra=import_parts,
-        import_extra_keys=("vision_config", "text_config", "tie_word_embeddings"),
-        export_extra=export_parts,
+    return image_text_map(
+        kind,
+        VISION,
+        QwenNextVLConfig,
+        import_decoder,
+        export_decoder,
+        image_token=248056,
+        fixed=(Fixed("language_model_only", (False,), written=False),),
+        ignored={"hidden_size": "repeats that of the decoder"},
     )
 
 

@@ -7,22 +7,21 @@ parallelism the vision transformer and the merger are parts of the first stage; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from mt_core.errors import ConfigError, DataError
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache, Conditioning
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.decoder import RotaryDecoder
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles
-from mt_models.llava.vision_language import VisionLanguageModel
+from mt_models.llava.dynamic_resolution import DynamicResolutionModel
 from mt_models.qwen_vl.config import QwenVLConfig, QwenVLDecoderConfig
-from mt_models.qwen_vl.vision import AxialAngles, Grid, PatchMerger, QwenVisionTower
+from mt_models.qwen_vl.vision import PatchMerger, QwenVisionTower
+from mt_models.vision.patches import AxialAngles
 
 # -- decoder: Qwen2 with multimodal rotary positions -------------------------------------------------
 
@@ -95,11 +94,9 @@ def _skipped(ended: Tensor, saved: Tensor, position_ids: Tensor) -> Tensor:
     return total - total.gather(1, first)
 
 
-class QwenVLModel(VisionLanguageModel):
+class QwenVLModel(DynamicResolutionModel):
     """tokens [B, S], images and their grids -> logits [B, S, vocab]."""
 
-    inputs: tuple[str, ...] = (*VisionLanguageModel.inputs, "image_grids")
-    conditioned_by: ClassVar[tuple[str, ...]] = ("images", "image_grids")
     config: QwenVLConfig
 
     def build_tower(self, context: ModelBuildContext) -> nn.Module:
@@ -113,35 +110,6 @@ class QwenVLModel(VisionLanguageModel):
         # As build_decoder of other families, with a decoder that no other family uses.
         decoder_context = context.config.model_copy(update={"model": decoder})
         return QwenVLDecoder(decoder, replace(context, config=decoder_context))
-
-    def features(self, images: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """images [V, C, side, side], cell by cell, and rows and columns of cells of each image -> [V, H]"""
-        assert self.vision_projection is not None
-        features: Tensor = self.vision_projection(self.vision_model(images, grids))
-        return features
-
-    def features_of_batch(self, places: Tensor, images: Tensor, image_grids: Tensor | None) -> Tensor:
-        """images [B, M, C, side, side]: the cells of the images of each row, in the order of their image tokens.
-        image_grids int64 [B, K, 2]: rows and columns of cells of each image. What is beyond is padding (grids of 0)."""
-        # `tolist` waits for the device if the grids are there: sizes of windows and
-        # numbers of cells are shapes, which the host needs.
-        grids = [] if image_grids is None else [real_grids(of_row) for of_row in image_grids.tolist()]
-        counts = [cells(of_row) for of_row in grids] or [0] * len(places)
-        self._require_tokens_of_rows(places.sum(1).tolist(), counts)
-        if not any(counts):
-            # A batch of texts alone: the features of a padding cell are not used, and have gradients of zero.
-            return self.features(images[0, :1], [(1, 1)])[:0]
-        # [V, C, side, side] of the batch, without the padding of each row
-        own_cells = torch.cat([row[:count] for row, count in zip(images, counts, strict=True)])
-        return self.features(own_cells, [grid for of_row in grids for grid in of_row])
-
-    def _require_tokens_of_rows(self, found: list[int], wanted: list[int]) -> None:
-        """Raises DataError unless each row has as many image tokens as its images have cells."""
-        if found != wanted:
-            raise DataError(
-                f"the rows of the batch have {found} image tokens (id {self.config.image_token_index}), and images of "
-                f"{wanted} merged patches; write the image token once for each merged patch"
-            )
 
     def positions(self, places: Tensor, position_ids: Tensor | None, image_grids: Tensor | None) -> Tensor | None:
         """position_ids [B, S]: of a text, starting at 0 with each segment -> [3, B, S] with images."""
@@ -158,9 +126,7 @@ class QwenVLModel(VisionLanguageModel):
             return {}
         # Positions are computed again for each new token, from few numbers: on the host no pass waits for the device.
         grids = inputs["image_grids"].cpu()
-        if self.vision_model is None:
-            return {"image_grids": grids}
-        return {"image_grids": grids, "features": self.features(inputs["images"], real_grids(grids.tolist()))}
+        return {"image_grids": grids, **super().condition({**inputs, "image_grids": grids})}
 
     def cached_positions(self, cache: Cache) -> Tensor:
         """[1, T] of texts alone, [3, 1, T] if a sequence has images."""
@@ -177,23 +143,6 @@ class QwenVLModel(VisionLanguageModel):
                 coordinates = multimodal_positions(places, grids[None])[..., sequence.start :]
                 positions[..., end - sequence.count : end] = coordinates.to(positions.device)
         return positions
-
-    def features_of_request(self, inputs: Mapping[str, Tensor]) -> int:
-        if ("images" in inputs) != ("image_grids" in inputs):
-            raise ConfigError("images: images need image_grids, int64 [images, 2], rows and columns of cells of each")
-        count = cells(real_grids(inputs["image_grids"].tolist())) if "images" in inputs else 0
-        if count != len(inputs.get("images", ())):
-            raise ConfigError(f"images: the grids have {count} cells, and there are {len(inputs['images'])}")
-        return count
-
-
-def real_grids(grids: Sequence[Sequence[int]]) -> list[Grid]:
-    """Without the padding."""
-    return [(rows, columns) for rows, columns in grids if rows]
-
-
-def cells(grids: Sequence[Grid]) -> int:
-    return sum(rows * columns for rows, columns in grids)
 
 
 def build_qwen_vl(config: QwenVLConfig, context: ModelBuildContext) -> QwenVLModel:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from mt_core.nn.activations import activate
-from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
 from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
@@ -27,57 +26,9 @@ from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequenci
 from mt_models.blocks.transformer import TransformerLayer
 from mt_models.qwen_vl.config import QwenVisionConfig, QwenVLConfig
 from mt_models.vision.layers import attention_core
+from mt_models.vision.patches import AxialAngles, Grid, PatchGroups, image_groups, patch_positions
 
-# -- attention patterns: patches of a window, or of an image -----------------------------------------
-#
-# Images are rows and columns of merged patches ("cells"), of m x m patches each. Patches of all images stand in one row
-# of length P: image by image, cells row by row, the patches of a cell row by row.
-
-Grid = tuple[int, int]
-"""Rows and columns of cells of an image."""
-
-
-class PatchGroups:
-    """Patches in groups of unequal size, padded to the largest for attention.
-
-    group: int64 [P], the number of the group of each patch, counted from 0, on the host. device: of the activations.
-    """
-
-    def __init__(self, group: Tensor, device: torch.device) -> None:
-        # Example: group = [0, 1, 0], thus sizes = [2, 1] and L = 2
-        #   order   [0, 2, 1]          patches, group by group
-        #   within  [0, 1, 0]          their places in their groups
-        #   slots   [0, 1, 2]          places in [G, L] laid end to end
-        #   source  [[0, 2], [1, 0]]   the last one is padding
-        #   slot    [0, 2, 1]          the slot of each patch
-        # All on the host, where the grids are; then two copies to the device.
-        sizes = group.bincount()
-        order = group.argsort(stable=True)
-        length = int(sizes.max())
-        within = torch.arange(len(group)) - (sizes.cumsum(0) - sizes)[group[order]]
-        slots = group[order] * length + within
-        source = torch.zeros(len(sizes) * length, dtype=torch.long)
-        source[slots] = order
-        self.source = source.view(-1, length).to(device)  # [G, L]: the patch in each slot, any one in padding
-        self.slot = torch.empty_like(slots).index_copy_(0, order, slots).to(device)  # [P]
-        is_real = torch.arange(length) < sizes[:, None]
-        # None where all groups are of one size, so that attention needs no mask and any kernel serves.
-        padding = None if bool(is_real.all()) else is_real.to(device)
-        self.pattern = AttentionPattern(causal=False, key_padding=padding)
-
-    def split(self, x: Tensor) -> Tensor:
-        """[1, P, ...] -> [G, L, ...]"""
-        return x[0][self.source]
-
-    def join(self, x: Tensor) -> Tensor:
-        """[G, L, ...] -> [1, P, ...]"""
-        return x.flatten(0, 1)[self.slot][None]
-
-
-def image_groups(grids: Sequence[Grid], merged: int, device: torch.device) -> PatchGroups:
-    """All patches of an image. merged: patches of a cell."""
-    sizes = torch.tensor([rows * columns * merged for rows, columns in grids])
-    return PatchGroups(torch.arange(len(grids)).repeat_interleave(sizes), device)
+# -- windows ------------------------------------------------------------------------------------------
 
 
 def window_groups(grids: Sequence[Grid], side: int, merged: int, device: torch.device) -> PatchGroups:
@@ -92,33 +43,7 @@ def window_groups(grids: Sequence[Grid], side: int, merged: int, device: torch.d
     return PatchGroups(torch.cat(groups).repeat_interleave(merged), device)
 
 
-def patch_positions(grids: Sequence[Grid], side: int) -> Tensor:
-    """int64 [2, 1, P]: the row and the column of each patch in its image. side: of a cell in patches."""
-    parts = []
-    for rows, columns in grids:
-        # [P of the image, 4]: row and column of the cell, row and column within the cell, in the order of the patches
-        places = torch.cartesian_prod(*map(torch.arange, (rows, columns, side, side)))
-        parts.append(torch.stack([places[:, 0] * side + places[:, 2], places[:, 1] * side + places[:, 3]]))
-    return torch.cat(parts, dim=1)[:, None]
-
-
-# -- rotary angles of positions with several coordinates ---------------------------------------------
-
-
-class AxialAngles(RotaryAngles):
-    """cos and sin [B, S, 1, R / 2] in fp32, times `scale`, of which each coordinate has a part of the channels.
-
-    positions: [axes, B, S]. frequencies: those of each axis, in the order of the channels, R / 2 together, on the
-    device of the positions.
-    """
-
-    def __init__(self, positions: Tensor, frequencies: Sequence[Tensor], scale: float = 1.0) -> None:
-        # [B, S, 1, 1] of each axis times its frequencies [R_axis / 2], end to end along the channels
-        pairs = zip(positions.to(torch.float32)[..., None, None], frequencies, strict=True)
-        angles = torch.cat([places * turns for places, turns in pairs], dim=-1)
-        self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
-        self.in_window = None
-
+# -- patches, layers, the merger ------------------------------------------------------------------------
 
 ROTARY_BASE = 10000.0
 

@@ -1,0 +1,115 @@
+"""Configuration that families with images of any size share: towers of merged patches, and samples made for them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from mt_core.config.checks import must_divide
+from mt_core.config.fields import PositiveInt
+from mt_core.config.schema import Config
+from mt_core.errors import ConfigError
+from mt_models.blocks.config import EncoderConfig
+from mt_models.llava.config import VisionLanguageConfig, require_data
+from mt_models.vision.config import check_tensor_parallel
+
+
+class MergedPatchConfig(EncoderConfig):
+    """A vision transformer over the patches of images of any size, with 2D rotary positions; squares of patches become
+    one vector of the decoder."""
+
+    patch_dim: PositiveInt = 14
+    """Side of a patch in pixels."""
+    spatial_merge_size: PositiveInt = 2
+    """So many by so many patches become one vector of the decoder."""
+    num_channels: PositiveInt = 3
+    """Colours of a pixel."""
+
+    @property
+    def merged_side(self) -> int:
+        """Pixels of what one vector of the decoder stands for."""
+        return self.patch_dim * self.spatial_merge_size
+
+    @property
+    def merged_patches(self) -> int:
+        return self.spatial_merge_size**2
+
+    # Fixed values for keys that the shared blocks read.
+
+    @property
+    def attention_dropout(self) -> float:
+        return 0.0
+
+    @property
+    def hidden_dropout(self) -> float:
+        return 0.0
+
+
+class DynamicResolutionConfig(VisionLanguageConfig):
+    """Images in their own proportions, of whole cells (merged patches), each of which is one vector of the decoder."""
+
+    PUBLISHED_IMAGES: ClassVar[dict[str, Any]]
+    """Keys of the data set image_text beside sizes, for images as published models of the family take them."""
+    PUBLISHED_CELLS: ClassVar[tuple[int, int]]
+    """Fewest and most cells of an image there."""
+
+    @property
+    def image_seq_length(self) -> int:
+        """Positions that a merged patch takes in the text."""
+        return 1
+
+    @property
+    def image_data_keys(self) -> dict[str, Any]:
+        # A MergedPatchConfig in all of these families.
+        side: int = self.vision_model.merged_side  # type: ignore[attr-defined]
+        fewest, most = self.PUBLISHED_CELLS
+        return {
+            "img_h": side,
+            "img_w": side,
+            "image_token_index": self.image_token_index,
+            "image_seq_length": self.image_seq_length,
+            "resample": "bicubic",
+            "dynamic_resolution": True,
+            "min_pixels": fewest * side**2,
+            "max_pixels": most * side**2,
+            **self.PUBLISHED_IMAGES,
+        }
+
+
+def refuse_context_parallel(config: Config) -> None:
+    """Raise ConfigError for sequences that are divided between the layers."""
+    if (size := config.parallel.context_parallel_size) > 1:
+        raise ConfigError(
+            f"parallel.context_parallel_size={size} divides sequences, and model.family={config.model.family} puts the "
+            "features of an image at any place of a whole one; set it to 1, and use parallel.sequence_parallel for "
+            "long sequences"
+        )
+
+
+def check_merged_patches(tower: MergedPatchConfig, config: Config) -> None:
+    """Raise ConfigError for heads that cannot be rotated by rows and columns, or be shared by the ranks."""
+    section = "model.vision_model"
+    must_divide(
+        f"{section}.num_attention_heads", tower.num_attention_heads, f"{section}.hidden_size", tower.hidden_size
+    )
+    if tower.head_dim % 4:
+        raise ConfigError(
+            f"{section}.hidden_size / {section}.num_attention_heads={tower.head_dim} has to be a multiple of 4: rotary "
+            "positions turn one half of the pairs of channels by the row and the other by the column of a patch"
+        )
+    check_tensor_parallel(tower, config, section)
+
+
+def check_samples(model: Any, config: Config) -> None:
+    """Raise ConfigError for samples without cells of the size that the tower of `model` takes."""
+    side = model.vision_model.merged_side
+    require_data(
+        config,
+        {
+            "image_token_index": (model.image_token_index, "model.image_token_index"),
+            "dynamic_resolution": (True, f"since model.family={model.family} takes images in their own proportions"),
+            "image_seq_length": (1, "the positions of a merged patch"),
+            "img_h": (side, "the side in pixels of patches that are merged"),
+            "img_w": (side, "the side in pixels of patches that are merged"),
+            "num_channels": (model.vision_model.num_channels, "model.vision_model.num_channels"),
+        },
+    )
