@@ -32,12 +32,13 @@ NAMES = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length")
 
 
 class Lines(Callback):
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
+        self.names = names or NAMES
         self.lines: list[Any] = []
 
     def on_log(self, run: Any, metrics: Any) -> None:
         # Rewards stand in the line of the step before which completions were drawn.
-        self.lines.append({name: metrics[name] for name in NAMES if name in metrics})
+        self.lines.append({name: metrics[name] for name in self.names if name in metrics})
 
 
 def folder_of_all(world: int) -> Path:

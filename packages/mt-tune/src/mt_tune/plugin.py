@@ -261,6 +261,11 @@ def mt_register_losses() -> list[LossSpec]:
             build=Lazy("mt_tune.rl.objective:build_policy_loss"),
         ),
         LossSpec(
+            name="value",
+            doc="The squared distance of a value model to returns; mt tune grpo --algorithm ppo trains one",
+            build=Lazy("mt_tune.rl.value_loss:build_value_loss"),
+        ),
+        LossSpec(
             name="distillation",
             doc="A divergence from the distributions of a teacher ([distillation]), and cross entropy",
             build=Lazy("mt_tune.distill.objective:build_distillation_loss"),

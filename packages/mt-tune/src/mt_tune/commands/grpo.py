@@ -78,13 +78,20 @@ class PolicyOptions:
     algorithm: Annotated[
         str,
         typer.Option(
-            help="grpo, dapo, dr_grpo, rloo, reinforce++, reinforce++-baseline, gspo, cispo or sapo: keys of [rl] and "
-            "the mean of the loss; --show has them.",
+            help="grpo, dapo, dr_grpo, rloo, reinforce++, reinforce++-baseline, gspo, cispo, sapo, or ppo with a value "
+            "model: keys of [rl] and the mean of the loss; --show has them.",
             rich_help_panel=LOSS,
         ),
     ] = "grpo"
     beta: Annotated[
         float | None, typer.Option(help="Weight of the divergence from MODEL. Default: 0.", rich_help_panel=LOSS)
+    ] = None
+    value_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Of ppo: a model that the value model starts from, such as a reward model. Default: MODEL.",
+            rich_help_panel=LOSS,
+        ),
     ] = None
 
 
@@ -141,6 +148,7 @@ ALGORITHMS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "reinforce++-baseline": ({"advantage": "reinforce_plus_plus_baseline"}, "tokens"),
     "gspo": ({"advantage": "grpo", "loss": "gspo", "epsilon": 3e-4, "epsilon_high": 4e-4}, "sequences"),
     "cispo": ({"advantage": "grpo", "loss": "cispo"}, "tokens"),
+    "ppo": ({"advantage": "gae", "group_size": 1, "kl_in": "reward"}, "tokens"),
     "sapo": ({"advantage": "grpo", "loss": "sapo"}, "sequences"),
 }
 """Name -> keys of [rl], and train.loss_normalization."""
@@ -157,6 +165,7 @@ def rl_section(rollouts: RolloutOptions, policy: PolicyOptions) -> dict[str, Any
         "max_completion_length": rollouts.max_completion_length,
         "temperature": rollouts.temperature,
         "beta": policy.beta,
+        "value_model": policy.value_model,
     }
     keys = {**ALGORITHMS[policy.algorithm][0], **{key: value for key, value in options.items() if value is not None}}
     if policy.algorithm == "dapo":
@@ -202,10 +211,10 @@ def _data_keys(data: list[str], records: RecordOptions, rollouts: RolloutOptions
 
 def with_amounts(options: TrainingOptions, prompts: int, group_size: int) -> TrainingOptions:
     """The options with a batch of whole groups, and the steps of all epochs over the prompts."""
-    batch = options.batch_size or GROUPS * group_size
-    micro = options.micro_batch_size or max(
-        size for size in range(1, LARGEST_MICRO_BATCH + 1) if group_size % size == 0
-    )
+    # Single completions are compared over the batch, which has as many of them.
+    batch = options.batch_size or GROUPS * (group_size if group_size > 1 else GROUP_SIZE)
+    divided = group_size if group_size > 1 else batch
+    micro = options.micro_batch_size or max(size for size in range(1, LARGEST_MICRO_BATCH + 1) if divided % size == 0)
     if options.steps is not None:
         return replace(options, batch_size=batch, micro_batch_size=micro)
     steps = max((options.epochs or 1) * prompts * group_size // batch, 1)

@@ -134,7 +134,9 @@ ADVANTAGE_FUNCTIONS: Mapping[str, Callable[[Scored], list[Values]]] = MappingPro
 
 
 def has_equal_rewards(rewards: Values) -> NDArray[np.bool_]:
-    """[P, G] -> [P]: groups from which nothing is learned."""
+    """[P, G] -> [P]: groups from which nothing is learned. Single completions are compared over the batch."""
+    if rewards.shape[1] == 1:
+        return np.broadcast_to(deviation(rewards)[0] <= 1e-12, len(rewards))
     return deviation(rewards, 1)[:, 0] <= 1e-12
 
 

@@ -14,6 +14,9 @@ from mt_data.datasets.sft.config import ChatTemplateKeys
 
 POLICY, PROMPTS, ROLLOUTS = "policy", "prompts", "rollouts"
 """Names of the loss, of the data set, and of the source of batches."""
+VALUE, GAE = "value", "gae"
+"""Names of the loss of a value model, and of the advantages that need one."""
+DROPOUTS = ("hidden_dropout", "attention_dropout")
 REFERENCE_NEEDED = "rl.beta={beta} holds the policy to a reference, the weights of checkpoint.load, which is not set"
 
 
@@ -39,12 +42,24 @@ class RLConfig(Section):
     delta: PositiveFloat | None = None
     """Largest ratio of tokens with negative advantages (dual clip); above 1 + epsilon_high."""
     advantage: Literal[
-        "grpo", "dr_grpo", "grpo_batch", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"
+        "grpo", "dr_grpo", "grpo_batch", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gae"
     ] = "grpo"
     """What a completion's reward is compared with: the mean of its group, divided by the deviation of the group (grpo),
     by nothing (dr_grpo) or by that of the batch (grpo_batch); the mean of the others (rloo); the mean over the batch's
     tokens (reinforce_plus_plus, after subtraction of the group's mean with _baseline); the mean weighted by length
-    (opo)."""
+    (opo); or, token by token, the values of a value model (gae, PPO)."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """With gae: factor of the reward of each later token."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """With gae: factor of each later difference from the value model; 1 takes the return, 0 looks one token ahead."""
+    value_model: str | None = None
+    """With gae: a run, a checkpoint or a Hugging Face folder that the value model starts from, such as a reward model.
+    Default: checkpoint.load, with a new head."""
+    value_lr: PositiveFloat | None = None
+    """With gae: learning rate of the value model. Default: optimizer.lr; other rates are scaled with it."""
+    value_clip: PositiveFloat | None = 0.2
+    """With gae: how far a value moves from the one before the updates without the larger loss of the two; null: no
+    bound."""
     beta: NonNegativeFloat = 0.0
     """Weight of the divergence from the reference, the weights of checkpoint.load."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -126,7 +141,7 @@ def check_rl(config: Any) -> None:
     _require_parts(config)
     _check_batch(config, keys)
     _check_loss(config, keys)
-    for name in ("hidden_dropout", "attention_dropout"):
+    for name in DROPOUTS:
         if getattr(config.model, name, None):
             raise ConfigError(
                 f"model.{name}={getattr(config.model, name)}: with dropout the policy that is trained is not the one "
@@ -153,10 +168,15 @@ def _check_batch(config: Any, keys: RLConfig) -> None:
     from mt_core.data.training_length import global_batch_size
 
     batch = global_batch_size(config)
-    if keys.group_size < 2 and keys.advantage != "reinforce_plus_plus":
+    if keys.group_size < 2 and keys.advantage not in ("reinforce_plus_plus", GAE):
         raise ConfigError(
             f"rl.group_size={keys.group_size}: rl.advantage={keys.advantage} compares the completions of a prompt; "
-            "give at least 2, or take reinforce_plus_plus"
+            "give at least 2, or take reinforce_plus_plus or gae"
+        )
+    if keys.group_size < 2 and keys.dynamic_sampling:
+        raise ConfigError(
+            "rl.dynamic_sampling leaves out prompts whose completions have equal rewards, and with rl.group_size=1 "
+            "there is nothing to compare; set it to false"
         )
     if batch % keys.group_size:
         raise ConfigError(
@@ -176,6 +196,7 @@ def _check_batch(config: Any, keys: RLConfig) -> None:
 
 
 def _check_loss(config: Any, keys: RLConfig) -> None:
+    _check_values(keys)
     if keys.beta and config.checkpoint.start is None:
         raise ConfigError(REFERENCE_NEEDED.format(beta=keys.beta) + "; set it, or rl.beta to 0")
     if keys.delta is not None and not keys.delta > 1 + keys.high:
@@ -189,12 +210,24 @@ def _check_loss(config: Any, keys: RLConfig) -> None:
         )
 
 
+def _check_values(keys: RLConfig) -> None:
+    if keys.advantage == GAE:
+        return
+    for name in ("gamma", "lam", "value_model", "value_lr", "value_clip"):
+        if getattr(keys, name) != RLConfig.model_fields[name].default:
+            raise ConfigError(
+                f"rl.{name}={getattr(keys, name)} is of a value model, and rl.advantage={keys.advantage} has none; set "
+                'rl.advantage to "gae", or leave it out'
+            )
+
+
 def shrink_rl(section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     """The section for a small run: few and short completions, no reference, as there is no checkpoint to start from."""
     if tree["train"]["loss"] != POLICY:
         return section
     smallest_batch = tree["train"]["rampup_batch_size"][0]
-    sizes = [size for size in range(2, smallest_batch + 1) if smallest_batch % size == 0]
+    alone = section["group_size"] == 1
+    sizes = [1] if alone else [size for size in range(2, smallest_batch + 1) if smallest_batch % size == 0]
     longest = min(section["max_completion_length"], 6)
     return {
         **section,
@@ -202,6 +235,7 @@ def shrink_rl(section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]])
         "max_completion_length": longest,
         "overlong_buffer": min(section["overlong_buffer"], longest // 2),
         "beta": 0.0,
+        "value_model": None,
         "steps_per_generation": min(section["steps_per_generation"], 2),
         "num_iterations": min(section["num_iterations"], 2),
         "max_generations": min(section["max_generations"], 2),

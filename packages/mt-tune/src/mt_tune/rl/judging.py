@@ -63,7 +63,7 @@ def reward_metrics(groups: Sequence[Group], table: RewardTable) -> Mapping[str, 
     rewards = rewards_of(groups)
     metrics = {
         "reward": float(np.nanmean(rewards)) if not np.isnan(rewards).all() else math.nan,
-        "reward_std": float(deviation(rewards, 1).mean()),
+        "reward_std": float(deviation(rewards, 1 if rewards.shape[1] > 1 else None).mean()),
         "frac_reward_zero_std": float(has_equal_rewards(rewards).mean()),
         **table.metrics,
         **length_metrics([rollout for group in groups for rollout in group.rollouts]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from mt_tune.rl.policy_losses import (
     k3_value,
     sampling_weights,
 )
+from mt_tune.rl.recorded import Recorded, Reduction, reduced
 from mt_tune.rl.samples import (
     ADVANTAGES,
     DRAWN_LOGPS,
@@ -31,9 +31,6 @@ from mt_tune.rl.samples import (
     SAMPLED,
 )
 from mt_tune.rl.sequence_values import sequence_mean, sequence_sum
-
-Reduction = Literal["mean", "sum", "max", "min"]
-Recorded = list[tuple[str, Tensor, Reduction]]
 
 
 class TokenLogps:
@@ -138,17 +135,7 @@ class PolicyLoss:
     def take_recorded(self) -> list[tuple[str, float, Reduction]]:
         """Of training: a value of each micro-batch, over its tokens."""
         taken, self._recorded = self._recorded, []
-        return [
-            (name, _reduced(values, reduction), reduction)
-            for recorded in taken
-            for name, values, reduction in recorded
-            if values.numel()
-        ]
-
-
-def _reduced(values: Tensor, reduction: Reduction) -> float:
-    reduce: dict[str, Any] = {"mean": Tensor.mean, "max": Tensor.max, "min": Tensor.min, "sum": Tensor.sum}
-    return float(reduce[reduction](values))
+        return reduced(taken)
 
 
 def build_policy_loss(config: Config, parallel: ParallelContext) -> PolicyLoss:

@@ -35,6 +35,21 @@ class Row:
         """The positions at which the completion's tokens are predicted."""
         return slice(len(self.prompt) - 1, self.positions)
 
+    @property
+    def is_drawn(self) -> NDArray[np.bool_]:
+        """[completion]"""
+        return np.array(self.drawn) > 0
+
+    def of_drawn(self, name: str) -> NDArray[np.float64]:
+        """The values of the tokens that the policy drew."""
+        return self.values[name][self.is_drawn].astype(np.float64)
+
+    def set_drawn(self, name: str, values: NDArray[np.float64]) -> None:
+        """Sets the values of the tokens that the policy drew; others have 0."""
+        whole = np.zeros(len(self.completion), np.float32)
+        whole[self.is_drawn] = values
+        self.values[name] = whole
+
     def to_json(self) -> dict[str, Any]:
         values = {name: part.tolist() for name, part in self.values.items()}
         lists = [list(part) for part in (self.prompt, self.completion, self.drawn, self.logps)]

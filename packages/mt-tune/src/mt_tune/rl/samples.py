@@ -16,5 +16,7 @@ SAMPLED = "sampled_mask"
 ADVANTAGES, OLD_LOGPS, REFERENCE_LOGPS, DRAWN_LOGPS = "advantages", "old_logps", "ref_logps", "drawn_logps"
 """Fields [B, S] at predicted positions. Log-probabilities: by the policy before the updates on these completions, by
 the reference, and as generation reported them."""
+OLD_VALUES, RETURNS = "old_values", "returns"
+"""Fields [B, S] at predicted positions, of a value model: its values before the updates, and what it learns."""
 EVALUATED_REWARD = "evaluated_reward"
 """Field [B, S] of validation: the completion's reward at its first predicted position, else 0."""

@@ -11,7 +11,7 @@ from mt_core.errors import CheckpointError
 from mt_core.train.batch_source import BatchSource, TrainingRun
 from mt_tune.rl.batching import planned_steps, rank_batch
 from mt_tune.rl.collecting import GroupCollector
-from mt_tune.rl.config import RLConfig
+from mt_tune.rl.config import GAE, RLConfig
 from mt_tune.rl.held_out import completed_batch
 from mt_tune.rl.rollout import Group
 from mt_tune.rl.rollout_file import ROLLOUTS_FILE, write_rollouts
@@ -19,6 +19,7 @@ from mt_tune.rl.row_values import RowBuilder
 from mt_tune.rl.rows import Row
 from mt_tune.rl.samples import ADVANTAGES
 from mt_tune.rl.stopping import DeadEnds
+from mt_tune.rl.value_model import ValueModel
 
 
 class RolloutSource(BatchSource):
@@ -28,7 +29,8 @@ class RolloutSource(BatchSource):
         super().__init__(run)
         self.keys = run.config.section(RLConfig)
         self.collector = GroupCollector(run)
-        self.builder = RowBuilder(run, self.keys)
+        self.values = ValueModel(run) if self.keys.advantage == GAE else None
+        self.builder = RowBuilder(run, self.keys, self.values)
         self.dead_ends = DeadEnds(self.keys)
         self.rows: list[Row] = []
         self.pending: list[list[int]] = []
@@ -42,7 +44,10 @@ class RolloutSource(BatchSource):
                     self.run.stop(reason)
             # Removed before the step, so that a checkpoint behind it has what remains.
             numbers = self.pending.pop(0)
-            yield rank_batch(self.run, [self.rows[number] for number in numbers])
+            batch = rank_batch(self.run, [self.rows[number] for number in numbers])
+            if self.values is not None:
+                self.values.step(batch)
+            yield batch
 
     def _generate(self) -> str | None:
         """Fills `rows` and `pending`. Returns a reason to end the run after the step."""
@@ -71,6 +76,9 @@ class RolloutSource(BatchSource):
         return completed_batch(self.run, self.collector, batch)
 
     def state_dict(self) -> Mapping[str, Any]:
+        """Also writes the checkpoint of the value model, before that of the policy is written."""
+        if self.values is not None:
+            self.values.save()
         rows = [row.to_json() for row in self.rows] if self.pending else []
         return {
             "position": self.collector.position,
@@ -87,6 +95,8 @@ class RolloutSource(BatchSource):
             self.dead_ends.load_state_dict(state["dead_ends"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint's state of rollouts cannot be read: {error}") from error
+        if self.values is not None:
+            self.values.load()
 
     def close(self) -> None:
         self.collector.close()
