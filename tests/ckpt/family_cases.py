@@ -34,6 +34,9 @@ NEMOTRON_H = {**DECODER, "hybrid_override_pattern": "M-*", "head_dim": 8, "ssm_s
 NEMOTRON_H |= {"mamba_num_heads": 8, "mamba_head_dim": 8, "chunk_size": 8}
 BAMBA = {**DECODER, "attn_layer_indices": [1], "mamba_d_state": 6, "mamba_n_heads": 8, "mamba_d_head": 8}
 BAMBA |= {"mamba_n_groups": 2, "mamba_chunk_size": 8}
+NEMOTRON_3 = {**NEMOTRON_H, "hybrid_override_pattern": "ME*E", "n_routed_experts": 6, "num_experts_per_tok": 3}
+NEMOTRON_3 |= {"moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20, "moe_latent_size": 12}
+NEMOTRON_3 |= {"n_group": 3, "topk_group": 2, "experts_implementation": "eager"}
 GRANITE_HYBRID = {**DECODER, "layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 48}
 GRANITE_HYBRID |= {
     "mamba_d_state": 6,
@@ -430,8 +433,16 @@ CASES: dict[str, Case] = {
         "mamba", "Mamba2ForCausalLM", "Mamba2Config", {**MAMBA, "tie_word_embeddings": True, "use_bias": True}
     ),
     "nemotron_h": Case("hybrid", "NemotronHForCausalLM", "NemotronHConfig", NEMOTRON_H),
+    "nemotron_h with experts": Case("hybrid", "NemotronHForCausalLM", "NemotronHConfig", NEMOTRON_3),
     "bamba": Case("hybrid", "BambaForCausalLM", "BambaConfig", BAMBA),
     "granitemoehybrid": Case("hybrid", "GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", GRANITE_HYBRID),
+    "granitemoehybrid with experts": Case(
+        "hybrid",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {**GRANITE_HYBRID, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 12}
+        | {"experts_implementation": "eager"},
+    ),
     "bert": Case("bert", "BertForPreTraining", "BertConfig", ENCODER),
     "megatron-bert": Case("bert", "MegatronBertForPreTraining", "MegatronBertConfig", ENCODER),
     "bert classes": Case(

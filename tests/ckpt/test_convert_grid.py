@@ -92,6 +92,11 @@ CASES: dict[str, dict[str, Any]] = {
         "rotary_percent": 0.5,
         "activation": "swiglu",
     },
+    "hybrid_experts": {
+        key: value for key, value in convert_cases.MODELS["nemotron_3"].items() if not key.startswith("mtp_")
+    },
+    "nemotron_3": convert_cases.MODELS["nemotron_3"],
+    "granite_hybrid": {**convert_cases.MODELS["granite_hybrid"], "hybrid_layer_pattern": "ME*EMEME"},
     "bert": MODELS["bert"],
     "bert_no_heads": MODELS["bert_no_heads"],
     "bert_classification": {**MODELS["bert"], "family": "bert_classification"},
@@ -127,6 +132,7 @@ NO_MEGATRON = {
     *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava", "smolvlm", "internvl"),
     *("qwen_vl", *HF_DENSE, "minimax_m2", "llama4", "lfm2", "qwen_next", "qwen_next_experts", "olmo_hybrid", "bart"),
     *("kimi_linear", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
+    *("nemotron_3", "granite_hybrid"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {
@@ -146,7 +152,7 @@ UNABLE = {
     | {
         *("gpt_moe", "qwen3", "moe", "moe_shared", "qwen3_moe", "granite_moe_neutral", "gpt_oss", "deepseek_v3"),
         *SPARSE,
-        *("latent_dense", "mamba", "hybrid", "bert_no_heads", "t5_learned_positions"),
+        *("latent_dense", "mamba", "hybrid", "hybrid_experts", "bert_no_heads", "t5_learned_positions"),
     },
     "transformers-megatron": set(CASES) - {"gpt"},
     "meta": set(CASES) - {"llama"},

@@ -197,7 +197,10 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"vocab_size": 103},
     "deepseek": {"hidden_size": 36, "vocab_size": 103},
     "mamba": {"hidden_size": 40, "vocab_size": 103},
-    "hybrid": {"hidden_size": 40, "vocab_size": 103, "num_attention_heads": 5, "num_query_groups": 5},
+    **{
+        name: {"hidden_size": 40, "vocab_size": 103, "num_attention_heads": 5, "num_query_groups": 5}
+        for name in ("hybrid", "nemotron_3", "granite_hybrid")
+    },
     "gemma4_experts": {**ODD, "num_global_query_groups": 3},
     "t5": {"hidden_size": 36, "num_attention_heads": 6, "vocab_size": 103},
     "llava": {},

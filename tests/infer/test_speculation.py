@@ -116,16 +116,16 @@ def test_a_draft_model_that_is_the_model_is_always_right(name: str) -> None:
     assert steps == 1 + 16 // 4
 
 
-def predicting(depths: int, **inference: Any) -> InferenceEngine:
-    keys = {**MODELS["deepseek"], "mtp_num_layers": depths}
+def predicting(depths: int, family: str = "deepseek", **inference: Any) -> InferenceEngine:
+    keys = {**MODELS[family], "mtp_num_layers": depths}
     return engine_of(configuration(keys, inference=inference))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depths", [1, 2])
-def test_tokens_with_multi_token_prediction(depths: int) -> None:
-    engine = predicting(depths, speculative_method="mtp")
-    assert generated(engine) == generated(predicting(depths))
+@pytest.mark.parametrize(("family", "depths"), [("deepseek", 1), ("deepseek", 2), ("nemotron_3", 2)])
+def test_tokens_with_multi_token_prediction(family: str, depths: int) -> None:
+    engine = predicting(depths, family, speculative_method="mtp")
+    assert generated(engine) == generated(predicting(depths, family))
     assert engine.speculation.drafted > 0
 
 
@@ -146,9 +146,9 @@ def predicted(engine: InferenceEngine, tokens: Sequence[int]) -> list[int]:
     return drafts
 
 
-@pytest.mark.parametrize("depths", [1, 2])
-def test_drafts_are_those_of_the_layers_over_the_whole_text(depths: int) -> None:
-    engine = predicting(depths, speculative_method="mtp")
+@pytest.mark.parametrize(("family", "depths"), [("deepseek", 1), ("deepseek", 2), ("nemotron_3", 2)])
+def test_drafts_are_those_of_the_layers_over_the_whole_text(family: str, depths: int) -> None:
+    engine = predicting(depths, family, speculative_method="mtp")
     engine.model.eval()
     for text in prompts(5, 21):
         engine.add(text, SamplingParameters(temperature=0.0, max_tokens=8))

@@ -28,6 +28,7 @@ MOE_MODELS = (
     "deepseek_v32",
     "glm4_moe_lite",
     "kimi_linear",
+    "hybrid",
     "gpt_oss",
     "granite_moe",
     "minimax_m2",

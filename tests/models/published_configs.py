@@ -628,6 +628,47 @@ OLMO_HYBRID_7B = {
 }  # fmt: skip
 """The defaults of transformers' class, which are those of the checkpoint."""
 
+NEMOTRON_3_NANO = {
+    "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1,
+    "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 2, "expand": 2, "head_dim": 128, "hidden_dropout": 0.0,
+    "hidden_size": 2688, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "initializer_range": 0.02, "intermediate_size": 1856, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu", "mamba_num_heads": 64, "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32",
+    "max_position_embeddings": 262144, "mlp_bias": False, "mlp_hidden_act": "relu2", "model_type": "nemotron_h",
+    "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1, "n_groups": 8,
+    "n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-05, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 52, "num_key_value_heads": 2,
+    "num_logits_to_keep": 1, "pad_token_id": 0, "partial_rotary_factor": 1.0, "rescale_prenorm_residual": True,
+    "residual_in_fp32": False, "rope_theta": 10000, "routed_scaling_factor": 2.5, "sliding_window": None,
+    "ssm_state_size": 128, "tie_word_embeddings": False, "time_step_floor": 0.0001, "time_step_limit": [0.0, INFINITY],
+    "time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1, "torch_dtype": "bfloat16", "use_bias": False,
+    "use_cache": True, "use_conv_bias": True, "use_mamba_kernels": True, "vocab_size": 131072,
+}  # fmt: skip
+NEMOTRON_3_SUPER = {
+    **NEMOTRON_3_NANO, "hidden_size": 4096, "intermediate_size": 2688, "mamba_num_heads": 128,
+    "hybrid_override_pattern": (
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+    ),
+    "moe_intermediate_size": 2688, "moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376,
+    "moe_shared_expert_overlap": False, "mtp_hybrid_override_pattern": "*E", "n_routed_experts": 512,
+    "num_experts_per_tok": 22, "num_hidden_layers": 88, "num_nextn_predict_layers": 1, "routed_scaling_factor": 5.0,
+    "keep_mtp_spec_in_bf16": True,
+}  # fmt: skip
+GRANITE_4_H_TINY = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attention_multiplier": 0.0078125, "bos_token_id": 100257, "embedding_multiplier": 12, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 1536, "initializer_range": 0.1, "intermediate_size": 512,
+    "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)], "logits_scaling": 6,
+    "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128,
+    "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 48, "mamba_proj_bias": False,
+    "max_position_embeddings": 131072, "model_type": "granitemoehybrid", "normalization_function": "rmsnorm",
+    "num_attention_heads": 12, "num_experts_per_tok": 6, "num_hidden_layers": 40, "num_key_value_heads": 4,
+    "num_local_experts": 64, "output_router_logits": False, "pad_token_id": 100256, "position_embedding_type": "nope",
+    "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000,
+    "router_aux_loss_coef": 0.01, "shared_intermediate_size": 1024, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
+
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt", GPT2),
     "gpt2-medium": ("gpt", GPT2_MEDIUM),
@@ -675,6 +716,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba-9b": ("hybrid", BAMBA_9B),
     "nemotron-h-8b": ("hybrid", NEMOTRON_H_8B),
     "nemotron-nano": ("hybrid", NEMOTRON_NANO_KEYS),
+    "nemotron-3-nano": ("hybrid", NEMOTRON_3_NANO),
+    "nemotron-3-super": ("hybrid", NEMOTRON_3_SUPER),
+    "granite-4.0-h-tiny": ("hybrid", GRANITE_4_H_TINY),
     "bert-base-uncased": ("bert", BERT_BASE_UNCASED),
     "bert-base-chinese": ("bert", BERT_BASE_CHINESE),
     "chinese-bert-wwm": ("bert", CHINESE_BERT_WWM),

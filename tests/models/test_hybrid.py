@@ -325,13 +325,11 @@ def test_a_tensor_that_the_pattern_does_not_have_is_named(host) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"layers_block_type": ["moe"]}, "layer 0 is a mixture of experts"),
         ({"layers_block_type": ["conv"]}, "layers_block_type='conv' is not supported; it can be linear_attention, "),
         ({"layers_block_type": None}, "neither layers_block_type nor hybrid_override_pattern"),
         ({"rms_norm_eps": 1e-6}, "layer_norm_epsilon=1e-05 and rms_norm_eps=1e-06 contradict each other"),
         ({"mlp_hidden_act": "mish"}, "mlp_hidden_act='mish' is not supported; it can be relu2, "),
         ({"attention_bias": True}, "attention_bias=True is not supported; it can be False"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1 is not supported"),
         ({"flux": 1}, "not known: flux=1"),
     ],
 )

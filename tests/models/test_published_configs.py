@@ -26,6 +26,7 @@ WITHOUT_EFFECT = {
     "blenderbot-3b": {"encoder_no_repeat_ngram_size"},
     "olmo-hybrid-7b": {"pad_token_id"},
     "kimi-linear-48b-a3b": {"pad_token_id"},
+    "granite-4.0-h-tiny": {"position_embedding_type"},
 }
 """Keys that other keys of the same file switch off, that only generation reads or that name a token of the tokenizer,
 and types that compute the same as the one that is written."""

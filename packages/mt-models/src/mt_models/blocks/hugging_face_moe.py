@@ -59,7 +59,8 @@ class RouterWithoutBias(Rule):
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names within a layer; {e} is the expert's number."""
+    """Names within a layer; {e} is the expert's number. gate: empty for experts without a gate, whose `stacked_gate_up`
+    holds the rows of `up`."""
 
     router: str = "mlp.gate.weight"
     gate: str = "mlp.experts.{e}.gate_proj.weight"
@@ -67,6 +68,8 @@ class ExpertNames:
     down: str = "mlp.experts.{e}.down_proj.weight"
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate.weight"
+    latent_down: str = "mlp.fc1_latent_proj.weight"
+    latent_up: str = "mlp.fc2_latent_proj.weight"
     expert_bias: str = "mlp.gate.e_score_correction_bias"
     stacked_router: str = "mlp.gate.weight"
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
@@ -80,7 +83,8 @@ def expert_rules(
     expert bias even if the model has none."""
     experts = range(moe.num_experts)
     # gate of expert 0, up of expert 0, gate of expert 1, ...: the order in which StackedExperts takes them
-    halves = [f"{theirs}{name}".replace("{e}", str(e)) for e in experts for name in (names.gate, names.up)]
+    first = (names.gate, names.up) if names.gate else (names.up,)
+    halves = [f"{theirs}{name}".replace("{e}", str(e)) for e in experts for name in first]
     downs = [f"{theirs}{names.down}".replace("{e}", str(e)) for e in experts]
     router, fc1, fc2 = (f"{ours}mlp.{name}.weight" for name in ("router", "experts.linear_fc1", "experts.linear_fc2"))
 
@@ -99,11 +103,14 @@ def expert_rules(
     if moe["moe_router_enable_expert_bias"]:
         rules.append(Same(f"{ours}mlp.router.expert_bias", f"{theirs}{names.expert_bias}"))
     if moe.shared_size is not None:
-        shared = tuple(f"{theirs}{names.shared}.{half}_proj.weight" for half in ("gate", "up"))
+        shared = tuple(f"{theirs}{names.shared}.{half}_proj.weight" for half in ("gate", "up")[not names.gate :])
         rules.append(Concatenate(f"{ours}mlp.shared_experts.linear_fc1.weight", shared))
         rules.append(Same(f"{ours}mlp.shared_experts.linear_fc2.weight", f"{theirs}{names.shared}.down_proj.weight"))
     if moe["moe_shared_expert_gate"]:
         rules.append(Same(f"{ours}mlp.shared_experts.gate_weight", f"{theirs}{names.shared_gate}"))
+    if moe["moe_latent_size"] is not None:
+        rules.append(Same(f"{ours}mlp.fc1_latent_proj.weight", f"{theirs}{names.latent_down}"))
+        rules.append(Same(f"{ours}mlp.fc2_latent_proj.weight", f"{theirs}{names.latent_up}"))
     return rules
 
 

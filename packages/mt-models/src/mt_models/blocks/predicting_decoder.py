@@ -1,4 +1,4 @@
-"""A rotary decoder with layers of multi-token prediction behind it (DeepSeek-V3, Qwen3-Next)."""
+"""Decoders with layers of multi-token prediction behind them (DeepSeek-V3, Qwen3-Next, Nemotron 3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mt_core.nn.cache import Cache
 from mt_core.nn.loss import build_cross_entropy
 from mt_core.nn.norm import Norm
 from mt_core.parallel.pipeline.stage import Stage, whole
-from mt_models.blocks.decoder import RotaryDecoder, TokenEmbedding
+from mt_models.blocks.decoder import CausalDecoder, RotaryDecoder, TokenEmbedding
 from mt_models.blocks.multi_token import MultiTokenPrediction
 
 
@@ -24,30 +24,30 @@ class PredictingConfigLike(Protocol):
     def mtp_num_layers(self) -> int: ...
 
 
-class PredictingDecoder(RotaryDecoder):
-    """tokens [B, S] -> logits [B, S, vocab]
+class PredictsTokens(CausalDecoder):
+    """What multi-token prediction adds to a decoder, whose constructor calls `add_prediction`.
 
-    With multi-token prediction its inputs in training are labels and loss_mask too, and the last pipeline stage has a
-    copy of the token embeddings.
-
-    layer: builds layer number i. predicted_layer: builds that of depth d, from 0. norm: makes a norm over the hidden
-    size; default: the configured one.
+    The inputs in training are labels and loss_mask too, and the last pipeline stage has a copy of the token embeddings.
     """
 
-    def __init__(
+    # Without values: a value of the class would hide the module.
+    prediction_depths: int
+    mtp: MultiTokenPrediction | None
+
+    def add_prediction(
         self,
         config: Any,
         context: ModelBuildContext,
-        layer: Callable[[int], nn.Module],
         predicted_layer: Callable[[int], nn.Module],
         norm: Callable[[], Norm] | None = None,
     ) -> None:
-        super().__init__(config, context, layer, norm)
+        """predicted_layer: builds the layer of depth d, from 0. norm: makes a norm over the hidden size; default: the
+        configured one."""
         predicts: PredictingConfigLike = config
         self.prediction_depths = predicts.mtp_num_layers
         targets = ("labels", "loss_mask") if predicts.mtp_num_layers else ()
         self.inputs = ("tokens", "position_ids", "segment_ids", *targets)
-        self.mtp: MultiTokenPrediction | None = None
+        self.mtp = None
         if predicts.mtp_num_layers and context.has_last:
             ctx = context.parallel
             loss = build_cross_entropy(context.config, ctx)
@@ -118,3 +118,22 @@ class PredictingDecoder(RotaryDecoder):
             if self.output_layer is not None and not stage.first and self.embedding is not None:
                 yield self.embedding
             yield self.mtp
+
+
+class PredictingDecoder(PredictsTokens, RotaryDecoder):
+    """tokens [B, S] -> logits [B, S, vocab]
+
+    layer: builds layer number i. predicted_layer: builds that of depth d, from 0. norm: makes a norm over the hidden
+    size; default: the configured one.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        context: ModelBuildContext,
+        layer: Callable[[int], nn.Module],
+        predicted_layer: Callable[[int], nn.Module],
+        norm: Callable[[], Norm] | None = None,
+    ) -> None:
+        super().__init__(config, context, layer, norm)
+        self.add_prediction(config, context, predicted_layer, norm)

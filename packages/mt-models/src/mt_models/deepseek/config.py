@@ -14,6 +14,7 @@ from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import DecoderConfig, check_decoder
 from mt_models.blocks.moe import MoEOptions, frequency_of
+from mt_models.blocks.prediction_config import check_prediction
 from mt_models.flops import Convention, TokenFlops, dense_feed_forward_flops, moe_flops
 
 
@@ -116,24 +117,7 @@ def check_deepseek(config: Config) -> None:
         )
     if model.moe is not None:
         MoEOptions(model)
-    _check_prediction(config, model)
-
-
-def _check_prediction(config: Config, model: DeepseekConfig) -> None:
-    if model.mtp_num_layers == 0:
-        if "mtp_loss_scaling_factor" in model.model_fields_set and model.mtp_loss_scaling_factor != 0.1:
-            raise ConfigError("model.mtp_loss_scaling_factor would be ignored: set model.mtp_num_layers too")
-        return
-    if config.parallel.context_parallel_size > 1:
-        raise ConfigError(
-            f"parallel.context_parallel_size={config.parallel.context_parallel_size} cannot be combined with "
-            f"model.mtp_num_layers={model.mtp_num_layers}: a position needs the tokens after it, which other ranks "
-            "hold; one of the two has to go (1, or 0)"
-        )
-    if model.mtp_num_layers >= config.data.seq_length:
-        raise ConfigError(
-            f"model.mtp_num_layers={model.mtp_num_layers} has to be below data.seq_length={config.data.seq_length}"
-        )
+    check_prediction(config, model)
 
 
 # -- a small model for checks ------------------------------------------------------------------------

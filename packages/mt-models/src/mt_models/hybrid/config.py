@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from mt_core.config.checks import divisors, listed, must_divide
-from mt_core.config.fields import PositiveInt, Probability, used_when
+from mt_core.config.fields import NonNegativeInt, PositiveInt, Probability, used_when
 from mt_core.config.schema import Activation, Config
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import check_tensor_parallel
 from mt_models.blocks.mamba_config import MambaLayerConfig, check_mamba_layers
+from mt_models.blocks.prediction_config import check_prediction
 from mt_models.flops import Convention, Flops, dense_feed_forward_flops, experts_flops
 from mt_models.mamba.config import convolution_flops, output_flops, projection_flops, scan_flops
 
@@ -119,6 +120,16 @@ class HybridConfig(MambaLayerConfig):
     """Logits are divided by this."""
     moe: dict[str, Any] | None = None
     """Options of the MoE layers of experts, the E layers; needs the feed-forward "moe"."""
+    mtp_num_layers: NonNegativeInt = 0
+    """Depths of multi-token prediction behind the other layers, of which the d-th predicts the token d + 1 positions
+    ahead, in training."""
+    mtp_hybrid_override_pattern: str | None = None
+    """The layers of each of these depths, as hybrid_layer_pattern has them; *, - and E."""
+    mtp_loss_scaling_factor: Annotated[float, Field(ge=0)] = 0.1
+    """What the mean of their losses counts beside that of the next token."""
+
+    _predicted_layers: int = PrivateAttr(default=0)
+    """How many layers of the pattern are those of multi-token prediction: see `with_predicted_layers`."""
 
     @property
     def layers(self) -> str:
@@ -136,7 +147,20 @@ class HybridConfig(MambaLayerConfig):
         if STAGE not in self.hybrid_layer_pattern:
             return None
         # "M-*-|M-M-" -> "Etttt|ttttL": the embedding in front of the first stage, the loss behind the last
-        return f"E{STAGE.join('t' * size for size in stages_of(self.hybrid_layer_pattern))}L"
+        stages = STAGE.join("t" * size for size in stages_of(self.hybrid_layer_pattern))
+        return f"E{stages}{'m' * self.mtp_num_layers}L"
+
+    @property
+    def predicted_pattern(self) -> str:
+        """A symbol for each layer of one depth of multi-token prediction."""
+        return self.mtp_hybrid_override_pattern or "" if self.mtp_num_layers else ""
+
+    def with_predicted_layers(self) -> Self:
+        """The same with the layers of multi-token prediction counted behind the others."""
+        predicted = self.mtp_num_layers * self.predicted_pattern
+        counted = self.model_copy(update={"hybrid_layer_pattern": self.hybrid_layer_pattern + predicted})
+        counted._predicted_layers = len(predicted)
+        return counted
 
     @property
     def query_groups(self) -> int:
@@ -163,7 +187,8 @@ class HybridConfig(MambaLayerConfig):
     @property
     def output_init_std(self) -> float:
         # num_layers without the factor 2 of transformers: a layer here is one block and adds once.
-        return self.init_method_std / math.sqrt(self.num_layers if self.use_scaled_init_method else 1.0)
+        layers = self.num_layers - self._predicted_layers
+        return self.init_method_std / math.sqrt(layers if self.use_scaled_init_method else 1.0)
 
     # Fixed values for keys of the shared blocks that the family does not expose.
 
@@ -200,6 +225,7 @@ def check_hybrid(config: Config) -> None:
         config, query_groups=model.query_groups, ffn_size=model.ffn_size, heads=model.num_attention_heads
     )
     _check_experts(model)
+    _check_predicted_layers(config)
     _check_stages(config)
     _check_positions(config)
 
@@ -252,8 +278,45 @@ def _check_attention(model: HybridConfig) -> None:
         )
 
 
+PREDICTED = f"{ATTENTION}{FEED_FORWARD}{EXPERTS}"
+"""Layers that a depth of multi-token prediction can have."""
+PREDICTS_WITH: Mapping[str, Any] = {"embedding_multiplier": 1.0, "hidden_dropout": 0.0}
+PREDICTS_WITH |= {"fp32_residual_connection": False}
+
+
+def _check_predicted_layers(config: Config) -> None:
+    model = config.model
+    assert isinstance(model, HybridConfig)
+    check_prediction(config, model)
+    pattern = model.mtp_hybrid_override_pattern
+    if (pattern is None) != (model.mtp_num_layers == 0):
+        raise ConfigError(
+            f"model.mtp_num_layers={model.mtp_num_layers} and model.mtp_hybrid_override_pattern={pattern!r}: depths of "
+            "multi-token prediction and the layers of each are set together, or neither"
+        )
+    if pattern is None:
+        return
+    if not pattern or set(pattern) - set(PREDICTED):
+        # A draft computes positions again, for which a recurrent state would have to be kept of each.
+        raise ConfigError(
+            f"model.mtp_hybrid_override_pattern={pattern!r}: a depth of multi-token prediction has at least one layer, "
+            f"and a layer can be {', '.join(f'{symbol} ({KINDS[symbol]})' for symbol in PREDICTED)}"
+        )
+    for key, value in PREDICTS_WITH.items():
+        if getattr(model, key) != value:
+            raise ConfigError(
+                f"model.{key}={getattr(model, key)} cannot be combined with model.mtp_num_layers="
+                f"{model.mtp_num_layers}; it can be {value}, or model.mtp_num_layers=0"
+            )
+    if model.table_size is not None:
+        raise ConfigError(
+            f"model.position_embedding_type={model.position_embedding_type} cannot be combined with "
+            f"model.mtp_num_layers={model.mtp_num_layers}; it can be none or rope"
+        )
+
+
 def _check_experts(model: HybridConfig) -> None:
-    if (EXPERTS in model.layers) == (model.moe is not None):
+    if (EXPERTS in model.layers + model.predicted_pattern) == (model.moe is not None):
         return
     pattern = f"model.hybrid_layer_pattern={model.hybrid_layer_pattern!r}"
     if model.moe is None:
@@ -266,7 +329,94 @@ def _check_experts(model: HybridConfig) -> None:
 _NEMOTRON_H_8B = "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-"
 _BAMBA = "".join("*-" if layer in (9, 18, 27) else "M-" for layer in range(32))
 
+_NANO_3 = "MEMEM*E" + 4 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME"
+_SUPER_3 = 3 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEM*E" + "MEMEMEME"
+_GRANITE_ATTENTION = (5, 15, 25, 35)
+
+
+def _nemotron_3(pattern: str, hidden: int, mamba_heads: int, moe: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    return {
+        "model": {
+            "hybrid_layer_pattern": pattern,
+            "hidden_size": hidden,
+            "vocab_size": 131072,
+            "max_position_embeddings": 262144,
+            "num_attention_heads": 32,
+            "num_query_groups": 2,
+            "kv_channels": 128,
+            "ffn_hidden_size": moe["moe_ffn_hidden_size"],
+            "mamba_num_heads": mamba_heads,
+            "moe": {
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_load_balancing_type": ["seq_aux_loss"],
+                "moe_aux_loss_coeff": [0.0001],
+                "moe_shared_expert_intermediate_size": 2 * moe["moe_ffn_hidden_size"],
+                **moe,
+            },
+            **keys,
+        },
+        "data": {"seq_length": 8192},
+    }
+
+
+_NANO_3_EXPERTS = {
+    "num_experts": 128,
+    "moe_router_topk": 6,
+    "moe_ffn_hidden_size": 1856,
+    "moe_router_topk_scaling_factor": 2.5,
+}
+_SUPER_3_EXPERTS = {
+    "num_experts": 512,
+    "moe_router_topk": 22,
+    "moe_ffn_hidden_size": 2688,
+    "moe_latent_size": 1024,
+    "moe_router_topk_scaling_factor": 5.0,
+}
+_PREDICTION = {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+
+
+def _granite_4_h(hidden: int, heads: int, groups: int, ffn: int, moe: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Granite 4.0 H: 40 layers of which four are attention. ffn: of the feed-forward, or of the shared experts."""
+    head, second = hidden // heads, FEED_FORWARD if moe is None else EXPERTS
+    experts = {"moe_shared_expert_intermediate_size": ffn, "moe_router_load_balancing_type": ["aux_loss"]}
+    return {
+        "model": {
+            "hybrid_layer_pattern": "".join(
+                (ATTENTION if layer in _GRANITE_ATTENTION else MAMBA) + second for layer in range(40)
+            ),
+            "hidden_size": hidden,
+            "vocab_size": 100352,
+            "max_position_embeddings": 131072,
+            "untie_embeddings_and_output_weights": False,
+            "num_attention_heads": heads,
+            "num_query_groups": groups,
+            "ffn_hidden_size": ffn,
+            "activation": "swiglu",
+            "mamba_num_groups": 1,
+            "mamba_chunk_size": 256,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 1.0 / head,
+            "residual_multiplier": 0.22,
+            "logits_scaling": hidden / 256,
+            **({} if moe is None else {"moe": {**experts, "moe_aux_loss_coeff": [0.0], **moe}}),
+        },
+        "data": {"seq_length": 4096},
+    }
+
+
 PRESETS: dict[str, dict[str, Any]] = {
+    "nemotron-3-nano-30b-a3b": _nemotron_3(_NANO_3, 2688, 64, _NANO_3_EXPERTS),
+    "nemotron-3-super-120b-a12b": _nemotron_3(_SUPER_3, 4096, 128, _SUPER_3_EXPERTS, **_PREDICTION),
+    "nemotron-3.5-lightning-30b-a3b": _nemotron_3(_NANO_3, 2688, 64, _NANO_3_EXPERTS, **_PREDICTION),
+    "granite-4.0-h-1b": _granite_4_h(1536, 12, 4, 4096),
+    "granite-4.0-h-micro": _granite_4_h(2048, 32, 8, 8192),
+    "granite-4.0-h-tiny": _granite_4_h(
+        1536, 12, 4, 1024, {"num_experts": 64, "moe_router_topk": 6, "moe_ffn_hidden_size": 512}
+    ),
+    "granite-4.0-h-small": _granite_4_h(
+        4096, 32, 8, 1536, {"num_experts": 72, "moe_router_topk": 10, "moe_ffn_hidden_size": 768}
+    ),
     "nemotron-h-8b": {
         "model": {
             "hybrid_layer_pattern": _NEMOTRON_H_8B,
@@ -320,6 +470,18 @@ class HybridFlops(Flops):
     """Experts included."""
     output: float
     """Logits."""
+    prediction: float = 0.0
+    """Layers of multi-token prediction and their logits, in training."""
+
+    @property
+    def forward(self) -> float:
+        """FLOPs of the model without multi-token prediction."""
+        return super().forward - self.prediction
+
+    @property
+    def training(self) -> float:
+        """Forward and backward, multi-token prediction included."""
+        return 3 * (self.forward + self.prediction)
 
 
 def flops_per_token(
@@ -330,7 +492,19 @@ def flops_per_token(
     experts: forward FLOPs for each token of one layer of experts. Raises ConfigError when it is missing though the
     pattern has such layers, or the vocabulary is unknown.
     """
-    count = config.layers.count
+    decoder = _layer_flops(config, config.layers, seq_length, convention, experts)
+    output = output_flops(config)
+    predicted = _layer_flops(config, config.predicted_pattern, seq_length, convention, experts)
+    # 4 H^2: eh_proj, [H, 2 H]. Each depth computes logits of its own with the model's LM head.
+    depth = sum(predicted.values()) + 4 * config.hidden_size**2 + output
+    return HybridFlops(**decoder, output=output, prediction=config.mtp_num_layers * depth)
+
+
+def _layer_flops(
+    config: HybridConfig, layers: str, seq_length: int, convention: Convention, experts: float | None
+) -> dict[str, float]:
+    """The parts of HybridFlops that are of layers."""
+    count = layers.count
     if count(EXPERTS) and experts is None:
         raise ConfigError(
             "layers of experts (E) are counted by the plugin that brings them; pass their FLOPs as experts"
@@ -338,15 +512,14 @@ def flops_per_token(
     mamba, attention = count(MAMBA), count(ATTENTION)
     keys = seq_length if convention == "full" else (seq_length + 1) / 2
     heads = config.num_attention_heads * config.head_dim
-    return HybridFlops(
-        mamba_projections=mamba * projection_flops(config),
-        mamba_convolution=mamba * convolution_flops(config),
-        mamba_scan=mamba * scan_flops(config, seq_length, convention),
-        attention_projections=attention * 4 * config.hidden_size * (heads + config.query_groups * config.head_dim),
-        attention_core=attention * 4 * heads * keys,
-        feed_forward=count(FEED_FORWARD) * dense_feed_forward_flops(config) + count(EXPERTS) * (experts or 0.0),
-        output=output_flops(config),
-    )
+    return {
+        "mamba_projections": mamba * projection_flops(config),
+        "mamba_convolution": mamba * convolution_flops(config),
+        "mamba_scan": mamba * scan_flops(config, seq_length, convention),
+        "attention_projections": attention * 4 * config.hidden_size * (heads + config.query_groups * config.head_dim),
+        "attention_core": attention * 4 * heads * keys,
+        "feed_forward": count(FEED_FORWARD) * dense_feed_forward_flops(config) + count(EXPERTS) * (experts or 0.0),
+    }
 
 
 def training_flops(config: Config) -> float:

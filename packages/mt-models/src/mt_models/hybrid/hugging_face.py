@@ -9,7 +9,7 @@ from mt_models.hybrid import granite
 from mt_models.hybrid.bamba import BAMBA
 from mt_models.hybrid.bamba import name_map as bamba_name_map
 from mt_models.hybrid.config import HybridConfig
-from mt_models.hybrid.nemotron_h import NEMOTRON_H
+from mt_models.hybrid.nemotron_h import NEMOTRON_H, held
 from mt_models.hybrid.nemotron_h import name_map as nemotron_h_name_map
 
 
@@ -37,6 +37,7 @@ HUGGING_FACE = HuggingFaceFamily(
     model_type_of=model_type_of,
     copies=tied_output,
     spelling=spelling,
+    held=held,
     architectures={
         "nemotron_h": "NemotronHForCausalLM",
         "bamba": "BambaForCausalLM",

@@ -78,6 +78,7 @@ def _experts(args: MegatronArguments) -> dict[str, Any]:
 
 
 def hybrid_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
+    require(model, "mtp_num_layers", (0,))
     for key, neutral in FACTORS.items():
         require(model, key, (neutral,))
     return {

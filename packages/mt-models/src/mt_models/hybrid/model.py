@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.build_context import ModelBuildContext
+from mt_core.nn.cache import Cache
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.layout import normal
+from mt_core.nn.model import NumberedLayers
 from mt_core.nn.norm import build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
@@ -22,6 +26,7 @@ from mt_models.blocks.mixed_decoder import (
     MixedEmbedding,
     scaled,
 )
+from mt_models.blocks.predicting_decoder import PredictsTokens
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
 from mt_models.hybrid.config import ATTENTION, EXPERTS, MAMBA, HybridConfig
 
@@ -45,7 +50,20 @@ class HybridEmbedding(MixedEmbedding):
         return self.dropout(self.stream(x))
 
 
-class HybridModel(MixedDecoder):
+class PredictedLayers(nn.Module):
+    """The layers of one depth of multi-token prediction, one after another: [B, S, H] -> the same."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = NumberedLayers(enumerate(layers))
+
+    def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
+        for number in self.layers.numbers():
+            x = self.layers[number](x, pattern, angles, cache)
+        return x
+
+
+class HybridModel(PredictsTokens, MixedDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
     config: HybridConfig
@@ -56,6 +74,13 @@ class HybridModel(MixedDecoder):
         self.rotary: FixedRotary | None = None
         if config.position_embedding_type == "rope":
             self.rotary = FixedRotary(inverse_frequencies(config.rotary_dim, config.rotary_base))
+        counted, size = config.with_predicted_layers(), len(config.predicted_pattern)
+
+        def depth_layers(depth: int) -> PredictedLayers:
+            first = config.num_layers + depth * size
+            return PredictedLayers([hybrid_layer(counted, context, first + place) for place in range(size)])
+
+        self.add_prediction(config, context, depth_layers)
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles | None:
         return None if self.rotary is None else self.rotary.angles(position_ids)

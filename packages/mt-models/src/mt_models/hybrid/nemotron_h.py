@@ -1,8 +1,12 @@
-"""NemotronH in Hugging Face's format: a layer is norm and mixer, whatever the kind of mixer."""
+"""NemotronH in Hugging Face's format: a layer is norm and mixer, whatever the kind of mixer.
+
+Nemotron 3 has layers of experts without a gate, which may work on a latent of the tokens, and layers of multi-token
+prediction, numbered through over all depths. The class of transformers leaves these out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mt_core.config_map import ConfigMap, Field, Fixed, require_known
@@ -10,11 +14,36 @@ from mt_core.errors import ConfigError
 from mt_core.name_map import NameMap, Rule, Same
 from mt_models.blocks.hugging_face_decoder import POSITIONS, longest_sequence, one_of
 from mt_models.blocks.hugging_face_mamba import KERNELS, OF_MAMBA1, mixer_rules
+from mt_models.blocks.hugging_face_moe import (
+    BIAS_KEY,
+    MOE_IGNORED,
+    ExpertNames,
+    expert_rules,
+    export_bias,
+    group_scores,
+    import_bias,
+    import_groups,
+    require_normalized,
+)
+from mt_models.blocks.moe import ANY, MoEOptions
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, OF_GENERATION, require_value
 from mt_models.hybrid.config import ATTENTION, EXPERTS, FEED_FORWARD, MAMBA, NEUTRAL_FACTORS, HybridConfig
 from mt_models.hybrid.rules import attention_rules, plain_feed_forward_rules
 
-NORMS = {MAMBA: "norm", ATTENTION: "input_layernorm", FEED_FORWARD: "pre_mlp_layernorm"}
+NORMS = {MAMBA: "norm", ATTENTION: "input_layernorm", FEED_FORWARD: "pre_mlp_layernorm", EXPERTS: "pre_mlp_layernorm"}
+NAMES = ExpertNames(
+    router="mixer.gate.weight",
+    gate="",
+    up="mixer.experts.{e}.up_proj.weight",
+    down="mixer.experts.{e}.down_proj.weight",
+    shared="mixer.shared_experts",
+    expert_bias="mixer.gate.e_score_correction_bias",
+    stacked_router="mixer.gate.weight",
+    stacked_gate_up="mixer.experts.up_proj",
+    stacked_down="mixer.experts.down_proj",
+    latent_down="mixer.fc1_latent_proj.weight",
+    latent_up="mixer.fc2_latent_proj.weight",
+)
 SYMBOLS = {
     "linear_attention": MAMBA,
     "mamba": MAMBA,
@@ -32,7 +61,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 NO_POSITIONS = "the class has no positions in attention, whatever the file says"
-OF_EXPERTS = "of layers of experts, which a pattern that is read has not"
 SMALLEST_TIME_STEP = 1e-30
 """Written for a lower limit of 0, since transformers takes the logarithm of it for new weights."""
 
@@ -41,40 +69,57 @@ SMALLEST_TIME_STEP = 1e-30
 
 
 def name_map(config: HybridConfig) -> NameMap:
-    _require_no_experts(config.layers)
     rules: list[Rule] = [
         Same("embedding.word_embeddings.weight", "model.embeddings.weight"),
         *(rule for number, symbol in enumerate(config.layers) for rule in _layer_rules(config, number, symbol)),
         Same("decoder.final_layernorm.weight", "model.norm_f.weight"),
         Same("output_layer.weight", "lm_head.weight"),
+        *(rule for depth in range(config.mtp_num_layers) for rule in _prediction_rules(config, depth)),
     ]
     return NameMap(rules, config.num_layers)
 
 
 def _layer_rules(config: HybridConfig, number: int, symbol: str) -> list[Rule]:
-    ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
+    return _block_rules(config, symbol, f"decoder.layers.{number}.", f"model.layers.{number}.")
+
+
+def _prediction_rules(config: HybridConfig, depth: int) -> list[Rule]:
+    pattern = config.predicted_pattern
+    ours, first = f"mtp.layers.{depth}.", depth * len(pattern)
+    last = first + len(pattern) - 1
+    rules: list[Rule] = [Same(f"{ours}{name}.weight", f"mtp.layers.{first}.{name}.weight") for name in BEFORE_DEPTH]
+    for place, symbol in enumerate(pattern):
+        inner, theirs = f"{ours}mtp_model_layer.layers.{place}.", f"mtp.layers.{first + place}."
+        rules += _block_rules(config, symbol, inner, theirs)
+    return [*rules, Same(f"{ours}final_layernorm.weight", f"mtp.layers.{last}.final_layernorm.weight")]
+
+
+BEFORE_DEPTH = ("enorm", "hnorm", "eh_proj")
+"""Modules that stand with the first layer of a depth."""
+
+
+def _block_rules(config: HybridConfig, symbol: str, ours: str, theirs: str) -> list[Rule]:
     mixers = {
         MAMBA: lambda: mixer_rules(config, f"{ours}mixer.", f"{theirs}mixer."),
         ATTENTION: lambda: attention_rules(config, f"{ours}self_attention.", f"{theirs}mixer."),
         FEED_FORWARD: lambda: plain_feed_forward_rules(f"{ours}mlp.", f"{theirs}mixer."),
+        EXPERTS: lambda: expert_rules(MoEOptions(config), NAMES, ours=ours, theirs=theirs, always_biased=True),
     }
     return [Same(f"{ours}{NORMS[symbol]}.weight", f"{theirs}norm.weight"), *mixers[symbol]()]
 
 
-def _require_no_experts(layers: str) -> None:
-    if EXPERTS in layers:
-        raise ConfigError(
-            f"layer {layers.index(EXPERTS)} is a mixture of experts, which the names of a Hugging Face nemotron_h in "
-            f"this map leave out; layers can be {', '.join(NORMS)}"
-        )
+def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Without layers of multi-token prediction where a file has none: its class leaves them out and keeps the count."""
+    if not external.get(PREDICTED) or any(name.startswith("mtp.") for name in names):
+        return external
+    return {**external, PREDICTED: 0}
 
 
 # -- configuration ---------------------------------------------------------------------------------
 
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-    layers = _pattern(external)
-    _require_no_experts(layers)
+    layers, predicted = _pattern(external), _predicted(external)
     epsilon = one_of(external, ("layer_norm_epsilon", "rms_norm_eps", "norm_eps"), 1e-5)
     return {
         "hybrid_layer_pattern": layers,
@@ -82,6 +127,8 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         "norm_epsilon": float(epsilon),
         "position_embedding_type": "none",
         **longest_sequence(external),
+        **({"mtp_hybrid_override_pattern": predicted} if predicted else {}),
+        **({"moe": _import_experts(external)} if EXPERTS in layers + predicted else {}),
     }
 
 
@@ -95,12 +142,58 @@ def _pattern(external: Mapping[str, Any]) -> str:
         )
     if listed is None:
         return str(pattern)
-    return "".join(SYMBOLS[require_known("layers_block_type", str(kind), SYMBOLS)] for kind in listed)
+    return _symbols("layers_block_type", listed)
+
+
+def _symbols(key: str, kinds: Iterable[Any]) -> str:
+    return "".join(SYMBOLS[require_known(key, str(kind), SYMBOLS)] for kind in kinds)
+
+
+PREDICTED = "num_nextn_predict_layers"
+KINDS_OF_DEPTH, PATTERN_OF_DEPTH = "mtp_layers_block_type", "mtp_hybrid_override_pattern"
+DEPTH = f"{ATTENTION}{EXPERTS}"
+"""The layers of a depth, by default."""
+
+
+def _predicted(external: Mapping[str, Any]) -> str:
+    """The layers of each depth of multi-token prediction; "" without any."""
+    if not external.get(PREDICTED):
+        return ""
+    listed, pattern = external.get(KINDS_OF_DEPTH), external.get(PATTERN_OF_DEPTH)
+    kinds = None if listed is None else _symbols(KINDS_OF_DEPTH, listed)
+    # transformers writes the list with its default for files that have the pattern, which counts then.
+    if pattern is None or kinds not in (None, DEPTH, pattern):
+        return str(one_of({"list": kinds, "pattern": pattern}, ("list", "pattern"), DEPTH))
+    return str(pattern)
+
+
+def _import_experts(external: Mapping[str, Any]) -> dict[str, Any]:
+    require_normalized({"num_experts_per_tok": 2, **external})
+    if external.get("n_shared_experts", 1) != 1:
+        # The class has one, of the full width, whatever the number; other programs multiply.
+        raise ConfigError(
+            f"n_shared_experts={external['n_shared_experts']} is not supported; it can be 1, and "
+            "moe_shared_expert_intermediate_size is the width of all shared experts together"
+        )
+    factor, latent = float(external.get("routed_scaling_factor", 1.0)), external.get("moe_latent_size")
+    return {
+        "num_experts": external.get("n_routed_experts", 8),
+        "moe_router_topk": external.get("num_experts_per_tok", 2),
+        "moe_ffn_hidden_size": external.get("moe_intermediate_size", 7688),
+        "moe_shared_expert_intermediate_size": external.get("moe_shared_expert_intermediate_size", 7688),
+        "moe_router_score_function": "sigmoid",
+        **import_bias(external),
+        **import_groups(external, score_topk=2),
+        **({} if factor == 1.0 else {"moe_router_topk_scaling_factor": factor}),
+        **({} if latent is None else {"moe_latent_size": latent}),
+        # The class has no balance loss; this is what the models were trained with.
+        "moe_router_load_balancing_type": ["seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.0001],
+    }
 
 
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     config = HybridConfig.model_validate(model)
-    _require_no_experts(config.layers)
     for key, value in (
         ("normalization", "RMSNorm"),
         ("hidden_dropout", 0.0),
@@ -121,6 +214,40 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
         "mamba_num_heads": config.mamba_heads,
         "layer_norm_epsilon": config.norm_epsilon,
         **longest_sequence(model),
+        **({PATTERN_OF_DEPTH: config.predicted_pattern} if config.mtp_num_layers else {}),
+        **({} if config.moe is None else _export_experts(config)),
+    }
+
+
+def _export_experts(config: HybridConfig) -> dict[str, Any]:
+    moe = MoEOptions(config)
+    expressed = (
+        "moe_ffn_hidden_size", "moe_latent_size", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk",
+        "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size",
+    )  # fmt: skip
+    moe.require(
+        "nemotron_h",
+        **dict.fromkeys(expressed, ANY),
+        moe_router_score_function=("sigmoid",),
+        moe_router_group_score_topk=group_scores(moe, 2),
+    )
+    if moe.shared_size is None:
+        raise ConfigError(
+            "model.moe.moe_shared_expert_intermediate_size is not set, and a Hugging Face nemotron_h has shared "
+            "experts in every layer of experts; set their width"
+        )
+    return {
+        **export_bias(moe),
+        "n_routed_experts": moe.num_experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": moe.topk,
+        "moe_intermediate_size": moe.ffn_size,
+        "moe_shared_expert_intermediate_size": moe.shared_size,
+        "moe_latent_size": moe["moe_latent_size"],
+        "routed_scaling_factor": moe["moe_router_topk_scaling_factor"] or 1.0,
+        "norm_topk_prob": moe.topk > 1,
+        "n_group": moe["moe_router_num_groups"] or 1,
+        "topk_group": moe["moe_router_group_topk"] or 1,
     }
 
 
@@ -170,6 +297,7 @@ NEMOTRON_H = ConfigMap(
         Field("time_step_max", "mamba_dt_max", import_value=float, default=0.1),
         Field("time_step_floor", "mamba_dt_init_floor", import_value=float, default=1e-4),
         Field("initializer_range", "init_method_std", import_value=float, default=0.02),
+        Field("num_nextn_predict_layers", "mtp_num_layers", default=0),
         Field("rescale_prenorm_residual", "use_scaled_init_method", default=True),
     ),
     fixed=(
@@ -179,7 +307,6 @@ NEMOTRON_H = ConfigMap(
         Fixed("mamba_proj_bias", (False,)),
         Fixed("mamba_hidden_act", ("silu", "swish")),
         Fixed("residual_in_fp32", (False,)),
-        Fixed("num_nextn_predict_layers", (0,)),
         *NOT_A_CHOICE,
     ),
     ignored={
@@ -193,21 +320,18 @@ NEMOTRON_H = ConfigMap(
         "use_mamba_kernels": KERNELS,
         "mamba_ssm_cache_dtype": "states are kept in fp32",
         "num_logits_to_keep": OF_GENERATION,
-        "mtp_layers_block_type": "of layers of multi-token prediction, of which there are none",
-        **dict.fromkeys(
-            (
-                "num_local_experts",
-                "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size",
-                "moe_latent_size", "moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor",
-                "n_group", "topk_group", "norm_topk_prob", "output_router_logits",
-            ),
-            OF_EXPERTS,
-        ),
+        **MOE_IGNORED,
+        "moe_shared_expert_overlap": "when shared experts run, not what they compute",
+        "keep_mtp_spec_in_bf16": "of the program that trained the model",
     },
     import_extra=import_extra,
     import_extra_keys=(
         "layers_block_type", "layer_types", "hybrid_override_pattern", "num_hidden_layers", "head_dim",
         "attention_head_dim", "layer_norm_epsilon", "rms_norm_eps", "norm_eps", POSITIONS,
+        KINDS_OF_DEPTH, PATTERN_OF_DEPTH, "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+        "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size", "routed_scaling_factor",
+        "n_group", "topk_group", "norm_topk_prob", BIAS_KEY,
     ),
     export_extra=export_extra,
+    spellings={"num_local_experts": "n_routed_experts"},
 )  # fmt: skip
