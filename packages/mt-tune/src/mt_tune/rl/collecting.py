@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mt_core.errors import DataError
+from mt_core.errors import ConfigError, DataError
 from mt_core.parallel.first_rank import on_first_rank, raise_on_all_ranks
 from mt_core.train.batch_source import TrainingRun
+from mt_infer.config import InferenceConfig
 from mt_tune.rewards.build import build_rewards
 from mt_tune.rewards.config import RewardsConfig
 from mt_tune.rl.advantages import has_equal_rewards
+from mt_tune.rl.background import BackgroundRound
 from mt_tune.rl.config import RLConfig, prompt_data
 from mt_tune.rl.drawing import Drawer, DrawOptions
 from mt_tune.rl.judging import Judge, reward_metrics, rewards_of
+from mt_tune.rl.pool import GroupPool
 from mt_tune.rl.prompts import Key, Prompt, completion_ends, prompts_of
 from mt_tune.rl.rollout import Group, Rollout
 from mt_tune.rl.samples import PROMPT
@@ -34,16 +37,21 @@ class GroupCollector:
         self.options = DrawOptions(self.keys.temperature, self.keys.max_completion_length, ends, config.train.seed)
         self.judge = self._build_judge(ends)
         self.drawer = Drawer(run.engine, generation_layout(run, self.keys))
+        self.pool = GroupPool(self.keys.max_staleness, self.keys.updates)
+        self.background = BackgroundRound(run.engine.device) if self.keys.asynchronous else None
+        self.digests: dict[int, str] = {}
+        """Of the weights of each version that drew tokens of the groups at hand, where they are a copy."""
         self.position = 0
         """Number of the next prompt in the order of the data set."""
+        self.is_drawn = False
+        """Whether the next round of drawing has been carried out before its groups are asked for."""
 
     def collect(self, needed: int) -> tuple[list[Group], list[Group]]:
-        """The groups to train on, and all that were drawn for them, with the weights of the moment."""
-        self.drawer.use_new_weights()
+        """The groups to train on, and all that were drawn for them."""
         kept: list[Group] = []
         drawn: list[Group] = []
         for _ in range(self.keys.max_generations if self.keys.dynamic_sampling else 1):
-            new = self._drawn([self._next_group() for _ in range(needed - len(kept))])
+            new = self._round(needed - len(kept))
             drawn += new
             equal = has_equal_rewards(rewards_of(new))
             kept += [group for group, dead in zip(new, equal, strict=True) if not (self.keys.dynamic_sampling and dead)]
@@ -53,13 +61,71 @@ class GroupCollector:
         kept += [group for group in drawn if not any(group is one for one in kept)][: needed - len(kept)]
         return kept, drawn
 
+    def start_round(self, needed: int, ahead: int) -> None:
+        """Draws with the weights of the moment for a generation that is trained on `ahead` steps later, in the
+        background where rl.asynchronous is set."""
+        self._use_new_weights()
+        while len(self.pool.groups) < needed + self.keys.extra_groups:
+            self.pool.groups.append(self._next_group())
+        enough = self.pool.enough(needed, self.run.state.iteration + ahead)
+        if self.background is None:
+            self.drawer.draw(self.pool.groups, self.options, enough)
+        else:
+            background, groups = self.background, self.pool.groups
+            background.start(
+                lambda: self.drawer.draw(groups, self.options, lambda own: background.is_closing or enough(own))
+            )
+        self.is_drawn = True
+
+    def finish_round(self) -> None:
+        """Waits for what is drawn in the background."""
+        if self.background is not None:
+            self.background.finish()
+
+    def _round(self, needed: int) -> list[Group]:
+        """Complete and judged groups, on all processes."""
+        if not self.is_drawn:
+            self.start_round(needed, ahead=0)
+        self.finish_round()
+        self.is_drawn = False
+        step = self.run.state.iteration
+        groups = on_first_rank(lambda: self._judged(self.pool.chosen(needed, step), record=True), self.run.ctx.world)
+        self.pool.remove(groups)
+        return groups
+
+    def _use_new_weights(self) -> None:
+        self.drawer.use_new_weights()
+        version, digest = self.drawer.version, self.drawer.digest
+        if digest is not None and self.digests.get(version) != digest:
+            used = {of_token for group in self.pool.groups for one in group.rollouts for of_token in one.versions}
+            self.digests = {old: self.digests[old] for old in sorted(used & self.digests.keys())} | {version: digest}
+            self.run.event("weights", step=version, hash=digest)
+
     def evaluate(self, groups: list[Group], options: DrawOptions) -> list[Group]:
         """The groups of held-out prompts, completed and judged, without metrics, which are those of training."""
-        self.drawer.use_new_weights()
+        self.finish_round()
+        self._use_new_weights()
         self.drawer.draw(groups, options)
         return on_first_rank(lambda: self._judged(groups, record=False), self.run.ctx.world)
 
+    def state_dict(self) -> dict[str, Any]:
+        self.finish_round()
+        digests = [[version, digest] for version, digest in self.digests.items()]
+        return {
+            "position": self.position,
+            "groups": self.pool.state_dict(),
+            "is_drawn": self.is_drawn,
+            "weights": digests,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.position, self.is_drawn = int(state["position"]), bool(state.get("is_drawn", False))
+        self.pool.load_state_dict(state.get("groups", ()), self.prompts)
+        self.digests = {int(version): digest for version, digest in state.get("weights", ())}
+
     def close(self) -> None:
+        if self.background is not None:
+            self.background.close()
         if self.judge is not None:
             self.judge.functions.close()
 
@@ -69,10 +135,6 @@ class GroupCollector:
         group = Group(self.prompts[file, line], self.position, [Rollout() for _ in range(self.keys.group_size)])
         self.position += 1
         return group
-
-    def _drawn(self, groups: list[Group]) -> list[Group]:
-        self.drawer.draw(groups, self.options)
-        return on_first_rank(lambda: self._judged(groups, record=True), self.run.ctx.world)
 
     def _judged(self, groups: list[Group], *, record: bool) -> list[Group]:
         assert self.judge is not None
@@ -97,11 +159,27 @@ class GroupCollector:
 
 def generation_layout(run: TrainingRun, keys: RLConfig) -> dict[str, Any] | None:
     """None for the run's own layout and memory."""
-    if keys.generation_parallel is not None:
-        return keys.generation_parallel
+    if keys.asynchronous:
+        require_asynchronous(run)
+    if keys.generation_parallel is not None or keys.asynchronous:
+        return keys.generation_parallel or {}
     parallel = run.config.parallel
     alone = parallel.use_torch_fsdp2 or parallel.context_parallel_size > 1
     return {} if alone else None
+
+
+def require_asynchronous(run: TrainingRun) -> None:
+    """Raises ConfigError where completions cannot be drawn in a thread beside training."""
+    if run.ctx.world.size > 1:
+        raise ConfigError(
+            f"rl.asynchronous=true draws in a thread beside training, and {run.ctx.world.size} processes would mix the "
+            "messages of both; set it to false (rl.extra_groups works with any number of processes)"
+        )
+    if run.engine.device.type == "cuda" and run.config.section(InferenceConfig).cuda_graphs != "none":
+        raise ConfigError(
+            "rl.asynchronous=true: CUDA graphs cannot be captured while another thread trains; set "
+            'inference.cuda_graphs (now "auto" or "decode") to "none"'
+        )
 
 
 def require_room(prompts: Iterable[Prompt], keys: RLConfig, length: int) -> None:

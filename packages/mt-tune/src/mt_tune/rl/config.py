@@ -97,6 +97,15 @@ class RLConfig(Section):
     generation_parallel: dict[str, Any] | None = None
     """Keys of [parallel] of the layout that generates, with a copy of the weights. Default: the run's own layout and
     memory; under FSDP2 and context parallelism each process by itself."""
+    max_staleness: NonNegativeInt = 0
+    """Optimizer steps by which the weights that drew a token may be older than those of the first step that trains on
+    it; 0: completions are drawn with the weights of the moment."""
+    asynchronous: bool = False
+    """Draw in a thread with a copy of the weights; with max_staleness of at least the steps of a generation, the next
+    one is drawn while this one is trained on. One process."""
+    extra_groups: NonNegativeInt = 0
+    """Groups in progress beside those that a generation needs. A generation ends when enough groups are complete; the
+    others go on in the next one, with its weights, within max_staleness."""
     write_rollouts: bool = True
     """Keep prompts, completions and rewards in rollouts.jsonl of the run directory (mt rollouts)."""
 
@@ -110,6 +119,11 @@ class RLConfig(Section):
     def updates(self) -> int:
         """Optimizer steps on the completions of one generation."""
         return self.steps_per_generation * self.num_iterations
+
+    @property
+    def draws_ahead(self) -> bool:
+        """Whether completions of the next generation are drawn while this one is trained on."""
+        return self.asynchronous and self.max_staleness > 0
 
 
 class PromptDataConfig(ChatTemplateKeys):
@@ -189,6 +203,8 @@ def _check_batch(config: Any, keys: RLConfig) -> None:
                 f"train.rampup_batch_size={list(config.train.rampup_batch_size)}: {size} completions are no whole "
                 f"number of groups of rl.group_size={keys.group_size}; give multiples of it"
             )
+    smallest = min(batch, *(config.train.rampup_batch_size or [batch])[:1])
+    _check_staleness(keys, smallest)
     if keys.overlong_buffer > keys.max_completion_length:
         raise ConfigError(
             f"rl.overlong_buffer={keys.overlong_buffer} is above rl.max_completion_length={keys.max_completion_length}"
@@ -207,6 +223,34 @@ def _check_loss(config: Any, keys: RLConfig) -> None:
         raise ConfigError(
             f"rl.sampling_correction_min={keys.sampling_correction_min} has no effect with rl.sampling_correction="
             f"{keys.sampling_correction}; take one of the masks"
+        )
+
+
+def _check_staleness(keys: RLConfig, batch: int) -> None:
+    if not keys.max_staleness and not keys.extra_groups:
+        return
+    if not keys.asynchronous and not keys.extra_groups:
+        raise ConfigError(
+            f"rl.max_staleness={keys.max_staleness} has no effect: completions are stale where they are drawn ahead "
+            "(rl.asynchronous=true) or go on over a change of weights (rl.extra_groups)"
+        )
+    generations = int(keys.asynchronous) + int(keys.extra_groups > 0)
+    if keys.max_staleness < generations * keys.updates:
+        raise ConfigError(
+            f"rl.max_staleness={keys.max_staleness}: a generation is {keys.updates} steps, and completions of "
+            f"{generations} before are used with rl.asynchronous={str(keys.asynchronous).lower()} and rl.extra_groups="
+            f"{keys.extra_groups}; give at least {generations * keys.updates}, or turn these off"
+        )
+    needed = batch * keys.steps_per_generation // keys.group_size
+    if keys.extra_groups > needed:
+        raise ConfigError(
+            f"rl.extra_groups={keys.extra_groups} is above the {needed} groups of a generation, so that some would "
+            "wait for more than one; lower it"
+        )
+    if keys.sampling_correction == "none":
+        raise ConfigError(
+            "rl.max_staleness above 0 trains on completions of older weights, which rl.sampling_correction weighs; it "
+            'is "none": take token_truncate or another one'
         )
 
 
@@ -244,4 +288,8 @@ def shrink_rl(section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]])
         # Its sizes belong to the large number of processes.
         "generation_parallel": None if section.get("generation_parallel") is None else {},
         "write_rollouts": False,
+        # Of one process; and bounds of a larger generation.
+        "asynchronous": False,
+        "extra_groups": 0,
+        "max_staleness": 0,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from mt_infer.requests import FinishReason, TokenEvent
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 from mt_tune.rl.rollout import Group, Rollout
+from mt_tune.rl.weight_hashes import digest, module_hashes, require_equal, trained_hashes
+
+Until = Callable[[Sequence[Group]], bool]
 
 
 @dataclass(frozen=True)
@@ -36,23 +39,40 @@ class Drawer:
         self.engine = engine
         self.generator = TextGenerator.of_engine(engine, layout)
         self.lockstep = self.generator.engine
+        self.has_copy = layout is not None
         self.version = engine.state.iteration
+        self.digest: str | None = None
+        """Of the weights that generate, where they are a copy of those that are trained."""
 
-    def use_new_weights(self) -> None:
-        """Takes over the weights of training after a step."""
-        if self.version != self.engine.state.iteration:
+    def use_new_weights(self) -> bool:
+        """Takes over the weights of training after a step. Returns whether there were new ones.
+
+        Raises TrainingError for a copy that is not what is trained.
+        """
+        is_new = self.version != self.engine.state.iteration
+        if is_new:
             self.generator.refit(self.engine)
             self.version = self.engine.state.iteration
+        if self.has_copy and (is_new or self.digest is None):
+            self.digest = self._verified()
+        return is_new
 
-    def draw(self, groups: Sequence[Group], options: DrawOptions) -> None:
-        """Continues the unfinished completions of the groups until they end; the groups of rank 0 have them then.
+    def _verified(self) -> str:
+        generating = self.lockstep.engine
+        copied = module_hashes(generating.model, generating.ctx)
+        require_equal(trained_hashes(self.engine), copied, self.version)
+        return digest(copied)
+
+    def draw(self, groups: Sequence[Group], options: DrawOptions, until: Until | None = None) -> None:
+        """Continues the unfinished completions of the groups until they end, or until `until` of all the groups is
+        true; the groups of rank 0 have them then.
 
         Raises TrainingError for logits that are not numbers.
         """
         world, error = self.engine.ctx.world, None
         if world.rank == 0:
             try:
-                _Drawing(self, groups, options).run()
+                _Drawing(self, groups, options).run(until)
             except Exception as raised:
                 error = raised
             finally:
@@ -66,7 +86,7 @@ class _Drawing:
     """One `draw` on rank 0."""
 
     def __init__(self, drawer: Drawer, groups: Sequence[Group], options: DrawOptions) -> None:
-        self.drawer, self.options = drawer, options
+        self.drawer, self.options, self.groups = drawer, options, groups
         self.open: dict[int, Rollout] = {}
         for group in groups:
             for number, rollout in enumerate(group.rollouts):
@@ -88,10 +108,13 @@ class _Drawing:
         )
         return self.drawer.lockstep.add([*group.prompt.tokens, *rollout.tokens], sampling)
 
-    def run(self) -> None:
-        while self.open:
+    def run(self, until: Until | None) -> None:
+        while self.open and not (until is not None and until(self.groups)):
             for event in self.drawer.lockstep.step():
                 self._take(event)
+        # The next step of the engine drops them: their tokens are kept, and the prompt of another request.
+        for request in self.open:
+            self.drawer.lockstep.cancel(request)
 
     def _take(self, event: TokenEvent) -> None:
         rollout = self.open.get(event.request)

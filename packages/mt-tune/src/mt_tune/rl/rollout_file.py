@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from mt_tune.rl.rollout import Group
 ROLLOUTS_FILE = "rollouts.jsonl"
 
 
-def write_rollouts(path: Path, step: int, groups: Sequence[Group], advantages: Sequence[float]) -> None:
-    """Appends a line for each completion. advantages: of each completion, the mean over its tokens."""
+def write_rollouts(
+    path: Path, step: int, groups: Sequence[Group], advantages: Sequence[float], hashes: Mapping[int, str]
+) -> None:
+    """Appends a line for each completion. advantages: of each completion, the mean over its tokens. hashes: of the
+    weights of a version, where a copy of them generated."""
     each = iter(advantages)
     with path.open("a", encoding="utf-8") as file:
         for group in groups:
@@ -31,6 +35,8 @@ def write_rollouts(path: Path, step: int, groups: Sequence[Group], advantages: S
                     "tokens": rollout.length,
                     "finish": rollout.finish,
                     "versions": [min(rollout.versions), max(rollout.versions)],
+                    "token_versions": [[version, len(list(same))] for version, same in groupby(rollout.versions)],
+                    "weights": {version: hashes[version] for version in {*rollout.versions} & hashes.keys()},
                     "source": group.prompt.where,
                 }
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")

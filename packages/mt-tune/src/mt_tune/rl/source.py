@@ -6,6 +6,8 @@ from collections.abc import Generator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from mt_core.data.loader import RankBatch
 from mt_core.errors import CheckpointError
 from mt_core.train.batch_source import BatchSource, TrainingRun
@@ -51,26 +53,42 @@ class RolloutSource(BatchSource):
 
     def _generate(self) -> str | None:
         """Fills `rows` and `pending`. Returns a reason to end the run after the step."""
-        sizes = self._sizes_of_steps()
-        groups, drawn = self.collector.collect(sum(sizes[: self.keys.steps_per_generation]) // self.keys.group_size)
+        sizes, following = self._sizes_of_steps()
+        groups, drawn = self.collector.collect(self._groups_of(sizes))
         reason = self.dead_ends.check(drawn)
         self.rows = self.builder.rows_of(groups)
+        self._record_staleness(groups)
         self._write(groups)
         self.pending = planned_steps(sizes, len(self.rows))
+        if following and self.keys.draws_ahead and reason is None:
+            self.collector.start_round(self._groups_of(following), ahead=self.keys.updates)
         return reason
 
-    def _sizes_of_steps(self) -> list[int]:
-        """Completions of each step on one generation, which train.rampup_batch_size changes. Steps behind the end of
-        the run have the size of the last one."""
-        sizes = [size for _, size in islice(self.run.engine.remaining_steps(), self.keys.updates)]
-        return sizes + [sizes[-1]] * (self.keys.updates - len(sizes))
+    def _sizes_of_steps(self) -> tuple[list[int], list[int]]:
+        """Completions of each step on this generation and on the next one, which train.rampup_batch_size changes. Steps
+        behind the end of the run have the size of the last one; empty for a generation that begins there."""
+        each = self.keys.updates
+        sizes = [size for _, size in islice(self.run.engine.remaining_steps(), 2 * each)]
+        return filled(sizes[:each], each), filled(sizes[each:], each)
+
+    def _groups_of(self, sizes: Sequence[int]) -> int:
+        return sum(sizes[: self.keys.steps_per_generation]) // self.keys.group_size
+
+    def _record_staleness(self, groups: Sequence[Group]) -> None:
+        if not self.keys.max_staleness:
+            return
+        versions = [version for group in groups for rollout in group.rollouts for version in rollout.versions]
+        staleness = self.run.state.iteration - np.array(versions)
+        self.run.record("sampling/staleness/mean", float(staleness.mean()))
+        self.run.record("sampling/staleness/max", float(staleness.max()), "max")
 
     def _write(self, groups: Sequence[Group]) -> None:
         directory = self.run.directory
         if not self.keys.write_rollouts or directory is None or self.run.ctx.world.rank:
             return
         means = [float(row.values[ADVANTAGES].sum() / max(sum(row.drawn), 1)) for row in self.rows]
-        write_rollouts(directory.path / ROLLOUTS_FILE, self.run.state.iteration + 1, groups, means)
+        path = directory.path / ROLLOUTS_FILE
+        write_rollouts(path, self.run.state.iteration + 1, groups, means, self.collector.digests)
 
     def complete(self, batch: RankBatch) -> RankBatch:
         return completed_batch(self.run, self.collector, batch)
@@ -81,7 +99,7 @@ class RolloutSource(BatchSource):
             self.values.save()
         rows = [row.to_json() for row in self.rows] if self.pending else []
         return {
-            "position": self.collector.position,
+            **self.collector.state_dict(),
             "rows": rows,
             "pending": self.pending,
             "dead_ends": self.dead_ends.state_dict(),
@@ -89,7 +107,7 @@ class RolloutSource(BatchSource):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         try:
-            self.collector.position = int(state["position"])
+            self.collector.load_state_dict(state)
             self.pending = [list(step) for step in state["pending"]]
             self.rows = [Row.from_json(row) for row in state["rows"]]
             self.dead_ends.load_state_dict(state["dead_ends"])
@@ -100,3 +118,8 @@ class RolloutSource(BatchSource):
 
     def close(self) -> None:
         self.collector.close()
+
+
+def filled(sizes: list[int], count: int) -> list[int]:
+    """With the last one repeated; no sizes stay none."""
+    return sizes + sizes[-1:] * (count - len(sizes))
