@@ -95,12 +95,15 @@ def test_the_configuration_is_an_ordinary_one(
     monkeypatch.chdir(tmp_path)
     base, data = write_folder(tmp_path / "base"), write_data(tmp_path / "data.jsonl")
     options = ["--adapter", "lora", "--rank", "4", "--neftune-alpha", "5", "--set", "train.seed=7"]
+    # Compared with the steps that follow from the data, which are known after their first reading.
+    options += ["--set", "lr_schedule.lr_warmup_iters=9"]
     mt("tune", "sft", base, data, *options, "-o", "sft.toml")
     _, layer = read_config_file(tmp_path / "sft.toml")
     assert layer.values["adapter"] == {"type": "lora", "rank": 4, "alpha": 8.0}
     assert layer.values["optimizer"]["lr"] == pytest.approx(2e-4)
     assert layer.values["tune"] == {"neftune_noise_alpha": 5.0}
     assert layer.values["train"]["seed"] == 7
+    assert layer.values["lr_schedule"]["lr_warmup_iters"] == 9
     # As many positions as the model has.
     assert layer.values["data"]["seq_length"] == 128
     mt("config", "validate", "sft.toml")

@@ -363,7 +363,14 @@ def mt_register_callbacks() -> list[CallbackSpec]:
             build=Lazy("mt_tune.adapters.callback:build_adapter_start"),
             always=True,
             all_ranks=True,
-        )
+        ),
+        CallbackSpec(
+            name="position_check",
+            doc="Compares rotary positions with those of checkpoint.load, where keys of [model] change them",
+            build=Lazy("mt_tune.positions.callback:build_position_check"),
+            always=True,
+            all_ranks=True,
+        ),
     ]
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 LR = 2e-5
 LOSS = "Loss"
+UNKNOWN_STEPS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -155,8 +156,8 @@ def loaded_config(host: PluginHost, preset: str | None, sections: Tree, options:
     from mt_core.config.checks import as_world
     from mt_core.config.loading import load_config
 
-    # One step: what the number of steps follows from is not known yet.
-    whole = merged(sections, {"train": {"train_iters": 1}})
+    # Many steps, where their number is not known yet, so that a warm-up of --set is none of the whole run.
+    whole = merged(sections, {"train": {"train_iters": options.steps or UNKNOWN_STEPS}})
     with as_world(ranks):
         return load_config(preset=preset, sections=whole, overrides=options.set_ or (), host=host).config
 

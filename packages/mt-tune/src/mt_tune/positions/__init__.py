@@ -1,0 +1,1 @@
+"""Positions of a model that is tuned for longer texts: whether changed keys have changed them."""
