@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 python="${1:-3.12}"
 bundle=bench/gpu/bundle
-ours=(core models data ckpt moe tools infer cli)
+ours=(core models data ckpt moe tools infer tune cli)
 needed=(pydantic orjson backports.zstd lazy-loader pluggy typer rich jinja2 safetensors xxhash)
 testing=(pytest pytest-timeout hypothesis)
 
@@ -21,7 +21,7 @@ uvx --quiet pip download --quiet --no-deps --only-binary=:all: --python-version 
     --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
     --requirement "$bundle/wheels.txt" --dest "$bundle/wheels"
 rm -f "$bundle/wheels/.gitignore"
-cp pyproject.toml bench/decode.py bench/peer_steps/{cases,plain_torch,plain_on_gpu}.py "$bundle"
-cp -r tests/conftest.py tests/costs.py tests/core tests/gpu tests/moe "$bundle/tests"
+cp pyproject.toml bench/{decode,rollouts}.py bench/peer_steps/{cases,plain_torch,plain_on_gpu}.py "$bundle"
+cp -r tests/conftest.py tests/costs.py tests/covering.py tests/core tests/gpu tests/moe "$bundle/tests"
 find "$bundle" -name __pycache__ -prune -exec rm -rf {} +
 du -sh "$bundle"

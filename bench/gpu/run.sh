@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# One of seven parts of the benchmarks on a GPU, from bench/gpu/bundle (see bundle.sh): without network, without uv, and
+# One of eight parts of the benchmarks on a GPU, from bench/gpu/bundle (see bundle.sh): without network, without uv, and
 # in less than ten minutes. A command that fails or runs out of time is reported at the end; the others still run.
 # bench/gpu/run.sh [--dry-run] PART [FOLDER]
-# PART: 1 to 7. FOLDER: of part-PART.zip with all JSON files and logs; default bench/gpu/results, where they lie unpacked
+# PART: 1 to 8. FOLDER: of part-PART.zip with all JSON files and logs; default bench/gpu/results, where they lie unpacked
 # --dry-run: only print the commands with their limits in seconds
 set -uo pipefail
 dry_run=
 [ "${1:-}" = --dry-run ] && dry_run=yes && shift
 here="$(dirname "$(realpath "$0")")"
-part="${1:?the part, 1 to 7}"
-[[ "$part" == [1-7] ]] || { echo "bench/gpu/run.sh $part: the part is 1 to 7" >&2; exit 2; }
+part="${1:?the part, 1 to 8}"
+[[ "$part" == [1-8] ]] || { echo "bench/gpu/run.sh $part: the part is 1 to 8" >&2; exit 2; }
 results="$here/results/part-$part"
 archive="$(realpath -m "${2:-$here/results}")/part-$part.zip"
 site="${TMPDIR:-/tmp}/mt-bench-site"
@@ -141,10 +141,15 @@ case "$part" in
         "${compiled[@]}"
     ;;
 7)
-    # Experts compile a kernel for each tile and FP8 whole models: the last ones of the first command.
-    gpu_tests tests-gpu 380 tests/gpu/test_kernels.py tests/gpu/test_steps.py tests/gpu/test_main_gradients.py \
-        tests/gpu/test_experts.py tests/gpu/test_fp8.py
+    # Fine-tuning. GRPO with LoRA: 64 completions of 256 tokens a step.
+    bench train-8b-lora 110 train --preset 8b --set adapter.type=lora
+    measure grpo-8b 240 python3 rollouts.py --preset llama3-8b --out "$results/grpo-8b.json"
     gpu_tests tests-gpu-decoding 160 tests/gpu/test_decoding.py tests/gpu/test_quantized_products.py
+    ;;
+8)
+    # Experts compile a kernel for each tile and FP8 whole models: the last ones.
+    gpu_tests tests-gpu 540 tests/gpu/test_kernels.py tests/gpu/test_steps.py tests/gpu/test_main_gradients.py \
+        tests/gpu/test_time_parts.py tests/gpu/test_experts.py tests/gpu/test_fp8.py
     ;;
 esac
 

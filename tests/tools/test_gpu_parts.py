@@ -3,10 +3,13 @@ limit with which the part ends in time."""
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +24,7 @@ from mt_core.train.auto_choices import with_resolved_main_weights
 from mt_tools.bench.training_presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
-PARTS = "1234567"
+PARTS = "12345678"
 SECONDS = 570
 MT = ["python3", "-m", "mt_cli"]
 TRAIN = ["bench", "train"]
@@ -100,8 +103,8 @@ def test_plain_models_are_those_of_the_presets(monkeypatch) -> None:
 
 
 def test_a_part_that_does_not_exist() -> None:
-    done = run("8")
-    assert (done.returncode, "the part is 1 to 7" in done.stderr) == (2, True)
+    done = run("9")
+    assert (done.returncode, "the part is 1 to 8" in done.stderr) == (2, True)
 
 
 @pytest.mark.slow
@@ -134,6 +137,29 @@ def resolved(one: Listed) -> Any:
     changed = [value for name, value in one.options if name == "--set"]
     loaded = load_config(preset=preset.preset, overrides=[*settings, *changed], host=load_plugins())
     return with_resolved_main_weights(loaded.config, in_one_kernel=True)
+
+
+def test_modules_that_the_tests_import_are_in_the_bundle() -> None:
+    """Also inside functions, where a missing one would show on the GPU alone."""
+    script = (ROOT / "bench/gpu/bundle.sh").read_text()
+    (line,) = re.findall(r"^cp -r (tests/.*) \"\$bundle/tests\"$", script, re.MULTILINE)
+    copied = [ROOT / word for word in line.split()]
+    pending, seen = sorted((ROOT / "tests/gpu").glob("*.py")), set[Path]()
+    while pending:
+        path = pending.pop()
+        seen.add(path)
+        assert any(path == one or one in path.parents for one in copied), f"{path} is not copied by bundle.sh"
+        imports = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
+        pending.extend({found for node in imports for found in _test_modules(node)} - seen)
+
+
+def _test_modules(node: ast.ImportFrom) -> Iterator[Path]:
+    """Files of `from tests.x import y`, where y may be a module itself."""
+    if node.module is None or not node.module.startswith("tests."):
+        return
+    folder = ROOT / node.module.replace(".", "/")
+    candidates = (folder.with_suffix(".py"), *(folder / f"{name.name}.py" for name in node.names))
+    yield from (path for path in candidates if path.exists())
 
 
 def test_files_of_the_tests_exist() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -44,6 +44,43 @@ def test_parts_add_up_to_the_time_that_passed() -> None:
     assert 0.02 <= totals["forward"] < 0.03, "without the collective and the save within it"
     assert totals["communication"] >= 0.03
     assert totals["save"] >= 0.01
+
+
+class FakeEvent:
+    """An event of a device that is done with everything; a second passes between two."""
+
+    recorded: ClassVar[list[FakeEvent]] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        assert not torch.cuda.is_current_stream_capturing(), "it would become part of the graph"
+        self.recorded.append(self)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return 1e3 * (self.recorded.index(other) - self.recorded.index(self))
+
+
+def test_a_captured_step_is_one_part_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = [False]
+    monkeypatch.setattr(FakeEvent, "recorded", [])
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    parts = TimeParts(device=torch.device("cuda"))
+    with parts("graph"):
+        capturing[0] = True
+        with parts("forward"), parts("backward"):
+            time.sleep(0.01)
+        capturing[0] = False
+    with parts("optimizer"):
+        time.sleep(0.01)
+    totals = parts.totals()
+    assert "forward" not in totals
+    assert totals["graph"] == pytest.approx(totals["optimizer"]), "a second of the device each"
 
 
 def start(at: float, iteration: int) -> dict[str, Any]:

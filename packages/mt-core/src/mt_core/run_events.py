@@ -29,7 +29,7 @@ EVENTS_FILE = "events.jsonl"
 Event = Mapping[str, Any]
 HANG = 30.0
 """Seconds in one phase without an event before the last sign of a process, from which on it counts as having hung."""
-TRAINING = ("forward", "backward", "communication", "optimizer")
+TRAINING = ("forward", "backward", "graph", "communication", "optimizer")
 """Parts of the time that steps take by themselves."""
 
 

@@ -46,8 +46,8 @@ def _tuple(x: Any) -> tuple[Tensor, ...]:
 
 
 def _weighted_sum(outputs: tuple[Tensor, ...]) -> Tensor:
-    """Other weights for each element, the same in either dtype."""
-    weights = [torch.linspace(-1, 1, x.numel(), device=x.device).view(x.shape) for x in outputs]
+    """Other weights for neighbours, the same numbers in each dtype: multiples of 1/8 between -1 and 1."""
+    weights = [((torch.arange(x.numel(), device=x.device) * 7 % 17 - 8) / 8).view(x.shape) for x in outputs]
     return torch.stack([(x * w.to(x.dtype)).sum() for x, w in zip(outputs, weights, strict=True)]).sum()
 
 

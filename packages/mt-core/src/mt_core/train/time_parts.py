@@ -5,6 +5,7 @@
     data           building data sets
     data_wait      waiting for the next batch
     forward, backward, optimizer
+    graph          both passes and the reduction, where train.cuda_graphs=step launches them as one
     communication  waiting for other ranks: collectives that nothing hides, and a pipeline's other stages
     save, evaluate
     other          everything else
@@ -28,7 +29,7 @@ import torch
 
 from mt_core.parallel.context import Axis, ParallelContext
 
-ON_DEVICE = ("forward", "backward", "communication", "optimizer")
+ON_DEVICE = ("forward", "backward", "graph", "communication", "optimizer")
 """Parts of a step, whose kernels a GPU runs later than the host launches them."""
 DEVICE_WAIT = "device_wait"
 """Waiting for the device's results: the host's share of the parts above, among which it is divided."""
@@ -63,7 +64,9 @@ class TimeParts:
         self.seconds[before] += now - self._since - (waited - self._waited)
         self.seconds["communication"] += waited - self._waited
         self.current, self._since, self._waited = part, now, waited
-        if self.device.type == "cuda" and (part in ON_DEVICE or before in ON_DEVICE):
+        on_device = self.device.type == "cuda" and (part in ON_DEVICE or before in ON_DEVICE)
+        # An event that is captured belongs to the graph: it has no time, and asking for it is an error.
+        if on_device and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._marks.append((part, event))

@@ -23,7 +23,7 @@ from mt_core.parallel.context import SINGLE, Axis, ParallelContext
 # -- products of scaled matrices: a [M, K] times b [N, K] transposed -> [M, N] in a wider format ----------
 
 SCALES_PER_WORD = 4
-"""cuBLAS expects the scales of 128 x 128 blocks along K in multiples of so many."""
+"""cuBLAS reads so many scales at once: of 128 x 128 blocks along K, of 1 x 128 blocks along the rows."""
 
 RECIPES: Mapping[Granularity, ScalingRecipe] = {
     Granularity.TENSOR: ScalingRecipe.TENSOR,
@@ -47,7 +47,10 @@ def emulated_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) ->
 def torch_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """torch's scaled_mm: cuBLAS or CUTLASS on a GPU of compute capability 8.9 and up; blocks on Hopper alone."""
     blocks = Granularity.ROW_BLOCK in (a.granularity, b.granularity)
-    return scaled_mm(
+    rows, columns = len(a.data), len(b.data)
+    if blocks:
+        a, b = _with_whole_words(a), _with_whole_words(b)
+    product = scaled_mm(
         a.data.contiguous(),
         # scaled_mm takes b column by column: K next to one another for both operands.
         b.data.contiguous().t(),
@@ -56,6 +59,16 @@ def torch_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Te
         dtype,
         fast=fast and not blocks,
     )
+    return product[:rows, :columns]
+
+
+def _with_whole_words(x: Scaled) -> Scaled:
+    """Zeros behind the last row, where the scales of 1 x 128 blocks would end within a word."""
+    missing = -len(x.data) % SCALES_PER_WORD
+    if x.granularity is not Granularity.ROW_BLOCK or missing == 0:
+        return x
+    data = F.pad(x.data.view(torch.uint8), (0, 0, 0, missing)).view(x.data.dtype)  # torch does not pad FP8
+    return Scaled(data, F.pad(x.scale, (0, 0, 0, missing), value=1.0), x.granularity)
 
 
 def _left_scale(a: Scaled) -> Tensor:

@@ -187,7 +187,8 @@ class OptimizerStep:
             loss, norm = self._compute_gradients(micro_batches, divisor)
         else:
             self._passes = len(micro_batches)  # a replay runs no `begin`
-            loss, norm = self.capture(self._compute_gradients, micro_batches, device_scalar(divisor, self.ctx))
+            with self.time("graph"):
+                loss, norm = self.capture(self._compute_gradients, micro_batches, device_scalar(divisor, self.ctx))
         return self._clip_and_update(loss, norm, learning_rate, tokens)
 
     def _compute_gradients(self, micro_batches: Sequence[Batch], divisor: float | Tensor) -> tuple[Tensor, Tensor]:

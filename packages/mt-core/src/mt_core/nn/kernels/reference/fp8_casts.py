@@ -38,8 +38,10 @@ def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
     amax: fp32, any shape; 0 gives 1. margin: powers of two that are left free above. What is not finite stays so, and
     then makes everything that it scales NaN.
     """
+    # A tensor: by a number torch's GPU kernels multiply with the rounded reciprocal, which is not the quotient.
+    limit = amax.new_full((), torch.finfo(dtype).max / 2.0**margin)
     # amax / 448 may underflow to 0, and x / 0 is infinite.
-    scale = (amax / (torch.finfo(dtype).max / 2.0**margin)).clamp(min=_SMALLEST_SCALE)
+    scale = (amax / limit).clamp(min=_SMALLEST_SCALE)
     return torch.where(amax == 0.0, 1.0, scale)
 
 
