@@ -89,9 +89,10 @@ class Sweep:
 
     def changes(self) -> list[tuple[config_values.Path, Any]]:
         config = copy.deepcopy(self.config)
-        if getattr(config, "is_heterogeneous", False):
+        for part in (config, getattr(config, "text_config", None)):
             # Sizes that differ between layers are read as those that config.json states for all.
-            config.allow_global_per_layer_attribute_access = True
+            if getattr(part, "is_heterogeneous", False):
+                part.allow_global_per_layer_attribute_access = True
         return list(config_values.changes(config, self.known))
 
     def judge(self, path: config_values.Path, value: Any) -> Judged:
@@ -237,6 +238,10 @@ def sweep_inputs(case: Case) -> dict[str, Tensor]:
     inputs = inputs_of(case)
     if case.inputs == "text_with_patches":
         inputs["pixel_values"] = patches_of(_cells())
+    if case.inputs == "text_with_pooled_patches":
+        # [2 images, 2, 3, C, m, p, m, p] -> the patches row by row, with the colours of a pixel side by side
+        cells = _cells().reshape(2, 2, 3, 3, 2, 2, 2, 2) * 0.5 + 0.5
+        inputs["pixel_values"] = cells.permute(0, 1, 4, 2, 6, 5, 7, 3).reshape(2, 24, 12)
     return inputs
 
 
@@ -258,7 +263,7 @@ def as_ours(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     if case.inputs == "images":
         return {"images": inputs["pixel_values"]}
     found = {"tokens": inputs["input_ids"]}
-    if case.inputs == "text_with_patches":
+    if case.inputs in ("text_with_patches", "text_with_pooled_patches"):
         return {**found, "images": _cells().view(2, 6, 3, 4, 4), "image_grids": torch.tensor([[[2, 3]]] * 2)}
     if "pixel_values" in inputs:
         images = inputs["pixel_values"]

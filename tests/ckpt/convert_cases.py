@@ -323,6 +323,32 @@ QWEN_NEXT_VL: dict[str, Any] = {
         "rotary_percent": 0.5, "norm_epsilon": 1e-2,
     },
 }  # fmt: skip
+GEMMA4_VL: dict[str, Any] = {
+    "family": "gemma4_vl",
+    "vision_model": {
+        "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24, "patch_dim": 2,
+        "spatial_merge_size": 2, "num_position_embeddings": 16, "clipped_linears": True,
+    },
+    "language_model": {
+        "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
+        "max_position_embeddings": 64, "kv_channels": 8, "global_kv_channels": 12, "sliding_window": 5,
+        "sliding_window_pattern": 2, "hidden_size_per_layer_input": 6, "num_kv_shared_layers": 2,
+    },
+    "image_token_index": 100,
+    "vocab_size": 101,
+}  # fmt: skip
+GEMMA4_VL_EXPERTS: dict[str, Any] = {
+    **GEMMA4_VL,
+    "vision_model": {**GEMMA4_VL["vision_model"], "clipped_linears": False, "standardized": True},
+    "language_model": {
+        **GEMMA4_VL["language_model"], "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+        "attention_k_eq_v": True, "bidirectional_images": True,
+        "moe": {
+            "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_router_expert_scale": True,
+            "moe_router_load_balancing_type": ["none"],
+        },
+    },
+}  # fmt: skip
 QWEN3_VL_EXPERTS: dict[str, Any] = {
     **QWEN3_VL,
     "language_model": {

@@ -103,6 +103,7 @@ AUTO = {
     "Qwen2_5_VLForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3VLForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3_5ForConditionalGeneration": "AutoModelForImageTextToText",
+    "Gemma4ForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3_5MoeForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3VLMoeForConditionalGeneration": "AutoModelForImageTextToText",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
@@ -200,6 +201,21 @@ def qwen3_vl(kind: str, **text_keys: Any) -> Case:
     }
     keys = {"image_token_id": IMAGE}
     return Case("qwen3_vl", f"{stem}ForConditionalGeneration", f"{stem}Config", keys, "text_with_patches", parts)
+
+
+def gemma4_vl(vision_keys: dict[str, Any], **text_keys: Any) -> Case:
+    vision = {
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+        "intermediate_size": 12, "patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 25,
+        "rms_norm_eps": 1e-3, **vision_keys,
+    }  # fmt: skip
+    parts = {
+        "vision_config": ("Gemma4VisionConfig", vision),
+        "text_config": ("Gemma4TextConfig", {**gemma4("Gemma4").keys, "pad_token_id": 0, **text_keys}),
+    }
+    # Tokens of videos and sounds are in no text here.
+    keys = {"image_token_id": IMAGE, **dict.fromkeys(("video_token_id", "audio_token_id"), 10_000)}
+    return Case("gemma4_vl", "Gemma4ForConditionalGeneration", "Gemma4Config", keys, "text_with_pooled_patches", parts)
 
 
 def qwen_next_vl(kind: str, **text_keys: Any) -> Case:
@@ -480,6 +496,12 @@ CASES: dict[str, Case] = {
     "smolvlm": smolvlm(**DECODER, pad_token_id=0),
     "internvl": internvl(**DECODER, pad_token_id=0),
     "qwen2_5_vl": qwen_vl(**DECODER),
+    "gemma4 with pictures": gemma4_vl(
+        {"use_clipped_linears": True}, hidden_size_per_layer_input=6, num_kv_shared_layers=2
+    ),
+    "gemma4 with pictures, large": gemma4_vl(
+        {"standardize": True}, attention_k_eq_v=True, use_bidirectional_attention="vision", sliding_window=5
+    ),
     "qwen3_5": qwen_next_vl("", **DECODER),
     "qwen3_5_moe": qwen_next_vl(
         "Moe",
@@ -541,6 +563,15 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
     if case.inputs == "text_with_small_images":
         tokens[:, 2] = IMAGE
         return {"input_ids": tokens, "pixel_values": images[..., :8, :8]}
+    if case.inputs == "text_with_pooled_patches":
+        tokens[:, 2:8] = IMAGE
+        y, x = torch.meshgrid(torch.arange(4), torch.arange(6), indexing="ij")
+        return {
+            "input_ids": tokens,
+            "pixel_values": torch.rand(2, 24, 12, generator=generator),
+            "image_position_ids": torch.stack([x, y], -1).flatten(0, 1).expand(2, -1, -1),
+            "mm_token_type_ids": (tokens == IMAGE).int(),
+        }
     if case.inputs == "text_with_patches":
         tokens[:, 2:8] = IMAGE
         patches = torch.randn(48, 24, generator=generator)

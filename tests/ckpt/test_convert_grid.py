@@ -127,12 +127,15 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_vl": convert_cases.QWEN3_VL,
     "qwen3_vl_experts": convert_cases.QWEN3_VL_EXPERTS,
     "qwen_next_vl": convert_cases.QWEN_NEXT_VL,
+    "gemma4_vl": convert_cases.GEMMA4_VL,
+    "gemma4_vl_experts": convert_cases.GEMMA4_VL_EXPERTS,
 }
 NO_MEGATRON = {
     *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava", "smolvlm", "internvl"),
     *("qwen_vl", *HF_DENSE, "minimax_m2", "llama4", "lfm2", "qwen_next", "qwen_next_experts", "olmo_hybrid", "bart"),
     *("kimi_linear", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
     *("nemotron_3", "granite_hybrid"),
+    *("gemma4_vl", "gemma4_vl_experts"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {
@@ -163,7 +166,7 @@ UNABLE = {
 ROUNDED = {"gguf": {"mamba"}}
 """Format -> models that it has words for, with a parameter that it holds as a function of ours, which rounds: GGUF has
 -exp(A_log). `test_what_is_rounded` has them; all else is compared bit for bit."""
-UNCUT = ("t5", "t5_learned_positions", "gemma4")
+UNCUT = ("t5", "t5_learned_positions", "gemma4", "gemma4_vl")
 """Models that are not cut into pipeline stages."""
 WHOLE = ("mt", "hf")
 NOT_VIRTUAL = ("transformers-megatron", "trtllm")

@@ -14,6 +14,7 @@ from PIL import Image
 from tests.data.images.reference_processors import InternVLProcessor, idefics3_processor
 from tests.data.images.test_processors import assert_same_pixels
 from tests.infer.server.test_image_tiles import SIDE, reference_folder
+from tests.models.gemma4_vl_reference import make_reference as make_gemma4
 from tests.models.qwen3_vl_reference import make_reference as make_qwen3
 from tests.models.qwen_vl_reference import SIDE as CELL
 from tests.models.qwen_vl_reference import make_reference
@@ -84,6 +85,21 @@ def qwen_vl(folder: Path, image: Image.Image, make: Callable[[], Any] = make_ref
     return Published(processor, patches[:, :, :, :, 0].transpose(0, 3, 1, 4, 2, 5).reshape(-1, 3, CELL, CELL))
 
 
+def gemma4_vl(folder: Path, image: Image.Image) -> Published:
+    """Colours have one value; the image becomes as large as 70 cells of 2 by 2 patches of 3 pixels hold."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    make_gemma4("images that see themselves, experts").save_pretrained(folder)
+    processor = Gemma4ImageProcessorPil(patch_size=3, pooling_kernel_size=2, max_soft_tokens=70, resample=LANCZOS)
+    processor.save_pretrained(folder)
+    found = processor(images=[image], return_tensors="np")
+    columns, rows = found["image_position_ids"][0].max(0) // 2 + 1
+    patches = found["pixel_values"][0, : rows * columns * 4].reshape(rows, 2, columns, 2, 3, 3, 3)
+    # [rows, m, columns, m, p, p, C] -> cells [rows columns, C, m p, m p]
+    cells = patches.transpose(0, 2, 6, 1, 4, 3, 5).reshape(-1, 3, 6, 6)
+    return Published(processor, cells * 2 - 1)
+
+
 def llava_with(kind: str, folder: Path, image: Image.Image, **sizes: Any) -> Published:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -102,6 +118,7 @@ FAMILIES = {
     "internvl": internvl,
     "qwen_vl": qwen_vl,
     "qwen3_vl": lambda folder, image: qwen_vl(folder, image, make_qwen3),
+    "gemma4_vl": gemma4_vl,
     "llava, cropped": lambda folder, image: llava_with(
         "clip", folder, image, size={"shortest_edge": EDGE}, crop_size=SQUARE
     ),
@@ -163,7 +180,7 @@ def test_values_that_do_not_fit_the_model_are_named(family: str, fields: dict[st
 def test_images_for_a_model_of_text_name_the_families_that_take_some(tmp_path: Path) -> None:
     shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 9}
     config = config_from_dict({"model": {"family": "llama", **shape}}, HOST)
-    families = "internvl, llava, qwen3_vl, qwen_next_vl, qwen_vl, smolvlm"
+    families = "gemma4_vl, internvl, llava, qwen3_vl, qwen_next_vl, qwen_vl, smolvlm"
     words = f"model.family=llama takes no images; models of these families do: {families}"
     with pytest.raises(ConfigError, match=words):
         VisualQuestions([], ByteLevelTokenizer(), config, keys={}, sampling=SamplingParameters())

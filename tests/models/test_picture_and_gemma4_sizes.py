@@ -17,6 +17,9 @@ SIZES = {
     "gemma4-12b": 11_907_350_320,
     "gemma4-31b": 30_697_345_340,
     "gemma4-26b-a4b": 25_233_141_790,
+    "gemma4-e2b-vl": 4_797_114_083,
+    "gemma4-31b-vl": 31_273_088_876,
+    "gemma4-26b-a4b-vl": 25_805_936_206,
     "qwen3-vl-2b": 2_127_532_032,
     "qwen3-vl-8b": 8_767_123_696,
     "qwen3-vl-30b-a3b": 31_070_754_032,
@@ -35,5 +38,6 @@ def test_a_preset_has_the_size_of_the_class(host, preset: str) -> None:
     kind = getattr(transformers, external["architectures"][0])
     reference = without_values(kind, kind.config_class.from_dict(external))
     # Weights that transformers has as buffers.
-    scalars = sum(tensor.numel() for name, tensor in reference.named_buffers() if name.endswith("layer_scalar"))
+    kept = ("layer_scalar", "std_bias", "std_scale", "_min", "_max")
+    scalars = sum(tensor.numel() for name, tensor in reference.named_buffers() if name.endswith(kept))
     assert reference.num_parameters() + scalars == SIZES[preset]

@@ -78,19 +78,19 @@ def assert_same_gradients(
 ) -> None:
     """After backward on both. A name map is linear: it carries gradients as it carries weights.
 
-    untrained: beginnings of our names whose parameters must have no gradient in either.
+    untrained: beginnings of our names whose parameters must have no gradient in either; so it is with their buffers.
     """
     config = model.config
     theirs = {
-        family.spelling(config, name): torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in reference.named_parameters()
+        family.spelling(config, name): torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        for name, tensor in [*reference.named_buffers(), *reference.named_parameters()]
     }
     layouts, parameters = parameter_layouts(model), dict(model.named_parameters())
     expected = dict(family.name_map(config).import_value(theirs.__getitem__))
     assert expected.keys() == parameters.keys()
     for name, gradient in expected.items():
         largest = gradient.abs().max().item()
-        if name.startswith(untrained):
+        if name.startswith(untrained) or not layouts[name].trained:
             assert largest == 0, name
             assert parameters[name].grad is None, name
             continue

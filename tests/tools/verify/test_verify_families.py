@@ -53,6 +53,9 @@ EXAMPLE_LAYOUTS = [
     ("qwen3_vl", PP),
     ("qwen3_vl", TP, SP),
     ("qwen_next_vl", PP),
+    # Images whose positions see one another.
+    ("gemma4_vl", PP),
+    ("gemma4_vl", TP, SP),
     # A tower is a part of the first stage, and whole where texts are divided;
     # tests/models/test_vision_tensor_parallel.py divides its tensors.
     ("smolvlm", CP),

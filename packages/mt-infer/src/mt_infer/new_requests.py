@@ -113,6 +113,12 @@ def content_hash(inputs: Mapping[str, Tensor]) -> bytes:
 def check_request(request: Request, model: SupportsGeneration, manager: CacheManager, sequences: NewSequences) -> None:
     """Raises ConfigError for a request that the engine cannot serve."""
     _check_inputs(request, model)
+    run, most = manager.longest_run(request.tokens), manager.limits.max_num_batched_tokens
+    if run > most:
+        raise ConfigError(
+            f"the prompt has an image of {run} positions, which see one another and are computed in one pass; set "
+            f"inference.max_tokens_per_step, which is {most}, to at least {run}"
+        )
     if request.adapter is not None and request.adapter not in (sequences.adapters.names if sequences.adapters else ()):
         raise ConfigError(f"the model has no adapter {request.adapter}; it may have been unloaded")
     if not request.tokens:

@@ -14,6 +14,7 @@ from mt_models import (
     exaone4,
     gemma,
     gemma4,
+    gemma4_vl,
     glm4_moe_lite,
     gpt,
     gpt_oss,
@@ -95,6 +96,7 @@ FAMILIES = (
     qwen_vl.SPEC,
     qwen3_vl.SPEC,
     qwen_next_vl.SPEC,
+    gemma4_vl.SPEC,
     *heads.SPECS,
 )
 LOSSES = (bert.LOSS, *heads.LOSSES, biencoder.LOSS)

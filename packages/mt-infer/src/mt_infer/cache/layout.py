@@ -38,11 +38,13 @@ class CacheGroup:
 @dataclass(frozen=True)
 class CacheLayout:
     """Everything that the layers of this rank keep. bytes_per_sequence: of recurrent states, of the rank of the model
-    that keeps most; 0 where no rank has some."""
+    that keeps most; 0 where no rank has some. undivided_token: an id of prompts with images, a run of which is computed
+    in one pass, since its positions see one another; None without such a model."""
 
     groups: tuple[CacheGroup, ...]
     recurrent: tuple[tuple[KeepsState, SequenceState], ...]
     bytes_per_sequence: int
+    undivided_token: int | None = None
 
 
 def cache_layout(model: nn.Module, format: str = "auto") -> CacheLayout:
@@ -55,7 +57,7 @@ def cache_layout(model: nn.Module, format: str = "auto") -> CacheLayout:
     )
     recurrent = tuple((module, state) for module, state in states if isinstance(state, SequenceState))
     size = sum(math.prod(shape) * dtype.itemsize for _, state in recurrent for shape, dtype in state.tensors)
-    return CacheLayout(groups, recurrent, size)
+    return CacheLayout(groups, recurrent, size, getattr(model, "undivided_token", None))
 
 
 def _group(window: int | None, layers: Sequence[tuple[KeepsState, PositionState]], format: str) -> CacheGroup:

@@ -17,6 +17,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -181,13 +182,31 @@ class CacheManager:
         self._snapshots.clear()
 
     def chunk_end(self, sequence: RunningSequence, end: int) -> int:
-        """The end of a chunk of a prompt. Recurrent states are kept at the last full block: a chunk ends there."""
+        """The end of a chunk of a prompt, never within a run of the undivided token. Recurrent states are kept at the
+        last full block: a chunk ends there."""
+        end = self._behind_whole_runs(sequence, end)
         if self.states is None or not self.share_prefixes:
             return end
         # Example, block_size=16: a prompt of 40 tokens is computed to 32, where _take_snapshot copies the states, then
         # to 40.
         full = (len(sequence.tokens) - 1) // self.limits.block_size * self.limits.block_size
         return full if sequence.computed < full < end else end
+
+    def _behind_whole_runs(self, sequence: RunningSequence, end: int) -> int:
+        """`end`, or where the run begins that it would cut; the sequence's `computed` for a run that has to wait for a
+        pass with more room."""
+        token, tokens = self.layout.undivided_token, sequence.tokens
+        if token is None or not sequence.request.inputs:
+            return end
+        # What was generated is never part of an image.
+        while sequence.computed < end < sequence.prompt_length and tokens[end - 1] == tokens[end] == token:
+            end -= 1
+        return end
+
+    def longest_run(self, tokens: Sequence[int]) -> int:
+        """Positions of the longest run of the undivided token."""
+        runs = [len(list(run)) for token, run in groupby(tokens) if token == self.layout.undivided_token]
+        return max(runs, default=0)
 
     def _name(self, table: BlockTable, keys: Sequence[Key]) -> None:
         # `named` is how far earlier calls have come; a None is a block that has left the window.

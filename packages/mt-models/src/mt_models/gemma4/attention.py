@@ -7,12 +7,16 @@ Norms of queries and keys have a weight, that of values has none. Scores are not
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
-from mt_core.nn.cache import Cache, Pages
+from mt_core.nn.cache import Cache, CachedSequence, Pages
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.nn.norm import RMSNorm, build_head_norm
@@ -32,6 +36,65 @@ class ScaledQueryNorm(RMSNorm):
 
     def operands(self) -> tuple[Any, ...]:
         return self.weight.float() * self.scale, self.eps
+
+
+@dataclass
+class ImagePattern(AttentionPattern):
+    """A causal pattern in which, within windows, the positions of an image see one another too.
+
+    places: bool [B, T], where images are; images side by side are one. image_token: the id of their positions in the
+    sequences of a cache.
+    """
+
+    places: Tensor | None = None
+    image_token: int = -1
+    _of_windows: dict[Any, AttentionPattern] = field(default_factory=dict)
+
+    def within(self, window: int | None) -> AttentionPattern:
+        if window is None or self.places is None:
+            return super().within(window)
+        places = self.places
+        return self._known(window, lambda: with_images(places, window, self.segment_ids))
+
+    def of_sequences(self, cache: Cache, window: int) -> Iterator[AttentionPattern]:
+        """The pattern of each sequence of a cache over the positions that it has kept."""
+        for number, sequence in enumerate(cache.sequences):
+            yield self._known((number, window), lambda s=sequence: self._of_sequence(s, window))  # type: ignore[misc]
+
+    def _of_sequence(self, sequence: CachedSequence, window: int) -> AttentionPattern:
+        features = sequence.conditioning.get(IMAGE_TOKENS)
+        places = torch.cat([sequence.past, sequence.new]) == self.image_token
+        if features is None or not places[sequence.start :].any():
+            return super().within(window)
+        # Image tokens that were generated are words.
+        places &= places.cumsum(0) <= int(features)
+        return with_images(places[None], window, None)
+
+    def _known(self, key: Any, make: Callable[[], AttentionPattern]) -> AttentionPattern:
+        if key not in self._of_windows:
+            self._of_windows[key] = make()
+        return self._of_windows[key]
+
+
+IMAGE_TOKENS = "image_tokens"
+"""In a sequence's conditioning: how many positions of images its prompt has, on the host."""
+
+
+def with_images(places: Tensor, window: int, segment_ids: Tensor | None) -> AttentionPattern:
+    """The whole mask as a bias, which is what every backend that serves one can add."""
+    starts = places & ~torch.nn.functional.pad(places[:, :-1], (1, 0))
+    images = starts.cumsum(1).masked_fill(~places, 0)  # [B, T], numbers from 1, 0 for words
+
+    def bias(queries: int, keys: int) -> Tensor:
+        """[B, 1, S, T]: -inf where the last S of T positions do not see a key."""
+        numbers = images[:, images.shape[1] - keys :]
+        own = (numbers[:, keys - queries :, None] == numbers[:, None]) & (numbers > 0)[:, None]
+        positions = torch.arange(keys, device=places.device)
+        distance = positions[keys - queries :, None] - positions
+        seen = ((distance >= 0) | own) & (distance < window)
+        return torch.zeros(seen.shape, device=places.device).masked_fill(~seen, float("-inf"))[:, None]
+
+    return AttentionPattern(causal=False, segment_ids=segment_ids, bias=bias)
 
 
 class SharedKV:
@@ -110,9 +173,14 @@ class Gemma4Attention(SelfAttention):
     ) -> Tensor:
         """[B, S, N, D] of queries over keys and values of `source`, with a cache over what that has kept."""
         within = pattern.within(self.window)
+        if cache is not None and self.window is not None and isinstance(pattern, ImagePattern):
+            # A cache calls `attend` once for each sequence, in order, and then for filler.
+            patterns = chain(pattern.of_sequences(cache, self.window), repeat(within))
+        else:
+            patterns = repeat(within)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.attend(q, k, v, within)
+            return self.attend(q, k, v, next(patterns))
 
         def paged(pages: Pages, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return pages.attend((q,), (k,), v, self.paged_scores(within))

@@ -86,7 +86,12 @@ class Gemma4Config(RMSNormDecoderConfig):
         assert vocab is not None  # the trainer fills it in from the tokenizer
         return vocab
 
-    # Fixed values for keys of the shared blocks.
+    # Fixed values for keys of the shared blocks, and for those of decoders behind a tower.
+
+    @property
+    def has_image_patterns(self) -> bool:
+        """Whether in local layers the positions of an image see one another."""
+        return False
 
     @property
     def activation(self) -> Literal["swiglu", "geglu_tanh", "clamped_swiglu"]:

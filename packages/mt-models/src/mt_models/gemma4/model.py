@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.nn.activations import gelu_tanh
-from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache, KeepsState
 from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, normal, ones, sequence_axes
@@ -71,11 +71,14 @@ class PerLayerInputs(nn.Module):
         )
         self.norm = WideRMSNorm(size, 1, config.norm_epsilon, ctx)
 
-    def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
-        """tokens [B, S], x [B, S, H] -> [B, S, layers, P / tp], of whole sequences"""
+    def forward(self, tokens: Tensor, x: Tensor, untrained: Tensor | None = None) -> Tensor:
+        """tokens [B, S], x [B, S, H] -> [B, S, layers, P / tp], of whole sequences. untrained: bool [B, S], positions
+        from which the table has no gradient."""
         by_layer = (self.num_layers, -1)
         # As GemmaEmbedding's: the factor is rounded to the dtype of the embeddings.
         table = self.embeddings(tokens)
+        if untrained is not None:
+            table = torch.where(untrained[..., None], table.detach(), table)
         table = table * torch.tensor(self.size**0.5, dtype=table.dtype)
         projected = (self.projection(x) * self.hidden_size**-0.5).unflatten(-1, by_layer)
         # WideRMSNorm: over the last two dimensions, of which tensor parallelism shards the first.
@@ -151,7 +154,7 @@ class Gemma4Layer(LayoutModule):
         self.input_layernorm = norm()
         self.self_attention = Gemma4Attention(
             sized,
-            attention_core(sized, context, window=window),
+            layer_core(config, sized, context, window),
             ctx,
             window,
             keys_are_values=config.keys_are_values(number),
@@ -188,6 +191,24 @@ class Gemma4Layer(LayoutModule):
         return x * self.layer_scalar
 
 
+def layer_core(
+    config: Gemma4Config, sized: Gemma4Config, context: ModelBuildContext, window: int | None
+) -> AttentionCore:
+    """sized: with the sizes of the layer."""
+    if window is None or not config.has_image_patterns:
+        return attention_core(sized, context, window=window)
+    # Its masks are biases: see `ImagePattern`.
+    return context.attention(
+        sized.attention_backend,
+        num_heads=sized.num_attention_heads,
+        num_query_groups=sized.query_groups,
+        head_dim=sized.head_dim,
+        dropout=sized.attention_dropout,
+        causal=False,
+        bias=True,
+    )
+
+
 class Gemma4Model(SoftcappedDecoder):
     """tokens [B, S] -> logits [B, S, vocab]"""
 
@@ -214,7 +235,7 @@ class Gemma4Model(SoftcappedDecoder):
         cache: Cache | None,
         stage: Stage,
     ) -> Tensor:
-        embeddings = None if self.per_layer_inputs is None else self.per_layer_inputs(tokens, hidden)
+        embeddings = self.embeddings_of_layers(tokens, hidden)
         shared = SharedKV()
 
         def call(number: int, layer: nn.Module, x: Tensor) -> Tensor:
@@ -222,6 +243,10 @@ class Gemma4Model(SoftcappedDecoder):
             return layer(x, pattern, angles, cache, shared, embedding)
 
         return self.decoder.through(hidden, call, stage)
+
+    def embeddings_of_layers(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
+        """[B, S, layers, P / tp] of tokens [B, S] whose embeddings are `hidden`, where layers have embeddings."""
+        return None if self.per_layer_inputs is None else self.per_layer_inputs(tokens, hidden)
 
     def cached_layers(self) -> Iterator[KeepsState]:
         """The layers with keys and values of their own."""

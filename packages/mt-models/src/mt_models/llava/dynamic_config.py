@@ -113,3 +113,9 @@ def check_samples(model: Any, config: Config) -> None:
             "num_channels": (model.vision_model.num_channels, "model.vision_model.num_channels"),
         },
     )
+
+
+def largest_image(config: Config) -> int:
+    """Cells of the largest image that a sample can have; 0 for samples of text alone."""
+    data: Any = config.data
+    return int(data.most_cells) if getattr(data, "dynamic_resolution", False) else 0

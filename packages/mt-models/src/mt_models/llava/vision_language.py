@@ -20,6 +20,7 @@ from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache, Conditioning, KeepsState, layers_with_state
 from mt_core.nn.context_parallel.zigzag import shard_sequence, unshard_sequence
 from mt_core.nn.embedding import VocabParallelEmbedding
+from mt_core.nn.layout import LayoutModule
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.model import Model, contract
 from mt_core.parallel.context import ParallelContext
@@ -51,11 +52,11 @@ def splice(words: Tensor, places: Tensor, features: Tensor, ctx: ParallelContext
 
 
 @contextmanager
-def spliced_words(embedding: VocabParallelEmbedding, places: Tensor, features: Tensor) -> Iterator[None]:
+def spliced_words(embedding: LayoutModule, places: Tensor, features: Tensor) -> Iterator[None]:
     """Within this context, the token embeddings return features where `places` is True.
 
-    Whatever a family does with its token embeddings (adds positions, scales, normalizes) then applies to images too, as
-    in the reference, and no family needs code for images.
+    embedding: the table, so that whatever a family does with its token embeddings (adds positions, scales, normalizes)
+    applies to images too; or the module around it, whose outputs are replaced.
     """
 
     def with_images(module: nn.Module, inputs: tuple[Tensor, ...], words: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from mt_data.datasets.text_files import STREAM_KEYS, refuse_unused
 Colours = Annotated[list[float], Field(min_length=3, max_length=3)]
 Resize = Literal["crop", "squash"]
 Resample = Literal["bicubic", "lanczos"]
-ImageMarkers = Literal["none", "idefics3", "internvl", "qwen2_vl"]
+ImageMarkers = Literal["none", "idefics3", "internvl", "qwen2_vl", "gemma4", "pixtral"]
+SizeRule = Literal["nearest", "fill", "longest_edge"]
 
 
 class ImageDataConfig(DataConfig):
@@ -53,6 +54,10 @@ class ImageTextKeys(ImageDataConfig):
     """An image with fewer pixels is made larger."""
     max_pixels: PositiveInt = used_when(1280 * 28 * 28, dynamic_resolution=True)
     """An image with more pixels is made smaller."""
+    size_rule: SizeRule = used_when("nearest", dynamic_resolution=True)
+    """The cells that an image is resized to. nearest: those nearest to its size, within min_pixels and max_pixels
+    (Qwen2-VL). fill: as many as max_pixels hold, however small the image is (Gemma 4). longest_edge: those that hold
+    its size, after an image whose side is longer than the root of max_pixels was made smaller (Pixtral)."""
 
     @model_validator(mode="after")
     def _check_pixels(self) -> ImageTextKeys:

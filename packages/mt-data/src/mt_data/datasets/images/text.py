@@ -61,13 +61,30 @@ def qwen2_vl_markers(grid: Grid, views: int) -> str:
     return f"<|vision_start|>{VIEW * views}<|vision_end|>"
 
 
+def gemma4_markers(grid: Grid, views: int) -> str:
+    """Those of Gemma 4: one pair around all cells of an image."""
+    return f"<|image>{VIEW * views}<image|>"
+
+
+def pixtral_markers(grid: Grid, views: int) -> str:
+    """Those of Pixtral: one behind each row of cells, another one behind the last."""
+    row = VIEW * grid.columns
+    return f"{row}[IMG_BREAK]" * (grid.rows - 1) + f"{row}[IMG_END]"
+
+
 MARKERS: dict[ImageMarkers, Callable[[Grid, int], str]] = {
     "none": no_markers,
     "idefics3": idefics3_markers,
     "internvl": internvl_markers,
     "qwen2_vl": qwen2_vl_markers,
+    "gemma4": gemma4_markers,
+    "pixtral": pixtral_markers,
 }
-IN_TEMPLATES: dict[ImageMarkers, str] = {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
+IN_TEMPLATES: dict[ImageMarkers, str] = {
+    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "gemma4": "<|image|>",
+    "pixtral": "[IMG]",
+}
 """What the chat templates of the published models write for an image, where that is not "<image>"."""
 
 

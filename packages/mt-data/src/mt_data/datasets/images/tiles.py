@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.datasets.images.config import ImageTextKeys, Resample, Resize
+from mt_data.datasets.images.config import ImageTextKeys, Resample, Resize, SizeRule
 from mt_data.datasets.images.pixels import fit, resize
 
 
@@ -146,7 +146,8 @@ def grids(max_num_tiles: int) -> list[Grid]:
 
 # -- dynamic resolution: cells of img_h by img_w pixels, as many as the image's pixels fill ----------
 #
-# As the processor of Qwen2-VL does it (Wang et al., *Qwen2-VL*, 2024).
+# As the processors of Qwen2-VL (Wang et al., *Qwen2-VL*, 2024), Gemma 4 and Pixtral (Agrawal et al., *Pixtral 12B*,
+# 2024) do it.
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,10 @@ class DynamicResolution(Tiling):
     min_pixels: int = 1
     max_pixels: int = 1
 
-    @classmethod
-    def of(cls, config: ImageTextKeys, resample: Resample = "bicubic") -> DynamicResolution:
-        return cls(
+    @staticmethod
+    def of(config: ImageTextKeys, resample: Resample = "bicubic") -> DynamicResolution:
+        """By the rule of the configuration."""
+        return RULES[config.size_rule](
             config.img_h,
             config.img_w,
             resize="squash",
@@ -203,6 +205,58 @@ class DynamicResolution(Tiling):
             shorter -= 1
         longer = self.max_views // shorter
         return Grid(longer, shorter) if rows > columns else Grid(shorter, longer)
+
+
+@dataclass(frozen=True)
+class FilledResolution(DynamicResolution):
+    """The largest size in the image's proportions that max_pixels hold, both sides rounded down to whole cells."""
+
+    @property
+    def min_views(self) -> int:
+        # Sides of r and c cells with r c = max_views lose less than one each: more than a quarter is left.
+        return max(self.max_views // 4, 1)
+
+    def grid(self, height: int, width: int) -> Grid:
+        # transformers: get_aspect_ratio_preserving_size of Gemma 4, with cells in place of its multiple.
+        factor = math.sqrt(self.max_pixels / (height * width))
+        rows, columns = math.floor(factor * height / self.img_h), math.floor(factor * width / self.img_w)
+        # A side without a whole cell gets one, and the other as many as its proportion or the pixels allow.
+        if not rows:
+            return Grid(1, min(max(width // height, 1), self.max_views))
+        if not columns:
+            return Grid(min(max(height // width, 1), self.max_views), 1)
+        return Grid(rows, columns)
+
+
+@dataclass(frozen=True)
+class LongestEdgeResolution(DynamicResolution):
+    """The cells that hold an image; one with a side longer than the root of max_pixels is made smaller before."""
+
+    @property
+    def longest_edge(self) -> int:
+        return math.isqrt(self.max_pixels)
+
+    @property
+    def max_views(self) -> int:
+        return -(-self.longest_edge // self.img_h) * -(-self.longest_edge // self.img_w)
+
+    @property
+    def min_views(self) -> int:
+        return 1
+
+    def grid(self, height: int, width: int) -> Grid:
+        # transformers: get_resize_output_image_size of Pixtral.
+        ratio = max(height / self.longest_edge, width / self.longest_edge)
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        return Grid((height - 1) // self.img_h + 1, (width - 1) // self.img_w + 1)
+
+
+RULES: dict[SizeRule, type[DynamicResolution]] = {
+    "nearest": DynamicResolution,
+    "fill": FilledResolution,
+    "longest_edge": LongestEdgeResolution,
+}
 
 
 def padded_grids(grids: list[Grid], most: int) -> NDArray[np.int64]:
