@@ -459,6 +459,27 @@ CASES: dict[str, Case] = {
         {**GRANITE_HYBRID, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 12}
         | {"experts_implementation": "eager"},
     ),
+    "falcon_h1": Case(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        {
+            **DECODER,
+            "mamba_d_ssm": 40,
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 6,
+            "mamba_chunk_size": 8,
+        }
+        | {
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.5,
+            "attention_in_multiplier": 1.5,
+            "key_multiplier": 0.7,
+        }
+        | {"attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6}
+        | {"ssm_multipliers": [0.5, 0.7, 1.5, 1.25, 0.8], "mlp_multipliers": [0.9, 0.6]},
+    ),
     "bert": Case("bert", "BertForPreTraining", "BertConfig", ENCODER),
     "megatron-bert": Case("bert", "MegatronBertForPreTraining", "MegatronBertConfig", ENCODER),
     "bert classes": Case(

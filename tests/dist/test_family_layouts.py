@@ -61,6 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "kimi_linear",
         "nemotron_3",
         "granite_hybrid",
+        "falcon_h1",
     )
 }
 FAMILIES["minimax_m2"] = {**FAMILIES["minimax_m2"], "moe": {**FAMILIES["minimax_m2"]["moe"], "num_experts": 6}}

@@ -199,7 +199,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "mamba": {"hidden_size": 40, "vocab_size": 103},
     **{
         name: {"hidden_size": 40, "vocab_size": 103, "num_attention_heads": 5, "num_query_groups": 5}
-        for name in ("hybrid", "nemotron_3", "granite_hybrid")
+        for name in ("hybrid", "nemotron_3", "granite_hybrid", "falcon_h1")
     },
     "gemma4_experts": {**ODD, "num_global_query_groups": 3},
     "t5": {"hidden_size": 36, "num_attention_heads": 6, "vocab_size": 103},

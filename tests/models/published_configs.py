@@ -668,6 +668,22 @@ GRANITE_4_H_TINY = {
     "router_aux_loss_coef": 0.01, "shared_intermediate_size": 1024, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 100352,
 }  # fmt: skip
+FALCON_H1_05B = {
+    "architectures": ["FalconH1ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375, "attn_layer_indices": None, "bos_token_id": 1,
+    "embedding_multiplier": 5.656854249492381, "eos_token_id": 11, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 2048, "key_multiplier": 0.390625,
+    "lm_head_multiplier": 0.0390625, "mamba_chunk_size": 128, "mamba_conv_bias": True, "mamba_d_conv": 4,
+    "mamba_d_head": 64, "mamba_d_ssm": 1536, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1,
+    "mamba_n_heads": 24, "mamba_norm_before_gate": False, "mamba_proj_bias": False, "mamba_rms_norm": False,
+    "mamba_use_mlp": True, "max_position_embeddings": 16384, "mlp_bias": False, "mlp_expansion_factor": 8,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375], "model_type": "falcon_h1", "num_attention_heads": 8,
+    "num_hidden_layers": 36, "num_key_value_heads": 2, "num_logits_to_keep": 1, "pad_token_id": 0,
+    "projectors_bias": False, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 100000000000.0,
+    "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.23570226039551584,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32784,
+}  # fmt: skip
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt", GPT2),
@@ -719,6 +735,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-3-nano": ("hybrid", NEMOTRON_3_NANO),
     "nemotron-3-super": ("hybrid", NEMOTRON_3_SUPER),
     "granite-4.0-h-tiny": ("hybrid", GRANITE_4_H_TINY),
+    "falcon-h1-0.5b": ("falcon_h1", FALCON_H1_05B),
     "bert-base-uncased": ("bert", BERT_BASE_UNCASED),
     "bert-base-chinese": ("bert", BERT_BASE_CHINESE),
     "chinese-bert-wwm": ("bert", CHINESE_BERT_WWM),

@@ -70,13 +70,22 @@ class MambaMixer(LayoutModule):
         """segment_ids [B, S]: the documents of a packed sequence; convolutions and state are reset between them."""
         # z and x [B, S, H P], b and c [B, S, G N], dt [B, S, H], of this rank's groups. With sequence parallelism
         # in_proj gathers S, since the recurrence reads positions in order, and out_proj scatters it.
-        z, x, b, c, dt = self.in_proj(hidden)
+        z, x, b, c, dt = self.project(hidden)
         inputs = ScanInputs(self._heads(x), self._groups(b), self._groups(c), dt)
         if cache is None:
             y = self.scan_shards(inputs, self.scan_weights(), segment_ids)
         else:
             y = self._advance(inputs, cache)
-        return self.out_proj(self.norm(y.flatten(2), z))
+        return self.out_proj(self.gated(y.flatten(2), z))
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """[B, S, hidden] -> z, x, b, c and dt"""
+        parts: tuple[Tensor, ...] = self.in_proj(hidden)
+        return parts
+
+    def gated(self, y: Tensor, z: Tensor) -> Tensor:
+        """The output of the scan and the gate, [B, S, H P] each -> the input of out_proj"""
+        return self.norm(y, z)
 
     def _advance(self, inputs: ScanInputs, cache: Cache) -> Tensor:
         # Made once and not inside `advance`, which the cache may call for each sequence.
