@@ -10,6 +10,7 @@ import pytest
 
 from mt_cli.presets import count_parameters
 from mt_core.config.files import to_toml
+from mt_core.config.loading import config_from_dict
 from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 from mt_import.result import ImportResult, check_configuration
@@ -37,6 +38,22 @@ def imported(tmp_path: Path, host: PluginHost, **changes: Any) -> ImportResult:
     path = tmp_path / "train.toml"
     path.write_text("\n".join(lines))
     return import_file(path, host)
+
+
+@pytest.mark.parametrize(("flavor", "without_positions"), [("debugmodel", []), ("debugmodel_irope", [0, 4])])
+def test_llama4_has_the_layers_of_its_flavor(tmp_path: Path, host: PluginHost, flavor, without_positions) -> None:
+    """Those whose number `every_n_layers_nope` divides have no positions (models/llama4/model/model.py)."""
+    result = imported(tmp_path, host, model__name="llama4", model__flavor=flavor)
+    sections = {**result.sections, "data": {**result.sections["data"], "dataset_type": "mock"}}
+    sections["tokenizer"] = {"tokenizer_type": "NullTokenizer", "vocab_size": 2048}
+    check_configuration(sections, 1, host)
+    model = config_from_dict(sections, host).model
+    assert [layer for layer, alone in enumerate(model.layers_without_rope) if alone] == without_positions
+    assert model.chunk_of(1) == (256 if without_positions else 10485760)
+    # 6 layers of 4 x 256 x 256; dense feed-forwards of 768 in three, else a shared expert and 8 of 512 with a router.
+    dense, experts = 3 * 256 * 768, 9 * 3 * 256 * 512 + 8 * 256
+    size = 2 * 2048 * 256 + 6 * (4 * 256 * 256 + 2 * 256) + 3 * (dense + experts) + 256
+    assert count_parameters(config_from_dict(sections, host), host).total == size
 
 
 def test_a_file_becomes_a_configuration_that_training_takes(tmp_path: Path, host: PluginHost) -> None:
@@ -111,7 +128,6 @@ def test_a_key_decides(changes: dict[str, Any], section: str, keys: dict[str, An
         ),
         ({"optimiser__lr": 1.0}, 'did you mean "optimizer"'),
         ({"model__converters": ["mx"]}, "float8 can"),
-        ({"model__name": "llama4", "model__flavor": "17bx16e"}, "layers without positions"),
     ],
 )
 def test_what_cannot_be_done_is_named(changes: dict[str, Any], message: str, tmp_path: Path, host: Any) -> None:

@@ -36,6 +36,14 @@ ROPES = {
         "original_max_position_embeddings": 24,
         "rope_theta": 100.0,
     },
+    "llama3, one step": {  # Llama 4
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 24,
+        "rope_theta": 100.0,
+    },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "rope_theta": 100.0},
     "yarn, every parameter": {
         "rope_type": "yarn",
@@ -193,8 +201,8 @@ SMALL = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_si
         ({"rope_scaling_type": "yarn"}, "rope_scaling_type=yarn needs model.rope_scaling_factor"),
         ({"rope_scaling_factor": 2.0}, "would be ignored: it only counts when model.rope_scaling_type is linear or"),
         (
-            {"rope_scaling_type": "llama3", "rope_scaling_factor": 2.0, "rope_low_freq_factor": 4.0},
-            "rope_low_freq_factor=4.0 has to be below model.rope_high_freq_factor=4.0",
+            {"rope_scaling_type": "llama3", "rope_scaling_factor": 2.0, "rope_low_freq_factor": 5.0},
+            "rope_low_freq_factor=5.0 may not be above model.rope_high_freq_factor=4.0",
         ),
     ],
 )

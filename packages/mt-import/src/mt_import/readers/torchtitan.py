@@ -84,6 +84,7 @@ IDLE: Mapping[str, str] = {
     "mx": "counts only with model.converters",
     "quantize": "counts only with model.converters",
     "debug": "how determinism is checked changes no result",
+    "dataset": "data are named by data.data_path here",
 }
 """Section -> why keys that are not read by themselves have no effect."""
 REFUSED: Mapping[str, str] = {

@@ -28,10 +28,51 @@ PRESETS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("qwen3", "debugmodel_moe"): ("qwen_moe", "qwen3-30b-a3b"),
     **{("gpt_oss", size): ("gpt_oss", f"gpt-oss-{size}") for size in ("20b", "120b")},
     ("gpt_oss", "debugmodel"): ("gpt_oss", "gpt-oss-20b"),
+    **{("llama4", f"17bx16e{kind}"): ("llama4", "llama4-scout") for kind in ("", "_irope")},
+    **{("llama4", f"17bx128e{kind}"): ("llama4", "llama4-maverick") for kind in ("", "_irope")},
+    **{("llama4", f"debugmodel{kind}"): ("llama4", "llama4-maverick") for kind in ("", "_irope")},
     **{("llama2", size): ("llama", f"llama2-{size.lower()}") for size in ("7B", "13B", "70B")},
 }
 """(model, flavor) -> (family, preset), where both have the same sizes but for those of SIZES."""
+LLAMA4: Keys = {"qk_l2_norm": False, "query_scaling_beta": 0.0}
+"""torchtitan's attention has no norm of queries and keys, and scales no queries."""
+LLAMA4_SCALED: Keys = {
+    "rope_scaling_type": "llama3",
+    "rope_scaling_factor": 16.0,
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA4_DEBUG: Keys = {
+    **LLAMA4,
+    **LLAMA4_SCALED,
+    "num_layers": 6,
+    "hidden_size": 256,
+    "num_attention_heads": 16,
+    "num_query_groups": 16,
+    "kv_channels": 16,
+    "ffn_hidden_size": 768,
+    "vocab_size": 2048,
+    "moe": {
+        "num_experts": 8,
+        "moe_ffn_hidden_size": 512,
+        "moe_shared_expert_intermediate_size": 512,
+        "moe_layer_freq": "([0]*1+[1]*1)*3",
+    },
+}
+EVERYWHERE = 10485760
+"""A chunk longer than any sequence, for flavors whose layers all see everything before."""
 SIZES: Mapping[tuple[str, str], Keys] = {
+    ("llama4", "17bx16e"): {**LLAMA4, **LLAMA4_SCALED, "no_rope_freq": "([0]*48)", "attention_chunk_size": EVERYWHERE},
+    ("llama4", "17bx16e_irope"): {**LLAMA4, **LLAMA4_SCALED, "no_rope_freq": "([1]*1+[0]*3)*12"},
+    ("llama4", "17bx128e"): {**LLAMA4, "no_rope_freq": "([0]*48)", "attention_chunk_size": EVERYWHERE},
+    ("llama4", "17bx128e_irope"): {**LLAMA4, "no_rope_freq": "([1]*1+[0]*3)*12"},
+    ("llama4", "debugmodel"): {**LLAMA4_DEBUG, "no_rope_freq": "([0]*6)", "attention_chunk_size": EVERYWHERE},
+    ("llama4", "debugmodel_irope"): {
+        **LLAMA4_DEBUG,
+        "no_rope_freq": "([1]*1+[0]*3+[1]*1+[0]*1)",
+        "attention_chunk_size": 256,
+    },
     ("llama3", "debugmodel"): {
         "num_layers": 6,
         "hidden_size": 256,
@@ -75,7 +116,6 @@ SIZES: Mapping[tuple[str, str], Keys] = {
 }
 """(model, flavor) -> values of the preset that are others there."""
 NOT_HERE: Mapping[str, str] = {
-    "llama4": "attention in chunks and layers without positions are in no family here",
     "flux": "images from text are in no family here",
     "transformers_modeling_backend": "it is the model of [hf_transformers] model; mt convert reads its checkpoint, and "
     "its configuration is the [model] section",

@@ -329,12 +329,12 @@ def _check_rope_scaling(model: DecoderConfig) -> None:
             f"model.rope_scaling_type={model.rope_scaling_type} needs model.rope_scaling_factor, the ratio of the "
             "longest sequence to that before scaling (at least 1)"
         )
-    if model.rope_scaling_type == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+    # Equal in Llama 4, as the two below are in Kimi K2: a step in place of a range of blended channels.
+    if model.rope_scaling_type == "llama3" and model.rope_low_freq_factor > model.rope_high_freq_factor:
         raise ConfigError(
-            f"model.rope_low_freq_factor={model.rope_low_freq_factor} has to be below "
+            f"model.rope_low_freq_factor={model.rope_low_freq_factor} may not be above "
             f"model.rope_high_freq_factor={model.rope_high_freq_factor}"
         )
-    # Equal in Kimi K2: a step in place of a range of blended channels.
     if model.rope_scaling_type == "yarn" and model.rope_beta_slow > model.rope_beta_fast:
         raise ConfigError(
             f"model.rope_beta_slow={model.rope_beta_slow} can be at most model.rope_beta_fast={model.rope_beta_fast}"

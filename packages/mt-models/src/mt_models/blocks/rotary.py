@@ -269,7 +269,7 @@ def llama3_frequencies(frequencies: Tensor, factor: float, original: int, low: f
     # 2 pi / w is the wavelength in positions, as the reference has it: the other order rounds differently.
     turns = original / (2 * math.pi / frequencies)
     # Clamped, the ramp covers the three cases of the reference: divided, blended, kept.
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0) if high > low else (turns >= low).to(turns.dtype)
     return (1.0 - kept) * frequencies / factor + kept * frequencies
 
 
