@@ -8,6 +8,8 @@ from pathlib import Path
 from mt_core.config import load_config
 from mt_core.config.loading import LoadedConfig
 
+DROPOUT = ("model.hidden_dropout=0", "model.attention_dropout=0")
+"""Keys of the family gpt."""
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 REWARDS = '''
 def right(completions, answer, **_):
@@ -48,8 +50,7 @@ def config(folder: Path, *overrides: str, reward: str = "right") -> LoadedConfig
     small = ("num_layers=2", "hidden_size=16", "num_attention_heads=4", "max_position_embeddings=64")
     keys = [
         *(f"model.{key}" for key in small),
-        "model.hidden_dropout=0",
-        "model.attention_dropout=0",
+        *(() if any(one.startswith("model.family=") for one in overrides) else DROPOUT),
         "data.dataset_type=prompts",
         f"data.data_path=[{json.dumps(str(prompts))}]",
         'data.split="12,4,0"',

@@ -229,6 +229,12 @@ def mt_register_model_transforms() -> list[ModelTransformSpec]:
             transform=Lazy("mt_tune.quantized_training.transform:round_weights"),
         ),
         ModelTransformSpec(
+            name="routing_replay",
+            doc="Routers that note their experts and take those of generation (rl.routing_replay)",
+            applies=Lazy("mt_tune.rl.routing_replay:has_replay"),
+            transform=Lazy("mt_tune.rl.routing_replay:add_replay"),
+        ),
+        ModelTransformSpec(
             name="learning_rates",
             doc="Learning rates by layer and by name: tune.layer_lr_decay, tune.lr_multipliers",
             applies=Lazy("mt_tune.sft.config:has_rates"),

@@ -106,6 +106,8 @@ class RLConfig(Section):
     extra_groups: NonNegativeInt = 0
     """Groups in progress beside those that a generation needs. A generation ends when enough groups are complete; the
     others go on in the next one, with its weights, within max_staleness."""
+    routing_replay: bool = False
+    """Of mixtures of experts: tokens go through the experts that they went through where they were drawn."""
     write_rollouts: bool = True
     """Keep prompts, completions and rewards in rollouts.jsonl of the run directory (mt rollouts)."""
 
@@ -151,10 +153,13 @@ def check_rl(config: Any) -> None:
     """The rules of [rl] that other sections are part of. Raises ConfigError."""
     if config.train.loss != POLICY:
         return
+    from mt_tune.rl.routing_checks import check_routing_replay
+
     keys: RLConfig = config.section(RLConfig)
     _require_parts(config)
     _check_batch(config, keys)
     _check_loss(config, keys)
+    check_routing_replay(config, keys)
     for name in DROPOUTS:
         if getattr(config.model, name, None):
             raise ConfigError(

@@ -8,12 +8,14 @@ from typing import Any
 
 from mt_core.errors import TrainingError
 from mt_core.nn.layout import stream_seed
-from mt_core.parallel.first_rank import raise_on_all_ranks
+from mt_core.parallel.first_rank import all_gather_objects, raise_on_all_ranks
 from mt_core.train.engine import Engine
 from mt_infer.requests import FinishReason, TokenEvent
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 from mt_tune.rl.rollout import Group, Rollout
+from mt_tune.rl.routing_record import Parts, RoutingByPrefix, RoutingRecorder, decoded, encoded, joined
+from mt_tune.rl.routing_replay import ReplayingModel
 from mt_tune.rl.weight_hashes import digest, module_hashes, require_equal, trained_hashes
 
 Until = Callable[[Sequence[Group]], bool]
@@ -43,6 +45,11 @@ class Drawer:
         self.version = engine.state.iteration
         self.digest: str | None = None
         """Of the weights that generate, where they are a copy of those that are trained."""
+        self.recorder: RoutingRecorder | None = None
+        model: Any = self.lockstep.engine.model
+        if isinstance(model, ReplayingModel):
+            self.recorder = model.recorder = RoutingRecorder()
+        self.routing = RoutingByPrefix()
 
     def use_new_weights(self) -> bool:
         """Takes over the weights of training after a step. Returns whether there were new ones.
@@ -53,6 +60,7 @@ class Drawer:
         if is_new:
             self.generator.refit(self.engine)
             self.version = self.engine.state.iteration
+            self.routing.forget()
         if self.has_copy and (is_new or self.digest is None):
             self.digest = self._verified()
         return is_new
@@ -70,9 +78,11 @@ class Drawer:
         Raises TrainingError for logits that are not numbers.
         """
         world, error = self.engine.ctx.world, None
+        drawing: _Drawing | None = None
         if world.rank == 0:
             try:
-                _Drawing(self, groups, options).run(until)
+                drawing = _Drawing(self, groups, options)
+                drawing.run(until)
             except Exception as raised:
                 error = raised
             finally:
@@ -80,6 +90,10 @@ class Drawer:
         else:
             self.lockstep.follow()
         raise_on_all_ranks(error, world)
+        if self.recorder is not None:
+            parts = all_gather_objects(self.recorder.take(), world)
+            if drawing is not None:
+                drawing.keep_routing({request: part for of_rank in parts for request, part in of_rank.items()})
 
 
 class _Drawing:
@@ -88,10 +102,13 @@ class _Drawing:
     def __init__(self, drawer: Drawer, groups: Sequence[Group], options: DrawOptions) -> None:
         self.drawer, self.options, self.groups = drawer, options, groups
         self.open: dict[int, Rollout] = {}
+        self.requests: list[tuple[int, Group, Rollout]] = []
         for group in groups:
             for number, rollout in enumerate(group.rollouts):
                 if rollout.finish is None:
-                    self.open[self._request(group, number, rollout)] = rollout
+                    request = self._request(group, number, rollout)
+                    self.open[request] = rollout
+                    self.requests.append((request, group, rollout))
 
     def _request(self, group: Group, number: int, rollout: Rollout) -> int:
         # Each completion has a random stream of its own, which depends neither on the layout nor on what else is drawn;
@@ -115,6 +132,14 @@ class _Drawing:
         # The next step of the engine drops them: their tokens are kept, and the prompt of another request.
         for request in self.open:
             self.drawer.lockstep.cancel(request)
+
+    def keep_routing(self, parts: Parts) -> None:
+        """Gives completions the experts that their tokens went through."""
+        for request, group, rollout in self.requests:
+            tokens = [*group.prompt.tokens, *rollout.tokens]
+            new = self.drawer.routing.completed(tokens, len(group.prompt.tokens), parts.get(request, ()))
+            experts = joined(decoded(rollout.experts), new)
+            rollout.experts = "" if experts is None else encoded(experts)
 
     def _take(self, event: TokenEvent) -> None:
         rollout = self.open.get(event.request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ class PolicyLoss:
         self.options = PolicyOptions(keys.epsilon, keys.high, keys.delta)
         self._recorded: list[Recorded] = []
         self._rewards: list[Tensor] = []
+        self.recorded_beside: Callable[[], Iterable[tuple[str, float, Reduction]]] = tuple
+        """Metrics of the steps since the last call that are not those of tokens."""
 
     def __call__(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         if EVALUATED_REWARD in batch:
@@ -135,7 +137,7 @@ class PolicyLoss:
     def take_recorded(self) -> list[tuple[str, float, Reduction]]:
         """Of training: a value of each micro-batch, over its tokens."""
         taken, self._recorded = self._recorded, []
-        return reduced(taken)
+        return [*reduced(taken), *self.recorded_beside()]
 
 
 def build_policy_loss(config: Config, parallel: ParallelContext) -> PolicyLoss:

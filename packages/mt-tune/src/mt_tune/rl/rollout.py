@@ -26,6 +26,8 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None
     """The weighted sum; None where no function judged it."""
+    experts: str = ""
+    """With rl.routing_replay: those that the tokens went through, see routing_record."""
 
     def add(self, token: int, logp: float, version: int) -> None:
         self.tokens.append(token)

@@ -21,6 +21,7 @@ from mt_tune.rl.config import GAE, RLConfig
 from mt_tune.rl.gae import Discounts, estimated
 from mt_tune.rl.judging import rewards_of
 from mt_tune.rl.rollout import Group, Rollout
+from mt_tune.rl.routing_replay import ReplayingModel
 from mt_tune.rl.rows import Row
 from mt_tune.rl.samples import ADVANTAGES, OLD_LOGPS, OLD_VALUES, REFERENCE_LOGPS, RETURNS
 from mt_tune.rl.token_numbers import policy_scorer
@@ -107,7 +108,7 @@ def plain_row(group: Group, rollout: Rollout, keys: RLConfig) -> Row:
     counts = not (keys.mask_truncated and rollout.finish == "length")
     # A completion without a reward teaches a value model nothing.
     counts &= not (keys.advantage == GAE and rollout.reward is None)
-    return Row(group.prompt.tokens, rollout.tokens, rollout.drawn, rollout.logps, counts)
+    return Row(group.prompt.tokens, rollout.tokens, rollout.drawn, rollout.logps, counts, experts=rollout.experts)
 
 
 def reference_model(run: TrainingRun) -> nn.Module:
@@ -117,4 +118,6 @@ def reference_model(run: TrainingRun) -> nn.Module:
     assert start is not None  # checked with the configuration
     model = build.build_model(config, run.ctx, run.host, None if stages is None else stages.own)
     load_model_weights(model, adapted(open_start(start, run.host), config, run.host), run.ctx)
+    if isinstance(model, ReplayingModel):
+        model.replays = False
     return model.requires_grad_(False)

@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.data.loader import Arrays
-from mt_tune.rl.samples import ADVANTAGES, DRAWN_LOGPS, SAMPLED
+from mt_tune.rl.routing_record import decoded
+from mt_tune.rl.samples import ADVANTAGES, DRAWN_LOGPS, ROUTED_EXPERTS, SAMPLED
 
 
 @dataclass
 class Row:
     """prompt and completion: ids. drawn, logps: of the completion's tokens, see Rollout. values: further fields with a
-    value for each of them. counts: whether its tokens count in the loss."""
+    value for each of them. counts: whether its tokens count in the loss. experts: see Rollout."""
 
     prompt: Sequence[int]
     completion: Sequence[int]
@@ -24,6 +25,7 @@ class Row:
     logps: Sequence[float]
     counts: bool = True
     values: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    experts: str = ""
 
     @property
     def positions(self) -> int:
@@ -56,6 +58,7 @@ class Row:
         return dict(zip(("prompt", "completion", "drawn", "logps"), lists, strict=True)) | {
             "counts": self.counts,
             "values": values,
+            "experts": self.experts,
         }
 
     @classmethod
@@ -84,6 +87,11 @@ def _filled(row: Row, width: int) -> Mapping[str, np.ndarray]:
     arrays[ADVANTAGES] = np.zeros(width, np.float32)
     for name, values in row.values.items():
         arrays[name] = _padded(values, start, width, np.float32)
+    experts = decoded(row.experts)
+    if experts is not None:
+        # [width, routers x k]; where there are none, padding included, routers choose.
+        arrays[ROUTED_EXPERTS] = np.full((width, experts.shape[1]), -1, np.int16)
+        arrays[ROUTED_EXPERTS][: len(experts)] = experts
     return arrays
 
 

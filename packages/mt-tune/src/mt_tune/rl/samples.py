@@ -18,5 +18,7 @@ ADVANTAGES, OLD_LOGPS, REFERENCE_LOGPS, DRAWN_LOGPS = "advantages", "old_logps",
 the reference, and as generation reported them."""
 OLD_VALUES, RETURNS = "old_values", "returns"
 """Fields [B, S] at predicted positions, of a value model: its values before the updates, and what it learns."""
+ROUTED_EXPERTS = "routed_experts"
+"""Field [B, S, routers x k]: experts that generation chose for each token, -1 where there are none."""
 EVALUATED_REWARD = "evaluated_reward"
 """Field [B, S] of validation: the completion's reward at its first predicted position, else 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,8 +16,10 @@ from mt_tune.rl.batching import planned_steps, rank_batch
 from mt_tune.rl.collecting import GroupCollector
 from mt_tune.rl.config import GAE, RLConfig
 from mt_tune.rl.held_out import completed_batch
+from mt_tune.rl.objective import PolicyLoss
 from mt_tune.rl.rollout import Group
 from mt_tune.rl.rollout_file import ROLLOUTS_FILE, write_rollouts
+from mt_tune.rl.routing_replay import changed_shares
 from mt_tune.rl.row_values import RowBuilder
 from mt_tune.rl.rows import Row
 from mt_tune.rl.samples import ADVANTAGES
@@ -33,6 +36,9 @@ class RolloutSource(BatchSource):
         self.collector = GroupCollector(run)
         self.values = ValueModel(run) if self.keys.advantage == GAE else None
         self.builder = RowBuilder(run, self.keys, self.values)
+        loss = run.engine.loss
+        if self.keys.routing_replay and isinstance(loss, PolicyLoss):
+            loss.recorded_beside = partial(changed_shares, run.model)
         self.dead_ends = DeadEnds(self.keys)
         self.rows: list[Row] = []
         self.pending: list[list[int]] = []
