@@ -1,6 +1,6 @@
 """Converting a Hugging Face checkpoint, against `cp` of the same files.
 
-    python bench/convert.py [--layers 8] [--rounds 5] [--nproc N] [--folder DIR]
+    python bench/convert.py [--layers 8] [--rounds 5] [--nproc N] [--fp8] [--folder DIR]
 
 The source is a Llama in bf16 with random weights (hidden 2048, feed-forward 5632, vocabulary 32000, 16 heads, 4
 key-value heads), cut into shards of 500 MB. In every round each method writes the same weights to new files on the
@@ -8,6 +8,7 @@ same disk, in an order that changes from round to round; every file and director
 (`cp`, and then fsync of what it wrote; `mt convert` has the disk begin while it works). The source is in the page cache
 for all of them. The table gives the median time, the median over the rounds of the rate relative to that of `cp` in the
 same round with the lowest and the highest, and the median of the processor time (user and system) that was used.
+With --fp8 a copy in FP8 blocks is dequantized to bf16, beside `cp` of the bf16 files, as many bytes as it writes.
 With --nproc the two conversions to other formats are also done by that many processes, whose start is counted.
 """
 
@@ -29,6 +30,7 @@ import torch
 
 from mt_ckpt.convert import convert
 from mt_ckpt.files.safetensors import TensorInfo, split_by_size, write_safetensors
+from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.plugins import PluginHost, load_plugins
 from mt_tools.bench.report import as_line, conditions
 
@@ -74,8 +76,21 @@ class Cost:
     processor: float
 
 
-def methods(hf: Path, mt: Path, host: PluginHost, nproc: int) -> dict[str, Callable[[Path], object]]:
+def methods(
+    hf: Path, mt: Path, host: PluginHost, nproc: int, fp8: Path | None = None
+) -> dict[str, Callable[[Path], object]]:
     """Each writes the weights to the directory that it is given."""
+    if fp8 is not None:
+        return {
+            "cp": lambda target: copy(hf, target),
+            "fp8 to hf": lambda target: convert(fp8, target, saver="hf", host=host),
+            "fp8 to mt": lambda target: convert(fp8, target, saver="mt", host=host),
+            **(
+                {f"fp8 to hf, {nproc}": lambda target: convert(fp8, target, saver="hf", host=host, nproc=nproc)}
+                if nproc > 1
+                else {}
+            ),
+        }
     several: dict[str, Callable[[Path], object]] = {
         f"hf to mt, {nproc}": lambda target: convert(hf, target, saver="mt", host=host, nproc=nproc),
         f"mt to hf, {nproc}": lambda target: convert(mt, target, saver="hf", host=host, nproc=nproc),
@@ -112,6 +127,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="102 MB each, and 262 MB for the rest")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary directory)")
+    parser.add_argument("--fp8", action="store_true", help="dequantize FP8 instead")
     parser.add_argument("--nproc", type=int, default=1, help="also convert with so many processes")
     options = parser.parse_args()
     host = load_plugins()
@@ -120,7 +136,10 @@ def main() -> None:
         source.mkdir()
         write_source(source, options.layers)
         convert(source, native, saver="mt", host=host)
-        chosen = methods(source, native, host, options.nproc)
+        fp8 = Path(folder) / "fp8" if options.fp8 else None
+        if fp8 is not None:
+            convert(source, fp8, saver="hf", options=ConvertOptions(quantize="fp8-blocks"), host=host)
+        chosen = methods(source, native, host, options.nproc, fp8)
         num_bytes = sum(file.stat().st_size for file in source.iterdir())
         print(f"{num_bytes / 2**20:.0f} MiB in bf16, {options.rounds} rounds after one to warm up, all fsynced")
         print(as_line(conditions(torch=torch.__version__)))

@@ -134,6 +134,24 @@ def instructions() -> Canvas:
     return canvas
 
 
+@figure("low-precision-loss")
+def low_precision() -> Canvas:
+    """How far the training loss of each recipe is from that of bf16."""
+    runs, window = recorded("low_precision"), 20
+    others = [name for name in runs if name != "bf16"]
+    canvas = Canvas(720, 340, "Training loss of MXFP8 and NVFP4 against bf16, from the same weights and samples")
+    axes = Axes(canvas, (0, len(runs["bf16"])), (-0.5, 2.5))
+    axes.frame("step", "above bf16 in %", f"bench/fp8.py, a GPT of 2 layers and width 128; means of {window} steps")
+    for colour, name in enumerate(others):
+        means = [
+            (end, 100.0 * (sum(runs[name][end - window : end]) / sum(runs["bf16"][end - window : end]) - 1.0))
+            for end in range(window, len(runs["bf16"]) + 1, 2)
+        ]
+        axes.curve(means, colour)
+    axes.legend(others)
+    return canvas
+
+
 @figure("distillation-loss")
 def distillation() -> Canvas:
     runs = recorded("distillation")

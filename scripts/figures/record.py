@@ -169,6 +169,22 @@ def distillation(folder: Path) -> Any:
     }
 
 
+@recording("low_precision")
+def low_precision(folder: Path) -> Any:
+    """Training losses of the runs of bench/fp8.py in bf16, MXFP8 and NVFP4."""
+    kinds = [
+        "mxfp8",
+        "nvfp4",
+        "nvfp4, last layer in bf16",
+        "nvfp4, gradients to nearest",
+        "nvfp4, no Hadamard transform",
+        "nvfp4, weights in rows",
+    ]
+    out = folder / "curves.json"
+    subprocess.run([sys.executable, "bench/fp8.py", "--recipes", *kinds, "--out", str(out)], check=True)
+    return json.loads(out.read_text())
+
+
 MOE = {
     "train.train_iters": 50, "checkpoint.save_interval": "null", "train.eval_interval": "null",
     "train.micro_batch_size": 4,

@@ -245,6 +245,13 @@ def test_an_argument_that_is_copied_decides_its_key(argument: Argument, host: Pl
     assert account.keys[argument.keys[0]] == given != argument.default
 
 
+def test_products_in_fp4_are_a_format_and_its_recipe(host: PluginHost) -> None:
+    words = ["--bf16", "--fp4-format", "e2m1", "--first-last-layers-bf16"]
+    precision = import_words([*BASE, *words], host, MegatronOptions()).sections["precision"]
+    expected = {"dtype": "bf16", "fp8_format": "e2m1", "fp8_recipe": "nvfp4", "first_last_layers_bf16": True}
+    assert {key: precision[key] for key in expected} == expected
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "from-megatron.md"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,58 +18,76 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures with /proc"),
 ]
 
-HIDDEN, EXPERT, EXPERTS, LAYERS = 1024, 512, 48, 3
 BLOCK = 128
-"""The proportions of DeepSeek-V3: nearly all weights are experts, the largest canonical tensor is those of a layer."""
 
 
-def write_sparse_deepseek(folder: Path) -> int:
+@dataclass(frozen=True)
+class DeepseekShape:
+    """The proportions of DeepSeek-V3: nearly all weights are experts; the largest canonical tensor is those of a
+    layer."""
+
+    hidden: int = 1024
+    expert: int = 512
+    experts: int = 48
+    layers: int = 3
+    vocab: int = 2048
+    heads: int = 8
+    q_lora: int = 256
+    kv_lora: int = 128
+    head: int = 64
+    """Features of a head: values, queries and keys without rotation."""
+
+
+def write_sparse_deepseek(folder: Path, shape: DeepseekShape = DeepseekShape()) -> int:
     """In FP8 blocks: weights are zeros of no bytes on the disk. Returns the bytes of the largest tensor."""
     folder.mkdir()
-    latent = {"q_lora_rank": 256, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
-    heads = 8
-    config = {"model_type": "deepseek_v3", "vocab_size": 2048, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS}
-    config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": 2048, **latent}
-    config |= {"moe_intermediate_size": EXPERT, "n_routed_experts": EXPERTS, "num_experts_per_tok": 4}
+    hidden, expert, experts, heads = shape.hidden, shape.expert, shape.experts, shape.heads
+    latent = {"q_lora_rank": shape.q_lora, "kv_lora_rank": shape.kv_lora, "qk_rope_head_dim": 64}
+    latent |= {"qk_nope_head_dim": shape.head, "v_head_dim": shape.head}
+    config = {"model_type": "deepseek_v3", "vocab_size": shape.vocab, "hidden_size": hidden}
+    config |= {"num_hidden_layers": shape.layers, "intermediate_size": 2 * hidden, **latent}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+    config |= {"moe_intermediate_size": expert, "n_routed_experts": experts, "num_experts_per_tok": 4}
     config |= {"n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 4, "topk_group": 2, "dtype": "bfloat16"}
     config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
     (folder / "config.json").write_text(json.dumps(config))
     attention = {
-        "q_a_proj": (256, HIDDEN),
-        "q_b_proj": (heads * 128, 256),
-        "kv_a_proj_with_mqa": (128 + 64, HIDDEN),
-        "kv_b_proj": (heads * 128, 128),
-        "o_proj": (HIDDEN, heads * 64),
+        "q_a_proj": (shape.q_lora, hidden),
+        "q_b_proj": (heads * (shape.head + 64), shape.q_lora),
+        "kv_a_proj_with_mqa": (shape.kv_lora + 64, hidden),
+        "kv_b_proj": (heads * 2 * shape.head, shape.kv_lora),
+        "o_proj": (hidden, heads * shape.head),
     }
-    parts = {"gate_proj": (EXPERT, HIDDEN), "up_proj": (EXPERT, HIDDEN), "down_proj": (HIDDEN, EXPERT)}
+    parts = {"gate_proj": (expert, hidden), "up_proj": (expert, hidden), "down_proj": (hidden, expert)}
     names: dict[str, str] = {}
-    for layer in range(LAYERS):
+    for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        matrices = {f"{prefix}self_attn.{name}.weight": shape for name, shape in attention.items()}
-        for place in ("shared_experts", *(f"experts.{expert}" for expert in range(EXPERTS))):
-            matrices |= {f"{prefix}mlp.{place}.{name}.weight": shape for name, shape in parts.items()}
-        plain = {f"{prefix}{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
-        plain |= {f"{prefix}self_attn.q_a_layernorm.weight": (256,), f"{prefix}self_attn.kv_a_layernorm.weight": (128,)}
+        matrices = {f"{prefix}self_attn.{name}.weight": sizes for name, sizes in attention.items()}
+        for place in ("shared_experts", *(f"experts.{number}" for number in range(experts))):
+            matrices |= {f"{prefix}mlp.{place}.{name}.weight": sizes for name, sizes in parts.items()}
+        plain = {f"{prefix}{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        plain[f"{prefix}self_attn.q_a_layernorm.weight"] = (shape.q_lora,)
+        plain[f"{prefix}self_attn.kv_a_layernorm.weight"] = (shape.kv_lora,)
         plain |= {
-            f"{prefix}mlp.gate.weight": (EXPERTS, HIDDEN),
-            f"{prefix}mlp.gate.e_score_correction_bias": (EXPERTS,),
+            f"{prefix}mlp.gate.weight": (experts, hidden),
+            f"{prefix}mlp.gate.e_score_correction_bias": (experts,),
         }
         names |= dict.fromkeys(
             write_blocks(folder / f"model-{layer}.safetensors", matrices, plain), f"model-{layer}.safetensors"
         )
     ends = {
-        "model.embed_tokens.weight": (2048, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (2048, HIDDEN),
+        "model.embed_tokens.weight": (shape.vocab, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (shape.vocab, hidden),
     }
     names |= dict.fromkeys(write_blocks(folder / "model-ends.safetensors", {}, ends), "model-ends.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    return 2 * EXPERTS * 2 * EXPERT * HIDDEN
+    return 2 * hidden * max(experts * 2 * expert, shape.vocab)
 
 
 def write_blocks(file: Path, matrices: dict[str, tuple[int, ...]], plain: dict[str, tuple[int, ...]]) -> list[str]:
     header, position = {}, 0
-    scales = {f"{name}_scale_inv": tuple(-(-size // BLOCK) for size in shape) for name, shape in matrices.items()}
+    scales = {f"{name}_scale_inv": tuple(-(-size // BLOCK) for size in sizes) for name, sizes in matrices.items()}
     kinds = (("F32", 4, scales), ("BF16", 2, plain), ("F8_E4M3", 1, matrices))
     for dtype, size, tensors in kinds:
         for name, shape in tensors.items():

@@ -110,6 +110,8 @@ class ScalingRecipe(IntEnum):
 
     TENSOR = 0
     ROW = 1
+    BLOCK_1X16 = 2
+    BLOCK_1X32 = 3
     BLOCK_1X128 = 4
     BLOCK_128X128 = 5
 
@@ -134,6 +136,23 @@ def scaled_mm(
     left, right = (int(recipe) for recipe in recipes)
     out: Tensor = torch.ops.aten._scaled_mm_v2(
         a, b, [scales[0]], [left], [], [scales[1]], [right], [], None, dtype, [], fast
+    )
+    return out
+
+
+_TILES_32_4_4 = 1
+"""torch.nn.functional.SwizzleType.SWIZZLE_32_4_4: the order of scales in which tensor cores read them."""
+
+
+def scaled_mm_in_tiles(
+    a: Tensor, b: Tensor, scales: tuple[list[Tensor], list[Tensor]], recipe: ScalingRecipe, dtype: torch.dtype
+) -> Tensor:
+    """a [M, K] and b [K, N] with scales of blocks of 1 x 16 or 1 x 32 in tiles, and perhaps one of each matrix ->
+    [M, N] in dtype."""
+    recipes = [int(recipe), int(ScalingRecipe.TENSOR)][: len(scales[0])]
+    order = [_TILES_32_4_4, 0][: len(scales[0])]
+    out: Tensor = torch.ops.aten._scaled_mm_v2(
+        a, b, scales[0], recipes, order, scales[1], recipes, order, None, dtype, [], False
     )
     return out
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from mt_core.config.schema import PrecisionConfig
 from mt_core.nn.fp8.options import Fp8Options
 from mt_core.nn.fp8.use import fp8_report
+from mt_core.nn.kernels.reference.fp8_casts import cast_rows
+from mt_core.nn.kernels.reference.microscaling import cast_mx
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
 from mt_core.train import Trainer
@@ -40,16 +42,16 @@ def rounded_rows(x: np.ndarray) -> np.ndarray:
     return formulas.cast(x, np.abs(x).max(1, keepdims=True), "e4m3") if x.size else x
 
 
-def in_fp64(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, np.ndarray]:
+def in_fp64(x: Tensor, weight: Tensor, grad: Tensor, rounded=rounded_rows) -> dict[str, np.ndarray]:
     """One expert after another, each operand rounded along the dimension that is summed over."""
     found: dict[str, list[np.ndarray]] = {"out": [], "dx": [], "dweight": []}
     start = 0
     for expert, count in enumerate(COUNTS):
         rows, g = (t[start : start + count].double().numpy() for t in (x, grad))
         w = weight[expert].double().numpy()
-        found["out"].append(rounded_rows(rows) @ rounded_rows(w).T)
-        found["dx"].append(rounded_rows(g) @ rounded_rows(w.T).T)
-        found["dweight"].append((rounded_rows(g.T) @ rounded_rows(rows.T).T)[None])
+        found["out"].append(rounded(rows) @ rounded(w).T)
+        found["dx"].append(rounded(g) @ rounded(w.T).T)
+        found["dweight"].append((rounded(g.T) @ rounded(rows.T).T)[None])
         start += count
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
@@ -65,10 +67,22 @@ def off(mine: Tensor, reference: np.ndarray) -> float:
     return float(np.linalg.norm(mine.double().numpy() - reference) / np.linalg.norm(reference))
 
 
-def test_emulated_experts_are_the_formula() -> None:
+def rounded_mx(x: np.ndarray) -> np.ndarray:
+    """Every 32 numbers of a row in e4m3, by the smallest power of two that holds them."""
+    found = x.copy()
+    for start in range(0, x.shape[1], 32):
+        block = x[:, start : start + 32]
+        amax = np.abs(block).max(1, keepdims=True)
+        scale = 2.0 ** np.ceil(np.log2(np.where(amax == 0, 1.0, amax) / 448.0))
+        found[:, start : start + 32] = formulas.rounded(block / scale, "e4m3") * scale
+    return found
+
+
+@pytest.mark.parametrize(("cast", "rounded"), [(cast_rows, rounded_rows), (cast_mx, rounded_mx)])
+def test_emulated_experts_are_the_formula(cast, rounded) -> None:
     x, weight, grad, groups = case()
-    found = computed(Fp8GroupedProduct(EmulatedGroups(), 0, True), x, weight, grad, groups)
-    expected = in_fp64(x, weight, grad)
+    found = computed(Fp8GroupedProduct(EmulatedGroups(cast), 0, True), x, weight, grad, groups)
+    expected = in_fp64(x, weight, grad, rounded)
     for name, value in found.items():
         # A number in the middle of two may fall to the other side, as scales are rounded to fp32.
         assert off(value, expected[name]) < 2e-3, name
@@ -136,6 +150,11 @@ def test_sizes_and_devices_that_it_cannot_serve() -> None:
     assert fp8_grouped_product(options(), torch.zeros(2, 20, 32)) == "20 features are no multiple of 16"
     assert "on a GPU alone" in fp8_grouped_product(options("torch"), torch.zeros(2, 32, 32))
     # Whatever the recipe of other layers, experts have a scale a row.
+    assert fp8_grouped_product(options(fp8_recipe="mxfp8"), torch.zeros(2, 48, 64)) == (
+        "48 features are no multiple of 32"
+    )
+    four = Fp8Options(PrecisionConfig(fp8_format="e2m1", fp8_recipe="nvfp4"), "emulated", 1)
+    assert fp8_grouped_product(four, torch.zeros(2, 48, 64)) == "experts have no emulated product in nvfp4"
     assert isinstance(fp8_grouped_product(options(fp8_recipe="blockwise"), torch.zeros(2, 48, 48)), Fp8GroupedProduct)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mt_core.config.loading import LoadedConfig, load_config
 from mt_core.config.schema import PrecisionConfig
+from mt_core.nn.dropout import DropoutStreams, use_streams
 from mt_core.nn.fp8.history import AdvanceHistories, AmaxHistory
 from mt_core.nn.fp8.options import Fp8Options
 from mt_core.nn.layout import initialize, normal, parameter_layouts
@@ -21,7 +22,8 @@ from mt_tools.verify.run_record import RunRecord, record_run
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
+FORMATS = {"nvfp4": "e2m1"}
 BATCH, SEQUENCE, HIDDEN, INNER = 2, 64, 128, 256
 
 
@@ -35,10 +37,13 @@ class Pair(nn.Module):
         self.histories: list[AmaxHistory] = []
         for module in (self.up, self.down) if recipe else ():
             self.convert(module, recipe)
+        use_streams(self, DropoutStreams(11))
         initialize(self, 3, ctx)
 
     def convert(self, module: LinearModule, recipe: str) -> None:
-        options = Fp8Options(PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe), "emulated", 1)
+        options = Fp8Options(
+            PrecisionConfig(fp8_format=FORMATS.get(recipe, "hybrid"), fp8_recipe=recipe), "emulated", 1
+        )
         if recipe == "delayed":
             module.add_module("fp8", options.history(module.ctx))
             self.histories.append(module.fp8)
@@ -177,19 +182,21 @@ EXACT = {
 
 CASES = [(recipe, layout) for recipe in ("tensorwise", "delayed") for layout in EXACT]
 CASES.remove(("delayed", "FSDP2"))  # refused by name, see test_training
+CASES += [("nvfp4", "zero bubble"), ("nvfp4", "data")]
+WHOLE = ("tensorwise", "delayed", "nvfp4")
 TENSOR_PARALLEL = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 
 
 def of_recipe(recipe: str) -> tuple[str, ...]:
-    return (f"precision.fp8_recipe={recipe}",)
+    return (f"precision.fp8_recipe={recipe}", f"precision.fp8_format={FORMATS.get(recipe, 'hybrid')}")
 
 
 RUNS = InTurn(
     recorded,
     [
-        *((1, of_recipe(recipe)) for recipe in ("tensorwise", "delayed")),
+        *((1, of_recipe(recipe)) for recipe in WHOLE),
         *((2, (*of_recipe(recipe), *EXACT[layout])) for recipe, layout in CASES),
-        *((2, (*of_recipe(recipe), *TENSOR_PARALLEL)) for recipe in ("tensorwise", "delayed")),
+        *((2, (*of_recipe(recipe), *TENSOR_PARALLEL)) for recipe in WHOLE),
     ],
 )
 
@@ -208,7 +215,7 @@ def test_layouts_that_cut_no_matrix_have_the_same_losses(recipe, layout) -> None
             assert torch.allclose(found.weights[name], weight, rtol=0.05), name
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", WHOLE)
 def test_tensor_parallel_runs_stay_together(recipe) -> None:
     keys = of_recipe(recipe)
     alone, found = RUNS.result(1, keys), RUNS.result(2, (*keys, *TENSOR_PARALLEL))

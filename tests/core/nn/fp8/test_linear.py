@@ -19,7 +19,7 @@ from mt_core.nn.linear import ColumnParallelLinear
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.split_backward import backward_of_inputs
 
-RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 TOKENS, IN, OUT = (3, 20), 128, 256
 HALF_STEP = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
 """Largest relative rounding of a normal number."""

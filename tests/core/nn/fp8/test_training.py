@@ -33,7 +33,7 @@ WIDE = ("model.hidden_size=128", "model.ffn_hidden_size=256", "model.num_layers=
 
 
 def recipe(name: str) -> tuple[str, ...]:
-    return (HYBRID, f"precision.fp8_recipe={name}")
+    return ("precision.fp8_format=e2m1" if name == "nvfp4" else HYBRID, f"precision.fp8_recipe={name}")
 
 
 def converted(model: torch.nn.Module) -> dict[str, bool]:
@@ -133,7 +133,7 @@ def test_100_steps_end_within_half_a_percent_of_bf16(
 # -- which layers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "mxfp8", "nvfp4"])
 def test_matrices_of_layers_are_converted_and_nothing_else(tiny, name) -> None:
     model = model_of(tiny, *WIDE, *recipe(name), "model.untie_embeddings_and_output_weights=true")
     found = converted(model)
@@ -180,7 +180,7 @@ def test_the_output_layer_when_requested(tiny) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "nvfp4"])
 def test_recomputation_changes_no_bit(tiny, name) -> None:
     common = (*recipe(name), "model.hidden_size=128", "train.train_iters=3", "model.hidden_dropout=0.1")
     plain = run(tiny(*common))
@@ -210,6 +210,17 @@ def test_delayed_scaling_goes_on_to_the_last_bit(tiny, tmp_path, algorithm) -> N
 
 
 @pytest.mark.slow
+def test_random_rounding_goes_on_to_the_last_bit(tiny, tmp_path) -> None:
+    common = (*recipe("nvfp4"), "precision.dtype=bf16")
+    whole = run(tiny(*common), tmp_path / "whole")
+    assert whole != run(tiny(*common, "precision.fp4_stochastic_rounding=false"))
+    first = run(tiny(*common, "train.exit_iteration=3"), tmp_path / "parts")
+    assert first + run(tiny(*common), tmp_path / "parts") == whole
+    one, two = contents(tmp_path / "whole"), contents(tmp_path / "parts")
+    assert [name for name in one if not np.array_equal(one[name], two[name])] == []
+
+
+@pytest.mark.slow
 def test_a_checkpoint_without_fp8_can_be_gone_on_with(tiny, tmp_path) -> None:
     run(tiny("train.train_iters=2"), tmp_path / "plain")
     load = f"checkpoint.load={tmp_path / 'plain'}"
@@ -222,7 +233,7 @@ def test_a_checkpoint_without_fp8_can_be_gone_on_with(tiny, tmp_path) -> None:
 
 BAD = {
     "fp8_format=fp8": "fp8_format",
-    "fp8_recipe=mxfp8": "fp8_recipe",
+    "fp8_recipe=mxfp6": "fp8_recipe",
     "fp8_margin=-1": "fp8_margin",
     "fp8_amax_compute_algo=mean": "fp8_amax_compute_algo",
     "fp8_implementation=cuda": "fp8_implementation",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mt_ckpt.files.external_tensors import ExternalTensors
 from mt_ckpt.files.safetensors import TensorInfo
-from mt_ckpt.quantized.codes import decode_e2m1, decode_e8m0, multiply_groups_
+from mt_ckpt.quantized.codes import decode_e2m1, decode_e8m0, multiply_e4m3, multiply_groups_
 from mt_ckpt.quantized.weights import (
     Claims,
     Parts,
@@ -113,6 +113,10 @@ class BlockFill:
     def _fill(self, matrix: Tensor, weight: Tensor, grid: Tensor) -> None:
         rows, columns = matrix.shape
         height, width = self.block or (rows, columns)
+        if weight.dtype == torch.float8_e4m3fn and rows * columns:
+            scales = grid.repeat_interleave(height, 0)[:rows]  # [rows, blocks of a row]
+            if multiply_e4m3(matrix, weight, scales, width):
+                return
         for part in row_slices(rows, columns):
             # [rows of the slice, blocks of a row]
             scales = grid[torch.arange(part.start, part.stop) // height]

@@ -69,6 +69,18 @@ def check_fp8(config: Config) -> None:
             f"precision.fp8_format={precision.fp8_format} goes with bf16 weights and activations, which need no loss "
             "scale, or with fp32 on a CPU; precision.dtype can be bf16 or fp32"
         )
+    if (precision.fp8_format == "e2m1") != (precision.fp8_recipe == "nvfp4"):
+        raise ConfigError(
+            f"precision.fp8_format={precision.fp8_format} does not go with "
+            f"precision.fp8_recipe={precision.fp8_recipe}: nvfp4 is the recipe of e2m1, and the others are those of "
+            "e4m3 and hybrid"
+        )
+    draws = precision.fp8_recipe == "nvfp4" and precision.fp4_stochastic_rounding
+    if draws and config.train.compile != "none":
+        raise ConfigError(
+            f"precision.fp4_stochastic_rounding=true draws by the sample at hand, which train.compile="
+            f"{config.train.compile} would make a constant; set train.compile=none or fp4_stochastic_rounding=false"
+        )
     if precision.fp8_recipe == "delayed" and parallel.use_torch_fsdp2:
         raise ConfigError(
             "precision.fp8_recipe=delayed keeps a history in fp32 on every process, and parallel.use_torch_fsdp2 "

@@ -249,7 +249,7 @@ class LRScheduleConfig(Section):
     """The same in samples."""
 
 
-FP8 = ("e4m3", "hybrid")
+FP8 = ("e4m3", "hybrid", "e2m1")
 
 
 class PrecisionConfig(Section):
@@ -273,13 +273,22 @@ class PrecisionConfig(Section):
     """Gradients are sent in bf16."""
     attention_softmax_in_fp32: bool = True
     """The eager attention computes its softmax in fp32."""
-    fp8_format: Literal["none", "e4m3", "hybrid"] = "none"
-    """The matrix products of layers take their operands in FP8: all in e4m3, or gradients in e5m2 (hybrid). See
-    docs/guides/fp8.md."""
-    fp8_recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise"] = used_when("tensorwise", fp8_format=FP8)
+    fp8_format: Literal["none", "e4m3", "hybrid", "e2m1"] = "none"
+    """The matrix products of layers take their operands in FP8: all in e4m3, or gradients in e5m2 (hybrid); or in 4
+    bits (e2m1, with the recipe nvfp4). See docs/guides/fp8.md."""
+    fp8_recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"] = used_when(
+        "tensorwise", fp8_format=FP8
+    )
     """What shares a scale: a tensor, by its own largest magnitude (tensorwise) or those of past steps (delayed); a row
-    (rowwise); 128 numbers of an activation and 128 x 128 of a weight (blockwise)."""
-    fp8_margin: NonNegativeInt = used_when(0, fp8_format=FP8)
+    (rowwise); 128 numbers of an activation and 128 x 128 of a weight (blockwise); 32 numbers, by a power of two
+    (mxfp8); 16 numbers of an activation and 16 x 16 of a weight in 4 bits (nvfp4). See docs/guides/mxfp8-nvfp4.md."""
+    fp4_stochastic_rounding: bool = used_when(True, fp8_recipe="nvfp4")
+    """Gradients are rounded up or down at random, so that their mean is exact; else to nearest."""
+    fp4_hadamard: bool = used_when(True, fp8_recipe="nvfp4")
+    """Both operands of a weight's gradient pass a random Hadamard transform of 16 tokens, which spreads outliers."""
+    fp4_square_weight_blocks: bool = used_when(True, fp8_recipe="nvfp4")
+    """Weights have scales of 16 x 16, and so the same numbers forward and backward; else of 1 x 16."""
+    fp8_margin: NonNegativeInt = used_when(0, fp8_format=("e4m3", "hybrid"))
     """Powers of two that scales leave free above the largest magnitude."""
     fp8_amax_history_len: PositiveInt = used_when(1, fp8_recipe="delayed")
     """Steps whose largest magnitudes are kept."""

@@ -23,7 +23,7 @@ COMMUNICATORS: Mapping[str, str] = {
 }
 """Megatron's name of a group -> our axis with its messages."""
 RECOMPUTED = ("core_attn", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
-FP8_RECIPES = ("tensorwise", "delayed", "blockwise")
+FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 MOMENTS = ("fp32", "bf16")
 CAUGHT_SIGNALS = ("SIGTERM", "SIGINT")
 MODEL_SIZE = ("num_layers", "hidden_size", "num_attention_heads")
@@ -83,6 +83,11 @@ def _modules(value: list[str], given: Mapping[str, Any], host: PluginHost) -> It
 def _fp8_recipe(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
     if value not in FP8_RECIPES and given.get("fp8"):
         yield f"this recipe; precision.fp8_recipe can be {', '.join(FP8_RECIPES)}, or rowwise"
+
+
+def _fp4_recipe(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
+    if value != "nvfp4" and given.get("fp4"):
+        yield "this recipe; precision.fp8_recipe can be nvfp4 with precision.fp8_format=e2m1"
 
 
 def _loader(value: str, given: Mapping[str, Any], host: PluginHost) -> Iterator[str]:
@@ -194,6 +199,7 @@ _CHECKS: Mapping[str, Check] = {
     "tokenizer_type": _tokenizer,
     "recompute_modules": _modules,
     "fp8_recipe": _fp8_recipe,
+    "fp4_recipe": _fp4_recipe,
     "dataloader_type": _loader,
     "exp_avg_dtype": _moments,
     "exp_avg_sq_dtype": _moments,

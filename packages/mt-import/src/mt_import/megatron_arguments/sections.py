@@ -127,6 +127,8 @@ def _schedule(values: Values) -> Keys:
 def _precision(values: Values) -> Keys:
     dtype = "bf16" if values["bf16"] else "fp16" if values["fp16"] else "fp32"
     found: Keys = {"precision.dtype": dtype, "precision.fp8_format": values["fp8"] or "none"}
+    if values["fp4"]:
+        found |= {"precision.fp8_format": "e2m1", "precision.fp8_recipe": "nvfp4"}
     if float(values["loss_scale_window"]).is_integer():  # Megatron's parser makes a float of it
         found["precision.loss_scale_window"] = int(values["loss_scale_window"])
     return found

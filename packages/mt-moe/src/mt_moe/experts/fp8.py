@@ -6,6 +6,7 @@ compensates for the smaller range.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from mt_core._torch_compat import gradients_wanted, scaled_grouped_mm
 from mt_core.nn.fp8.multiply import emulated_product
 from mt_core.nn.fp8.options import Fp8Options
-from mt_core.nn.kernels.reference.fp8_casts import ALIGNMENT, E4M3, cast_rows, scale_of, to_fp8
+from mt_core.nn.kernels.reference.fp8_casts import ALIGNMENT, E4M3, Scaled, cast_rows, scale_of, to_fp8
+from mt_core.nn.kernels.reference.microscaling import cast_mx
 from mt_core.nn.main_grad import MainGrad, main_gradient_of
 from mt_moe.experts import grouped, loop
 from mt_moe.experts.loop import Groups
@@ -41,14 +43,18 @@ class ScaledGroups(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class EmulatedGroups:
     """One expert after another, in fp32. The reference."""
+
+    cast: Callable[[Tensor, torch.dtype, int], Scaled] = cast_rows
+    """(x, format, margin) -> x with scales along its rows."""
 
     def rows_times(self, x: Tensor, matrices: Tensor, groups: Groups, margin: int, *, fast: bool) -> Tensor:
         out = x.new_empty(len(x), matrices.shape[1])
         for matrix, (first, end) in zip(matrices, groups.bounds, strict=True):
             # Scales [rows, 1] of both operands.
-            a, b = cast_rows(x[first:end], E4M3, margin), cast_rows(matrix, E4M3, margin)
+            a, b = self.cast(x[first:end], E4M3, margin), self.cast(matrix, E4M3, margin)
             out[first:end] = emulated_product(a, b, x.dtype, fast=fast)
         return out
 
@@ -57,7 +63,7 @@ class EmulatedGroups:
         for expert, (first, end) in enumerate(groups.bounds):
             if end > first:
                 # Transposed: the reduction is over the expert's rows, and scales have to be constant along it.
-                a, b = cast_rows(grad[first:end].t(), E4M3, margin), cast_rows(x[first:end].t(), E4M3, margin)
+                a, b = self.cast(grad[first:end].t(), E4M3, margin), self.cast(x[first:end].t(), E4M3, margin)
                 weight_grad[expert] = emulated_product(a, b, x.dtype, fast=False)
         return weight_grad
 
@@ -169,16 +175,21 @@ class _Fp8GroupedProduct(torch.autograd.Function):
 
 def fp8_grouped_product(options: Fp8Options, weight: Tensor) -> Fp8GroupedProduct | str:
     """For a weight [E, out, in] of this rank; or why it cannot be in FP8."""
-    objection = options.objection(weight.shape[1:], ALIGNMENT) or _objection(options, weight.device)
+    is_mx = options.config.fp8_recipe == "mxfp8"
+    multiple = options.multiple if is_mx else ALIGNMENT
+    objection = options.objection(weight.shape[1:], multiple) or _objection(options, weight.device)
     if objection is not None:
         return objection
     # On the meta device, where nothing is computed, plans take the memory of a GPU's kernels.
     is_emulated = options.implementation == "emulated" and not weight.is_meta
-    groups: ScaledGroups = EmulatedGroups() if is_emulated else TorchGroups()
+    groups: ScaledGroups = EmulatedGroups(cast_mx if is_mx else cast_rows) if is_emulated else TorchGroups()
     return Fp8GroupedProduct(groups, options.margin, options.config.fp8_wgrad)
 
 
 def _objection(options: Fp8Options, device: torch.device) -> str | None:
+    recipe = options.config.fp8_recipe
+    if recipe == "nvfp4" or (recipe == "mxfp8" and options.implementation != "emulated"):
+        return f"experts have no {options.implementation} product in {recipe}"
     if options.implementation == "emulated":
         return None
     if options.implementation != "torch":

@@ -26,6 +26,8 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "bf16": ("precision.dtype=bf16",),
         "fp8": ("precision.dtype=bf16", "precision.fp8_format=hybrid", "precision.fp8_recipe=tensorwise"),
+        "mxfp8": ("precision.dtype=bf16", "precision.fp8_format=e4m3", "precision.fp8_recipe=mxfp8"),
+        "nvfp4": ("precision.dtype=bf16", "precision.fp8_format=e2m1", "precision.fp8_recipe=nvfp4"),
         "fp32": ("precision.dtype=fp32",),
     }
 )
@@ -53,7 +55,7 @@ class BenchPreset:
     small: tuple[str, ...] = SMALL
 
     def settings(self, precision: str, *, small: bool) -> list[str]:
-        fp8 = SMALL_FP8 if precision == "fp8" else ()
+        fp8 = SMALL_FP8 if precision not in ("bf16", "fp32") else ()
         sizes = (*self.small, *fp8) if small else ()
         return [*self.overrides, *COMMON, *PRECISIONS[precision], *sizes]
 

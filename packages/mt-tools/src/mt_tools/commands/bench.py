@@ -72,7 +72,7 @@ def train(
     preset: Annotated[
         list[str] | None, typer.Option(help="124m, 1.2b, 3b, 8b or 7b-a1b; repeatable; all without.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="bf16, fp8 or fp32. On a CPU fp32 is quicker.")] = "bf16",
+    precision: Annotated[str, typer.Option(help="bf16, fp8, mxfp8, nvfp4 or fp32. On a CPU fp32 is quicker.")] = "bf16",
     steps: Annotated[int, typer.Option(help="Steps that are timed.", min=1)] = 30,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value; repeatable.")

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_core._torch_compat import ScalingRecipe, gradients_wanted, scaled_mm
+from mt_core._torch_compat import ScalingRecipe, gradients_wanted, scaled_mm, scaled_mm_in_tiles
+from mt_core.nn.dropout import SAMPLE
 from mt_core.nn.fp8.scaling import Operand, Scaling
 from mt_core.nn.kernels.reference.fp8_casts import Activated, Along, Granularity, Map, Matrix, Role, Scaled, computed
 from mt_core.nn.linear import SEQUENCE_DIM, Cut, leave_tensor_parallel, start_sum, weight_gradient
@@ -24,12 +25,15 @@ from mt_core.parallel.context import SINGLE, Axis, ParallelContext
 
 SCALES_PER_WORD = 4
 """cuBLAS reads so many scales at once: of 128 x 128 blocks along K, of 1 x 128 blocks along the rows."""
+MICROSCALED = (Granularity.MX_BLOCK, Granularity.E2M1_BLOCK)
 
 RECIPES: Mapping[Granularity, ScalingRecipe] = {
     Granularity.TENSOR: ScalingRecipe.TENSOR,
     Granularity.ROW: ScalingRecipe.ROW,
     Granularity.ROW_BLOCK: ScalingRecipe.BLOCK_1X128,
     Granularity.SQUARE_BLOCK: ScalingRecipe.BLOCK_128X128,
+    Granularity.MX_BLOCK: ScalingRecipe.BLOCK_1X32,
+    Granularity.E2M1_BLOCK: ScalingRecipe.BLOCK_1X16,
 }
 
 
@@ -40,12 +44,18 @@ class Product(Protocol):
 
 
 def emulated_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """What the FP8 numbers stand for, multiplied and summed in fp32. Runs anywhere; the reference."""
-    return (a.decode() @ b.decode().t()).to(dtype)  # [M, K] x [K, N]
+    """What the numbers stand for, multiplied and summed in fp32. Runs anywhere; the reference."""
+    if a.whole is None or b.whole is None:
+        return (a.decode() @ b.decode().t()).to(dtype)  # [M, K] x [K, N]
+    # Numbers with the scales of their blocks are exact in fp32; the factors of the matrices follow, as on a GPU.
+    return (a.decode_blocks() @ b.decode_blocks().t() * (a.whole * b.whole)).to(dtype)
 
 
 def torch_product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """torch's scaled_mm: cuBLAS or CUTLASS on a GPU of compute capability 8.9 and up; blocks on Hopper alone."""
+    """torch's scaled_mm: cuBLAS or CUTLASS on a GPU of compute capability 8.9 and up; blocks of 128 on Hopper alone,
+    those of 32 and 16 on 10.0 and up."""
+    if a.granularity in MICROSCALED:
+        return _microscaled_product(a, b, dtype)
     blocks = Granularity.ROW_BLOCK in (a.granularity, b.granularity)
     rows, columns = len(a.data), len(b.data)
     if blocks:
@@ -69,6 +79,29 @@ def _with_whole_words(x: Scaled) -> Scaled:
         return x
     data = F.pad(x.data.view(torch.uint8), (0, 0, 0, missing)).view(x.data.dtype)  # torch does not pad FP8
     return Scaled(data, F.pad(x.scale, (0, 0, 0, missing), value=1.0), x.granularity)
+
+
+def _microscaled_product(a: Scaled, b: Scaled, dtype: torch.dtype) -> Tensor:
+    """[M, K] x [K, N] of MXFP8 or NVFP4."""
+    recipe, is_e2m1 = RECIPES[a.granularity], a.granularity is Granularity.E2M1_BLOCK
+    left, right = (x.data.contiguous() for x in (a, b))
+    if is_e2m1:
+        left, right = (data.view(torch.float4_e2m1fn_x2) for data in (left, right))
+    return scaled_mm_in_tiles(left, right.t(), (_tiled_scales(a), _tiled_scales(b)), recipe, dtype)
+
+
+def _tiled_scales(x: Scaled) -> list[Tensor]:
+    """The scales of blocks in the order that the tensor cores read, and where there is one the matrix's."""
+    return [in_scale_tiles(x.scale)] if x.whole is None else [in_scale_tiles(x.scale), x.whole]
+
+
+def in_scale_tiles(scale: Tensor) -> Tensor:
+    """[rows, n] -> flat: tiles of 128 x 4 with zeros at the ends, each as 32 x 16 bytes: row r of a tile is at
+    [r % 32, 4 * (r // 32):] (cuBLAS, layout of 1D block scaling factors)."""
+    rows, columns = scale.shape
+    data = F.pad(scale.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
+    tiles = data.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))  # [row tiles, 4, 32, column tiles, 4]
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scale.dtype)
 
 
 def _left_scale(a: Scaled) -> Tensor:
@@ -107,7 +140,9 @@ class Fp8Multiply:
         return self.leave(_Fp8Linear.apply(x, weight, self.call(weight, ctx)), bias, ctx)
 
     def call(self, weight: Tensor, ctx: ParallelContext) -> LayerCall:
-        return LayerCall(self, ctx.tp, ctx.sequence_parallel, torch.is_grad_enabled(), main_gradient_of(weight))
+        # The sample of the forward pass: schedules run backward passes of other micro-batches between.
+        sample = 0 if torch.compiler.is_compiling() else SAMPLE.get()
+        return LayerCall(self, ctx.tp, ctx.sequence_parallel, torch.is_grad_enabled(), main_gradient_of(weight), sample)
 
     def leave(self, out: Tensor, bias: Tensor | None, ctx: ParallelContext) -> Tensor:
         """The layer's result from the product of this rank's shards."""
@@ -127,6 +162,8 @@ class LayerCall:
     """Whether its magnitudes count for later scales: in training passes."""
     main: MainGrad | None
     """The weight's main gradient."""
+    sample: int = 0
+    """First one of the micro-batch."""
 
     @property
     def communicates(self) -> bool:
@@ -139,8 +176,13 @@ class LayerCall:
 
     def operand(self, matrix: Matrix, role: Role, along: Along = "columns", scale: Tensor | None = None) -> Operand:
         return self.layer.scaling.operand(
-            matrix, role, along=along, cut_over=self._cut_over(role), note=self.notes, scale=scale
+            matrix, role, along=along, cut_over=self._cut_over(role), note=self.notes, scale=scale, sample=self.sample
         )
+
+    def restored(self, kept: Matrix, scale: Tensor | None) -> Operand:
+        """The input, of all tokens."""
+        # What was gathered is whole on every rank.
+        return self.layer.scaling.restored(kept, scale, "input", SINGLE if self.gathers else self._cut_over("input"))
 
     def _cut_over(self, role: Role) -> Axis:
         """The ranks that have the other shards of a matrix."""
@@ -246,7 +288,7 @@ def _weight_gradient(
     """dy^T x: [out, in], or None after it was added to the main gradient. No product of FP8 adds to what is there."""
     if not call.layer.wgrad_in_fp8:
         return weight_gradient(computed(grad), computed(kept), call.main)
-    inputs = call.layer.scaling.restored(kept, scale, "input")
+    inputs = call.restored(kept, scale)
     return call.multiply(gradients.along_rows(), inputs.along_rows(), dtype)
 
 

@@ -12,10 +12,11 @@ from mt_core.config.schema import PrecisionConfig
 from mt_core.errors import ConfigError
 from mt_core.nn.fp8.external import MODULES, borrowed_linear, external_objection
 from mt_core.nn.fp8.history import AmaxHistory
+from mt_core.nn.fp8.microscaling import GradientRounding, MxScaling, Nvfp4Scaling
 from mt_core.nn.fp8.multiply import Fp8Multiply, Product, emulated_product, torch_product
 from mt_core.nn.fp8.scaling import BlockScaling, CurrentScaling, DelayedScaling, RowScaling, Scaling
 from mt_core.nn.kernels.choice import Kernels
-from mt_core.nn.kernels.reference.fp8_casts import ALIGNMENT, BLOCK, FORMATS, TORCH_CASTS, Casts, Role
+from mt_core.nn.kernels.reference.fp8_casts import ALIGNMENT, BLOCK, FORMATS, MX_BLOCK, TORCH_CASTS, Casts, Role
 from mt_core.nn.linear import LinearModule, Multiply
 from mt_core.parallel.context import ParallelContext
 
@@ -28,6 +29,9 @@ SCALINGS: Mapping[str, Callable[[Mapping[Role, torch.dtype], int, Casts], Scalin
     "blockwise": BlockScaling,
 }
 """By precision.fp8_recipe, those without a history."""
+MICROSCALED = ("mxfp8", "nvfp4")
+"""Recipes with scales of 8 bits, whose casts are their own."""
+MULTIPLES: Mapping[str, int] = {"blockwise": BLOCK, "mxfp8": MX_BLOCK}
 
 
 @dataclass(frozen=True)
@@ -61,19 +65,29 @@ class Fp8Options:
             # The other packages' products and casts are one module.
             return borrowed_linear(self.implementation, module.weight, module.cut, self.config)
         product = PRODUCTS[self.implementation]
-        return Fp8Multiply(self.scaling(history), product, module.cut, self.config.fp8_wgrad)
+        scaling = self._nvfp4(module) if self.config.fp8_recipe == "nvfp4" else self.scaling(history)
+        return Fp8Multiply(scaling, product, module.cut, self.config.fp8_wgrad)
+
+    def _nvfp4(self, module: LinearModule) -> Scaling:
+        rounding = GradientRounding(module) if self.config.fp4_stochastic_rounding else None
+        if rounding is not None:
+            # A child, so that its random numbers are those of the layer's name.
+            module.add_module("rounding", rounding)
+        return Nvfp4Scaling(rounding, self.config.fp4_hadamard, self.config.fp4_square_weight_blocks)
 
     def scaling(self, history: AmaxHistory | None) -> Scaling:
         """history: of the layer, for delayed scaling."""
         if self.config.fp8_recipe == "delayed":
             assert history is not None  # `history` above, for every layer with delayed scaling
             return DelayedScaling(self.dtypes, history, self.margin, self.casts)
+        if self.config.fp8_recipe == "mxfp8":
+            return MxScaling(self.dtypes, self.margin)
         return SCALINGS[self.config.fp8_recipe](self.dtypes, self.margin, self.casts)
 
     @property
     def multiple(self) -> int:
         """What divides the sizes of matrices that the recipe can cast."""
-        return BLOCK if self.config.fp8_recipe == "blockwise" else ALIGNMENT
+        return MULTIPLES.get(self.config.fp8_recipe, ALIGNMENT)
 
     def objection(self, sizes: Sequence[int], multiple: int) -> str | None:
         """Why a matrix of these sizes on a process stays in 16 bits; None: it does not."""
@@ -101,7 +115,8 @@ def resolve_options(config: PrecisionConfig, ctx: ParallelContext, kernels: Kern
     automatic = SLOWER_UP_TO + 1 if on_gpu else 1
     # Picked only where they are used: a pick is a line of the run's summary, and a key of `kernels` that nothing picks
     # is an error.
-    casts: Casts = kernels.pick("fp8_cast")() if implementation in PRODUCTS else TORCH_CASTS
+    has_casts = implementation in PRODUCTS and config.fp8_recipe not in MICROSCALED
+    casts: Casts = kernels.pick("fp8_cast")() if has_casts else TORCH_CASTS
     return Fp8Options(config, implementation, config.fp8_min_features or automatic, casts)
 
 
@@ -112,12 +127,18 @@ def _torch_objection(config: PrecisionConfig, device: torch.device) -> str | Non
         if not has_scaled_mm_on_cpu():
             return f"torch {torch.__version__} has no scaled_mm on a CPU; use emulated"
         lacks = "torch's scaled_mm has no blocks on a CPU; use emulated or another precision.fp8_recipe"
-        return lacks if blockwise else None
+        return lacks if blockwise or config.fp8_recipe in MICROSCALED else None
     if config.dtype != "bf16":
         return f"its products on a GPU give bf16, and precision.dtype={config.dtype}; set precision.dtype=bf16"
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         return f"it needs compute capability 8.9, and this GPU has {capability[0]}.{capability[1]}; set fp8_format=none"
+    if config.fp8_recipe in MICROSCALED and capability < (10, 0):
+        return (
+            f"tensor cores have the products of {config.fp8_recipe} from compute capability 10.0 on (Blackwell), and "
+            f"this GPU has {capability[0]}.{capability[1]}; set precision.fp8_implementation=emulated (slow), or "
+            "precision.fp8_format=e4m3 with another precision.fp8_recipe"
+        )
     # cuBLAS has the scales of DeepSeek-V3's blocks on compute capability 9 only.
     if blockwise and capability[0] != 9:
         return "torch's scaled_mm has blocks on Hopper alone; set precision.fp8_recipe=tensorwise or rowwise"

@@ -62,10 +62,8 @@ class CastByDirection:
 
     def along_columns(self, map_rows: Map | None = None) -> Scaled:
         scaled = self.cast(self.x, self.dtype, self.margin)
-        if map_rows is None:
-            return scaled
         # A scale for each row is gathered with the row.
-        return Scaled(map_rows(scaled.data), map_rows(scaled.scale), scaled.granularity)
+        return scaled if map_rows is None else scaled.map_rows(map_rows)
 
     def along_rows(self) -> Scaled:
         # From the 16-bit matrix: rows of the transpose have other scales, so bytes of the first cast cannot be used.
@@ -84,13 +82,14 @@ class Scaling(Protocol):
         cut_over: Axis = SINGLE,
         note: bool = False,
         scale: Tensor | None = None,
+        sample: int = 0,
     ) -> Operand:
         """x: [rows, columns]. along: of the products to come. cut_over: ranks that hold the other shards of the matrix,
         and agree with this one on a scale of the whole. note: count it as one of the step. scale: the one that it got
-        before."""
+        before. sample: first one of the micro-batch, by which what is drawn at random is drawn."""
         ...
 
-    def restored(self, kept: Matrix, scale: Tensor | None, role: Role) -> Operand:
+    def restored(self, kept: Matrix, scale: Tensor | None, role: Role, cut_over: Axis = SINGLE) -> Operand:
         """The operand that had `kept` and `scale`."""
         ...
 
@@ -112,6 +111,7 @@ class CurrentScaling:
         cut_over: Axis = SINGLE,
         note: bool = False,
         scale: Tensor | None = None,
+        sample: int = 0,
     ) -> Operand:
         casts, dtype = _outside_of_compiler(self.casts), self.dtypes[role]
         if scale is not None:
@@ -120,7 +120,7 @@ class CurrentScaling:
         # the same layers.
         return casts.by_amaxes(x, largest_over(casts.amaxes(x), cut_over), dtype, self.margin, along)
 
-    def restored(self, kept: Matrix, scale: Tensor | None, role: Role) -> Operand:
+    def restored(self, kept: Matrix, scale: Tensor | None, role: Role, cut_over: Axis = SINGLE) -> Operand:
         return _restored(kept, scale)
 
 
@@ -143,6 +143,7 @@ class DelayedScaling:
         cut_over: Axis = SINGLE,
         note: bool = False,
         scale: Tensor | None = None,
+        sample: int = 0,
     ) -> Operand:
         casts, dtype = _outside_of_compiler(self.casts), self.dtypes[role]
         # From the second step of this process on: no look at the matrix before the cast, and no branch on the device.
@@ -153,7 +154,7 @@ class DelayedScaling:
             scale = self._first_scale(casts.amaxes(x).amax(), role, cut_over, note)
         return casts.by_scale(x, scale, dtype, along)
 
-    def restored(self, kept: Matrix, scale: Tensor | None, role: Role) -> Operand:
+    def restored(self, kept: Matrix, scale: Tensor | None, role: Role, cut_over: Axis = SINGLE) -> Operand:
         return _restored(kept, scale)
 
     def _first_scale(self, amax: Tensor, role: Role, cut_over: Axis, note: bool) -> Tensor:
@@ -189,10 +190,11 @@ class RowScaling:
         cut_over: Axis = SINGLE,
         note: bool = False,
         scale: Tensor | None = None,
+        sample: int = 0,
     ) -> Operand:
         return CastByDirection(x, _outside_of_compiler(self.casts).rows, self.dtypes[role], self.margin)
 
-    def restored(self, kept: Matrix, scale: Tensor | None, role: Role) -> Operand:
+    def restored(self, kept: Matrix, scale: Tensor | None, role: Role, cut_over: Axis = SINGLE) -> Operand:
         return self.operand(kept, role)
 
 
@@ -213,12 +215,13 @@ class BlockScaling:
         cut_over: Axis = SINGLE,
         note: bool = False,
         scale: Tensor | None = None,
+        sample: int = 0,
     ) -> Operand:
         casts = _outside_of_compiler(self.casts)
         cast = casts.square_blocks if role == "weight" else casts.row_blocks
         return CastByDirection(x, cast, self.dtypes[role], self.margin)
 
-    def restored(self, kept: Matrix, scale: Tensor | None, role: Role) -> Operand:
+    def restored(self, kept: Matrix, scale: Tensor | None, role: Role, cut_over: Axis = SINGLE) -> Operand:
         return self.operand(kept, role)
 
 

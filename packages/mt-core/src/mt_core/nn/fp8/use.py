@@ -14,7 +14,7 @@ from mt_core.errors import ConfigError
 from mt_core.nn.embedding import VocabParallelOutput
 from mt_core.nn.fp8.feed_forward import join_activations
 from mt_core.nn.fp8.history import AdvanceHistories, AmaxHistory
-from mt_core.nn.fp8.options import PRODUCTS, Fp8Options, resolve_options
+from mt_core.nn.fp8.options import MICROSCALED, PRODUCTS, Fp8Options, resolve_options
 from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.linear import LinearModule
 from mt_core.nn.model import NumberedLayers
@@ -85,7 +85,7 @@ def use_fp8(model: nn.Module, config: Config, ctx: ParallelContext, kernels: Ker
                 report.count(reason or _convert(module, report.options, histories))
             elif isinstance(module, UsesFp8):
                 report.count(reason or module.use_fp8(report.options))
-        if report.options.implementation in PRODUCTS:
+        if report.options.implementation in PRODUCTS and config.precision.fp8_recipe not in MICROSCALED:
             join_activations(layer, kernels)
     if config.precision.fp8_output_proj:
         for output in _output_layers(model, config):

@@ -103,6 +103,11 @@ def _reasons_in_settings(config: Config) -> Iterator[str]:
             "precision.fp8_implementation=te keeps scales on the host from call to call; use torch, or "
             "precision.fp8_format=none"
         )
+    if config.precision.fp8_recipe == "nvfp4" and config.precision.fp4_stochastic_rounding:
+        yield (
+            "precision.fp4_stochastic_rounding=true draws by the sample at hand, which a graph would repeat; set it to "
+            "false"
+        )
 
 
 def _reasons_in_layers(model: nn.Module, config: Config) -> Iterator[str]:

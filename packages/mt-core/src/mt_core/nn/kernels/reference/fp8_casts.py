@@ -27,7 +27,9 @@ FORMATS: Mapping[str, Mapping[Role, torch.dtype]] = {
     "e4m3": {"input": E4M3, "weight": E4M3, "gradient": E4M3},
     "hybrid": {"input": E4M3, "weight": E4M3, "gradient": E5M2},
 }
-"""By precision.fp8_format. Gradients have a wider range and need fewer digits."""
+"""By precision.fp8_format, of those in 8 bits. Gradients have a wider range and need fewer digits."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What the 16 codes of E2M1 stand for."""
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -53,6 +55,8 @@ def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 BLOCK = 128
+MX_BLOCK = 32
+E2M1_BLOCK = 16
 ALIGNMENT = 16
 """Scaled products of GPUs take lengths of contracted dimensions that this divides."""
 
@@ -68,6 +72,10 @@ class Granularity(Enum):
     """scale [rows, length / 128]"""
     SQUARE_BLOCK = "128x128"
     """scale [rows / 128, length / 128]"""
+    MX_BLOCK = "1x32"
+    """scale [rows, length / 32] in E8M0"""
+    E2M1_BLOCK = "1x16"
+    """scale [rows, length / 16] in e4m3, of E2M1 with two numbers a byte: data is [rows, length / 2] uint8"""
 
     @property
     def multiple(self) -> int:
@@ -75,22 +83,44 @@ class Granularity(Enum):
         return BLOCK if self in (Granularity.ROW_BLOCK, Granularity.SQUARE_BLOCK) else ALIGNMENT
 
 
+_SPREAD = {Granularity.ROW_BLOCK: BLOCK, Granularity.MX_BLOCK: MX_BLOCK, Granularity.E2M1_BLOCK: E2M1_BLOCK}
+"""Numbers of a row that share a scale."""
+
+
 @dataclass(frozen=True)
 class Scaled:
-    """data [rows, length] in FP8 stands for data * scale; scale is fp32 and spreads as `granularity` says."""
+    """data [rows, length] in FP8 stands for data * scale; scale is fp32 unless `granularity` says else, and spreads as
+    it says. whole: [] fp32, another factor of the whole matrix; None: 1."""
 
     data: Tensor
     scale: Tensor
     granularity: Granularity
+    whole: Tensor | None = None
 
     def decode(self) -> Tensor:
-        """[rows, length] fp32, up to its rounding what the FP8 numbers stand for."""
-        return self.data.float() * self._spread()
+        """[rows, length] fp32, up to its rounding what the numbers stand for."""
+        return self.decode_blocks() if self.whole is None else self.decode_blocks() * self.whole
+
+    def decode_blocks(self) -> Tensor:
+        """The same without the factor of the whole matrix."""
+        values = unpack_e2m1(self.data) if self.granularity is Granularity.E2M1_BLOCK else self.data.float()
+        return values * self._spread()
+
+    def map_rows(self, map_rows: Map) -> Scaled:
+        """With another set of rows, of which each has scales of its own."""
+        return replace(self, data=map_rows(self.data), scale=map_rows(self.scale))
 
     def _spread(self) -> Tensor:
         if self.granularity is Granularity.SQUARE_BLOCK:
             return self.scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-        return self.scale.repeat_interleave(BLOCK, 1) if self.granularity is Granularity.ROW_BLOCK else self.scale
+        length = _SPREAD.get(self.granularity)
+        return self.scale if length is None else self.scale.float().repeat_interleave(length, 1)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """[rows, n] uint8 -> [rows, 2n] fp32"""
+    codes = torch.stack([packed & 15, packed >> 4], 2).flatten(1)
+    return torch.tensor(E2M1, device=packed.device)[codes.long()]
 
 
 def cast_tensor(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Scaled:
