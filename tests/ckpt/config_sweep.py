@@ -183,7 +183,7 @@ class Sweep:
         vocabulary = external.get("vocab_size", external.get("text_config", {}).get("vocab_size"))
         side = external.get("image_size", external.get("vision_config", {}).get("image_size"))
         inputs = sweep_inputs(self.case)
-        if isinstance(side, int) and 0 < side != inputs["pixel_values"].shape[-1]:
+        if case_has_square_images(self.case) and isinstance(side, int) and 0 < side != inputs["pixel_values"].shape[-1]:
             images = torch.randn(*inputs["pixel_values"].shape[:-2], side, side, generator=torch.manual_seed(3))
             inputs["pixel_values"] = images
         # Without id 0, which pads in some cases. A vocabulary of it alone has no other.
@@ -193,6 +193,10 @@ class Sweep:
             name: 1 + (ids - 1) % (vocabulary - 1) if name.endswith("input_ids") else ids
             for name, ids in inputs.items()
         }
+
+
+def case_has_square_images(case: Case) -> bool:
+    return case.inputs not in ("text_with_patches", "text_with_pooled_patches", "text_with_sized_images")
 
 
 def with_few_positions(case: Case) -> Case:
@@ -242,6 +246,10 @@ def sweep_inputs(case: Case) -> dict[str, Tensor]:
         # [2 images, 2, 3, C, m, p, m, p] -> the patches row by row, with the colours of a pixel side by side
         cells = _cells().reshape(2, 2, 3, 3, 2, 2, 2, 2) * 0.5 + 0.5
         inputs["pixel_values"] = cells.permute(0, 1, 4, 2, 6, 5, 7, 3).reshape(2, 24, 12)
+    if case.inputs == "text_with_sized_images":
+        # [2 images, 2, 3, C, side, side] -> [2, C, 2 side, 3 side]
+        cells = _cells().reshape(2, 2, 3, 3, 4, 4)
+        inputs["pixel_values"] = cells.permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 8, 12)
     return inputs
 
 
@@ -263,7 +271,7 @@ def as_ours(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     if case.inputs == "images":
         return {"images": inputs["pixel_values"]}
     found = {"tokens": inputs["input_ids"]}
-    if case.inputs in ("text_with_patches", "text_with_pooled_patches"):
+    if case.inputs in ("text_with_patches", "text_with_pooled_patches", "text_with_sized_images"):
         return {**found, "images": _cells().view(2, 6, 3, 4, 4), "image_grids": torch.tensor([[[2, 3]]] * 2)}
     if "pixel_values" in inputs:
         images = inputs["pixel_values"]

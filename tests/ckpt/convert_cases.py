@@ -352,6 +352,18 @@ GEMMA4_VL: dict[str, Any] = {
     "image_token_index": 100,
     "vocab_size": 101,
 }  # fmt: skip
+MISTRAL3: dict[str, Any] = {
+    "family": "mistral3",
+    "vision_model": {
+        "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24, "patch_dim": 2,
+    },
+    "language_model": {
+        "family": "ministral3", "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
+        "ffn_hidden_size": 48, "max_position_embeddings": 64,
+    },
+    "image_token_index": 100,
+    "vocab_size": 101,
+}  # fmt: skip
 GEMMA4_VL_EXPERTS: dict[str, Any] = {
     **GEMMA4_VL,
     "vision_model": {**GEMMA4_VL["vision_model"], "clipped_linears": False, "standardized": True},

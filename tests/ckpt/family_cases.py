@@ -104,6 +104,7 @@ AUTO = {
     "Qwen3VLForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3_5ForConditionalGeneration": "AutoModelForImageTextToText",
     "Gemma4ForConditionalGeneration": "AutoModelForImageTextToText",
+    "Mistral3ForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3_5MoeForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3VLMoeForConditionalGeneration": "AutoModelForImageTextToText",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
@@ -216,6 +217,18 @@ def gemma4_vl(vision_keys: dict[str, Any], **text_keys: Any) -> Case:
     # Tokens of videos and sounds are in no text here.
     keys = {"image_token_id": IMAGE, **dict.fromkeys(("video_token_id", "audio_token_id"), 10_000)}
     return Case("gemma4_vl", "Gemma4ForConditionalGeneration", "Gemma4Config", keys, "text_with_pooled_patches", parts)
+
+
+def mistral3(kind: str, **text_keys: Any) -> Case:
+    vision = {
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "patch_size": 2,
+        "image_size": 40, "hidden_act": "silu",
+    }  # fmt: skip
+    text = {**DECODER, "head_dim": 8, "sliding_window": None, **text_keys}
+    parts = {"vision_config": ("PixtralVisionConfig", vision), "text_config": (f"{kind}Config", text)}
+    keys = {"image_token_index": IMAGE, "tie_word_embeddings": False}
+    model = "Mistral3ForConditionalGeneration"
+    return Case("mistral3", model, "Mistral3Config", keys, "text_with_sized_images", parts)
 
 
 def qwen_next_vl(kind: str, **text_keys: Any) -> Case:
@@ -517,6 +530,8 @@ CASES: dict[str, Case] = {
     "smolvlm": smolvlm(**DECODER, pad_token_id=0),
     "internvl": internvl(**DECODER, pad_token_id=0),
     "qwen2_5_vl": qwen_vl(**DECODER),
+    "mistral3": mistral3("Mistral"),
+    "mistral3 of ministral3": mistral3("Ministral3"),
     "gemma4 with pictures": gemma4_vl(
         {"use_clipped_linears": True}, hidden_size_per_layer_input=6, num_kv_shared_layers=2
     ),
@@ -593,6 +608,10 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
             "image_position_ids": torch.stack([x, y], -1).flatten(0, 1).expand(2, -1, -1),
             "mm_token_type_ids": (tokens == IMAGE).int(),
         }
+    if case.inputs == "text_with_sized_images":
+        tokens[:, 2:8] = IMAGE
+        whole = torch.randn(2, 3, 8, 12, generator=generator)
+        return {"input_ids": tokens, "pixel_values": whole, "image_sizes": torch.tensor([[8, 12]] * 2)}
     if case.inputs == "text_with_patches":
         tokens[:, 2:8] = IMAGE
         patches = torch.randn(48, 24, generator=generator)

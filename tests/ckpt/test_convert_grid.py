@@ -128,6 +128,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_vl": convert_cases.QWEN3_VL,
     "qwen3_vl_experts": convert_cases.QWEN3_VL_EXPERTS,
     "qwen_next_vl": convert_cases.QWEN_NEXT_VL,
+    "mistral3": convert_cases.MISTRAL3,
     "gemma4_vl": convert_cases.GEMMA4_VL,
     "gemma4_vl_experts": convert_cases.GEMMA4_VL_EXPERTS,
 }
@@ -137,6 +138,8 @@ NO_MEGATRON = {
     *("kimi_linear", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
     *("gemma4_vl", "gemma4_vl_experts"),
     *("nemotron_3", "granite_hybrid", "falcon_h1"),
+    *("nemotron_3", "granite_hybrid"),
+    *("gemma4_vl", "gemma4_vl_experts", "mistral3"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

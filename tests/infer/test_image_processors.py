@@ -19,6 +19,7 @@ from tests.models.qwen3_vl_reference import make_reference as make_qwen3
 from tests.models.qwen_vl_reference import SIDE as CELL
 from tests.models.qwen_vl_reference import make_reference
 from tests.models.test_llava import TOWER, llava
+from tests.models.test_mistral3 import make_reference as make_mistral3
 
 from mt_ckpt.hugging_face.family import family_named
 from mt_core.checkpoint_lookup import open_checkpoint
@@ -100,6 +101,19 @@ def gemma4_vl(folder: Path, image: Image.Image) -> Published:
     return Published(processor, cells * 2 - 1)
 
 
+def mistral3(folder: Path, image: Image.Image) -> Published:
+    """The image is made smaller, to whole cells of 2 by 2 patches of 3 pixels; the processor of texts doubles them."""
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+    make_mistral3("mistral").save_pretrained(folder)
+    processor = PixtralImageProcessorPil(patch_size=3, size={"longest_edge": 25}, resample=LANCZOS, **COLOURS)
+    processor.save_pretrained(folder)
+    found = processor(images=[image], patch_size={"height": CELL, "width": CELL}, return_tensors="np")["pixel_values"]
+    rows, columns = (side // CELL for side in found.shape[-2:])
+    cells = found.reshape(3, rows, CELL, columns, CELL).transpose(1, 3, 0, 2, 4)
+    return Published(processor, cells.reshape(-1, 3, CELL, CELL))
+
+
 def llava_with(kind: str, folder: Path, image: Image.Image, **sizes: Any) -> Published:
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -119,6 +133,7 @@ FAMILIES = {
     "qwen_vl": qwen_vl,
     "qwen3_vl": lambda folder, image: qwen_vl(folder, image, make_qwen3),
     "gemma4_vl": gemma4_vl,
+    "mistral3": mistral3,
     "llava, cropped": lambda folder, image: llava_with(
         "clip", folder, image, size={"shortest_edge": EDGE}, crop_size=SQUARE
     ),
@@ -180,7 +195,7 @@ def test_values_that_do_not_fit_the_model_are_named(family: str, fields: dict[st
 def test_images_for_a_model_of_text_name_the_families_that_take_some(tmp_path: Path) -> None:
     shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 9}
     config = config_from_dict({"model": {"family": "llama", **shape}}, HOST)
-    families = "gemma4_vl, internvl, llava, qwen3_vl, qwen_next_vl, qwen_vl, smolvlm"
+    families = "gemma4_vl, internvl, llava, mistral3, qwen3_vl, qwen_next_vl, qwen_vl, smolvlm"
     words = f"model.family=llama takes no images; models of these families do: {families}"
     with pytest.raises(ConfigError, match=words):
         VisualQuestions([], ByteLevelTokenizer(), config, keys={}, sampling=SamplingParameters())

@@ -54,6 +54,7 @@ EXAMPLE_LAYOUTS = [
     ("qwen3_vl", TP, SP),
     ("qwen_next_vl", PP),
     # Images whose positions see one another.
+    ("mistral3", PP),
     ("gemma4_vl", PP),
     ("gemma4_vl", TP, SP),
     # A tower is a part of the first stage, and whole where texts are divided;

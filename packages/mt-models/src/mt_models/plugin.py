@@ -34,6 +34,7 @@ from mt_models import (
     minimax_m2,
     ministral3,
     mistral,
+    mistral3,
     mixtral,
     olmo,
     olmo_hybrid,
@@ -99,6 +100,7 @@ FAMILIES = (
     qwen3_vl.SPEC,
     qwen_next_vl.SPEC,
     gemma4_vl.SPEC,
+    mistral3.SPEC,
     *heads.SPECS,
 )
 LOSSES = (bert.LOSS, *heads.LOSSES, biencoder.LOSS)

@@ -17,8 +17,7 @@ from mt_core.nn.activations import gelu_tanh
 from mt_core.nn.attention import AttentionCore
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, normal, ones, zeros
-from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear, linear
-from mt_core.nn.main_grad import with_main_gradient
+from mt_core.nn.linear import ColumnParallelLinear, RowParallelLinear
 from mt_core.nn.norm import Norm, build_head_norm, build_norm
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.linear import ReplicatedLinear
@@ -26,7 +25,7 @@ from mt_models.blocks.norm import ScaleFreeRMSNorm
 from mt_models.blocks.rotary import FixedRotary, inverse_frequencies, rotate
 from mt_models.gemma4.attention import ScaledQueryNorm
 from mt_models.gemma4_vl.config import Gemma4VisionConfig, Gemma4VLConfig
-from mt_models.vision.patches import Grid, PatchGroups, image_groups, patch_positions
+from mt_models.vision.patches import Grid, PatchGroups, StillPatchEmbedding, image_groups, patch_positions
 
 # -- matrices with bounds ----------------------------------------------------------------------------
 
@@ -77,24 +76,6 @@ class BoundedLinear(nn.Module):
 
 
 # -- patches -----------------------------------------------------------------------------------------
-
-
-class StillPatchEmbedding(LayoutModule):
-    """images [V, C, m p, m p] -> [1, P, H]. The weight has the shape of a convolution's kernel, [H, C, p, p]."""
-
-    weight: Tensor
-
-    def __init__(self, hidden_size: int, channels: int, side: int, std: float, ctx: ParallelContext) -> None:
-        super().__init__(ctx)
-        self.side = side
-        self.declare("weight", ParameterLayout((hidden_size, channels, side, side), normal(std)))
-
-    def forward(self, images: Tensor) -> Tensor:
-        # [V, C, m, m, p, p]: windows of p by p pixels, row by row of the cell
-        patches = images.to(self.weight.dtype).unfold(2, self.side, self.side).unfold(3, self.side, self.side)
-        patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3)  # [V, m, m, C p p]
-        matrix = with_main_gradient(self.weight, lambda kernel: kernel.flatten(1))
-        return linear(patches.flatten(0, 2)[None], matrix, None)
 
 
 class RowAndColumnPositions(LayoutModule):

@@ -31,7 +31,8 @@ from mt_models.vision import hugging_face as vision
 # -- decoders ----------------------------------------------------------------------------------------
 
 DECODERS: Mapping[str, Lazy[HuggingFaceFamily]] = {
-    name: Lazy(f"mt_models.{name}.hugging_face:HUGGING_FACE") for name in ("llama", "mistral", "qwen", "gemma", "gpt")
+    name: Lazy(f"mt_models.{name}.hugging_face:HUGGING_FACE")
+    for name in ("llama", "mistral", "ministral3", "qwen", "gemma", "gpt")
 }
 """Family -> its maps. Others can be trained as LLaVA's decoder, but not exported."""
 

@@ -1,4 +1,4 @@
-"""Patches of images of any size: groups of them for attention, their positions, rotary angles.
+"""Patches of images of any size: their embedding, groups of them for attention, their positions, rotary angles.
 
 Images are rows and columns of merged patches ("cells"), of m x m patches each. Patches of all images stand in one row
 of length P: image by image, cells row by row, the patches of a cell row by row.
@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from mt_core.nn.attention import AttentionPattern
+from mt_core.nn.layout import LayoutModule, ParameterLayout, normal
+from mt_core.nn.linear import linear
+from mt_core.nn.main_grad import with_main_gradient
+from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.rotary import RotaryAngles
 
 Grid = tuple[int, int]
@@ -87,3 +91,21 @@ class AxialAngles(RotaryAngles):
         angles = torch.cat([places * turns for places, turns in pairs], dim=-1)
         self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
         self.in_window = None
+
+
+class StillPatchEmbedding(LayoutModule):
+    """images [V, C, m p, m p] -> [1, P, H]. The weight has the shape of a convolution's kernel, [H, C, p, p]."""
+
+    weight: Tensor
+
+    def __init__(self, hidden_size: int, channels: int, side: int, std: float, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.side = side
+        self.declare("weight", ParameterLayout((hidden_size, channels, side, side), normal(std)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        # [V, C, m, m, p, p]: windows of p by p pixels, row by row of the cell
+        patches = images.to(self.weight.dtype).unfold(2, self.side, self.side).unfold(3, self.side, self.side)
+        patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3)  # [V, m, m, C p p]
+        matrix = with_main_gradient(self.weight, lambda kernel: kernel.flatten(1))
+        return linear(patches.flatten(0, 2)[None], matrix, None)

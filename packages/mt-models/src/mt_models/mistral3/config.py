@@ -1,0 +1,185 @@
+"""Configuration of Mistral 3 with pictures: Pixtral's vision transformer, the decoder; published sizes and FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from mt_core.config.fields import NonNegativeInt, PositiveFloat
+from mt_core.config.schema import Config
+from mt_core.config_map import MegatronMap
+from mt_core.errors import ConfigError
+from mt_models.flops import flops_per_token
+from mt_models.llava.config import (
+    CLIP_MEAN,
+    CLIP_STD,
+    Part,
+    ProjectionActivation,
+    check_decoder,
+    validated,
+)
+from mt_models.llava.dynamic_config import (
+    DynamicResolutionConfig,
+    MergedPatchConfig,
+    check_merged_patches,
+    check_samples,
+    largest_image,
+    refuse_context_parallel,
+)
+from mt_models.ministral3.config import PRESETS as MINISTRALS
+from mt_models.vision.config import ImageFlops
+
+DECODERS = ("mistral", "ministral3")
+"""Families of decoders."""
+
+
+class PixtralVisionConfig(MergedPatchConfig):
+    """Pixtral's vision transformer (Agrawal et al., *Pixtral 12B*, 2024): patches of images of any size, 2D rotary
+    positions, RMSNorm, a gated feed-forward, no biases."""
+
+    norm_epsilon: Annotated[float, Field(ge=0)] = 1e-5
+    """Added to the mean square."""
+    activation: Literal["swiglu", "geglu"] = "swiglu"
+    """Activation of the gated feed-forward."""
+    rotary_base: PositiveFloat = 10000.0
+    """Base of the rotary wavelengths."""
+
+    # Values of the shared blocks' keys that are not those of other encoders.
+
+    @property
+    def normalization(self) -> Literal["RMSNorm"]:  # type: ignore[override]
+        return "RMSNorm"
+
+    @property
+    def add_bias_linear(self) -> bool:
+        return False
+
+    @property
+    def add_qkv_bias(self) -> bool:
+        return False
+
+
+def vision_section(value: Any) -> Any:
+    return validated("model.vision_model", PixtralVisionConfig, value) if isinstance(value, Mapping) else value
+
+
+class Mistral3Config(DynamicResolutionConfig):
+    """Pixtral's vision transformer in front of Mistral or Ministral 3, as Mistral Small 3.1 and Ministral 3 have it."""
+
+    PUBLISHED_IMAGES: ClassVar[dict[str, Any]] = {
+        "image_mean": CLIP_MEAN,
+        "image_std": CLIP_STD,
+        "image_markers": "pixtral",
+        "size_rule": "longest_edge",
+    }
+    PUBLISHED_CELLS: ClassVar[tuple[int, int]] = (1, 3025)
+
+    vision_model: Annotated[PixtralVisionConfig, BeforeValidator(vision_section)]  # type: ignore[assignment]
+    """A table with the keys of the vision transformer."""
+    image_token_index: NonNegativeInt = 10
+    """The id that stands for an image in the text, once for each of its merged patches."""
+    projection_activation: ProjectionActivation = "gelu"
+    """Between the matrices of the projection."""
+    projection_bias: bool = False
+    """Biases in the projection."""
+    freeze: list[Part] = Field(default_factory=list)
+    """Parts that are not trained: vision_model, vision_projection, language_model."""
+
+    @property
+    def projection_weights(self) -> int:
+        tower, hidden = self.vision_model, int(self.decoder.hidden_size)
+        merger = tower.hidden_size**2 * tower.merged_patches
+        return merger + tower.hidden_size * hidden + hidden**2
+
+
+def check_mistral3(config: Config) -> None:
+    """Raise ConfigError for parts that cannot be built or do not fit together, or samples made for another model."""
+    model = config.model
+    assert isinstance(model, Mistral3Config)
+    refuse_context_parallel(config)
+    if model.decoder.family not in DECODERS:
+        raise ConfigError(
+            f"model.language_model.family={model.decoder.family} is no decoder of model.family=mistral3; it can be "
+            f"{' or '.join(DECODERS)}"
+        )
+    check_merged_patches(model.vision_model, config)
+    check_samples(model, config)
+    check_decoder(model, config)
+
+
+def shrink_mistral3(model: Mapping[str, Any], seq_length: int) -> dict[str, Any]:
+    """See `ModelSpec.shrink`. The image token is behind every vocabulary."""
+    return {
+        "vision_model": {**model["vision_model"], "patch_dim": 2},
+        "image_token_index": max(model["image_token_index"], 100_000),
+    }
+
+
+# -- published sizes ---------------------------------------------------------------------------------
+
+TOWER = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "ffn_hidden_size": 4096}
+SMALL = {
+    "family": "mistral",
+    "num_layers": 40,
+    "hidden_size": 5120,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "ffn_hidden_size": 32768,
+    "max_position_embeddings": 131072,
+    "norm_epsilon": 1e-5,
+    "rotary_base": 1000000000.0,
+    "sliding_window": None,
+}
+
+
+def _preset(decoder: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": {
+            "vision_model": TOWER,
+            "language_model": decoder,
+            "vocab_size": 131072,
+            "image_token_index": 10,
+        },
+        "data": {"seq_length": 4096},
+    }
+
+
+def _ministral(name: str) -> dict[str, Any]:
+    keys = {key: value for key, value in MINISTRALS[name]["model"].items() if key != "vocab_size"}
+    return _preset({"family": "ministral3", **keys})
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "mistral-small-3.1-24b": _preset(SMALL),
+    **{f"{name}-vl": _ministral(name) for name in MINISTRALS},
+}
+
+
+# -- FLOPs (counted as in mt_models.flops) -----------------------------------------------------------
+
+
+def image_flops(config: PixtralVisionConfig, cells: int) -> ImageFlops:
+    """Forward FLOPs of an image of so many cells, in which all patches see one another."""
+    patches, hidden = cells * config.merged_patches, config.hidden_size
+    return ImageFlops(
+        patches=2 * patches * config.num_channels * config.patch_dim**2 * hidden,
+        attention_projections=config.num_layers * patches * 8 * hidden**2,
+        attention_core=config.num_layers * 4 * patches**2 * hidden,
+        feed_forward=config.num_layers * patches * 6 * hidden * config.ffn_size,
+        pooler=0.0,
+        output=0.0,
+    )
+
+
+def training_flops(config: Config) -> float:
+    """See `ModelSpec.training_flops`: of a sample with one image, the largest that it can have."""
+    model: Any = config.model
+    cells, length = largest_image(config), config.data.seq_length
+    image = image_flops(model.vision_model, cells).training + 3 * 2.0 * cells * model.projection_weights
+    return float(image + length * flops_per_token(model.decoder, length).training)
+
+
+MEGATRON = MegatronMap(unsupported="Megatron-Core has no vision transformer with patches of any number")
