@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mt_ckpt.gguf.file import GGUFFile
+from mt_ckpt.gguf.split_files import GGUFTensors
 from mt_core.errors import CheckpointError
 
 T = TypeVar("T", int, float, str, bool)
@@ -52,7 +52,7 @@ class ArchitectureMetadata:
     Numbers are those that somebody wrote: the file holds 1e-05 in 32 bits, which is 9.999999747378752e-06.
     """
 
-    def __init__(self, architecture: str, file: GGUFFile) -> None:
+    def __init__(self, architecture: str, file: GGUFTensors) -> None:
         self.architecture, self._file = architecture, file
 
     def get(self, key: str, kind: type[T]) -> T | None:

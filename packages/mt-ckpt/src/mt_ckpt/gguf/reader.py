@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.gguf.families import Architecture, family_of_file
-from mt_ckpt.gguf.file import GGUFFile
 from mt_ckpt.gguf.metadata import ArchitectureMetadata
+from mt_ckpt.gguf.split_files import GGUFTensors, file_at, open_files
 from mt_ckpt.gguf.tokenizer import tokenizer_files
 from mt_ckpt.hugging_face.family import check_layers, family_named, read_config
 from mt_ckpt.hugging_face.reader import HuggingFaceReader
@@ -21,17 +21,17 @@ from mt_core.plugins import PluginHost
 
 
 def detect(path: Path) -> bool:
-    """Whether `path` is a .gguf file, or a directory that holds exactly one."""
-    return _file_at(path) is not None
+    """Whether `path` is a .gguf file, or a directory that holds exactly one model, perhaps in several."""
+    return file_at(path) is not None
 
 
 def open_checkpoint(path: Path, host: PluginHost) -> HuggingFaceReader:
     """Raises CheckpointError for a file that is damaged or whose tensors do not fit, ConfigError for a model of an
     architecture that no installed family has."""
-    file = _file_at(path)
+    file = file_at(path)
     if file is None:
-        raise CheckpointError(f"{path}: neither a .gguf file nor a directory with exactly one")
-    stored = GGUFFile(file)
+        raise CheckpointError(f"{path}: neither a .gguf file nor a directory with exactly one, or one model in parts")
+    stored = open_files(file)
     metadata = ArchitectureMetadata(str(stored.metadata.get("general.architecture")), stored)
     family, architecture = family_of_file(metadata, host)
     external = read_external(metadata, architecture)
@@ -63,17 +63,9 @@ def _needed(metadata: ArchitectureMetadata, key: Any) -> Any:
 class _Tensors:
     """The file's tensors (an ExternalTensors)."""
 
-    def __init__(self, file: GGUFFile) -> None:
+    def __init__(self, file: GGUFTensors) -> None:
         self._file = file
         self.infos: Mapping[str, TensorInfo] = file.tensors
 
     def read(self, name: str) -> Tensor:
         return self._file.read(name)
-
-
-def _file_at(path: Path) -> Path | None:
-    if path.is_file():
-        return path if path.suffix == ".gguf" else None
-    # Of several files nothing says which is meant (a model in parts, or quantized in several ways).
-    found = list(path.glob("*.gguf"))
-    return found[0] if len(found) == 1 else None
