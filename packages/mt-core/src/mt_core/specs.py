@@ -462,6 +462,11 @@ class ModelTransformSpec(Spec):
     applies: Lazy[Callable[[Any], bool]]
     """(config: mt_core.config.Config) -> whether the configuration turns it on"""
     transform: Lazy[TransformModel]
+    adapt: Lazy[Callable[[CheckpointReader, Any, Any], CheckpointReader]] | None = None
+    """(reader, config, host) -> the checkpoint that a run starts from (checkpoint.load) under the names and in the form
+    of the model after the transform. None: as it is."""
+    replaces_parameters: bool = False
+    """Parameters that the family declares have no memory before the transforms, which replace the large ones."""
 
 
 MODEL_TRANSFORMS = Kind("model_transforms", "a model transform", ModelTransformSpec, "mt-core")

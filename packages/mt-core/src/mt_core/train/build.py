@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,7 +52,7 @@ from mt_core.plugins import PluginHost
 from mt_core.specs import DATASETS, LR_SCHEDULES, MODEL_TRANSFORMS, MODELS, OPTIMIZERS, TOKENIZERS
 from mt_core.train.auto_choices import REMAINDERS
 from mt_core.train.checkpoint.state import merged_over_stages
-from mt_core.train.memory import build_within_memory
+from mt_core.train.memory import WithoutMemory, allocate_parameters, build_within_memory
 
 ModelProvider = Callable[[Any, ModelBuildContext], nn.Module]
 """(section [model], environment) -> the model, or the stages of it that the environment names"""
@@ -189,8 +190,10 @@ def build_model(
     require_batch_invariance(config, ctx.device)
     provider = provider or host[MODELS].get(config.model.family, key="model.family").build.load()
     environment = ModelBuildContext(config, ctx, host, stages, kernels)
-    model = provider(config.model, environment)
+    with parameters_without_memory(config, host):
+        model = provider(config.model, environment)
     model = transform_model(model, environment)
+    allocate_parameters(model, ctx.device)
     use_kernels(model.modules(), environment.kernels)
     use_fp8(model, config, ctx, environment.kernels)
     return model
@@ -202,6 +205,12 @@ def transform_model(model: nn.Module, context: ModelBuildContext) -> nn.Module:
         if spec.applies.load()(context.config):
             model = spec.transform.load()(model, context.config, context)
     return model
+
+
+def parameters_without_memory(config: Config, host: PluginHost) -> AbstractContextManager[object]:
+    """A context in which a family declares parameters that are not allocated, where a transform replaces them."""
+    replaces = any(spec.replaces_parameters and spec.applies.load()(config) for spec in host[MODEL_TRANSFORMS])
+    return WithoutMemory() if replaces else nullcontext()
 
 
 def count_flops(config: Config, host: PluginHost) -> float | None:

@@ -56,13 +56,32 @@ class Budget(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Only parameters are allocated so; temporaries of initialization come later.
-        if func is not torch.empty:
+        if func is not torch.empty or str((kwargs or {}).get("device")) == "meta":
             return func(*args, **(kwargs or {}))
         # Meta tensors have shape and dtype and no memory, so the size is found without allocating it.
         planned = func(*args, **{**(kwargs or {}), "device": "meta"})
         self.left -= planned.numel() * planned.element_size()
         # Past the budget the model is finished on the meta device, so that its whole size can be reported.
         return func(*args, **(kwargs or {})) if self.left >= 0 else planned
+
+
+class WithoutMemory(TorchFunctionMode):
+    """`torch.empty`, which allocates all parameters and nothing else, returns meta tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = {**(kwargs or {}), "device": "meta"} if func is torch.empty else kwargs or {}
+        return func(*args, **options)
+
+
+def allocate_parameters(model: nn.Module, device: torch.device) -> None:
+    """Give memory to the parameters that have none, on the device of the model. Shared ones stay shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta and device.type != "meta":
+                memory = torch.empty_like(parameter, device=device)
+                made.setdefault(parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+                module._parameters[name] = made[parameter]
 
 
 def build_within_memory(

@@ -82,9 +82,8 @@ def _new_entry(
     reader = open_checkpoint(path, host)
     if adapted(reader, config, host) is not reader:
         raise ConfigError(
-            f"checkpoint.save_frozen=false: {path} is of another family, whose weights "
-            f"model.family={config.model.family} "
-            "takes under other names; set save_frozen to true"
+            f"checkpoint.save_frozen=false: the run takes the weights of {path} under other names or in another form "
+            "(another family, or adapter.base); set save_frozen to true"
         )
     names = _frozen_names(layouts, ctx, reader, config.checkpoint)
     if isinstance(reader, OverBase):

@@ -18,7 +18,7 @@ from mt_core.config.schema import CheckpointConfig, Config
 from mt_core.errors import CheckpointError, ConfigError
 from mt_core.nn.layout import ParameterLayout
 from mt_core.plugins import PluginHost
-from mt_core.specs import MODELS, StartsFrom
+from mt_core.specs import MODEL_TRANSFORMS, MODELS, StartsFrom
 from mt_core.train.checkpoint.state import MODEL, RunState, merged_over_stages, require_fit, shapes_of_all_stages
 
 
@@ -56,9 +56,14 @@ class PartialLoad:
 
 def adapted(reader: CheckpointReader, config: Config, host: PluginHost) -> CheckpointReader:
     """The checkpoint under the names of the model that is trained, where it is of another family that this one starts
-    from (`ModelSpec.adapt`); else as it is."""
+    from (`ModelSpec.adapt`) or a model transform changes what a model holds (`ModelTransformSpec.adapt`); else as it
+    is."""
     adapt = host[MODELS].get(config.model.family, key="model.family").adapt
-    return reader if adapt is None else adapt.load()(reader, config, host)
+    reader = reader if adapt is None else adapt.load()(reader, config, host)
+    for spec in sorted(host[MODEL_TRANSFORMS], key=lambda spec: spec.name):
+        if spec.adapt is not None and spec.applies.load()(config):
+            reader = spec.adapt.load()(reader, config, host)
+    return reader
 
 
 def load_weights(
