@@ -44,6 +44,8 @@ EXPERTS = (
     'adapter.targets=["all-linear", "router"]',
 )
 ETP2 = "parallel.expert_tensor_parallel_size=2"
+NF4 = ("adapter.base=nf4", "adapter.base_block_size=16")
+INT8, FP8 = ("adapter.base=int8",), ("adapter.base=fp8", "adapter.base_block_size=16")
 CASES = [
     (2, (*LORA, TP2)),
     (2, (*LORA, *LLAMA, TP2, SP)),
@@ -66,6 +68,11 @@ CASES = [
     (2, (*LORA, *EXPERTS, EP2)),
     (4, (*LORA, *EXPERTS, TP2, EP2, ETP2)),
     (4, (*LORA, *EXPERTS, TP2, SP, EP2, ZERO)),
+    (4, (*LORA, *LLAMA, *NF4, TP2, SP, PP2)),
+    (2, (*LORA, *NF4, FSDP)),
+    (4, (*DORA, *LLAMA, *INT8, TP2, ZERO)),
+    (4, (*LORA, *EXPERTS, *FP8, TP2, EP2, ETP2)),
+    (4, (*LORA, *EXPERTS, *NF4, EP2, ZERO)),
 ]
 
 

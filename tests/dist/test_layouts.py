@@ -103,7 +103,7 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
         mine, theirs = getattr(found, kind), getattr(reference, kind)
         assert mine.keys() == theirs.keys()
         for name, value in theirs.items():
-            off = (mine[name] - value).norm() / value.norm().clamp(min=1e-12)
+            off = (mine[name].float() - value.float()).norm() / value.float().norm().clamp(min=1e-12)
             assert off < tolerance, f"{kind} of {name} differ by {off:.1e}"
 
 

@@ -217,6 +217,15 @@ def mt_register_model_transforms() -> list[ModelTransformSpec]:
             transform=Lazy("mt_tune.adapters.transform:add_adapters"),
         ),
         ModelTransformSpec(
+            # By its name behind "adapter", which decides what is frozen.
+            name="adapter_base",
+            doc="Holds the frozen matrices of a model with adapters as adapter.base says: nf4, int8, fp8, int4",
+            applies=Lazy("mt_tune.adapters.config:has_quantized_base"),
+            transform=Lazy("mt_tune.adapters.quantized_base:quantize_base"),
+            adapt=Lazy("mt_tune.adapters.quantized_reading:quantized_checkpoint"),
+            replaces_parameters=True,
+        ),
+        ModelTransformSpec(
             name="embedding_noise",
             doc="Adds the noise of tune.neftune_noise_alpha to token embeddings while training",
             applies=Lazy("mt_tune.sft.config:has_noise"),

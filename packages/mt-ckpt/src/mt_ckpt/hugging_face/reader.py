@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from mt_ckpt.hugging_face.tokenizer import image_processor, read_tokenizer_files
 from mt_ckpt.hugging_face.variants import identify_variant
 from mt_ckpt.pickles.torch_file import NamedTensorsFile
 from mt_ckpt.quantized.methods import BESIDE, dequantized
-from mt_ckpt.quantized.weights import DequantizedTensors, format_of
+from mt_ckpt.quantized.weights import DequantizedTensors, Parts, QuantizedWeight, format_of
 from mt_core.checkpoint_lookup import MODEL
 from mt_core.config_map import tokenizer_section
 from mt_core.errors import CheckpointError, did_you_mean
@@ -72,6 +73,17 @@ def _image_data(family: Family, model: Any, files: Mapping[str, bytes]) -> dict[
     if family.preprocessor is None or external is None:
         return {}
     return {"data": dict(family.preprocessor.read(model, external))}
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A quantized tensor of a folder. read: its parts, role -> stored tensor, with scales that were looked at."""
+
+    weight: QuantizedWeight
+    read: Callable[[], Parts]
+
+    def refuse(self, why: str) -> NoReturn:
+        raise CheckpointError(f"{self.weight.name}: {why}")
 
 
 class HuggingFaceReader:
@@ -130,6 +142,17 @@ class HuggingFaceReader:
 
     def stored_formats(self) -> Mapping[str, StoredFormat]:
         return {name: _stored_as(rule, self._tensors, self._stored) for name, rule in self._rules.items()}
+
+    def stored_weights(self, name: str) -> tuple[Rule, Mapping[str, StoredWeight | None]]:
+        """The rule of a canonical tensor, and each of its sources as it is stored; None: unquantized."""
+        rule, tensors = self._rules[name], self._tensors
+        if not isinstance(tensors, DequantizedTensors):
+            return rule, dict.fromkeys(rule.sources)
+        found = {source: tensors.weights.get(self._stored[source]) for source in rule.sources}
+        return rule, {
+            source: None if weight is None else StoredWeight(weight, partial(tensors.read_parts, weight))
+            for source, weight in found.items()
+        }
 
     def _info(self, source: str) -> TensorInfo:
         return self._tensors.infos[self._stored[source]]

@@ -204,13 +204,13 @@ class IntegerFill:
     def __call__(self, values: Tensor, parts: Parts) -> None:
         rows, columns = values.shape
         bits, scale = self.group.bits, parts[SCALE].reshape(rows if self.group.strategy != "tensor" else 1, -1)
-        zeros = self._zeros(parts[ZERO], rows, scale.shape[-1]) if ZERO in parts else None
+        zeros = self.zeros(parts[ZERO], rows, scale.shape[-1]) if ZERO in parts else None
         unpack = unpack_bits if self.dense else unpack_words
         for part in row_slices(rows, columns):
             codes = unpack(parts[PACKED][part], bits, columns).to(torch.int16) - (1 << bits - 1)
             values[part] = _scaled(codes, scale, zeros, part, self.group, parts.get(ORDER))
 
-    def _zeros(self, packed: Tensor, rows: int, groups: int) -> Tensor:
+    def zeros(self, packed: Tensor, rows: int, groups: int) -> Tensor:
         """[rows, groups]; packed along the rows, unless it is int8."""
         if packed.dtype == torch.int8:
             return packed.reshape(rows, groups)

@@ -77,11 +77,16 @@ class DequantizedTensors:
         weight = self.weights.get(name)
         if weight is None:
             return self.stored.read(name)
-        parts = {role: self.stored.read(part) for role, part in weight.parts.items()}
-        require_scales(weight, parts)
+        parts = self.read_parts(weight)
         values = torch.empty(weight.info.shape, dtype=weight.info.dtype)
         weight.fill(values, parts)
         return values
+
+    def read_parts(self, weight: QuantizedWeight) -> Parts:
+        """The parts of a weight as they are stored. Raises CheckpointError for scales that are none."""
+        parts = {role: self.stored.read(part) for role, part in weight.parts.items()}
+        require_scales(weight, parts)
+        return parts
 
     def require_scales(self) -> None:
         """Read all scales, and no weights. Raises CheckpointError that names the first that is none."""

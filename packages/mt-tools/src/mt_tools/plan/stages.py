@@ -26,6 +26,7 @@ from mt_core.parallel.pipeline.stage import ActivationsForm, Pipelined, Stage, w
 from mt_core.plugins import PluginHost
 from mt_core.specs import DATASETS, MODELS
 from mt_core.train.auto_choices import with_resolved_loss
+from mt_core.train.build import transform_model
 from mt_tools.plan.activations import StageCost, empty_hidden, measure, sum_of
 from mt_tools.plan.fakes import ON_GPUS, PlannedEnvironment, PlannedKernels, UndrawnStreams
 from mt_tools.plan.fused_kernels import ConfiguredKernels, use_planned_products
@@ -220,7 +221,7 @@ def build_on_meta(
     build: Callable[..., nn.Module] = host[MODELS].get(config.model.family, key="model.family").build.load()
     chosen = ConfiguredKernels(config, ctx)
     environment = PlannedEnvironment(config, ctx, host, stages, chosen, counting=kernels, capability=capability)
-    model = build(config.model, environment)
+    model = transform_model(build(config.model, environment), environment)
     use_kernels(model.modules(), chosen)
     use_fp8(model, with_planned_fp8(config), ctx, chosen)
     use_planned_products(model)

@@ -16,6 +16,7 @@ AdapterType = Literal["none", "lora", "dora", "vera", "ia3", "trainable_tokens"]
 LOW_RANK = ("lora", "dora")
 ON_LAYERS = ("lora", "dora", "vera", "ia3")
 ON = (*ON_LAYERS, "trainable_tokens")
+QUANTIZED = ("nf4", "int8", "fp8", "int4")
 ALL_LINEAR = "all-linear"
 
 
@@ -58,6 +59,16 @@ class AdapterConfig(Section):
     """Seed of the frozen matrices that all layers share."""
     d_initial: PositiveFloat = used_when(0.1, type="vera")
     """Initial value of the vectors of rank size."""
+    base: Literal["none", "nf4", "int8", "fp8", "int4"] = used_when("none", type=ON)
+    """How the frozen matrices of linear layers and experts are held in memory; none: in precision.dtype."""
+    base_block_size: PositiveInt | None = used_when(None, base=QUANTIZED)
+    """Numbers of a row that share a scale. None: 64 of nf4, 128 of fp8 and int4, and of int8 the whole row."""
+    base_double_quant: bool = used_when(True, base="nf4")
+    """Quantize the scales of nf4 too, as bitsandbytes does with bnb_4bit_use_double_quant."""
+    base_excluded: list[str] = used_when([], base=QUANTIZED)
+    """Layers that stay in precision.dtype, named as targets are."""
+    base_requantize: bool = used_when(False, base=QUANTIZED)
+    """Quantize weights anew that checkpoint.load has in another quantized format, which rounds them twice."""
     trainable_token_indices: list[NonNegativeInt] = used_when([], type=ON)
     """Ids whose rows of the embedding are trained."""
     modules_to_save: list[str] = used_when([], type=ON)
@@ -80,6 +91,10 @@ class AdapterConfig(Section):
         return self.type != "none"
 
 
+def has_quantized_base(config: Config) -> bool:
+    return config.section(AdapterConfig).base != "none"
+
+
 def has_adapter(config: Config) -> bool:
     return config.section(AdapterConfig).is_on
 
@@ -93,8 +108,26 @@ def check_adapter(config: Config) -> None:
         raise ConfigError("adapter.type=trainable_tokens trains the rows of adapter.trainable_token_indices; name ids")
     if len(set(adapter.trainable_token_indices)) < len(adapter.trainable_token_indices):
         raise ConfigError("adapter.trainable_token_indices names an id twice")
+    if adapter.base != "none":
+        _check_base(adapter, config)
     if config.precision.fp8_format != "none":
         raise ConfigError(
             f"precision.fp8_format={config.precision.fp8_format} quantizes the products of the frozen layers too, "
             "which adapters are not proved with; set it to none"
         )
+
+
+def _check_base(adapter: AdapterConfig, config: Config) -> None:
+    if config.train.compile != "none":
+        raise ConfigError(
+            f"train.compile={config.train.compile}: products with the weights of adapter.base={adapter.base} are not "
+            "compiled; set train.compile=none"
+        )
+    if config.checkpoint.load_parts:
+        raise ConfigError(
+            f"checkpoint.load_parts with adapter.base={adapter.base}: quantized parts cannot be told from others; "
+            "convert them into one folder, and name it in checkpoint.load"
+        )
+    size = adapter.base_block_size
+    if size is not None and (size % 2 or size < 16):
+        raise ConfigError(f"adapter.base_block_size={size}: it can be an even number from 16 on")

@@ -27,6 +27,7 @@ from mt_tune.adapters.base import Adapter, Names, Take, Values, put
 from mt_tune.adapters.config import AdapterConfig
 from mt_tune.adapters.dropout import InputDropout
 from mt_tune.adapters.targets import Layer, Part, by_pattern
+from mt_tune.quantized_weights.weight import QuantizedWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +203,12 @@ class LowRankAdapter(Adapter):
         yield "lora_B", b
 
 
+def fp32_weight(layer: LayoutModule) -> Tensor:
+    """This rank's part of the weight, dequantized where the base is quantized."""
+    held: Any = layer.get_submodule("weight") if "weight" in layer._modules else cast(LinearModule, layer).weight
+    return held.dense(torch.float32) if isinstance(held, QuantizedWeight) else cast(Tensor, held).float()
+
+
 class MagnitudeAdapter(LowRankAdapter):
     """DoRA: y = m / |W + s B A| (W + s B A) x, |.| the norm of each row, which has no gradient; magnitude [out]."""
 
@@ -217,8 +224,7 @@ class MagnitudeAdapter(LowRankAdapter):
     @torch.no_grad()
     def norms(self, layer: LayoutModule) -> Tensor:
         """[rows of this rank] of the whole rows."""
-        base = cast(LinearModule, layer).weight
-        weight = base.float() + self.wide_b().float() @ self.lora_A.float()
+        weight = fp32_weight(layer) + self.wide_b().float() @ self.lora_A.float()
         squares = weight.square().sum(-1)
         if self.cuts_inputs and self.ctx.tp.size > 1:
             all_reduce_(squares, self.ctx.tp)

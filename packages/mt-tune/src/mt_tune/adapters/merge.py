@@ -19,6 +19,7 @@ from mt_tune.adapters.base import NAME, Adapter, adapters
 from mt_tune.adapters.config import AdapterConfig
 from mt_tune.adapters.on_base import SECTION
 from mt_tune.adapters.peft_folder import values_of
+from mt_tune.adapters.quantized_reading import dense_checkpoint
 from mt_tune.adapters.targets import WEIGHT
 
 PROBE_TOKENS = 32
@@ -33,7 +34,8 @@ class MergedCheckpoint:
         config = model_config(source, host)
         if not config.section(AdapterConfig).is_on:
             raise ConfigError("there is nothing to merge: the checkpoint has no adapter ([adapter] has type=none)")
-        self._source = source
+        # A base that is held quantized is merged as it dequantizes.
+        self._source = dense_checkpoint(source, config, host)
         found = adapters(build_model(config, host, "meta"))
         for adapter in found.values():
             refuse_shared_weight(adapter, config.model)

@@ -19,7 +19,8 @@ from mt_core.train.checkpoint.state import MODEL
 from mt_tune.adapters.base import NAME, adapters
 from mt_tune.adapters.config import AdapterConfig
 from mt_tune.adapters.peft_folder import read_values
-from mt_tune.adapters.targets import WEIGHT
+from mt_tune.adapters.targets import WEIGHT, weight_layout
+from mt_tune.quantized_weights.weight import QuantizedWeight
 
 
 class AdapterStart(Callback):
@@ -64,10 +65,12 @@ def values_of_base(model: nn.Module, ctx: ParallelContext) -> Iterator[tuple[str
 @torch.no_grad()
 def canonical_weight(layer: LayoutModule, ctx: ParallelContext) -> Tensor:
     """[..., out, in] of all ranks, on CPU. Collective over those that divide it."""
-    weight = getattr(layer, WEIGHT).detach()
+    layout, held = weight_layout(layer), getattr(layer, WEIGHT)
+    assert layout is not None
+    weight = held.dense(ctx.params_dtype) if isinstance(held, QuantizedWeight) else held.detach()
     if isinstance(weight, DTensor):  # FSDP2
         weight = weight.full_tensor()
-    return layer.layouts[WEIGHT].to_canonical(weight, ctx).cpu()
+    return layout.to_canonical(weight, ctx).cpu()
 
 
 def _weight_named(model: nn.Module, ctx: ParallelContext, name: str) -> Tensor | None:

@@ -26,6 +26,7 @@ from mt_core.nn.linear import LinearModule
 from mt_core.plugins import PluginHost
 from mt_core.specs import MODELS
 from mt_tune.adapters.config import ALL_LINEAR, AdapterConfig
+from mt_tune.quantized_weights.weight import QuantizedWeight
 
 Kind = Literal["linear", "experts", "router", "embedding", "output"]
 WEIGHT = "weight"
@@ -68,12 +69,21 @@ class Layer:
 
     @property
     def layout(self) -> ParameterLayout:
-        return self.module.layouts[WEIGHT]
+        layout = weight_layout(self.module)
+        assert layout is not None
+        return layout
+
+
+def weight_layout(module: nn.Module) -> ParameterLayout | None:
+    """Layout of the weight of a module, also of a quantized one; None: it has none."""
+    if isinstance(quantized := module._modules.get(WEIGHT), QuantizedWeight):
+        return quantized.layout
+    return module.layouts.get(WEIGHT) if isinstance(module, LayoutModule) else None
 
 
 def kind_of(path: str, module: nn.Module) -> Kind | None:
     """None: a module without a matrix that adapters serve."""
-    layout = module.layouts.get(WEIGHT) if isinstance(module, LayoutModule) else None
+    layout = weight_layout(module)
     if layout is None:
         return None
     if isinstance(module, VocabParallelEmbedding):
@@ -95,9 +105,11 @@ def adaptable_layers(model: nn.Module, config: Config, host: PluginHost) -> list
     for path, module in model.named_modules():
         kind = kind_of(path, module)
         if kind is not None:
+            layout = weight_layout(module)
             assert isinstance(module, LayoutModule)
+            assert layout is not None
             rule = rules.get(f"{path}.{WEIGHT}")
-            layers.append(Layer(path, module, kind, _parts(path, module.layouts[WEIGHT], kind, rule, per_expert)))
+            layers.append(Layer(path, module, kind, _parts(path, layout, kind, rule, per_expert)))
     return layers
 
 

@@ -44,7 +44,8 @@ def add_adapters(model: nn.Module, config: Config, context: ModelBuildContext) -
         layers.append(tied)
     used: dict[str, bool] = {}
     chosen = [with_parts(layer, parts) for layer in layers if (parts := _chosen(layer, options, used))]
-    _require_used(options, merged_over_stages(used, context.parallel))
+    if not is_part_of_plan(context):
+        _require_used(options, merged_over_stages(used, context.parallel))
     # A tied head has a copy of the embedding, which is no embedding on the last stage.
     on_this_stage = [layer for layer in chosen if layer.kind != "embedding" or context.has_first]
     sizes = _largest(chosen, context) if options.type == "vera" else {}
@@ -52,6 +53,11 @@ def add_adapters(model: nn.Module, config: Config, context: ModelBuildContext) -
         _attach(model, layer, options, context, sizes)
     _train_rows(model, layers, options, context)
     return model
+
+
+def is_part_of_plan(context: ModelBuildContext) -> bool:
+    """Whether the model is one kind of stage that a plan counts, which need not have what a key names."""
+    return context.parallel.device.type == "meta" and context.stages is not None
 
 
 def _chosen(layer: Layer, options: AdapterConfig, used: dict[str, bool]) -> list[Part]:
@@ -72,14 +78,19 @@ def _largest(layers: list[Layer], context: ModelBuildContext) -> dict[str, int]:
         for layer in layers
         for n, p in enumerate(layer.parts)
     }
-    inputs, outputs = zip(*merged_over_stages(own, context.parallel).values(), strict=True)
-    return {"inputs": max(inputs), "outputs": max(outputs)}
+    sizes = [(0, 0), *merged_over_stages(own, context.parallel).values()]  # a plan may have no layer
+    return {"inputs": max(inputs for inputs, _ in sizes), "outputs": max(outputs for _, outputs in sizes)}
 
 
 def _attach(
     model: nn.Module, layer: Layer, options: AdapterConfig, context: ModelBuildContext, sizes: Mapping[str, int]
 ) -> None:
     kind, module = adapter_type(layer, options), layer.module
+    if layer.kind == "experts" and context.config.parallel.use_torch_fsdp2:
+        raise ConfigError(
+            f"adapter.targets selects {layer.path} ({layer.kind}), and adapters of experts are not proved with "
+            "parallel.use_torch_fsdp2=true; use parallel.use_distributed_optimizer=true, or add it to adapter.excluded"
+        )
     # The constructors of the subclasses take an AdapterConfig, that of Adapter does not.
     build: Callable[..., Adapter] = kind
     adapter = build(layer, options, context.parallel, **sizes if kind is VectorAdapter else {})
@@ -131,7 +142,8 @@ def freeze_base(model: nn.Module, options: AdapterConfig, config: Config, contex
     names = [name for name, _ in model.named_parameters()]
     saved = saved_parameters(names, external_rules(config, context.host), options.modules_to_save)
     used = merged_over_stages({p: True for patterns in saved.values() for p in patterns}, context.parallel)
-    if unused := [pattern for pattern in options.modules_to_save if pattern not in used]:
+    unused = [pattern for pattern in options.modules_to_save if pattern not in used]
+    if unused and not is_part_of_plan(context):
         raise ConfigError(f"adapter.modules_to_save: no module with parameters has the name {', '.join(unused)}")
     for path, module in model.named_modules():
         if isinstance(module, LayoutModule):

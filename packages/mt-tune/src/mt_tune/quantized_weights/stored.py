@@ -1,0 +1,205 @@
+"""Published quantized weights whose codes and scales are those of a format here: they are kept bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_ckpt.hugging_face.reader import StoredWeight
+from mt_ckpt.quantized import bitsandbytes, compressed_tensors, fp8_blocks
+from mt_ckpt.quantized.codes import decode_e8m0, unpack_bits
+from mt_tune.quantized_weights.formats import (
+    CODES,
+    NF4,
+    SCALES,
+    ZEROS,
+    Float8,
+    Int4,
+    Int8,
+    NormalFloat,
+    dynamic_map,
+    pack_nibbles,
+)
+from mt_tune.quantized_weights.weight import QuantizedWeight
+
+Read = Callable[[int | None], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class KeptWeight:
+    """parts: number of a matrix in a stack, or None -> its parts [rows, size]."""
+
+    parts: Read
+
+
+def kept_weight(stored: StoredWeight, weight: QuantizedWeight) -> KeptWeight | str:
+    """The parts of a stored weight in the format of `weight`, or why it has another."""
+    fill, form = stored.weight.fill, weight.form
+    if isinstance(fill, bitsandbytes.FourBitFill):
+        return _nf4(stored, form)
+    if fill is bitsandbytes.eight_bit_fill:
+        return _int8_of_bitsandbytes(stored, form)
+    if isinstance(fill, fp8_blocks.BlockFill):
+        return _fp8_blocks(stored, form, fill)
+    if isinstance(fill, compressed_tensors.PlainFill):
+        return _bytes_of_compressed_tensors(stored, form, fill)
+    if isinstance(fill, compressed_tensors.IntegerFill):
+        return _int4_of_compressed_tensors(stored, form, fill)
+    return f"as {stored.weight.format}"
+
+
+# -- bitsandbytes --------------------------------------------------------------------------------------
+
+
+def _nf4(stored: StoredWeight, form: Any) -> KeptWeight | str:
+    fill = stored.weight.fill
+    assert isinstance(fill, bitsandbytes.FourBitFill)
+    nested = "nested" in stored.weight.parts
+    if not isinstance(form, NormalFloat) or not stored.weight.format.startswith("nf4"):
+        return f"as {stored.weight.format}"
+    if int(fill.state["blocksize"]) != form.group:
+        return f"in blocks of {fill.state['blocksize']} (adapter.base_block_size)"
+    if nested != form.double:
+        return f"{'with' if nested else 'without'} nested scales (adapter.base_double_quant={str(nested).lower()})"
+    rows, columns = stored.weight.info.shape
+    return KeptWeight(partial(_nf4_parts, stored, form, rows, columns))
+
+
+def _nf4_parts(
+    stored: StoredWeight, form: NormalFloat, rows: int, columns: int, index: int | None
+) -> dict[str, Tensor]:
+    parts, fill = stored.read(), stored.weight.fill
+    assert isinstance(fill, bitsandbytes.FourBitFill)
+    if not torch.equal(parts["map"].float(), torch.tensor(NF4)):
+        stored.refuse("its table of numbers is not that of nf4")
+    codes = parts["weight"].contiguous().view(torch.uint8).view(rows, columns // 2)
+    scales = parts["absmax"].view(rows, -1)
+    if not form.double:
+        return {CODES: codes, SCALES: scales.float()}
+    if not torch.equal(parts["nested_map"].float(), dynamic_map()) or int(fill.state["nested_blocksize"]) != 256:
+        stored.refuse("its nested scales are not those of 256 blocks in the dynamic type")
+    offset = torch.tensor(float(fill.state["nested_offset"]), dtype=torch.float32)
+    return {CODES: codes, SCALES: scales, **form.nested_parts(parts["nested"], offset, rows, columns)}
+
+
+def _int8_of_bitsandbytes(stored: StoredWeight, form: Any) -> KeptWeight | str:
+    if not isinstance(form, Int8):
+        return f"as {stored.weight.format}"
+
+    def parts(index: int | None) -> dict[str, Tensor]:
+        found = stored.read()
+        scale = found["SCB"].float()[:, None] * bitsandbytes.INVERSE_127
+        return {CODES: found["weight"].view(torch.uint8), SCALES: _spread(scale, form, found["weight"].shape[1])}
+
+    return KeptWeight(parts)
+
+
+# -- e4m3 and int8 -----------------------------------------------------------------------------------------
+
+
+def _fp8_blocks(stored: StoredWeight, form: Any, fill: fp8_blocks.BlockFill) -> KeptWeight | str:
+    if not isinstance(form, Float8) or not stored.weight.format.startswith("e4m3"):
+        return f"as {stored.weight.format}"
+    if (problem := _unfit(fill.block[1] if fill.block else None, form, stored.weight.info.shape[-1])) is not None:
+        return problem
+
+    def parts(index: int | None) -> dict[str, Tensor]:
+        found = stored.read()
+        values, scale = _of_stack(found["weight"], index), found["scale"]
+        scale = decode_e8m0(scale) if scale.dtype in fp8_blocks.EXPONENTS else scale.float()
+        rows, columns = values.shape
+        if fill.block is None:
+            lone = scale.reshape(-1)
+            grid, height = lone[index if index is not None and len(lone) > 1 else 0].reshape(1, 1), rows
+        else:
+            grid, height = _of_stack(scale, index), fill.block[0]
+        by_row = grid[torch.arange(rows) // height]
+        width = fill.block[1] if fill.block else columns
+        return {CODES: values.view(torch.uint8), SCALES: _widened(by_row, width, form, columns)}
+
+    return KeptWeight(parts)
+
+
+def _bytes_of_compressed_tensors(
+    stored: StoredWeight, form: Any, fill: compressed_tensors.PlainFill
+) -> KeptWeight | str:
+    group, roles = fill.group, stored.weight.parts
+    kind = Float8 if group.floating else Int8
+    if not isinstance(form, kind) or compressed_tensors.ZERO in roles or compressed_tensors.ORDER in roles:
+        return f"as {stored.weight.format}"
+    width = {"block": group.block[1], "group": group.group, "tensor_group": group.group}.get(group.strategy)
+    if (problem := _unfit(width, form, stored.weight.info.shape[-1])) is not None:
+        return problem
+
+    def parts(index: int | None) -> dict[str, Tensor]:
+        found = stored.read()
+        values, scale = _of_stack(found["weight"], index), found[compressed_tensors.SCALE]
+        scale = decode_e8m0(scale).to(torch.bfloat16) if group.exponents else scale
+        own = _of_stack(scale, index) if scale.ndim == found["weight"].ndim else scale
+        rows, columns = values.shape
+        own = own.float().reshape(rows, -1) if group.strategy == "channel" else own.float()
+        by_row = own.reshape(1, 1).expand(rows, 1) if group.strategy == "tensor" else own
+        by_row = by_row[torch.arange(rows) // group.block[0]] if group.strategy == "block" else by_row
+        return {CODES: values.view(torch.uint8), SCALES: _widened(by_row, width or columns, form, columns)}
+
+    return KeptWeight(parts)
+
+
+def _int4_of_compressed_tensors(
+    stored: StoredWeight, form: Any, fill: compressed_tensors.IntegerFill
+) -> KeptWeight | str:
+    group = fill.group
+    if not isinstance(form, Int4) or group.bits != 4 or compressed_tensors.ORDER in stored.weight.parts:
+        return f"as {stored.weight.format}"
+    width = group.group if group.strategy in ("group", "tensor_group") else None
+    if (problem := _unfit(width, form, stored.weight.info.shape[-1])) is not None:
+        return problem
+
+    def parts(index: int | None) -> dict[str, Tensor]:
+        found = stored.read()
+        rows, columns = stored.weight.info.shape
+        scale = found[compressed_tensors.SCALE].float()
+        by_row = scale.reshape(1, 1).expand(rows, 1) if group.strategy == "tensor" else scale.reshape(rows, -1)
+        zeros = torch.full_like(by_row, 8)
+        if compressed_tensors.ZERO in found:
+            zeros = fill.zeros(found[compressed_tensors.ZERO], rows, by_row.shape[-1]).float() + 8
+        codes = pack_nibbles(unpack_bits(found[compressed_tensors.PACKED], 4, columns))
+        size = width or columns
+        return {
+            CODES: codes,
+            SCALES: _widened(by_row, size, form, columns),
+            ZEROS: _widened(zeros, size, form, columns).to(torch.uint8),
+        }
+
+    return KeptWeight(parts)
+
+
+# -- groups ------------------------------------------------------------------------------------------------
+
+
+def _unfit(width: int | None, form: Any, columns: int) -> str | None:
+    """Why scales of `width` columns (None: a row) cannot be written as those of the format."""
+    size = form.size(columns)
+    if width is not None and (width % size or size > width):
+        return f"in groups of {width} columns (adapter.base_block_size)"
+    return None
+
+
+def _widened(by_row: Tensor, width: int, form: Any, columns: int) -> Tensor:
+    """Scales [rows, groups of `width` columns] for the groups of the format, which are as wide or narrower."""
+    size = form.size(columns)
+    first = torch.arange(-(-columns // size)) * size // width
+    return by_row[:, first]
+
+
+def _spread(scale: Tensor, form: Any, columns: int) -> Tensor:
+    return _widened(scale, columns, form, columns)
+
+
+def _of_stack(values: Tensor, index: int | None) -> Tensor:
+    return values if index is None else values[index]
