@@ -89,6 +89,7 @@ PAGES_RUN_ELSEWHERE = {
 
 NOT_CONFIGURED = {
     r"adapter\.load=adapter": "starts from a folder of the page; tests/tune/adapters/test_start.py has one",
+    r"adapter\.base=nf4 --run-dir": "starts from a folder; tests/tune/adapters/test_quantized_base.py makes some",
     r"checkpoint\.load=DeepSeek-V3": "a published model; tests/ckpt/quantized/test_models.py loads small ones",
     r"s3://": "needs an object store",
     r"mt launch ": "needs a script; tests/accelerate/test_data_sets_and_launch.py runs one",

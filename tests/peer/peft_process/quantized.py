@@ -1,6 +1,6 @@
 """QLoRA as transformers, bitsandbytes and PEFT compute it, on a CPU. `python quantized.py write BASE FOLDER [plain]`
-saves a model in nf4; `python quantized.py compute FOLDER ADAPTER TOKENS.json OUT` writes `logits` and `grad.NAME` of the
-mean loss of the next tokens, with the adapter of a PEFT folder on it."""
+saves a model in nf4; `python quantized.py compute FOLDER ADAPTER TOKENS.json OUT` writes `logits` and `grad.NAME` of
+the mean loss of the next tokens, with the adapter of a PEFT folder on it."""
 
 from __future__ import annotations
 
