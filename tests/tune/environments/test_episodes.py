@@ -15,7 +15,7 @@ from mt_data.datasets.sft.chat_templates import CHATML, ChatTemplate
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_tune.environments.base import Episode, EpisodeError
 from mt_tune.environments.schemas import function_schema
-from mt_tune.environments.tool_dialogues import ToolEnvironment
+from mt_tune.environments.tool_environment import ToolEnvironment
 from mt_tune.environments.turns import TurnEncoder
 
 HERMES = """{%- if tools %}<|im_start|>system

@@ -1,3 +1,3 @@
-from .environments.tool_dialogues import ToolEnvironment as ToolEnvironment
+from .environments.tool_environment import ToolEnvironment as ToolEnvironment
 from .environments.turns import TurnEncoder as TurnEncoder
 from .reward_models.scorer import RewardScorer as RewardScorer

@@ -17,6 +17,7 @@ from mt_core.specs import (
     ModelTransformSpec,
     SectionSpec,
 )
+from mt_tune.environments.environment_specs import ENVIRONMENTS
 from mt_tune.preferences.samples import PAIR_SAMPLE, UNPAIRED_SAMPLE
 from mt_tune.reward_models.samples import PROCESS_SAMPLE, REWARD_SAMPLE
 from mt_tune.rewards.reward_specs import REWARDS, RewardSpec
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def mt_declare_kinds() -> list[Kind[Any]]:
-    return [REWARDS]
+    return [REWARDS, ENVIRONMENTS]
 
 
 @hookimpl

@@ -99,7 +99,17 @@ INSTRUCTIONS_TINY: dict[str, Any] = {
 }
 """Learns to follow synthetic instructions in about three minutes on a CPU."""
 
+DIGIT_SUMS: dict[str, Any] = {
+    "model": {**INSTRUCTIONS_TINY["model"], "max_position_embeddings": 32},
+    "data": {"seq_length": 32},
+    "train": {"sample_prompt": "3+5+2="},
+    "optimizer": {"lr": 4e-3, "min_lr": 1e-4, "weight_decay": 0.0, "adam_beta2": 0.98},
+    "lr_schedule": {"lr_decay_style": "cosine", "lr_warmup_iters": 10},
+}
+"""Small enough to learn sums of digits from examples and then by rewards in minutes (examples/digit_sums.py)."""
+
 PRESETS: dict[str, dict[str, Any]] = {
+    "digit-sums": DIGIT_SUMS,
     "instructions-tiny": INSTRUCTIONS_TINY,
     "llama1-7b": _llama1(32, 4096, 32, 11008),
     "llama1-13b": _llama1(40, 5120, 40, 13824),

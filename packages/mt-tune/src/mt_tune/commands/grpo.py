@@ -55,6 +55,17 @@ class RolloutOptions:
     weight: Annotated[
         list[float] | None, typer.Option(help="Its factor in the sum, one for each --reward. Default: 1.")
     ] = None
+    environment: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The other side of conversations, repeatable: a registered name, or FILE.py:CLASS of code that you "
+            "trust, as TRL's environment_factory."
+        ),
+    ] = None
+    tool: Annotated[
+        list[str] | None,
+        typer.Option(help="FILE.py:FUNCTION that the model may call, of code that you trust; repeatable."),
+    ] = None
     prompt_format: Annotated[
         str | None,
         typer.Option(
@@ -122,8 +133,7 @@ def grpo(
     size = rl.get("group_size", GROUP_SIZE)
     amounts = with_amounts(training, len(prompts), size)
     length = training_sections(amounts, Amount(len(prompts), output.nproc or 1))
-    longest = max(len(prompt.tokens) for prompt in prompts) + rl.get("max_completion_length", MOST_TOKENS) - 1
-    data_keys["seq_length"] = training.seq_length or -(-longest // 8) * 8
+    data_keys["seq_length"] = training.seq_length or _positions(examined, rl, rollouts)
     rates = rate_sections(amounts, adapter, length["train"]["train_iters"], lr=LR, own=preset is not None)
     sections = merged(base, {"data": data_keys}, length, _intervals(length["train"]["train_iters"]), rates, {"rl": rl})
     sections = merged(sections, _mean_of_loss(policy.algorithm, sections["train"]["global_batch_size"], rl))
@@ -184,24 +194,33 @@ def _mean_of_loss(algorithm: str, batch: int, rl: Mapping[str, Any]) -> Tree:
 
 
 def reward_sections(options: RolloutOptions) -> Tree:
-    """Raises ConfigError without a reward."""
-    if not options.reward:
+    """Rewards, environments and tools. Raises ConfigError without any reward."""
+    if not options.reward and not options.environment:
         raise ConfigError(
             "mt tune grpo needs --reward, which judges completions: a registered name (mt plugins lists them), or "
-            "FILE.py:FUNCTION"
+            "FILE.py:FUNCTION; or --environment, which may give rewards itself"
         )
-    functions, modules = [], list[str]()
-    for text in options.reward:
-        file, _, function = text.rpartition(":")
-        if file.endswith(".py"):
-            modules += [] if file in modules else [file]
-            functions.append(f"{Path(file).stem}:{function}")
-        else:
-            functions.append(text)
-    section: dict[str, Any] = {"functions": functions}
+    modules: list[str] = []
+    functions = [_of_file(text, modules) for text in options.reward or ()]
+    rl = {
+        "environments": [_of_file(text, modules) for text in options.environment or ()],
+        "tools": [_of_file(text, modules) for text in options.tool or ()],
+    }
+    section: dict[str, Any] = {"functions": functions} if functions else {}
     section |= {"modules": modules} if modules else {}
     section |= {"weights": options.weight} if options.weight else {}
-    return {"rewards": section}
+    sections = {"rewards": section, "rl": {name: value for name, value in rl.items() if value}}
+    return {name: keys for name, keys in sections.items() if keys}
+
+
+def _of_file(text: str, modules: list[str]) -> str:
+    """FILE.py:NAME as module:NAME, with the file among the modules; other names as they are."""
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py"):
+        return text
+    if file not in modules:
+        modules.append(file)
+    return f"{Path(file).stem}:{name}"
 
 
 def _data_keys(data: list[str], records: RecordOptions, rollouts: RolloutOptions) -> dict[str, Any]:
@@ -219,6 +238,16 @@ def with_amounts(options: TrainingOptions, prompts: int, group_size: int) -> Tra
         return replace(options, batch_size=batch, micro_batch_size=micro)
     steps = max((options.epochs or 1) * prompts * group_size // batch, 1)
     return replace(options, batch_size=batch, micro_batch_size=micro, steps=steps, epochs=None)
+
+
+def _positions(examined: ExaminedPrompts, rl: Mapping[str, Any], rollouts: RolloutOptions) -> int:
+    """Of the longest prompt with its completion. What environments and tools add to prompts is known when they are
+    asked; rows are as long as they have to be, so that room for it costs nothing."""
+    longest = max(len(prompt.tokens) for prompt in examined.prompts) + rl.get("max_completion_length", MOST_TOKENS) - 1
+    if not (rollouts.environment or rollouts.tool):
+        return -(-longest // 8) * 8
+    room = longest + LONGEST
+    return -(-room // 8) * 8 if examined.positions is None else min(-(-room // 8) * 8, examined.positions)
 
 
 def _intervals(steps: int) -> Tree:
@@ -256,7 +285,8 @@ def examine_prompts(host: PluginHost, preset: str | None, sections: Tree, option
     from mt_tune.rl.prompts import build_prompts, prompts_of
 
     def loaded(keys: Tree) -> Config:
-        whole = merged(keys, {"train": {"train_iters": 1}})
+        # The length of rows follows from the prompts; a default may be longer than the model.
+        whole = merged({"data": {"seq_length": 8}}, keys, {"train": {"train_iters": 1}})
         return load_config(preset=preset, sections=whole, overrides=data_overrides, host=host).config
 
     def read(split: Any, config: Config) -> list[Prompt]:

@@ -7,97 +7,65 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mt_core.errors import ConfigError, did_you_mean
-from mt_tune.environments.base import Episode, EpisodeError, Message
-from mt_tune.environments.dialogues import Reply, TokenEpisode, plain_turn, turn_reader
+from mt_core.errors import ConfigError
+from mt_tune.environments.base import EpisodeError, Message
+from mt_tune.environments.dialogues import Dialogue, Reply
 from mt_tune.environments.schemas import function_schema
-from mt_tune.environments.turns import TurnEncoder
 
 Tool = Callable[..., Any]
 Factory = Callable[[], Any]
 NO_TOOLS = ("reset", "get_reward")
 """Public methods of TRL's environments that are no tools."""
-COLUMN = "environment"
-"""The column that chooses one of several factories."""
 
 
-class ToolEnvironment:
-    """Implements mt_tune.environments.base.Environment by tools, and by environments that a factory makes.
+class ToolDialogues:
+    """Implements mt_tune.environments.dialogues.DialogueSource by tools, and by the objects that a factory makes.
 
-    tools: functions with type hints and Google docstrings, which the model may call; sync or async. factories: one
-    under None, or several by the name that the column `environment` of a row has. Each makes an object with
-    `reset(**row) -> str | None`, whose text is added to the prompt's last message, public methods, which are tools, and
-    optionally `get_reward() -> float`. Objects that are released begin other episodes.
+    tools: functions with type hints and Google docstrings, which the model may call; sync or async. factory: makes an
+    object with `reset(**row) -> str | None`, whose text is added to the prompt's last message, public methods, which
+    are tools, and optionally `get_reward() -> float`. Objects that are released begin other dialogues.
     """
 
-    def __init__(
-        self,
-        encoder: TurnEncoder,
-        tools: Sequence[Tool] = (),
-        factories: Mapping[str | None, Factory] | None = None,
-        *,
-        max_turns: int | None = None,
-    ) -> None:
-        self._encoder, self._tools, self._factories = encoder, list(tools), dict(factories or {})
-        self._max_turns = max_turns
-        self._free: dict[str | None, list[Any]] = {name: [] for name in self._factories}
-        self._names: dict[int, str | None] = {}
-        self._schemas: dict[str | None, list[Any]] = {}
-        self._read_turn = turn_reader(encoder.template.source)
+    def __init__(self, tools: Sequence[Tool] = (), factory: Factory | None = None) -> None:
+        self._tools, self._factory = list(tools), factory
+        self._free: list[Any] = []
+        self._schemas: list[Any] | None = None
 
-    def start(self, row: Mapping[str, Any]) -> Episode:
-        """Raises DataError and ConfigError for a row without a prompt or with an unknown environment, EpisodeError
-        where `reset` raises."""
-        name = self._name(row)
-        environment = self._environment(name)
+    def begin(self, row: Mapping[str, Any]) -> ToolDialogue:
+        """Raises ConfigError for a row without a prompt of messages, EpisodeError where `reset` raises."""
+        environment = self._environment()
         tools = {tool.__name__: tool for tool in [*self._tools, *methods_of(environment)]}
-        if name not in self._schemas:
-            self._schemas[name] = [function_schema(tool) for tool in tools.values()]
-        prompt = _with_observation(_prompt(row, environment is not None), self._observation(environment, name, row))
-        dialogue = ToolDialogue(prompt, tools, self._schemas[name] or None, environment)
-        read = self._read_turn if tools else plain_turn
-        return TokenEpisode(dialogue, self._encoder, read, self._max_turns)
+        if self._schemas is None:
+            self._schemas = [function_schema(tool) for tool in tools.values()]
+        prompt = _with_observation(_prompt(row, environment is not None), _observation(environment, row))
+        return ToolDialogue(prompt, tools, self._schemas or None, environment)
 
-    def release(self, episode: Episode) -> None:
-        if episode.environment is not None:
-            self._free[self._names[id(episode.environment)]].append(episode.environment)
+    def release(self, dialogue: Dialogue) -> None:
+        if dialogue.environment is not None:
+            self._free.append(dialogue.environment)
 
     def close(self) -> None:
-        self._free = {name: [] for name in self._factories}
+        self._free = []
 
-    def _name(self, row: Mapping[str, Any]) -> str | None:
-        if not self._factories or None in self._factories:
+    def _environment(self) -> Any:
+        """An object that no dialogue uses; None without a factory."""
+        if self._factory is None:
             return None
-        name = row.get(COLUMN)
-        if name not in self._factories:
-            known = [str(each) for each in self._factories]
-            raise ConfigError(
-                f"the row's column environment is {name!r}; the factories are {', '.join(known)}"
-                f"{did_you_mean(str(name), known)}"
-            )
-        return name
-
-    def _environment(self, name: str | None) -> Any:
-        """An object that no episode uses; None without factories."""
-        if not self._factories:
-            return None
-        if self._free[name]:
-            return self._free[name].pop()
-        environment = self._factories[name]()
+        if self._free:
+            return self._free.pop()
+        environment = self._factory()
         if not callable(getattr(environment, "reset", None)):
             raise ConfigError(f"the environment {type(environment).__name__} needs a method reset(**row)")
-        self._names[id(environment)] = name
         return environment
 
-    def _observation(self, environment: Any, name: str | None, row: Mapping[str, Any]) -> Any:
-        if environment is None:
-            return None
-        given = {key: value for key, value in row.items() if name is None or key != COLUMN}
-        try:
-            return _awaited(environment.reset(**given))
-        except Exception as error:
-            kind = type(environment).__name__
-            raise EpisodeError(f"{kind}.reset raised {type(error).__name__}: {error}") from error
+
+def _observation(environment: Any, row: Mapping[str, Any]) -> Any:
+    if environment is None:
+        return None
+    try:
+        return _awaited(environment.reset(**row))
+    except Exception as error:
+        raise EpisodeError(f"{type(environment).__name__}.reset raised {type(error).__name__}: {error}") from error
 
 
 class ToolDialogue:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,7 @@ def chosen_function(text: str, keys: RewardsConfig, host: PluginHost) -> ChosenF
         return _of_module(label, name, keys)
     if "." in name and name not in host[REWARDS].names():
         # TRL names functions so.
-        module, _, attribute = name.rpartition(".")
-        return _of_module(label, f"{module}:{attribute}", keys)
+        return _of_module(label, name, keys)
     spec = host[REWARDS].get(name, key="rewards.functions")
     options = keys.options.get(label or name, {})
     module, _, attribute = spec.build.reference.partition(":")
@@ -98,20 +97,29 @@ def chosen_function(text: str, keys: RewardsConfig, host: PluginHost) -> ChosenF
 
 
 def _of_module(label: str, name: str, keys: RewardsConfig) -> ChosenFunction:
-    module, _, attribute = name.partition(":")
-    files = {Path(entry).stem if entry.endswith(".py") else entry: entry for entry in keys.modules}
+    found = module_reference(name, keys.modules, "rewards.functions")
+    label = label or found.attribute.rpartition(".")[2]
+    reference = replace(found, options=keys.options.get(label))
+    return ChosenFunction(label, reference, keys.samples_per_call, in_process=False)
+
+
+def module_reference(name: str, modules: Sequence[str], key: str) -> FunctionReference:
+    """MODULE:ATTRIBUTE, or MODULE.ATTRIBUTE as in TRL, of a module that rewards.modules names as one whose code runs.
+
+    Raises ConfigError for another module. key: where the name stands.
+    """
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    files = {Path(entry).stem if entry.endswith(".py") else entry: entry for entry in modules}
     if module not in files:
         raise ConfigError(
-            f'rewards.functions: "{name}" runs code of the module {module}, which rewards.modules={keys.modules} does '
+            f'{key}: "{name}" runs code of the module {module}, which rewards.modules={list(modules)} does '
             f'not name{did_you_mean(module, files)}; add "{module}" or its file there if you trust it'
         )
-    label = label or attribute.rpartition(".")[2]
     file = str(Path(files[module]).resolve()) if files[module].endswith(".py") else None
     if file is not None and not Path(file).is_file():
         raise ConfigError(f"rewards.modules: there is no file {files[module]}")
-    log.info("rewards: runs code of %s", file or f"the module {module}")
-    reference = FunctionReference(module, attribute, file, keys.options.get(label))
-    return ChosenFunction(label, reference, keys.samples_per_call, in_process=False)
+    log.info("%s: runs code of %s", key.partition(".")[0], file or f"the module {module}")
+    return FunctionReference(module, attribute, file)
 
 
 def _check_names(names: list[str], keys: RewardsConfig) -> None:

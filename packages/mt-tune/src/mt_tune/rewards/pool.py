@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import selectors
@@ -19,15 +18,15 @@ from typing import Any
 
 from mt_core.errors import ConfigError
 from mt_tune.rewards.calling import Call, Failed, Judged, Outcome
+from mt_tune.rewards.channels import LONGEST_REPLY, Channel
 from mt_tune.rewards.references import FunctionReference
-from mt_tune.rewards.worker import LENGTH, Setup
+from mt_tune.rewards.worker import Setup
 
 COMMAND = (sys.executable, "-m", "mt_tune.rewards.worker")
 START_SECONDS = 300.0
 """For a process to import its functions, which may import torch on a busy machine."""
 END_SECONDS = 2.0
 """For an idle process to end after its channel is closed."""
-LONGEST_REPLY = 256 << 20
 
 
 class WorkerPool:
@@ -47,7 +46,7 @@ class WorkerPool:
     ) -> None:
         self._names, self._seconds = names, deadline_seconds
         setup = Setup(functions, list(sys.path), memory_mb)
-        self._lifeline = _Lifeline()
+        self._lifeline = Lifeline()
         self._start = lambda: _Worker(setup, self._lifeline)
         self._workers = [self._start() for _ in range(workers)]
         try:
@@ -82,9 +81,9 @@ class WorkerPool:
         return self._workers[-1]
 
     def _wait_until_ready(self, worker: _Worker) -> None:
-        worker.channel.settimeout(START_SECONDS)
-        while (message := worker.message()) is None:
-            if not worker.receive():
+        worker.channel.socket.settimeout(START_SECONDS)
+        while (message := worker.channel.message()) is None:
+            if not worker.channel.receive():
                 raise ConfigError(f"a process of rewards {worker.ending()} while it imported {self._functions()}")
         self._check_ready(worker, message)
 
@@ -132,15 +131,15 @@ class _PoolRun:
         workers = [worker for worker in self.pool._workers if worker.busy]
         with selectors.DefaultSelector() as selector:
             for worker in workers:
-                selector.register(worker.channel, selectors.EVENT_READ, worker)
+                selector.register(worker.channel.socket, selectors.EVENT_READ, worker)
             soonest = min((worker.deadline for worker in workers), default=time.monotonic())
             for key, _ in selector.select(max(soonest - time.monotonic(), 0)):
                 self._take_reply(key.data)
 
     def _take_reply(self, worker: _Worker) -> None:
-        if not worker.receive():
+        if not worker.channel.receive():
             self._ended(worker)
-        elif (message := worker.message()) is not None:
+        elif (message := worker.channel.message()) is not None:
             if worker.ready:
                 place, worker.place = worker.place, None
                 assert place is not None
@@ -179,12 +178,12 @@ def _outcome(message: Mapping[str, Any]) -> Outcome:
 class _Worker:
     """One process. place: of the call that it is at; None where it is idle. deadline: of the call, or of the start."""
 
-    def __init__(self, setup: Setup, lifeline: _Lifeline) -> None:
-        self.channel, remote = socket.socketpair()
+    def __init__(self, setup: Setup, lifeline: Lifeline) -> None:
+        local, remote = socket.socketpair()
+        self.channel = Channel(local)
         self.ready = False
         self.place: int | None = None
         self.deadline = time.monotonic() + START_SECONDS
-        self._buffer = bytearray()
         with remote:
             self._process = subprocess.Popen(
                 [*COMMAND, str(remote.fileno()), str(lifeline.read_end)],
@@ -195,7 +194,7 @@ class _Worker:
                 # A group of its own, by which children of functions are ended too, and interrupts do not reach it.
                 start_new_session=True,
             )
-        self._send(setup)
+        self.channel.send(setup)
 
     @property
     def busy(self) -> bool:
@@ -203,33 +202,13 @@ class _Worker:
 
     def begin(self, place: int, call: Call, seconds: float) -> None:
         """Raises OSError where the process has ended, and what pickle raises."""
-        self.channel.settimeout(seconds)
-        self._send(replace(call, environments=None))
+        self.channel.socket.settimeout(seconds)
+        self.channel.send(replace(call, environments=None))
         self.place, self.deadline = place, time.monotonic() + seconds
-
-    def receive(self) -> bool:
-        """Takes bytes; False where the process has closed the channel."""
-        try:
-            part = self.channel.recv(1 << 20)
-        except ConnectionError:
-            return False
-        self._buffer += part
-        return bool(part) and len(self._buffer) <= LONGEST_REPLY
-
-    def message(self) -> Any:
-        """The message if all of it is there; None before."""
-        if len(self._buffer) < LENGTH.size:
-            return None
-        end = LENGTH.size + LENGTH.unpack_from(self._buffer)[0]
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[LENGTH.size : end])
-        del self._buffer[:end]
-        return json.loads(body)
 
     def ending(self) -> str:
         """How the process ended, which has closed its channel."""
-        if len(self._buffer) > LONGEST_REPLY:
+        if self.channel.is_too_long:
             return f"returned more than {LONGEST_REPLY >> 20} MiB"
         try:
             status = self._process.wait(END_SECONDS)
@@ -251,12 +230,8 @@ class _Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _send(self, message: object) -> None:
-        body = pickle.dumps(message)
-        self.channel.sendall(LENGTH.pack(len(body)) + body)
 
-
-class _Lifeline:
+class Lifeline:
     """A pipe whose end tells processes that this one has ended."""
 
     def __init__(self) -> None:

@@ -28,17 +28,22 @@ class FunctionReference:
     def load(self) -> Callable[..., Any]:
         """Imports the module. Raises whatever its code raises, AttributeError for a name that it does not have, and
         TypeError for what cannot be called."""
-        if not self.registered and (folder := os.getcwd()) not in sys.path:
-            # Last: no module of the working folder hides an installed one.
-            sys.path.append(folder)
-        module = importlib.import_module(self.module) if self.file is None else import_file(self.module, self.file)
-        value: Any = reduce(getattr, self.attribute.split("."), module)
+        value = self.value()
         if self.registered:
             value = value(self.options or {})
         elif self.options is not None:
             value = value(**self.options)
         if not callable(value):
             raise TypeError(f"{self.module}:{self.attribute} is a {type(value).__name__} and cannot be called")
+        return value
+
+    def value(self) -> Any:
+        """What the module has under the name. Raises whatever its code raises, and AttributeError."""
+        if not self.registered and (folder := os.getcwd()) not in sys.path:
+            # Last: no module of the working folder hides an installed one.
+            sys.path.append(folder)
+        module = importlib.import_module(self.module) if self.file is None else import_file(self.module, self.file)
+        value: Any = reduce(getattr, self.attribute.split("."), module)
         return value
 
 

@@ -8,13 +8,10 @@ thread, where the signals work by which math-verify bounds its time.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import pickle
 import resource
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,10 +19,9 @@ from typing import Any
 
 from mt_core.errors import MtError
 from mt_tune.rewards.calling import Call, Failed, LoadedFunction, described
+from mt_tune.rewards.channels import received, send_json
 from mt_tune.rewards.references import FunctionReference
 
-LENGTH = struct.Struct("<Q")
-"""Before each message: its bytes."""
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 
 
@@ -40,22 +36,22 @@ class Setup:
 
 def main() -> None:
     channel, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    _end_with_training(lifeline)
+    end_with_training(lifeline)
     # What functions print is not part of the results of a command.
     os.dup2(STANDARD_ERROR, STANDARD_OUTPUT)
-    setup = _received(channel)
+    setup = received(channel)
     sys.path[:] = [*setup.path, *(entry for entry in sys.path if entry not in setup.path)]
     functions: dict[int, LoadedFunction] = {}
     for number, reference in setup.functions.items():
         try:
             functions[number] = LoadedFunction(reference.load())
         except Exception as error:
-            _send(channel, {"function": number, "error": _problem(error)})
+            send_json(channel, {"function": number, "error": _problem(error)})
             return
-    _limit_memory(setup.memory_mb)
-    _send(channel, {"ready": True})
-    while (call := _received(channel)) is not None:
-        _send(channel, asdict(_outcome(functions[call.function], call, setup.memory_mb)))
+    limit_memory(setup.memory_mb)
+    send_json(channel, {"ready": True})
+    while (call := received(channel)) is not None:
+        send_json(channel, asdict(_outcome(functions[call.function], call, setup.memory_mb)))
 
 
 def _problem(error: Exception) -> str:
@@ -69,7 +65,7 @@ def _outcome(function: LoadedFunction, call: Call, memory_mb: int) -> Any:
     return outcome
 
 
-def _end_with_training(lifeline: int) -> None:
+def end_with_training(lifeline: int) -> None:
     """The kernel ends this process when training has ended, however it did and whatever a function is doing: nothing is
     ever written to this pipe, so that its only event is that the other end is closed."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
@@ -77,40 +73,12 @@ def _end_with_training(lifeline: int) -> None:
     signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
-def _limit_memory(memory_mb: int) -> None:
+def limit_memory(memory_mb: int) -> None:
     """Address space from here on: what imports have taken, which is far more than they use, is not counted."""
     with open("/proc/self/statm", "rb") as file:
         pages = int(file.read().split()[0])
     limit = pages * resource.getpagesize() + (memory_mb << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-# -- messages ----------------------------------------------------------------------------------------
-
-
-def _received(channel: socket.socket) -> Any:
-    """The next object of the pool; None where it has closed the channel."""
-    head = _bytes(channel, LENGTH.size)
-    body = head and _bytes(channel, LENGTH.unpack(head)[0])
-    return pickle.loads(body) if body else None
-
-
-def _bytes(channel: socket.socket, count: int) -> bytes:
-    """Exactly so many; empty at the end of the stream."""
-    parts: list[bytes] = []
-    while count:
-        part = channel.recv(min(count, 1 << 20))
-        if not part:
-            return b""
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
-
-
-def _send(channel: socket.socket, message: Mapping[str, Any]) -> None:
-    # log_extra takes any object; what is no JSON is shown as text.
-    body = json.dumps(message, default=str).encode()
-    channel.sendall(LENGTH.pack(len(body)) + body)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,13 @@ from mt_core.train.batch_source import TrainingRun
 from mt_infer.config import InferenceConfig
 from mt_tune.rewards.build import build_rewards
 from mt_tune.rewards.config import RewardsConfig
+from mt_tune.rewards.scoring import RewardFunctions
 from mt_tune.rl.advantages import has_equal_rewards
 from mt_tune.rl.background import BackgroundRound
 from mt_tune.rl.config import RLConfig, prompt_data
 from mt_tune.rl.drawing import Drawer, DrawOptions
+from mt_tune.rl.episode_config import configured_episodes
+from mt_tune.rl.episodes import Episodes
 from mt_tune.rl.judging import Judge, reward_metrics, rewards_of
 from mt_tune.rl.pool import GroupPool
 from mt_tune.rl.prompts import Key, Prompt, completion_ends, prompts_of
@@ -35,8 +38,8 @@ class GroupCollector:
         require_room(self.prompts.values(), self.keys, config.data.seq_length)
         ends = completion_ends(prompt_data(config), run.engine.tokenizer)
         self.options = DrawOptions(self.keys.temperature, self.keys.max_completion_length, ends, config.train.seed)
-        self.judge = self._build_judge(ends)
-        self.drawer = Drawer(run.engine, generation_layout(run, self.keys))
+        self.judge, episodes = self._build_judges(ends)
+        self.drawer = Drawer(run.engine, generation_layout(run, self.keys), episodes)
         self.pool = GroupPool(self.keys.max_staleness, self.keys.updates)
         self.background = BackgroundRound(run.engine.device) if self.keys.asynchronous else None
         self.digests: dict[int, str] = {}
@@ -128,6 +131,8 @@ class GroupCollector:
             self.background.close()
         if self.judge is not None:
             self.judge.functions.close()
+        if self.drawer.episodes is not None:
+            self.drawer.episodes.close()
 
     def _next_group(self) -> Group:
         data: Any = self.run.train_data
@@ -144,17 +149,24 @@ class GroupCollector:
             self.run.record(name, value)
         return groups
 
-    def _build_judge(self, ends: frozenset[int]) -> Judge | None:
-        """On the first process alone, which calls the functions."""
-        judge, error = None, None
+    def _build_judges(self, ends: frozenset[int]) -> tuple[Judge | None, Episodes | None]:
+        """Reward functions and environments: on the first process alone, which calls them."""
+        judge, episodes, error = None, None, None
         if self.run.ctx.world.rank == 0:
             try:
-                functions = build_rewards(self.run.config.section(RewardsConfig), self.run.host)
+                episodes = configured_episodes(self.run)
+                functions = configured_rewards(self.run, has_environment=episodes is not None)
                 judge = Judge(functions, self.keys, self.run.engine.tokenizer, ends)
             except Exception as raised:
                 error = raised
         raise_on_all_ranks(error, self.run.ctx.world)
-        return judge
+        return judge, episodes
+
+
+def configured_rewards(run: TrainingRun, *, has_environment: bool) -> RewardFunctions:
+    """Environments may give all rewards."""
+    keys = run.config.section(RewardsConfig)
+    return RewardFunctions([]) if has_environment and not keys.functions else build_rewards(keys, run.host)
 
 
 def generation_layout(run: TrainingRun, keys: RLConfig) -> dict[str, Any] | None:

@@ -31,6 +31,9 @@ class RLConfig(Section):
     """Divides the logits, where completions are drawn and in the loss."""
     eval_temperature: NonNegativeFloat = 0.0
     """That of completions of held-out prompts; 0 takes the likeliest tokens."""
+    eval_on_start: bool = True
+    """Evaluate before the first step, so that what the run has learned shows. Without held-out prompts there is nothing
+    to evaluate on."""
     loss: Literal["clip", "gspo", "cispo", "sapo", "reinforce"] = "clip"
     """Loss of a token: the clipped ratio (PPO, GRPO, DAPO), the same with the ratio of the whole completion (GSPO), the
     clipped ratio as a weight (CISPO), soft gates (SAPO), or the log-probability times the advantage.
@@ -108,8 +111,34 @@ class RLConfig(Section):
     others go on in the next one, with its weights, within max_staleness."""
     routing_replay: bool = False
     """Of mixtures of experts: tokens go through the experts that they went through where they were drawn."""
+    environments: list[str] = Field(default_factory=list)
+    """The other side of conversations: names of registered environments (`mt plugins --kind environments`), and classes
+    of rewards.modules as `module:Class`, as TRL's environment_factory takes them. Of several a row's column
+    `environment` chooses one, by its label (`LABEL=NAME`; default: its name)."""
+    tools: list[str] = Field(default_factory=list)
+    """Functions of rewards.modules that the model may call, as `module:function`, beside those of environments."""
+    environment_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Label of an environment -> its options; of a class its keyword arguments."""
+    environment_weight: float = 1.0
+    """Factor of the reward that environments give themselves, beside those of [rewards]."""
+    max_turns: PositiveInt | None = None
+    """Turns of the model in a conversation, at most; tokens are bounded by max_completion_length, which counts those of
+    environments too."""
+    environment_processes: NonNegativeInt = 64
+    """Processes in which environments act, one conversation each; completions beyond wait for one that is free. 0: in
+    the process of training, where nothing ends them. rewards.memory_mb limits their memory."""
+    environment_deadline_seconds: PositiveFloat = 60.0
+    """Time of an environment for one turn, after which its process is ended; rewards.on_failure says what becomes of
+    the completion."""
+    keep_dropped_turns: bool = False
+    """Take a chat template that writes earlier turns in another way than the last one; what the model is trained on are
+    the tokens that it drew."""
     write_rollouts: bool = True
     """Keep prompts, completions and rewards in rollouts.jsonl of the run directory (mt rollouts)."""
+
+    @property
+    def has_environment(self) -> bool:
+        return bool(self.environments or self.tools)
 
     @property
     def high(self) -> float:
@@ -157,6 +186,7 @@ def check_rl(config: Any) -> None:
 
     keys: RLConfig = config.section(RLConfig)
     _require_parts(config)
+    _check_environments(keys)
     _check_batch(config, keys)
     _check_loss(config, keys)
     check_routing_replay(config, keys)
@@ -166,6 +196,19 @@ def check_rl(config: Any) -> None:
                 f"model.{name}={getattr(config.model, name)}: with dropout the policy that is trained is not the one "
                 "that drew the completions; set it to 0"
             )
+
+
+def _check_environments(keys: RLConfig) -> None:
+    if keys.has_environment and keys.routing_replay:
+        raise ConfigError(
+            "rl.routing_replay=true records the experts of completions that are drawn at once, and those with "
+            "rl.environments and rl.tools are drawn turn by turn; set it to false"
+        )
+    if keys.has_environment and keys.extra_groups:
+        raise ConfigError(
+            f"rl.extra_groups={keys.extra_groups} goes on with completions in the next generation, which conversations "
+            "with rl.environments and rl.tools do not; set it to 0"
+        )
 
 
 def _require_parts(config: Any) -> None:
@@ -292,6 +335,10 @@ def shrink_rl(section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]])
         "patience": 0,
         # Its sizes belong to the large number of processes.
         "generation_parallel": None if section.get("generation_parallel") is None else {},
+        # No code of the user's is executed.
+        "environments": [],
+        "tools": [],
+        "environment_options": {},
         "write_rollouts": False,
         # Of one process; and bounds of a larger generation.
         "asynchronous": False,

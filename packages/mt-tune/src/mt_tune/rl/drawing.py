@@ -13,7 +13,8 @@ from mt_core.train.engine import Engine
 from mt_infer.requests import FinishReason, TokenEvent
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
-from mt_tune.rl.rollout import Group, Rollout
+from mt_tune.rl.episodes import Episodes
+from mt_tune.rl.rollout import Finish, Group, Rollout
 from mt_tune.rl.routing_record import Parts, RoutingByPrefix, RoutingRecorder, decoded, encoded, joined
 from mt_tune.rl.routing_replay import ReplayingModel
 from mt_tune.rl.weight_hashes import digest, module_hashes, require_equal, trained_hashes
@@ -34,11 +35,12 @@ class DrawOptions:
 class Drawer:
     """Draws completions; every call is collective over the world.
 
-    One process of the world makes the requests, which the engine deals to all of its replicas.
+    One process of the world makes the requests, which the engine deals to all of its replicas; it has the episodes, if
+    the run has environments.
     """
 
-    def __init__(self, engine: Engine, layout: dict[str, Any] | None) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, layout: dict[str, Any] | None, episodes: Episodes | None = None) -> None:
+        self.engine, self.episodes = engine, episodes
         self.generator = TextGenerator.of_engine(engine, layout)
         self.lockstep = self.generator.engine
         self.has_copy = layout is not None
@@ -81,7 +83,7 @@ class Drawer:
         drawing: _Drawing | None = None
         if world.rank == 0:
             try:
-                drawing = _Drawing(self, groups, options)
+                drawing = self._drawing(groups, options)
                 drawing.run(until)
             except Exception as raised:
                 error = raised
@@ -95,6 +97,11 @@ class Drawer:
             if drawing is not None:
                 drawing.keep_routing({request: part for of_rank in parts for request, part in of_rank.items()})
 
+    def _drawing(self, groups: Sequence[Group], options: DrawOptions) -> _Drawing:
+        if self.episodes is None:
+            return _Drawing(self, groups, options)
+        return _EpisodeDrawing(self, groups, options, self.episodes)
+
 
 class _Drawing:
     """One `draw` on rank 0."""
@@ -103,12 +110,21 @@ class _Drawing:
         self.drawer, self.options, self.groups = drawer, options, groups
         self.open: dict[int, Rollout] = {}
         self.requests: list[tuple[int, Group, Rollout]] = []
-        for group in groups:
-            for number, rollout in enumerate(group.rollouts):
+        self.places = {
+            id(rollout): (group, number) for group in groups for number, rollout in enumerate(group.rollouts)
+        }
+
+    def begin(self) -> None:
+        for group in self.groups:
+            for rollout in group.rollouts:
                 if rollout.finish is None:
-                    request = self._request(group, number, rollout)
-                    self.open[request] = rollout
-                    self.requests.append((request, group, rollout))
+                    self._open(rollout)
+
+    def _open(self, rollout: Rollout) -> None:
+        group, number = self.places[id(rollout)]
+        request = self._request(group, number, rollout)
+        self.open[request] = rollout
+        self.requests.append((request, group, rollout))
 
     def _request(self, group: Group, number: int, rollout: Rollout) -> int:
         # Each completion has a random stream of its own, which depends neither on the layout nor on what else is drawn;
@@ -123,12 +139,12 @@ class _Drawing:
             # Ends are found here: an engine reports neither the token that ends a text nor its probability.
             ignore_eod=True,
         )
-        return self.drawer.lockstep.add([*group.prompt.tokens, *rollout.tokens], sampling)
+        return self.drawer.lockstep.add([*group.tokens_before(rollout), *rollout.tokens], sampling)
 
     def run(self, until: Until | None) -> None:
-        while self.open and not (until is not None and until(self.groups)):
-            for event in self.drawer.lockstep.step():
-                self._take(event)
+        self.begin()
+        while self.is_busy and not (until is not None and until(self.groups)):
+            self.step()
         # The next step of the engine drops them: their tokens are kept, and the prompt of another request.
         for request in self.open:
             self.drawer.lockstep.cancel(request)
@@ -141,6 +157,14 @@ class _Drawing:
             experts = joined(decoded(rollout.experts), new)
             rollout.experts = "" if experts is None else encoded(experts)
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.open)
+
+    def step(self) -> None:
+        for event in self.drawer.lockstep.step():
+            self._take(event)
+
     def _take(self, event: TokenEvent) -> None:
         rollout = self.open.get(event.request)
         if rollout is None:
@@ -151,6 +175,33 @@ class _Drawing:
             rollout.add(event.token, event.logprobs.token, self.drawer.version)
         ended = event.token in self.options.ends
         if ended or event.finish is FinishReason.LENGTH:
-            rollout.finish = "stop" if ended else "length"
             self.drawer.lockstep.finish(event.request, event.index)
             del self.open[event.request]
+            self._end(rollout, "stop" if ended else "length")
+
+    def _end(self, rollout: Rollout, finish: Finish) -> None:
+        rollout.finish = finish
+
+
+class _EpisodeDrawing(_Drawing):
+    """The same of completions with environments, which act while others are drawn."""
+
+    def __init__(self, drawer: Drawer, groups: Sequence[Group], options: DrawOptions, episodes: Episodes) -> None:
+        super().__init__(drawer, groups, options)
+        self.episodes = episodes
+
+    def begin(self) -> None:
+        self.episodes.begin(self.groups)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.open) or self.episodes.is_busy
+
+    def step(self) -> None:
+        for rollout in self.episodes.ready(wait=not self.open):
+            self._open(rollout)
+        if self.open:
+            super().step()
+
+    def _end(self, rollout: Rollout, finish: Finish) -> None:
+        self.episodes.end_turn(rollout, finish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -12,10 +13,23 @@ from mt_core.parallel.first_rank import all_gather_objects
 from mt_core.train.batch_source import TrainingRun
 from mt_tune.rl.batching import width_of
 from mt_tune.rl.collecting import GroupCollector
+from mt_tune.rl.config import RLConfig
 from mt_tune.rl.rollout import Group, Rollout
 from mt_tune.rl.row_values import plain_row
 from mt_tune.rl.rows import stacked
 from mt_tune.rl.samples import EVALUATED_REWARD, PROMPT
+
+
+class EvaluatedRun(TrainingRun, Protocol):
+    """The part of the running `Trainer` that evaluates before the first step."""
+
+    def evaluate(self) -> dict[str, float]: ...
+
+
+def evaluate_on_start(run: TrainingRun) -> None:
+    """An evaluation of the weights that the run starts from; none for a run that was resumed. Collective."""
+    if run.valid_data and not run.state.iteration and run.config.section(RLConfig).eval_on_start:
+        cast(EvaluatedRun, run).evaluate()
 
 
 def completed_batch(run: TrainingRun, collector: GroupCollector, batch: RankBatch) -> RankBatch:

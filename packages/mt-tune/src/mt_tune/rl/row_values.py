@@ -108,7 +108,9 @@ def plain_row(group: Group, rollout: Rollout, keys: RLConfig) -> Row:
     counts = not (keys.mask_truncated and rollout.finish == "length")
     # A completion without a reward teaches a value model nothing.
     counts &= not (keys.advantage == GAE and rollout.reward is None)
-    return Row(group.prompt.tokens, rollout.tokens, rollout.drawn, rollout.logps, counts, experts=rollout.experts)
+    return Row(
+        group.tokens_before(rollout), rollout.tokens, rollout.drawn, rollout.logps, counts, experts=rollout.experts
+    )
 
 
 def reference_model(run: TrainingRun) -> nn.Module:

@@ -15,7 +15,7 @@ from mt_core.train.batch_source import BatchSource, TrainingRun
 from mt_tune.rl.batching import planned_steps, rank_batch
 from mt_tune.rl.collecting import GroupCollector
 from mt_tune.rl.config import GAE, RLConfig
-from mt_tune.rl.held_out import completed_batch
+from mt_tune.rl.held_out import completed_batch, evaluate_on_start
 from mt_tune.rl.objective import PolicyLoss
 from mt_tune.rl.rollout import Group
 from mt_tune.rl.rollout_file import ROLLOUTS_FILE, write_rollouts
@@ -45,6 +45,7 @@ class RolloutSource(BatchSource):
         """For each optimizer step that is still to be taken on `rows` the numbers of its rows."""
 
     def batches(self) -> Generator[RankBatch, None, None]:
+        evaluate_on_start(self.run)
         for _ in self.run.engine.remaining_steps():
             if not self.pending:
                 reason = self._generate()
