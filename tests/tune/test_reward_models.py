@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tests.infer.server.served import live
 from tests.tune.preference_runs import PAIRS, config, write_pairs
 
 from mt_core.errors import ConfigError, DataError
+from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
 from mt_data.preprocess.readers import Record
+from mt_infer.server.served_model import load_models
 from mt_tune.reward_models.process_records import ProcessReader
 from mt_tune.reward_models.scorer import RewardScorer
+from mt_tune.rewards.base import RewardError, RewardSample
+from mt_tune.rewards.build import build_rewards
+from mt_tune.rewards.config import RewardsConfig
 
 KEYS = (
     "data.dataset_type=reward",
@@ -118,6 +125,32 @@ def test_a_preference_is_learnt_and_scored(tmp_path: Path) -> None:
     expected = [float(reward(trainer.model, prompt + answer).detach()) for prompt, answer in answers]
     assert rewards == pytest.approx(expected, abs=1e-5)
     assert rewards[0] > rewards[1]
+    # The same as a reward of other completions, whose tokens are scored in one batch, and by a server.
+    rows = [RewardSample(prompt, answer, [], [], {}) for prompt, answer in answers]
+    keys = RewardsConfig(
+        functions=["judge=reward_model", "exact_match"],
+        options={"judge": {"path": str(tmp_path / "run"), "device": "cpu"}, "exact_match": {"column": "answer"}},
+        workers=0,
+    )
+    with build_rewards(keys, load_plugins()) as functions:
+        rows = [replace(row, row={"answer": ""}) for row in rows]
+        assert functions.score(rows, 1).values["judge"] == pytest.approx(rewards, abs=1e-5)
+        too_long = RewardSample(PAIRS[0]["prompt"], "x" * 999, [], [], {"answer": ""})
+        with pytest.raises(RewardError, match=r'reward "judge", sample 4 .*the prompt has 1\d\d\d tokens'):
+            functions.score([*rows, too_long], 1)
+    scored_by_server(tmp_path / "run", answers, rewards)
+
+
+def scored_by_server(folder: Path, answers: list[tuple[str, str]], rewards: list[float]) -> None:
+    with live(load_models([folder], device="cpu", settings={})) as server:
+        prompts, texts = map(list, zip(*answers, strict=True))
+        _, answer = server.call("/score", {"text_1": prompts, "text_2": texts})
+        assert [one["score"] for one in answer["data"]] == pytest.approx(rewards, abs=1e-5)
+        _, ranked = server.call("/rerank", {"query": prompts[0], "documents": texts[:2]})
+        assert [one["index"] for one in ranked["results"]] == [0, 1]
+        status, refused = server.call("/v1/completions", {"prompt": "x"})
+        assert status == 400
+        assert "scores answers and generates no text; /score takes it" in json.dumps(refused)
 
 
 def test_an_adapter_is_trained_beside_the_head(tmp_path: Path, mt: Callable[..., Any]) -> None:

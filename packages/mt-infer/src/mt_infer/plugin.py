@@ -8,11 +8,12 @@ from mt_core.hookspecs import hookimpl
 from mt_core.kinds import Kind, Lazy
 from mt_core.specs import CommandSpec, RunRequestSpec, SectionSpec
 from mt_infer.adapters import ADAPTER_SETS
+from mt_infer.pair_scorers import PAIR_SCORERS
 
 
 @hookimpl
 def mt_declare_kinds() -> list[Kind[Any]]:
-    return [ADAPTER_SETS]
+    return [ADAPTER_SETS, PAIR_SCORERS]
 
 
 @hookimpl

@@ -188,6 +188,13 @@ def mt_register_rewards() -> list[RewardSpec]:
             in_process=True,
         ),
         RewardSpec(
+            name="reward_model",
+            doc="The score of a reward model: a run of mt tune reward, or a folder of Hugging Face; option path",
+            build=Lazy("mt_tune.rewards.model_rewards:build_model_reward"),
+            one_at_a_time=False,
+            in_process=True,
+        ),
+        RewardSpec(
             name="http",
             doc="A server gives the rewards: POST {prompts, completions, ...} -> {rewards}; option url",
             build=Lazy("mt_tune.rewards.http_rewards:build_http"),
@@ -412,6 +419,20 @@ def mt_register_adapter_sets() -> list[Any]:
             name="peft",
             doc="PEFT folders on a served model: LoRA, DoRA, VeRA and IA3 of linear layers and of token embeddings",
             build=Lazy("mt_tune.adapters.serving:PeftAdapterSet"),
+        )
+    ]
+
+
+@hookimpl(optionalhook=True)
+def mt_register_pair_scorers() -> list[Any]:
+    # As above.
+    from mt_infer.pair_scorers import PairScorerSpec
+
+    return [
+        PairScorerSpec(
+            name="reward_model",
+            doc="Reward models: the score of an answer to a prompt",
+            build=Lazy("mt_tune.reward_models.scorer:build_pair_scorer"),
         )
     ]
 

@@ -18,13 +18,14 @@ from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_infer.chat.chat_format import ChatFormat, load_chat_format
 from mt_infer.chat.tool_calls import Form, form_of_template
 from mt_infer.embedding import TextEmbedder
+from mt_infer.pair_scorers import PairScorer, pair_scorer_of
 from mt_infer.server.errors import ApiError
 from mt_infer.text import TextGenerator
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that generates (chat: None without a chat template), or one that embeds."""
+    """A model that generates (chat: None without a chat template), one that embeds, or one that scores answers."""
 
     name: str
     created: int
@@ -35,6 +36,7 @@ class ServedModel:
     tool_calls: Form | None = None
     adapter: str | None = None
     """That which the generator computes with for this model."""
+    scorer: PairScorer | None = None
     parent: str | None = None
     """Of an adapter the name of its base."""
 
@@ -47,7 +49,7 @@ class ServedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        owner = self.generator or self.embedder
+        owner = self.generator or self.embedder or self.scorer
         assert owner is not None
         return owner.tokenizer
 
@@ -59,11 +61,15 @@ class ServedModel:
     @property
     def max_model_len(self) -> int:
         """Tokens of a sequence."""
-        owner = self.generator or self.embedder
+        owner = self.generator or self.embedder or self.scorer
         assert owner is not None
         return owner.longest
 
     def require_generator(self) -> TextGenerator:
+        if self.scorer is not None:
+            raise ApiError(
+                f'the model "{self.name}" scores answers and generates no text; /score takes it', param="model"
+            )
         if self.generator is None:
             raise ApiError(
                 f'the model "{self.name}" is an encoder, which generates no text; /v1/embeddings takes it',
@@ -82,6 +88,8 @@ class ServedModel:
                 f'"{self.name}" is an adapter, which texts are not embedded with; ask "{self.parent}", or merge it',
                 param="model",
             )
+        if self.scorer is not None:
+            raise ApiError(f'the model "{self.name}" scores answers and embeds no text; /score takes it', param="model")
         try:
             return self.text_embedder
         except ConfigError as error:
@@ -158,7 +166,7 @@ def load_models(
         trained = load_trained_model(path, host, device=device, settings=settings)
         # One command serves language models and encoders, by what the checkpoint holds.
         if not isinstance(trained.model, SupportsGeneration):
-            models.append(_encoder(name, trained))
+            models.append(_without_generation(name, trained, host))
             continue
         generator = TextGenerator.of_trained(trained, host, device=device, settings=settings)
         models.append(_language_model(name, generator, chat_template, template_seconds))
@@ -186,10 +194,12 @@ def model_names(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
     return found
 
 
-def _encoder(name: str, trained: TrainedModel) -> ServedModel:
-    """Raises ConfigError for a model that does not embed, and for several ranks."""
+def _without_generation(name: str, trained: TrainedModel, host: PluginHost) -> ServedModel:
+    """An encoder, or a model that scores. Raises ConfigError for a model that does neither, and for several ranks."""
     if trained.ctx.world.size > 1:
-        raise ConfigError(f'"{name}" is an encoder, which one process serves; leave out --nproc and parallel.*')
+        raise ConfigError(f'"{name}" generates no text, and one process serves it; leave out --nproc and parallel.*')
+    if (scorer := pair_scorer_of(trained, host)) is not None:
+        return ServedModel(name, int(time.time()), scorer=scorer)
     return ServedModel(name, int(time.time()), embedder=TextEmbedder.of_trained(trained))
 
 

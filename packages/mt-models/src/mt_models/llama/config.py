@@ -101,10 +101,10 @@ INSTRUCTIONS_TINY: dict[str, Any] = {
 
 DIGIT_SUMS: dict[str, Any] = {
     "model": {**INSTRUCTIONS_TINY["model"], "max_position_embeddings": 32},
-    "data": {"seq_length": 32},
-    "train": {"sample_prompt": "3+5+2="},
-    "optimizer": {"lr": 4e-3, "min_lr": 1e-4, "weight_decay": 0.0, "adam_beta2": 0.98},
-    "lr_schedule": {"lr_decay_style": "cosine", "lr_warmup_iters": 10},
+    "data": {"seq_length": 16},
+    "train": {"micro_batch_size": 64, "global_batch_size": 64, "sample_prompt": "3+5+2="},
+    "optimizer": INSTRUCTIONS_TINY["optimizer"],
+    "lr_schedule": INSTRUCTIONS_TINY["lr_schedule"],
 }
 """Small enough to learn sums of digits from examples and then by rewards in minutes (examples/digit_sums.py)."""
 

@@ -49,7 +49,8 @@ class RolloutOptions:
     reward: Annotated[
         list[str] | None,
         typer.Option(
-            help="A reward, repeatable: a registered name (mt plugins), or FILE.py:FUNCTION of code that you trust."
+            help="A reward, repeatable: a registered name (mt plugins), FILE.py:FUNCTION of code that you trust, or "
+            "the folder of a reward model."
         ),
     ] = None
     weight: Annotated[
@@ -201,16 +202,26 @@ def reward_sections(options: RolloutOptions) -> Tree:
             "FILE.py:FUNCTION; or --environment, which may give rewards itself"
         )
     modules: list[str] = []
-    functions = [_of_file(text, modules) for text in options.reward or ()]
+    models = {_model_label(text): text for text in options.reward or () if Path(text).is_dir()}
+    functions = [
+        f"{_model_label(text)}=reward_model" if Path(text).is_dir() else _of_file(text, modules)
+        for text in options.reward or ()
+    ]
     rl = {
         "environments": [_of_file(text, modules) for text in options.environment or ()],
         "tools": [_of_file(text, modules) for text in options.tool or ()],
     }
     section: dict[str, Any] = {"functions": functions} if functions else {}
     section |= {"modules": modules} if modules else {}
+    section |= {"options": {label: {"path": path} for label, path in models.items()}} if models else {}
     section |= {"weights": options.weight} if options.weight else {}
     sections = {"rewards": section, "rl": {name: value for name, value in rl.items() if value}}
     return {name: keys for name, keys in sections.items() if keys}
+
+
+def _model_label(folder: str) -> str:
+    """Name of a reward model's metrics."""
+    return Path(folder).resolve().name
 
 
 def _of_file(text: str, modules: list[str]) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mt_core.errors import ConfigError
+from mt_core.interfaces import Tokenizer
 from mt_core.plugins import PluginHost, load_plugins
 from mt_core.train.trained_model import TrainedModel, load_trained_model
 from mt_data.datasets.sft.chat_templates import ChatTemplate, NoChatTemplateError
@@ -22,6 +23,7 @@ from mt_data.datasets.sft.config import SFTDataConfig
 from mt_data.datasets.sft.encoding import ExampleEncoder, Template, read_template
 from mt_data.datasets.sft.record_formats import PROMPT_COMPLETION, RecordReader
 from mt_data.preprocess.readers import Record
+from mt_tune.reward_models.config import ScoreHeadConfig
 from mt_tune.reward_models.model import ScoredDecoder
 from mt_tune.reward_models.rows import last_scored
 
@@ -61,6 +63,33 @@ class RewardScorer:
         (encoded,) = self._encoder.encoded(RecordReader(PROMPT_COMPLETION).example(record))
         return encoded.tokens.tolist()
 
+    def require_room(self, text: Sequence[int]) -> None:
+        """Raises ConfigError for more tokens than the model has positions."""
+        if len(text) > self.longest:
+            raise ConfigError(
+                f"the prompt has {len(text)} tokens with its answer, and {self.trained.checkpoint} takes {self.longest}"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a text."""
+        return self.model.max_sequence_length or self.trained.config.data.seq_length
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.trained.tokenizer
+
+    def pair_tokens(self, prompt: str, answer: str) -> list[int]:
+        """Ids of two texts: through the chat template, if the model was trained with one, as a user's message and its
+        answer. Raises ConfigError for more than the model takes."""
+        ids = self.tokens(prompt if self.template is None else [{"role": "user", "content": prompt}], answer)
+        self.require_room(ids)
+        return ids
+
+    def pair_scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """The rewards of pairs of a prompt and an answer, of their ids."""
+        return [score for (score,) in self.scores(texts)]
+
     @torch.inference_mode()
     def scores(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """The scores of each text (one of a reward model), of its ids."""
@@ -71,7 +100,10 @@ class RewardScorer:
 
     def rewards(self, answers: Sequence[tuple[str | Messages, str | Messages]]) -> list[float]:
         """The reward of each pair of a prompt and an answer."""
-        return [score for (score,) in self.scores([self.tokens(prompt, answer) for prompt, answer in answers])]
+        texts = [self.tokens(prompt, answer) for prompt, answer in answers]
+        for text in texts:
+            self.require_room(text)
+        return self.pair_scores(texts)
 
     def _batch(self, texts: Sequence[Sequence[int]]) -> Tensor:
         device = self.trained.ctx.device
@@ -81,3 +113,9 @@ class RewardScorer:
         for row, (text, end) in enumerate(zip(texts, ends, strict=True)):
             tokens[row, :end] = torch.tensor(list(text[:end]))
         return self.model.scores(tokens.to(device), torch.tensor(ends, device=device))
+
+
+def build_pair_scorer(trained: TrainedModel) -> RewardScorer | None:
+    """See `mt_infer.pair_scorers.BuildPairScorer`: of a reward model of whole answers."""
+    is_reward_model = isinstance(trained.model, ScoredDecoder) and trained.config.section(ScoreHeadConfig).outputs == 1
+    return RewardScorer(trained) if is_reward_model else None

@@ -1,7 +1,8 @@
 """POST /v1/embeddings, /score and /rerank.
 
 The score of two texts, as vLLM, Jina and Cohere name it, is the cosine of their embeddings, as vLLM has it for models
-that embed; of a model with an encoder for each, a query's and a document's.
+that embed; of a model with an encoder for each, a query's and a document's. A reward model scores the second text as
+the answer to the first.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from mt_infer.embedding import InputType
+from mt_infer.pair_scorers import PairScorer
 from mt_infer.server.openai.answers import envelope
 from mt_infer.server.openai.fields import Body, Ids, IgnoredFields, Name, RequestBody
 from mt_infer.server.served_model import ServedModel
@@ -172,7 +174,7 @@ async def create_ranking(service: Service, body: RerankBody, http: HttpRequest) 
 
 async def _scores(service: Service, body: ScoreBody) -> Response:
     model = service.models.find(body.model)
-    scores, tokens = await _cosines(service, model, *body.texts())
+    scores, tokens = await _pair_scores(service, model, *body.texts())
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
     return JSONResponse({**envelope("list", "score", model.name), "data": data, "usage": _usage(tokens)})
 
@@ -180,7 +182,7 @@ async def _scores(service: Service, body: ScoreBody) -> Response:
 async def _ranking(service: Service, body: RerankBody) -> Response:
     model = service.models.find(body.model)
     texts = body.texts()
-    scores, tokens = await _cosines(service, model, [body.query], texts)
+    scores, tokens = await _pair_scores(service, model, [body.query], texts)
     # Of equal scores the first document comes first: sorted() is stable.
     order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n or len(texts)]
     shown = body.return_documents is not False
@@ -192,15 +194,34 @@ async def _ranking(service: Service, body: RerankBody) -> Response:
     return JSONResponse({"id": head["id"], "model": model.name, "results": results, "usage": _usage(tokens)})
 
 
-async def _cosines(
+async def _pair_scores(
     service: Service, model: ServedModel, queries: Sequence[str], documents: Sequence[str]
 ) -> tuple[list[float], int]:
     """Score of each document with the query of its place, or with the only one; and the tokens of all texts."""
+    if model.scorer is not None:
+        return await _model_scores(service, model, model.scorer, queries, documents)
     found: Embedded = await embedded(service, model, {"query": queries, "document": documents})
     of_queries, of_documents = found.vectors[: len(queries)], found.vectors[len(queries) :]
     if len(of_queries) == 1:
         of_queries = of_queries * len(of_documents)
     return [cosine(one, other) for one, other in zip(of_queries, of_documents, strict=True)], found.tokens
+
+
+async def _model_scores(
+    service: Service, model: ServedModel, scorer: PairScorer, queries: Sequence[str], documents: Sequence[str]
+) -> tuple[list[float], int]:
+    pairs = zip(queries if len(queries) > 1 else [*queries] * len(documents), documents, strict=True)
+    texts = await asyncio.to_thread(lambda: [scorer.pair_tokens(*pair) for pair in pairs])
+    parts = list(batched(texts, BATCH))
+    scores: list[float] = []
+    async with service.limited(len(parts)):
+        for part in parts:
+            # In the thread of the engines, as embeddings are.
+            scores += await service.engine.call(partial(scorer.pair_scores, part))
+    count = sum(map(len, texts))
+    service.metrics.prompt_tokens.labels(model.name).inc(count)
+    service.metrics.requests.labels(model.name, "finished").inc()
+    return scores, count
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:
