@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from mt_ckpt.model import expected_parameters
 from mt_ckpt.native.manifest import read_manifest
@@ -134,10 +135,13 @@ NULL_TOKENIZER = {"tokenizer_type": "NullTokenizer", "vocab_size": 50}
 def random_weights(layouts, *, seed: int, dtype: torch.dtype) -> State:
     """Far from initial values and different everywhere, so that no two tensors can be taken for one another."""
     generator = torch.Generator().manual_seed(seed)
-    return {
-        f"model.{name}": (0.3 * torch.randn(layout.shape, generator=generator)).to(dtype)
-        for name, layout in layouts.items()
-    }
+
+    def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("token_experts"):  # numbers of experts
+            return torch.randint(-256, -252, shape, generator=generator).float()
+        return (0.3 * torch.randn(shape, generator=generator)).to(dtype)
+
+    return {f"model.{name}": drawn(name, layout.shape) for name, layout in layouts.items()}
 
 
 def tensors_of(reader: CheckpointReader) -> State:

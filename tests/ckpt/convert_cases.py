@@ -27,6 +27,9 @@ SIGMOID_EXPERTS = {
 }
 TOWER = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 2, "img_h": 8, "img_w": 8, "patch_dim": 4}
 
+COMPRESSED = {"kv_channels": 8, "qk_pos_emb_head_dim": 4, "q_lora_rank": 14, "o_groups": 4, "o_lora_rank": 6}
+COMPRESSED |= {"sliding_window": 5, "indexed_compress_ratio": 2, "hyper_connection_streams": 3}
+
 GEMMA4 = {**GROUPED, "kv_channels": 10, "global_kv_channels": 12, "sliding_window": 5, "sliding_window_pattern": 2}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -194,6 +197,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "dsa_indexer_rope_interleaved": True,
         "dsa_indexer_topk_freq": 2,
         "moe": SIGMOID_EXPERTS,
+    },
+    "deepseek_v4": {
+        "family": "deepseek_v4",
+        **SHAPE,
+        **COMPRESSED,
+        **INDEXER,
+        # A norm is behind every sum of streams, and common factors of their weights change next to nothing: gradients
+        # would be differences of large terms.
+        "norm_epsilon": 0.1,
+        "init_method_std": 0.2,
+        "compress_ratios": [0, 2, 3],
+        "rope_scaling_type": "yarn",
+        "rope_scaling_factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mtp_num_layers": 1,
+        "moe": {
+            **{key: value for key, value in SIGMOID_EXPERTS.items() if key != "moe_layer_freq"},
+            "moe_router_score_function": "sqrtsoftplus",
+            "moe_router_hash_layers": 1,
+        },
     },
     "glm4_moe_lite": {"family": "glm4_moe_lite", **SHAPE, **LATENT, "moe": SIGMOID_EXPERTS},
     "kimi_linear": {

@@ -145,6 +145,18 @@ def sparse(stem: str, **keys: Any) -> Case:
     return Case("deepseek_v32", f"{stem}ForCausalLM", f"{stem}Config", {**LATENT, **indexer, **keys})
 
 
+def compressed(**keys: Any) -> Case:
+    own = {"index_topk": 2, "index_n_heads": 13, "index_head_dim": 8, "head_dim": 10, "partial_rotary_factor": 0.4}
+    own |= {"q_lora_rank": 14, "o_groups": 2, "o_lora_rank": 6, "sliding_window": 5, "num_experts_per_tok": 2}
+    own |= {"layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]}
+    own |= {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}, "hc_mult": 3}
+    own |= {"mlp_layer_types": ["hash_moe", "moe", "moe"], "n_routed_experts": 8, "moe_intermediate_size": 12}
+    own |= {"num_nextn_predict_layers": 0, "experts_implementation": "eager"}
+    own |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    base = {key: value for key, value in DECODER.items() if key not in ("num_key_value_heads", "intermediate_size")}
+    return Case("deepseek_v4", "DeepseekV4ForCausalLM", "DeepseekV4Config", {**base, **own, **keys})
+
+
 def tower(stem: str, **keys: Any) -> Case:
     return Case("vision", f"{stem}VisionModel", f"{stem}VisionConfig", {**TOWER, **keys}, "images")
 
@@ -415,6 +427,7 @@ CASES: dict[str, Case] = {
         "Glm4MoeLiteConfig",
         {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"} | {"q_lora_rank": 14},
     ),
+    "deepseek_v4": compressed(),
     "kimi_linear": Case(
         "kimi_linear",
         "KimiLinearForCausalLM",

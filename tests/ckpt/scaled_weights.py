@@ -39,6 +39,8 @@ class ScaledWeights:
             value = torch.randn(layout.shape, generator=generator)
             fan_in = layout.shape[-1] if len(layout.shape) > 1 else 25
             value = 1 + 0.2 * value if name.endswith("norm.weight") else value / math.sqrt(fan_in)
+            if name.endswith("token_experts"):  # numbers of experts
+                value = torch.randint(-256, -252, layout.shape, generator=generator)
             self.tensors[f"model.{name}"] = value.to(layout.dtype or torch.float32)
         if logit_offset:
             self._move_logits(logit_offset, generator)

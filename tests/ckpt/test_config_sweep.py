@@ -94,6 +94,7 @@ TELLING = {
     "deepseek_v3": ("n_group", "topk_group", "head_dim", "num_nextn_predict_layers"),
     "deepseek_v32": ("mlp_layer_types", "layer_types", "index_topk", "head_dim", "first_k_dense_replace"),
     "glm_moe_dsa": ("indexer_types", "mlp_layer_types", "n_group", "rope_parameters"),
+    "deepseek_v4": ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor"),
     "kimi_linear": ("layer_types", "mlp_layer_types", "rope_parameters", "linear_head_dim"),
     "nemotron_h with experts": ("moe_latent_size", "n_shared_experts", "mtp_layers_block_type", "n_group"),
     "granitemoehybrid with experts": ("num_local_experts", "intermediate_size", "shared_intermediate_size"),

@@ -64,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     "llama4": FOUR_LAYERS["llama4"],
     "lfm2": {**FOUR_LAYERS["lfm2"], "conv_layer_pattern": "[1]*3+[0]*1"},
     "qwen_next": FOUR_LAYERS["qwen_next"],
+    "deepseek_v4": {**FOUR_LAYERS["deepseek_v4"], "compress_ratios": [0, 2, 3, 2]},
     "kimi_linear": {
         **FOUR_LAYERS["kimi_linear"],
         "moe": {**FOUR_LAYERS["kimi_linear"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
@@ -135,7 +136,7 @@ CASES: dict[str, dict[str, Any]] = {
 NO_MEGATRON = {
     *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava", "smolvlm", "internvl"),
     *("qwen_vl", *HF_DENSE, "minimax_m2", "llama4", "lfm2", "qwen_next", "qwen_next_experts", "olmo_hybrid", "bart"),
-    *("kimi_linear", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
+    *("kimi_linear", "deepseek_v4", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
     *("gemma4_vl", "gemma4_vl_experts"),
     *("nemotron_3", "granite_hybrid", "falcon_h1"),
     *("nemotron_3", "granite_hybrid"),

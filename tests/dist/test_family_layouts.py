@@ -62,6 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "nemotron_3",
         "granite_hybrid",
         "falcon_h1",
+        "deepseek_v4",
     )
 }
 FAMILIES["minimax_m2"] = {**FAMILIES["minimax_m2"], "moe": {**FAMILIES["minimax_m2"]["moe"], "num_experts": 6}}
@@ -84,7 +85,7 @@ REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}
 # Gradients of an indexer's norm nearly cancel, too, since a shift of all scores changes nothing.
 REFUSED |= {("deepseek_v32 that learns", "tp-sp")}
 # A choice is among the keys of the whole sequence.
-REFUSED |= {(name, "cp") for name in FAMILIES if name.startswith(("deepseek_v32", "glm_5"))}
+REFUSED |= {(name, "cp") for name in FAMILIES if name.startswith(("deepseek_v32", "deepseek_v4", "glm_5"))}
 GRID = [
     (name, layout)
     for name, keys in FAMILIES.items()

@@ -26,6 +26,7 @@ MOE_MODELS = (
     "olmoe",
     "deepseek",
     "deepseek_v32",
+    "deepseek_v4",
     "glm4_moe_lite",
     "kimi_linear",
     "hybrid",

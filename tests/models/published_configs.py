@@ -262,6 +262,27 @@ DEEPSEEK_V32 = {
     **DEEPSEEK_V3, "architectures": ["DeepseekV32ForCausalLM"], "index_head_dim": 128, "index_n_heads": 64,
     "index_topk": 2048, "model_type": "deepseek_v32",
 }  # fmt: skip
+DEEPSEEK_V4_FLASH = {
+    "architectures": ["DeepseekV4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "compress_rope_theta": 160000, "eos_token_id": 1,
+    "expert_dtype": "fp4", "hc_eps": 1e-06, "hc_mult": 4, "hc_sinkhorn_iters": 20, "head_dim": 512,
+    "hidden_act": "silu", "hidden_size": 4096, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 512,
+    "initializer_range": 0.02, "max_position_embeddings": 1048576, "model_type": "deepseek_v4",
+    "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 64, "num_experts_per_tok": 6, "num_hash_layers": 3, "num_hidden_layers": 43,
+    "num_key_value_heads": 1, "num_nextn_predict_layers": 1, "o_groups": 8, "o_lora_rank": 1024, "q_lora_rank": 1024,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 16, "original_max_position_embeddings": 65536,
+                     "type": "yarn"},
+    "rope_theta": 10000, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "sliding_window": 128,
+    "swiglu_limit": 10.0, "tie_word_embeddings": False, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.1", "use_cache": True, "vocab_size": 129280,
+}  # fmt: skip
+DEEPSEEK_V4_PRO = {
+    **DEEPSEEK_V4_FLASH, "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0], "hidden_size": 7168, "index_topk": 1024,
+    "moe_intermediate_size": 3072, "n_routed_experts": 384, "num_attention_heads": 128, "num_hidden_layers": 61,
+    "o_groups": 16, "q_lora_rank": 1536, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 GLM_5 = {
     "architectures": ["GlmMoeDsaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16",
     "eos_token_id": [154820, 154827, 154829], "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
@@ -724,6 +745,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-5": ("deepseek_v32", GLM_5),
     "glm-5.2": ("deepseek_v32", GLM_5_2),
     "glm-4.7-flash": ("glm4_moe_lite", GLM_4_7_FLASH),
+    "deepseek-v4-flash (without FP8)": ("deepseek_v4", DEEPSEEK_V4_FLASH),
+    "deepseek-v4-pro (without FP8)": ("deepseek_v4", DEEPSEEK_V4_PRO),
     "kimi-linear-48b-a3b": ("kimi_linear", KIMI_LINEAR_48B),
     "gpt-oss-20b": ("gpt_oss", GPT_OSS_20B),
     "olmoe-1b-7b": ("olmoe", OLMOE_1B_7B),

@@ -94,6 +94,35 @@ MODELS = {
         "dsa_indexer_loss_coeff": 1.0,
         "moe": {**SIGMOID, "moe_layer_freq": "([0]*1+[1]*3)"},
     },
+    "deepseek_v4 that learns and predicts": {
+        "family": "deepseek_v4",
+        **{key: value for key, value in SHAPE.items() if key != "ffn_hidden_size"},
+        **INDEXER,
+        # A norm is behind the sum of streams: common factors of their weights change little, and their gradients are
+        # differences of large terms.
+        "norm_epsilon": 0.1,
+        "kv_channels": 12,
+        "qk_pos_emb_head_dim": 6,
+        "q_lora_rank": 12,
+        "o_groups": 2,
+        "o_lora_rank": 6,
+        "sliding_window": 5,
+        "dsa_indexer_topk": 3,
+        "compress_ratios": [2, 4],
+        "indexed_compress_ratio": 2,
+        "hyper_connection_streams": 3,
+        "dsa_indexer_loss_coeff": 1.0,
+        "dsa_indexer_use_sparse_loss": True,
+        "mtp_num_layers": 1,
+        "moe": {
+            **EXPERTS,
+            "moe_router_score_function": "sqrtsoftplus",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_hash_layers": 1,
+            "moe_shared_expert_intermediate_size": 16,
+            "moe_router_load_balancing_type": ["seq_aux_loss"],
+        },
+    },
     "deepseek that predicts, tied": {
         "family": "deepseek",
         **SHAPE,
@@ -122,6 +151,9 @@ FULL = "recompute.recompute_granularity=full"
 LATENTS = ("recompute.recompute_granularity=selective", "recompute.recompute_modules=['mla_up_proj']")
 BATCH4 = "train.global_batch_size=4"
 """Two micro-batches for each of two data-parallel ranks."""
+SGD = "optimizer.optimizer=sgd"
+"""Streams are equal in the first layer, where their mixture changes nothing: Adam would take steps from the rounding of
+its gradients."""
 
 
 def record(keys: Mapping[str, Any], layout: tuple[str, ...]) -> RunRecord:
@@ -139,7 +171,7 @@ def run(rank: int, world: int, case: tuple[str, tuple[str, ...]]) -> RunRecord |
 
 def of_one_process(layout: tuple[str, ...]) -> tuple[str, ...]:
     """The same samples."""
-    return (BATCH4,) if BATCH4 in layout else ()
+    return tuple(one for one in (BATCH4, SGD) if one in layout)
 
 
 EXHAUSTIVE_LAYOUT = ("deepseek that predicts", 2, (TP2, SP))
@@ -166,6 +198,9 @@ LAYOUTS: list[tuple[str, int, tuple[str, ...]]] = [
     ("deepseek_v32 that learns", 4, (TP2, SP, EP2, ZERO, BATCH4, *LATENTS)),
     ("glm_5 that learns", 2, (EP2, FULL, BATCH4)),
     ("glm_5 that learns", 4, (TP2, PP2, FULL)),
+    ("deepseek_v4 that learns and predicts", 2, (TP2, SGD)),
+    ("deepseek_v4 that learns and predicts", 2, (EP2, FULL, BATCH4, SGD)),
+    ("deepseek_v4 that learns and predicts", 4, (TP2, SP, PP2, ZERO, SGD)),
     ("deepseek that predicts", 2, (TP2,)),
     ("deepseek that predicts", 2, (PP2,)),
     ("deepseek that predicts", 2, (EP2, FULL, BATCH4)),

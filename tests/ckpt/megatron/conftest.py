@@ -210,6 +210,8 @@ class RandomCheckpoint:
         self.tensors: dict[str, torch.Tensor] = {}
         for name, layout in layouts.items():
             value = torch.randn(layout.shape, generator=generator)
+            if name.endswith("token_experts"):  # numbers of experts
+                value = torch.randint(-256, -252, layout.shape, generator=generator).float()
             self.tensors[f"model.{name}"] = value.to(layout.dtype or dtype)
             for state in ("exp_avg", "exp_avg_sq") if optimizer and layout.trained else ():
                 self.tensors[f"optimizer.{state}.{name}"] = torch.randn(layout.shape, generator=generator)

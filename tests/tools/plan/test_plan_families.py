@@ -22,6 +22,8 @@ DELTA_NET = {"linear_attention_freq": 2, "linear_num_key_heads": 2, "linear_num_
 DELTA_NET |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
 INDEXER = {"dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 8, "dsa_indexer_loss_coeff": 1.0}
+COMPRESSED = {"kv_channels": 8, "qk_pos_emb_head_dim": 4, "q_lora_rank": 8, "o_groups": 2, "o_lora_rank": 8}
+COMPRESSED |= {"compress_ratios": [4, 8], "sliding_window": 8}
 TASK = {"data_path": ["none"], "seq_length": 32}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "t5": (T5, PAIRS, "cross_entropy"),
@@ -78,6 +80,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "deepseek_v32": (
         {**WORDS, **LATENT, **INDEXER, "ffn_hidden_size": 64, "max_position_embeddings": 32, "mtp_num_layers": 1},
+        {"dataset_type": "mock", "seq_length": 32},
+        "cross_entropy",
+    ),
+    "deepseek_v4": (
+        {**WORDS, **COMPRESSED, **INDEXER, "mtp_num_layers": 1, "moe": {"num_experts": 4}},
         {"dataset_type": "mock", "seq_length": 32},
         "cross_entropy",
     ),

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mt_core.plugins import PluginHost
 
 PREFIX = "model.moe"
+MOST_IN_A_TABLE = 513
+"""Experts whose numbers a table by token has exactly in bf16 (`mt_moe.routing.selection.TABLE_OFFSET`)."""
 
 
 def check_moe(config: Config, host: PluginHost) -> None:
@@ -140,6 +142,11 @@ def check_router(moe: MoeConfig) -> None:
         )
     if moe.moe_input_jitter_eps is not None and moe.moe_input_jitter_eps >= 1:
         raise ConfigError(f"{PREFIX}.moe_input_jitter_eps={moe.moe_input_jitter_eps} has to be below 1")
+    if moe.moe_router_hash_layers and moe.uses_sinkhorn:
+        raise ConfigError(
+            f"{PREFIX}.moe_router_hash_layers={moe.moe_router_hash_layers} chooses experts by the ids of tokens, and "
+            f"{PREFIX}.moe_router_load_balancing_type=['sinkhorn'] by scores; leave one of the two out"
+        )
     _check_groups(moe)
     chosen_otherwise = moe.moe_router_force_load_balancing or moe.moe_router_random_seed is not None
     if chosen_otherwise and moe.moe_router_num_groups is not None:
@@ -234,6 +241,12 @@ def check_shared_experts(moe: MoeConfig) -> None:
 def check_layout(moe: MoeConfig, config: Config) -> None:
     """Experts are sharded over expert-parallel ranks, their inner width over expert-tensor-parallel ranks."""
     parallel = config.parallel
+    if parallel.use_torch_fsdp2 and moe.moe_router_hash_layers and moe.num_experts > MOST_IN_A_TABLE:
+        raise ConfigError(
+            f"parallel.use_torch_fsdp2=true casts parameters to precision.dtype, which has no numbers of "
+            f"{PREFIX}.num_experts={moe.num_experts} experts for {PREFIX}.moe_router_hash_layers; there can be "
+            f"{MOST_IN_A_TABLE}, or shard with parallel.use_distributed_optimizer"
+        )
     expert_parallel = parallel.expert_model_parallel_size
     must_divide("parallel.expert_model_parallel_size", expert_parallel, f"{PREFIX}.num_experts", moe.num_experts)
     tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size

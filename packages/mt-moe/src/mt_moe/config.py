@@ -62,6 +62,9 @@ class MoeConfig(Section):
     """What a step adds to the bias of an expert below the mean load, and takes from one above it."""
     moe_router_bias: bool | None = None
     """A trained bias on the logits. Default: as the model's other linear layers."""
+    moe_router_hash_layers: NonNegativeInt = 0
+    """In so many first layers a token's experts stand in a table by its id, which is not trained; scores give their
+    weights alone (DeepSeek-V4)."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
     """Dtype of the logits and of all that follows from them."""
     moe_input_jitter_eps: PositiveFloat | None = None

@@ -25,7 +25,7 @@ from mt_moe.experts.experts import Experts
 from mt_moe.kernels.availability import triton_objection
 from mt_moe.permutation import Routing, RowKernels
 from mt_moe.routing.router import Router
-from mt_moe.tokens import join_tokens, partial_gradient_axes, share_tokens
+from mt_moe.tokens import join_tokens, partial_gradient_axes, share_ids, share_tokens
 
 if TYPE_CHECKING:
     from mt_core.nn.build_context import ModelBuildContext
@@ -125,6 +125,7 @@ class MoeLayer(nn.Module):
             ctx,
             init_std=shape.init_method_std,
             bias=bias if config.moe_router_bias is None else config.moe_router_bias,
+            hashed_vocab=hashed_vocab(shape, config, layer),
         )
         self.dispatcher = dispatcher
         fusion = permute_fusion(config, ctx)
@@ -151,14 +152,16 @@ class MoeLayer(nn.Module):
         self.shared_experts = build_shared_experts(shape, config, ctx)
         self.overlapping = overlapping_dispatcher(dispatcher, config, ctx) if self.shared_experts is not None else None
 
-    def forward(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """router_input [B, S, H]: what the router reads; default: x, which the experts read."""
-        return self._recomputable("moe", self._moe, x, *(() if router_input is None else (router_input,)))
+    def forward(self, x: Tensor, router_input: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
+        """router_input [B, S, H]: what the router reads; default: x, which the experts read. ids [B, S]: of the tokens
+        of whole sequences, which layers with a table of experts need."""
+        return self._recomputable("moe", self._moe, x, router_input, ids)
 
-    def _moe(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+    def _moe(self, x: Tensor, router_input: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
         # [T, H]: this rank's tokens
         share = share_tokens(x, self.ctx)
-        routing = self.router(share if router_input is None else share_tokens(router_input, self.ctx))
+        routed_ids = share_ids(ids, self.ctx) if ids is not None and self.router.is_hashed else None
+        routing = self.router(share if router_input is None else share_tokens(router_input, self.ctx), routed_ids)
         tokens = share.tokens if self.fc1_latent_proj is None else self.fc1_latent_proj(share.tokens)
         dispatched, shared = self._dispatch(tokens, routing, x)
         if dispatched.overflow is not None:
@@ -205,7 +208,7 @@ class MoeLayer(nn.Module):
         """See mt_core.nn.auxiliary.ReportsGraphObjection."""
         return capture_objection(self.config, self.experts.host_wait(), self.dispatcher, self.ctx)
 
-    def _recomputable(self, name: Recomputed, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def _recomputable(self, name: Recomputed, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
         if name in self.recompute and self.training:
             # Non-reentrant: gradients of parameters and hooks inside work as without recomputation. Counters and losses
             # count in the backward pass, so a second forward pass does not count twice.
@@ -245,6 +248,22 @@ def require_room(overflow: Tensor, layer: str) -> None:
             f"{layer}: there are more rows for one rank than {RANK_CAPACITY} has room for; set it higher, or leave it "
             "out for as much room as can be needed"
         )
+
+
+def hashed_vocab(shape: MoeConfigLike, config: MoeConfig, layer: int) -> int | None:
+    """The size of the vocabulary where the layer's router has a table of experts. Raises ConfigError for a family that
+    does not give token ids to its layers."""
+    if layer >= config.moe_router_hash_layers:
+        return None
+    if not getattr(shape, "routes_by_token", False):
+        raise ConfigError(
+            f"model.moe.moe_router_hash_layers={config.moe_router_hash_layers} needs a family whose layers read the "
+            f"ids of tokens, such as deepseek_v4, and model.family={getattr(shape, 'family', 'this one')} is none; set "
+            "it to 0"
+        )
+    vocab: int | None = getattr(shape, "vocab_size", None)
+    assert vocab is not None  # the trainer fills it in from the tokenizer
+    return vocab
 
 
 def build_shared_experts(shape: MoeConfigLike, config: MoeConfig, ctx: ParallelContext) -> SharedExperts | None:

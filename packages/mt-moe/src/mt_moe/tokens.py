@@ -74,6 +74,13 @@ def own_tokens(tokens: Tensor, ctx: ParallelContext) -> Tensor:
     return tokens[first : first + length]
 
 
+def share_ids(ids: Tensor, ctx: ParallelContext) -> Tensor:
+    """ids [B, S] of whole sequences -> [T], those of the tokens of `share_tokens`."""
+    if ctx.sequence_parallel:
+        ids = ids.chunk(ctx.tp.size, 1)[ctx.tp.rank]
+    return own_tokens(ids.flatten(), ctx)
+
+
 def join_tokens(tokens: Tensor, like: Tensor, ctx: ParallelContext) -> Tensor:
     """The inverse of share_tokens: this rank's tokens [T, H] -> [B, S, H] as `like`."""
     if ctx.tp.size > 1 and not ctx.sequence_parallel:

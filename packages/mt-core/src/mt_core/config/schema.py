@@ -38,6 +38,7 @@ Activation = Literal[
     "geglu",
     "geglu_tanh",
     "clamped_swiglu",
+    "limited_swiglu",
 ]
 """Activations of the feed-forward block (mt_core.nn.activations); here, so that configurations are checked without
 torch."""

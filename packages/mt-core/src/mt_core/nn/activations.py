@@ -42,11 +42,21 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return quick_gelu(gate.clamp(max=CLAMP)) * (up.clamp(-CLAMP, CLAMP) + 1)
 
 
+LIMIT = 10.0
+"""The same of limited_swiglu."""
+
+
+def limited_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(min(gate, 10)) clip(up, -10, 10), of DeepSeek-V4 (DeepSeek, 2026)."""
+    return F.silu(gate.clamp(max=LIMIT)) * up.clamp(-LIMIT, LIMIT)
+
+
 GATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": lambda gate, up: F.silu(gate) * up,
     "geglu": lambda gate, up: F.gelu(gate) * up,
     "geglu_tanh": lambda gate, up: gelu_tanh(gate) * up,
     "clamped_swiglu": clamped_swiglu,
+    "limited_swiglu": limited_swiglu,
 }
 """Gated activations of the gate half and the other one (Shazeer, GLU Variants, 2020)."""
 

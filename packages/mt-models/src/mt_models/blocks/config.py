@@ -207,7 +207,7 @@ class DecoderConfig(ModelConfig):
     # Fixed values for keys of the shared blocks that the family does not expose.
 
     @property
-    def activation(self) -> Literal["swiglu", "geglu_tanh", "clamped_swiglu"]:
+    def activation(self) -> Literal["swiglu", "geglu_tanh", "clamped_swiglu", "limited_swiglu"]:
         return "swiglu"
 
     @property

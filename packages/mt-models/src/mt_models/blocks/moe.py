@@ -27,6 +27,7 @@ DEFAULTS: Mapping[str, Any] = {
     "moe_apply_probs_on_input": False,
     "moe_router_enable_expert_bias": False,
     "moe_router_bias": None,
+    "moe_router_hash_layers": 0,
     "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False,
 }

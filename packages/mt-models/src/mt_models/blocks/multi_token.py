@@ -24,7 +24,7 @@ from mt_core.nn.cache import Cache
 from mt_core.nn.layout import normal
 from mt_core.nn.loss import Loss, weighted_mean
 from mt_core.nn.model import NumberedLayers
-from mt_core.nn.norm import Norm, Normalization, build_norm
+from mt_core.nn.norm import Normalization, build_norm
 from mt_core.nn.recompute import Recompute
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.linear import ReplicatedLinear
@@ -58,7 +58,7 @@ class TokenPrediction(nn.Module):
     size."""
 
     def __init__(
-        self, config: PredictionConfigLike, layer: nn.Module, norm: Callable[[], Norm], ctx: ParallelContext
+        self, config: PredictionConfigLike, layer: nn.Module, norm: Callable[[], nn.Module], ctx: ParallelContext
     ) -> None:
         super().__init__()
         hidden = config.hidden_size
@@ -69,6 +69,10 @@ class TokenPrediction(nn.Module):
         self.eh_proj = ReplicatedLinear(2 * hidden, hidden, ctx, init=init, bias=False, on_sequence=True)
         self.mtp_model_layer = layer
         self.final_layernorm = norm()
+
+    def head_input(self, state: Tensor) -> Tensor:
+        """State of the depth -> the input of the LM head: the same."""
+        return state
 
     def forward(
         self,
@@ -89,6 +93,7 @@ class MultiTokenPrediction(nn.Module):
     counted positions, reported as `mtp_{d}_loss`.
 
     layer: makes the transformer layer of depth number d, from 0. norm: makes a norm; default: the configured one.
+    depth_type: the kind of a depth; default: TokenPrediction.
     """
 
     def __init__(
@@ -98,14 +103,16 @@ class MultiTokenPrediction(nn.Module):
         loss: Loss,
         recompute: Recompute,
         ctx: ParallelContext,
-        norm: Callable[[], Norm] | None = None,
+        norm: Callable[[], nn.Module] | None = None,
+        depth_type: type[TokenPrediction] | None = None,
     ) -> None:
         super().__init__()
         depths = range(config.mtp_num_layers)
         self.loss, self.recompute = loss, recompute
         self.weight = config.mtp_loss_scaling_factor / config.mtp_num_layers
         build = norm or partial(build_norm, config.normalization, config.hidden_size, config.norm_epsilon, ctx)
-        self.layers = NumberedLayers((depth, TokenPrediction(config, layer(depth), build, ctx)) for depth in depths)
+        kind = depth_type or TokenPrediction
+        self.layers = NumberedLayers((depth, kind(config, layer(depth), build, ctx)) for depth in depths)
         self.losses = nn.ModuleList(AuxiliaryLoss(f"mtp_{depth + 1}_loss") for depth in depths)
 
     def forward(
@@ -129,7 +136,8 @@ class MultiTokenPrediction(nn.Module):
             # Zeros at the end are embedded as token 0. The mask, shifted by as much, leaves these positions out.
             embedded = embed(shifted(batch["tokens"], depth + 1))
             state = self._predict(depth, state, embedded, pattern, angles)
-            found = self.losses[depth](found, self.weight * self._mean_loss(logits(state), batch, depth + 1))
+            predicted = logits(self.layers[depth].head_input(state))
+            found = self.losses[depth](found, self.weight * self._mean_loss(predicted, batch, depth + 1))
         return found
 
     def _predict(

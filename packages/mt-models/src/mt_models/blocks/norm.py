@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -114,3 +115,22 @@ class GatedRMSNorm(LayoutModule):
         gated = (x.float() * F.silu(gate.float())).unflatten(-1, (-1, self.group_size))
         normed = F.rms_norm(gated, (self.group_size,), eps=self.eps).flatten(-2)
         return (normed * self.weight.float()).to(x.dtype)
+
+
+# -- with a weight in fp32, whatever the dtype of the model ------------------------------------------
+
+
+class Float32RMSNorm(LayoutModule):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32, with a weight in fp32 (DeepSeek-V4). On the
+    residual stream, which sequence parallelism shards."""
+
+    weight: Tensor
+
+    def __init__(self, size: int, eps: float, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.eps = eps
+        layout = ParameterLayout((size,), ones, partial_gradient=sequence_axes(ctx), dtype=torch.float32)
+        self.declare("weight", layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return plain_rms_norm(x, self.weight, self.eps)

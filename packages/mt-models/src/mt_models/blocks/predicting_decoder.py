@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from mt_core.nn.loss import build_cross_entropy
 from mt_core.nn.norm import Norm
 from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.blocks.decoder import CausalDecoder, RotaryDecoder, TokenEmbedding
-from mt_models.blocks.multi_token import MultiTokenPrediction
+from mt_models.blocks.multi_token import MultiTokenPrediction, TokenPrediction
 
 
 class PredictingConfigLike(Protocol):
@@ -30,6 +30,7 @@ class PredictsTokens(CausalDecoder):
     The inputs in training are labels and loss_mask too, and the last pipeline stage has a copy of the token embeddings.
     """
 
+    depth_type: ClassVar[type[TokenPrediction]] = TokenPrediction
     # Without values: a value of the class would hide the module.
     prediction_depths: int
     mtp: MultiTokenPrediction | None
@@ -51,7 +52,9 @@ class PredictsTokens(CausalDecoder):
         if predicts.mtp_num_layers and context.has_last:
             ctx = context.parallel
             loss = build_cross_entropy(context.config, ctx)
-            self.mtp = MultiTokenPrediction(config, predicted_layer, loss, context.recompute, ctx, norm)
+            self.mtp = MultiTokenPrediction(
+                config, predicted_layer, loss, context.recompute, ctx, norm, self.depth_type
+            )
             # Also where the LM head is untied: every depth embeds the tokens that follow.
             self.embedding = self.embedding or TokenEmbedding(config, ctx)
 
@@ -95,12 +98,16 @@ class PredictsTokens(CausalDecoder):
             hidden = embedding(tokens, position_ids)
         assert hidden is not None
         pattern, angles = self.pattern(segment_ids, tokens.device), self.angles(position_ids, None)
-        x = self.decoder(hidden, pattern, angles, None, stage)
+        x = self.through_layers(hidden, tokens, pattern, angles, None, stage)
         batch = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask}
         if segment_ids is not None:
             batch["segment_ids"] = segment_ids
-        x = self.mtp(x, batch, lambda ids: embedding(ids, position_ids), self.logits, pattern, angles)
+        x = self.mtp(x, batch, lambda ids: embedding(ids, position_ids), self.predicted_logits, pattern, angles)
         return self.logits(x) if project else self.unprojected(x)
+
+    def predicted_logits(self, state: Tensor) -> Tensor:
+        """Logits [B, S, vocab] from what a depth gives the LM head, [B, S, H]."""
+        return self.logits(state)
 
     def predict_ahead(self, depth: int, hidden: Tensor, tokens: Tensor, cache: Cache) -> Tensor:
         assert self.mtp is not None

@@ -54,6 +54,11 @@ class RotaryAngles:
         self.in_window = in_window
         self.query_scale: Tensor | None = None
         self.position_ids = position_ids
+        self.frequencies, self.scale = frequencies, scale
+
+    def at(self, position_ids: Tensor) -> RotaryAngles:
+        """The angles of other positions, by the same frequencies."""
+        return RotaryAngles(position_ids, self.frequencies, self.scale)
 
     def within(self, window: int | None) -> RotaryAngles:
         """The angles of a layer with this window."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,12 @@ from mt_moe.routing.balance import BalanceLosses, Load, LoadCounter, Scored, on_
 from mt_moe.routing.selection import (
     choose_experts,
     deal_in_turn,
+    dealt_experts,
     distribution,
     draw_at_random,
     expert_capacity,
     expert_weights,
+    experts_of_tokens,
     keep_within,
     sinkhorn,
     sinkhorn_weights,
@@ -58,12 +61,16 @@ class Router(LayoutModule):
 
     weight [E, H], bias [E] and expert_scale [E] are replicated. Every rank applies them to its own tokens, so their
     gradients are partial over tp. expert_bias [E] fp32 is updated by `after_step` only.
+
+    hashed_vocab: a token's experts stand in token_experts [hashed_vocab, k], by its id (less `TABLE_OFFSET`), and there
+    is no expert_bias.
     """
 
     weight: Tensor
     bias: Tensor | None
     expert_bias: Tensor | None
     expert_scale: Tensor | None
+    token_experts: Tensor | None
     faults: Tensor
     """[] fp32: 0, or NaN after the logits of some micro-batch were not finite."""
 
@@ -76,9 +83,10 @@ class Router(LayoutModule):
         *,
         init_std: float,
         bias: bool,
+        hashed_vocab: int | None = None,
     ) -> None:
         super().__init__(ctx)
-        self.config, self.layer = config, layer
+        self.config, self.layer, self.is_hashed = config, layer, hashed_vocab is not None
         experts, partial = config.num_experts, partial_gradient_axes(ctx)
         self.declare("weight", ParameterLayout((experts, hidden_size), normal(init_std), partial_gradient=partial))
         self.declare("bias", ParameterLayout((experts,), zeros, partial_gradient=partial) if bias else None)
@@ -86,7 +94,9 @@ class Router(LayoutModule):
         self.declare("expert_scale", scale if config.moe_router_expert_scale else None)
         # A parameter, so that checkpoints hold it, but not a trained one: the optimizer leaves it alone.
         kept_by_itself = ParameterLayout((experts,), zeros, dtype=torch.float32, trained=False)
-        self.declare("expert_bias", kept_by_itself if config.moe_router_enable_expert_bias else None)
+        has_bias = config.moe_router_enable_expert_bias and not self.is_hashed
+        self.declare("expert_bias", kept_by_itself if has_bias else None)
+        self.declare("token_experts", None if hashed_vocab is None else _table_layout(config, hashed_vocab))
         self.register_buffer("faults", torch.zeros((), device=ctx.device), persistent=False)
         self.jitter = InputJitter(config.moe_input_jitter_eps, ctx)
         self.losses = BalanceLosses(config, layer, ctx)
@@ -94,15 +104,22 @@ class Router(LayoutModule):
         self.load: Load | None = None
         """Metrics of the last step."""
 
-    def forward(self, share: TokenShare) -> Routing:
-        """Raises TrainingError for non-finite logits on a CPU; on a GPU sets a flag without synchronizing."""
+    def forward(self, share: TokenShare, ids: Tensor | None = None) -> Routing:
+        """ids [T]: of the tokens, which a table of experts needs. Raises TrainingError for non-finite logits on a CPU;
+        on a GPU sets a flag without synchronizing."""
         logits = self.logits(self.jitter(share))
-        experts = self.choose(logits, share)
+        experts = self.choose(logits, share, ids)
         weights = self._weights(logits, experts)
         # Before tokens are dropped: dropping would hide an uneven choice.
         counts = count_occurrences(experts, self.config.num_experts) if self.training else None
         # share.total is that of all ranks, so all of them take part in the losses' reductions, or none.
-        if self.training and torch.is_grad_enabled() and self.losses.coefficients and share.total:
+        if (
+            self.training
+            and torch.is_grad_enabled()
+            and self.losses.coefficients
+            and share.total
+            and not self.is_hashed
+        ):
             weights = self.losses(weights, self._scored(logits, experts, counts, share))
         kept, capacity = self._capacity(experts, weights)
         if counts is not None:
@@ -130,9 +147,12 @@ class Router(LayoutModule):
     def fault(self) -> str | None:
         return f"the logits of {self.name}" if bool(self.faults.isnan()) else None
 
-    def choose(self, logits: Tensor, share: TokenShare) -> Tensor:
+    def choose(self, logits: Tensor, share: TokenShare, ids: Tensor | None = None) -> Tensor:
         """[T, E] -> experts [T, k]"""
         config = self.config
+        if self.token_experts is not None:
+            assert ids is not None
+            return experts_of_tokens(self.token_experts, ids)
         if config.moe_router_force_load_balancing:
             return deal_in_turn(logits, config.moe_router_topk)
         if config.moe_router_random_seed is not None:
@@ -218,6 +238,12 @@ class Router(LayoutModule):
     def _counted(self, weights: Tensor, counts: Tensor, kept: Tensor | None) -> Tensor:
         dropped = None if kept is None else kept.logical_not().sum()
         return on_backward(weights, lambda: self.counter.add(counts, dropped))
+
+
+def _table_layout(config: MoeConfig, vocab: int) -> ParameterLayout:
+    # fp32, which has all numbers of experts: parameters of integers are cast with the others by optimizers and FSDP2.
+    init = partial(dealt_experts, experts=config.num_experts)
+    return ParameterLayout((vocab, config.moe_router_topk), init, dtype=torch.float32, trained=False)
 
 
 def require_finite(logits: Tensor, router: str) -> None:

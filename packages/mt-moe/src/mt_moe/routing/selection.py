@@ -61,6 +61,25 @@ def expert_weights(logits: Tensor, experts: Tensor, function: ScoreFunction, pre
     return (chosen - log_sum.logaddexp(torch.full_like(log_sum, LOG_EPSILON))).exp()
 
 
+TABLE_OFFSET = 256
+"""What is taken from the numbers of experts in a table of them by token, which is of floats: with it bf16, to which
+FSDP2 casts all parameters, has those of 513 experts exactly."""
+
+
+def dealt_experts(table: Tensor, generator: torch.Generator, experts: int) -> Tensor:
+    """Fills the table [vocab, k]: of consecutive ids each has the next k experts, in a random order of all."""
+    vocab, topk = table.shape
+    order = torch.randperm(experts, generator=generator, device=table.device)
+    # Consecutive places modulo E: the experts of a token differ, and all have as many tokens of the vocabulary.
+    places = torch.arange(vocab * topk, device=table.device) % experts
+    return table.copy_(order[places].view(vocab, topk) - TABLE_OFFSET)
+
+
+def experts_of_tokens(table: Tensor, ids: Tensor) -> Tensor:
+    """table [vocab, k], ids [T] -> experts [T, k] int64"""
+    return F.embedding(ids, table).long() + TABLE_OFFSET
+
+
 Choice = Callable[[Tensor], Tensor]
 """logits [T, E] -> experts [T, k] int64, the highest score first"""
 
