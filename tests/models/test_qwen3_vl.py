@@ -6,15 +6,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.models.qwen3_vl_reference import make_reference
-from tests.models.qwen_vl_reference import IMAGE, LENGTH, as_reference_inputs, image_batch, texts_with_images
+from tests.models.qwen_vl_reference import (
+    IMAGE,
+    LENGTH,
+    SIDE,
+    VIDEO,
+    as_reference_inputs,
+    image_batch,
+    texts_with_images,
+)
 from tests.models.vision_reference import (
     assert_near,
     assert_round_trip,
     assert_same_gradients,
+    config_from,
     from_reference,
     randomize,
 )
 
+from mt_core.errors import ConfigError
 from mt_models.qwen3_vl.hugging_face import HUGGING_FACE
 
 transformers = pytest.importorskip("transformers")
@@ -58,3 +68,41 @@ def test_a_text_alone_is_the_decoder_alone(host) -> None:
     tokens = texts_with_images()[2:]
     assert torch.equal(model(tokens), model.language_model(tokens))
     assert_near(model(tokens), reference(tokens).logits)
+
+
+def test_frames_of_a_video_equal_the_reference(host) -> None:
+    """A video of two views of 2 x 2 cells with two frames each, behind texts with their times, after a still."""
+    model, reference = make_pair(host)
+    generator = torch.Generator().manual_seed(6)
+    tokens = torch.randint(1, VIDEO, (1, LENGTH), generator=generator)
+    tokens[0, 1:4] = tokens[0, 6:10] = tokens[0, 13:17] = IMAGE
+    cells = torch.randn(11, 6, SIDE, SIDE, generator=generator)
+    cells[:3, 3:] = cells[:3, :3]
+    grids = torch.tensor([[[1, 3], [2, 2], [2, 2]]])
+    logits = model(tokens, cells[None], image_grids=grids)
+    # [V, T, C, m, p, m, p] -> [V, m, m, C, T, p, p]
+    patches = cells.reshape(-1, 2, 3, 2, 3, 2, 3).permute(0, 3, 5, 2, 1, 4, 6).reshape(44, -1)
+    theirs = tokens.clone()
+    theirs[0, 6:17][theirs[0, 6:17] == IMAGE] = VIDEO
+    output = reference(
+        input_ids=theirs,
+        attention_mask=torch.ones_like(theirs),
+        pixel_values=patches[:12],
+        image_grid_thw=torch.tensor([[1, 2, 6]]),
+        pixel_values_videos=patches[12:],
+        video_grid_thw=torch.tensor([[2, 4, 4]]),
+        mm_token_type_ids=(theirs == IMAGE).int() + 2 * (theirs == VIDEO).int(),
+    )
+    assert_near(logits, output.logits)
+    logits[0, -1].sum().backward()
+    output.logits[0, -1].sum().backward()
+    assert_same_gradients(model, reference, HUGGING_FACE)
+
+
+def test_videos_of_samples_have_as_many_frames_as_patches(host) -> None:
+    reference = make_reference()
+    keys = {"data": {"dataset_type": "captioned_shapes", "frames_per_view": 2, "dynamic_resolution": True}}
+    keys["data"] |= {"img_h": SIDE, "img_w": SIDE, "image_token_index": IMAGE, "image_seq_length": 1, "seq_length": 24}
+    model = HUGGING_FACE.read_config(reference.config.to_dict())
+    with pytest.raises(ConfigError, match="frames_per_view=2 has to be 1: model.family=qwen3_vl"):
+        config_from(host, {**model, "vision_model": {**model["vision_model"], "temporal_patch_size": 1}}, **keys)

@@ -51,6 +51,8 @@ class DynamicResolutionConfig(VisionLanguageConfig):
     """Keys of the data set image_text beside sizes, for images as published models of the family take them."""
     PUBLISHED_CELLS: ClassVar[tuple[int, int]]
     """Fewest and most cells of an image there."""
+    TAKES_VIDEOS: ClassVar[bool] = False
+    """Whether cells can be those of two frames of a video."""
 
     @property
     def image_seq_length(self) -> int:
@@ -113,6 +115,13 @@ def check_samples(model: Any, config: Config) -> None:
             "num_channels": (model.vision_model.num_channels, "model.vision_model.num_channels"),
         },
     )
+    if (frames := getattr(config.data, "frames_per_view", 1)) > 1:
+        taken = getattr(model.vision_model, "temporal_patch_size", 1) if model.TAKES_VIDEOS else 1
+        if frames != taken:
+            raise ConfigError(
+                f"data.frames_per_view={frames} has to be 1: model.family={model.family} with these keys takes no "
+                "videos"
+            )
 
 
 def largest_image(config: Config) -> int:

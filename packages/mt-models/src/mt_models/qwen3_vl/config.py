@@ -85,6 +85,7 @@ class Qwen3VLConfig(DynamicResolutionConfig):
         "image_markers": "qwen2_vl",
     }
     PUBLISHED_CELLS: ClassVar[tuple[int, int]] = (64, 16384)
+    TAKES_VIDEOS: ClassVar[bool] = True
 
     vision_model: Annotated[Qwen3VisionConfig, BeforeValidator(vision_section)]  # type: ignore[assignment]
     """A table with the keys of the vision transformer."""

@@ -64,7 +64,7 @@ class PatchConfigLike(Protocol):
 
 
 class FramePatchEmbedding(LayoutModule):
-    """Patches of stills: images [V, C, m p, m p] -> [1, P, H].
+    """Patches of stills, images [V, C, m p, m p], or of T frames, [V, T C, m p, m p] -> [1, P, H].
 
     The weight is that of a convolution over T frames, [H, C, T, p, p]. All frames of a still are equal, so that it is
     applied once, summed over them.
@@ -79,9 +79,14 @@ class FramePatchEmbedding(LayoutModule):
         self.declare("weight", ParameterLayout(kernel, normal(config.init_method_std)))
 
     def forward(self, images: Tensor) -> Tensor:
-        # [V, C, m, m, p, p]: windows of p by p pixels, row by row of the cell
+        channels = self.weight.shape[1]
+        # [V, C (of each frame), m, m, p, p]: windows of p by p pixels, row by row of the cell
         patches = images.to(self.weight.dtype).unfold(2, self.side, self.side).unfold(3, self.side, self.side)
         patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3)  # [V, m, m, C p p]
+        if images.shape[1] != channels:
+            # [V m m, T, C, p, p], a patch's numbers in the order of the kernel's
+            frames = patches.flatten(0, 2).unflatten(1, (-1, channels, self.side, self.side))
+            return linear(frames.transpose(1, 2).flatten(1)[None], self.weight.flatten(1), None)
         # W [H, C, T, p, p] on T equal frames is sum_t W_t on one: [H, C p p]. The sum is part of
         # the graph, so that every frame's weights get the gradient.
         return linear(patches.flatten(0, 2)[None], self.weight.sum(2).flatten(1), None)

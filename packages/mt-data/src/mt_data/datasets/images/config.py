@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from mt_core.config.fields import used_when
+from mt_core.config.fields import PositiveFloat, used_when
 from mt_core.config.schema import DataConfig
 from mt_data.datasets.text_files import STREAM_KEYS, refuse_unused
 
@@ -58,6 +58,19 @@ class ImageTextKeys(ImageDataConfig):
     """The cells that an image is resized to. nearest: those nearest to its size, within min_pixels and max_pixels
     (Qwen2-VL). fill: as many as max_pixels hold, however small the image is (Gemma 4). longest_edge: those that hold
     its size, after an image whose side is longer than the root of max_pixels was made smaller (Pixtral)."""
+
+    frames_per_view: Literal[1, 2] = used_when(1, dynamic_resolution=True)
+    """Frames of a view: 2 where records have videos, whose frames are taken two by two; those of a still are equal."""
+    video_fps: PositiveFloat = used_when(2.0, dynamic_resolution=True)
+    """Frames taken of a second of a video."""
+    min_video_frames: PositiveInt = used_when(4, dynamic_resolution=True)
+    """Frames taken of a video at least, if it has as many."""
+    max_video_frames: PositiveInt = used_when(768, dynamic_resolution=True)
+    """Frames taken of a video at most."""
+    min_video_pixels: PositiveInt = used_when(128 * 32 * 32, dynamic_resolution=True)
+    """A video whose taken frames have fewer pixels together is made larger."""
+    max_video_pixels: PositiveInt = used_when(768 * 32 * 32, dynamic_resolution=True)
+    """A video whose taken frames have more pixels together is made smaller."""
 
     @model_validator(mode="after")
     def _check_pixels(self) -> ImageTextKeys:

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from mt_core.errors import DataError
 from mt_data.datasets.cache import Arrays, IndexCache, combined, file_checksum, index_progress
-from mt_data.datasets.images.pixels import ImageFile, image_size
+from mt_data.datasets.images.pixels import ImageFile
 from mt_data.datasets.images.records import ImageText, is_shard, place, read_image_texts
 from mt_data.datasets.images.sample import EncodedText
 from mt_data.datasets.images.text import IMAGE, ImageTextEncoder, ImageTokens
 from mt_data.datasets.images.tiles import Grid
+from mt_data.datasets.images.videos import VideoSampling, grid_of
 
-FORMAT = 3
+FORMAT = 4
 """Raised when the same files give other arrays than before."""
 # One placeholder for each image: an image has hundreds of features, which would make the cache many times as large.
 ENCODED_IMAGE = EncodedText([IMAGE], [False])
@@ -44,8 +45,8 @@ class EncodedRecords:
     int32 [records]: the place of each. grid uint16 [images, 2]: rows and columns of tiles; image_bounds int64
     [records + 1]. An image is a file below its record's folder, or a member of its record's shard: name_bounds int64
     [images + 1] into names uint8 (as the file system has them); offset, size int64 [images], of members (size -1: a
-    file). unusable int64 [records left out, 2]: file, number. paths: the files; folders: where the images of each
-    begin.
+    file); frames int32 [images, 3], of views of videos (-1: an image). unusable int64 [records left out, 2]: file,
+    number. paths: the files; folders: where the images of each begin.
     """
 
     tokens: NDArray[np.int32]
@@ -59,6 +60,7 @@ class EncodedRecords:
     name_bounds: NDArray[np.int64]
     offset: NDArray[np.int64]
     size: NDArray[np.int64]
+    frames: NDArray[np.int32]
     positions: NDArray[np.int64]
     images_end: NDArray[np.int64]
     first_label: NDArray[np.int64]
@@ -86,7 +88,8 @@ class EncodedRecords:
     def _image(self, image: int, file: int) -> ImageFile:
         name = self.names[self.name_bounds[image] : self.name_bounds[image + 1]].tobytes()
         if (size := int(self.size[image])) < 0:
-            return ImageFile(self.folders[file] / os.fsdecode(name))
+            frames = tuple(self.frames[image].tolist()) if self.frames[image, 0] >= 0 else ()
+            return ImageFile(self.folders[file] / os.fsdecode(name), frames=frames)
         return ImageFile(self.paths[file], os.fsdecode(name), int(self.offset[image]), size)
 
     def expanded(self, record: int, image_tokens: ImageTokens) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
@@ -97,7 +100,18 @@ class EncodedRecords:
         """Fingerprint of texts and of the names and places of images, whose pixels are not read for it."""
         digest = sha256()
         # positions, images_end, first_label and views follow from these and the tiling.
-        for name in ("tokens", "counted", "bounds", "grid", "image_bounds", "names", "name_bounds", "offset", "size"):
+        for name in (
+            "tokens",
+            "counted",
+            "bounds",
+            "grid",
+            "image_bounds",
+            "names",
+            "name_bounds",
+            "offset",
+            "size",
+            "frames",
+        ):
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
         return combined([digest.hexdigest()])
 
@@ -131,7 +145,12 @@ class UnusableRecords:
 
 
 def encode_files(
-    paths: Sequence[Path], folders: Sequence[Path], encoder: ImageTextEncoder, image_tokens: ImageTokens, limit: int
+    paths: Sequence[Path],
+    folders: Sequence[Path],
+    encoder: ImageTextEncoder,
+    image_tokens: ImageTokens,
+    limit: int,
+    sampling: VideoSampling | None = None,
 ) -> dict[str, NDArray[Any]]:
     """The arrays of EncodedRecords, and `refused`: JSON, `image_states` of the images of unusable records.
 
@@ -141,11 +160,11 @@ def encode_files(
     refused: list[str] = []
     with index_progress("records of images and texts", len(paths)) as update:
         for file, (path, folder) in enumerate(zip(paths, folders, strict=True)):
-            for record in read_image_texts(path, folder, partial(unusable.add, file)):
+            for record in read_image_texts(path, folder, partial(unusable.add, file), sampling):
                 try:
                     # From the head of each file: the grid decides how many tokens an image takes, and no pixels are
                     # decoded here.
-                    grids = [image_tokens.tiling.grid(*image_size(image)) for image in record.images]
+                    grids = [grid_of(image, image_tokens.tiling) for image in record.images]
                     gathered.add(file, folder, record, encoder(record), grids)
                 except DataError as error:
                     unusable.add(file, record.number, error)
@@ -213,6 +232,7 @@ class _Gathered:
         self.grids: list[Grid] = []
         self.names: list[bytes] = []
         self.parts: list[tuple[int, int]] = []
+        self.frames: list[tuple[int, ...]] = []
         self.sizes: list[tuple[int, int, int, int]] = []
 
     def add(self, file: int, folder: Path, record: ImageText, text: EncodedText, grids: Sequence[Grid]) -> None:
@@ -226,6 +246,7 @@ class _Gathered:
         for image in record.images:
             self.names.append(os.fsencode(image.member or os.path.relpath(image.path, folder)))
             self.parts.append((image.offset, image.size))
+            self.frames.append(image.frames or (-1, -1, -1))
 
     def _sizes(
         self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], grids: Sequence[Grid]
@@ -260,6 +281,7 @@ class _Gathered:
             "views": views.copy(),
             "offset": offset.copy(),
             "size": size.copy(),
+            "frames": np.array(self.frames, np.int32).reshape(-1, 3),
         }
 
 

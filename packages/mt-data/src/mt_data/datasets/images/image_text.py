@@ -26,10 +26,11 @@ from mt_data.datasets.images.encoded import (
     cached_records,
     encode_files,
 )
-from mt_data.datasets.images.pixels import ImageFile, as_input, read_image
+from mt_data.datasets.images.pixels import ImageFile
 from mt_data.datasets.images.sample import SampleShape
 from mt_data.datasets.images.text import ImageTextEncoder, ImageTokens
 from mt_data.datasets.images.tiles import DynamicResolution, Grid, LongestEdgeTiling, Tiling, padded_grids
+from mt_data.datasets.images.videos import VideoSampling, grid_of, read_view, views_of_frames
 from mt_data.datasets.opening import BuiltSplit
 from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.datasets.sft.packing import Packing, pack_best_fit, pack_singly
@@ -44,7 +45,8 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
     """Images with texts: JSON lines, {"image": path, "text": ...}, {"image": path, "question": ..., "answer": ...} or a
     conversation as in LLaVA's files, {"image": path, "conversations": [{"from": "human", "value": "<image>\\nWhat is
     it?"}, {"from": "gpt", ...}]}; or webdataset's shards (.tar), whose samples have such an object in the member json,
-    or a text in txt. An image stands where "<image>" is, or else before the text."""
+    or a text in txt. An image stands where "<image>" is, or else before the text. In JSON lines "video" is a folder of
+    frames or an animated file, which stands where "<video>" is."""
 
     dataset_type: str = "image_text"
     image_folder: str | None = None
@@ -137,8 +139,8 @@ class ImageTextDataset:
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         members = self.members(index)
         sample = self.shape.padding(segments=len(members) if self.config.packing else None)
-        # [max_images, 3, img_h, img_w]: every sample has the same shape, so that samples can be stacked to batches.
-        images = np.zeros((self.max_images, 3, self.config.img_h, self.config.img_w), np.float32)
+        # [max_images, 3 (of each frame), img_h, img_w]: every sample has the same shape, so that they can be stacked.
+        images = np.zeros((self.max_images, *self._view_shape), np.float32)
         start = view = 0
         for segment, record in enumerate(members):
             pixels, is_whole = self._views(record)
@@ -167,25 +169,29 @@ class ImageTextDataset:
         found, is_whole = [], True
         for image, grid in self.records.images(record):
             try:
-                views = self.tiling.views(self._read(image, grid), grid)
-                found += [as_input(view, self.config) for view in views]
+                found += views_of_frames(self._read(image, grid), grid, self.tiling, self.config)
             except DataError as error:
                 error = DataError(f"{self.records.where(record)}: {error}")
                 self.unusable.add(int(self.records.file[record]), int(self.records.number[record]), error)
-                found += [np.zeros((3, self.config.img_h, self.config.img_w), np.float32)] * self.tiling.num_views(grid)
+                found += [np.zeros(self._view_shape, np.float32)] * self.tiling.num_views(grid)
                 is_whole = False
-        return np.array(found, np.float32).reshape(-1, 3, self.config.img_h, self.config.img_w), is_whole
+        return np.array(found, np.float32).reshape(-1, *self._view_shape), is_whole
 
-    def _read(self, file: ImageFile, grid: Grid) -> NDArray[np.uint8]:
-        """Raises DataError for an image that was replaced by one with another grid since the records were encoded."""
-        image = read_image(file)
+    @property
+    def _view_shape(self) -> tuple[int, int, int]:
+        return 3 * self.config.frames_per_view, self.config.img_h, self.config.img_w
+
+    def _read(self, file: ImageFile, grid: Grid) -> list[NDArray[np.uint8]]:
+        """The frames of a view, one of an image. Raises DataError for an image that was replaced by one with another
+        grid since the records were encoded."""
+        frames = read_view(file)
         # The tokens of the sample were laid out for the recorded grid; other pixels would not match their number.
-        if (found := self.tiling.grid(*image.shape[:2])) != grid:
+        if (found := grid_of(file, self.tiling)) != grid:
             raise DataError(
                 f"{file} has {found.rows} x {found.columns} views, and had {grid.rows} x {grid.columns} when the "
                 "index of the records was built; delete the index cache, so that it is built again"
             )
-        return image
+        return frames
 
 
 def build_image_text(config: ImageTextDataConfig, tokenizer: Tokenizer, request: SplitRequest) -> BuiltSplit:
@@ -224,7 +230,7 @@ def _encoded_records(
     """All records of the source's files, from the cache or encoded now."""
     paths = expand_globs([source.name])
     folders = [path.parent if config.image_folder is None else Path(config.image_folder) for path in paths]
-    limit = config.max_unusable_records
+    limit, sampling = config.max_unusable_records, VideoSampling.of(config)
     key = cache_key(
         paths,
         folders=[str(folder.resolve()) for folder in folders],
@@ -235,14 +241,17 @@ def _encoded_records(
         image_seq_length=config.image_seq_length,
         image_markers=config.image_markers,
         limit=limit,
+        **({} if sampling is None else {"videos": repr(sampling)}),
     )
-    arrays = cached_records(source.cache, key, partial(encode_files, paths, folders, encoder, image_tokens, limit))
+    arrays = cached_records(
+        source.cache, key, partial(encode_files, paths, folders, encoder, image_tokens, limit, sampling)
+    )
     return EncodedRecords(**arrays, paths=paths, folders=folders)
 
 
 def max_images(config: ImageTextDataConfig, shape: SampleShape) -> int:
     """Views of a sample, at most."""
-    if config.packing:
+    if config.packing or (config.frames_per_view > 1 and config.max_images is None):
         # As many views as there is space for in a sample of images alone.
         return shape.length // shape.image_length
     return config.max_images or min(config.tiling.max_views, shape.length // shape.image_length)

@@ -30,12 +30,14 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", 
 
 @dataclass(frozen=True)
 class ImageFile:
-    """path: the file. member: name within the archive `path`, whose bytes begin at `offset`; empty for a file."""
+    """path: the file. member: name within the archive `path`, whose bytes begin at `offset`; empty for a file. frames:
+    of a view of the video `path`, the numbers of its frames, and then how many are taken of the whole video."""
 
     path: Path
     member: str = ""
     offset: int = 0
     size: int = -1
+    frames: tuple[int, ...] = ()
 
     @property
     def suffix(self) -> str:
@@ -43,6 +45,8 @@ class ImageFile:
         return Path(self.member or self.path.name).suffix.lower()
 
     def __str__(self) -> str:
+        if self.frames:
+            return f"{self.path}, frames {', '.join(map(str, self.frames[:-1]))}"
         return f"{self.path}, member {self.member}" if self.member else str(self.path)
 
     def open(self) -> BinaryIO:
@@ -94,7 +98,21 @@ def read_image(file: ImageFile) -> NDArray[np.uint8]:
     if file.suffix == ".npy":
         return _array_of(file)
     with _opened(file) as image:
+        if file.frames:
+            image.seek(file.frames[0])
         return _upright(image, str(file))
+
+
+def animation_frames(file: ImageFile) -> tuple[int, float | None]:
+    """The number of frames of an animated file, and how many are shown in a second if it says so. Raises DataError for
+    a file that cannot be read."""
+    with _opened(file) as image:
+        count = int(getattr(image, "n_frames", 1))
+        # Milliseconds of the first frame, which WebP says when it is decoded.
+        if count > 1:
+            image.load()
+        duration = image.info.get("duration")
+        return count, 1000 / duration if duration else None
 
 
 def image_size(file: ImageFile) -> tuple[int, int]:

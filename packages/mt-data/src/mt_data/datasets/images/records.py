@@ -6,19 +6,22 @@
 | `question` and `answer`, or `answers` | of several answers, the most frequent one is the assistant's |
 | `conversations` | turns as in LLaVA's files: `{"from": "human" or "gpt", "value": ...}` |
 | `image` or `images` | in JSON lines: a path, or a list of paths; without either the record has text alone |
+| `video` or `videos`, `fps` | in JSON lines: paths of videos, see `videos`; frames of a second, of folders of frames |
 """
 
 from __future__ import annotations
 
+import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mt_core.errors import DataError, did_you_mean
 from mt_data.datasets.images.pixels import SUFFIXES, ImageFile
+from mt_data.datasets.images.videos import VIDEO, VideoSampling, VideoViews, opened_videos, video_names
 from mt_data.datasets.sft.conversations import Conversation, Message
 from mt_data.preprocess.readers import MalformedRecord, iter_records, parse_json_line
 
@@ -63,15 +66,22 @@ def is_shard(path: str | Path) -> bool:
     return str(path).endswith(".tar")
 
 
-def read_image_texts(path: Path, folder: Path, on_unusable: OnUnusable) -> Iterator[ImageText]:
-    """The records of a file, in order. folder: where paths in JSON lines begin.
+def read_image_texts(
+    path: Path, folder: Path, on_unusable: OnUnusable, sampling: VideoSampling | None = None
+) -> Iterator[ImageText]:
+    """The records of a file, in order. folder: where paths in JSON lines begin. sampling: of videos, where there are
+    some.
 
     Raises DataError for a file that cannot be read at all.
     """
     read = _of_shard(path, on_unusable) if is_shard(path) else _of_lines(path, folder, on_unusable)
     for number, value, images in read:
         try:
-            yield record_of(value, images, str(path), number)
+            where = place(path, number)
+            if is_shard(path) and video_names(value, where):
+                raise DataError(f"{where} has a video, which records in JSON lines can have alone")
+            videos = opened_videos(value, folder, sampling, where)
+            yield record_of(value, images, str(path), number, videos)
         except DataError as error:
             on_unusable(number, error)
 
@@ -129,16 +139,47 @@ def image_names(value: Mapping[str, Any], where: str) -> list[str]:
     return names
 
 
-def record_of(value: Mapping[str, Any], images: tuple[ImageFile, ...], file: str, number: int) -> ImageText:
+def record_of(
+    value: Mapping[str, Any],
+    images: tuple[ImageFile, ...],
+    file: str,
+    number: int,
+    videos: Sequence[VideoViews] = (),
+) -> ImageText:
     """Raises DataError for a record with no text, question or conversation, and for more marks than images."""
     where = place(file, number)
     if "conversations" in value or "question" in value:
         answers = answers_of(value, where) if "question" in value else []
         turns = _question(value, answers, where) if answers else messages_of(value.get("conversations"), where)
-        conversation = Conversation(marked_messages(turns, len(images), where), None, file, number)
-        return ImageText(images, conversation, file, number, tuple(answers))
+        messages = marked_messages(turns, len(images), where)
+        if videos:
+            messages = marked_messages(messages, len(videos), where, VIDEO)
+            contents, images = placed([message["content"] for message in messages], images, videos)
+            messages = [{**message, "content": text} for message, text in zip(messages, contents, strict=True)]
+        return ImageText(images, Conversation(messages, None, file, number), file, number, tuple(answers))
     key = next((key for key in TEXTS if key in value), TEXTS[0])
-    return ImageText(images, marked_text(text_of(value, key, where), len(images), where), file, number)
+    text = marked_text(text_of(value, key, where), len(images), where)
+    if videos:
+        (text,), images = placed([marked_text(text, len(videos), where, VIDEO)], images, videos)
+    return ImageText(images, text, file, number)
+
+
+def placed(
+    contents: Sequence[str], images: Sequence[ImageFile], videos: Sequence[VideoViews]
+) -> tuple[list[str], tuple[ImageFile, ...]]:
+    """Texts with the views of videos, and their times, in place of VIDEO; images and views in the order of their
+    marks. The texts have a mark for each image and each video."""
+    stills, films, files = iter(images), iter(videos), list[ImageFile]()
+
+    def place_one(mark: re.Match[str]) -> str:
+        if mark[0] == MARK:
+            files.append(next(stills))
+            return MARK
+        video = next(films)
+        files.extend(video.files)
+        return video.text(MARK)
+
+    return [re.sub(f"{MARK}|{VIDEO}", place_one, text) for text in contents], tuple(files)
 
 
 def text_of(value: Mapping[str, object], key: str, where: str) -> str:
@@ -186,25 +227,25 @@ def _message(turn: Any, where: str) -> Message:
     return {"role": SPEAKERS[turn["from"]], "content": turn["value"]}
 
 
-def marked_text(text: str, images: int, where: str) -> str:
+def marked_text(text: str, images: int, where: str, mark: str = MARK) -> str:
     """With a mark for each image: those that it lacks are put before it. Raises DataError for more marks."""
-    return MARK * _lacking(text.count(MARK), images, where) + text
+    return mark * _lacking(text.count(mark), images, where, mark) + text
 
 
-def marked_messages(messages: list[Message], images: int, where: str) -> list[Message]:
+def marked_messages(messages: list[Message], images: int, where: str, mark: str = MARK) -> list[Message]:
     """With a mark for each image: those that they lack are lines before what the user says first."""
-    lacking = _lacking(sum(message["content"].count(MARK) for message in messages), images, where)
+    lacking = _lacking(sum(message["content"].count(mark) for message in messages), images, where, mark)
     if not lacking:
         return messages
     first = next((place for place, message in enumerate(messages) if message["role"] == "user"), 0)
-    content = f"{MARK}\n" * lacking + messages[first]["content"]
+    content = f"{mark}\n" * lacking + messages[first]["content"]
     return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
 
 
-def _lacking(marks: int, images: int, where: str) -> int:
+def _lacking(marks: int, images: int, where: str, mark: str) -> int:
     if marks > images:
         raise DataError(
-            f'{where} has "{MARK}" {marks} times, and the number of images is {images}; '
+            f'{where} has "{mark}" {marks} times, and the number of {mark[1:-1]}s is {images}; '
             "there can be at most one for each"
         )
     return images - marks

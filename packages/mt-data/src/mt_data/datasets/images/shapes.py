@@ -14,6 +14,7 @@ from mt_data.datasets.images.config import ImageDataConfig, ImageTextKeys
 from mt_data.datasets.images.pixels import as_input
 from mt_data.datasets.images.sample import EncodedText, SampleShape, labelled
 from mt_data.datasets.images.tiles import DynamicResolution, Grid, grids, padded_grids
+from mt_data.datasets.images.videos import views_of_frames
 from mt_data.datasets.splits import SPLITS
 from mt_data.datasets.text_files import Encode, bare_encoder
 
@@ -119,10 +120,10 @@ class CaptionedShapesDataset:
         return {**sample, "images": self._cells(picture.pixels, grid), "image_grids": padded_grids([grid], 1)}
 
     def _cells(self, pixels: NDArray[np.uint8], grid: Grid) -> NDArray[np.float32]:
-        """[most_cells, 3, img_h, img_w], the rest is 0."""
-        images = np.zeros((self.config.most_cells, 3, self.config.img_h, self.config.img_w), np.float32)
-        views = DynamicResolution.of(self.config).views(pixels, grid)
-        images[: len(views)] = [as_input(view, self.config) for view in views]
+        """[most_cells, 3 (of each frame), img_h, img_w], the rest is 0."""
+        views = views_of_frames([pixels], grid, DynamicResolution.of(self.config), self.config)
+        images = np.zeros((self.config.most_cells, *views[0].shape), np.float32)
+        images[: len(views)] = views
         return images
 
     def _grid(self, index: int) -> Grid:

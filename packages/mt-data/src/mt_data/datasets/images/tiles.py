@@ -156,6 +156,9 @@ class DynamicResolution(Tiling):
 
     min_pixels: int = 1
     max_pixels: int = 1
+    min_video_pixels: int = 1
+    max_video_pixels: int = 1
+    has_videos: bool = False
 
     @staticmethod
     def of(config: ImageTextKeys, resample: Resample = "bicubic") -> DynamicResolution:
@@ -167,6 +170,9 @@ class DynamicResolution(Tiling):
             resample=resample,
             min_pixels=config.min_pixels,
             max_pixels=config.max_pixels,
+            min_video_pixels=config.min_video_pixels,
+            max_video_pixels=config.max_video_pixels,
+            has_videos=config.frames_per_view > 1,
         )
 
     @property
@@ -178,6 +184,8 @@ class DynamicResolution(Tiling):
         """Fewest views of one image. Where an image is made smaller, both sides are rounded down to whole cells, which
         leaves more than a quarter of max_pixels, but can be fewer than min_pixels."""
         cell = self.img_h * self.img_w
+        if self.has_videos:
+            return 1
         return max(min(-(-self.min_pixels // cell), self.max_pixels // (4 * cell) + 1), 1)
 
     def grid(self, height: int, width: int) -> Grid:
@@ -194,6 +202,22 @@ class DynamicResolution(Tiling):
             scale = math.sqrt(self.min_pixels / (height * width))
             rows, columns = math.ceil(height * scale / self.img_h), math.ceil(width * scale / self.img_w)
         return self._within_max_pixels(max(rows, 1), max(columns, 1))
+
+    def video_grid(self, frames: int, height: int, width: int) -> Grid:
+        """That of each frame of a video of which so many are taken: by the pixels of all of them together."""
+        # transformers: smart_resize of Qwen3-VL's video processor, which compares with an even number of frames.
+        if height < self.img_h or width < self.img_w:
+            scale = max(self.img_h / height, self.img_w / width)
+            height, width = int(height * scale), int(width * scale)
+        rows, columns = round(height / self.img_h), round(width / self.img_w)
+        pixels = round(frames / 2) * 2 * rows * self.img_h * columns * self.img_w
+        if pixels > self.max_video_pixels:
+            scale = math.sqrt(frames * height * width / self.max_video_pixels)
+            rows, columns = math.floor(height / scale / self.img_h), math.floor(width / scale / self.img_w)
+        elif pixels < self.min_video_pixels:
+            scale = math.sqrt(self.min_video_pixels / (frames * height * width))
+            rows, columns = math.ceil(height * scale / self.img_h), math.ceil(width * scale / self.img_w)
+        return Grid(max(rows, 1), max(columns, 1))
 
     def _within_max_pixels(self, rows: int, columns: int) -> Grid:
         if rows * columns <= self.max_views:

@@ -1,0 +1,139 @@
+"""Videos of records: ids, times and pixels against Qwen3-VL's processor of `transformers`; what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+from tests.data.images.marker_tokenizer import write_marker_tokenizer
+from tests.data.images.test_processors import assert_same_pixels
+
+from mt_core.errors import DataError
+from mt_core.interfaces import SplitRequest
+from mt_data.datasets.images.image_text import ImageTextDataConfig, build_image_text
+from mt_data.tokenizers.hugging_face import HuggingFaceConfig, build_hugging_face
+
+transformers = pytest.importorskip("transformers")
+SIDE = 8
+KEYS = {
+    "img_h": SIDE, "img_w": SIDE, "image_seq_length": 1, "dynamic_resolution": True, "frames_per_view": 2,
+    "image_markers": "qwen2_vl", "min_pixels": SIDE**2, "max_pixels": 12 * SIDE**2, "min_video_pixels": 8 * SIDE**2,
+    "max_video_pixels": 60 * SIDE**2, "max_images": 90,
+}  # fmt: skip
+
+
+def frames_of(count: int, height: int, width: int) -> list[np.ndarray]:
+    random = np.random.RandomState(count)
+    return [random.randint(0, 256, (height, width, 3)).astype(np.uint8) for _ in range(count)]
+
+
+def write_folder(folder: Path, frames: list[np.ndarray]) -> None:
+    folder.mkdir()
+    for number, frame in enumerate(frames):
+        Image.fromarray(frame).save(folder / f"{number:04}.png")
+
+
+def write_animation(path: Path, frames: list[np.ndarray], milliseconds: int) -> None:
+    first, *rest = [Image.fromarray(frame) for frame in frames]
+    first.save(path, save_all=True, append_images=rest, duration=milliseconds, lossless=True)
+
+
+def samples_of(folder: Path, records: list[dict], **keys):
+    write_marker_tokenizer(folder)
+    (folder / "lines.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokenizer = build_hugging_face(HuggingFaceConfig(tokenizer_model=str(folder)))
+    config = ImageTextDataConfig(
+        image_token_index=tokenizer.vocab_size, train_data_path=[str(folder / "lines.jsonl")], **{**KEYS, **keys}
+    )
+    data = build_image_text(config, tokenizer, SplitRequest("train", None, 500, seed=1))
+    return tokenizer, {data.members(index)[0]: data[index] for index in range(len(data))}
+
+
+def processed(frames: list[np.ndarray], fps: float):
+    """Cells [views, 2 frames x 3, SIDE, SIDE], grid and times of each view, by the functions of the processor that need
+    no torchvision and Pillow's resizing."""
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+
+    processor = SimpleNamespace(fps=2, min_frames=4, max_frames=768)
+    metadata = SimpleNamespace(total_num_frames=len(frames), fps=fps)
+    taken = Qwen3VLVideoProcessor.sample_frames(processor, metadata, fps=2)
+    pixels = (KEYS["min_video_pixels"], KEYS["max_video_pixels"])
+    height, width = smart_resize(len(taken), *frames[0].shape[:2], 2, SIDE, *pixels)
+    sized = [Image.fromarray(frames[number]).resize((width, height), Image.Resampling.BICUBIC) for number in taken]
+    sized += sized[-1:] * (len(sized) % 2)
+    # [views, frames, rows, SIDE, columns, SIDE, C] -> [views, rows, columns, frames, C, SIDE, SIDE]
+    films = np.stack([np.asarray(frame, np.float32) / 127.5 - 1 for frame in sized])
+    cells = films.reshape(-1, 2, height // SIDE, SIDE, width // SIDE, SIDE, 3).transpose(0, 2, 4, 1, 6, 3, 5)
+    seconds = Qwen3VLProcessor._calculate_timestamps(None, taken.tolist(), fps)
+    return cells.reshape(-1, 6, SIDE, SIDE), (len(sized) // 2, height // SIDE, width // SIDE), seconds
+
+
+@pytest.mark.parametrize(("count", "fps", "size"), [(5, 1.0, (20, 30)), (24, 8.0, (17, 9)), (3, 24.0, (40, 44))])
+def test_frames_of_a_folder_are_those_of_the_processor(tmp_path: Path, count: int, fps: float, size) -> None:
+    """Odd numbers of frames, more and fewer than are taken; sizes below and above the pixels of all together."""
+    frames = frames_of(count, *size)
+    write_folder(tmp_path / "film", frames)
+    cells, (times, rows, columns), seconds = processed(frames, fps)
+    record = {"video": "film", "fps": fps, "question": "what", "answer": "this"}
+    tokenizer, samples = samples_of(tmp_path, [record])
+    sample = samples[0]
+    grids = sample["image_grids"][sample["image_grids"][:, 0] > 0]
+    assert grids.tolist() == [[rows, columns]] * times
+    assert_same_pixels(sample["images"][: len(cells)], cells, 1 / 255 / 0.5)
+    assert not sample["images"][len(cells) :].any()
+    start, end = (tokenizer.encode(f"<|vision_{name}|>") for name in ("start", "end"))
+    image = [tokenizer.vocab_size] * (rows * columns)
+    stamps = [tokenizer.encode(f"<{time:.1f} seconds>") for time in seconds]
+    expected = [token for stamp in stamps for token in (*stamp, *start, *image, *end)]
+    tokens = sample["tokens"].tolist()
+    places = [place for place in range(len(tokens)) if tokens[place : place + len(expected)] == expected]
+    assert len(places) == 1
+
+
+def test_an_animated_file_is_the_same_as_its_frames(tmp_path: Path) -> None:
+    frames = frames_of(6, 16, 24)
+    write_folder(tmp_path / "film", frames)
+    write_animation(tmp_path / "film.webp", frames, 500)
+    records = [
+        {"video": "film", "fps": 2, "text": "a <video> b"},
+        {"video": "film.webp", "text": "a <video> b"},
+    ]
+    _, samples = samples_of(tmp_path, records)
+    for name in ("tokens", "image_grids"):
+        assert np.array_equal(samples[0][name], samples[1][name])
+    assert np.abs(samples[0]["images"] - samples[1]["images"]).max() < 0.02
+
+
+def test_stills_beside_videos_have_two_equal_frames_and_their_order(tmp_path: Path) -> None:
+    frames = frames_of(4, 16, 16)
+    write_folder(tmp_path / "film", frames)
+    Image.fromarray(frames[0][:8]).save(tmp_path / "still.png")
+    record = {"video": "film", "image": "still.png", "fps": 2, "text": "<video> then <image>"}
+    _, samples = samples_of(tmp_path, [record])
+    grids = samples[0]["image_grids"]
+    assert grids[:3].tolist() == [[2, 2], [2, 2], [1, 2]]
+    still = samples[0]["images"][8:10]
+    assert still.any()
+    assert np.array_equal(still[:, :3], still[:, 3:])
+
+
+@pytest.mark.parametrize(
+    ("record", "keys", "words"),
+    [
+        ({"video": "film", "text": "a"}, {"frames_per_view": 1}, "has a video; set data.dynamic_resolution=true"),
+        ({"video": "none", "text": "a"}, {}, "none cannot be read"),
+        ({"video": "empty", "text": "a"}, {}, "empty has no frames"),
+        ({"video": "film", "fps": 0, "text": "a"}, {}, 'above 0 under "fps", found 0'),
+        ({"video": "film", "text": "<video> <video>"}, {}, 'has "<video>" 2 times, and the number of videos is 1'),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, record: dict, keys: dict, words: str) -> None:
+    write_folder(tmp_path / "film", frames_of(2, 16, 16))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=words):
+        samples_of(tmp_path, [record], **keys)
