@@ -90,6 +90,8 @@ class Case:
 
 
 AUTO = {
+    # transformers lists it as the decoder of a model of images and text alone.
+    "Mistral4ForCausalLM": "Mistral4ForCausalLM",
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
     "ForPreTraining": "AutoModelForPreTraining",
@@ -505,6 +507,25 @@ CASES: dict[str, Case] = {
         }
         | {"attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6}
         | {"ssm_multipliers": [0.5, 0.7, 1.5, 1.25, 0.8], "mlp_multipliers": [0.9, 0.6]},
+    ),
+    "mistral4": Case(
+        "mistral4",
+        "Mistral4ForCausalLM",
+        "Mistral4Config",
+        {
+            **LATENT,
+            "q_lora_rank": 14,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 6,
+                "rope_theta": 1e4,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
     ),
     "bert": Case("bert", "BertForPreTraining", "BertConfig", ENCODER),
     "megatron-bert": Case("bert", "MegatronBertForPreTraining", "MegatronBertConfig", ENCODER),

@@ -63,6 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "granite_hybrid",
         "falcon_h1",
         "deepseek_v4",
+        "mistral4",
     )
 }
 FAMILIES["minimax_m2"] = {**FAMILIES["minimax_m2"], "moe": {**FAMILIES["minimax_m2"]["moe"], "num_experts": 6}}

@@ -30,6 +30,7 @@ MOE_MODELS = (
     "glm4_moe_lite",
     "kimi_linear",
     "hybrid",
+    "mistral4",
     "gpt_oss",
     "granite_moe",
     "minimax_m2",

@@ -705,6 +705,24 @@ FALCON_H1_05B = {
     "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32784,
 }  # fmt: skip
+MISTRAL_SMALL_4_TEXT = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "first_k_dense_replace": 0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 12288, "kv_lora_rank": 256, "max_position_embeddings": 1048576, "model_type": "mistral4",
+    "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts_per_tok": 4, "num_hidden_layers": 36, "num_key_value_heads": 32,
+    "pad_token_id": 11, "pretraining_tp": 1, "q_lora_rank": 1024, "qk_head_dim": 128, "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_interleave": True,
+    "rope_parameters": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 128.0, "llama_4_scaling_beta": 0.1,
+        "max_position_embeddings": 1048576, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 8192, "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
+        "rope_type": "yarn", "type": "yarn",
+    },
+    "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "use_cache": True, "v_head_dim": 128,
+    "vocab_size": 131072,
+}  # fmt: skip
+"""The defaults of transformers' class, which are those of the checkpoint."""
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt", GPT2),
@@ -759,6 +777,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-3-super": ("hybrid", NEMOTRON_3_SUPER),
     "granite-4.0-h-tiny": ("hybrid", GRANITE_4_H_TINY),
     "falcon-h1-0.5b": ("falcon_h1", FALCON_H1_05B),
+    "mistral-small-4 (text)": ("mistral4", MISTRAL_SMALL_4_TEXT),
     "bert-base-uncased": ("bert", BERT_BASE_UNCASED),
     "bert-base-chinese": ("bert", BERT_BASE_CHINESE),
     "chinese-bert-wwm": ("bert", CHINESE_BERT_WWM),

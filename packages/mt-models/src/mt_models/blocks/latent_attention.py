@@ -163,8 +163,9 @@ class LatentAttention(nn.Module):
         # The rotated channels stand behind the plain ones in every head, as in keys_and_values.
         q = torch.cat((plain, self.rotate(turned, angles)), -1)
         # The core divides by sqrt(plain + rotated). YaRN's further factor is put
-        # on the queries, in every form of attention.
-        return q if self.scale == 1.0 else q * self.scale
+        # on the queries, in every form of attention; so is that of queries that grow with their positions.
+        q = q if self.scale == 1.0 else q * self.scale
+        return q if angles.query_scale is None else q * angles.query_scale.to(q.dtype)
 
     def rotate(self, x: Tensor, angles: RotaryAngles) -> Tensor:
         """[B, S, N, R] by the angles of its positions."""
