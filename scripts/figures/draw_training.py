@@ -152,6 +152,18 @@ def low_precision() -> Canvas:
     return canvas
 
 
+@figure("digit-sums-reward")
+def digit_sums() -> Canvas:
+    run = recorded("digit_sums")
+    canvas = Canvas(680, 300, "Share of right sums of three digits while a model learns them by rewards")
+    axes = Axes(canvas, (0, run["train"]["iteration"][-1]), (0.0, 1.0))
+    axes.frame("step", "share of right sums", "mt tune grpo on the preset digit-sums")
+    axes.curve(list(zip(run["train"]["iteration"], run["train"]["reward"], strict=True)), 0)
+    axes.curve(list(zip(run["valid"]["iteration"], run["valid"]["valid_reward"], strict=True)), 1)
+    axes.legend(["drawn at temperature 1", "likeliest tokens, held-out sums"])
+    return canvas
+
+
 @figure("distillation-loss")
 def distillation() -> Canvas:
     runs = recorded("distillation")

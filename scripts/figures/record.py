@@ -185,6 +185,32 @@ def low_precision(folder: Path) -> Any:
     return json.loads(out.read_text())
 
 
+SUMS_SFT = [
+    "digit-sums", "--no-packing", "--seq-length", "16", "--batch-size", "64", "--micro-batch-size", "64",
+    "--steps", "300",
+]  # fmt: skip
+SUMS_RL = [
+    "--reward", "exact_match", "--group-size", "16", "--batch-size", "512", "--micro-batch-size", "128",
+    "--steps", "120", "--max-completion-length", "4", "--lr", "6e-4",
+]  # fmt: skip
+
+
+@recording("digit_sums")
+def digit_sums(folder: Path) -> Any:
+    """Share of right sums, drawn from in training and by the likeliest tokens on those that are held out."""
+    subprocess.run([sys.executable, "examples/digit_sums.py", str(folder)], check=True)
+    start, run = folder / "sft", folder / "rl"
+    mt("tune", "sft", SUMS_SFT[0], str(folder / "careless.jsonl"), *SUMS_SFT[1:], "--run-dir", str(start))
+    files = [str(folder / "prompts.jsonl"), "--valid", str(folder / "held-out.jsonl")]
+    mt("tune", "grpo", str(start), *files, *SUMS_RL, "--run-dir", str(run))
+    return reward_columns(run)
+
+
+def reward_columns(run: Path) -> Any:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {"train": columns(lines, "reward"), "valid": columns(lines, "valid_reward", kind="valid")}
+
+
 MOE = {
     "train.train_iters": 50, "checkpoint.save_interval": "null", "train.eval_interval": "null",
     "train.micro_batch_size": 4,

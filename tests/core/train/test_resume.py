@@ -119,6 +119,7 @@ def test_a_changed_setting_must_be_accepted_by_its_key(tiny, tmp_path, change) -
     run(tiny("train.exit_iteration=2"), tmp_path)
     with pytest.raises(CheckpointError, match=f"{key}: .* in the checkpoint, .* now") as error:
         Trainer(tiny(change), run_dir=tmp_path)
+    assert "give another --run-dir" in str(error.value)
     assert f'checkpoint.accept_changes=["{key}"]' in str(error.value)
     Trainer(tiny(change, f'checkpoint.accept_changes=["{key}"]'), run_dir=tmp_path)
 

@@ -132,6 +132,8 @@ def test_each_answer_by_itself(tmp_path: Path) -> None:
             "line 2 is a record of the format prompt-compl.* line 1",
         ),
         ([{"chosen": "a", "rejected": "b"}], "trained by preferences"),
+        ([chat(turn1=("trian", 0))], r'message 2 has the key "trian", which nothing reads \(did you mean "train"'),
+        ([chat(turn3=("loss_maks", False))], 'did you mean "loss_mask"'),
         ([{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}], "must both be texts"),
         ([{"prompt": "a", "completion": ""}], '"completion" is empty'),
         (
@@ -215,6 +217,14 @@ def test_a_template_that_forgets_is_refused_or_trained_answer_by_answer() -> Non
     with pytest.raises(DataError, match=r"data\.split_answers=true"):
         answers(FORGETS, messages)
     assert answers(FORGETS, messages, split=True) == ["<think>r</think>b<end>", "<think>r</think>d<end>"]
+
+
+def test_texts_beside_a_template_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="mt_data"):
+        learned([{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}], tmp_path)
+        learned([{"text": "a"}], tmp_path)
+    assert caplog.text.count("line 1: prompt and answer are texts, which the model has as they are, without") == 1
+    assert "line 2" not in caplog.text
 
 
 def test_a_template_without_an_end_is_named_with_the_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

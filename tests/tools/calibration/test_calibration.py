@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from mt_core.errors import ConfigError
 from mt_core.plugins import load_plugins
 from mt_core.testing import run_ranks
 from mt_core.train.trained_model import load_trained_model
+from mt_tools.calibration.command_run import Data
 from mt_tools.calibration.folding import folding_points
 from mt_tools.calibration.matrices import matrices_of
 from mt_tools.calibration.measure import Comparison
@@ -184,3 +187,9 @@ def test_a_text_needs_another_to_measure_with(mt, tmp_path: Path) -> None:
     outcome = mt("calibrate", tmp_path, "--out", tmp_path / "out", "--scheme", "int8", "--text", tmp_path / "a.txt")
     assert outcome.code != 0
     assert "--text and --eval-text go together" in outcome.err
+
+
+@pytest.mark.parametrize(("given", "positions", "length"), [(None, 512, 512), (None, 8192, 2048), (64, 512, 64)])
+def test_samples_are_not_longer_than_the_model(given: int | None, positions: int, length: int) -> None:
+    trained: Any = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(max_sequence_length=positions)))
+    assert Data(None, None, 1, 1, given, 1).length(trained) == length

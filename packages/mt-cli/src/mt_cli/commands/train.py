@@ -311,11 +311,13 @@ def _next_commands(trainer: Trainer, directory: Path) -> list[tuple[str, str]]:
     chat = (f"chat {run}", "a conversation with this model")
     serve = (f"serve {run}", "the same in a browser")
     talks = [chat, serve] if trainer.config.data.dataset_type == "sft" else [generate, serve]
+    preset = trainer.loaded.preset
+    shown = f"config show --preset {preset} --origin" if preset else f"config show {directory}/config.json"
     commands = [
         *(talks if continues(trainer, prompt) else []),
         (f"ckpt inspect {run}", "what its checkpoint holds"),
-        ("models", "other models to train: mt models NAME says how"),
-        ("config show --preset gpt-tiny --origin", "every setting, and where it came from"),
+        *([("models", "other models to train: mt models NAME says how")] if preset else []),
+        (shown, "every setting, and where it came from" if preset else "every setting"),
     ]
     return [(f"{_own_command()} {arguments}", does) for arguments, does in commands]
 

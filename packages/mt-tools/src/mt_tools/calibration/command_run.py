@@ -24,27 +24,36 @@ from mt_tools.calibration.writing import write_calibrated
 Settings = dict[str, dict[str, Any]]
 DATA, TYPE, SEQ_LENGTH = "data", "dataset_type", "seq_length"
 
+LENGTH = 2048
+"""Tokens of a sample of a text by default."""
+
 
 @dataclass(frozen=True)
 class Data:
-    """What a model is calibrated and measured with. text, eval_text: None for the splits of section [data]."""
+    """What a model is calibrated and measured with. text, eval_text: None for the splits of section [data]. seq_length:
+    of samples of texts; None: LENGTH, or the model's longest."""
 
     text: Path | None
     eval_text: Path | None
     samples: int
     eval_samples: int
-    seq_length: int
+    seq_length: int | None
     micro_batch_size: int
+
+    def length(self, trained: TrainedModel) -> int:
+        """Tokens of a sample of a text."""
+        longest = getattr(trained.config.model, "max_sequence_length", None)
+        return self.seq_length or min(LENGTH, longest or LENGTH)
 
     def calibration(self, trained: TrainedModel, host: PluginHost) -> Samples:
         if self.text is None:
             return samples_of_split(trained.config, trained.tokenizer, host, "train", self.samples)
-        return samples_of_text(self.text, trained.tokenizer, self.seq_length, self.samples)
+        return samples_of_text(self.text, trained.tokenizer, self.length(trained), self.samples)
 
     def evaluation(self, trained: TrainedModel, host: PluginHost) -> Samples:
         if self.eval_text is None:
             return samples_of_split(trained.config, trained.tokenizer, host, "valid", self.eval_samples)
-        return samples_of_text(self.eval_text, trained.tokenizer, self.seq_length, self.eval_samples)
+        return samples_of_text(self.eval_text, trained.tokenizer, self.length(trained), self.eval_samples)
 
 
 def calibrate_checkpoint(
@@ -69,6 +78,7 @@ def calibrate_checkpoint(
         wait_for_all()
         if is_writer():
             given = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(data).items()}
+            given["seq_length"] = data.length(trained)
             report = {"source": str(trained.checkpoint), "options": asdict(options), "data": given}
             write_calibrated(trained.checkpoint, out, options.scheme, store, {**report, **result.as_values()}, host)
     return result if is_writer() else None

@@ -43,7 +43,9 @@ def calibrate(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="To calibrate with.")] = 512,
     eval_samples: Annotated[int, typer.Option(min=1, help="To measure with.")] = 32,
-    seq_length: Annotated[int, typer.Option(min=2, help="Tokens of a sample of a text.")] = 2048,
+    seq_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a sample of a text. Default: 2048, or the model's longest.")
+    ] = None,
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Samples that a rank computes at once.")] = 1,
     percentile: Annotated[float, typer.Option(min=50.0, max=100.0, help="Of --method percentile.")] = 99.9,
     alpha: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of --method smoothquant.")] = 0.5,

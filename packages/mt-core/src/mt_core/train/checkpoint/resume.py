@@ -200,7 +200,8 @@ def _refusal(refused: list[Change], origin: str) -> str:
     cure = (
         "A checkpoint goes on with the model it was made with only; use another --run-dir for another model"
         if model
-        else f"If that is meant, add --set 'checkpoint.accept_changes=[{keys}]'"
+        else "For a run of its own give another --run-dir. To go on with this one all the same, add --set "
+        f"'checkpoint.accept_changes=[{keys}]'"
     )
     return f"{origin} was made with another configuration:\n  {changes}\n{reason}{cure}"
 

@@ -13,6 +13,9 @@ Message = Mapping[str, Any]
 FLAGS = ("training", "train", "loss_mask", "loss", "weight")
 """Keys of a message that say whether its turn is trained, of axolotl, ms-swift and OpenAI: true, false, 1, 0."""
 
+OF_TEMPLATES = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking", "channel", "prefix")
+"""Keys of a message that templates read and that are no misspelt flags."""
+
 
 def place(file: str, line: int) -> str:
     """ "chats.jsonl, line 3" """
@@ -103,6 +106,7 @@ def _checked(message: object, where: str) -> Message:
         raise DataError(
             f"{where} has the role {role!r}; it must be one of {', '.join(ROLES)}{did_you_mean(str(role), ROLES)}"
         )
+    _refuse_misspelt_flags(message, where)
     # Keys without a value are those of other messages of a Parquet file, whose rows all have the same ones.
     kept = {
         key: value for key, value in message.items() if key not in FLAGS and (value is not None or key == "content")
@@ -114,6 +118,16 @@ def _checked(message: object, where: str) -> Message:
     raise DataError(
         f'{where} ({role}) needs a text under "content"; only an assistant\'s message with tool_calls may have none'
     )
+
+
+def _refuse_misspelt_flags(message: Message, where: str) -> None:
+    """Templates may read any key, so that only one is refused that looks like a flag and has the value of one."""
+    for key, value in message.items():
+        named = key in (*FLAGS, *OF_TEMPLATES, "role", "content")
+        if not named and value in (0, 1) and (meant := did_you_mean(key, FLAGS)):
+            raise DataError(
+                f'{where} has the key "{key}", which nothing reads{meant}; flags of turns are {", ".join(FLAGS)}'
+            )
 
 
 def _has_calls_alone(message: Message) -> bool:

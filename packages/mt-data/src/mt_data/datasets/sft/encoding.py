@@ -116,11 +116,12 @@ class ExampleEncoder:
         self._template, self._tokenizer = template, tokenizer
         self._all = config.train_on == "all"
         self._last, self._split = config.train_on == "last_answer", config.split_answers
-        self._reported = False
+        self._reported = self._reported_texts = False
 
     def encoded(self, example: Example) -> list[EncodedConversation]:
         """Raises DataError for a record that cannot be used, ConfigError for a template or tokenizer that cannot."""
         if isinstance(example, PlainText):
+            self._report_texts(example)
             return self._texts.encoded(example, everything=self._all)
         if self._all:
             return [self._conversations.everything(example)]
@@ -139,6 +140,18 @@ class ExampleEncoder:
         _report_split_markers(self._template, self._tokenizer)
         answers: Literal["all", "last"] = "last" if self._last else "all"
         return ConversationEncoder(self._template, self._tokenizer, answers=answers, split=self._split)
+
+    def _report_texts(self, text: PlainText) -> None:
+        """Once, of the first prompt that a chat template does not apply to."""
+        if self._reported_texts or not text.prompt or not isinstance(self._template, ChatTemplate):
+            return
+        self._reported_texts = True
+        log.warning(
+            "%s: prompt and answer are texts, which the model has as they are, without the chat template %s; records "
+            "of messages go through it",
+            text.where,
+            self._template.name,
+        )
 
     def _report_missing_end(self, conversation: Conversation) -> None:
         """Once, of the first conversation."""
