@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from mt_tune.commands.recipe import (
     Tree,
     adapter_section,
     carry_out,
+    data_section,
     merged,
     model_sections,
     rate_sections,
@@ -24,6 +25,9 @@ from mt_tune.commands.recipe import (
     with_set_values,
 )
 from mt_tune.commands.sft import DataOptions, data_sections, examine, summary
+
+if TYPE_CHECKING:
+    from mt_core.plugins import PluginHost
 
 LR = 1e-4
 """Of a whole model by default: ten times that of instructions, since a distribution says more than a label."""
@@ -66,6 +70,27 @@ class TeacherOptions:
     ] = None
 
 
+ON_POLICY = "What the student writes"
+
+
+@dataclass(frozen=True)
+class OnPolicyOptions:
+    """Completions of the student in place of records."""
+
+    on_policy: Annotated[
+        bool,
+        typer.Option(
+            "--on-policy", help="DATA are prompts, which the student completes (GKD).", rich_help_panel=ON_POLICY
+        ),
+    ] = False
+    max_completion_length: Annotated[
+        int | None, typer.Option(help="Tokens of a completion. Default: 256.", min=1, rich_help_panel=ON_POLICY)
+    ] = None
+    sampling_temperature: Annotated[
+        float | None, typer.Option(help="Of the student's draws. Default: 1.", rich_help_panel=ON_POLICY)
+    ] = None
+
+
 def distill(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="The student: a Hugging Face folder, a checkpoint, a run or a preset.")],
@@ -75,6 +100,7 @@ def distill(
     ] = None,
     *,
     teacher: TeacherOptions,
+    student: OnPolicyOptions,
     records: DataOptions,
     training: TrainingOptions,
     adapter: AdapterOptions,
@@ -87,6 +113,12 @@ def distill(
     preset, of_model = model_sections(model, host)
     base = merged(of_model, adapter_section(adapter), distillation_sections(teacher))
     run_dir = Path("runs") / f"{Path(model).resolve().name}-distilled"
+    if student.on_policy:
+        need("mt-infer", command="mt tune distill --on-policy")
+        sections = on_policy_sections(host, preset, base, data, records, student, training, adapter, output)
+        carry_out(context, preset, sections, training, output, run_dir)
+        return
+    _refuse_on_policy_options(student)
     if not data:
         _require_preset(preset, model)
         carry_out(context, preset, merged(base, preset_sections(training)), training, output, run_dir)
@@ -114,6 +146,61 @@ def distillation_sections(options: TeacherOptions) -> Tree:
     }
     section: dict[str, Any] = {key: value for key, value in keys.items() if value is not None}
     return {"train": {"loss": "distillation", "batch_source": "teacher"}, "distillation": section}
+
+
+def _refuse_on_policy_options(student: OnPolicyOptions) -> None:
+    """Raises ConfigError for options that count with --on-policy alone."""
+    for name in ("max_completion_length", "sampling_temperature"):
+        if getattr(student, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} counts with --on-policy, where the student writes")
+
+
+def on_policy_sections(
+    host: PluginHost,
+    preset: str | None,
+    base: Tree,
+    data: list[str] | None,
+    records: DataOptions,
+    student: OnPolicyOptions,
+    training: TrainingOptions,
+    adapter: AdapterOptions,
+    output: OutputOptions,
+) -> Tree:
+    """The configuration of a run on completions of prompts."""
+    from mt_tune.commands.grpo import examine_prompts, intervals, with_amounts
+
+    if not data:
+        raise ConfigError(
+            "--on-policy completes prompts: name files of them behind MODEL (mt tune grpo has their form)"
+        )
+    if records != DataOptions(records.valid, records.hold_out, records.template):
+        raise ConfigError(
+            "--on-policy takes prompts, each of which is a row: leave out --format, --train-on, --split-answers and "
+            "--no-packing"
+        )
+    base, keys = merged(base, {"distillation": {"on_policy": True}}), data_section("prompts", data, records, None)
+    examined = examine_prompts(host, preset, merged(base, {"data": keys}), training)
+    if not examined.validated:
+        keys["split"] = "100,0,0"
+    longest_prompt = max(len(prompt.tokens) for prompt in examined.prompts)
+    room = MOST_TOKENS if examined.positions is None else examined.positions + 1 - longest_prompt
+    most = student.max_completion_length or max(min(MOST_TOKENS, room), 1)
+    keys["seq_length"] = training.seq_length or -(-(longest_prompt + most - 1) // 8) * 8
+    amounts = with_amounts(training, len(examined.prompts), 1)
+    length = training_sections(amounts, Amount(len(examined.prompts), output.nproc or 1))
+    rates = rate_sections(amounts, adapter, length["train"]["train_iters"], lr=LR, own=preset is not None)
+    section: dict[str, Any] = {"max_completion_length": most}
+    section |= {} if student.sampling_temperature is None else {"sampling_temperature": student.sampling_temperature}
+    steps = length["train"]["train_iters"]
+    typer.echo(
+        f"{len(examined.prompts)} prompts, {steps} steps of {length['train']['global_batch_size']} completions"
+        f"{'' if examined.validated else '; nothing is held out'}",
+        err=True,
+    )
+    return merged(base, {"data": keys}, length, intervals(steps), rates, {"distillation": section})
+
+
+MOST_TOKENS = 256
 
 
 def _require_preset(preset: str | None, model: str) -> None:

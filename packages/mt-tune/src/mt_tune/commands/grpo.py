@@ -136,7 +136,7 @@ def grpo(
     length = training_sections(amounts, Amount(len(prompts), output.nproc or 1))
     data_keys["seq_length"] = training.seq_length or _positions(examined, rl, rollouts)
     rates = rate_sections(amounts, adapter, length["train"]["train_iters"], lr=LR, own=preset is not None)
-    sections = merged(base, {"data": data_keys}, length, _intervals(length["train"]["train_iters"]), rates, {"rl": rl})
+    sections = merged(base, {"data": data_keys}, length, intervals(length["train"]["train_iters"]), rates, {"rl": rl})
     sections = merged(sections, _mean_of_loss(policy.algorithm, sections["train"]["global_batch_size"], rl))
     train = sections["train"]
     typer.echo(
@@ -261,7 +261,7 @@ def _positions(examined: ExaminedPrompts, rl: Mapping[str, Any], rollouts: Rollo
     return -(-room // 8) * 8 if examined.positions is None else min(-(-room // 8) * 8, examined.positions)
 
 
-def _intervals(steps: int) -> Tree:
+def intervals(steps: int) -> Tree:
     each = max(steps // EVALUATIONS, 1)
     return {"train": {"eval_interval": each}, "checkpoint": {"save_interval": each}}
 

@@ -12,6 +12,8 @@ from mt_core.errors import ConfigError
 
 DISTILLATION, TEACHER = "distillation", "teacher"
 """Names of the section and the loss, and of the source of batches."""
+PROMPTS = "prompts"
+"""The data set of distillation.on_policy."""
 RANDOM = "random"
 """The teacher that has the student's configuration and weights of another seed: what `mt verify` compares with."""
 
@@ -46,6 +48,15 @@ class DistillationConfig(Section):
     cache: str | None = None
     """A folder with the teacher's top_k tokens of the training and validation samples, which `mt tune distill
     --cache-teacher` writes. It takes the place of a teacher in memory."""
+    on_policy: bool = False
+    """Train on what the student writes: it completes the prompts of the data set "prompts", and the teacher scores the
+    tokens (GKD with lambda 1)."""
+    max_completion_length: PositiveInt = used_when(256, on_policy=True)
+    """Tokens of a completion that the student writes."""
+    sampling_temperature: PositiveFloat = used_when(1.0, on_policy=True)
+    """Divides the logits where the student draws; distillation.temperature is that of the divergence."""
+    generation_parallel: dict[str, Any] | None = used_when(None, on_policy=True)
+    """Keys of [parallel] of the layout that generates, with a copy of the weights; see rl.generation_parallel."""
     chunk_positions: PositiveInt | None = None
     """Compute the logits of so many positions at a time, forward and again backward, in place of those of a micro-batch
     at once."""
@@ -73,6 +84,7 @@ def check_distillation(config: Any) -> None:
             f'"{config.train.batch_source}" does not give; set it to "{TEACHER}"'
         )
     _check_source(keys)
+    _check_on_policy(config, keys)
     _check_divergence(keys)
     _check_layout(config, keys)
 
@@ -88,6 +100,29 @@ def _check_source(keys: DistillationConfig) -> None:
             f"distillation.cache={keys.cache} holds the most probable tokens of each position; say with "
             "distillation.top_k how many of them count"
         )
+
+
+def _check_on_policy(config: Any, keys: DistillationConfig) -> None:
+    of_prompts = config.data.dataset_type == PROMPTS
+    if keys.on_policy != of_prompts:
+        wanted = f'set it to "{PROMPTS}"' if keys.on_policy else "set distillation.on_policy=true, which completes them"
+        raise ConfigError(
+            f"distillation.on_policy={str(keys.on_policy).lower()} with data.dataset_type={config.data.dataset_type}: "
+            f"{wanted}"
+        )
+    if not keys.on_policy:
+        return
+    if keys.cache is not None:
+        raise ConfigError(
+            "distillation.on_policy=true: what the student writes is in no cache; leave out distillation.cache"
+        )
+    if keys.alpha < 1:
+        raise ConfigError(
+            f"distillation.alpha={keys.alpha}: the labels are what the student wrote itself, from which cross entropy "
+            "learns nothing; set it to 1"
+        )
+    if config.train.train_epochs is not None:
+        raise ConfigError("train.train_epochs: give train.train_iters with distillation.on_policy=true in its place")
 
 
 def _check_divergence(keys: DistillationConfig) -> None:

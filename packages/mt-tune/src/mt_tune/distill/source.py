@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -21,6 +21,9 @@ from mt_tune.distill.objective import DistillationLoss, target_of_output
 from mt_tune.distill.rows import Answer, RowTeacher, build_row_teacher, samples_of
 from mt_tune.distill.targets import IDS, LOG_PROBS, LOGITS, Target
 from mt_tune.distill.teacher import build_teacher
+
+if TYPE_CHECKING:
+    from mt_tune.distill.on_policy import StudentBatches
 
 
 class Teaching(Protocol):
@@ -43,9 +46,29 @@ class TeacherSource(BatchSource):
             self.teaching = OwnLayout(run, keys)
         else:
             self.teaching = SameLayout(run, keys)
+        self.student: StudentBatches | None = None
+        if keys.on_policy:
+            # The engine of mt-infer writes.
+            from mt_tune.distill.on_policy import StudentBatches
+
+            self.student = StudentBatches(run, keys)
+
+    def batches(self) -> Generator[RankBatch, None, None]:
+        if self.student is None:
+            yield from super().batches()
+            return
+        for batch in self.student.batches():
+            yield self.teaching.complete(batch)
 
     def complete(self, batch: RankBatch) -> RankBatch:
-        return self.teaching.complete(batch)
+        return self.teaching.complete(batch if self.student is None else self.student.completed(batch))
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {} if self.student is None else self.student.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.student is not None:
+            self.student.load_state_dict(state)
 
 
 class SameLayout:
