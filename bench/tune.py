@@ -6,8 +6,8 @@
 
 fp32 on a CPU, the same threads, no gradient checkpointing on either side. Each side is a process of its own
 (bench/tune_steps); a round is one step of each, in turn and alone. Steps differ in what they pack: a ratio is the
-median over rounds of the tokens a second of mt over those of TRL within a round, where padding is no token. Above 1,
-mt is faster. Processor time is less noisy than wall time where others use the machine.
+median over rounds of the tokens a second of mt over those of TRL within a round (of grpo the completions), where
+padding is no token. Above 1, mt is faster. Processor time is less noisy than wall time where others use the machine.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-CASES = {"sft": 1.3, "lora": 1.2, "dpo": 1.3, "dpo_model": 1.3}
+CASES = {"sft": 1.3, "lora": 1.2, "dpo": 1.3, "dpo_model": 1.3, "grpo": 1.5}
 """Case -> goal. sft: packed answers; lora: the same with LoRA of rank 16 on all linear layers; dpo: with a reference
-whose log-probabilities are computed before the first step; dpo_model: by a second model at each step."""
+whose log-probabilities are computed before the first step; dpo_model: by a second model at each step; grpo: completions
+of 64 tokens drawn, judged and trained on, counted in completions."""
 SIDES = ("mt_side", "trl_side")
 WARM_UP = 2
 Step = dict[str, float]
@@ -74,10 +75,11 @@ def measure(case: str, folder: Path, arguments: argparse.Namespace) -> dict[str,
 def show(case: str, steps: dict[str, list[Step]]) -> None:
     ours, theirs = (steps[name] for name in SIDES)
     peaks = [found[-1]["peak_mib"] for found in (ours, theirs)]
+    unit = "samples" if case == "grpo" else "tokens"
     rate = statistics.median(step["tokens"] / step["wall"] for step in ours)
     print(
         f"{case}: {ratios(ours, theirs, 'wall')} of wall time, {ratios(ours, theirs, 'processor')} of processor time "
-        f"(goal {CASES[case]}), {rate:,.0f} tokens/s; peak {peaks[0]:,.0f} MiB to {peaks[1]:,.0f}, "
+        f"(goal {CASES[case]}), {rate:,.1f} {unit}/s; peak {peaks[0]:,.0f} MiB to {peaks[1]:,.0f}, "
         f"{peaks[0] / peaks[1]:.2f} (goal 0.80); last loss {ours[-1]['loss']:.3f}",
         flush=True,
     )

@@ -15,6 +15,8 @@ VOCAB, LAYERS, HIDDEN, HEADS, FFN = 49152, 6, 384, 6, 1024
 LENGTH, ROWS = 512, 4
 """Positions of a row, and rows of a step."""
 RECORDS = 600
+GROUPS, GROUP, COMPLETION = 2, 8, 64
+"""Of reinforcement learning: prompts of a step, completions of each, and tokens of a completion."""
 SPECIAL = 10
 """Ids below are no words of texts."""
 
@@ -44,10 +46,16 @@ def write(folder: Path) -> None:
         {"prompt": text(draw, 40), "chosen": " " + text(draw, 60), "rejected": " " + text(draw, 60)}
         for _ in range(RECORDS)
     ]
-    for name, records in (("sft", answers), ("pairs", pairs)):
+    prompts = [{"prompt": text(draw, 40)} for _ in range(RECORDS)]
+    for name, records in (("sft", answers), ("pairs", pairs), ("prompts", prompts)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def text(draw: random.Random, mean: int) -> str:
     count = min(max(int(draw.lognormvariate(0.0, 0.6) * mean), 4), 3 * mean)
     return " ".join(str(draw.randrange(SPECIAL, VOCAB)) for _ in range(count))
+
+
+def share_of_even(ids: list[list[int]]) -> list[float]:
+    """The reward of completions."""
+    return [sum(number % 2 == 0 for number in one) / len(one) for one in ids]

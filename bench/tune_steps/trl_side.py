@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from datasets import load_dataset
-from material import LENGTH, ROWS, SPECIAL
+from material import COMPLETION, GROUP, GROUPS, LENGTH, ROWS, SPECIAL, share_of_even
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 PAIRS = 8
 """Pairs of a step: about as many as mt packs into its rows."""
@@ -59,9 +59,13 @@ def run(case: str, folder: Path, begin: Callable[[], None], end: Callable[[float
     }
     served = Served(begin, end)
     parts: dict[str, Any] = {"model": model, "processing_class": tokenizer, "callbacks": [served]}
-    data = load_dataset("json", data_files=str(folder / ("pairs.jsonl" if case.startswith("dpo") else "sft.jsonl")))
+    file = {"dpo": "pairs.jsonl", "dpo_model": "pairs.jsonl", "grpo": "prompts.jsonl"}.get(case, "sft.jsonl")
+    data = load_dataset("json", data_files=str(folder / file))
     parts["train_dataset"] = data["train"]
     trainer: Any
+    if case == "grpo":
+        train_grpo(parts, shared, served)
+        return
     if case.startswith("dpo"):
         ahead = case == "dpo"
         keys = DPOConfig(per_device_train_batch_size=PAIRS, precompute_ref_log_probs=ahead, **shared)
@@ -72,3 +76,21 @@ def run(case: str, folder: Path, begin: Callable[[], None], end: Callable[[float
         trainer = SFTTrainer(args=keys, **parts, **(lora if case == "lora" else {}))
     counted(trainer, served)
     trainer.train()
+
+
+def even(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return share_of_even(completion_ids)
+
+
+def train_grpo(parts: dict[str, Any], shared: dict[str, Any], served: Served) -> None:
+    """Completions are drawn by transformers with the same weights, in the same process."""
+    keys = GRPOConfig(
+        per_device_train_batch_size=GROUP,
+        gradient_accumulation_steps=GROUPS,
+        num_generations=GROUP,
+        max_completion_length=COMPLETION,
+        loss_type="grpo",
+        **{name: value for name, value in shared.items() if name != "max_length"},
+    )
+    served.tokens = GROUPS * GROUP
+    GRPOTrainer(args=keys, reward_funcs=even, **parts).train()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mt_core.data.training_length import global_batch_size
 from mt_core.errors import ConfigError, DataError
 from mt_core.parallel.first_rank import on_first_rank, raise_on_all_ranks
 from mt_core.train.batch_source import TrainingRun
@@ -39,7 +40,8 @@ class GroupCollector:
         ends = completion_ends(prompt_data(config), run.engine.tokenizer)
         self.options = DrawOptions(self.keys.temperature, self.keys.max_completion_length, ends, config.train.seed)
         self.judge, episodes = self._build_judges(ends)
-        self.drawer = Drawer(run.engine, generation_layout(run, self.keys), episodes)
+        layout, most = generation_layout(run, self.keys), completions_at_once(run, self.keys)
+        self.drawer = Drawer(run.engine, layout, most, episodes)
         self.pool = GroupPool(self.keys.max_staleness, self.keys.updates)
         self.background = BackgroundRound(run.engine.device) if self.keys.asynchronous else None
         self.digests: dict[int, str] = {}
@@ -178,6 +180,11 @@ def generation_layout(run: TrainingRun, keys: RLConfig) -> dict[str, Any] | None
     parallel = run.config.parallel
     alone = parallel.use_torch_fsdp2 or parallel.context_parallel_size > 1
     return {} if alone else None
+
+
+def completions_at_once(run: TrainingRun, keys: RLConfig) -> int:
+    """Those of a generation, with groups that are in progress beside it."""
+    return global_batch_size(run.config) * keys.steps_per_generation + keys.extra_groups * keys.group_size
 
 
 def require_asynchronous(run: TrainingRun) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mt_core.errors import TrainingError
 from mt_core.nn.layout import stream_seed
 from mt_core.parallel.first_rank import all_gather_objects, raise_on_all_ranks
 from mt_core.train.engine import Engine
+from mt_infer.config import InferenceConfig
 from mt_infer.requests import FinishReason, TokenEvent
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
@@ -39,9 +40,12 @@ class Drawer:
     the run has environments.
     """
 
-    def __init__(self, engine: Engine, layout: dict[str, Any] | None, episodes: Episodes | None = None) -> None:
+    def __init__(
+        self, engine: Engine, layout: dict[str, Any] | None, most: int, episodes: Episodes | None = None
+    ) -> None:
+        """most: completions that are drawn at a time."""
         self.engine, self.episodes = engine, episodes
-        self.generator = TextGenerator.of_engine(engine, layout)
+        self.generator = TextGenerator.of_engine(with_cache_of(engine, most), layout)
         self.lockstep = self.generator.engine
         self.has_copy = layout is not None
         self.version = engine.state.iteration
@@ -101,6 +105,20 @@ class Drawer:
         if self.episodes is None:
             return _Drawing(self, groups, options)
         return _EpisodeDrawing(self, groups, options, self.episodes)
+
+
+def with_cache_of(engine: Engine, most: int) -> Engine:
+    """The engine with a cache for so many sequences of data.seq_length positions at most, in place of one for as many
+    as half of the free memory holds, which training needs."""
+    keys = engine.config.section(InferenceConfig)
+    changed = {"max_requests": min(keys.max_requests, most)}
+    if keys.max_sequence_length is None:
+        positions: int | None = engine.model.max_sequence_length  # type: ignore[assignment]
+        # The last token of a completion is no input.
+        longest = engine.config.data.seq_length + 1
+        changed["max_sequence_length"] = longest if positions is None else min(longest, positions)
+    inference = keys.model_copy(update=changed)
+    return replace(engine, config=engine.config.model_copy(update={"inference": inference}))
 
 
 class _Drawing:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mt_core.config.schema import Config
-from mt_core.nn.loss import Loss, build_cross_entropy
+from mt_core.nn.loss import Loss, Unprojected, build_cross_entropy
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.first_rank import all_gather_objects
 from mt_tune.rl.config import RLConfig
-from mt_tune.rl.entropy import entropy
+from mt_tune.rl.drawn_logps import FoundLogps, TokenLogps
 from mt_tune.rl.policy_losses import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
@@ -33,19 +34,6 @@ from mt_tune.rl.samples import (
 from mt_tune.rl.sequence_values import sequence_mean, sequence_sum
 
 
-class TokenLogps:
-    """(logits, batch) -> log-probabilities of the labels [B, S] in fp32, of logits divided by the temperature."""
-
-    def __init__(self, token_loss: Loss, temperature: float) -> None:
-        self.token_loss, self.temperature = token_loss, temperature
-
-    def __call__(self, logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        return -self.token_loss(self.scaled(logits), batch)
-
-    def scaled(self, logits: Tensor) -> Tensor:
-        return logits if self.temperature == 1.0 else logits.float() / self.temperature
-
-
 class PolicyLoss:
     """(logits, batch) -> losses [B, S] of tokens; `loss_mask` has 1 at those that count.
 
@@ -56,16 +44,18 @@ class PolicyLoss:
     def __init__(self, keys: RLConfig, token_loss: Loss, parallel: ParallelContext) -> None:
         self.keys, self.parallel = keys, parallel
         self.logps = TokenLogps(token_loss, keys.temperature)
+        self.model_options = self.logps.model_options
         self.options = PolicyOptions(keys.epsilon, keys.high, keys.delta)
         self._recorded: list[Recorded] = []
         self._rewards: list[Tensor] = []
         self.recorded_beside: Callable[[], Iterable[tuple[str, float, Reduction]]] = tuple
         """Metrics of the steps since the last call that are not those of tokens."""
 
-    def __call__(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         if EVALUATED_REWARD in batch:
             return self._evaluated(output, batch)
-        logps = self.logps(output, batch)
+        found = self.logps.found(output, batch)
+        logps = found.values
         old = batch.get(OLD_LOGPS, logps.detach())
         tokens = Tokens(logps, old, batch[ADVANTAGES], sequence_mean(batch[SAMPLED], self.parallel.cp))
         losses = POLICY_LOSSES[self.keys.loss](tokens, self.options)
@@ -76,7 +66,7 @@ class PolicyLoss:
                 logps, batch[REFERENCE_LOGPS], ratio
             )
         if torch.is_grad_enabled():
-            self._collect(output, tokens, batch)
+            self._collect(found, tokens, batch)
         return losses
 
     def _sampling_weights(self, old: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -93,11 +83,12 @@ class PolicyLoss:
 
     # -- validation -----------------------------------------------------------------------------------
 
-    def _evaluated(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    def _evaluated(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         rewards = batch[EVALUATED_REWARD]
         self._rewards.append(rewards[batch["loss_mask"] > 0])
         # Of the output, so that every rank of the model has a result of its passes.
-        return output.float().sum() * 0.0 - rewards
+        values = output.hidden if isinstance(output, Unprojected) else output
+        return values.float().sum() * 0.0 - rewards
 
     def take_metrics(self) -> Mapping[str, float]:
         """Of evaluation: the mean reward over the completions of all ranks. Collective over the world."""
@@ -111,9 +102,9 @@ class PolicyLoss:
     # -- metrics of training, under TRL's names -------------------------------------------------------
 
     @torch.no_grad()
-    def _collect(self, output: Tensor, tokens: Tokens, batch: Mapping[str, Tensor]) -> None:
+    def _collect(self, found: FoundLogps, tokens: Tokens, batch: Mapping[str, Tensor]) -> None:
         here = batch["loss_mask"] > 0
-        recorded: Recorded = [("entropy", entropy(self.logps.scaled(output).float(), self.parallel.tp)[here], "mean")]
+        recorded: Recorded = [("entropy", found.entropies(self.parallel.tp)[here], "mean")]
         recorded += self._clip_metrics(tokens, here)
         differences = (tokens.old_logps - batch[DRAWN_LOGPS]).abs()[here]
         recorded += [("sampling/sampling_logp_difference/" + name, differences, name) for name in ("mean", "max")]

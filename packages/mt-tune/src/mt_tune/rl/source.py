@@ -15,6 +15,7 @@ from mt_core.train.batch_source import BatchSource, TrainingRun
 from mt_tune.rl.batching import planned_steps, rank_batch
 from mt_tune.rl.collecting import GroupCollector
 from mt_tune.rl.config import GAE, RLConfig
+from mt_tune.rl.drawn_logps import project_drawn_alone
 from mt_tune.rl.held_out import completed_batch, evaluate_on_start
 from mt_tune.rl.objective import PolicyLoss
 from mt_tune.rl.rollout import Group
@@ -37,8 +38,11 @@ class RolloutSource(BatchSource):
         self.values = ValueModel(run) if self.keys.advantage == GAE else None
         self.builder = RowBuilder(run, self.keys, self.values)
         loss = run.engine.loss
-        if self.keys.routing_replay and isinstance(loss, PolicyLoss):
-            loss.recorded_beside = partial(changed_shares, run.model)
+        if isinstance(loss, PolicyLoss):
+            # Not known where the loss is built. Pipeline stages hand over logits all the same.
+            project_drawn_alone(loss.logps, run.model, run.config)
+            if self.keys.routing_replay:
+                loss.recorded_beside = partial(changed_shares, run.model)
         self.dead_ends = DeadEnds(self.keys)
         self.rows: list[Row] = []
         self.pending: list[list[int]] = []

@@ -17,7 +17,7 @@ from mt_core.parallel.reductions import all_reduce_
 from mt_core.train.engine import Engine
 from mt_core.train.pipelining import build_forward_backward
 from mt_core.train.step.forward_backward import Batch
-from mt_tune.rl.objective import TokenLogps
+from mt_tune.rl.drawn_logps import TokenLogps, project_drawn_alone
 
 
 class Scorer:
@@ -27,7 +27,7 @@ class Scorer:
     """
 
     def __init__(self, engine: Engine, model: nn.Module, numbers: Loss) -> None:
-        self.engine, self.model = engine, model
+        self.engine, self.model, self.numbers = engine, model, numbers
         self.runner = build_forward_backward(
             engine.config, engine.ctx, model, engine.weights, engine.stages, numbers, None, None, engine.time
         )
@@ -66,4 +66,6 @@ class Scorer:
 
 def policy_scorer(engine: Engine, model: nn.Module, temperature: float) -> Scorer:
     """Log-probabilities by the policy or by a reference of its layout."""
-    return Scorer(engine, model, TokenLogps(build_cross_entropy(engine.config, engine.ctx), temperature))
+    logps = TokenLogps(build_cross_entropy(engine.config, engine.ctx), temperature)
+    project_drawn_alone(logps, model, engine.config)
+    return Scorer(engine, model, logps)
