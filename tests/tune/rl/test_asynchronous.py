@@ -165,6 +165,7 @@ def test_asynchronous_generation_is_of_one_process() -> None:
     ("keys", "words"),
     [
         (("rl.max_staleness=1",), "has no effect"),
+        (("rl.asynchronous=true", 'rl.tools=["judges:right"]'), "is in no checkpoint"),
         (("rl.extra_groups=1",), "give at least 1"),
         (("rl.extra_groups=1", "rl.asynchronous=true", "rl.max_staleness=1"), "give at least 2"),
         (("rl.extra_groups=3", "rl.max_staleness=1"), "above the 2 groups"),

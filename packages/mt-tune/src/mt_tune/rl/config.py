@@ -275,6 +275,12 @@ def _check_loss(config: Any, keys: RLConfig) -> None:
 
 
 def _check_staleness(keys: RLConfig, batch: int) -> None:
+    if (keys.environments or keys.tools) and (keys.asynchronous or keys.extra_groups):
+        raise ConfigError(
+            "conversations with environments and tools cannot go on over a change of weights, since an environment's "
+            "state is in no checkpoint; set rl.asynchronous=false and rl.extra_groups=0, or leave out rl.environments "
+            "and rl.tools"
+        )
     if not keys.max_staleness and not keys.extra_groups:
         return
     if not keys.asynchronous and not keys.extra_groups:

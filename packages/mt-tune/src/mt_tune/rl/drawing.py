@@ -170,8 +170,9 @@ class _Drawing:
     def keep_routing(self, parts: Parts) -> None:
         """Gives completions the experts that their tokens went through."""
         for request, group, rollout in self.requests:
-            tokens = [*group.prompt.tokens, *rollout.tokens]
-            new = self.drawer.routing.completed(tokens, len(group.prompt.tokens), parts.get(request, ()))
+            before = group.tokens_before(rollout)
+            tokens = [*before, *rollout.tokens]
+            new = self.drawer.routing.completed(tokens, len(before), parts.get(request, ()))
             experts = joined(decoded(rollout.experts), new)
             rollout.experts = "" if experts is None else encoded(experts)
 
