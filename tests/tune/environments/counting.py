@@ -58,8 +58,8 @@ class _EchoDialogue:
         self.turns += 1
         return Reply([{"role": "user", "content": "more"}], None, {"turns": 1.0})
 
-    def end(self) -> Reply:
-        return Reply(reward=float(self.turns))
+    def end(self) -> Mapping[str, Any]:
+        return {"reward": float(self.turns)}
 
 
 def add(a: int, b: int) -> int:

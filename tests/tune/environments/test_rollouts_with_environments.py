@@ -19,9 +19,9 @@ from mt_core.errors import ConfigError, DataError
 from mt_core.plugins import load_plugins
 from mt_core.train import Trainer
 from mt_tune.environments.base import EpisodeError
-from mt_tune.environments.build import source_setup
 from mt_tune.environments.pool import DialoguePool, DialogueProcesses, DialoguesHere
 from mt_tune.environments.schemas import function_schema
+from mt_tune.environments.setup import source_setup
 from mt_tune.rl.config import RLConfig
 from mt_tune.rl.episodes import EpisodeLimits, Episodes
 from mt_tune.rl.prompts import Prompt

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from mt_core.interfaces import Tokenizer
 from mt_core.kinds import Kind, Lazy, Spec
 from mt_core.plugins import PluginHost
-from mt_core.train.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from mt_core.interfaces import Tokenizer
+    from mt_core.train.trained_model import TrainedModel
 
 
 class PairScorer(Protocol):

@@ -444,7 +444,7 @@ def mt_check_config(config: Config) -> None:
     from mt_tune.preferences.config import check_preference
     from mt_tune.quantized_training.config import check_quantize
     from mt_tune.reward_models.config import check_score_head
-    from mt_tune.rl.config import check_rl
+    from mt_tune.rl.config import POLICY, RLConfig, check_rl
     from mt_tune.sft.config import check_tune
 
     check_adapter(config)
@@ -452,5 +452,10 @@ def mt_check_config(config: Config) -> None:
     check_tune(config)
     check_preference(config)
     check_rl(config)
+    if config.train.loss == POLICY:
+        # Needs mt-infer, as such a run does.
+        from mt_tune.rl.routing_checks import check_routing_replay
+
+        check_routing_replay(config, config.section(RLConfig))
     check_distillation(config)
     check_score_head(config)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mt_core.errors import ConfigError
 from mt_tune.environments.base import Continuation, Message
-from mt_tune.environments.dialogues import Dialogue, Reply
+from mt_tune.environments.dialogues import Dialogue, Reply, as_reply
 from mt_tune.environments.turns import TurnEncoder
 
 ReadTurn = Callable[[str], Message]
@@ -67,7 +67,8 @@ class TokenEpisode(TokenConversation):
     def after(self, completion_ids: Sequence[int], *, finished: bool = True) -> Continuation:
         message = self.read(completion_ids)
         goes_on = finished and not self.is_last
-        return self.continued(completion_ids, self._dialogue.reply(message) if goes_on else self._dialogue.end())
+        answer = self._dialogue.reply(message) if goes_on else self._dialogue.end()
+        return self.continued(completion_ids, as_reply(answer))
 
 
 def plain_turn(text: str) -> Message:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mt_core.errors import MtError
-from mt_tune.environments.dialogues import Dialogue, DialogueSource
+from mt_tune.environments.dialogues import Dialogue, DialogueSource, as_reply
 from mt_tune.environments.setup import SourceSetup
 from mt_tune.rewards.calling import described
 from mt_tune.rewards.channels import received, send_json
@@ -94,7 +94,8 @@ class Dialogues:
             if "begin" in request:
                 return self._begun(request["begin"])
             assert self._dialogue is not None
-            return asdict(self._dialogue.reply(request["reply"]) if "reply" in request else self._dialogue.end())
+            reply = self._dialogue.reply(request["reply"]) if "reply" in request else self._dialogue.end()
+            return asdict(as_reply(reply))
         except Exception as error:
             return {"error": problem(error, "raised ")}
 

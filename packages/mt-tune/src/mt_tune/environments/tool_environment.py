@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mt_tune.environments.base import Episode
-from mt_tune.environments.dialogues import Dialogue
+from mt_tune.environments.dialogues import Dialogue, SourcesByName
 from mt_tune.environments.episodes import TokenEpisode, plain_turn, turn_reader
-from mt_tune.environments.sources import SourcesByName
 from mt_tune.environments.tool_dialogues import Factory, Tool, ToolDialogues
 from mt_tune.environments.turns import TurnEncoder
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from mt_core.errors import ConfigError, MtError, did_you_mean
@@ -14,11 +12,9 @@ from mt_tune.rewards.callers import Caller, InProcess
 from mt_tune.rewards.calling import described
 from mt_tune.rewards.config import RewardsConfig
 from mt_tune.rewards.pool import WorkerPool
-from mt_tune.rewards.references import FunctionReference
+from mt_tune.rewards.references import FunctionReference, module_reference
 from mt_tune.rewards.reward_specs import REWARDS
 from mt_tune.rewards.scoring import NamedReward, RewardFunctions
-
-log = logging.getLogger(__name__)
 
 
 def build_rewards(
@@ -101,25 +97,6 @@ def _of_module(label: str, name: str, keys: RewardsConfig) -> ChosenFunction:
     label = label or found.attribute.rpartition(".")[2]
     reference = replace(found, options=keys.options.get(label))
     return ChosenFunction(label, reference, keys.samples_per_call, in_process=False)
-
-
-def module_reference(name: str, modules: Sequence[str], key: str) -> FunctionReference:
-    """MODULE:ATTRIBUTE, or MODULE.ATTRIBUTE as in TRL, of a module that rewards.modules names as one whose code runs.
-
-    Raises ConfigError for another module. key: where the name stands.
-    """
-    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
-    files = {Path(entry).stem if entry.endswith(".py") else entry: entry for entry in modules}
-    if module not in files:
-        raise ConfigError(
-            f'{key}: "{name}" runs code of the module {module}, which rewards.modules={list(modules)} does '
-            f'not name{did_you_mean(module, files)}; add "{module}" or its file there if you trust it'
-        )
-    file = str(Path(files[module]).resolve()) if files[module].endswith(".py") else None
-    if file is not None and not Path(file).is_file():
-        raise ConfigError(f"rewards.modules: there is no file {files[module]}")
-    log.info("%s: runs code of %s", key.partition(".")[0], file or f"the module {module}")
-    return FunctionReference(module, attribute, file)
 
 
 def _check_names(names: list[str], keys: RewardsConfig) -> None:

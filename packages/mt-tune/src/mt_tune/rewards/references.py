@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from mt_core.errors import ConfigError, did_you_mean
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,3 +65,22 @@ def import_file(name: str, file: str) -> ModuleType:
         sys.path.insert(0, folder)
     spec.loader.exec_module(module)
     return module
+
+
+def module_reference(name: str, modules: Sequence[str], key: str) -> FunctionReference:
+    """MODULE:ATTRIBUTE, or MODULE.ATTRIBUTE as in TRL, of a module that rewards.modules names as one whose code runs.
+
+    Raises ConfigError for another module. key: where the name stands.
+    """
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    files = {Path(entry).stem if entry.endswith(".py") else entry: entry for entry in modules}
+    if module not in files:
+        raise ConfigError(
+            f'{key}: "{name}" runs code of the module {module}, which rewards.modules={list(modules)} does '
+            f'not name{did_you_mean(module, files)}; add "{module}" or its file there if you trust it'
+        )
+    file = str(Path(files[module]).resolve()) if files[module].endswith(".py") else None
+    if file is not None and not Path(file).is_file():
+        raise ConfigError(f"rewards.modules: there is no file {files[module]}")
+    log.info("%s: runs code of %s", key.partition(".")[0], file or f"the module {module}")
+    return FunctionReference(module, attribute, file)

@@ -182,14 +182,11 @@ def check_rl(config: Any) -> None:
     """The rules of [rl] that other sections are part of. Raises ConfigError."""
     if config.train.loss != POLICY:
         return
-    from mt_tune.rl.routing_checks import check_routing_replay
-
     keys: RLConfig = config.section(RLConfig)
     _require_parts(config)
     _check_environments(keys)
     _check_batch(config, keys)
     _check_loss(config, keys)
-    check_routing_replay(config, keys)
     for name in DROPOUTS:
         if getattr(config.model, name, None):
             raise ConfigError(

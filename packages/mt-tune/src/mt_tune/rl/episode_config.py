@@ -7,8 +7,8 @@ from mt_core.errors import ConfigError
 from mt_core.interfaces import Tokenizer
 from mt_core.train.batch_source import TrainingRun
 from mt_data.datasets.sft.chat_templates import NoChatTemplateError
-from mt_tune.environments.build import source_setup
 from mt_tune.environments.pool import DialoguePool, DialogueProcesses, DialoguesHere
+from mt_tune.environments.setup import source_setup
 from mt_tune.environments.turns import TurnEncoder
 from mt_tune.rewards.config import RewardsConfig
 from mt_tune.rl.config import RLConfig, prompt_data
