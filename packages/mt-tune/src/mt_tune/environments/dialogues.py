@@ -28,7 +28,8 @@ def as_reply(answer: Reply | Mapping[str, Any]) -> Reply:
 
 
 class Dialogue(Protocol):
-    """One conversation. Answers are Reply, or mappings with its fields. tools: JSON schemas, for the template. environment: as in Episode."""
+    """One conversation. tools: JSON schemas, for the template. environment: as in Episode. Answers are of Reply, or
+    mappings with its fields."""
 
     prompt: list[Message]
     tools: list[Any] | None
