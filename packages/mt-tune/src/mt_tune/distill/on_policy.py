@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mt_core.data.loader import Arrays, RankBatch
+from mt_core.data.training_length import global_batch_size
 from mt_core.errors import CheckpointError
 from mt_core.parallel.first_rank import all_gather_objects, on_first_rank
 from mt_core.train.batch_source import TrainingRun
@@ -38,7 +39,8 @@ class StudentBatches:
         require_room(self.prompts.values(), drawing, run.config.data.seq_length)
         ends = completion_ends(prompt_data(run.config), run.engine.tokenizer)
         self.options = DrawOptions(keys.sampling_temperature, keys.max_completion_length, ends, run.config.train.seed)
-        self.drawer = Drawer(run.engine, generation_layout(run, drawing))
+        layout, most = generation_layout(run, drawing), global_batch_size(run.config)
+        self.drawer = Drawer(run.engine, layout, most)
         self.position = 0
         """Number of the next prompt in the order of the data set."""
 

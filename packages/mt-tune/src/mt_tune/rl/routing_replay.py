@@ -45,7 +45,7 @@ def add_replay(model: nn.Module, config: Config, context: ModelBuildContext) -> 
             f"rl.routing_replay=true needs a causal decoder, and model.family={config.model.family} is none"
         )
     for router in routers_of(model):
-        router.__class__ = replaying_router(type(router))
+        router.__class__ = replaying_router(cast(type, type(router)))
     model.__class__ = replaying_model(cast(type, type(model)))
     return model
 
