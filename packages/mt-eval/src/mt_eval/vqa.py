@@ -20,6 +20,7 @@ from mt_data.datasets.images.encoded import ENCODED_IMAGE
 from mt_data.datasets.images.image_text import ImageTextDataConfig
 from mt_data.datasets.images.records import ImageText, read_image_texts
 from mt_data.datasets.images.text import IMAGE, ImageTextEncoder
+from mt_data.datasets.images.videos import VideoSampling
 from mt_data.datasets.sft.chat_templates import load_chat_template
 from mt_data.datasets.text_files import bare_encoder
 from mt_data.preprocess.readers import expand_globs
@@ -152,7 +153,7 @@ class VisualQuestions:
 
         for path in expand_globs(self.patterns):
             folder = path.parent if self.data.image_folder is None else Path(self.data.image_folder)
-            yield from read_image_texts(path, folder, refuse)
+            yield from read_image_texts(path, folder, refuse, VideoSampling.of(self.data))
 
     def _request(self, record: ImageText, generator: TextGenerator) -> Request:
         try:

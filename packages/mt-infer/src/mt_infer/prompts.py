@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,16 @@ from mt_data.datasets.images.pixels import ImageFile, as_input, read_image
 from mt_data.datasets.images.records import MARK
 from mt_data.datasets.images.text import IMAGE, ImageTokens
 from mt_data.datasets.images.tiles import Grid
+from mt_data.datasets.images.videos import (
+    TOGETHER,
+    VIDEO,
+    VideoSampling,
+    grid_of,
+    is_video,
+    open_video,
+    read_view,
+    views_of_frames,
+)
 from mt_data.datasets.text_files import Encode, bare_encoder
 
 Prompt = str | Sequence[int]
@@ -35,10 +46,17 @@ WHOLE = Grid(1, 1)
 
 
 class ImageViews(NamedTuple):
-    """pixels [V, 3, img_h, img_w]: the tiles of an image, or the image as one view. grid: that it was cut by."""
+    """pixels [V, 3 (of each frame), img_h, img_w]: the tiles of an image, or the image as one view. grid: that it was
+    cut by. text: what stands for it in a text, of a video marks of as many parts of the same grid, and their times."""
 
     pixels: Tensor
     grid: Grid
+    text: str = MARK
+
+    @property
+    def grids(self) -> list[Grid]:
+        """Of each part: of a video several."""
+        return [self.grid] * self.text.count(MARK)
 
 
 class PromptEncoder:
@@ -55,6 +73,11 @@ class PromptEncoder:
     @property
     def takes_images(self) -> bool:
         return IMAGES in self.conditioned_by
+
+    @property
+    def takes_videos(self) -> bool:
+        """Whether a folder of frames or an animated file can stand in the place of an image."""
+        return bool(getattr(self.model, "TAKES_VIDEOS", False))
 
     def encode(self, prompt: Prompt, inputs: Mapping[str, Tensor]) -> tuple[list[int], Mapping[str, Tensor]]:
         """Ids that are continued, and the inputs. Of a model with an encoder the prompt is the encoder's text, unless
@@ -132,6 +155,23 @@ class PromptEncoder:
             ids += within(piece)
         return ids
 
+    def with_pictures(self, prompt: str, images: Sequence[ImageViews], encode: Encode | None = None) -> list[int]:
+        """Same as `with_images`, of images and videos: each "<image>" or "<video>" stands for one of them, in order."""
+        grids = [grid for image in images for grid in image.grids]
+        if not self.takes_videos:
+            return self.with_images(prompt, grids, encode)
+        for placeholder in (self.image_tokens.in_templates, self.image_tokens.video_in_templates, VIDEO):
+            prompt = prompt if placeholder is None else prompt.replace(placeholder, MARK)
+        marks = prompt.count(MARK)
+        if marks not in (0, len(images)):
+            raise ConfigError(
+                f"the prompt has {MARK} or {VIDEO} {marks} times, and there are {len(images)} of them; they go in order"
+            )
+        pieces = prompt.split(MARK) if marks else [""] * len(images) + [prompt]
+        texts = [image.text for image in images]
+        text = "".join(chain(*zip(pieces, texts, strict=False), pieces[-1:]))
+        return self.with_images(text, grids, encode)
+
     def image_inputs(self, images: Sequence[ImageViews]) -> Mapping[str, Tensor]:
         """What the model takes of a prompt's images; nothing without images."""
         if not images:
@@ -139,7 +179,7 @@ class PromptEncoder:
         views = {IMAGES: all_views(images)}
         if IMAGE_GRIDS not in self.conditioned_by:
             return views
-        return {**views, IMAGE_GRIDS: torch.tensor([image.grid for image in images])}
+        return {**views, IMAGE_GRIDS: torch.tensor([grid for image in images for grid in image.grids])}
 
 
 def takes_no_images(family: str) -> str:
@@ -161,7 +201,7 @@ def deal_images(texts: Sequence[str], images: Sequence[Path]) -> list[list[Path]
     # Without marks images come first; `with_images` compares the numbers.
     if len(texts) == 1:
         return [list(images)]
-    counts = [text.count(MARK) for text in texts]
+    counts = [text.count(MARK) + text.count(VIDEO) for text in texts]
     if sum(counts) != len(images):
         raise ConfigError(f"the prompts have {MARK} {sum(counts)} times, and the number of images is {len(images)}")
     rest = iter(images)
@@ -184,9 +224,29 @@ def image_data(config: Config) -> ImageTextDataConfig:
     return ImageTextDataConfig.model_validate(sizes | own)
 
 
-def read_images(files: Sequence[ImageFile], data: ImageTextDataConfig) -> list[ImageViews]:
-    """Raises DataError for files that are no images."""
-    return views_of((read_image(file) for file in files), data)
+def read_images(files: Sequence[ImageFile], data: ImageTextDataConfig, *, videos: bool = False) -> list[ImageViews]:
+    """videos: a folder of frames and an animated file are videos, else an animated file is its first frame. Raises
+    DataError for files that are no images."""
+    return [read_video(file.path, data) if videos and is_video(file) else _read(file, data) for file in files]
+
+
+def _read(file: ImageFile, data: ImageTextDataConfig) -> ImageViews:
+    """An image, or a part of a video that a record of a data set has."""
+    if not file.frames:
+        return views_of([read_image(file)], data)[0]
+    grid = grid_of(file, data.tiling)
+    cells = views_of_frames(read_view(file), grid, data.tiling, data)
+    return ImageViews(torch.from_numpy(np.stack(cells)), grid)
+
+
+def read_video(path: Path, data: ImageTextDataConfig) -> ImageViews:
+    """Raises DataError for what is no video."""
+    data = data.model_copy(update={"frames_per_view": TOGETHER})
+    sampling = VideoSampling.of(data)
+    assert sampling is not None
+    video = open_video(path, sampling)
+    parts = [_read(file, data) for file in video.files]
+    return ImageViews(torch.cat([part.pixels for part in parts]), parts[0].grid, video.text(MARK))
 
 
 def views_of(images: Iterable[NDArray[np.uint8]], data: ImageTextDataConfig) -> list[ImageViews]:
@@ -200,5 +260,6 @@ def views_of(images: Iterable[NDArray[np.uint8]], data: ImageTextDataConfig) -> 
 
 
 def all_views(images: Sequence[ImageViews]) -> Tensor:
-    """The views of several images, one after the other."""
-    return torch.cat([image.pixels for image in images])
+    """The views of several images, one after the other. Beside videos all frames of a still are equal."""
+    channels = max(image.pixels.shape[1] for image in images)
+    return torch.cat([image.pixels.repeat(1, channels // image.pixels.shape[1], 1, 1) for image in images])

@@ -145,8 +145,12 @@ class ChatFormat:
         return ""
 
 
+PICTURES = ("image", "video")
+"""Types of parts that stand for pictures."""
+
+
 def has_image(content: Content) -> bool:
-    return not isinstance(content, str | None) and any(part["type"] == "image" for part in content)
+    return not isinstance(content, str | None) and any(part["type"] in PICTURES for part in content)
 
 
 def as_parts(content: Content) -> list[Mapping[str, Any]]:
@@ -154,12 +158,12 @@ def as_parts(content: Content) -> list[Mapping[str, Any]]:
 
 
 def as_text(content: Content) -> str:
-    """Texts follow one another; an image is a line of its own, as in LLaVA's training data."""
+    """Texts follow one another; an image or video is a line of its own, as in LLaVA's training data."""
     if content is None or isinstance(content, str):
         return content or ""
     text, after_image = "", False
     for part in content:
-        is_image = part["type"] == "image"
+        is_image = part["type"] in PICTURES
         if text and (is_image or after_image) and not text.endswith("\n"):
             text += "\n"
         text, after_image = text + (MARK if is_image else part["text"]), is_image

@@ -175,9 +175,12 @@ def _requests(generator: TextGenerator, texts: list[str], images: list[Path]) ->
     if not generator.prompts.takes_images:
         raise ConfigError(f"--image: {takes_no_images(generator.config.model.family)}")
     data, found = image_data(generator.config), []
+    videos = generator.prompts.takes_videos
+    if not videos and (folder := next((path for path in images if path.is_dir()), None)) is not None:
+        raise ConfigError(f"--image {folder} is a folder, which is a video: the model takes images alone")
     for text, own in zip(texts, deal_images(texts, images), strict=True):
-        read = read_images([ImageFile(path) for path in own], data)
-        ids = generator.prompts.with_images(text, [image.grid for image in read]) if own else text
+        read = read_images([ImageFile(path) for path in own], data, videos=videos)
+        ids = generator.prompts.with_pictures(text, read) if own else text
         found.append(Request(text, ids, generator.prompts.image_inputs(read)))
     return found
 

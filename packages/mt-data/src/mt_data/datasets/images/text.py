@@ -86,6 +86,8 @@ IN_TEMPLATES: dict[ImageMarkers, str] = {
     "pixtral": "[IMG]",
 }
 """What the chat templates of the published models write for an image, where that is not "<image>"."""
+VIDEO_IN_TEMPLATES: dict[ImageMarkers, str] = {"qwen2_vl": "<|vision_start|><|video_pad|><|vision_end|>"}
+"""What they write for a video."""
 
 
 class ImageTokens:
@@ -95,6 +97,7 @@ class ImageTokens:
         self.tiling, self.features = tiling, features
         self.markers, self.encode = MARKERS[markers], encode
         self.in_templates = IN_TEMPLATES.get(markers)
+        self.video_in_templates = VIDEO_IN_TEMPLATES.get(markers)
         # Per object: a cache on the method would keep every object alive.
         self.of = lru_cache(maxsize=256)(self._of)
 

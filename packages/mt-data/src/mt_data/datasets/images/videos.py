@@ -88,6 +88,13 @@ def open_video(path: Path, sampling: VideoSampling, fps: float | None = None) ->
     return VideoViews(files, tuple((pair[0] / rate + pair[-1] / rate) / 2 for pair in pairs))
 
 
+def is_video(file: ImageFile) -> bool:
+    """Whether it is a folder, or an animated file. Raises DataError for a file that cannot be read."""
+    if file.frames or file.suffix == ".npy":
+        return False
+    return file.path.is_dir() or animation_frames(file)[0] > 1
+
+
 def frame_files(folder: Path) -> list[Path]:
     """The image files of a folder by their names. Raises DataError for a folder without any."""
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)

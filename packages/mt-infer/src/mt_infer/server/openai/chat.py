@@ -14,15 +14,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
-from mt_data.datasets.images.tiles import Grid
 from mt_infer.chat.tool_calls import ToolCall, ToolCallParser, call_constraint, offered_constraint
-from mt_infer.prompts import ImageViews, image_data, views_of
+from mt_infer.prompts import ImageViews, image_data
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.sampling.sampler import LogProbs
 from mt_infer.server.errors import ApiError
 from mt_infer.server.openai.answers import Piece, TokenTexts, chat_logprob, envelope, prompt_rows, usage
 from mt_infer.server.openai.fields import Body, Count, SamplingFields
-from mt_infer.server.openai.messages import Message, Messages, for_template, image_urls, read_image_urls
+from mt_infer.server.openai.messages import Message, Messages, PictureUrl, for_template, picture_urls, read_pictures
 from mt_infer.server.openai.sampling import constraint, sampling_of, tokens_to_generate
 from mt_infer.server.served_model import ServedModel
 from mt_infer.server.service import EventStream, Service, until_disconnect
@@ -156,19 +155,20 @@ async def new_job(service: Service, body: ChatBody) -> Job:
     """Raises ApiError for what the model cannot answer."""
     model = service.models.find(body.model)
     # Order: cheap refusals first, then images (memory), the template (another process), and the tokens.
-    urls = image_urls(body.messages)
+    urls = picture_urls(body.messages)
     if urls and not model.require_generator().prompts.takes_images:
         raise ApiError(f'the model "{model.name}" takes no images', param="messages")
+    if any(picture.is_video for picture in urls) and not model.require_generator().prompts.takes_videos:
+        raise ApiError(f'a part is a video_url, and the model "{model.name}" takes no videos', param="messages")
     images = await _images(service, model, urls) if urls else []
-    prompt = await asyncio.to_thread(_prompt, model, body, [image.grid for image in images])
+    prompt = await asyncio.to_thread(_prompt, model, body, images)
     sampling = _sampling(service, model, body, prompt)
     inputs = model.require_generator().prompts.image_inputs(images) if images else {}
     return Job(model, body, prompt, inputs, sampling, "chat.completion.chunk" if body.stream else "chat.completion")
 
 
-def _prompt(model: ServedModel, body: ChatBody, grids: Sequence[Grid]) -> list[int]:
-    """grids: that the images were cut by."""
-    return chat_prompt(model, body.messages, body.offered_tools, body.template_names, grids)
+def _prompt(model: ServedModel, body: ChatBody, images: Sequence[ImageViews]) -> list[int]:
+    return chat_prompt(model, body.messages, body.offered_tools, body.template_names, images)
 
 
 def chat_prompt(
@@ -176,17 +176,17 @@ def chat_prompt(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
     names: Mapping[str, Any],
-    grids: Sequence[Grid] = (),
+    images: Sequence[ImageViews] = (),
 ) -> list[int]:
-    """The ids of a conversation. names: further ones of the template. grids: that images were cut by."""
+    """The ids of a conversation. names: further ones of the template. images: of its images and videos, in order."""
     chat = model.require_chat()
     text = chat.text(for_template(messages), tools, names)
-    if not grids:
+    if not images:
         return chat.encode(text)
-    return model.require_generator().prompts.with_images(text, grids, chat.encode)
+    return model.require_generator().prompts.with_pictures(text, images, chat.encode)
 
 
-async def _images(service: Service, model: ServedModel, urls: Sequence[str]) -> list[ImageViews]:
+async def _images(service: Service, model: ServedModel, urls: Sequence[PictureUrl]) -> list[ImageViews]:
     """The views of each image. One request's at a time: an image takes much memory while it is decoded.
 
     Raises ApiError for more images than the context has room for, before any is decoded.
@@ -202,7 +202,7 @@ async def _images(service: Service, model: ServedModel, urls: Sequence[str]) -> 
         )
 
     def read() -> list[ImageViews]:
-        return views_of(read_image_urls(urls, service.options.media_folders), data)
+        return list(read_pictures(urls, service.options.media_folders, data))
 
     async with service.decoding:
         return await asyncio.to_thread(read)

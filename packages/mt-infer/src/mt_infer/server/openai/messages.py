@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -16,7 +17,9 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
 from mt_core.errors import DataError
+from mt_data.datasets.images.image_text import ImageTextDataConfig
 from mt_data.datasets.images.pixels import decode_image
+from mt_infer.prompts import ImageViews, read_video, views_of
 from mt_infer.server.errors import ApiError
 from mt_infer.server.openai.fields import Body
 
@@ -50,6 +53,23 @@ class ImagePart(Body):
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
+class VideoUrl(Body):
+    """url: data:image/...;base64,... of an animated file, or file:/// of one, or of a folder of frames, in a folder
+    that the server allows."""
+
+    url: Annotated[str, Field(min_length=1)]
+
+
+class VideoPart(Body):
+    """As vLLM has it; OpenAI's chats have no videos."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+
+ContentPart = TextPart | ImagePart | VideoPart | RefusalPart
+
+
 class CalledFunction(Body):
     """arguments: a JSON object as text."""
 
@@ -70,7 +90,7 @@ class Message(Body):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]] | None = None
+    content: str | list[Annotated[ContentPart, Field(discriminator="type")]] | None = None
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
@@ -84,15 +104,26 @@ class Message(Body):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=10_000)]
 
 
-def image_urls(messages: Sequence[Message]) -> list[str]:
-    """In their order. Raises ApiError for an image of another than the user."""
-    urls = []
+class PictureUrl(NamedTuple):
+    url: str
+    is_video: bool
+
+
+def picture_urls(messages: Sequence[Message]) -> list[PictureUrl]:
+    """Those of images and videos, in their order. Raises ApiError for one of another than the user."""
+    urls: list[PictureUrl] = []
     for number, message in enumerate(messages):
         parts = message.content if isinstance(message.content, list) else []
-        own = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+        own = [
+            PictureUrl(part.video_url.url, True)
+            if isinstance(part, VideoPart)
+            else PictureUrl(part.image_url.url, False)
+            for part in parts
+            if isinstance(part, ImagePart | VideoPart)
+        ]
         if own and message.role != "user":
             raise ApiError(
-                f'messages: message {number} of the role "{message.role}" has an image; those of "user" can',
+                f'messages: message {number} of the role "{message.role}" has an image or video; those of "user" can',
                 param="messages",
             )
         urls += own
@@ -114,9 +145,9 @@ def _for_template(message: Message, number: int) -> dict[str, Any]:
     return found
 
 
-def _part(part: TextPart | ImagePart | RefusalPart) -> dict[str, str]:
-    if isinstance(part, ImagePart):
-        return {"type": "image"}
+def _part(part: ContentPart) -> dict[str, str]:
+    if isinstance(part, ImagePart | VideoPart):
+        return {"type": "video" if isinstance(part, VideoPart) else "image"}
     return {"type": "text", "text": part.refusal if isinstance(part, RefusalPart) else part.text}
 
 
@@ -138,10 +169,29 @@ MAX_PIXELS = 32_000_000
 """Limit of an image; a small file may hold many."""
 
 
-def read_image_urls(urls: Sequence[str], folders: Sequence[Path]) -> Iterator[NDArray[np.uint8]]:
-    """uint8 [height, width, 3] each, decoded when it is taken. folders: those that file: URLs may name. Raises ApiError
-    for all other URLs, and for what is no image."""
-    return (_read(url, f"messages: image {number}", folders) for number, url in enumerate(urls, 1))
+def read_pictures(
+    urls: Sequence[PictureUrl], folders: Sequence[Path], data: ImageTextDataConfig
+) -> Iterator[ImageViews]:
+    """The views of each, decoded when it is taken. folders: those that file: URLs may name. Raises ApiError for all
+    other URLs, and for what is no image or no video."""
+    for number, (url, is_video) in enumerate(urls, 1):
+        if is_video:
+            yield _read_video(url, f"messages: video {number}", folders, data)
+        else:
+            yield views_of([_read(url, f"messages: image {number}", folders)], data)[0]
+
+
+def _read_video(url: str, name: str, folders: Sequence[Path], data: ImageTextDataConfig) -> ImageViews:
+    try:
+        if not url.startswith("data:"):
+            return read_video(_file(url, name, folders), data)
+        # Frames are sought one after the other in a file.
+        with TemporaryDirectory() as folder:
+            (path := Path(folder) / "video").write_bytes(_data(url, name))
+            decode_image(path, name, FORMATS, MAX_PIXELS)
+            return read_video(path, data)
+    except DataError as error:
+        raise _refused(f"{name}: {error}") from error
 
 
 def _read(url: str, name: str, folders: Sequence[Path]) -> NDArray[np.uint8]:
