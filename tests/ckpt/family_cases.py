@@ -153,7 +153,8 @@ def compressed(**keys: Any) -> Case:
     own |= {"layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]}
     own |= {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}, "hc_mult": 3}
     own |= {"mlp_layer_types": ["hash_moe", "moe", "moe"], "n_routed_experts": 8, "moe_intermediate_size": 12}
-    own |= {"num_nextn_predict_layers": 0, "experts_implementation": "eager"}
+    # Small norms behind sums of streams would make gradients of their weights differences of large terms.
+    own |= {"rms_norm_eps": 0.1, "num_nextn_predict_layers": 0, "experts_implementation": "eager"}
     own |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     base = {key: value for key, value in DECODER.items() if key not in ("num_key_value_heads", "intermediate_size")}
     return Case("deepseek_v4", "DeepseekV4ForCausalLM", "DeepseekV4Config", {**base, **own, **keys})

@@ -341,7 +341,7 @@ class CompressedAttention(nn.Module):
         if self.indexer is None:
             return (), None
         inputs = self.indexer.project(x, source, angles)
-        asked = (inputs.queries, inputs.weights)
+        asked: tuple[Tensor, ...] = (inputs.queries, inputs.weights)
         if self.ctx.sequence_parallel:
             asked = tuple(all_gather(part, SEQUENCE_DIM, self.ctx.tp) for part in asked)
         return asked, self.indexer.compressor.entries_of_sequences(x, angles, cache)

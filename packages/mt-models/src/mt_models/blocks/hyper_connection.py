@@ -67,7 +67,8 @@ class StreamWeights(LayoutModule):
         """[B, S, n H] -> weight vec(X) / rms(vec(X)), [B, S, outputs] in fp32"""
         wide = streams.float()
         # The norm has no weight: dividing the products by rms gives the same as dividing what is multiplied.
-        return F.linear(wide, self.weight) * (wide.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
+        # FSDP2 casts parameters to the dtype of the model.
+        return F.linear(wide, self.weight.float()) * (wide.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
 
 
 class HyperConnection(StreamWeights):

@@ -136,7 +136,9 @@ class MultiTokenPrediction(nn.Module):
             # Zeros at the end are embedded as token 0. The mask, shifted by as much, leaves these positions out.
             embedded = embed(shifted(batch["tokens"], depth + 1))
             state = self._predict(depth, state, embedded, pattern, angles)
-            predicted = logits(self.layers[depth].head_input(state))
+            layer = self.layers[depth]
+            assert isinstance(layer, TokenPrediction)
+            predicted = logits(layer.head_input(state))
             found = self.losses[depth](found, self.weight * self._mean_loss(predicted, batch, depth + 1))
         return found
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.cache import Cache
 from mt_core.nn.loss import build_cross_entropy
-from mt_core.nn.norm import Norm
 from mt_core.parallel.pipeline.stage import Stage, whole
 from mt_models.blocks.decoder import CausalDecoder, RotaryDecoder, TokenEmbedding
 from mt_models.blocks.multi_token import MultiTokenPrediction, TokenPrediction
@@ -40,7 +39,7 @@ class PredictsTokens(CausalDecoder):
         config: Any,
         context: ModelBuildContext,
         predicted_layer: Callable[[int], nn.Module],
-        norm: Callable[[], Norm] | None = None,
+        norm: Callable[[], nn.Module] | None = None,
     ) -> None:
         """predicted_layer: builds the layer of depth d, from 0. norm: makes a norm over the hidden size; default: the
         configured one."""
@@ -140,7 +139,7 @@ class PredictingDecoder(PredictsTokens, RotaryDecoder):
         context: ModelBuildContext,
         layer: Callable[[int], nn.Module],
         predicted_layer: Callable[[int], nn.Module],
-        norm: Callable[[], Norm] | None = None,
+        norm: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__(config, context, layer, norm)
         self.add_prediction(config, context, predicted_layer, norm)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mt_core.errors import TrainingError
 from mt_core.nn.dropout import SampleNoise
@@ -103,6 +104,8 @@ class Router(LayoutModule):
         self.counter = LoadCounter(experts, ctx)
         self.load: Load | None = None
         """Metrics of the last step."""
+        self.bias_range: Tensor | None = None
+        """[2]: the smallest and the largest expert bias after the last step."""
 
     def forward(self, share: TokenShare, ids: Tensor | None = None) -> Routing:
         """ids [T]: of the tokens, which a table of experts needs. Raises TrainingError for non-finite logits on a CPU;
@@ -180,9 +183,9 @@ class Router(LayoutModule):
             "dead_experts": float(self.load.dead_experts),
             "dropped_share": self.load.dropped_share,
         }
-        if self.expert_bias is not None:
+        if self.bias_range is not None:
             # One copy to the host for both.
-            low, high = torch.stack(self.expert_bias.aminmax()).tolist()
+            low, high = self.bias_range.tolist()
             metrics |= {"expert_bias_min": low, "expert_bias_max": high}
         return {f"moe/layer_{self.layer}/{name}": value for name, value in metrics.items()}
 
@@ -192,8 +195,16 @@ class Router(LayoutModule):
         assert self.expert_bias is not None
         # The sign alone, as in the paper: the size of the imbalance does not enter. All ranks have the same load, so
         # the replicas of the bias stay equal.
-        direction = (tokens.mean() - tokens).sign().to(self.expert_bias)
-        self.expert_bias += self.config.moe_router_bias_update_rate * direction
+        direction = (tokens.mean() - tokens).sign().to(self.expert_bias.dtype)
+        step = self.config.moe_router_bias_update_rate * direction
+        if isinstance(self.expert_bias, DTensor):
+            # FSDP2 holds a slice of it. src_data_rank=None: each rank takes its own part of what all have, and sends
+            # nothing.
+            bias = self.expert_bias
+            step = distribute_tensor(step, bias.device_mesh, bias.placements, src_data_rank=None)
+        self.expert_bias += step
+        whole = self.expert_bias.full_tensor() if isinstance(self.expert_bias, DTensor) else self.expert_bias
+        self.bias_range = torch.stack(whole.aminmax())
 
     def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:
         config = self.config
