@@ -30,10 +30,11 @@ from mt_tune.rl.rollout_file import ROLLOUTS_FILE, read_rollouts
 from mt_tune.rl.row_values import plain_row
 
 MODULE = str(Path(counting.__file__))
+HOST = load_plugins()
 
 
 def setup_of(environments: list[str], tools: tuple[str, ...] = (), **options: Any) -> Any:
-    return source_setup(environments, tools, options, [MODULE], load_plugins())
+    return source_setup(environments, tools, options, [MODULE], HOST)
 
 
 @contextmanager
@@ -197,3 +198,18 @@ def test_prompts_that_are_texts_are_refused(tmp_path: Path) -> None:
     keys = ('rl.environments=["counting:Echo"]', f"rewards.modules=[{json.dumps(MODULE)}]", "data.prompt_format=text")
     with pytest.raises(ConfigError, match="line 1: the prompt is a text, and conversations"):
         Trainer(config(tmp_path, *keys, "data.chat_template=plain", "rewards.functions=[]"))
+
+
+def test_questions_of_reasoning_gym() -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    answers = [item["answer"] for item in gym.create_dataset("chain_sum", size=3, seed=1)]
+    options = {"reasoning_gym": {"dataset": "chain_sum", "size": 3, "seed": 1}}
+    setup = source_setup(["reasoning_gym"], (), options, [], HOST)
+    source = setup.load()
+    for number, answer in enumerate(answers):
+        for turn, reward in ((f"<answer>{answer}</answer>", 1.0), (answer, 1.0), ("<answer>x</answer>", 0.0)):
+            dialogue = source.begin({"prompt": PROMPT, "item": number})
+            assert dialogue.prompt[0]["content"].startswith(PROMPT[0]["content"] + "State the final answer")
+            assert dialogue.reply({"role": "assistant", "content": turn}).reward == reward
+    with pytest.raises(EpisodeError, match="the number of a question, 0 to 2"):
+        source.begin({"prompt": PROMPT, "item": 3})

@@ -17,7 +17,7 @@ from mt_core.specs import (
     ModelTransformSpec,
     SectionSpec,
 )
-from mt_tune.environments.environment_specs import ENVIRONMENTS
+from mt_tune.environments.environment_specs import ENVIRONMENTS, EnvironmentSpec
 from mt_tune.preferences.samples import PAIR_SAMPLE, UNPAIRED_SAMPLE
 from mt_tune.reward_models.samples import PROCESS_SAMPLE, REWARD_SAMPLE
 from mt_tune.rewards.reward_specs import REWARDS, RewardSpec
@@ -131,6 +131,17 @@ def mt_register_sections() -> list[SectionSpec]:
             affects_training=True,
             shrink=Lazy("mt_tune.distill.config:shrink_distillation"),
         ),
+    ]
+
+
+@hookimpl
+def mt_register_environments() -> list[EnvironmentSpec]:
+    return [
+        EnvironmentSpec(
+            name="reasoning_gym",
+            doc="Questions of a task of reasoning-gym, by the column item; options dataset, size, seed and the task's",
+            build=Lazy("mt_tune.environments.reasoning_gym:build_reasoning_gym"),
+        )
     ]
 
 
