@@ -17,18 +17,21 @@ from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
 from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
-from mt_core.nn.layout import parameter_layouts
+from mt_core.nn.layout import ParameterLayout, parameter_layouts, zeros
 from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import load_plugins
 from mt_core.train import Trainer
 from mt_core.train.build import build_model
 from mt_core.train.checkpoint.state import MODEL
+from mt_moe.experts.loop import Groups, PermutingLoop
+from mt_moe.permutation import RowKernels, RowOrder, sort_by
 from mt_tools.plan.layouts import Planner
 from mt_tools.plan.machines import get_machine
 from mt_tune.adapters.merge import MergedCheckpoint, largest_logit_change
 from mt_tune.adapters.quantized_base import quantized_weights
 from mt_tune.adapters.quantized_reading import DenseCheckpoint, quantized_checkpoint
-from mt_tune.quantized_weights.formats import NF4, NormalFloat, dynamic_map
+from mt_tune.quantized_weights.formats import NF4, NormalFloat, as_bytes, dynamic_map
+from mt_tune.quantized_weights.weight import QuantizedWeight, quantized_product
 
 LLAMA = {
     "family": "llama",
@@ -99,6 +102,27 @@ def test_logits_and_gradients_are_those_on_the_dequantized_weights(host, base, n
     error = max((dense.read(n) - base.read(n)).abs().max() / base.read(n).abs().max() for n in base.shapes())
     assert 0 < error < (0.05 if "8" in BASES[name]["base"] else 0.25)
     assert len(quantized_weights(model)) == 8
+
+
+def test_products_that_permute_rows_themselves_have_the_gradients_of_dense_ones() -> None:
+    """Those of Triton on a GPU: tokens to rows of experts, and back, each the reverse of the other."""
+    keys = torch.tensor([1, 0, 2, 1, 0, 2, 2, 0])  # of 4 tokens two experts each, of 3
+    order, groups = RowOrder(sort_by(keys, RowKernels()), 2), Groups(torch.bincount(keys, minlength=3))
+    weight = QuantizedWeight(ParameterLayout((3, 6, 64), zeros), NormalFloat(64), ParallelContext())
+    generator = torch.Generator().manual_seed(0)
+    for part in weight.parts:
+        weight.form.random(part.name, values := torch.zeros(3, 6, part.size), generator)
+        with torch.no_grad():
+            weight.get_parameter(part.name).copy_(as_bytes(values) if part.is_float else values)
+    product, dense = quantized_product(PermutingLoop()), weight.dense(torch.float32)
+    for name, rows, out in (("of_tokens", 4, 8), ("to_tokens", 8, 4)):
+        x = torch.randn(rows, 64, generator=generator, requires_grad=True)
+        grad = torch.randn(out, 6, generator=generator)
+        found = getattr(product, name)(x, weight, groups, order)
+        plain = getattr(PermutingLoop(), name)(x, dense, groups, order)
+        torch.testing.assert_close(found, plain)
+        ours, expected = (torch.autograd.grad(result, x, grad)[0] for result in (found, plain))
+        torch.testing.assert_close(ours, expected)
 
 
 # -- published folders --------------------------------------------------------------------------------
