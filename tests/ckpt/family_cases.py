@@ -528,6 +528,12 @@ CASES: dict[str, Case] = {
             },
         },
     ),
+    "jamba": Case(
+        "jamba",
+        "JambaForCausalLM",
+        "JambaConfig",
+        {**MOE, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 6},
+    ),
     "bert": Case("bert", "BertForPreTraining", "BertConfig", ENCODER),
     "megatron-bert": Case("bert", "MegatronBertForPreTraining", "MegatronBertConfig", ENCODER),
     "bert classes": Case(

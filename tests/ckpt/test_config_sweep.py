@@ -100,6 +100,7 @@ TELLING = {
     "granitemoehybrid with experts": ("num_local_experts", "intermediate_size", "shared_intermediate_size"),
     "falcon_h1": ("mamba_rms_norm", "mamba_d_ssm", "head_dim", "rope_parameters", "ssm_multipliers"),
     "mistral4": ("rope_parameters", "norm_topk_prob", "n_group", "first_k_dense_replace", "rope_interleave"),
+    "jamba": ("attn_layer_offset", "expert_layer_period", "mamba_dt_rank", "num_experts"),
     "glm4_moe_lite": ("mlp_layer_types", "rope_parameters", "rope_interleave", "q_lora_rank"),
     "bert classes": ("num_labels",),
 }

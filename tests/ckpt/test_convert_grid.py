@@ -99,6 +99,7 @@ CASES: dict[str, dict[str, Any]] = {
     "nemotron_3": convert_cases.MODELS["nemotron_3"],
     "granite_hybrid": {**convert_cases.MODELS["granite_hybrid"], "hybrid_layer_pattern": "ME*EMEME"},
     "falcon_h1": FOUR_LAYERS["falcon_h1"],
+    "jamba": {**FOUR_LAYERS["jamba"], "moe": {**FOUR_LAYERS["jamba"]["moe"], "moe_layer_freq": "[0,1,0,1]"}},
     "mistral4": {
         **FOUR_LAYERS["mistral4"],
         "moe": {**FOUR_LAYERS["mistral4"]["moe"], "moe_layer_freq": "([0]*1+[1]*3)"},
@@ -142,7 +143,7 @@ NO_MEGATRON = {
     *("qwen_vl", *HF_DENSE, "minimax_m2", "llama4", "lfm2", "qwen_next", "qwen_next_experts", "olmo_hybrid", "bart"),
     *("kimi_linear", "deepseek_v4", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
     *("gemma4_vl", "gemma4_vl_experts"),
-    *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "mistral3"),
+    *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

@@ -31,6 +31,7 @@ MOE_MODELS = (
     "kimi_linear",
     "hybrid",
     "mistral4",
+    "jamba",
     "gpt_oss",
     "granite_moe",
     "minimax_m2",

@@ -723,6 +723,17 @@ MISTRAL_SMALL_4_TEXT = {
     "vocab_size": 131072,
 }  # fmt: skip
 """The defaults of transformers' class, which are those of the checkpoint."""
+JAMBA_MINI = {
+    "architectures": ["JambaForCausalLM"], "attention_dropout": 0.0, "attn_layer_offset": 4, "attn_layer_period": 8,
+    "bos_token_id": 1, "eos_token_id": 2, "expert_layer_offset": 1, "expert_layer_period": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "mamba_conv_bias": True,
+    "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_dt_rank": 256, "mamba_expand": 2, "mamba_proj_bias": False,
+    "max_position_embeddings": 262144, "model_type": "jamba", "num_attention_heads": 32, "num_experts": 16,
+    "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_logits_to_keep": 1,
+    "output_router_logits": False, "pad_token_id": 0, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001,
+    "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_mamba_kernels": True, "vocab_size": 65536,
+}  # fmt: skip
 
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt", GPT2),
@@ -777,6 +788,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron-3-super": ("hybrid", NEMOTRON_3_SUPER),
     "granite-4.0-h-tiny": ("hybrid", GRANITE_4_H_TINY),
     "falcon-h1-0.5b": ("falcon_h1", FALCON_H1_05B),
+    "jamba-mini": ("jamba", JAMBA_MINI),
     "mistral-small-4 (text)": ("mistral4", MISTRAL_SMALL_4_TEXT),
     "bert-base-uncased": ("bert", BERT_BASE_UNCASED),
     "bert-base-chinese": ("bert", BERT_BASE_CHINESE),
