@@ -73,6 +73,7 @@ NOT_RUN = {
 }
 TUTORIALS = "test_tutorials.py types the whole page"
 PAGES_RUN_ELSEWHERE = {
+    "docs/tutorials/assistant.md": "tests/docs/test_assistant_example.py, in its short form",
     "docs/tutorials/accelerate-script.md": TUTORIALS,
     "docs/tutorials/hugging-face.md": TUTORIALS,
     "docs/tutorials/many-ranks.md": TUTORIALS,
@@ -88,6 +89,7 @@ PAGES_RUN_ELSEWHERE = {
 }
 
 NOT_CONFIGURED = {
+    r"mt train pretrain\.toml": "a file of examples/assistant; test_assistant_example.py trains it",
     r"adapter\.load=adapter": "starts from a folder of the page; tests/tune/adapters/test_start.py has one",
     r"adapter\.base=nf4 --run-dir": "starts from a folder; tests/tune/adapters/test_quantized_base.py makes some",
     r"checkpoint\.load=DeepSeek-V3": "a published model; tests/ckpt/quantized/test_models.py loads small ones",

@@ -16,11 +16,13 @@ from scripts.figures.registry import FOLDER, load_figures
 from tests.docs.blocks import PAGES, ROOT
 
 OF_COMMANDS = {
+    "assistant-loss": "mt plot",
     "layout-gpt-3d": "mt train --picture",
     "layout-llama-cp": "mt train --picture",
     "layout-mixtral-ep": "mt train --picture",
     "moe-load": "mt moe plot",
     "multimodal-loss": "examples/plot_validation.py",
+    "preferences-loss": "mt plot",
     "retriever-recall": "examples/plot_recall.py",
     "retro-loss": "examples/plot_validation.py",
     "schedule-gpt-3d": "mt train --trace-schedule",

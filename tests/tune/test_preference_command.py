@@ -38,6 +38,52 @@ def test_the_configuration_that_a_command_stands_for(
     assert config["data"]["dataset_type"] == "preference"
 
 
+@pytest.mark.parametrize(("name", "dataset"), [("dpo", "preference"), ("kto", "unpaired_preference")])
+def test_without_data_synthetic_records_are_written_and_used(
+    mt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dataset: str
+) -> None:
+    """Their words are those of the preset's own splits; options win over what comes with them."""
+    monkeypatch.chdir(tmp_path)
+    shown = mt("tune", name, "instructions-tiny", "--show", "--steps", "7", "--batch-size", "2")
+    assert shown.code == 0, shown.err
+    config = tomllib.loads(shown.out)
+    assert config["train"]["train_iters"] == 7
+    assert config["optimizer"]["lr"] == 1e-3
+    questions = []
+    for key, split in (("train_data_path", "train"), ("valid_data_path", "valid")):
+        (path,) = config["data"][key]
+        assert path == f"runs/example-data/{dataset}-{split}.jsonl"
+        records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        questions.append({record["prompt"][0]["content"] for record in records})
+        for record in records:
+            right = record["chosen"] if name == "dpo" else record["completion"]
+            assert right[0]["content"].endswith(".") == (name == "dpo" or record["label"])
+    assert not questions[0] & questions[1]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("layout", "dpo"),
+        pytest.param("layout", "kto", marks=pytest.mark.exhaustive),
+        pytest.param("resume", "dpo", marks=pytest.mark.exhaustive),
+        pytest.param("resume", "kto", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_configuration_of_preferences_is_verified(
+    mt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, name: str
+) -> None:
+    """Answers of the user's stay whole in the small run. About 10 s each."""
+    monkeypatch.chdir(tmp_path)
+    layout = ["--set", "parallel.tensor_model_parallel_size=2", "--nproc", "2", "--steps", "8", "--seq-length", "192"]
+    assert mt("tune", name, "instructions-tiny", *layout, "-o", "run.toml").code == 0
+    outcome = mt("verify", what, "run.toml")
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert outcome.out.rstrip().endswith("the same")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -340,7 +340,18 @@ LAYOUTS = {
     "pp": ("parallel.pipeline_model_parallel_size=2",),
     "cp": ("parallel.context_parallel_size=2",),
     "zero": ("parallel.use_distributed_optimizer=true",),
+    "tp+sp": ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"),
+    "cp-a2a": ("parallel.context_parallel_size=2", "parallel.cp_comm_type=a2a"),
+    "fsdp": ("parallel.use_torch_fsdp2=true",),
 }
+OF_FOUR = {
+    "tp+sp+cp": (*LAYOUTS["tp+sp"], *LAYOUTS["cp"]),
+    "tp+pp": (*LAYOUTS["tp"], *LAYOUTS["pp"]),
+    "cp+pp": (*LAYOUTS["cp"], *LAYOUTS["pp"]),
+    "tp+zero": (*LAYOUTS["tp"], *LAYOUTS["zero"]),
+    "tp+fsdp": (*LAYOUTS["tp"], *LAYOUTS["fsdp"]),
+}
+"""On 4 ranks; each two features that meet here meet in tests of other losses, too."""
 
 
 def train_in(rank: int, world: int, data: str, folder: str, layouts: dict[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -355,11 +366,23 @@ def train_in(rank: int, world: int, data: str, folder: str, layouts: dict[str, t
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
-    """Losses, implicit rewards and validation over data, tensor, pipeline and context parallel ranks, and ZeRO-1."""
+    """Losses, implicit rewards and validation over every kind of layout; about 12 s."""
+    require_one_process(tmp_path, 2, LAYOUTS)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_four_ranks_compute_what_one_does(tmp_path: Path) -> None:
+    """About 20 s."""
+    require_one_process(tmp_path, 4, OF_FOUR)
+
+
+def require_one_process(tmp_path: Path, world: int, layouts: dict[str, tuple[str, ...]]) -> None:
     data = write_pairs(tmp_path)
     alone, _ = run(data, tmp_path / "alone")
     expected = (alone.losses(), [line["rewards/margins"] for line in alone.steps], alone.valid[-1]["valid_loss"])
-    for of_rank in run_ranks(2, train_in, str(data), str(tmp_path), LAYOUTS):
+    for of_rank in run_ranks(world, train_in, str(data), str(tmp_path), layouts):
         for name, (losses, margins, valid) in of_rank.items():
             assert losses == pytest.approx(expected[0], rel=1e-5), name
             assert margins == pytest.approx(expected[1], abs=1e-4), name

@@ -76,7 +76,8 @@ def shrink(
     for model in (tree["model"], *_parts(tree["model"])):
         if model.get("moe"):
             _shrink_experts(model, tree["parallel"], same_rounds)
-    length = config.data.seq_length if draws_completions(config, host) else _short_length(tree)
+    whole = draws_completions(config, host) or holds_whole_records(config, host)
+    length = config.data.seq_length if whole else _short_length(tree)
     family = host[MODELS].get(config.model.family, key="model.family")
     # After the common keys: what only the family defines in its section.
     if family.shrink is not None:
@@ -247,6 +248,13 @@ def draws_completions(config: Config, host: PluginHost) -> bool:
     """Prompts of the user's stay whole, and completions are appended to them. Rows are only as long as needed."""
     spec = host[DATASETS].get(config.data.dataset_type, key="data.dataset_type")
     return "prompt" in {field.name for field in spec.sample}
+
+
+def holds_whole_records(config: Config, host: PluginHost) -> bool:
+    """Records of the user's that are compared with one another: an answer that is cut is another answer."""
+    spec = host[DATASETS].get(config.data.dataset_type, key="data.dataset_type")
+    fields = {field.name for field in spec.sample}
+    return spec.sample != CAUSAL_LM_SAMPLE and "segment_ids" in fields and "images" not in fields
 
 
 def _short_length(tree: Tree) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +27,8 @@ from mt_tune.commands.recipe import (
 from mt_tune.commands.sft import examine
 
 DPO_LR, ORPO_LR, KTO_LR = 1e-6, 8e-6, 1e-6
+EXAMPLE_LR = 1e-3
+"""For the small model that the synthetic records are meant for."""
 LOSS = "Loss"
 
 
@@ -73,7 +75,11 @@ class UnpairedOptions:
 def dpo(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, a checkpoint, a run or a preset.")],
-    data: Annotated[list[str], typer.Argument(help="Pairs: JSON lines, JSON arrays or Parquet; files or patterns.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(help="Pairs: JSON lines, JSON arrays or Parquet; files or patterns. Default: synthetic ones."),
+    ] = None,
+    *,
     records: RecordOptions,
     preference: PreferenceOptions,
     training: TrainingOptions,
@@ -88,7 +94,11 @@ def dpo(
 def orpo(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, a checkpoint, a run or a preset.")],
-    data: Annotated[list[str], typer.Argument(help="Pairs: JSON lines, JSON arrays or Parquet; files or patterns.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(help="Pairs: JSON lines, JSON arrays or Parquet; files or patterns. Default: synthetic ones."),
+    ] = None,
+    *,
     records: RecordOptions,
     preference: PreferenceOptions,
     training: TrainingOptions,
@@ -103,7 +113,11 @@ def orpo(
 def kto(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, a checkpoint, a run or a preset.")],
-    data: Annotated[list[str], typer.Argument(help="Records of prompt, completion and label; files or patterns.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(help="Records of prompt, completion and label; files or patterns. Default: synthetic ones."),
+    ] = None,
+    *,
     records: RecordOptions,
     preference: UnpairedOptions,
     training: TrainingOptions,
@@ -129,7 +143,7 @@ def _tune(
     context: typer.Context,
     kind: Kind,
     model: str,
-    data: list[str],
+    data: list[str] | None,
     records: RecordOptions,
     training: TrainingOptions,
     adapter: AdapterOptions,
@@ -137,6 +151,8 @@ def _tune(
 ) -> None:
     need("torch", "mt-models", "mt-data", "mt-ckpt", command=f"mt tune {kind.name}")
     training = with_set_values(training, training.set_, OPTION_OF)
+    if not data:
+        data, records, training = example_data(kind.dataset, records, training)
     host = host_of(context)
     preset, of_model = model_sections(model, host)
     base = merged(of_model, adapter_section(adapter), kind.sections)
@@ -154,6 +170,21 @@ def _tune(
         err=True,
     )
     carry_out(context, preset, sections, training, output, Path("runs") / f"{Path(model).resolve().name}-{kind.name}")
+
+
+def example_data(
+    dataset: str, records: RecordOptions, training: TrainingOptions
+) -> tuple[list[str], RecordOptions, TrainingOptions]:
+    """Synthetic records as files, and what a model of the preset instructions-tiny learns by them, where options do not
+    say it."""
+    from mt_tune.preferences.example_records import write_example_records
+
+    train, valid = write_example_records(dataset)
+    typer.echo(f"no DATA: synthetic records, {train} and {valid}", err=True)
+    once = 1 if training.steps is None and training.epochs is None else training.epochs
+    lr = EXAMPLE_LR if training.lr is None else training.lr
+    held_out = replace(records, valid=records.valid or [str(valid)], template=records.template or "plain")
+    return [str(train)], held_out, replace(training, epochs=once, lr=lr)
 
 
 def pair_sections(options: PreferenceOptions, name: str) -> Tree:
