@@ -40,9 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, host: PluginHost) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> dict[str, torch.Tensor]:
-    folders = [str(path) for path in sorted((folder / "quantized").iterdir())]
+    return logits_of(folder, sorted((folder / "quantized").iterdir()))
+
+
+def logits_of(folder: Path, folders: list[Path]) -> dict[str, torch.Tensor]:
+    """By name of the folder; the file with all of them goes to `folder`."""
     done = subprocess.run(
-        [str(peer_with("quantized")), str(PROCESS), str(folder / "logits.safetensors"), *folders],
+        [str(peer_with("quantized")), str(PROCESS), str(folder / "logits.safetensors"), *map(str, folders)],
         capture_output=True,
         text=True,
         timeout=600,
@@ -69,3 +73,21 @@ def test_transformers_computes_the_same_bits(folder: Path, theirs: dict[str, tor
 def test_mlx_computes_the_same(folder: Path, theirs: dict[str, torch.Tensor], scheme: str) -> None:
     expected = ours(folder / "read" / scheme)
     assert (expected - theirs[scheme]).abs().max() < CLOSE[scheme] * expected.abs().max()
+
+
+def test_transformers_reads_experts_of_gpt_oss(tmp_path: Path, host: PluginHost) -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    shape = {**SHAPE, "intermediate_size": 64, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(
+        GptOssConfig(**shape, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+    )
+    model.bfloat16().save_pretrained(tmp_path / "source")
+    packed, read = tmp_path / "packed", tmp_path / "read"
+    options = ConvertOptions(quantize="mxfp4-experts")
+    convert(tmp_path / "source", packed, saver="hf", options=options, host=host)
+    convert(packed, read, saver="hf", host=host)
+    theirs = logits_of(tmp_path, [packed])["packed"]
+    assert (ours(read) - theirs).abs().max() < 1e-5 * theirs.abs().max()
+    assert (ours(tmp_path / "source") - theirs).abs().max() > 1e-3 * theirs.abs().max()

@@ -27,10 +27,10 @@ def of_mlx(folder: Path) -> torch.Tensor:
 
 
 def of_transformers(folder: Path, method: str) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
     # The weights alone: inputs are not quantized.
-    kind = FineGrainedFP8Config if method == "fp8" else CompressedTensorsConfig
+    kind = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}.get(method, CompressedTensorsConfig)
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=kind(dequantize=True)
     ).eval()

@@ -126,6 +126,11 @@ def mt_register_checkpoint_savers() -> list[CheckpointSaverSpec]:
             convert=Lazy("mt_ckpt.trtllm.save:convert_checkpoint"),
         ),
         CheckpointSaverSpec(
+            name="onnx",
+            doc="ONNX: the encoders of BERT and biencoders as graphs, for onnxruntime and others",
+            convert=Lazy("mt_ckpt.onnx.save:convert_checkpoint"),
+        ),
+        CheckpointSaverSpec(
             name="transformers-megatron",
             doc="GPT-2 for Accelerate's Megatron-LM plugin, as the reshaping tool writes it",
             convert=Lazy("mt_ckpt.transformers_megatron.save:convert_checkpoint"),

@@ -12,6 +12,8 @@ from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.hugging_face.outputs import Outputs
 from mt_ckpt.quantized.calibrated import CalibratedWeight, CalibratedWeights
 from mt_ckpt.quantized.quantizer import Quantizer, encode, largest_of, pack_weight
+from mt_ckpt.quantized.weights import BLOCKS, SCALES
+from mt_ckpt.quantized.write_compressed_tensors import PACKED, SCALE, MxQuantizer
 from mt_core.errors import ConfigError
 
 LINEAR, WEIGHT = "linear_", ".weight"
@@ -55,6 +57,7 @@ class QuantizedOutputs:
         if why is None and not name.endswith(WEIGHT):
             why = "its name does not end with weight"
         if why is not None:
+            why += "; mxfp4-experts is how GPT-OSS has them" if "experts are in one" in why else ""
             hint = "; schemes with groups take their size, such as w4a16-g32" if "multiple" in why else ""
             raise ConfigError(f"--quantize {self._quantizer.name}: {name} cannot be quantized: {why}{hint}")
         return True
@@ -140,3 +143,84 @@ def _left(outputs: Outputs, chosen: Iterable[str]) -> Iterator[str]:
         is_matrix = name.endswith(WEIGHT) and len(info.shape) == 2 and name not in taken
         if is_matrix and not any(part in module.rpartition(".")[2] for part in TABLES):
             yield module
+
+
+# -- the experts of GPT-OSS in MXFP4, as its published files have them ------------------------------
+#
+# `X_blocks` [E, out, in / 32, 16] and `X_scales` [E, out, in / 32], both uint8, stand for the matrices X [E, in, out]:
+# two numbers of E2M1 a byte, the first in the low bits, and an exponent (E8M0) for 32. What was in MXFP4 before is so
+# again without a loss: every number of a block is one of the grid by its new exponent, too.
+
+MXFP4_EXPERTS = "mxfp4-experts"
+STACKED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+MX_GROUP = 32
+NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+"""What the published configuration names as not converted."""
+
+
+class Mxfp4Experts:
+    """What `Outputs` is, with blocks and scales in the place of experts."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        """Raises ConfigError for a model without such experts, and for sizes that blocks do not divide."""
+        self._outputs = outputs
+        experts = [name for name in outputs.infos if name.endswith(STACKED) and len(outputs.infos[name].shape) == 3]
+        if not experts:
+            raise ConfigError(
+                f"--quantize {MXFP4_EXPERTS} is for models whose experts are in one tensor, as those of GPT-OSS; "
+                "mxfp4 is for others"
+            )
+        self._weight_of: dict[str, str] = {}
+        infos: dict[str, TensorInfo] = {}
+        for name, info in outputs.infos.items():
+            parts = _expert_parts(name, info) if name in experts else {name: info}
+            infos |= parts
+            self._weight_of |= dict.fromkeys(parts, name)
+        self.infos: Mapping[str, TensorInfo] = infos
+        self.settings: Mapping[str, Any] = {
+            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": list(NOT_CONVERTED)}
+        }
+
+    def made_of(self, name: str) -> str:
+        return self._outputs.made_of(self._weight_of[name])
+
+    def values(self, names: Iterable[str]) -> Iterator[Tensor]:
+        """The tensors `names` in their order. Blocks and scales of one weight that follow one another are made once."""
+        weight, parts = "", dict[str, Tensor]()
+        for name in names:
+            if self._weight_of[name] != weight:
+                parts = {}  # before the next is read
+                weight = self._weight_of[name]
+                found = self._outputs.parts_of(self._outputs.made_of(weight))[weight]
+                parts = {weight: found} if name == weight else encoded_experts(weight, found)
+            yield parts[name]
+
+
+def _expert_parts(name: str, info: TensorInfo) -> dict[str, TensorInfo]:
+    experts, columns, rows = info.shape
+    if columns % MX_GROUP:
+        raise ConfigError(
+            f"--quantize {MXFP4_EXPERTS}: {name} has {columns} inputs, which are no multiple of {MX_GROUP}"
+        )
+    groups = (experts, rows, columns // MX_GROUP)
+    return {
+        name + BLOCKS: TensorInfo((*groups, MX_GROUP // 2), torch.uint8),
+        name + SCALES: TensorInfo(groups, torch.uint8),
+    }
+
+
+def encoded_experts(name: str, matrices: Tensor) -> dict[str, Tensor]:
+    """matrices: [E, in, out]"""
+    made = {
+        part: torch.empty(info.shape, dtype=info.dtype) for part, info in _expert_parts(name, _info(matrices)).items()
+    }
+    quantizer = MxQuantizer(MXFP4_EXPERTS, 4)
+    for expert, matrix in enumerate(matrices):  # what is made on the way is one expert's
+        parts = encode(quantizer, matrix.t().contiguous())
+        made[name + BLOCKS][expert].copy_(parts[PACKED].view_as(made[name + BLOCKS][expert]))
+        made[name + SCALES][expert].copy_(parts[SCALE])
+    return made
+
+
+def _info(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(tuple(tensor.shape), tensor.dtype)

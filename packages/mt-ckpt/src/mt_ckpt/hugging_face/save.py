@@ -12,7 +12,7 @@ from typing import Any
 from mt_ckpt.files.safetensors import TensorInfo, align, split_by_size
 from mt_ckpt.hugging_face.family import Family
 from mt_ckpt.hugging_face.outputs import Outputs
-from mt_ckpt.hugging_face.quantized_outputs import QuantizedOutputs
+from mt_ckpt.hugging_face.quantized_outputs import MXFP4_EXPERTS, Mxfp4Experts, QuantizedOutputs
 from mt_ckpt.hugging_face.reader import CONFIG
 from mt_ckpt.hugging_face.tokenizer import (
     DECODER_START,
@@ -85,7 +85,7 @@ class _Plan:
 
     config: dict[str, Any]
     preprocessor: Mapping[str, bytes]
-    tensors: Outputs | QuantizedOutputs
+    tensors: Outputs | QuantizedOutputs | Mxfp4Experts
     files: SafetensorsFiles
 
 
@@ -98,8 +98,11 @@ def _plan(
     external = family.write_config(config.model)  # first: it names the key of what the format cannot hold
     unquantized = Outputs(source, family, config.model)
     external = {**external, "torch_dtype": _dtype_name(unquantized.infos)}
-    tensors: Outputs | QuantizedOutputs = unquantized
-    if options.quantize is not None:
+    tensors: Outputs | QuantizedOutputs | Mxfp4Experts = unquantized
+    if options.quantize == MXFP4_EXPERTS:
+        tensors = Mxfp4Experts(unquantized)
+        external |= tensors.settings
+    elif options.quantize is not None:
         quantizer = quantizer_named(options.quantize)
         tensors = QuantizedOutputs(unquantized, quantizer, calibrated)
         external |= quantizer.settings(tensors.left)
@@ -127,7 +130,7 @@ def _shard_names(shards: Any) -> dict[str, dict[str, TensorInfo]]:
 def _small_files(
     source: CheckpointReader,
     external: Mapping[str, Any],
-    tensors: Outputs | QuantizedOutputs,
+    tensors: Outputs | QuantizedOutputs | Mxfp4Experts,
     shards: Mapping[str, Mapping[str, TensorInfo]],
     host: PluginHost,
 ) -> dict[str, bytes]:

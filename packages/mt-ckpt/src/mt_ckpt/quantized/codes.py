@@ -105,8 +105,8 @@ def decode_e8m0(exponents: Tensor) -> Tensor:
 _E4M3_TO_BF16 = 2.0**120
 """What bits of e4m3 in the places of bf16's exponent and fraction are too small by: biases 7 and 127."""
 _SIGN_AND_E4M3, _E4M3_OF_ONES = -0x7801, 0x7F0
-_CHUNK = 1 << 16
-"""Elements whose intermediate values stay in a core's cache."""
+_CHUNK = 1 << 15
+"""Elements whose intermediate values stay in a core's cache, and so few that torch starts no threads for them."""
 
 
 def multiply_e4m3(out: Tensor, stored: Tensor, scales: Tensor, size: int) -> bool:

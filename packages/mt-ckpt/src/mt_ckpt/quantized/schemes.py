@@ -48,6 +48,7 @@ def quantizer_named(name: str) -> Quantizer:
     if scheme not in GROUPED or (match and int(match[2]) < 2):
         raise ConfigError(
             f"--quantize {name}: not a scheme of Hugging Face folders; it can be {', '.join((*FIXED, *GROUPED))}, "
+            "mxfp4-experts (GPT-OSS), "
             "those with groups followed by their size, such as w4a16-g32"
         )
     size, build = GROUPED[scheme]

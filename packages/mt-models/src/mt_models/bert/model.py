@@ -204,6 +204,10 @@ class BertModel(BertEncoder):
     ) -> BertOutput:
         return self.heads(self.hidden_states(tokens, tokentype_ids, padding_mask, position_ids))
 
+    def encoders(self) -> Mapping[str, nn.Module]:
+        """See mt_ckpt.onnx.save.SupportsEncoding."""
+        return {"model": BertWithoutWords(self)}
+
     def embed(self, tokens: Tensor, padding_mask: Tensor, input_type: str) -> Tensor:
         """[B, S] -> [B, H]: the mean of the last layer over the tokens (Reimers and Gurevych, Sentence-BERT, 2019)"""
         states = self.hidden_states(tokens, padding_mask=padding_mask)
@@ -230,15 +234,29 @@ class BertModel(BertEncoder):
         yield from (module for module in (embedding, *heads) if module is not None)
         yield from self.encoder.stage_modules(stage)
 
-    def heads(self, x: Tensor) -> BertOutput:
-        """[B, S, H] after the last layer -> the output"""
+    def heads(self, x: Tensor, *, with_words: bool = True) -> BertOutput:
+        """[B, S, H] after the last layer -> the output; with_words: with that of the masked-word head"""
         logits = None
-        if self.lm_head is not None and self.output_layer is not None:
+        if with_words and self.lm_head is not None and self.output_layer is not None:
             assert self.embedding is not None
             logits = self.output_layer(self.lm_head(x), self.embedding.word_embeddings)
         pooled = None if self.pooler is None else self.pooler(first_position(x, self.ctx))
         binary = None if self.binary_head is None or pooled is None else self.binary_head(pooled)
         return BertOutput(x, logits, pooled, binary)
+
+
+class BertWithoutWords(nn.Module):
+    """A BERT without its masked-word head: tokens [B, S] -> BertOutput."""
+
+    def __init__(self, model: BertModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, tokens: Tensor, tokentype_ids: Tensor | None = None, padding_mask: Tensor | None = None
+    ) -> BertOutput:
+        x = self.model.hidden_states(tokens, tokentype_ids, padding_mask)
+        return self.model.heads(x, with_words=False)
 
 
 def first_position(x: Tensor, ctx: ParallelContext) -> Tensor:

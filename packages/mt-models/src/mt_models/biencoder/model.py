@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
@@ -88,6 +88,12 @@ class BiencoderModel(Model):
             self.query_tower(query_tokens, query_tokentype_ids, query_padding_mask),
             context.unflatten(0, context_tokens.shape[:-1]),
         )
+
+    def encoders(self) -> Mapping[str, nn.Module]:
+        """See mt_ckpt.onnx.save.SupportsEncoding."""
+        if self.config.biencoder_shared_query_context_model:
+            return {"model": self.shared_model}
+        return {"query": self.query_model, "context": self.context_model}
 
     def embed(self, tokens: Tensor, padding_mask: Tensor, input_type: Literal["query", "document"]) -> Tensor:
         """[B, S] -> [B, P], by the tower of questions or that of texts"""

@@ -1,0 +1,1 @@
+"""ONNX: encoders as graphs, by the exporter of torch."""
