@@ -534,6 +534,53 @@ QWEN25_VL_7B = {
     },
     "vision_end_token_id": 151653, "vision_start_token_id": 151652, "vision_token_id": 151654, "vocab_size": 152064,
 }  # fmt: skip
+GEMMA4_31B = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "audio_config": None, "boi_token_id": 255999,
+    "eoi_token_id": 258882, "image_token_id": 258880, "initializer_range": 0.02, "model_type": "gemma4",
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "attention_k_eq_v": True, "bos_token_id": 2,
+        "dtype": "bfloat16", "enable_moe_block": False, "eos_token_id": 1, "final_logit_softcapping": 30.0,
+        "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376,
+        "hidden_size_per_layer_input": 0, "initializer_range": 0.02, "intermediate_size": 21504,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10, "max_position_embeddings": 262144,
+        "model_type": "gemma4_text", "num_attention_heads": 32, "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60, "num_key_value_heads": 16, "num_kv_shared_layers": 0, "pad_token_id": 0,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024, "tie_word_embeddings": True, "use_bidirectional_attention": "vision",
+        "use_cache": True, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
+    },
+    "tie_word_embeddings": True, "video_token_id": 258884,
+    "vision_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "head_dim": 72, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152, "initializer_range": 0.02, "intermediate_size": 4304, "max_position_embeddings": 131072,
+        "model_type": "gemma4_vision", "num_attention_heads": 16, "num_hidden_layers": 27, "num_key_value_heads": 16,
+        "patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10240, "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "axial"}, "standardize": True,
+        "use_clipped_linears": False,
+    },
+}  # fmt: skip
+MISTRAL_SMALL_31 = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "image_token_index": 10, "model_type": "mistral3",
+    "multimodal_projector_bias": False, "projector_hidden_act": "gelu", "spatial_merge_size": 2,
+    "text_config": {
+        "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+        "initializer_range": 0.02, "intermediate_size": 32768, "max_position_embeddings": 131072,
+        "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0, "sliding_window": None, "use_cache": True,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+    "vision_config": {
+        "attention_dropout": 0.0, "head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,
+        "initializer_range": 0.02, "intermediate_size": 4096, "model_type": "pixtral", "num_attention_heads": 16,
+        "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14, "rope_theta": 10000.0,
+    },
+    "vision_feature_layer": -1,
+}  # fmt: skip
 QWEN35_9B = {
     "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
     "text_config": {
@@ -803,6 +850,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "llava-1.5-7b": ("llava", LLAVA_15_7B),
     "qwen2.5-vl-7b": ("qwen_vl", QWEN25_VL_7B),
     "qwen3.5-9b": ("qwen_next_vl", QWEN35_9B),
+    "gemma-4-31b": ("gemma4_vl", GEMMA4_31B),
+    "mistral-small-3.1": ("mistral3", MISTRAL_SMALL_31),
     "qwen3-vl-8b": ("qwen3_vl", QWEN3_VL_8B),
     "smolvlm2-500m": ("smolvlm", SMOLVLM_500M),
     "internvl3-1b": ("internvl", INTERNVL3_1B),

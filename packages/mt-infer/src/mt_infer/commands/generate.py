@@ -98,7 +98,11 @@ def generate(
     sampling: SamplingOptions,
     image: Annotated[
         list[Path] | None,
-        typer.Option(parser=as_path, metavar="FILE", help="An image for the next <image> of the prompts. Repeatable."),
+        typer.Option(
+            parser=as_path,
+            metavar="FILE",
+            help="An image for the next <image> of the prompts, or a video (a folder of frames). Repeatable.",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="A line of JSON for each sequence: text, tokens, log-probabilities.")

@@ -173,11 +173,10 @@ class Gemma4Attention(SelfAttention):
     ) -> Tensor:
         """[B, S, N, D] of queries over keys and values of `source`, with a cache over what that has kept."""
         within = pattern.within(self.window)
+        patterns: Iterator[AttentionPattern] = repeat(within)
         if cache is not None and self.window is not None and isinstance(pattern, ImagePattern):
             # A cache calls `attend` once for each sequence, in order, and then for filler.
-            patterns = chain(pattern.of_sequences(cache, self.window), repeat(within))
-        else:
-            patterns = repeat(within)
+            patterns = chain(pattern.of_sequences(cache, self.window), patterns)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.attend(q, k, v, next(patterns))

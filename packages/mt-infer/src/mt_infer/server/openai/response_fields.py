@@ -13,6 +13,7 @@ from mt_infer.server.openai.chat import ChatBody, Function, NamedFunction, Named
 from mt_infer.server.openai.fields import Body, Count, IgnoredFields, JsonSchema, Name, ResponseFormat, StreamOptions
 from mt_infer.server.openai.messages import (
     CalledFunction,
+    ContentPart,
     ImagePart,
     ImageUrl,
     Message,
@@ -138,14 +139,14 @@ def _message(item: MessageItem | FunctionOutput) -> Message:
     return Message(role=item.role, content=item.content if isinstance(item.content, str) else _plain(item.content))
 
 
-def _plain(parts: Sequence[Part]) -> str | list[TextPart | ImagePart | RefusalPart]:
+def _plain(parts: Sequence[Part]) -> str | list[ContentPart]:
     """One text as a text: templates that take texts alone are given texts."""
     if len(parts) == 1 and isinstance(parts[0], InputText):
         return parts[0].text
     return list(_parts(parts))
 
 
-def _parts(parts: Iterable[Part]) -> Iterable[TextPart | ImagePart | RefusalPart]:
+def _parts(parts: Iterable[Part]) -> Iterable[ContentPart]:
     for part in parts:
         if isinstance(part, InputText):
             yield TextPart(type="text", text=part.text)
