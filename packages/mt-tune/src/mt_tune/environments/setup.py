@@ -80,7 +80,7 @@ def source_setup(
     # One environment takes all rows; the column `environment` of a row chooses one of several.
     if len(named) == 1:
         return SourceSetup({None: next(iter(named.values()))}, references)
-    return SourceSetup({**named}, references)
+    return SourceSetup(dict(named.items()), references)
 
 
 def _environment(
