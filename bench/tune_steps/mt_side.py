@@ -32,7 +32,7 @@ def sections(case: str, folder: Path) -> dict[str, dict[str, Any]]:
     train: dict[str, Any] = {}
     others: dict[str, dict[str, Any]] = {}
     if case.startswith("dpo"):
-        data = {"data_path": [str(folder / "pairs.jsonl")], "dataset_type": "preference"}
+        data = {"data_path": [str(folder / "pairs.jsonl")], "dataset_type": "preference", "on_too_long": "drop"}
         train = {"loss": "preference", "batch_source": "reference"}
         others = {"preference": {"reference": "model" if case == "dpo_model" else "start"}}
     if case == "lora":
