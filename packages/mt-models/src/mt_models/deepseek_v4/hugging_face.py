@@ -255,6 +255,8 @@ def _import_rope(external: Mapping[str, Any]) -> dict[str, Any]:
     table = one_of(external, ("rope_parameters", "rope_scaling"), {})
     base, compressed_base = external.get("rope_theta", 10000.0), external.get("compress_rope_theta", 160000.0)
     if isinstance(table.get("main"), Mapping) and isinstance(table.get("compress"), Mapping):
+        for kind in ("main", "compress"):
+            _require_share(external, kind, table[kind])
         main, table = _without_share(table["main"]), _without_share(table["compress"])
         base, compressed_base = main.pop("rope_theta", base), table.pop("rope_theta", compressed_base)
         if import_scaling(main, "rope_parameters.main"):
@@ -266,6 +268,16 @@ def _import_rope(external: Mapping[str, Any]) -> dict[str, Any]:
             # Queries and keys are not lengthened where a file does not say it.
             scaling.setdefault("rope_attention_factor", 1.0)
     return {"rotary_base": float(base), "compress_rotary_base": float(compressed_base), **scaling}
+
+
+def _require_share(external: Mapping[str, Any], kind: str, table: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a table rotates another share of the channels than the configuration says."""
+    share, rotated = table.get("partial_rotary_factor", 1.0), _rotated(external)
+    if int(external.get("head_dim", 512) * share) != rotated:
+        raise ConfigError(
+            f"rope_parameters.{kind}.partial_rotary_factor={share} and partial_rotary_factor (or qk_rope_head_dim), "
+            f"which rotates {rotated} channels, contradict each other"
+        )
 
 
 def _without_share(table: Mapping[str, Any], *others: str) -> dict[str, Any]:
@@ -281,6 +293,8 @@ def _import_experts(external: Mapping[str, Any], layers: int) -> dict[str, Any]:
             "weights are those of several experts, normalized"
         )
     width, shared = external.get("moe_intermediate_size", 2048), external.get("n_shared_experts", 1)
+    if shared != 1:
+        raise ConfigError(f"n_shared_experts={shared} is not supported: the class has one shared expert; it can be 1")
     scale = float(external.get("routed_scaling_factor", 1.5))
     coefficient = external.get("router_aux_loss_coef")
     balance = "seq_aux_loss" if coefficient is None else "aux_loss"
@@ -291,7 +305,7 @@ def _import_experts(external: Mapping[str, Any], layers: int) -> dict[str, Any]:
         **import_bias(external),
         "moe_router_hash_layers": _hashed(external, layers),
         "moe_ffn_hidden_size": width,
-        **({"moe_shared_expert_intermediate_size": width * shared} if shared else {}),
+        "moe_shared_expert_intermediate_size": width,
         **({"moe_router_topk_scaling_factor": scale} if scale != 1.0 else {}),
         "moe_router_load_balancing_type": [balance],
         "moe_aux_loss_coeff": [0.0001 if coefficient is None else float(coefficient)],
@@ -371,13 +385,22 @@ def _export_experts(config: DeepseekV4Config) -> dict[str, Any]:
         **export_bias(moe),
         **aux,
         "n_routed_experts": moe.num_experts,
-        "n_shared_experts": shared_experts(moe, KIND),
+        "n_shared_experts": _one_shared_expert(moe),
         "num_experts_per_tok": moe.topk,
         "moe_intermediate_size": moe.ffn_size,
         "routed_scaling_factor": moe["moe_router_topk_scaling_factor"] or 1.0,
         "norm_topk_prob": True,
         "num_hash_layers": moe["moe_router_hash_layers"],
     }
+
+
+def _one_shared_expert(moe: MoEOptions) -> int:
+    if (count := shared_experts(moe, KIND)) != 1:
+        raise ConfigError(
+            f"model.moe.moe_shared_expert_intermediate_size={moe.shared_size} cannot be written as a Hugging Face "
+            f"{KIND}, whose shared expert is as wide as a routed one; it can be {moe.ffn_size}"
+        )
+    return count
 
 
 DSPARK = "of drafting layers of another kind, which are left out"
