@@ -43,7 +43,16 @@ def decoder_name_map(config: DecoderConfig, layer: list[Rule]) -> NameMap:
     return NameMap(rules, config.num_layers, ignored=frequencies)
 
 
-def attention_rules(config: DecoderConfig, *, qkv_bias: bool = False, output_bias: bool = False) -> list[Rule]:
+class GroupedHeads(Protocol):
+    """What the names of attention depend on."""
+
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def query_groups(self) -> int: ...
+
+
+def attention_rules(config: GroupedHeads, *, qkv_bias: bool = False, output_bias: bool = False) -> list[Rule]:
     """q_proj, k_proj and v_proj in one matrix; o_proj."""
     rules: list[Rule] = []
     for kind in ("weight", "bias") if qkv_bias else ("weight",):

@@ -103,6 +103,10 @@ class FalconH1Config(MambaLayerConfig):
         return False
 
     @property
+    def hidden_dropout(self) -> float:
+        return 0.0
+
+    @property
     def add_qkv_bias(self) -> bool:
         return False
 

@@ -280,8 +280,11 @@ def _check_attention(model: HybridConfig) -> None:
 
 PREDICTED = f"{ATTENTION}{FEED_FORWARD}{EXPERTS}"
 """Layers that a depth of multi-token prediction can have."""
-PREDICTS_WITH: Mapping[str, Any] = {"embedding_multiplier": 1.0, "hidden_dropout": 0.0}
-PREDICTS_WITH |= {"fp32_residual_connection": False}
+PREDICTS_WITH: Mapping[str, Any] = {
+    "embedding_multiplier": 1.0,
+    "hidden_dropout": 0.0,
+    "fp32_residual_connection": False,
+}
 
 
 def _check_predicted_layers(config: Config) -> None:
