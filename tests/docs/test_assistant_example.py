@@ -1,4 +1,4 @@
-"""examples/assistant, the whole life of a model, with few modules and few steps. Costs about 25 CPU seconds."""
+"""examples/assistant, the whole life of a model, with few modules and few steps. Costs about 14 CPU seconds."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def test_the_short_form_runs_from_text_to_a_served_model(
     assert "$ mt" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_no_question_about_a_held_out_function_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
     monkeypatch.delitem(sys.modules, "documents", raising=False)

@@ -1,5 +1,5 @@
 """Rotary positions that a run changes: transformers reads them from the exported folder, and keys that change nothing
-are refused. Costs about 10 CPU seconds."""
+are refused. Costs about a CPU second."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ def test_the_configuration_that_a_command_stands_for(
     assert config["data"]["dataset_type"] == "preference"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dataset"), [("dpo", "preference"), ("kto", "unpaired_preference")])
 def test_without_data_synthetic_records_are_written_and_used(
     mt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dataset: str
