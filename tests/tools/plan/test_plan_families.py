@@ -84,7 +84,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "cross_entropy",
     ),
     "deepseek_v4": (
-        {**WORDS, **COMPRESSED, **INDEXER, "mtp_num_layers": 1, "moe": {"num_experts": 4}},
+        {**WORDS, **COMPRESSED, **INDEXER, "mtp_num_layers": 1, "moe": {"num_experts": 4, "moe_router_hash_layers": 1}},
         {"dataset_type": "mock", "seq_length": 32},
         "cross_entropy",
     ),

@@ -153,7 +153,8 @@ class Router(LayoutModule):
     def choose(self, logits: Tensor, share: TokenShare, ids: Tensor | None = None) -> Tensor:
         """[T, E] -> experts [T, k]"""
         config = self.config
-        if self.token_experts is not None:
+        # A plan deals experts out where scores are ranked; a table on the meta device has no numbers of any.
+        if self.token_experts is not None and not logits.is_meta:
             assert ids is not None
             return experts_of_tokens(self.token_experts, ids)
         if config.moe_router_force_load_balancing:
