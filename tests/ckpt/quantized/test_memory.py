@@ -62,10 +62,14 @@ def write_sparse_deepseek(folder: Path, shape: DeepseekShape = DeepseekShape()) 
     names: dict[str, str] = {}
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        matrices = {f"{prefix}self_attn.{name}.weight": sizes for name, sizes in attention.items()}
+        matrices: dict[str, tuple[int, ...]] = {
+            f"{prefix}self_attn.{name}.weight": sizes for name, sizes in attention.items()
+        }
         for place in ("shared_experts", *(f"experts.{number}" for number in range(experts))):
             matrices |= {f"{prefix}mlp.{place}.{name}.weight": sizes for name, sizes in parts.items()}
-        plain = {f"{prefix}{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        plain: dict[str, tuple[int, ...]] = {
+            f"{prefix}{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")
+        }
         plain[f"{prefix}self_attn.q_a_layernorm.weight"] = (shape.q_lora,)
         plain[f"{prefix}self_attn.kv_a_layernorm.weight"] = (shape.kv_lora,)
         plain |= {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ def changed_positions(config: Config, stored: DecoderConfig | None, given: Seque
     """
     if stored is None:
         return None
+    # build_position_check: other families have no such check.
+    current: Any = config.model
     length = config.data.seq_length
-    before, now = (rotated(model, length) for model in (stored, config.model))
+    before, now = (rotated(model, length) for model in (stored, current))
     names = ", ".join(f"model.{key}={getattr(config.model, key)}" for key in given)
     if before.shape == now.shape and torch.equal(before, now):
         raise ConfigError(
