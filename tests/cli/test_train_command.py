@@ -143,7 +143,10 @@ def test_what_comes_next_suits_the_task(monkeypatch, tmp_path, data, first) -> N
         checkpoint=SimpleNamespace(save=None),
         data=SimpleNamespace(dataset_type=data),
     )
-    commands = [command for command, _ in _next_commands(SimpleNamespace(config=config), tmp_path)]
+    commands = [
+        command
+        for command, _ in _next_commands(SimpleNamespace(config=config, loaded=SimpleNamespace(preset=None)), tmp_path)
+    ]
     assert re.search(rf"{first} {tmp_path}", commands[0])
     assert f"serve {tmp_path}" in commands[1]
 

@@ -49,6 +49,8 @@ def randomize(model: nn.Module, scale: float = 0.2) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("token_experts"):  # numbers of experts
+                continue
             if name.endswith(("A_log", "dt_bias")):  # rates and time steps stay as large as they were
                 parameter.add_(0.1 * noise)
             else:

@@ -344,7 +344,7 @@ def test_sim_says_what_does_not_fit(monkeypatch) -> None:
     ("arguments", "words"),
     [
         (["train", "--preset", "9b"], "--preset 9b: it can be 124m, 1.2b, 3b, 8b, 7b-a1b"),
-        (["train", "--precision", "fp4"], "--precision fp4: it can be bf16, fp8, fp32"),
+        (["train", "--precision", "fp4"], "--precision fp4: it can be bf16, fp8, mxfp8, nvfp4, fp32"),
         (["pipeline", "--only", "1f2b"], "--only 1f2b: no such schedule; there are gpipe, 1f1b"),
         (["kernels", "--only", "norm", "--rounds", "1"], "--only norm: no such kernel; there are rms_norm"),
     ],

@@ -97,7 +97,6 @@ def test_transformers_reads_the_changed_positions(folder: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     "keys",
     [
-        ("model.rotary_base=10000.0",),
         ("model.rope_scaling_type=linear", "model.rope_scaling_factor=1.0"),
         # By the length of a text, and no sample is longer than the positions that the model had.
         ("model.rope_scaling_type=dynamic", "model.rope_scaling_factor=4.0"),

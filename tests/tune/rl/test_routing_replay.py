@@ -86,7 +86,7 @@ def test_training_goes_through_given_experts(tmp_path: Path) -> None:
     assert not torch.allclose(plain, replayed)
     forced = {router.layer: other[..., 2 * n : 2 * n + 2].long() for n, router in enumerate(routers_of(trainer.model))}
     for router in routers_of(trainer.model):
-        router.choose = lambda logits, share, layer=router.layer: torch.where(
+        router.choose = lambda logits, share, ids=None, layer=router.layer: torch.where(
             forced[layer].flatten(0, 1) >= 0, forced[layer].flatten(0, 1), logits.topk(2).indices
         )
     torch.testing.assert_close(trainer.model(tokens), replayed)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mt_core.errors import TrainingError
 from mt_core.nn.dropout import SampleNoise
@@ -198,13 +198,16 @@ class Router(LayoutModule):
         # the replicas of the bias stay equal.
         direction = (tokens.mean() - tokens).sign().to(self.expert_bias.dtype)
         step = self.config.moe_router_bias_update_rate * direction
-        if isinstance(self.expert_bias, DTensor):
-            # FSDP2 holds a slice of it. src_data_rank=None: each rank takes its own part of what all have, and sends
-            # nothing.
-            bias = self.expert_bias
+        bias: Any = self.expert_bias
+        is_sliced = hasattr(bias, "full_tensor")  # a DTensor of FSDP2
+        if is_sliced:
+            # Takes a second to import, in each process that trains.
+            from torch.distributed.tensor import distribute_tensor
+
+            # None: each rank takes its own part of what all have, and sends nothing.
             step = distribute_tensor(step, bias.device_mesh, bias.placements, src_data_rank=None)
-        self.expert_bias += step
-        whole = self.expert_bias.full_tensor() if isinstance(self.expert_bias, DTensor) else self.expert_bias
+        bias += step
+        whole = bias.full_tensor() if is_sliced else bias
         self.bias_range = torch.stack(whole.aminmax())
 
     def _weights(self, logits: Tensor, experts: Tensor) -> Tensor:

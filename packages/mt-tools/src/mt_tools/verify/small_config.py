@@ -211,6 +211,8 @@ def _shrink_experts(model: dict[str, Any], parallel: Mapping[str, Any], same_rou
             moe[key] = narrow
     if not (same_rounds and _same_by_rounds(moe, parallel)):
         _replace_global_loss(moe)
+    if moe.get("moe_router_hash_layers"):
+        moe["moe_router_hash_layers"] = 1
     if isinstance(frequency := moe.get("moe_layer_freq"), str | list):
         # A pattern with dense layers keeps one of them, at the beginning.
         dense = 1 if re.search(r"(?<!\d)0(?!\d)", str(frequency)) else 0

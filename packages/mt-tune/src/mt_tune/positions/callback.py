@@ -35,7 +35,11 @@ class PositionCheck(Callback):
         # A configuration with every key, as a run's own config.json, changes none in particular.
         if run.resumed_from is not None or not given or len(given) == len(keys):
             return
-        text = changed_positions(run.config, stored_model(run), given)
+        stored = stored_model(run)
+        # A key that repeats the checkpoint's value, as an imported configuration has them, requests no change.
+        if stored is not None and all(getattr(run.config.model, key) == getattr(stored, key) for key in given):
+            return
+        text = changed_positions(run.config, stored, given)
         if text is not None:
             run.message(text)
 

@@ -330,6 +330,8 @@ def shrink_rl(section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]])
         "max_completion_length": longest,
         "overlong_buffer": min(section["overlong_buffer"], longest // 2),
         "beta": 0.0,
+        # A resumed run has no evaluation at its start to compare.
+        "eval_on_start": False,
         "value_model": None,
         "steps_per_generation": min(section["steps_per_generation"], 2),
         "num_iterations": min(section["num_iterations"], 2),

@@ -55,7 +55,8 @@ def evaluated(given: Arrays, groups: Sequence[Group], width: int, collector: Gro
     arrays = stacked(rows, width)
     mask, rewards = np.zeros_like(arrays["loss_mask"]), np.zeros_like(arrays["loss_mask"])
     for number, (row, group) in enumerate(zip(rows, groups, strict=True)):
-        # A micro-batch that does not count stays without weight.
-        mask[number, row.predicted.start] = float(given["loss_mask"][number].any())
-        rewards[number, row.predicted.start] = group.rollouts[0].reward or 0.0
+        # A micro-batch that does not count stays without weight, and so does a completion that nothing judged.
+        reward = group.rollouts[0].reward
+        mask[number, row.predicted.start] = float(given["loss_mask"][number].any() and reward is not None)
+        rewards[number, row.predicted.start] = reward or 0.0
     return {**arrays, "loss_mask": mask, EVALUATED_REWARD: rewards}

@@ -69,9 +69,9 @@ class ReplayingRouter:
     changed: list[Tensor]
     """[] of each replay: the share of tokens for which it would have chosen other experts."""
 
-    def choose(self, logits: Tensor, share: Any) -> Tensor:
+    def choose(self, logits: Tensor, share: Any, ids: Tensor | None = None) -> Tensor:
         """[T, E] -> experts [T, k]"""
-        experts: Tensor = super().choose(logits, share)  # type: ignore[misc]
+        experts: Tensor = super().choose(logits, share, ids)  # type: ignore[misc]
         if self.noted is not None:
             self.noted.append(experts.to(torch.int16))
         if self.replayed is None:
