@@ -72,7 +72,7 @@ def names(arguments: ast.arguments) -> list[str]:
 
 
 def parameters(arguments: ast.arguments) -> list[str]:
-    """The parameters as they stand in a heading; values of defaults are left out."""
+    """The parameters as a heading has them; values of defaults are left out."""
     listed = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args]]
     listed += [f"*{arguments.vararg.arg}"] if arguments.vararg else ["*"] if arguments.kwonlyargs else []
     listed += [argument.arg for argument in arguments.kwonlyargs]

@@ -11,13 +11,7 @@ from tests.infer.decoding import cached_logits
 from tests.infer.engines import OPTIONS, run, tokens_of
 from tests.infer.test_qwen_vl import GREEDY, requested
 from tests.models.qwen_vl_reference import IMAGE, LENGTH, VOCAB, image_batch, texts_with_images
-from tests.models.vision_reference import (
-    assert_near,
-    assert_round_trip,
-    assert_same_gradients,
-    from_reference,
-    randomize,
-)
+from tests.models.vision_reference import assert_same_training, from_reference, randomize
 from torch import Tensor
 
 from mt_core.errors import ConfigError
@@ -94,13 +88,7 @@ def test_logits_loss_and_gradients_equal_the_reference(pair) -> None:
     labels = tokens.masked_fill(tokens == IMAGE, -100)
     theirs = reference(**as_reference_inputs(tokens, images, grids), labels=labels)
     logits = model(tokens, images, image_grids=grids)
-    assert_near(logits, theirs.logits)
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert loss.item() == pytest.approx(theirs.loss.item(), rel=1e-5)
-    loss.backward()
-    theirs.loss.backward()
-    assert_same_gradients(model, reference, HUGGING_FACE)
-    assert_round_trip(model, reference, HUGGING_FACE)
+    assert_same_training((model, logits), (reference, theirs), labels, HUGGING_FACE)
 
 
 def test_decoding_equals_the_forward_pass(pair) -> None:

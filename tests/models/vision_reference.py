@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mt_core.config.checks import check_config
@@ -99,6 +101,21 @@ def assert_same_gradients(
         torch.testing.assert_close(
             ours, gradient, atol=2e-5 * largest + 1e-7, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def assert_same_training(
+    ours: tuple[nn.Module, Tensor], theirs: tuple[nn.Module, Any], labels: Tensor, family: HuggingFaceFamily
+) -> None:
+    """The same logits, loss and gradients, and weights that pass both maps. ours: a model and its logits; theirs: a
+    model and what it returned for the labels."""
+    (model, logits), (reference, returned) = ours, theirs
+    assert_near(logits, returned.logits)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert loss.item() == pytest.approx(returned.loss.item(), rel=1e-5)
+    loss.backward()
+    returned.loss.backward()
+    assert_same_gradients(model, reference, family)
+    assert_round_trip(model, reference, family)
 
 
 def assert_round_trip(model: nn.Module, reference: nn.Module, family: HuggingFaceFamily) -> None:

@@ -69,7 +69,7 @@ def test_asynchronous_generation_without_staleness_is_the_synchronous_one(tmp_pa
 
 @pytest.mark.parametrize(("keys", "most"), [(PARTIAL, 2), (AHEAD, 2), (BOTH, 4)], ids=["partial", "ahead", "both"])
 def test_stale_completions_are_within_the_bound_and_resumed(tmp_path: Path, keys: tuple[str, ...], most: int) -> None:
-    """A stopped run goes on with the groups in progress, those drawn ahead, and the next prompts. 4 s each"""
+    """A stopped run continues with the groups in progress, those drawn ahead, and the next prompts. 4 s each"""
     keys = (*TWICE, *keys, "checkpoint.save_interval=1")
     _, whole = trained(tmp_path, *keys, run="whole")
     parts: list[Any] = []

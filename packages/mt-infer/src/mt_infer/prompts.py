@@ -76,7 +76,7 @@ class PromptEncoder:
 
     @property
     def takes_videos(self) -> bool:
-        """Whether a folder of frames or an animated file can stand in the place of an image."""
+        """Whether a folder of frames or an animated file can be given in place of an image."""
         return bool(getattr(self.model, "TAKES_VIDEOS", False))
 
     def encode(self, prompt: Prompt, inputs: Mapping[str, Tensor]) -> tuple[list[int], Mapping[str, Tensor]]:

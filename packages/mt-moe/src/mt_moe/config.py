@@ -63,8 +63,8 @@ class MoeConfig(Section):
     moe_router_bias: bool | None = None
     """A trained bias on the logits. Default: as the model's other linear layers."""
     moe_router_hash_layers: NonNegativeInt = 0
-    """In so many first layers a token's experts stand in a table by its id, which is not trained; scores give their
-    weights alone (DeepSeek-V4)."""
+    """In so many first layers a token's experts are read from a table by its id, which is not trained; scores give
+    their weights alone (DeepSeek-V4)."""
     moe_router_dtype: Literal["fp32", "fp64"] = "fp32"
     """Dtype of the logits and of all that follows from them."""
     moe_input_jitter_eps: PositiveFloat | None = None

@@ -28,7 +28,7 @@ from mt_models.llava.vision_language import spliced_words
 
 
 class Gemma4VLDecoder(Gemma4Model):
-    """Gemma 4 that is told where images are: see `with_places`."""
+    """Gemma 4 with the places of images as an input: see `with_places`."""
 
     config: Gemma4VLDecoderConfig
     places: Tensor | None = None

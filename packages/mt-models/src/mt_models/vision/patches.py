@@ -1,6 +1,6 @@
 """Patches of images of any size: their embedding, groups of them for attention, their positions, rotary angles.
 
-Images are rows and columns of merged patches ("cells"), of m x m patches each. Patches of all images stand in one row
+Images are rows and columns of merged patches ("cells"), of m x m patches each. Patches of all images are in one row
 of length P: image by image, cells row by row, the patches of a cell row by row.
 """
 

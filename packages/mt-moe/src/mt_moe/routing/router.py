@@ -63,7 +63,7 @@ class Router(LayoutModule):
     weight [E, H], bias [E] and expert_scale [E] are replicated. Every rank applies them to its own tokens, so their
     gradients are partial over tp. expert_bias [E] fp32 is updated by `after_step` only.
 
-    hashed_vocab: a token's experts stand in token_experts [hashed_vocab, k], by its id (less `TABLE_OFFSET`), and there
+    hashed_vocab: a token's experts are in token_experts [hashed_vocab, k], by its id (less `TABLE_OFFSET`), and there
     is no expert_bias.
     """
 

@@ -203,7 +203,7 @@ def _check_environments(keys: RLConfig) -> None:
         )
     if keys.has_environment and keys.extra_groups:
         raise ConfigError(
-            f"rl.extra_groups={keys.extra_groups} goes on with completions in the next generation, which conversations "
+            f"rl.extra_groups={keys.extra_groups} continues completions in the next generation, which conversations "
             "with rl.environments and rl.tools do not; set it to 0"
         )
 

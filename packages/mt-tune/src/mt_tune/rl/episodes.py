@@ -100,7 +100,7 @@ class Episodes:
             seat.ask({"begin": {"prompt": prompt.content, **prompt.columns}})
 
     def _taken(self, opened: _OpenEpisode, answer: Answer) -> Rollout | None:
-        """The completion if the model goes on with it."""
+        """The completion if the model continues it."""
         if "error" in answer:
             self._fail(opened, str(answer["error"]))
             return None
