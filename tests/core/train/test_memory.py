@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import resource
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,14 +34,21 @@ def config(preset: str, *settings: str) -> Config:
     return load_config(preset=preset, overrides=["train.train_iters=20", *settings], host=load_plugins()).config
 
 
+def address_space() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
 def test_175_billion_parameters_are_refused_within_seconds(host: PluginHost, monkeypatch) -> None:
     monkeypatch.setattr(memory, "_available_memory", lambda: 16.0 * GIB)
     monkeypatch.setattr(memory, "_left_of_cgroup", lambda: None)
     chosen = config("gpt3-175b", "model.vocab_size=50257", "precision.dtype=bf16")
-    started = time.monotonic()
+    started, before = time.monotonic(), address_space()
     with pytest.raises(ConfigError, match="train.check_memory=false") as caught:
         build_initialized_model(chosen, ParallelContext(params_dtype=torch.bfloat16), host)
     assert time.monotonic() - started < 60  # drawing them takes most of an hour
+    # `caught` holds the model by its traceback. What does not fit has no memory, be it untouched.
+    assert address_space() - before < 32 * GIB
     found = re.search(r"hold ([\d,]+) parameters in ([\d.]+) GiB .*, and 16.0 GiB of cpu memory", str(caught.value))
     assert found is not None
     parameters, gib = int(found[1].replace(",", "")), float(found[2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -190,10 +190,12 @@ def build_model(
     require_batch_invariance(config, ctx.device)
     provider = provider or host[MODELS].get(config.model.family, key="model.family").build.load()
     environment = ModelBuildContext(config, ctx, host, stages, kernels)
-    with parameters_without_memory(config, host):
+    replaced = replaces_parameters(config, host)
+    with WithoutMemory() if replaced else nullcontext():
         model = provider(config.model, environment)
     model = transform_model(model, environment)
-    allocate_parameters(model, ctx.device)
+    if replaced:  # else a model that is too large has parameters without memory, until it is refused
+        allocate_parameters(model, ctx.device)
     use_kernels(model.modules(), environment.kernels)
     use_fp8(model, config, ctx, environment.kernels)
     return model
@@ -207,10 +209,9 @@ def transform_model(model: nn.Module, context: ModelBuildContext) -> nn.Module:
     return model
 
 
-def parameters_without_memory(config: Config, host: PluginHost) -> AbstractContextManager[object]:
-    """A context in which a family declares parameters that are not allocated, where a transform replaces them."""
-    replaces = any(spec.replaces_parameters and spec.applies.load()(config) for spec in host[MODEL_TRANSFORMS])
-    return WithoutMemory() if replaces else nullcontext()
+def replaces_parameters(config: Config, host: PluginHost) -> bool:
+    """Whether a transform replaces parameters that the family declares, which are not allocated then."""
+    return any(spec.replaces_parameters and spec.applies.load()(config) for spec in host[MODEL_TRANSFORMS])
 
 
 def count_flops(config: Config, host: PluginHost) -> float | None:
