@@ -15,7 +15,7 @@ from tests.ckpt.family_cases import CASES
 
 from mt_core.plugins import load_plugins
 
-OTHER_SAMPLES = {"bert", "t5", "vision", "llava"}
+OTHER_SAMPLES = {"bert", "modernbert", "t5", "vision", "llava"}
 """Families that do not train on plain text; their own tests divide them."""
 
 

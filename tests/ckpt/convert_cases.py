@@ -341,6 +341,13 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "bert": {"family": "bert", **SHAPE},
+    "modernbert": {
+        "family": "modernbert",
+        **SHAPE,
+        "ffn_hidden_size": 48,
+        "local_attention": 6,
+        "global_attn_every_n_layers": 2,
+    },
     "t5": {"family": "t5", **{k: v for k, v in SHAPE.items() if k != "max_position_embeddings"}},
     "bart": {"family": "bart", **SHAPE, "decoder_num_layers": 2},
     "vision": {"family": "vision", **TOWER, "num_classes": 3},

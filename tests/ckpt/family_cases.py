@@ -95,6 +95,7 @@ AUTO = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
     "ForPreTraining": "AutoModelForPreTraining",
+    "ForMaskedLM": "AutoModelForMaskedLM",
     **dict.fromkeys(
         (f"{stem}ForConditionalGeneration" for stem in ("T5", "Bart", "Blenderbot", "BlenderbotSmall")),
         "AutoModelForSeq2SeqLM",
@@ -536,6 +537,12 @@ CASES: dict[str, Case] = {
     ),
     "bert": Case("bert", "BertForPreTraining", "BertConfig", ENCODER),
     "megatron-bert": Case("bert", "MegatronBertForPreTraining", "MegatronBertConfig", ENCODER),
+    "modernbert": Case(
+        "modernbert",
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        {**ENCODER, "local_attention": 6, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))},
+    ),
     "bert classes": Case(
         "bert_classification", "BertForSequenceClassification", "BertConfig", {**ENCODER, "num_labels": 3}
     ),

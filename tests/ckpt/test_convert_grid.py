@@ -106,6 +106,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "bert": MODELS["bert"],
     "bert_no_heads": MODELS["bert_no_heads"],
+    "modernbert": FOUR_LAYERS["modernbert"],
     "bert_classification": {**MODELS["bert"], "family": "bert_classification"},
     "bert_multiple_choice": {**MODELS["bert"], "family": "bert_multiple_choice"},
     "gpt_classification": {**GPT2, "family": "gpt_classification"},
@@ -139,10 +140,23 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma4_vl_experts": convert_cases.GEMMA4_VL_EXPERTS,
 }
 NO_MEGATRON = {
-    *("gemma2", "gemma3", "olmoe", "granite_moe", "t5", "biencoder", "retro", "vision", "llava", "smolvlm", "internvl"),
+    *(
+        "gemma2",
+        "gemma3",
+        "olmoe",
+        "granite_moe",
+        "modernbert",
+        "t5",
+        "biencoder",
+        "retro",
+        "vision",
+        "llava",
+        "smolvlm",
+        "internvl",
+    ),
     *("qwen_vl", *HF_DENSE, "minimax_m2", "llama4", "lfm2", "qwen_next", "qwen_next_experts", "olmo_hybrid", "bart"),
     *("kimi_linear", "deepseek_v4", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
-    *("gemma4_vl", "gemma4_vl_experts"),
+    *("gemma4_vl", "gemma4_vl_experts", "modernbert"),
     *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }

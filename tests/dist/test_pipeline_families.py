@@ -21,7 +21,6 @@ SHARED = [
     "model.hidden_size=16",
     "model.num_attention_heads=2",
     "model.vocab_size=61",
-    "model.hidden_dropout=0.0",
     "model.attention_dropout=0.0",
     "tokenizer.tokenizer_type=NullTokenizer",
     "tokenizer.vocab_size=60",
@@ -36,6 +35,7 @@ MODELS = {
         "model.max_position_embeddings=16",
         "model.layernorm_placement=post",
     ],
+    "modernbert": ["model.family=modernbert", "model.num_layers=4", "model.local_attention=4"],
     "t5, relative bias": ["model.family=t5", "model.num_layers=2", "model.decoder_num_layers=3"],
     "bart": [
         *("model.family=bart", "model.num_layers=3", "model.decoder_num_layers=2", "model.max_position_embeddings=16"),
@@ -59,7 +59,7 @@ MODELS = {
 def batches(family: str, count: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, 60, (count, 2, 2, 12), generator=generator)
-    if family == "bert":
+    if family.endswith("bert"):
         return [{"tokens": x[0], "labels": x[1]} for x in ids]
     return [{"encoder_tokens": x[0], "decoder_tokens": x[1, :, :7], "labels": x[0, :, :7]} for x in ids]
 
@@ -68,14 +68,18 @@ def loss(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Of all heads that there are."""
     logits = output if isinstance(output, torch.Tensor) else output.logits
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    return losses if isinstance(output, torch.Tensor) else losses + output.binary_logits.square().mean()
+    if isinstance(output, torch.Tensor) or output.binary_logits is None:
+        return losses
+    return losses + output.binary_logits.square().mean()
 
 
 def differences(rank: int, world: int, name: str, schedule: str, count: int) -> dict[str, float]:
     """Relative differences of the loss and of each gradient of this rank's parameters."""
     torch.set_num_threads(1)
     host = load_plugins()
-    settings = [*SHARED, *MODELS[name], f"parallel.pipeline_model_parallel_size={world}"]
+    # ModernBERT has none beside that of attention.
+    dropout = [] if name == "modernbert" else ["model.hidden_dropout=0.0"]
+    settings = [*SHARED, *dropout, *MODELS[name], f"parallel.pipeline_model_parallel_size={world}"]
     settings += [f"parallel.pipeline_schedule={schedule}", "data.dataset_type=mock", "data.seq_length=12"]
     with as_world(world):
         config = load_config(overrides=settings, host=host).config

@@ -37,7 +37,8 @@ from mt_infer.sampling.parameters import SamplingParameters
 from mt_models.hugging_face import HuggingFaceFamily, to_reference
 
 GPT_OSS = {"family": "gpt_oss", **GROUPED, "sliding_window": 5, "moe": {"num_experts": 4, "moe_router_topk": 2}}
-FAMILIES = {**{name: keys for name, keys in MODELS.items() if name not in ("bert", "vision")}, "gpt_oss": GPT_OSS}
+ENCODERS = ("bert", "modernbert", "vision")
+FAMILIES = {**{name: keys for name, keys in MODELS.items() if name not in ENCODERS}, "gpt_oss": GPT_OSS}
 CONDITIONED = ("t5", "bart", "llava")
 DECODERS = [name for name in FAMILIES if name not in CONDITIONED]
 TINY = {"cache_block_size": 2, "max_requests": 3, "max_tokens_per_step": 7}

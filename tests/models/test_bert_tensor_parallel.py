@@ -19,11 +19,12 @@ from mt_core.specs import LOSSES, MODELS
 
 pytestmark = pytest.mark.dist
 SIZES = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "vocab_size=101", "init_method_std=0.2"]
-SIZES += ["attention_dropout=0", "hidden_dropout=0"]
+SIZES += ["attention_dropout=0"]
 POSITIONS = "max_position_embeddings=16"
 CASES = {
     "BERT": ("bert", "bert", [POSITIONS]),
     "post-norm BERT": ("bert", "bert", [POSITIONS, "layernorm_placement=post"]),
+    "ModernBERT": ("modernbert", "bert", [POSITIONS, "local_attention=6", "global_attn_every_n_layers=2"]),
     "T5": ("t5", "cross_entropy", ["scale_attention_scores=true"]),
     "T5 1.1": ("t5", "cross_entropy", ["untie_embeddings_and_output_weights=true", "activation=geglu_tanh"]),
     "Megatron's T5": (
@@ -55,7 +56,9 @@ def samples() -> dict[str, Tensor]:
 def loss_and_gradients(case: str, ctx: ParallelContext) -> tuple[Tensor, nn.Module]:
     """The model after backward; its partial gradients are summed."""
     family, loss, keys = CASES[case]
-    options = [f"model.family={family}", f"train.loss={loss}", *(f"model.{key}" for key in (*SIZES, *keys))]
+    # ModernBERT has no dropout beside that of attention.
+    sizes = SIZES if family == "modernbert" else [*SIZES, "hidden_dropout=0"]
+    options = [f"model.family={family}", f"train.loss={loss}", *(f"model.{key}" for key in (*sizes, *keys))]
     config = load_config(overrides=[*options, "data.seq_length=12", "train.train_iters=1"], host=host()).config
     model = host()[MODELS].get(family).build.load()(config.model, ModelBuildContext(config, ctx, host()))
     initialize(model, 5, ctx)

@@ -28,6 +28,11 @@ TASK = {"data_path": ["none"], "seq_length": 32}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "t5": (T5, PAIRS, "cross_entropy"),
     "bert": ({**WORDS, "max_position_embeddings": 32}, {"dataset_type": "bert", **TASK}, "bert"),
+    "modernbert": (
+        {**WORDS, "max_position_embeddings": 32, "local_attention": 64},
+        {"dataset_type": "bert", "bert_binary_head": False, **TASK},
+        "bert",
+    ),
     "biencoder": ({**WORDS, "max_position_embeddings": 32}, {"dataset_type": "ict", **TASK}, "retrieval"),
     "vision": (
         {"num_classes": 6, **IMAGES},
@@ -135,7 +140,7 @@ DECODERS = {"gpt": MODEL, "llama with experts": MOE, "gemma": {**LLAMA, "family"
 DECODERS |= {family: {**MOE, "family": family} for family in ("qwen_moe", "granite_moe", "olmoe")}
 # Scores that are written out are counted whole, and in a window.
 DECODERS["gpt_oss"] = {**GPT_OSS, "attention_backend": "flex", "sliding_window": 128}
-COUNTED = ("bert", "t5", "vision", "retro", "mamba", "hybrid", "deepseek", "qwen_next")
+COUNTED = ("bert", "modernbert", "t5", "vision", "retro", "mamba", "hybrid", "deepseek", "qwen_next")
 
 
 @pytest.mark.parametrize("family", [*DECODERS, *COUNTED])

@@ -47,7 +47,7 @@ class TextEmbedder:
             # Its texts are prompts, which begin as the tokenizer of a generator has them (of_generator).
             raise ConfigError(
                 f"model.family={trained.config.model.family} is a language model and no encoder; mt serve embeds texts "
-                "with it (/v1/embeddings), this takes bert or biencoder"
+                "with it (/v1/embeddings), this takes bert, modernbert or biencoder"
             )
         size = trained.config.model.vocab_size or trained.tokenizer.vocab_size
         return cls(as_embedder(trained.model), trained.tokenizer, trained.ctx.device, size)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from mt_core.config.checks import divisors, listed
 from mt_core.config.fields import NonNegativeInt, PositiveInt, Probability
 from mt_core.config.schema import Activation, Config, ModelConfig
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import EncoderConfig, check_tensor_parallel, refuse_divided_sequences
-from mt_models.flops import Flops, core_flops, dense_feed_forward_flops, output_flops, projection_flops
+from mt_models.flops import (
+    Flops,
+    LayerFlopConfigLike,
+    core_flops,
+    dense_feed_forward_flops,
+    output_flops,
+    projection_flops,
+)
 
 
 class BertConfig(ModelConfig, EncoderConfig):
@@ -51,10 +58,23 @@ def check_bert(config: Config) -> None:
             "model.bert_binary_head=true reads the pooler, which model.add_pooler=false leaves out; set one of them "
             "to the other's value"
         )
-    _check_objective(config, model)
+    check_masked_words(config, add_lm_head=model.add_lm_head)
+    pairs = getattr(config.data, "bert_binary_head", model.bert_binary_head)
+    if config.data.dataset_type == "bert" and pairs != model.bert_binary_head:
+        raise ConfigError(
+            f"data.bert_binary_head={str(pairs).lower()} and model.bert_binary_head="
+            f"{str(model.bert_binary_head).lower()} must be equal: the head learns from pairs of texts"
+        )
 
 
-def check_encoder(model: BertConfig, config: Config) -> None:
+class EncoderConfigLike(LayerFlopConfigLike, Protocol):
+    """What check_encoder reads from the configuration of an encoder."""
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+def check_encoder(model: EncoderConfigLike, config: Config) -> None:
     """Raise ConfigError when heads do not divide the width, ranks not the heads, or sequences are too long."""
     seq_length = config.data.seq_length
     if model.hidden_size % model.num_attention_heads:
@@ -71,29 +91,25 @@ def check_encoder(model: BertConfig, config: Config) -> None:
         )
 
 
-def _check_objective(config: Config, model: BertConfig) -> None:
+def check_masked_words(config: Config, *, add_lm_head: bool) -> None:
+    """Raise ConfigError for samples or a loss that are not made for predicting masked words."""
+    family = config.model.family
     if getattr(config.data, "num_classes", None) is not None:
         raise ConfigError(
-            f"data.dataset_type={config.data.dataset_type} has labels of texts, and model.family=bert predicts words; "
-            "use model.family=bert_classification"
+            f"data.dataset_type={config.data.dataset_type} has labels of texts, and model.family={family} predicts "
+            "words; use model.family=bert_classification"
         )
     if config.data.dataset_type != "bert":
         return
-    if not model.add_lm_head:
+    if not add_lm_head:
         raise ConfigError(
             "data.dataset_type=bert has masked words to predict, and model.add_lm_head=false leaves out the head for "
             "them; set it to true"
         )
     if config.train.loss == "cross_entropy":
         raise ConfigError(
-            "train.loss=cross_entropy takes one tensor of logits, and model.family=bert has several heads; use "
+            f"train.loss=cross_entropy takes one tensor of logits, and model.family={family} has several outputs; use "
             'train.loss="bert"'
-        )
-    pairs = getattr(config.data, "bert_binary_head", model.bert_binary_head)
-    if pairs != model.bert_binary_head:
-        raise ConfigError(
-            f"data.bert_binary_head={str(pairs).lower()} and model.bert_binary_head="
-            f"{str(model.bert_binary_head).lower()} must be equal: the head learns from pairs of texts"
         )
 
 

@@ -116,11 +116,15 @@ class BertEncoder(Model):
         self.config = config
         self.ctx = context.parallel
         self.embedding = self.build_embedding(context)
-        self.encoder = build_layers(config, context)
+        self.encoder = self.build_encoder(context)
 
     def build_embedding(self, context: ModelBuildContext) -> BertEmbedding | TokenEmbedding | None:
         """The part of the model that this process holds."""
         return BertEmbedding(self.config, self.ctx) if context.has_first else None
+
+    def build_encoder(self, context: ModelBuildContext) -> PostNormStack | TransformerStack:
+        """The layers that this process holds."""
+        return build_layers(self.config, context)
 
     def hidden_states(
         self,
@@ -176,7 +180,7 @@ class BertModel(BertEncoder):
         self.pooler: Pooler | None = None
         self.binary_head: BinaryHead | None = None
         if context.has_last:
-            self._build_heads(config)
+            self.build_heads(config)
 
     def build_embedding(self, context: ModelBuildContext) -> BertEmbedding | TokenEmbedding | None:
         if not context.has_first and context.has_last and self.config.add_lm_head:
@@ -184,7 +188,8 @@ class BertModel(BertEncoder):
             return TokenEmbedding(self.config, self.ctx)
         return super().build_embedding(context)
 
-    def _build_heads(self, config: BertConfig) -> None:
+    def build_heads(self, config: BertConfig) -> None:
+        """The heads that the configuration has, on the process with the last layer."""
         assert config.vocab_size is not None
         if config.add_lm_head:
             self.lm_head = MaskedWordHead(config, self.ctx)

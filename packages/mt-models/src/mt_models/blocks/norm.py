@@ -1,4 +1,5 @@
-"""Norms that are not in mt_core: zero-centered (Gemma), over all heads together (OLMoE), gated (Mamba-2)."""
+"""Norms that are not in mt_core: zero-centered (Gemma), without a bias (ModernBERT), over all heads together (OLMoE),
+gated (Mamba-2)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.layers import rms_norm
 from mt_core.nn.layout import LayoutModule, ParameterLayout, Split, ones, zeros
 from mt_core.nn.linear import sequence_axes
-from mt_core.nn.norm import Norm, plain_rms_norm
+from mt_core.nn.norm import Norm, plain_layer_norm, plain_rms_norm
 from mt_core.parallel.collectives import copy_to, reduce_from
 from mt_core.parallel.context import AxisName, ParallelContext
 
@@ -45,6 +46,23 @@ class ZeroCenteredRMSNorm(Norm):
 
     def operands(self) -> tuple[Any, ...]:
         return self.weight, self.eps, True
+
+
+class BiasFreeLayerNorm(Norm):
+    """(x - mean) / sqrt(var + eps) * weight over the last dimension, of the residual stream (ModernBERT)."""
+
+    kernel_name = "layer_norm"
+    weight: Tensor
+
+    def __init__(self, size: int, eps: float, ctx: ParallelContext) -> None:
+        super().__init__(ctx)
+        self.eps = eps
+        # torch's own: the kernels take a bias too.
+        self.kernel = plain_layer_norm
+        self.declare("weight", ParameterLayout((size,), ones, partial_gradient=sequence_axes(ctx)))
+
+    def operands(self) -> tuple[Any, ...]:
+        return self.weight, None, self.eps
 
 
 class ScaleFreeRMSNorm(nn.Module):
