@@ -99,7 +99,7 @@ def test_a_run_of_mt_with_a_log_of_megatron(tmp_path: Path) -> None:
 
 
 def test_samples_are_compared_by_content(tmp_path: Path) -> None:
-    from mt_ops.compare.drawn_samples import first_other_sample
+    from mt_ops.compare.drawn_samples import drawn_samples
 
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         model = {"family": "gpt", "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 261}
@@ -109,8 +109,9 @@ def test_samples_are_compared_by_content(tmp_path: Path) -> None:
         tree = {"model": model, "data": data, "train": train, "tokenizer": {"tokenizer_type": "ByteLevelTokenizer"}}
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(tree))
-    assert first_other_sample(tmp_path / "a", tmp_path / "b", 4) is None
-    assert (first_other_sample(tmp_path / "a", tmp_path / "c", 4) or "").startswith("sample 0 is the built-in corpus")
+    a, b, c = (open_run(tmp_path / name) for name in "abc")
+    assert drawn_samples(a, b, 4).text == "the first 4 are the same, as the files are now"
+    assert drawn_samples(a, c, 4).text.startswith("sample 0 is the built-in corpus")
 
 
 def test_values_that_are_not_finite() -> None:

@@ -15,9 +15,10 @@ import torch
 import mt_core
 from mt_core.errors import ConfigError
 from mt_core.nn.layout import Split
+from mt_core.plugins import load_plugins
 from mt_ops.deep.comparison import DeepComparison
 from mt_ops.deep.layer_outputs import Piece, assembled
-from mt_ops.deep.layouts import compare_configurations
+from mt_ops.deep.layouts import compare_configurations, small_configuration
 from mt_ops.deep.other_process import layout_of
 
 ONE = """
@@ -26,6 +27,7 @@ family = "gpt"
 num_layers = 2
 hidden_size = 32
 num_attention_heads = 4
+ffn_hidden_size = 96
 max_position_embeddings = 32
 [data]
 dataset_type = "builtin"
@@ -82,6 +84,39 @@ def test_two_layouts_are_the_same_up_to_rounding(tmp_path: Path) -> None:
     assert any(each.relative > 0 for each in compared.compared if each.part == "output of")
 
 
+EXPERTS = "moe = {num_experts = 12, moe_router_topk = 2, moe_ffn_hidden_size = 96}"
+
+
+@pytest.mark.parametrize(
+    ("model", "one", "other"),
+    [
+        ("", "", "tensor_model_parallel_size = 2"),
+        ("", "tensor_model_parallel_size = 4", "tensor_model_parallel_size = 2\ncontext_parallel_size = 2"),
+        ("", "", 'context_parallel_size = 4\ncp_comm_type = "a2a"'),
+        ("", "pipeline_model_parallel_size = 2", "pipeline_model_parallel_size = 4"),
+        ("", "context_parallel_size = 2", "use_distributed_optimizer = true\nnum_distributed_optimizer_instances = 2"),
+        (EXPERTS, "tensor_model_parallel_size = 2", "expert_model_parallel_size = 4"),
+    ],
+)
+def test_both_sides_have_one_small_model(tmp_path: Path, model: str, one: str, other: str) -> None:
+    """Sizes that each rank has 16 of, or that ranks divide, are those of both layouts."""
+    host, text = load_plugins(), ONE.replace("num_layers = 2", f"num_layers = 8\n{model}".rstrip())
+    files = [tmp_path / "one.toml", tmp_path / "other.toml"]
+    for file, layout in zip(files, (one, other), strict=True):
+        file.write_text(f"{text}[parallel]\n{layout}\n")
+    mine, theirs = (small_configuration(*pair, host, 1) for pair in (files, files[::-1]))
+    assert mine.model == theirs.model
+    assert (mine.data, mine.train.global_batch_size) == (theirs.data, theirs.train.global_batch_size)
+    assert mine.parallel != theirs.parallel
+
+
+def test_models_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    """Although their small versions are the same."""
+    files = configurations(tmp_path, TP.replace("hidden_size = 32", "hidden_size = 64"))
+    with pytest.raises(ConfigError, match=r"have other models \(hidden_size"):
+        compare_configurations(*files, steps=1)
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_bias_that_each_rank_adds_is_named(tmp_path: Path) -> None:
@@ -104,9 +139,9 @@ def test_an_interpreter_without_mt_is_named(tmp_path: Path) -> None:
     (tmp_path / "python").write_text("#!/bin/sh\necho there is no module named mt_core >&2\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
     with pytest.raises(ConfigError, match=f"B, computed by {tmp_path}/python, failed:\nthere is no module"):
-        layout_of(tmp_path / "python", tmp_path / "x.toml", 1)
+        layout_of(tmp_path / "python", tmp_path / "x.toml", tmp_path / "a.toml", 1)
     with pytest.raises(ConfigError, match="--python-b .*name the python of an environment"):
-        layout_of(tmp_path / "missing", tmp_path / "x.toml", 1)
+        layout_of(tmp_path / "missing", tmp_path / "x.toml", tmp_path / "a.toml", 1)
 
 
 def test_parts_of_ranks_become_the_whole_tensor() -> None:

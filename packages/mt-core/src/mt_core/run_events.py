@@ -3,7 +3,9 @@
 Each has `time` (seconds since the epoch), `iteration` and `kind`:
 
     start     a process of the run began: resumed_from, world_size, host, pid, began (when the process was started),
-              before (the last sign of a process that had not ended: its time, phase, and since when it was in it)
+              before (the last sign of a process that had not ended: its time, phase, and since when it was in it),
+              data (fingerprints of the training data and of the tokenizer), files (of each file that the configuration
+              names for them its path, bytes, time of writing and a digest; `mt_core.data.file_contents`)
     data      first_sample, datasets: of each data set of a blend its name, weight, and the samples and tokens that this
               process drew from it, from first_sample on; at saves and at the end
     message   text, as the log has it; warning: the same, of something to look at

@@ -11,7 +11,9 @@ import typer
 from mt_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from mt_ops.compare.drawn_samples import DrawnSamples
     from mt_ops.deep.comparison import Other
+    from mt_ops.reading.run import Run
 
 PARTED = 1
 CONFIGURATIONS = {".toml", ".json", ".yaml", ".yml"}
@@ -66,8 +68,8 @@ def compare(
     from mt_ops.reading.opening import open_runs
 
     first, second = open_runs([a, b])
-    other = _other_sample(a, b, samples) if samples else None
-    compared = compare_runs(first, second, tolerance, other)
+    drawn = _drawn_samples(first, second, samples) if samples else None
+    compared = compare_runs(first, second, tolerance, drawn)
     if as_json:
         typer.echo(json.dumps(to_dict(compared), indent=2))
     else:
@@ -78,10 +80,10 @@ def compare(
         raise typer.Exit(PARTED)
 
 
-def _other_sample(a: Path, b: Path, count: int) -> str | None:
-    from mt_ops.compare.drawn_samples import first_other_sample
+def _drawn_samples(a: Run, b: Run, count: int) -> DrawnSamples:
+    from mt_ops.compare.drawn_samples import drawn_samples
 
-    return first_other_sample(a, b, count)
+    return drawn_samples(a, b, count)
 
 
 def _compare_deep(a: Path, b: Path, steps: int, python_b: Path | None, megatron: bool, as_json: bool) -> None:

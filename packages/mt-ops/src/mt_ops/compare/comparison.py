@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mt_ops.compare.explanation import WITHOUT_EFFECT, Cause, causes
 from mt_ops.compare.quantities import Parting, Quantity, first_parting, quantities
+from mt_ops.reading.data_contents import OtherContent, changed_since, other_contents
 from mt_ops.reading.run import Run
 from mt_ops.report.html import shown
 from mt_ops.report.sections.configuration import differing, flat_environment, sections_as_a_whole
+
+if TYPE_CHECKING:
+    from mt_ops.compare.drawn_samples import DrawnSamples
 
 TOLERANCE = 1e-3
 MOST_ROWS = 40
@@ -18,13 +22,17 @@ MOST_ROWS = 40
 
 @dataclass(frozen=True)
 class Comparison:
-    """configuration, environment: rows [key, value of A, value of B]. samples: how the first other sample differs."""
+    """configuration, environment: rows [key, value of A, value of B]. contents: files of the data that held something
+    else. changed: files that are no longer what a run was trained on. samples: of both data sets, None where
+    they were not compared."""
 
     a: Run
     b: Run
     configuration: Sequence[Sequence[Any]]
     environment: Sequence[Sequence[Any]]
-    samples: str | None
+    contents: Sequence[OtherContent]
+    changed: Sequence[str]
+    samples: DrawnSamples | None
     quantities: Sequence[Quantity]
     causes: Sequence[Cause]
 
@@ -34,14 +42,17 @@ class Comparison:
         return first_parting(self.quantities)
 
 
-def compare(a: Run, b: Run, tolerance: float = TOLERANCE, samples: str | None = None) -> Comparison:
+def compare(a: Run, b: Run, tolerance: float = TOLERANCE, samples: DrawnSamples | None = None) -> Comparison:
     """tolerance: relative, of losses, norms and other computed values."""
     configuration = list(differing([a.config, b.config], [a.config, b.config])) if a.config and b.config else []
     places = [dict(flat_environment(run)) for run in (a, b)]
     environment = list(differing(places, places)) if all(places) else []
     compared = quantities(a, b, tolerance)
-    found = causes(a, b, compared, configuration, samples)
-    return Comparison(a, b, configuration, environment, samples, compared, found)
+    contents = other_contents(a, b)
+    changed = [line for run in (a, b) for line in changed_since(run)]
+    changed += samples.warnings if samples is not None else ()
+    found = causes(a, b, compared, configuration, contents, None if samples is None else samples.other)
+    return Comparison(a, b, configuration, environment, contents, changed, samples, compared, found)
 
 
 def to_dict(comparison: Comparison) -> dict[str, Any]:
@@ -54,7 +65,9 @@ def to_dict(comparison: Comparison) -> dict[str, Any]:
         "quantities": [asdict(quantity) for quantity in comparison.quantities],
         "configuration": [list(row) for row in comparison.configuration],
         "environment": [list(row) for row in comparison.environment],
-        "samples": comparison.samples,
+        "contents": [asdict(content) for content in comparison.contents],
+        "changed_files": list(comparison.changed),
+        "samples": None if comparison.samples is None else comparison.samples.text,
     }
 
 
@@ -65,8 +78,10 @@ def lines(comparison: Comparison) -> Iterator[str]:
     configs = [comparison.a.config, comparison.b.config]
     yield from _rows("configuration", sections_as_a_whole(comparison.configuration, configs))
     yield from _rows("environment", comparison.environment)
+    yield from (f"data: {content.text}" for content in comparison.contents)
+    yield from (f"warning: {line}" for line in comparison.changed)
     if comparison.samples is not None:
-        yield f"samples: {comparison.samples}"
+        yield f"samples: {comparison.samples.text}"
     yield ""
     yield f"{'quantity':24} {'steps':>7} {'first other':>12} {'parts at':>10} {'largest difference':>20}"
     for quantity in comparison.quantities:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +14,46 @@ from mt_core.data.building import build_tokenizer, build_train_data
 from mt_core.errors import MtError
 from mt_core.interfaces import Dataset
 from mt_core.plugins import PluginHost, load_plugins
+from mt_ops.reading.data_contents import CONTENT, DIGITS, data_paths, trained_data
 from mt_ops.reading.mt_run import CONFIG
+from mt_ops.reading.run import Run
 
 
-def first_other_sample(a: Path, b: Path, count: int) -> str | None:
-    """The first of `count` samples that is not the same in both run directories, described by their data sets; None
-    where all are. Raises MtError where a data set cannot be built here."""
+@dataclass(frozen=True)
+class DrawnSamples:
+    """count: how many were compared. other: how the first that is not the same differs, None where all are. warnings:
+    data sets that are no longer what the run was trained on."""
+
+    count: int
+    other: str | None
+    warnings: Sequence[str] = ()
+
+    @property
+    def text(self) -> str:
+        return self.other or f"the first {self.count} are the same, as the files are now"
+
+
+def drawn_samples(a: Run, b: Run, count: int) -> DrawnSamples:
+    """Compares `count` samples of data sets as they are built now. Raises MtError where one cannot be built here."""
     host = load_plugins()
-    mine, theirs = _data(a, host), _data(b, host)
-    pairs = zip(_hashes(mine, count), _hashes(theirs, count), strict=False)
-    for number, (first, second) in enumerate(pairs):
+    mine, theirs = (_data(run.path, host) for run in (a, b))
+    warnings = [line for run, data in ((a, mine), (b, theirs)) for line in _changed(run, data)]
+    number, other = 0, None
+    for number, (first, second) in enumerate(zip(_hashes(mine, count), _hashes(theirs, count), strict=False), start=1):
         if first != second:
-            return f"sample {number} is {mine.describe(number)} in A and {theirs.describe(number)} in B"
-    return None
+            place = number - 1
+            other = f"sample {place} is {mine.describe(place)} in A and {theirs.describe(place)} in B"
+            break
+    return DrawnSamples(number, other, warnings)
+
+
+def _changed(run: Run, data: Dataset) -> Iterator[str]:
+    """Of a run that recorded its files, they are compared by themselves."""
+    trained, fingerprint = trained_data(run), getattr(data, "fingerprint", None)
+    then = trained.identity.get(CONTENT)
+    if then is not None and fingerprint is not None and not trained.files and (now := fingerprint()) != then:
+        named, changed = ", ".join(data_paths(run.config)) or "its data", f"{then[:DIGITS]}, it is {now[:DIGITS]}"
+        yield f"{named} is no longer what {run.name} was trained on: {CONTENT} was {changed}"
 
 
 def _data(run: Path, host: PluginHost) -> Dataset:

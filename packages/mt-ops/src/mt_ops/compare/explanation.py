@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_ops.compare.quantities import Quantity, first_parting
+from mt_ops.reading.data_contents import OtherContent
 from mt_ops.reading.run import Run
 from mt_ops.report.sections.history import described
 
@@ -56,14 +57,21 @@ class Cause:
 
 
 def causes(
-    a: Run, b: Run, compared: Sequence[Quantity], differing: Sequence[Sequence[Any]], samples: str | None
+    a: Run,
+    b: Run,
+    compared: Sequence[Quantity],
+    differing: Sequence[Sequence[Any]],
+    contents: Sequence[OtherContent],
+    samples: str | None,
 ) -> list[Cause]:
-    """differing: rows [key, value of a, value of b]. samples: how the drawn samples differ, None where they do not or
-    are not known."""
+    """differing: rows [key, value of a, value of b]. contents: files of the data that held something else. samples: how
+    the drawn samples differ, None where they do not or are not known."""
     parted = first_parting(compared)
     if parted is None or parted.parts is None:
         return []
     found = list(_events(a, parted.parts.step)) + list(_events(b, parted.parts.step))
+    if not parted.is_counter:
+        found += [Cause(content.key, content.text) for content in contents]
     if samples is not None and not parted.is_counter:
         found.append(Cause("samples", samples))
     prefixes = _prefixes(parted, at_start=_is_first_step(parted, a, b))

@@ -55,7 +55,7 @@ def _layout(folder: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     from mt_core.plugins import load_plugins
     from mt_ops.deep.layouts import record_layout, small_configuration
 
-    config = small_configuration(Path(request["path"]), load_plugins(), request["steps"])
+    config = small_configuration(Path(request["path"]), Path(request["beside"]), load_plugins(), request["steps"])
     (recorded,) = record_layout(config, request["steps"], 0)
     groups = {"outputs": recorded.outputs, "gradients": recorded.run.gradients, "weights": recorded.run.weights}
     save_groups(groups, folder / "run.safetensors")

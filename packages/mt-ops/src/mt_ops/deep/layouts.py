@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -28,6 +29,9 @@ from mt_tools.verify.run_record import TIMEOUT, RunRecord, record_run
 from mt_tools.verify.small_config import shrink
 from mt_tools.verify.small_layout import processes
 
+REPLACED = ("attention_backend", "make_vocab_size_divisible_by")
+"""Keys of [model] in which two configurations of one model may differ: both get the same."""
+
 
 @dataclass(frozen=True)
 class LayoutRecord:
@@ -43,11 +47,12 @@ def compare_configurations(a: Path, b: Path, steps: int, python_b: Path | None =
     Raises ConfigError where the small versions have other models: then nothing has a counterpart.
     """
     host = load_plugins()
-    mine = small_configuration(a, host, steps)
+    mine = small_configuration(a, b, host, steps)
     if python_b is not None:
-        second = _recorded_elsewhere(python_b, b, steps, mine)
+        second = _recorded_elsewhere(python_b, a, b, steps, mine)
     else:
-        theirs = small_configuration(b, host, steps)
+        _require_one_model(a, b, *(_sizes(path, host) for path in (a, b)))
+        theirs = small_configuration(b, a, host, steps)
         _require_one_model(a, b, mine.model.model_dump(mode="json"), theirs.model.model_dump(mode="json"))
         (second,) = record_layout(theirs, steps, 0)
     first, *twins = record_layout(mine, steps, TWINS)
@@ -55,8 +60,8 @@ def compare_configurations(a: Path, b: Path, steps: int, python_b: Path | None =
     return DeepComparison(steps, compared, first_of_each_part(compared))
 
 
-def _recorded_elsewhere(python: Path, b: Path, steps: int, mine: Config) -> LayoutRecord:
-    groups, answer = layout_of(python, b, steps)
+def _recorded_elsewhere(python: Path, a: Path, b: Path, steps: int, mine: Config) -> LayoutRecord:
+    groups, answer = layout_of(python, b, a, steps)
     _require_one_model(Path("A"), b, mine.model.model_dump(mode="json"), answer["model"])
     run = RunRecord(losses=answer["losses"], gradients=groups["gradients"], weights=groups["weights"])
     return LayoutRecord(run, groups["outputs"])
@@ -71,8 +76,18 @@ def _require_one_model(a: Path, b: Path, mine: Mapping[str, Any], theirs: Mappin
         )
 
 
-def small_configuration(path: Path, host: PluginHost, steps: int) -> Config:
-    return shrink(load_config_anywhere(path, host=host).config, host, steps=steps)
+def _sizes(path: Path, host: PluginHost) -> dict[str, Any]:
+    """[model] as configured, without what the small version replaces."""
+    model = load_config_anywhere(path, host=host).config.model.model_dump(mode="json")
+    return {key: value for key, value in model.items() if key not in REPLACED}
+
+
+def small_configuration(path: Path, beside: Path, host: PluginHost, steps: int) -> Config:
+    """beside: the other side of the comparison, whose small version has the same model."""
+    config, other = (load_config_anywhere(each, host=host).config for each in (path, beside))
+    # An older version of mt, which computes B, makes each configuration small by itself.
+    together = {"beside": other} if "beside" in signature(shrink).parameters else {}
+    return shrink(config, host, steps=steps, **together)
 
 
 def record_layout(config: Config, steps: int, twins: int) -> list[LayoutRecord]:

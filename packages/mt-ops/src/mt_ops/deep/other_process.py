@@ -41,9 +41,12 @@ def _recording(path: Path) -> Recording:
     return Recording(groups[FORWARD], groups[BACKWARD], groups[PARAMETERS])
 
 
-def layout_of(python: Path, path: Path, steps: int) -> tuple[dict[str, dict[str, Tensor]], Mapping[str, Any]]:
-    """Of a configuration: outputs, gradients and weights by name; losses, and the section of the model."""
-    request = {"kind": "layout", "path": str(path.resolve()), "steps": steps}
+def layout_of(
+    python: Path, path: Path, beside: Path, steps: int
+) -> tuple[dict[str, dict[str, Tensor]], Mapping[str, Any]]:
+    """Of a configuration, made small beside that of A: outputs, gradients and weights by name; losses, and the section
+    of the model."""
+    request = {"kind": "layout", "path": str(path.resolve()), "beside": str(beside.resolve()), "steps": steps}
     with _asked(python, request, "mt_ops.deep.child", ()) as (folder, answer):
         return load_groups(folder / "run.safetensors"), answer
 

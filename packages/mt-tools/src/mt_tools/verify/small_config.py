@@ -21,7 +21,14 @@ from mt_core.plugins import PluginHost
 from mt_core.specs import DATASETS, MODELS, SECTIONS
 from mt_core.train.auto_choices import LARGE_VOCABULARY, with_loss, with_resolved_loss
 from mt_core.train.build import build_model
-from mt_tools.verify.small_layout import LARGEST_WORLD, forget_division, processes, shrink_axes, shrink_stages
+from mt_tools.verify.small_layout import (
+    LARGEST_WORLD,
+    Divisors,
+    forget_division,
+    processes,
+    shrink_axes,
+    shrink_stages,
+)
 from mt_tools.verify.small_training import STEPS, Tree, keep_dropout, shrink_training
 
 HEAD_DIM = 8
@@ -55,6 +62,7 @@ def shrink(
     dropout: float | None = None,
     dtype: str = "fp32",
     same_rounds: bool = False,
+    beside: Config | None = None,
 ) -> Config:
     """The same family, options and axes with few and narrow layers, short sequences, fake data, in `dtype` on a CPU.
 
@@ -62,22 +70,30 @@ def shrink(
     only, and faster equivalents of the same computation, get their CPU values. The batch grows after the first step,
     the learning rate warms up and decays, and a validation set is evaluated twice. dropout: replaces the configured
     one; None keeps it (see `keep_dropout`). same_rounds: it is compared with one process by `in_the_same_rounds`, so
-    that global_aux_loss may be kept, without dropout, where layouts agree in it. Raises ConfigError if the small
+    that global_aux_loss may be kept, without dropout, where layouts agree in it. beside: the same model in another
+    layout, of which the small version has the same sizes, samples and batches. Raises ConfigError if the small
     configuration breaks a rule.
     """
     parallel, num_layers = _small_layout(config, host)
+    layouts = [parallel]
+    if beside is not None:
+        other, other_layers = _small_layout(beside, host)
+        layouts.append(other)
+        # The layers of the layout with more stages: the other one divides as many.
+        num_layers = max(num_layers, other_layers) if num_layers and other_layers else num_layers
+    divisors = Divisors.of(layouts)
     # A tree of plain values, which is validated again as a whole at the end.
     tree = config.to_dict() | {"parallel": parallel.model_dump(mode="json")}
     if num_layers is not None:
         tree["model"]["num_layers"] = num_layers
-    _shrink_model(tree["model"], parallel)
+    _shrink_model(tree["model"], divisors)
     for part in _parts(tree["model"]):
-        _shrink_part(part, parallel)
+        _shrink_part(part, divisors)
     for model in (tree["model"], *_parts(tree["model"])):
         if model.get("moe"):
-            _shrink_experts(model, tree["parallel"], same_rounds)
+            _shrink_experts(model, divisors, same_rounds)
     whole = draws_completions(config, host) or holds_whole_records(config, host)
-    length = config.data.seq_length if whole else _short_length(tree)
+    length = config.data.seq_length if whole else _short_length(tree, divisors)
     family = host[MODELS].get(config.model.family, key="model.family")
     # After the common keys: what only the family defines in its section.
     if family.shrink is not None:
@@ -85,9 +101,9 @@ def shrink(
     # If the loss, or that of a router, depends on what is in a round of micro-batches, one process runs those of all
     # ranks as one micro-batch, with other dropout masks.
     by_rounds = configured_loss(config, host).compares_samples or has_global_loss(tree["model"])
-    keep_dropout(tree["model"], parallel, 0.0 if by_rounds else dropout)
+    keep_dropout(tree["model"], layouts, 0.0 if by_rounds else dropout)
     _replace_data(tree, length, config, host)
-    shrink_training(tree, parallel, steps)
+    shrink_training(tree, layouts, steps)
     _compute_on_cpu(tree, dtype)
     _shrink_sections(tree, host)
     small = config_from_dict(tree, host)
@@ -126,14 +142,14 @@ def _small_layout(config: Config, host: PluginHost) -> tuple[ParallelConfig, int
     return small.model_copy(update=dict(division.keys)), division.num_layers
 
 
-def _shrink_model(model: dict[str, Any], parallel: ParallelConfig) -> None:
-    tp = parallel.tensor_model_parallel_size
+def _shrink_model(model: dict[str, Any], divisors: Divisors) -> None:
+    tp = divisors.tensor
     if "num_attention_heads" in model:
         groups = model.get("num_query_groups") or model["num_attention_heads"]
         # Grouped queries stay grouped: 1 or 2 heads for each group.
         per_group = min(model["num_attention_heads"] // groups, 2)
         # Fewer groups than tensor-parallel ranks stay as they are: ranks then share groups, which is a case of its own.
-        groups = math.lcm(_ranks_with_own_heads(parallel), 2) if groups >= tp else groups
+        groups = math.lcm(divisors.own_heads, 2) if groups >= tp else groups
         heads = groups * per_group
         heads = heads * tp // math.gcd(heads, tp)  # lcm: tp divides the heads
         model["num_attention_heads"] = heads
@@ -146,7 +162,7 @@ def _shrink_model(model: dict[str, Any], parallel: ParallelConfig) -> None:
         if "mamba_head_dim" in model:
             _shrink_mixer(model, tp)
     if model.get("ffn_hidden_size"):
-        model["ffn_hidden_size"] = 16 * tp  # 16 on each rank
+        model["ffn_hidden_size"] = 16 * tp  # 16 on each rank, of one layout
     if "vocab_size" in model:
         model["vocab_size"] = VOCAB
         # A prime vocabulary is padded in every layout, by other numbers of rows.
@@ -178,26 +194,17 @@ def _parts(model: dict[str, Any]) -> list[dict[str, Any]]:
     return [value for value in model.values() if isinstance(value, dict) and "num_layers" in value]
 
 
-def _shrink_part(part: dict[str, Any], parallel: ParallelConfig) -> None:
+def _shrink_part(part: dict[str, Any], divisors: Divisors) -> None:
     shared = {key: part[key] for key in SHARED_WITH_PARTS if key in part}
-    _shrink_model(part, parallel)
-    part |= shared | {"num_layers": min(part["num_layers"], 2 * parallel.pipeline_model_parallel_size)}
+    _shrink_model(part, divisors)
+    part |= shared | {"num_layers": min(part["num_layers"], 2 * divisors.stages)}
 
 
-def _ranks_with_own_heads(parallel: ParallelConfig) -> int:
-    """Ranks with different heads: tensor-parallel ranks, times context-parallel ranks between which an all-to-all
-    exchanges heads."""
-    inner = {"a2a": parallel.context_parallel_size}
-    if parallel.hierarchical_context_parallel_sizes is not None:
-        inner["a2a+p2p"] = parallel.hierarchical_context_parallel_sizes[0]
-    return parallel.tensor_model_parallel_size * inner.get(parallel.cp_comm_type, 1)
-
-
-def _shrink_experts(model: dict[str, Any], parallel: Mapping[str, Any], same_rounds: bool) -> None:
+def _shrink_experts(model: dict[str, Any], divisors: Divisors, same_rounds: bool) -> None:
     """Few and narrow experts. The routing options stay: groups, shared experts."""
     moe = model["moe"]
-    experts = math.lcm(FEW_EXPERTS, parallel["expert_model_parallel_size"])
-    if moe["num_experts"] > experts or moe["num_experts"] % parallel["expert_model_parallel_size"]:
+    experts = math.lcm(FEW_EXPERTS, divisors.experts)
+    if moe["num_experts"] > experts or moe["num_experts"] % divisors.experts:
         moe["num_experts"] = experts
         moe["moe_router_topk"] = min(moe.get("moe_router_topk", 2), 2)
         if moe.get("moe_router_num_groups"):
@@ -205,11 +212,11 @@ def _shrink_experts(model: dict[str, Any], parallel: Mapping[str, Any], same_rou
             moe |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
             if moe.get("moe_router_group_score_topk"):
                 moe["moe_router_group_score_topk"] = min(moe["moe_router_group_score_topk"], 2)
-    narrow = 16 * parallel["tensor_model_parallel_size"]
+    narrow = 16 * divisors.tensor
     for key in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_latent_size"):
         if moe.get(key):
             moe[key] = narrow
-    if not (same_rounds and _same_by_rounds(moe, parallel)):
+    if not (same_rounds and _same_by_rounds(moe, divisors)):
         _replace_global_loss(moe)
     if moe.get("moe_router_hash_layers"):
         moe["moe_router_hash_layers"] = 1
@@ -234,7 +241,7 @@ def has_global_loss(model: Mapping[str, Any]) -> bool:
     return GLOBAL_LOSS in ((model.get("moe") or {}).get("moe_router_load_balancing_type") or [])
 
 
-def _same_by_rounds(moe: Mapping[str, Any], parallel: Mapping[str, Any]) -> bool:
+def _same_by_rounds(moe: Mapping[str, Any], divisors: Divisors) -> bool:
     """Whether global_aux_loss is the same in all layouts whose rounds of micro-batches have the same samples: not where
     stages begin a round before the one before is done, nor beside what depends on the size of a micro-batch."""
     losses = set(moe.get("moe_router_load_balancing_type") or [])
@@ -242,7 +249,7 @@ def _same_by_rounds(moe: Mapping[str, Any], parallel: Mapping[str, Any]) -> bool
         GLOBAL_LOSS in losses
         and losses <= {GLOBAL_LOSS, "seq_aux_loss"}
         and moe.get("moe_expert_capacity_factor") is None
-        and parallel["pipeline_model_parallel_size"] == 1
+        and divisors.stages == 1
     )
 
 
@@ -259,10 +266,9 @@ def holds_whole_records(config: Config, host: PluginHost) -> bool:
     return spec.sample != CAUSAL_LM_SAMPLE and "segment_ids" in fields and "images" not in fields
 
 
-def _short_length(tree: Tree) -> int:
+def _short_length(tree: Tree, divisors: Divisors) -> int:
     """Length of samples: a few tokens for each rank that shares a sequence."""
-    parallel = tree["parallel"]
-    unit = 2 * parallel["context_parallel_size"] * parallel["tensor_model_parallel_size"]
+    unit = 2 * divisors.sequence
     # 2 cp zig-zag chunks, each of which tp ranks divide.
     return int(max(unit, min(tree["data"]["seq_length"], 16) // unit * unit))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -70,6 +71,39 @@ def _shares_within_instances(parallel: ParallelConfig) -> bool:
     copies = ranks_of_stage // parallel.tensor_model_parallel_size
     copies_of_experts = ranks_of_stage // (parallel.expert_model_parallel_size * expert_tp)
     return copies % count == 0 and copies_of_experts % count == 0 and copies // count >= 2
+
+
+def ranks_with_own_heads(parallel: ParallelConfig) -> int:
+    """Ranks with different heads: tensor-parallel ranks, times context-parallel ranks between which an all-to-all
+    exchanges heads."""
+    inner = {"a2a": parallel.context_parallel_size}
+    if parallel.hierarchical_context_parallel_sizes is not None:
+        inner["a2a+p2p"] = parallel.hierarchical_context_parallel_sizes[0]
+    return parallel.tensor_model_parallel_size * inner.get(parallel.cp_comm_type, 1)
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """What the sizes of a small model are multiples of, so that each of several layouts can divide it.
+
+    own_heads: ranks with different heads. sequence: tensor- times context-parallel ranks. stages: the most of any.
+    """
+
+    tensor: int
+    own_heads: int
+    sequence: int
+    experts: int
+    stages: int
+
+    @classmethod
+    def of(cls, layouts: Sequence[ParallelConfig]) -> Divisors:
+        return cls(
+            tensor=math.lcm(*(each.tensor_model_parallel_size for each in layouts)),
+            own_heads=math.lcm(*map(ranks_with_own_heads, layouts)),
+            sequence=math.lcm(*(each.tensor_model_parallel_size * each.context_parallel_size for each in layouts)),
+            experts=math.lcm(*(each.expert_model_parallel_size for each in layouts)),
+            stages=max(each.pipeline_model_parallel_size for each in layouts),
+        )
 
 
 # -- pipeline stages: fewer, with fewer layers, as uneven as configured ------------------------------

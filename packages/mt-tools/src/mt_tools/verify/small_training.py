@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from mt_core.config.parallel import ParallelConfig
@@ -15,10 +17,10 @@ BATCH = 8
 EVALUATE_EVERY = 2
 
 
-def shrink_training(tree: Tree, parallel: ParallelConfig, steps: int) -> None:
-    """Sets [train], [lr_schedule] and other options of the run. The training horizon is twice the steps, so that a
-    learning rate that depends on the samples keeps changing."""
-    batch = batch_size(parallel)
+def shrink_training(tree: Tree, layouts: Sequence[ParallelConfig], steps: int) -> None:
+    """Sets [train], [lr_schedule] and other options of a run of which each of the layouts can take a step. The training
+    horizon is twice the steps, so that a learning rate that depends on the samples keeps changing."""
+    batch = batch_size(*layouts)
     tree["train"].update(
         micro_batch_size=1,
         global_batch_size=batch,
@@ -49,17 +51,17 @@ def shrink_training(tree: Tree, parallel: ParallelConfig, steps: int) -> None:
     tree["logging"] = {"progress": "none"}
 
 
-def batch_size(parallel: ParallelConfig) -> int:
-    """The smallest batch of at least BATCH samples of which the copies of the model can share a half."""
+def batch_size(*layouts: ParallelConfig) -> int:
+    """The smallest batch of at least BATCH samples of which the copies of the model can share a half in each layout."""
     # The ramp-up's half batch has to be a multiple of the copies, too.
-    unit = 2 * copies(parallel, processes(parallel))
+    unit = 2 * math.lcm(*(copies(parallel, processes(parallel)) for parallel in layouts))
     return -(-BATCH // unit) * unit
 
 
-def keep_dropout(model: dict[str, Any], parallel: ParallelConfig, rate: float | None) -> None:
+def keep_dropout(model: dict[str, Any], layouts: Sequence[ParallelConfig], rate: float | None) -> None:
     """Dropout as configured, or with `rate`. Attention dropout is drawn inside of kernels, for the heads and positions
     of a rank: layouts that shard those differently drop different weights, so there it is disabled."""
-    sharded = parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1
+    sharded = any(each.tensor_model_parallel_size * each.context_parallel_size > 1 for each in layouts)
     for key in model:
         if key.endswith("attention_dropout") and sharded:
             model[key] = 0.0

@@ -18,11 +18,13 @@ from typing import Any, TextIO
 import torch
 
 from mt_core.config.schema import Config
+from mt_core.data.file_contents import configured_contents
 from mt_core.launch.phases import Phases
 from mt_core.parallel.context import ParallelContext
 from mt_core.paths import write_whole
 from mt_core.run_events import EVENTS_FILE, event
 from mt_core.train.callbacks import Callback, Metrics, Run
+from mt_core.train.checkpoint.resume import data_identity
 from mt_core.train.reporting.drawn_data import DrawnData
 from mt_core.train.state import TrainResult
 from mt_core.versions import installed_versions
@@ -66,6 +68,8 @@ class EventLog(Callback):
                 host=socket.gethostname(),
                 pid=os.getpid(),
                 began=time.time() - run.engine.time.total(),
+                data=_identity(run),
+                files=configured_contents(run.config),
                 **_sign_before(run.directory.path),
             )
         )
@@ -99,6 +103,12 @@ class EventLog(Callback):
         if self._file is not None:
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
+
+
+def _identity(run: Run) -> dict[str, str]:
+    """Fingerprints of the training data and of the tokenizer. Only the trainer has data."""
+    data = getattr(run, "train_data", None)
+    return {} if data is None else data_identity(data, run.engine.tokenizer)
 
 
 def _sign_before(run_dir: Path) -> dict[str, Any]:

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from mt_ops.reading.data_contents import changed_since
 from mt_ops.reading.run import Run
-from mt_ops.report.html import Section, details, table
+from mt_ops.report.html import Section, details, finding, table
+
+MOST_CHECKED, MOST_LINES = 12, 24
+"""Runs whose files are looked at, and lines about them."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +26,12 @@ class Drawn:
 
 
 def drawn_data(runs: Sequence[Run]) -> Section | None:
-    """Planned and drawn parts of the data sets of a blend."""
+    """Planned and drawn parts of the data sets of a blend, and files that are no longer what a run was trained on."""
+    changed = [line for run in runs[:MOST_CHECKED] for line in changed_since(run)]
     parts = [details(run.name, _table(drawn), is_open=len(runs) == 1) for run in runs if (drawn := drawn_by(run))]
-    return Section("blend", "Data drawn from the blend", "".join(parts)) if parts else None
+    title = "Data drawn from the blend" if parts else "Data"
+    parts = [*map(finding, changed[:MOST_LINES]), *parts]
+    return Section("blend", title, "".join(parts)) if parts else None
 
 
 def drawn_by(run: Run) -> list[Drawn]:

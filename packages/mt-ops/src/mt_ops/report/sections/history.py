@@ -42,7 +42,7 @@ def described(entry: Mapping[str, Any]) -> str:
         return str(entry["text"])
     if entry["kind"] == "end":
         return f"stopped by {entry['reason']}" if entry.get("reason") else "finished"
-    hidden = ("time", "iteration", "kind", "began")
+    hidden = ("time", "iteration", "kind", "began", "before", "data", "files")
     values = {key: value for key, value in entry.items() if key not in hidden and value is not None}
     return ", ".join(f"{key.replace('_', ' ')} {shown(value)}" for key, value in values.items())
 

@@ -1,0 +1,105 @@
+"""What the files of two runs' data held when they were trained, compared with each other and with what is there now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mt_core.data.file_contents import changed_files
+from mt_ops.reading.json_lines import read_json
+from mt_ops.reading.run import Run
+
+CHECKPOINTS, LATEST, METADATA = "checkpoints", "latest", "metadata.json"
+CONTENT = "data.content"
+"""Key of the training data's fingerprint."""
+DIGITS = 12
+"""Of a digest that is shown: enough to show that two differ."""
+
+
+@dataclass(frozen=True)
+class TrainedData:
+    """identity: fingerprints of the training data and of the tokenizer, by key. files: path -> entry of
+    `mt_core.data.file_contents`. Empty where a run recorded neither."""
+
+    identity: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def trained_data(run: Run) -> TrainedData:
+    """As recorded by the run's newest process that did; the fingerprints else as its newest checkpoint has them."""
+    starts = [entry for entry in run.events if entry["kind"] == "start" and "files" in entry]
+    if not starts:
+        return TrainedData(identity=_of_checkpoint(run.path))
+    files = {str(entry["path"]): entry for entry in starts[-1]["files"]}
+    return TrainedData(starts[-1].get("data") or _of_checkpoint(run.path), files)
+
+
+def _of_checkpoint(run_dir: Path) -> Mapping[str, str]:
+    try:
+        newest = (run_dir / CHECKPOINTS / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    metadata = read_json(run_dir / CHECKPOINTS / newest / METADATA)
+    stored = metadata.get("data") if isinstance(metadata, Mapping) else None
+    return stored if isinstance(stored, Mapping) else {}
+
+
+@dataclass(frozen=True)
+class OtherContent:
+    """key: `data.content`, `tokenizer.content`, or the path of a file. text: for a reader."""
+
+    key: str
+    text: str
+
+
+def other_contents(a: Run, b: Run) -> list[OtherContent]:
+    """Files that both runs read from one path and that held something else; where no file is known, the fingerprints
+    that differ."""
+    first, second = trained_data(a), trained_data(b)
+    files = list(_other_files(first, second))
+    return files or list(_other_identities(a, b, first, second))
+
+
+def _other_files(a: TrainedData, b: TrainedData) -> Iterator[OtherContent]:
+    for path in a.files.keys() & b.files.keys():
+        mine, theirs = a.files[path], b.files[path]
+        if mine["digest"] != theirs["digest"]:
+            yield OtherContent(path, f"{path} had other content: {_content(mine)} in A and {_content(theirs)} in B")
+
+
+def _content(entry: Mapping[str, Any]) -> str:
+    return f"{entry['bytes']:,} bytes, digest {entry['digest'][:DIGITS]}"
+
+
+def _other_identities(a: Run, b: Run, first: TrainedData, second: TrainedData) -> Iterator[OtherContent]:
+    """Nothing where the configuration names other files: then it is what differs."""
+    for key in sorted(first.identity.keys() & second.identity.keys()):
+        mine, theirs = first.identity[key], second.identity[key]
+        if mine != theirs and _section(a, key) == _section(b, key):
+            named = ", ".join(data_paths(a.config)) if key.startswith("data.") else "the tokenizer's files"
+            yield OtherContent(
+                key,
+                f"{key} is {mine[:DIGITS]} in A and {theirs[:DIGITS]} in B: the same configuration read other content "
+                f"from {named or 'its data'}",
+            )
+
+
+def _section(run: Run, key: str) -> dict[str, Any]:
+    prefix = key.partition(".")[0] + "."
+    return {name: value for name, value in run.config.items() if name.startswith(prefix)}
+
+
+def data_paths(config: Mapping[str, Any]) -> Iterator[str]:
+    """What a configuration names for its data."""
+    for key, value in config.items():
+        if key.startswith("data.") and key.endswith(("_path", "_paths")) and value and "cache" not in key:
+            entries = value if isinstance(value, list) else [value]
+            yield from (str(entry.get("prefix", entry) if isinstance(entry, Mapping) else entry) for entry in entries)
+
+
+def changed_since(run: Run) -> list[str]:
+    """A line for each file on this machine that no longer holds what the run was trained on."""
+    changed = changed_files(list(trained_data(run).files.values()))
+    return [f"{entry['path']} is no longer what {run.name} was trained on: it was written again" for entry in changed]
