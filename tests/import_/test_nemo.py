@@ -46,6 +46,14 @@ def more(*lines: str) -> tuple[str, str]:
         (more("fp8: true", "fp8_hybrid: true"), "precision", {"fp8_format": "hybrid"}),
         (more("fp8: true", "fp8_e4m3: true"), "precision", {"fp8_format": "e4m3"}),
         (more("fp8: false", "fp8_e4m3: false", "fp8_hybrid: true"), "precision", {"fp8_format": None}),
+        (more("apply_embedding_scaling: true"), "model", {"embedding_multiplier": 768**0.5}),
+        (("activation: gelu", "activation: geglu\n  openai_gelu: true"), "model", {"activation": "geglu_tanh"}),
+        (("activation: gelu", "activation: fast-geglu"), "model", {"activation": "geglu"}),
+        (
+            ("model:\n", "mcore_customization_config: {parallel_attention: true}\nmodel:\n"),
+            "model",
+            {"parallel_residual": True, "parallel_residual_norms": 1},
+        ),
         (more("bert_binary_head: true"), "model", {"family": "bert", "add_pooler": True}),
     ],
 )
@@ -97,7 +105,6 @@ def test_what_is_not_read_is_named(change: tuple[str, str], message: str, tmp_pa
 @pytest.mark.parametrize(
     ("key", "same"),
     [
-        ("apply_embedding_scaling: true", "apply_embedding_scaling: false"),
         ("transformer_block_type: normformer", "transformer_block_type: pre_ln"),
         ("normalize_attention_scores: false", "normalize_attention_scores: true"),
         ("ffn_dropout: 0.1", "ffn_dropout: 0.0"),

@@ -9,6 +9,7 @@ import torch
 from tests.infer.decoding import cached_logits
 
 from mt_core.errors import ConfigError, PluginError
+from mt_core.nn.layout import parameter_layouts
 from mt_core.specs import MODELS
 from mt_models.blocks.position_bias import alibi_slopes
 from mt_models.blocks.rotary import RotaryAngles, inverse_frequencies, rotate
@@ -92,6 +93,60 @@ def test_initial_weights_follow_megatron(build) -> None:
             expected = 0.02 / math.sqrt(16) if scaled else 0.02
             drawn = parameter[:500] if "word" in name else parameter
             assert drawn.std().item() == pytest.approx(expected, rel=0.03), name
+
+
+def test_maximal_update_parametrization(build) -> None:
+    """Four times as wide as the base: initial weights, rates and epsilons of Yang and Hu's table 8."""
+    wide = {"hidden_size": 256, "num_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    model = build(**wide, vocab_size=500, mup_base_hidden_size=64, untie_embeddings_and_output_weights=True)
+    layouts = parameter_layouts(model)
+    for name, parameter in model.named_parameters():
+        table = name.startswith("embedding.")
+        factor = 1 / 4 if parameter.ndim == 2 and not table else 1.0
+        assert (layouts[name].lr_mult, layouts[name].eps_mult) == (factor, factor), name
+        if parameter.ndim == 2:
+            layer = name.startswith("decoder.")
+            into_stream = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            expected = 0.02 / (2 if layer else 1) / (2 if into_stream else 1)
+            drawn = parameter[:500] if "word" in name or "output_layer" in name else parameter
+            assert drawn.std().item() == pytest.approx(expected, rel=0.03), name
+    # 1 / head size for the scores, and 1 / 4 for the logits.
+    plain = build(**wide, vocab_size=500, untie_embeddings_and_output_weights=True)
+    plain.load_state_dict(model.state_dict())
+    for layer in plain.decoder.layers.children():
+        layer.self_attention.query_scale = 1 / 8
+    torch.testing.assert_close(model(tokens()), plain(tokens()) / 4)
+
+
+def test_nothing_is_scaled_at_the_base_width_but_scores(build) -> None:
+    keys = {**SMALL, "max_position_embeddings": 16}
+    model, plain = build(**keys, mup_base_hidden_size=32, attention_multiplier=8**-0.5), build(**keys)
+    assert torch.equal(model(tokens()), plain(tokens()))
+    assert all(layout.lr_mult == layout.eps_mult == 1.0 for layout in parameter_layouts(model).values())
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("optimizer.optimizer=muon", "choose one of these"),
+        ("optimizer.optimizer=sgd", "adam or lion, and not for sgd"),
+        ("optimizer.decoupled_lr=0.1", "both say the learning rate of the output layer"),
+    ],
+)
+def test_an_optimizer_without_rules_for_the_width_is_refused(build, setting, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build(setting, **SMALL, max_position_embeddings=16, mup_base_hidden_size=16)
+
+
+def test_one_norm_for_both_branches_is_two_equal_ones(build, randomize) -> None:
+    keys = {**SMALL, "position_embedding_type": "rope", "parallel_residual": True}
+    one, two = build(**keys, parallel_residual_norms=1), build(**keys)
+    randomize(one)
+    norms = {name: x for name, x in one.state_dict().items() if ".input_layernorm." in name}
+    copies = {name.replace("input_layernorm", "pre_mlp_layernorm"): x for name, x in norms.items()}
+    two.load_state_dict({**one.state_dict(), **copies})
+    torch.testing.assert_close(one(tokens()), two(tokens()))
+    torch.testing.assert_close(cached_logits(one, tokens(), (5, 8, 12)), one(tokens()), atol=2e-5, rtol=1e-4)
 
 
 def test_parameter_names_are_those_of_megatron_core(build) -> None:

@@ -9,7 +9,7 @@ import torch
 from tests.models import decoder_reference as ref
 
 from mt_core.errors import ConfigError
-from mt_models.hugging_face import load_reference
+from mt_models.hugging_face import load_reference, to_reference
 
 transformers = pytest.importorskip("transformers")
 
@@ -189,7 +189,7 @@ def test_a_hugging_face_configuration_that_cannot_be_read(host, kind, fields, wo
         (
             {"position_embedding_type": "none"},
             r"gpt2 and gpt_bigcode \(model.position_embedding_type=none; it can be learned_absolute\), bloom \(.*; it "
-            r"can be alibi\), gpt_neox and nemotron and llama and qwen2 and qwen3 \(.*; it can be rope\)",
+            r"can be alibi\), gpt_neox and nemotron and llama and qwen2 and qwen3 and granite \(.*; it can be rope\)",
         ),
         ({"position_embedding_type": "alibi"}, r"bloom \(model.embedding_layernorm=False; it can be True\)"),
         (
@@ -209,6 +209,22 @@ def test_a_gpt_that_no_format_can_express_names_the_key(host, build, keys, words
     config = model.config.model_copy(update=activation)
     with pytest.raises(ConfigError, match=words):
         ref.family_of(host, "gpt2").write_config(config)
+
+
+def test_factors_are_those_of_granite(host, build, randomize) -> None:
+    """transformers computes the logits of a model with factors from the Granite that is written of it."""
+    keys = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCAB}
+    llama = {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu"}
+    factors = {"add_bias_linear": False, "mup_base_hidden_size": 8, "embedding_multiplier": 3.0}
+    model = build(**keys, **llama, **factors)
+    randomize(model)
+    family = ref.family_of(host, "gpt2")
+    external = family.write_config(model.config)
+    assert (external["attention_multiplier"], external["logits_scaling"]) == (1 / 8, 4.0)
+    config = transformers.GraniteConfig.from_dict(external, attn_implementation="eager")
+    theirs = transformers.GraniteForCausalLM(config).eval()
+    theirs.load_state_dict(to_reference(model, family), strict=False)  # the tied output matrix is no tensor of ours
+    ref.assert_same_function(ref.Pair(model, theirs, family), ref.random_tokens(VOCAB, 12))
 
 
 def test_a_preset_turned_to_rotary_has_no_table_of_positions(host) -> None:

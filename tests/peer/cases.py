@@ -90,6 +90,10 @@ CASES = {
     "gpt": Case(GPT, exact=True),
     "gpt untied": Case({**GPT, "untie_embeddings_and_output_weights": True, "num_query_groups": 1}, exact=True),
     "gpt without biases": Case({**GPT, "add_bias_linear": False, "activation": "squared_relu"}, exact=True),
+    "gpt, maximal update parametrization": Case(
+        {**GPT, "mup_base_hidden_size": 8, "embedding_multiplier": 3.0, "untie_embeddings_and_output_weights": True},
+        exact=True,
+    ),
     "llama": Case(LLAMA),
     "llama with biases": Case({**LLAMA, "attention_bias": True, "mlp_bias": True}),
     "mistral": Case({**LLAMA, "family": "mistral", "sliding_window": 9}),

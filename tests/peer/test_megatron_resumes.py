@@ -34,6 +34,7 @@ LLAMA = [
 MODELS: dict[str, tuple[str, list[str]]] = {
     "gpt": ("gpt", [*LAYERS, *SHAPE]),
     "llama": ("gpt", [*LAYERS, *SHAPE, *LLAMA]),
+    "mup": ("gpt", [*LAYERS, *SHAPE, "--use-mup", "--mup-base-hidden-size=8"]),
     "bert": ("bert", [*LAYERS, *SHAPE]),
     "mixtral": ("gpt", [*LAYERS, *SHAPE, *LLAMA, "--num-experts=4", "--moe-ffn-hidden-size=24"]),
 }
@@ -66,10 +67,13 @@ ROUND_TRIPS = {
     "llama torch_dist, tensor": ("llama", TENSOR, "torch_dist"),
     "llama torch, tensor": ("llama", TENSOR, "torch"),
     "mixtral torch_dist": ("mixtral", ONE_RANK, "torch_dist"),
+    "mup torch_dist": ("mup", ONE_RANK, "torch_dist"),
+    "mup torch": ("mup", ONE_RANK, "torch"),
     "gpt torch_dist, data": ("gpt", DATA, "torch_dist"),
 }
 WITHOUT_DISTRIBUTED = {
     "gpt": ("gpt", ONE_RANK, []),
+    "mup": ("mup", ONE_RANK, []),
     "gpt, 16 bits": ("gpt", ONE_RANK, BF16),
     "bert": ("bert", ONE_RANK, []),
     "llama, tensor": ("llama", TENSOR, []),

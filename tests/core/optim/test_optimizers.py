@@ -11,8 +11,10 @@ import torch
 
 from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
+from mt_core.nn.kernels.reference.adamw import TorchAdamW
 from mt_core.optim.configs import AdamConfig, LionConfig, SGDConfig
-from mt_core.optim.optimizers import build_adam, build_lion, build_sgd
+from mt_core.optim.fused_adamw import FusedAdamW
+from mt_core.optim.optimizers import AdamW, build_adam, build_lion, build_sgd
 from mt_core.optim.param_groups import GroupSchedules, param_groups, weight_decay_schedule
 from mt_core.train.step.optimizer_step import set_learning_rate
 
@@ -134,6 +136,21 @@ def test_a_factor_of_the_learning_rate_makes_a_group() -> None:
     optimizer = torch.optim.SGD(groups, lr=1.0)
     set_learning_rate(optimizer, 0.5)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_factor_of_epsilon_is_that_of_its_group(fused: bool) -> None:
+    """A first step of Adam moves by lr g / (|g| + eps)."""
+    named = [(name, torch.nn.Parameter(torch.ones(2, 2))) for name in ("a.weight", "b.weight")]
+    groups = param_groups(named, 0.0, epsilons={"a.weight": 0.25})
+    assert [(group["names"], group.get("eps_mult")) for group in groups] == [(["b.weight"], None), (["a.weight"], 0.25)]
+    options = (1.0, 0.9, 0.95, 1.0)
+    optimizer = FusedAdamW(groups, *options, TorchAdamW()) if fused else AdamW(groups, *options)
+    for _, parameter in named:
+        parameter.grad = torch.ones(2, 2)
+    optimizer.step()
+    moved = {name: 1.0 - parameter[0, 0].item() for name, parameter in named}
+    assert moved == pytest.approx({"a.weight": 1 / 1.25, "b.weight": 1 / 2})
 
 
 def test_groups_follow_schedules_of_their_own() -> None:

@@ -101,6 +101,8 @@ READ = (
     ),
     *("mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_num_heads", "hybrid_attention_ratio"),
     *("hybrid_mlp_ratio", "make_vocab_size_divisible_by", "transformer_impl"),
+    *("mup_base_hidden_size", "mup_width_mult", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim"),
+    "mup_attn_scale_power",
     # MoE
     *("num_experts", "moe_layer_freq", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_dtype"),
@@ -218,7 +220,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
     ),
     "reinforcement learning": ("rl_*", "grpo_*", "langrl_*", "perform_rl_step", "refit_method"),
     "a part that the model only has with an argument that is refused": (
-        *("dsa_*", "linear_*", "mhc_*", "mup_*", "gdp_*", "enable_experimental", "bert_binary_head"),
+        *("dsa_*", "linear_*", "mhc_*", "gdp_*", "enable_experimental", "bert_binary_head"),
     ),
     "models that Megatron has no longer": (
         *("ict_*", "biencoder_*", "bert_load", "titles_data_path", "query_in_block_prob", "use_one_sent_docs"),

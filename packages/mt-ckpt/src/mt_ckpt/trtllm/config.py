@@ -23,12 +23,19 @@ ACTIVATIONS = {
 }
 """Its one gelu is the tanh form; the exact one differs from it by less than 5e-4."""
 GATED = ("swiglu", "geglu", "geglu_tanh")
+GPT_FACTORS: Mapping[str, tuple[Any, ...]] = {
+    "embedding_multiplier": (1.0,),
+    "attention_multiplier": (None,),
+    "logits_scaling": (None, 1.0),
+    "mup_base_hidden_size": (None,),
+}
 GPT_DEMANDS: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", "alibi"),
     "qk_layernorm": (False,),
     "embedding_layernorm": (False,),
     "parallel_residual": (False,),
     "moe": (None,),
+    **GPT_FACTORS,
 }
 LLAMA_DEMANDS: Mapping[str, tuple[Any, ...]] = {"moe": (None,), "rope_scaling_type": ("none", "linear", "llama3")}
 LLAMA_OF_GPT_DEMANDS: Mapping[str, tuple[Any, ...]] = {
@@ -41,6 +48,7 @@ LLAMA_OF_GPT_DEMANDS: Mapping[str, tuple[Any, ...]] = {
     "embedding_layernorm": (False,),
     "parallel_residual": (False,),
     "moe": (None,),
+    **GPT_FACTORS,
 }
 """Keys of a gpt with RMSNorm, which only the Llama architecture has."""
 DTYPES = ("float16", "bfloat16", "float32")

@@ -88,8 +88,9 @@ class ParameterLayout:
     replicas: the axis of the ranks that hold the same slice and see other samples or positions, over which
     gradients are summed and the optimizer's state may be sharded: "edp" for what experts own.
     dtype: in memory; None: as the context's params_dtype. trained: whether the optimizer updates it; one that it
-    does not (a state that the model keeps by itself) is stored and resumed like any other. lr_mult: factor of its
-    learning rate. added: by a model transform, so that the checkpoint that a run starts from may lack it.
+    does not (a state that the model keeps by itself) is stored and resumed like any other. lr_mult, eps_mult:
+    factors of its learning rate and of the optimizer's epsilon. added: by a model transform, so that the checkpoint
+    that a run starts from may lack it.
     """
 
     shape: tuple[int, ...]
@@ -101,6 +102,7 @@ class ParameterLayout:
     dtype: torch.dtype | None = None
     trained: bool = True
     lr_mult: float = 1.0
+    eps_mult: float = 1.0
     added: bool = False
 
     def local_shape(self, ctx: ParallelContext) -> tuple[int, ...]:

@@ -43,7 +43,8 @@ class FusedAdamW(FunctionalOptimizer):
         self.copies = copies or {}
 
     def update(self, parameters: list[Tensor], gradients: list[Tensor], group: ParamGroup) -> None:
-        options = AdamWOptions(group["lr"], self.beta1, self.beta2, self.eps, group["weight_decay"])
+        eps = self.eps * group.get("eps_mult", 1.0)
+        options = AdamWOptions(group["lr"], self.beta1, self.beta2, eps, group["weight_decay"])
         scale = self.gradient_scale
         if scale is None:
             # The kernel always reads a factor, from the device.

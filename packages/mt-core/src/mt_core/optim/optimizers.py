@@ -44,7 +44,7 @@ class AdamW(FunctionalOptimizer):
             beta2=self.beta2,
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            eps=self.eps,
+            eps=self.eps * group.get("eps_mult", 1.0),
             maximize=False,
             found_inf=self.found_inf,
         )

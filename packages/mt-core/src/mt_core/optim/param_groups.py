@@ -1,7 +1,8 @@
 """The parameter groups of an optimizer: with and without weight decay, and those with a decoupled learning rate.
 
 A group is a dictionary with `params`, `names` (canonical), `weight_decay`, `wd_mult` (1 or 0: whether decay applies)
-and `is_decoupled_lr`, as Megatron's are, and `lr_mult` where the learning rate is multiplied.
+and `is_decoupled_lr`, as Megatron's are, `lr_mult` where the learning rate is multiplied, and `eps_mult` where the
+optimizer's epsilon is.
 """
 
 from __future__ import annotations
@@ -53,29 +54,31 @@ def param_groups(
     decoupled: bool = False,
     undecayed: Sequence[str] | None = None,
     rates: Mapping[str, float] | None = None,
+    epsilons: Mapping[str, float] | None = None,
 ) -> list[ParamGroup]:
     """Groups of the trained parameters, with their canonical names.
 
     shapes: of the whole parameters, where those given are shards. decoupled: the embedding and the output layer get
     separate groups. undecayed: patterns of the names without weight decay, in place of `decays`. rates: factor of the
-    learning rate by name, 1 where there is none.
+    learning rate by name, 1 where there is none; epsilons: of the optimizer's epsilon.
     """
-    groups: dict[tuple[float, bool, bool], ParamGroup] = {}
+    groups: dict[tuple[float, float, bool, bool], ParamGroup] = {}
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             # A shard of a matrix may be one-dimensional. By its own shape it would lose its weight decay.
             shape = parameter.shape if shapes is None else shapes[name]
             decayed = decays(name, shape) if undecayed is None else not matches(name, undecayed)
-            key = ((rates or {}).get(name, 1.0), decoupled and is_embedding_or_output(name), not decayed)
+            factors = ((rates or {}).get(name, 1.0), (epsilons or {}).get(name, 1.0))
+            key = (*factors, decoupled and is_embedding_or_output(name), not decayed)
             group = groups.setdefault(key, _empty_group(weight_decay, *key))
             group["params"].append(parameter)
             group["names"].append(name)
     # Ranks may have different groups, as pipeline stages without an embedding do; nothing is exchanged by group. Those
     # of the plain learning rate first, with weight decay before those without.
-    return [groups[key] for key in sorted(groups, key=lambda key: (key[0] != 1.0, *key))]
+    return [groups[key] for key in sorted(groups, key=lambda key: (key[:2] != (1.0, 1.0), *key))]
 
 
-def _empty_group(weight_decay: float, lr_mult: float, apart: bool, undecayed: bool) -> ParamGroup:
+def _empty_group(weight_decay: float, lr_mult: float, eps_mult: float, apart: bool, undecayed: bool) -> ParamGroup:
     return {
         "params": [],
         "names": [],
@@ -83,6 +86,7 @@ def _empty_group(weight_decay: float, lr_mult: float, apart: bool, undecayed: bo
         "wd_mult": float(not undecayed),
         "is_decoupled_lr": apart,
         **({"lr_mult": lr_mult} if lr_mult != 1.0 else {}),
+        **({"eps_mult": eps_mult} if eps_mult != 1.0 else {}),
     }
 
 

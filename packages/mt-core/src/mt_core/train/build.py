@@ -340,6 +340,7 @@ def build_optimizer(config: Config, environment: OptimizerBuildContext, host: Pl
         decoupled=options.decoupled_lr is not None,
         undecayed=options.no_weight_decay,
         rates={name: layout.lr_mult for name, layout in environment.layouts.items()},
+        epsilons={name: layout.eps_mult for name, layout in environment.layouts.items()},
     )
     require_used_patterns("optimizer.no_weight_decay", options.no_weight_decay, environment.shapes, environment.ctx)
     spec = host[OPTIMIZERS].get(options.optimizer, key="optimizer.optimizer")

@@ -183,13 +183,25 @@ def import_bridge(values: Mapping[str, Any], source: str, host: PluginHost, opti
 
 
 def _of_nemo(result: ImportResult, nemo: NemoValues) -> ImportResult:
-    result = replace(result, accounts=[*result.accounts, *nemo.refused])
+    result = _with_keys_of_gpt(replace(result, accounts=[*result.accounts, *nemo.refused]), nemo)
     if not nemo.missing:
         return result
     if DATA in nemo.missing:  # without data Megatron's arguments mean mock data
         data = {**result.sections["data"], "dataset_type": entry_script(nemo.entry).dataset_type}
         result = replace(result, sections={**result.sections, "data": data})
     return replace(result, notes=[note_on_missing(nemo.missing), *result.notes], complete=False)
+
+
+def _with_keys_of_gpt(result: ImportResult, nemo: NemoValues) -> ImportResult:
+    model, accounts = result.sections["model"], list(result.accounts)
+    for found in nemo.of_gpt.values():
+        if model["family"] == "gpt":
+            model = {**model, **found.keys}
+            keys = {f"model.{key}": value for key, value in found.keys.items()}
+            accounts.append(Account(found.path, "translated", keys, ""))
+        else:
+            accounts.append(Account(found.path, "refused", {}, f"model.family={model['family']} has no such key"))
+    return replace(result, sections={**result.sections, "model": model}, accounts=accounts)
 
 
 def _flat(values: Mapping[str, Any], root: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

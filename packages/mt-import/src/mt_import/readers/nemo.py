@@ -6,7 +6,7 @@ the flat form: dotted path -> value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ MISSING = "???"
 """Value that the command line has to give."""
 GIVEN_LATER = ("model.data.", "model.tokenizer.")
 """Keys whose values a file may leave to the command line: data and tokenizer are added to what is imported."""
+ACTIVATION, EMBEDDING = "model.activation", "model.apply_embedding_scaling"
+PARALLEL = "mcore_customization_config.parallel_attention"
+GEGLU = ("geglu", "fast-geglu")
 DATA, MOCK = "model.data.data_prefix", "model.data.mock_dataset"
 SCHEDULER = "model.optim.sched"
 STYLES: Mapping[str, str] = {"CosineAnnealing": "cosine", "WarmupAnnealing": "linear"}
@@ -33,14 +36,12 @@ OTHER_MODELS: Mapping[str, str] = {
 }
 """Beginning of keys of files that are not imported -> why. Without a value they do not count."""
 CHANGES: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "model.apply_embedding_scaling": ((False,), "embeddings times the root of the hidden size"),
     "model.headscale": ((False,), "a scale of each head"),
     "model.transformer_block_type": (("pre_ln",), "norms in another place"),
     "model.attention_type": (("multihead",), "heads of another kind"),
     "model.normalize_attention_scores": ((True,), "scores that are not divided by the root of the head's size"),
     "model.ffn_dropout": ((0,), "dropout within the feed-forward"),
     "model.use_scaled_init_method": ((True,), "the same deviation for all matrices at the start"),
-    "mcore_customization_config.parallel_attention": ((False,), "attention and feed-forward beside each other"),
     "mcore_customization_config.new_decoder_architecture": ((False,), "two norms side by side"),
 }
 """Keys that change what is computed -> (values with which they do not, what others request)."""
@@ -49,12 +50,22 @@ CHANGES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 @dataclass(frozen=True)
 class NemoValues:
     """flat: with Megatron's words in place of NeMo's. entry: name of the script that trains such a model. missing: keys
-    that the command line has to give. refused: accounts of what cannot be done."""
+    that the command line has to give. refused: accounts of what cannot be done. of_gpt: keys of [model] of the family
+    gpt, which Megatron has no words for."""
 
     flat: dict[str, Any]
     entry: str
     missing: list[str]
     refused: list[Account]
+    of_gpt: dict[str, NemoKey]
+
+
+@dataclass(frozen=True)
+class NemoKey:
+    """path: NeMo's. keys: of our [model]."""
+
+    path: str
+    keys: dict[str, Any]
 
 
 def in_megatrons_words(flat: Mapping[str, Any]) -> NemoValues:
@@ -67,9 +78,22 @@ def in_megatrons_words(flat: Mapping[str, Any]) -> NemoValues:
     missing += [] if flat.get(DATA) is not None or flat.get(MOCK) else [DATA]
     changed = [key for key, (same, _) in CHANGES.items() if flat.get(key) is not None and flat[key] not in same]
     refused = [Account(f"{key} {flat[key]}", "refused", {}, CHANGES[key][1]) for key in changed]
-    kept = {key: value for key, value in flat.items() if key not in missing and key not in changed}
+    of_gpt = {found.path: found for found in _beyond_megatron(flat)}
+    apart = {*missing, *changed, *of_gpt}
+    kept = {key: value for key, value in flat.items() if key not in apart}
     kept |= _schedule(kept) | _optimizer(kept) | _normalization(kept) | _fp8(kept) | _layer_pattern(kept)
-    return NemoValues(kept, _entry(kept), missing, refused)
+    return NemoValues(kept, _entry(kept), missing, refused, of_gpt)
+
+
+def _beyond_megatron(flat: Mapping[str, Any]) -> Iterator[NemoKey]:
+    """What NeMo's GPT can be and Megatron-LM's cannot: Gemma's embedding and activation, Falcon's layers."""
+    if flat.get(ACTIVATION) in GEGLU:
+        # openai_gelu says which GELU is in it.
+        yield NemoKey(ACTIVATION, {"activation": "geglu_tanh" if flat.get("model.openai_gelu") else "geglu"})
+    if flat.get(EMBEDDING):
+        yield NemoKey(EMBEDDING, {"embedding_multiplier": float(flat["model.hidden_size"]) ** 0.5})
+    if flat.get(PARALLEL):
+        yield NemoKey(PARALLEL, {"parallel_residual": True, "parallel_residual_norms": 1})
 
 
 def note_on_missing(missing: list[str]) -> str:

@@ -119,7 +119,7 @@ class TransformerLayer(nn.Module):
 
 
 class ParallelResidualLayer(TransformerLayer):
-    """x + attention(norm_1(x)) + feed_forward(norm_2(x)): both read the same x (GPT-J, GPT-NeoX)."""
+    """x + attention(norm_1(x)) + feed_forward(norm_2(x)): both read the same x (GPT-NeoX)."""
 
     def forward(
         self,
@@ -129,9 +129,34 @@ class ParallelResidualLayer(TransformerLayer):
         cache: Cache | None = None,
     ) -> Tensor:
         x, normed = self.input_layernorm.add(x)
-        # Two norms with weights of their own, as in GPT-NeoX; GPT-J has one for both branches.
         attended = self.attention_dropout(self.self_attention(normed, pattern, angles, cache))
         x, normed = self.pre_mlp_layernorm.add(x)
+        return x + attended + self.mlp_dropout(self.mlp(normed))
+
+
+class SharedNormLayer(TransformerLayer):
+    """x + attention(norm(x)) + feed_forward(norm(x)): one norm for both branches (GPT-J, Falcon 7B)."""
+
+    def __init__(
+        self,
+        config: LayerConfigLike,
+        core: AttentionCore,
+        feed_forward: nn.Module,
+        ctx: ParallelContext,
+        attention: nn.Module | None = None,
+    ) -> None:
+        super().__init__(config, core, feed_forward, ctx, attention)
+        del self.pre_mlp_layernorm
+
+    def forward(
+        self,
+        x: Tensor,
+        pattern: AttentionPattern,
+        angles: RotaryAngles | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        x, normed = self.input_layernorm.add(x)
+        attended = self.attention_dropout(self.self_attention(normed, pattern, angles, cache))
         return x + attended + self.mlp_dropout(self.mlp(normed))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -16,6 +17,8 @@ from mt_models.blocks.config import check_tensor_parallel
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "silu", "swiglu", "geglu", "geglu_tanh"]
 GATED = ("swiglu", "geglu", "geglu_tanh")
+Factor = Annotated[float, Field(gt=0)]
+MUP_OPTIMIZERS = ("adam", "lion")
 
 
 class GPTConfig(ModelConfig):
@@ -62,6 +65,8 @@ class GPTConfig(ModelConfig):
     """Normalize the embedding before the first layer (BLOOM)."""
     parallel_residual: bool = False
     """Attention and feed-forward read the same input, and both are added to it (GPT-J, GPT-NeoX)."""
+    parallel_residual_norms: Literal[1, 2] = used_when(2, parallel_residual=True)
+    """Norms of a layer with parallel_residual: one of each branch (GPT-NeoX), or one for both (GPT-J, Falcon 7B)."""
     untie_embeddings_and_output_weights: bool = False
     """The output projection has a matrix of its own."""
     hidden_dropout: Probability = 0.0
@@ -69,9 +74,20 @@ class GPTConfig(ModelConfig):
     attention_dropout: Probability = 0.0
     """Dropout on the attention weights."""
     init_method_std: Annotated[float, Field(ge=0)] = 0.02
-    """Standard deviation of the initial weights."""
+    """Standard deviation of the initial weights; with mup_base_hidden_size, of the embeddings and the output layer."""
     use_scaled_init_method: bool = True
     """Matrices that add to the residual stream start with init_method_std / sqrt(2 num_layers)."""
+    embedding_multiplier: Factor = 1.0
+    """Factor of the embeddings, with learned positions, before dropout."""
+    attention_multiplier: Factor | None = None
+    """Factor of the products of queries and keys. Default: 1 / sqrt(head size); with
+    mup_base_hidden_size 1 / head size."""
+    logits_scaling: Factor | None = None
+    """Logits are divided by this. Default: 1; with mup_base_hidden_size the multiple of that width."""
+    mup_base_hidden_size: PositiveInt | None = None
+    """Maximal update parametrization: the hidden_size for which learning rate and init_method_std were chosen. In a
+    model that is m times as wide, the matrices of the layers start with init_method_std / sqrt(m); the learning rate
+    and Adam's epsilon of matrices are divided by m, and so are the logits. Default: none of this."""
     attention_backend: str = "auto"
     """Name of the attention backend; auto: the fastest that serves the model on its device."""
     moe: dict[str, Any] | None = None
@@ -105,6 +121,29 @@ class GPTConfig(ModelConfig):
         return int(self.head_dim * self.rotary_percent) // 2 * 2
 
     @property
+    def width_multiplier(self) -> float:
+        """hidden_size as a multiple of mup_base_hidden_size; 1 without it."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+
+    @property
+    def query_scale(self) -> float:
+        """Factor of the queries before their products with keys are divided by sqrt(head size)."""
+        if self.attention_multiplier is None and self.mup_base_hidden_size is None:
+            return 1.0
+        return (self.attention_multiplier or 1.0 / self.head_dim) * math.sqrt(self.head_dim)
+
+    @property
+    def logits_divisor(self) -> float:
+        return self.logits_scaling or self.width_multiplier
+
+    @property
+    def of_layers(self) -> GPTConfig:
+        """The same with the standard deviation from which the matrices of the layers start."""
+        if self.width_multiplier == 1.0:
+            return self
+        return self.model_copy(update={"init_method_std": self.init_method_std / math.sqrt(self.width_multiplier)})
+
+    @property
     def output_init_std(self) -> float:
         return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)
 
@@ -117,6 +156,13 @@ class GPTConfig(ModelConfig):
         return None
 
 
+FACTORS: Mapping[str, tuple[Any, ...]] = {
+    "embedding_multiplier": (1.0,),
+    "attention_multiplier": (None,),
+    "logits_scaling": (None, 1.0),
+    "mup_base_hidden_size": (None,),
+}
+"""Keys that most formats cannot express, and the values with which they change nothing."""
 SAME_KEYS = (
     "vocab_size",
     "num_layers",
@@ -143,6 +189,24 @@ def check_gpt(config: Config) -> None:
         config, query_groups=model.query_groups, ffn_size=model.ffn_size, heads=model.num_attention_heads
     )
     _check_positions(model, config.data.seq_length)
+    _check_mup(model, config)
+
+
+def _check_mup(model: GPTConfig, config: Config) -> None:
+    """The factors of learning rates are those of optimizers whose step does not grow with the gradient."""
+    if model.mup_base_hidden_size is None:
+        return
+    if config.optimizer.optimizer not in MUP_OPTIMIZERS:
+        raise ConfigError(
+            f"model.mup_base_hidden_size={model.mup_base_hidden_size} divides the learning rate of matrices by "
+            f"the multiple of the width, which is right for optimizer.optimizer={' or '.join(MUP_OPTIMIZERS)}, and not "
+            f"for {config.optimizer.optimizer}; choose one of these"
+        )
+    if config.optimizer.decoupled_lr is not None:
+        raise ConfigError(
+            f"optimizer.decoupled_lr={config.optimizer.decoupled_lr} and model.mup_base_hidden_size="
+            f"{model.mup_base_hidden_size} both say the learning rate of the output layer; keep one"
+        )
 
 
 def _check_heads(model: GPTConfig) -> None:

@@ -14,7 +14,7 @@ from mt_core.config.schema import ModelConfig
 from mt_core.errors import ConfigError
 from mt_core.name_map import GroupedQKV, NameMap, Rule, Same, Transpose
 from mt_models.gpt import nemotron
-from mt_models.gpt.config import GPTConfig
+from mt_models.gpt.config import FACTORS, GPTConfig
 from mt_models.gpt.hugging_face_config import CONFIG_MAPS
 from mt_models.gpt.hugging_face_relatives import RELATIVES, Relative
 from mt_models.hugging_face import HuggingFaceFamily, per_layer
@@ -261,6 +261,8 @@ _COMMON: Demands = {
     "qk_layernorm": (False,),
     "add_bias_linear": (True,),
     "moe": (None,),
+    "parallel_residual_norms": (2,),
+    **FACTORS,
 }
 _PLAIN: Demands = {"embedding_layernorm": (False,), "activation": ("gelu", "gelu_tanh", "relu", "silu")}
 _LEARNED: Demands = {"position_embedding_type": ("learned_absolute",), "parallel_residual": (False,), **_PLAIN}

@@ -1,16 +1,19 @@
-"""Exports a GPT that is equivalent to a Llama or a Qwen as a model of that family.
+"""Exports a GPT that is equivalent to a Llama, a Qwen or a Granite as a model of that family.
 
 The parameters have the same canonical names and shapes in both, so that the other family's name map applies.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mt_models.blocks.config import DecoderConfig
-from mt_models.gpt.config import SAME_KEYS, GPTConfig
+from mt_models.gpt.config import FACTORS, SAME_KEYS, GPTConfig
+from mt_models.granite.config import GraniteConfig
+from mt_models.granite.hugging_face import HUGGING_FACE as GRANITE
 from mt_models.hugging_face import HuggingFaceFamily
 from mt_models.llama.config import LlamaConfig
 from mt_models.llama.hugging_face import HUGGING_FACE as LLAMA
@@ -42,6 +45,19 @@ def as_qwen(config: GPTConfig) -> QwenConfig:
     )
 
 
+def as_granite(config: GPTConfig) -> GraniteConfig:
+    biased = config.add_bias_linear
+    return GraniteConfig(
+        family="granite",
+        attention_bias=biased,
+        mlp_bias=biased,
+        embedding_multiplier=config.embedding_multiplier,
+        attention_multiplier=config.query_scale / math.sqrt(config.head_dim),
+        logits_scaling=config.logits_divisor,
+        **_decoder_keys(config),
+    )
+
+
 def _decoder_keys(config: GPTConfig) -> dict[str, Any]:
     # ffn_size is written as a number: the default widths of the families differ.
     keys = {**{key: getattr(config, key) for key in SAME_KEYS}, "ffn_hidden_size": config.ffn_size}
@@ -60,10 +76,12 @@ _DECODER: Mapping[str, tuple[Any, ...]] = {
     "hidden_dropout": (0.0,),
     "moe": (None,),
 }
-_QWEN: Mapping[str, tuple[Any, ...]] = {**_DECODER, "add_bias_linear": (False,)}
+_QWEN: Mapping[str, tuple[Any, ...]] = {**_DECODER, **FACTORS, "add_bias_linear": (False,)}
+_NO_QUERY_CHANGES: Mapping[str, tuple[Any, ...]] = {"add_qkv_bias": (False,), "qk_layernorm": (False,)}
 RELATIVES: Mapping[str, Relative] = {
-    "llama": Relative(LLAMA, {**_DECODER, "add_qkv_bias": (False,), "qk_layernorm": (False,)}, as_llama),
+    "llama": Relative(LLAMA, {**_DECODER, **FACTORS, **_NO_QUERY_CHANGES}, as_llama),
     "qwen2": Relative(QWEN, {**_QWEN, "add_qkv_bias": (True,), "qk_layernorm": (False,)}, as_qwen),
     "qwen3": Relative(QWEN, {**_QWEN, "add_qkv_bias": (False,), "qk_layernorm": (True,)}, as_qwen),
+    "granite": Relative(GRANITE, {**_DECODER, **_NO_QUERY_CHANGES}, as_granite),
 }
 """`model_type` -> the values that a GPT needs for it."""

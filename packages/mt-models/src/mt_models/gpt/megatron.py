@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from mt_core.config_map import MegatronArguments, MegatronMap
+from mt_core.errors import ConfigError
 from mt_models.blocks.megatron import (
     LEARNED,
     activation,
@@ -17,6 +19,10 @@ from mt_models.blocks.megatron import (
     shared_section,
 )
 from mt_models.blocks.megatron_decoder import decoder_arguments, depth_and_heads, differing, require_no_extras
+from mt_models.gpt.config import FACTORS
+
+READS = ("use_mup",)
+"""Arguments that other families need off."""
 
 
 def is_gpt(args: MegatronArguments, names: Collection[str]) -> bool:
@@ -42,6 +48,7 @@ def gpt_section(args: MegatronArguments, names: Collection[str]) -> dict[str, An
     # Biases in all linear layers include those of queries, keys and values.
     if not bias and args.get("add_qkv_bias", False):
         section["add_qkv_bias"] = True
+    section |= _mup_section(args)
     if section["position_embedding_type"] == LEARNED:
         section["max_position_embeddings"] = int(args.need("max_position_embeddings"))
     if section["position_embedding_type"] == "rope":
@@ -55,6 +62,9 @@ def gpt_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, An
     require(model, "position_embedding_type", (LEARNED, "rope", "none"))
     require(model, "parallel_residual", (False,))
     require(model, "embedding_layernorm", (False,))
+    if model.mup_base_hidden_size is None:
+        for key, neutral in FACTORS.items():
+            require(model, key, neutral)
     # Models without learned positions have no longest sequence; Megatron's argument is required.
     longest = model.max_position_embeddings or kept.get("max_position_embeddings") or kept.get("seq_length") or 2048
     return {
@@ -66,7 +76,47 @@ def gpt_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, An
         "rotary_interleaved": model.rotary_interleaved,
         "use_rope_scaling": False,
         "rotary_seq_len_interpolation_factor": None,
+        **_mup_arguments(model),
     }
 
 
-MEGATRON = MegatronMap(arguments=gpt_arguments, takes=is_gpt, section=gpt_section)
+def _mup_section(args: MegatronArguments) -> dict[str, Any]:
+    """Megatron-Core 0.17's maximal update parametrization, whose options are read with --use-mup alone."""
+    if not args.get("use_mup", False):
+        return {}
+    hidden, heads = int(args.need("hidden_size")), int(args.need("num_attention_heads"))
+    base = int(args.get("mup_base_hidden_size", None) or hidden)
+    head_dim = int(args.get("kv_channels", None) or hidden // heads)
+    base_head, power = args.get("mup_base_head_dim", None), float(args.get("mup_attn_scale_power", 1.0))
+    output = float(args.get("mup_output_mult", 1.0))
+    section: dict[str, Any] = {
+        "mup_base_hidden_size": base,
+        "embedding_multiplier": float(args.get("mup_embedding_mult", 1.0)),
+        "attention_multiplier": float(base_head or 1.0) ** 0.5 / head_dim**power,
+    }
+    # Megatron takes 1 for "not given", and divides by the multiple of the width.
+    return section if output == 1.0 else {**section, "logits_scaling": 1.0 / output}
+
+
+def _mup_arguments(model: Any) -> dict[str, Any]:
+    if model.mup_base_hidden_size is None:
+        return {"use_mup": False}
+    if model.logits_divisor == 1.0 != model.width_multiplier:
+        raise ConfigError(
+            f"model.logits_scaling=1.0 cannot be written as Megatron's arguments, whose mup_output_mult=1.0 is the "
+            f"default, {1.0 / model.width_multiplier:g}; write another factor, or none"
+        )
+    factor = model.query_scale / math.sqrt(model.head_dim)
+    return {
+        "use_mup": True,
+        "mup_base_hidden_size": model.mup_base_hidden_size,
+        "mup_width_mult": model.width_multiplier,
+        "mup_embedding_mult": model.embedding_multiplier,
+        # sqrt(mup_base_head_dim) / kv_channels ** mup_attn_scale_power; any factor is one of a base size with power 1.
+        "mup_base_head_dim": (factor * model.head_dim) ** 2,
+        "mup_attn_scale_power": 1.0,
+        "mup_output_mult": 1.0 / model.logits_divisor,
+    }
+
+
+MEGATRON = MegatronMap(arguments=gpt_arguments, takes=is_gpt, section=gpt_section, reads=READS)

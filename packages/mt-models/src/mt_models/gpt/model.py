@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionPattern
 from mt_core.nn.build_context import ModelBuildContext
 from mt_core.nn.dropout import Dropout
-from mt_core.nn.layout import normal
+from mt_core.nn.layout import LayoutModule, normal
 from mt_core.nn.norm import build_norm
+from mt_core.optim.param_groups import decays, is_table
 from mt_core.parallel.context import ParallelContext
+from mt_models.blocks.attention import SelfAttention
 from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
 from mt_models.blocks.embedding import LearnedTable, like_token_embeddings
 from mt_models.blocks.position_bias import alibi_slopes
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
-from mt_models.blocks.transformer import ParallelResidualLayer, TransformerLayer
+from mt_models.blocks.transformer import ParallelResidualLayer, SharedNormLayer, TransformerLayer
 from mt_models.gpt.config import GPTConfig
 
 
@@ -24,6 +28,7 @@ class GPTEmbedding(TokenEmbedding):
 
     def __init__(self, config: GPTConfig, ctx: ParallelContext) -> None:
         super().__init__(config, ctx)
+        self.multiplier = config.embedding_multiplier
         self.dropout = Dropout(config.hidden_dropout, ctx)
         self.position_embeddings: LearnedTable | None = None
         if config.table_size is not None:
@@ -40,6 +45,8 @@ class GPTEmbedding(TokenEmbedding):
         if self.layernorm is not None:
             # BLOOM: before dropout, which a norm would rescale.
             x = self.layernorm(x)
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         return self.dropout(x)
 
 
@@ -50,7 +57,7 @@ class GPTModel(CausalDecoder):
 
     def __init__(self, config: GPTConfig, context: ModelBuildContext) -> None:
         ctx = context.parallel
-        super().__init__(config, context, GPTEmbedding, lambda number: gpt_layer(config, context, number))
+        super().__init__(config, context, GPTEmbedding, lambda number: gpt_layer(config.of_layers, context, number))
         self.slopes: Tensor | None = None
         if config.position_embedding_type == "alibi":
             # [heads of this rank]
@@ -58,6 +65,7 @@ class GPTModel(CausalDecoder):
         self.rotary: FixedRotary | None = None
         if config.position_embedding_type == "rope":
             self.rotary = FixedRotary(inverse_frequencies(config.rotary_dim, config.rotary_base))
+        scale_rates(self, config.width_multiplier)
 
     def pattern(self, segment_ids: Tensor | None, device: torch.device) -> AttentionPattern:
         if self.slopes is not None:
@@ -66,6 +74,17 @@ class GPTModel(CausalDecoder):
 
     def angles(self, position_ids: Tensor, capacity: Tensor | None) -> RotaryAngles | None:
         return None if self.rotary is None else self.rotary.angles(position_ids)
+
+    @property
+    def needs_logits(self) -> str | None:
+        """Why a loss needs the logits."""
+        scale = self.config.logits_divisor
+        return None if scale == 1.0 else f"the logits are divided by {scale:g} (model.logits_scaling)"
+
+    def logits(self, x: Tensor) -> Tensor:
+        scale = self.config.logits_divisor
+        # After the product, where Megatron multiplies.
+        return super().logits(x) if scale == 1.0 else super().logits(x) / scale
 
     @property
     def max_sequence_length(self) -> int | None:
@@ -82,9 +101,32 @@ def gpt_layer(config: GPTConfig, context: ModelBuildContext, number: int) -> Tra
         dropout=config.attention_dropout,
         bias=config.position_embedding_type == "alibi",
     )
-    layer_type = ParallelResidualLayer if config.parallel_residual else TransformerLayer
     feed_forward = context.feed_forward(config.feed_forward, config, number)
-    return layer_type(config, core, feed_forward, context.parallel)
+    attention = SelfAttention(config, core, context.parallel)
+    attention.query_scale = config.query_scale
+    return _layer_type(config)(config, core, feed_forward, context.parallel, attention)
+
+
+def _layer_type(config: GPTConfig) -> type[TransformerLayer]:
+    if not config.parallel_residual:
+        return TransformerLayer
+    return ParallelResidualLayer if config.parallel_residual_norms == 2 else SharedNormLayer
+
+
+def scale_rates(model: nn.Module, width: float) -> None:
+    """Divide the learning rate and the epsilon of all matrices but the embedding tables by `width`.
+
+    Yang and Hu, Tensor Programs V (2022), table 8 and appendix B.3, as Megatron does it: the output layer is a matrix
+    unless it is the embedding; vectors and biases keep both.
+    """
+    if width == 1.0:
+        return
+    for path, module in model.named_modules():
+        for name, layout in dict(module.layouts).items() if isinstance(module, LayoutModule) else ():
+            full = f"{path}.{name}"
+            if decays(full, layout.shape) and not is_table(full):
+                scaled = replace(layout, lr_mult=layout.lr_mult / width, eps_mult=layout.eps_mult / width)
+                module.layouts[name] = scaled
 
 
 def build_gpt(config: GPTConfig, context: ModelBuildContext) -> GPTModel:

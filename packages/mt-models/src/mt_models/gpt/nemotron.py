@@ -17,7 +17,7 @@ from mt_models.blocks.hugging_face_decoder import (
     longest_sequence,
     negated,
 )
-from mt_models.gpt.config import GPTConfig
+from mt_models.gpt.config import FACTORS, GPTConfig
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, per_layer
 
 MODEL_TYPE = "nemotron"
@@ -34,6 +34,7 @@ DEMANDS: Mapping[str, tuple[Any, ...]] = {
     "qk_layernorm": (False,),
     "hidden_dropout": (0.0,),
     "moe": (None,),
+    **FACTORS,
 }
 """Keys of [model] and the values that the format can express."""
 STEM = "model."
