@@ -11,7 +11,7 @@ from tests.dist.test_layouts import CP2, EP2, FSDP, PP2, SP, TP2, TP4, ZERO, con
 from mt_core.nn.layout import normal
 from mt_core.plugins import load_plugins
 from mt_tools.verify.run_record import RunRecord, record_run
-from mt_tune.adapters import low_rank
+from mt_tune.adapters import expert_vectors, experts, low_rank
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -43,6 +43,8 @@ EXPERTS = (
     "moe_router_load_balancing_type = ['none'], moe_aux_loss_coeff = []}",
     'adapter.targets=["all-linear", "router"]',
 )
+MATRICES_OF_EXPERTS = (EXPERTS[0], 'adapter.targets=["all-linear"]')
+SHARED_OUTER = ("adapter.experts=shared_outer",)
 ETP2 = "parallel.expert_tensor_parallel_size=2"
 NF4 = ("adapter.base=nf4", "adapter.base_block_size=16")
 INT8, FP8 = ("adapter.base=int8",), ("adapter.base=fp8", "adapter.base_block_size=16")
@@ -68,6 +70,13 @@ CASES = [
     (2, (*LORA, *EXPERTS, EP2)),
     (4, (*LORA, *EXPERTS, TP2, EP2, ETP2)),
     (4, (*LORA, *EXPERTS, TP2, SP, EP2, ZERO)),
+    (4, (*LORA, *EXPERTS, *SHARED_OUTER, TP2, EP2, ETP2)),
+    (4, (*LORA, *EXPERTS, *SHARED_OUTER, TP2, SP, EP2, ZERO)),
+    (4, (*LORA, *MATRICES_OF_EXPERTS, *PISSA, TP2, EP2, ETP2)),
+    (4, (*DORA, *MATRICES_OF_EXPERTS, *INT8, TP2, EP2, ETP2)),
+    (4, (*DORA, *MATRICES_OF_EXPERTS, TP2, SP, EP2, ZERO)),
+    (4, (*IA3, *MATRICES_OF_EXPERTS, TP2, EP2, ETP2)),
+    (4, (*VERA, *MATRICES_OF_EXPERTS, TP2, EP2, ETP2)),
     (4, (*LORA, *LLAMA, *NF4, TP2, SP, PP2)),
     (2, (*LORA, *NF4, FSDP)),
     (4, (*DORA, *LLAMA, *INT8, TP2, ZERO)),
@@ -79,7 +88,7 @@ CASES = [
 def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
     host = load_plugins()
     # B is zero at first, and the gradient of A with it.
-    low_rank.zeros = normal(0.05)
+    low_rank.zeros = experts.zeros = expert_vectors.zeros = normal(0.05)
     record = record_run(config(*more, host=host), 2, host=host)
     return record if rank == 0 else None
 

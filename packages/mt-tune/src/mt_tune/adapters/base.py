@@ -34,6 +34,8 @@ class Adapter(LayoutModule):
     """Whether token embeddings and a tied LM head are changed alike."""
     takes_from_base: ClassVar[bool] = False
     """Whether initial values follow from the weight of the layer."""
+    multiplies_rows: ClassVar[bool] = False
+    """Whether rows of experts are multiplied, so that products may not sum those of a token."""
 
     def __init__(self, layer: Layer, ctx: ParallelContext) -> None:
         super().__init__(ctx)
@@ -45,8 +47,8 @@ class Adapter(LayoutModule):
         """As LayoutModule.declare. The checkpoint of a base has no such parameter."""
         super().declare(name, None if layout is None else replace(layout, added=True))
 
-    def before(self, x: Tensor) -> Tensor:
-        """The input of the layer, of this one's."""
+    def before(self, x: Tensor, groups: Any = None) -> Tensor:
+        """The input of the layer, of this one's. groups: of experts, the rows of each."""
         return x
 
     def after(self, x: Tensor, out: Tensor, layer: LayoutModule, **options: Any) -> Tensor:
@@ -174,7 +176,7 @@ def attach(layer: nn.Module, adapter: Adapter) -> None:
 
 def _before(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     adapter = adapter_of(layer)
-    return (adapter.before(args[0]), *args[1:]) if adapter is not None and adapter.is_on else None
+    return (adapter.before(*args[:2]), *args[1:]) if adapter is not None and adapter.is_on else None
 
 
 def _after(layer: Any, args: tuple[Any, ...], options: dict[str, Any], out: Any) -> Any:

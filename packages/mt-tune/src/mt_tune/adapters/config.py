@@ -50,9 +50,10 @@ class AdapterConfig(Section):
     """Regular expression of the end of a layer's name -> its alpha; the first that fits counts."""
     lr_ratio: PositiveFloat = used_when(1.0, type=LOW_RANK)
     """Factor of the learning rate of B; LoRA+ takes 16."""
-    experts: Literal["fused", "per_expert"] = used_when("fused", type="lora")
-    """Adapters of experts: gate and up share one (PEFT's target_parameters), or have one each (files of a tensor for
-    each expert)."""
+    experts: Literal["fused", "per_expert", "shared_outer"] = used_when("fused", type=ON_LAYERS)
+    """Adapters of experts. fused: gate and up of an expert share one (PEFT's target_parameters); per_expert: they have
+    one each (files of a tensor for each expert); shared_outer: the same, and all experts of a layer share what meets
+    the hidden size: A of gate and up, B of down."""
     feedforward_targets: list[str] = used_when(["down_proj", "fc2", "linear_fc2"], type="ia3")
     """Targets whose inputs are scaled, where the outputs of others are."""
     projection_prng_key: NonNegativeInt = used_when(0, type="vera")
@@ -108,6 +109,12 @@ def check_adapter(config: Config) -> None:
         raise ConfigError("adapter.type=trainable_tokens trains the rows of adapter.trainable_token_indices; name ids")
     if len(set(adapter.trainable_token_indices)) < len(adapter.trainable_token_indices):
         raise ConfigError("adapter.trainable_token_indices names an id twice")
+    if adapter.experts == "shared_outer" and (adapter.type != "lora" or adapter.init in ("pissa", "olora")):
+        kind = f"adapter.type={adapter.type}" if adapter.type != "lora" else f"adapter.init={adapter.init}"
+        raise ConfigError(
+            f"adapter.experts=shared_outer with {kind}: experts share a matrix of plain LoRA alone; set "
+            "adapter.experts=per_expert"
+        )
     if adapter.base != "none":
         _check_base(adapter, config)
     if config.precision.fp8_format != "none":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from mt_core.nn.linear import column_parallel_linear, linear, row_parallel_linea
 from mt_core.parallel.context import ParallelContext
 from mt_tune.adapters.base import Names, Take, Values
 from mt_tune.adapters.config import AdapterConfig
-from mt_tune.adapters.low_rank import LowRankAdapter
+from mt_tune.adapters.experts import ExpertsAdapter
+from mt_tune.adapters.low_rank import LowRankAdapter, RankedPart
 from mt_tune.adapters.targets import Layer
 
 
@@ -42,17 +44,17 @@ class DecomposedAdapter(LowRankAdapter):
             a[part.columns], b[part.part.rows, : part.rank] = right, left
         return {"lora_A": a, "lora_B": b, "initial_A": a, "initial_B": b}
 
-    def _pairs(self) -> tuple[Tensor, Tensor]:
-        """A [2 R, in] and B [rows of this rank, 2 R] of both updates, the initial one with a minus."""
-        return torch.cat((self.lora_A, self.initial_A)), torch.cat((self.wide_b(), -self.wide(self.initial_B)), -1)
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """A [..., 2 R, in] and B [..., rows of this rank, 2 R] of both updates, the initial one with a minus."""
+        return torch.cat((self.lora_A, self.initial_A), -2), torch.cat((self.wide_b(), -self.wide(self.initial_B)), -1)
 
     def update(self, x: Tensor) -> Tensor:
-        x, (a, b) = self.dropout(x), self._pairs()
+        x, (a, b) = self.dropout(x), self.pairs()
         h = row_parallel_linear(x, a, None, self.ctx) if self.cuts_inputs else linear(x, a, None)
         return column_parallel_linear(h, b, None, self.ctx) if self.output_splits else linear(h, b, None)
 
     def effective_weight(self, weight: Tensor) -> Tensor:
-        a, b = self._pairs()
+        a, b = self.pairs()
         return weight + (b @ a).to(weight.dtype)
 
     def canonical_update(self, values: Values) -> Tensor:
@@ -82,6 +84,27 @@ class DecomposedAdapter(LowRankAdapter):
 
     def imported(self, take: Take, names: Names) -> Iterator[tuple[str, Tensor]]:
         raise NotImplementedError  # a folder holds a plain LoRA
+
+
+class DecomposedExpertsAdapter(DecomposedAdapter, ExpertsAdapter):
+    """PiSSA and OLoRA of the matrix of each expert, or with adapter.experts=fused of its parts as one matrix."""
+
+    def started(self, weight: Tensor) -> Values:
+        a, b = (torch.zeros(self.layouts[f"lora_{name}"].shape) for name in "AB")
+        for expert, part in product(range(len(weight)), self.ranks):
+            matrix = weight[expert, part.part.rows].float()
+            left, right = decomposed(matrix, part.rank, part.scale, self.method)
+            a[expert, part.columns], b[expert, part.part.rows, : part.rank] = right, left
+        return {"lora_A": a, "lora_B": b, "initial_A": a, "initial_B": b}
+
+    def stacked_pair(self, part: RankedPart, values: Values) -> tuple[Tensor, Tensor]:
+        initial = {"lora_A": values["initial_A"], "lora_B": -values["initial_B"]}
+        pairs = ExpertsAdapter.stacked_pair(self, part, values), ExpertsAdapter.stacked_pair(self, part, initial)
+        (a, b), (first_a, first_b) = pairs
+        return torch.cat((a, first_a), 1), torch.cat((b, first_b), 2)
+
+    def exported(self, values: Values, names: Names) -> Iterator[tuple[str, Tensor]]:
+        return ExpertsAdapter.exported(self, values, names)
 
 
 def decomposed(weight: Tensor, rank: int, scale: float, method: str) -> tuple[Tensor, Tensor]:

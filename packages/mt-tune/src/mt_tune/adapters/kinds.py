@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from mt_core.errors import ConfigError
 from mt_tune.adapters.base import Adapter
 from mt_tune.adapters.config import AdapterConfig
-from mt_tune.adapters.decomposed import DecomposedAdapter
+from mt_tune.adapters.decomposed import DecomposedAdapter, DecomposedExpertsAdapter
 from mt_tune.adapters.embedding import EmbeddingAdapter, OutputAdapter, TokenRowsAdapter
-from mt_tune.adapters.low_rank import ExpertsAdapter, LowRankAdapter, MagnitudeAdapter, RouterAdapter
+from mt_tune.adapters.expert_vectors import ScalingExpertsAdapter, VectorExpertsAdapter
+from mt_tune.adapters.experts import ExpertsAdapter, MagnitudeExpertsAdapter, SharedOuterAdapter
+from mt_tune.adapters.low_rank import LowRankAdapter, MagnitudeAdapter, RouterAdapter
 from mt_tune.adapters.targets import Kind, Layer
 from mt_tune.adapters.vectors import ScalingAdapter, VectorAdapter
 
@@ -21,10 +23,10 @@ KINDS: Mapping[str, Mapping[Kind, type[Adapter]]] = {
         "embedding": EmbeddingAdapter,
         "output": OutputAdapter,
     },
-    "decomposed": {"linear": DecomposedAdapter},
-    "dora": {"linear": MagnitudeAdapter},
-    "vera": {"linear": VectorAdapter},
-    "ia3": {"linear": ScalingAdapter},
+    "decomposed": {"linear": DecomposedAdapter, "experts": DecomposedExpertsAdapter},
+    "dora": {"linear": MagnitudeAdapter, "experts": MagnitudeExpertsAdapter},
+    "vera": {"linear": VectorAdapter, "experts": VectorExpertsAdapter},
+    "ia3": {"linear": ScalingAdapter, "experts": ScalingExpertsAdapter},
     "trainable_tokens": {"embedding": TokenRowsAdapter},
 }
 
@@ -47,4 +49,4 @@ def adapter_type(layer: Layer, options: AdapterConfig) -> type[Adapter]:
             f"adapter.targets selects {layer.path} ({layer.kind}), which adapter.type={options.type}{init} does not "
             "serve; add it to adapter.excluded"
         )
-    return found
+    return SharedOuterAdapter if found is ExpertsAdapter and options.experts == "shared_outer" else found

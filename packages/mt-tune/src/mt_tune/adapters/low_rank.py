@@ -135,6 +135,10 @@ class LowRankAdapter(Adapter):
             return b * self.scale
         return b.index_select(-1, self.columns) * self.coefficients.to(b.dtype)
 
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """A [..., R, in] and B [..., rows of this rank, R], the scale included."""
+        return self.lora_A, self.wide_b()
+
     def update(self, x: Tensor) -> Tensor:
         """s B A x as the layer's output is divided."""
         x, plain = self.dropout(x), self.coefficients is None
@@ -265,80 +269,6 @@ class MagnitudeAdapter(LowRankAdapter):
         for part in self.parts:
             put(magnitude, part.rows, take(f"{names[part]}.lora_magnitude_vector"), names[part])
         yield "magnitude", magnitude
-
-
-class ExpertsAdapter(LowRankAdapter):
-    """LoRA of the matrices of experts [E, out, in]: lora_A [E, R, in], lora_B [E, out, rank]. Both products are grouped
-    by expert as the layer's is."""
-
-    product: Any
-    """A GroupedProduct of mt_moe, which this package does not import."""
-
-    def __init__(self, layer: Layer, config: AdapterConfig, ctx: ParallelContext) -> None:
-        super().__init__(layer, config.model_copy(update={"dropout": 0.0}), ctx)
-        self.product = layer.module.product  # before FP8 or a quantized one takes its place
-
-    def declare_matrices(self, init: Callable[[Tensor, torch.Generator], None]) -> None:
-        experts, out, inputs = self.base_layout.shape
-        by_expert = tuple(split for split in self.base_layout.splits if split.dim == 0)
-        columns = tuple(split for split in self.base_layout.splits if split.dim == 2)
-        rows = tuple(split for split in self.base_layout.splits if split.dim == 1)
-        # Outputs of the second matrix, and gradients of inputs of the first, are partial sums over etp, which the
-        # dispatcher adds; so are the gradients of what each of these ranks has whole.
-        self.declare("lora_A", self._layout((experts, self.total, inputs), init, (*by_expert, *columns), bool(columns)))
-        b = self._layout((experts, out, self.widest), zeros, (*by_expert, *rows), bool(rows))
-        self.declare("lora_B", replace(b, lr_mult=self.lr_ratio))
-
-    def _layout(self, shape: tuple[int, ...], init: Any, splits: Any, is_cut: bool) -> ParameterLayout:
-        partial: Any = () if is_cut else ("etp",)
-        return ParameterLayout(shape, init, splits, partial_gradient=partial, replicas=self.base_layout.replicas)
-
-    def after(self, x: Tensor, out: Tensor, layer: LayoutModule, **options: Any) -> Tensor:
-        groups, read, written = options["groups"], options.get("read"), options.get("written")
-        product, b = self.product, self.wide_b()
-        a = self.lora_A
-        h = product(x, a, groups) if read is None else product.of_tokens(x, a, groups, read)
-        return out + (product(h, b, groups) if written is None else product.to_tokens(h, b, groups, written))
-
-    # -- PEFT: fused parameters, or modules for each expert ---------------------------------------------
-
-    def exported(self, values: Values, names: Names) -> Iterator[tuple[str, Tensor]]:
-        a, b = values["lora_A"], values["lora_B"]
-        for part in self.ranks:
-            columns_of_a, rows_of_b = a[:, part.columns], b[:, part.part.rows, : part.rank]
-            if part.part.parameter is not None:
-                # A expert-major, B with the expert fastest.
-                yield f"{names[part.part]}.lora_A.weight", columns_of_a.flatten(0, 1)
-                yield f"{names[part.part]}.lora_B.weight", rows_of_b.permute(1, 2, 0).flatten(1)
-                continue
-            for expert in range(len(a)):
-                name = of_expert(names[part.part], expert)
-                yield f"{name}.lora_A.weight", columns_of_a[expert]
-                yield f"{name}.lora_B.weight", rows_of_b[expert]
-
-    def imported(self, take: Take, names: Names) -> Iterator[tuple[str, Tensor]]:
-        experts, out, inputs = self.base_layout.shape
-        a, b = torch.zeros(experts, self.total, inputs), torch.zeros(experts, out, self.widest)
-        for part in self.ranks:
-            name = names[part.part]
-            if part.part.parameter is not None:
-                stored = take(f"{name}.lora_A.weight"), take(f"{name}.lora_B.weight")
-                halves = stored[0].unflatten(0, (experts, -1)), stored[1].unflatten(1, (-1, experts)).permute(2, 0, 1)
-                put(a, (slice(None), part.columns), halves[0], name)
-                put(b, (slice(None), part.part.rows, slice(part.rank)), halves[1], name)
-                continue
-            for expert in range(experts):
-                single = of_expert(name, expert)
-                put(a, (expert, part.columns), take(f"{single}.lora_A.weight"), single)
-                put(b, (expert, part.part.rows, slice(part.rank)), take(f"{single}.lora_B.weight"), single)
-        yield "lora_A", a
-        yield "lora_B", b
-
-
-def of_expert(name: str, expert: int) -> str:
-    """The name of an expert's module from that of the first."""
-    head, _, tail = name.rpartition(".experts.0.")
-    return f"{head}.experts.{expert}.{tail}"
 
 
 class RouterAdapter(LowRankAdapter):

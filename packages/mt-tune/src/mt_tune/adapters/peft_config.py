@@ -17,6 +17,8 @@ CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 TYPES = {"LORA": "lora", "VERA": "vera", "IA3": "ia3", "TRAINABLE_TOKENS": "trainable_tokens"}
 
+STACKED = (".experts.w1", ".experts.w2", ".experts.w3")
+"""Ends of names of modules that hold a stack of matrices of all experts."""
 IGNORED = frozenset(
     {
         "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
@@ -86,6 +88,8 @@ def section_of(content: Mapping[str, Any], modules: Iterable[str]) -> dict[str, 
         section["targets"] = _targets(content, list(modules))
     if any(".experts.0." in name for name in modules):
         section["experts"] = "per_expert"
+    if any(name.endswith(STACKED) for name in modules):
+        section["experts"] = "shared_outer"
     tokens = content.get("token_indices" if kind == "trainable_tokens" else "trainable_token_indices")
     if tokens:
         section["trainable_token_indices"] = list(next(iter(tokens.values())) if isinstance(tokens, dict) else tokens)

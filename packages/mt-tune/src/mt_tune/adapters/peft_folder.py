@@ -207,7 +207,8 @@ def adapter_config(model: nn.Module, config: Config, host: PluginHost, base: str
     rows = "TRAINABLE_TOKENS" if options.type != "trainable_tokens" else None  # named by a key of their own
     parts = [part for adapter in found if adapter.peft_type != rows for part in adapter.parts]
     layers = adaptable_layers(model, config, host)
-    renamed = RENAMED if any(layer.kind == "experts" for layer in layers) else frozenset()
+    is_renamed = options.type == "lora" and any(layer.kind == "experts" for layer in layers)
+    renamed = RENAMED if is_renamed else frozenset()
     named = [part.name for part in parts if part.parameter is None and part.name is not None]
     modules = [name for name in named if name.rpartition(".")[2] not in renamed]
     others = {p.name for layer in layers for p in layer.parts if p.parameter is None and p.name} - set(named)
@@ -215,7 +216,8 @@ def adapter_config(model: nn.Module, config: Config, host: PluginHost, base: str
     keys = main.peft_keys([adapter for adapter in found if adapter.peft_type == main.peft_type], options)
     parameters = {f"{part.name}.{part.parameter}" for part in parts if part.parameter is not None}
     parameters |= {f"{name}.weight" for name in named if name not in modules and not _is_of_expert(name)}
-    targets = shortened([name for name in modules if not _is_of_expert(name)], others)
+    of_experts = {name.rpartition(".")[2] for name in named if _is_of_expert(name)}
+    targets = sorted({*shortened([name for name in modules if not _is_of_expert(name)], others), *of_experts})
     return written_config(
         main.peft_type,
         {

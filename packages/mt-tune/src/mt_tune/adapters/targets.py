@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, TypeVar
 
@@ -30,6 +30,8 @@ from mt_tune.quantized_weights.weight import QuantizedWeight
 
 Kind = Literal["linear", "experts", "router", "embedding", "output"]
 WEIGHT = "weight"
+FIRST_EXPERT = ".experts.0."
+"""Mark of a part's name where Hugging Face's format has modules of single experts."""
 T = TypeVar("T")
 
 
@@ -100,7 +102,7 @@ def kind_of(path: str, module: nn.Module) -> Kind | None:
 
 def adaptable_layers(model: nn.Module, config: Config, host: PluginHost) -> list[Layer]:
     """The layers of this process, in the order of the model."""
-    rules, per_expert = external_rules(config, host), config.section(AdapterConfig).experts == "per_expert"
+    rules, experts = external_rules(config, host), config.section(AdapterConfig).experts
     layers: list[Layer] = []
     for path, module in model.named_modules():
         kind = kind_of(path, module)
@@ -109,7 +111,7 @@ def adaptable_layers(model: nn.Module, config: Config, host: PluginHost) -> list
             assert isinstance(module, LayoutModule)
             assert layout is not None
             rule = rules.get(f"{path}.{WEIGHT}")
-            layers.append(Layer(path, module, kind, _parts(path, layout, kind, rule, per_expert)))
+            layers.append(Layer(path, module, kind, _parts(path, layout, kind, rule, experts)))
     return layers
 
 
@@ -148,13 +150,13 @@ def external_copies(config: Config, host: PluginHost) -> Mapping[str, str]:
     return copies
 
 
-def _parts(path: str, layout: ParameterLayout, kind: Kind, rule: Rule | None, per_expert: bool) -> tuple[Part, ...]:
+def _parts(path: str, layout: ParameterLayout, kind: Kind, rule: Rule | None, experts: str) -> tuple[Part, ...]:
     rows = layout.shape[-2]
     whole = Part(None, torch.arange(rows), (path,))
     if rule is None or kind == "embedding":
         name = None if rule is None else _module_of(rule.sources[0])
         return (Part(name, whole.rows, (path,)),)
-    if kind == "experts" and not per_expert:
+    if kind == "experts" and experts == "fused":
         return _fused_experts(path, layout, rule)
     form = (rule.others or (rule,))[0] if kind == "router" else rule
     parts = [
@@ -163,7 +165,17 @@ def _parts(path: str, layout: ParameterLayout, kind: Kind, rule: Rule | None, pe
     ]
     if kind == "router":
         return (Part(parts[0].name, parts[0].rows, parts[0].aliases, WEIGHT),)
+    if kind == "experts" and experts == "shared_outer":
+        return tuple(replace(part, aliases=(*part.aliases, _stack(part, layout))) for part in parts)
     return tuple(parts)
+
+
+def _stack(part: Part, layout: ParameterLayout) -> str:
+    """Name of the matrices of all experts as one stack, in files of shared-outer adapters: w1 of the gate or of a first
+    matrix without one, w3 of the other rows of the first matrix, w2 of the second."""
+    is_first = any(split.dim == 1 for split in layout.splits)
+    matrix = ("w1" if int(part.rows.min()) == 0 else "w3") if is_first else "w2"
+    return f"{str(part.name).rpartition(FIRST_EXPERT)[0]}.experts.{matrix}"
 
 
 def _old_names(form: Rule, rule: Rule) -> tuple[str, ...]:

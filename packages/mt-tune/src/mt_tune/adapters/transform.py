@@ -20,6 +20,7 @@ from mt_tune.adapters.embedding import TokenRowsAdapter, adapt_output
 from mt_tune.adapters.kinds import adapter_type
 from mt_tune.adapters.low_rank import with_parts
 from mt_tune.adapters.targets import (
+    FIRST_EXPERT,
     Layer,
     Part,
     adaptable_layers,
@@ -91,9 +92,14 @@ def _attach(
             f"adapter.targets selects {layer.path} ({layer.kind}), and adapters of experts are not proved with "
             "parallel.use_torch_fsdp2=true; use parallel.use_distributed_optimizer=true, or add it to adapter.excluded"
         )
+    if layer.kind == "experts":
+        _require_single_experts(layer, options)
+    if kind.multiplies_rows and layer.kind == "experts":
+        # Products that permute rows sum those of a token before the adapter could multiply each.
+        model.get_submodule(layer.path.rpartition(".")[0]).permute_fusion = False  # type: ignore[assignment]
     # The constructors of the subclasses take an AdapterConfig, that of Adapter does not.
     build: Callable[..., Adapter] = kind
-    adapter = build(layer, options, context.parallel, **sizes if kind is VectorAdapter else {})
+    adapter = build(layer, options, context.parallel, **sizes if issubclass(kind, VectorAdapter) else {})
     if layer.kind == "output":
         adapt_output(model, adapter, module, is_tied=layer.is_tied)
     elif layer.kind == "router":
@@ -102,6 +108,14 @@ def _attach(
         module.logits = partial(_router_logits, module, module.logits)  # type: ignore[assignment, arg-type]
     else:
         attach(module, adapter)
+
+
+def _require_single_experts(layer: Layer, options: AdapterConfig) -> None:
+    if options.experts != "fused" and any(part.name and FIRST_EXPERT not in part.name for part in layer.parts):
+        raise ConfigError(
+            f"adapter.experts={options.experts}: Hugging Face's format has no modules of single experts for "
+            f"{layer.path} but {layer.parts[0].name}; set adapter.experts=fused"
+        )
 
 
 def _router_logits(router: Any, logits: Callable[[Any], Any], tokens: Any) -> Any:

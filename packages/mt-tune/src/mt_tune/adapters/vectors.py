@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mt_core.errors import ConfigError
-from mt_core.nn.layout import LayoutModule, ParameterLayout, ones, sequence_axes, zeros
+from mt_core.nn.layout import Init, LayoutModule, ParameterLayout, ones, sequence_axes, zeros
 from mt_core.nn.linear import column_parallel_linear, linear, row_parallel_linear
 from mt_core.parallel.context import ParallelContext
 from mt_tune.adapters.base import Adapter, Names, Take, Values, put
@@ -35,8 +36,11 @@ class ScalingAdapter(Adapter):
                 f"({', '.join(part.names[0] for part in layer.parts)}); leave it out, so that outputs are scaled"
             )
         self.scales_input = scaled == {True}
-        self.declare("scaling", self._input_vector() if self.scales_input else self.output_vector(ones))
+        self.declare("scaling", self.scaling_layout())
         self.register_buffer("covered", self.local_coverage(), persistent=False)
+
+    def scaling_layout(self) -> ParameterLayout:
+        return self._input_vector() if self.scales_input else self.output_vector(ones)
 
     def _input_vector(self) -> ParameterLayout:
         base = self.base_layout
@@ -44,7 +48,7 @@ class ScalingAdapter(Adapter):
         partial = () if splits else base.partial_gradient or (sequence_axes(self.ctx) if base.splits else ())
         return ParameterLayout((base.shape[-1],), ones, splits, partial_gradient=partial)
 
-    def before(self, x: Tensor) -> Tensor:
+    def before(self, x: Tensor, groups: Any = None) -> Tensor:
         return x * self.scaling if self.scales_input else x
 
     def after(self, x: Tensor, out: Tensor, layer: LayoutModule, **options: Any) -> Tensor:
@@ -55,7 +59,9 @@ class ScalingAdapter(Adapter):
 
     def merged(self, weight: Tensor, values: Values) -> Tensor:
         scaling = values["scaling"].float()
-        return weight.float() * (scaling if self.scales_input else self.of_covered(scaling, 1.0)[:, None])
+        return weight.float() * (
+            scaling[..., None, :] if self.scales_input else self.of_covered(scaling, 1.0)[..., None]
+        )
 
     def merged_bias(self, bias: Tensor, values: Values) -> Tensor:
         return bias.float() if self.scales_input else bias.float() * self.of_covered(values["scaling"].float(), 1.0)
@@ -104,14 +110,8 @@ class VectorAdapter(Adapter):
     def __init__(self, layer: Layer, config: AdapterConfig, ctx: ParallelContext, *, inputs: int, outputs: int) -> None:
         super().__init__(layer, ctx)
         self.rank, self.sizes = config.rank, (config.projection_prng_key, config.rank, inputs, outputs)
-        base = self.base_layout
-        on_sequence = base.partial_gradient or (sequence_axes(ctx) if base.splits else ())
-        initial = config.d_initial
-        shape = (self.rank * len(layer.parts),)
-        self.declare("lambda_b", self.output_vector(zeros))
-        self.declare(
-            "lambda_d", ParameterLayout(shape, lambda x, generator: x.fill_(initial), partial_gradient=on_sequence)
-        )
+        base, initial = self.base_layout, config.d_initial
+        self.declare_vectors(lambda x, generator: x.fill_(initial))
         self.dropout = InputDropout(config.dropout, self.input_splits, ctx)
         a, b = projections(*self.sizes)
         columns = ParameterLayout((self.rank, base.shape[-1]), zeros, self._column_splits())
@@ -121,8 +121,16 @@ class VectorAdapter(Adapter):
         )
         self.register_buffer("projection_b", self.to_local_rows(self._wide(b)).to(dtype), persistent=False)
 
+    def declare_vectors(self, init: Init) -> None:
+        """lambda_b, which starts at zero, and lambda_d, filled by `init`."""
+        base = self.base_layout
+        on_sequence = base.partial_gradient or (sequence_axes(self.ctx) if base.splits else ())
+        shape = (self.rank * len(self.parts),)
+        self.declare("lambda_b", self.output_vector(zeros))
+        self.declare("lambda_d", ParameterLayout(shape, init, partial_gradient=on_sequence))
+
     def _column_splits(self) -> Any:
-        return tuple(split for split in self.base_layout.splits if split.dim == 1)
+        return tuple(replace(split, dim=1) for split in self.input_splits)
 
     def _wide(self, b: Tensor) -> Tensor:
         """[out, parts x rank]: for the rows of a part the first rows of B at its columns, 0 elsewhere"""
@@ -141,9 +149,9 @@ class VectorAdapter(Adapter):
 
     def merged(self, weight: Tensor, values: Values) -> Tensor:
         a, b = projections(*self.sizes)
-        wide = self._wide(b) * values["lambda_d"].float()
+        wide = self._wide(b) * values["lambda_d"].float()[..., None, :]
         update = wide @ a[:, : self.base_layout.shape[-1]].repeat(len(self.parts), 1)
-        return weight.float() + values["lambda_b"].float()[:, None] * update
+        return weight.float() + values["lambda_b"].float()[..., None] * update
 
     @classmethod
     def peft_keys(cls, found: Sequence[Any], options: AdapterConfig) -> dict[str, Any]:
