@@ -88,7 +88,6 @@ REFUSED: Mapping[str, str] = {
     "mimo_vlm": "is no option of Megatron's",
     "mxfp8": "--fp8-recipe mxfp8",
     "modelopt_distill": "distillation from a teacher",
-    "selective_recompute_experimental": "recomputation of layernorm",
     "fsdp2_resume_torch_dist": "parallel.use_torch_fsdp2 trains in fp32 or bf16",
 }
 """Part of the name of a functional test -> words of the reason why it cannot be imported."""

@@ -53,11 +53,12 @@ def plain() -> tuple[int, dict[str, torch.Tensor]]:
     [
         ((SELECTIVE,), 0.95),
         ((SELECTIVE, "recompute.recompute_modules=['core_attn', 'mlp']"), 0.9),
+        ((SELECTIVE, "recompute.recompute_modules=['layernorm']"), 0.95),
         ((FULL, "recompute.recompute_num_layers=2"), 0.7),
         ((FULL,), 0.4),
         ((FULL, "recompute.recompute_method=uniform", "recompute.recompute_num_layers=2"), 0.4),
     ],
-    ids=["core attention", "attention and mlp", "two of four layers", "all layers", "pairs of layers"],
+    ids=["core attention", "attention and mlp", "norms", "two of four layers", "all layers", "pairs of layers"],
 )
 def test_less_is_kept_and_every_gradient_is_the_same(plain, settings, less) -> None:
     held, gradients = kept_and_gradients(*settings)
@@ -87,6 +88,11 @@ def test_an_auxiliary_loss_counts_once_where_its_layer_is_recomputed() -> None:
     recomputed(layer)(torch.ones(3, requires_grad=True)).sum().backward()
     assert balance.take() == 3.0
     assert torch.equal(weight.grad, torch.full((3,), 2.0))  # of the sum, and of the loss
+
+
+def test_layers_that_keep_their_norms_are_named() -> None:
+    with pytest.raises(ConfigError, match="layernorm, which layers of the kind ParallelResidualLayer cannot"):
+        kept_and_gradients(SELECTIVE, "recompute.recompute_modules=['layernorm']", "model.parallel_residual=true")
 
 
 @pytest.mark.parametrize(

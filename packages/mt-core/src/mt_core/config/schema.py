@@ -342,16 +342,17 @@ class KernelsConfig(Section):
     """Casts of FP8 linear layers. Under train.compile they are torch's."""
 
 
+RecomputedModule = Literal["core_attn", "layernorm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts"]
+
+
 class RecomputeConfig(Section):
     """Activations that are computed again in the backward pass, or wait in host memory, instead of being kept."""
 
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """`selective` recomputes the modules of recompute_modules, `full` keeps only the inputs of layers."""
-    recompute_modules: list[Literal["core_attn", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts"]] = used_when(
-        ["core_attn"], recompute_granularity="selective"
-    )
-    """What `selective` recomputes: scores and softmax of attention, dense feed-forwards, queries, keys and values that
-    come from latents, and mixtures of experts or parts of them."""
+    recompute_modules: list[RecomputedModule] = used_when(["core_attn"], recompute_granularity="selective")
+    """What `selective` recomputes: scores and softmax of attention, dense feed-forwards, the norms before both,
+    queries, keys and values that come from latents, and mixtures of experts or parts of them."""
     recompute_method: Literal["block", "uniform"] = used_when("block", recompute_granularity="full")
     """`block` recomputes the first recompute_num_layers layers of each stage one by one; `uniform` keeps one input
     for every recompute_num_layers layers."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor, nn
 
+from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.cache import Cache
 from mt_core.nn.dropout import Dropout
@@ -15,7 +16,7 @@ from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.kernels.reference.layers import bias_dropout_add
 from mt_core.nn.model import NumberedLayers
 from mt_core.nn.norm import Norm, build_norm
-from mt_core.nn.recompute import Call, Recompute
+from mt_core.nn.recompute import Call, Recompute, remade
 from mt_core.parallel.context import ParallelContext
 from mt_core.parallel.pipeline.stage import Stage
 from mt_models.blocks.attention import AttentionConfigLike, SelfAttention
@@ -33,6 +34,8 @@ class LayerStack(nn.Module):
         super().__init__()
         self.recompute = recompute
         self.layers = NumberedLayers(layers.items())
+        if recompute.selects("layernorm"):
+            _remake_norms(layers.values())
         self.final_layernorm = final_layernorm
 
     def through(self, x: Tensor, call: Call, stage: Stage | None) -> Tensor:
@@ -68,8 +71,11 @@ def block_norm(config: LayerConfigLike, ctx: ParallelContext) -> Norm:
 class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)): [batch, sequence, hidden] -> the same.
 
-    attention: replaces the SelfAttention that the configuration describes.
+    attention: replaces the SelfAttention that the configuration describes. remakes_norms: what attention and
+    feed-forward read is computed again in the backward pass instead of being kept.
     """
+
+    remakes_norms = False
 
     def __init__(
         self,
@@ -95,8 +101,15 @@ class TransformerLayer(nn.Module):
         angles: RotaryAngles | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
+        def attend(normed: Tensor) -> Tensor:
+            return self.self_attention(normed, pattern, angles, cache)
+
+        if self.remakes_norms:
+            attended = _of_norm(self.input_layernorm, x, attend)
+            x = self.residual(x, attended, self.attention_dropout)
+            return self.residual(x, _of_norm(self.pre_mlp_layernorm, x, self.mlp), self.mlp_dropout)
         x, normed = self.input_layernorm.add(x)
-        attended = self.self_attention(normed, pattern, angles, cache)
+        attended = attend(normed)
         x, normed = self.residual_and_norm(x, attended, self.attention_dropout, self.pre_mlp_layernorm)
         return self.residual(x, self.mlp(normed), self.mlp_dropout)
 
@@ -116,6 +129,21 @@ class TransformerLayer(nn.Module):
     def residual_and_norm(self, x: Tensor, branch: Tensor, dropout: Dropout, norm: Norm) -> tuple[Tensor, Tensor]:
         """(x + dropout(branch), the norm of it), without dropout in one pass where the norm's kernel can."""
         return norm.add(x, branch) if dropout.rate == 0.0 else norm.add(self.residual(x, branch, dropout))
+
+
+def _of_norm(norm: Norm, x: Tensor, block: Callable[[Tensor], Tensor]) -> Tensor:
+    """block(norm(x)), where the norm's result is not kept for the backward pass."""
+    return remade(lambda: (norm(x),), block)
+
+
+def _remake_norms(layers: Iterable[nn.Module]) -> None:
+    for layer in layers:
+        if not isinstance(layer, TransformerLayer) or type(layer).forward is not TransformerLayer.forward:
+            raise ConfigError(
+                f"recompute.recompute_modules has layernorm, which layers of the kind {type(layer).__name__} cannot "
+                "compute again; remove it"
+            )
+        layer.remakes_norms = True
 
 
 class ParallelResidualLayer(TransformerLayer):
