@@ -195,8 +195,17 @@ class Sweep:
         }
 
 
+DYNAMIC = (
+    "text_with_patches",
+    "text_with_pooled_patches",
+    "text_with_sized_images",
+    "text_with_rows_of_patches",
+)
+"""Inputs with images of any size."""
+
+
 def case_has_square_images(case: Case) -> bool:
-    return case.inputs not in ("text_with_patches", "text_with_pooled_patches", "text_with_sized_images")
+    return case.inputs not in DYNAMIC
 
 
 def with_few_positions(case: Case) -> Case:
@@ -250,6 +259,10 @@ def sweep_inputs(case: Case) -> dict[str, Tensor]:
         # [2 images, 2, 3, C, side, side] -> [2, C, 2 side, 3 side]
         cells = _cells().reshape(2, 2, 3, 3, 4, 4)
         inputs["pixel_values"] = cells.permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 8, 12)
+    if case.inputs == "text_with_rows_of_patches":
+        # [2 images, 2, 3, C, m, p, m, p] -> the patches row by row, [2 rows m columns m, C, p, p]
+        cells = _cells().reshape(2, 2, 3, 3, 2, 2, 2, 2)
+        inputs["pixel_values"] = cells.permute(0, 1, 4, 2, 6, 3, 5, 7).reshape(48, 3, 2, 2)
     return inputs
 
 
@@ -271,7 +284,7 @@ def as_ours(case: Case, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     if case.inputs == "images":
         return {"images": inputs["pixel_values"]}
     found = {"tokens": inputs["input_ids"]}
-    if case.inputs in ("text_with_patches", "text_with_pooled_patches", "text_with_sized_images"):
+    if case.inputs in DYNAMIC:
         return {**found, "images": _cells().view(2, 6, 3, 4, 4), "image_grids": torch.tensor([[[2, 3]]] * 2)}
     if "pixel_values" in inputs:
         images = inputs["pixel_values"]

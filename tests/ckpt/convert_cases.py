@@ -422,6 +422,25 @@ MISTRAL3: dict[str, Any] = {
     "image_token_index": 100,
     "vocab_size": 101,
 }  # fmt: skip
+KIMI_K25: dict[str, Any] = {
+    "family": "kimi_k25",
+    "vision_model": {
+        "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24, "patch_dim": 2,
+        "num_position_embeddings": 9,
+    },
+    "language_model": {
+        "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "q_lora_rank": 24,
+        "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "max_position_embeddings": 64,
+        "moe": {
+            "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12, "moe_layer_freq": "([0]*1+[1]*3)",
+            "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+            "moe_shared_expert_intermediate_size": 12, "moe_router_topk_scaling_factor": 2.5,
+            "moe_router_load_balancing_type": ["seq_aux_loss"], "moe_aux_loss_coeff": [0.0001],
+        },
+    },
+    "image_token_index": 100,
+    "vocab_size": 101,
+}  # fmt: skip
 GEMMA4_VL_EXPERTS: dict[str, Any] = {
     **GEMMA4_VL,
     "vision_model": {**GEMMA4_VL["vision_model"], "clipped_linears": False, "standardized": True},

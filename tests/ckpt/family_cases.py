@@ -108,6 +108,7 @@ AUTO = {
     "Qwen3_5ForConditionalGeneration": "AutoModelForImageTextToText",
     "Gemma4ForConditionalGeneration": "AutoModelForImageTextToText",
     "Mistral3ForConditionalGeneration": "AutoModelForImageTextToText",
+    "Kimi_K25ForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3_5MoeForConditionalGeneration": "AutoModelForImageTextToText",
     "Qwen3VLMoeForConditionalGeneration": "AutoModelForImageTextToText",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
@@ -245,6 +246,21 @@ def mistral3(kind: str, **text_keys: Any) -> Case:
     keys = {"image_token_index": IMAGE, "tie_word_embeddings": False}
     model = "Mistral3ForConditionalGeneration"
     return Case("mistral3", model, "Mistral3Config", keys, "text_with_sized_images", parts)
+
+
+def kimi_k25(**text_keys: Any) -> Case:
+    decoder = latent("V3", q_lora_rank=14, **GROUPS, num_nextn_predict_layers=0)
+    vision = {
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "patch_size": 2,
+        "pos_emb_height": 5, "pos_emb_width": 5,
+    }  # fmt: skip
+    parts = {
+        "vision_config": ("Kimi_K25VisionConfig", vision),
+        "text_config": ("DeepseekV3Config", {**decoder.keys, **text_keys}),
+    }
+    keys = {"image_token_id": IMAGE, "projection_hidden_size": 16, "tie_word_embeddings": False}
+    model = "Kimi_K25ForConditionalGeneration"
+    return Case("kimi_k25", model, "Kimi_K25Config", keys, "text_with_rows_of_patches", parts)
 
 
 def qwen_next_vl(kind: str, **text_keys: Any) -> Case:
@@ -580,6 +596,7 @@ CASES: dict[str, Case] = {
     "qwen2_5_vl": qwen_vl(**DECODER),
     "mistral3": mistral3("Mistral"),
     "mistral3 of ministral3": mistral3("Ministral3"),
+    "kimi_k25": kimi_k25(),
     "gemma4 with pictures": gemma4_vl(
         {"use_clipped_linears": True}, hidden_size_per_layer_input=6, num_kv_shared_layers=2
     ),
@@ -660,6 +677,10 @@ def inputs_of(case: Case) -> dict[str, Tensor]:
         tokens[:, 2:8] = IMAGE
         whole = torch.randn(2, 3, 8, 12, generator=generator)
         return {"input_ids": tokens, "pixel_values": whole, "image_sizes": torch.tensor([[8, 12]] * 2)}
+    if case.inputs == "text_with_rows_of_patches":
+        tokens[:, 2:8] = IMAGE
+        patches = torch.randn(48, 3, 2, 2, generator=generator)
+        return {"input_ids": tokens, "pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 6]] * 2)}
     if case.inputs == "text_with_patches":
         tokens[:, 2:8] = IMAGE
         patches = torch.randn(48, 24, generator=generator)

@@ -136,6 +136,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_vl_experts": convert_cases.QWEN3_VL_EXPERTS,
     "qwen_next_vl": convert_cases.QWEN_NEXT_VL,
     "mistral3": convert_cases.MISTRAL3,
+    "kimi_k25": convert_cases.KIMI_K25,
     "gemma4_vl": convert_cases.GEMMA4_VL,
     "gemma4_vl_experts": convert_cases.GEMMA4_VL_EXPERTS,
 }
@@ -157,7 +158,7 @@ NO_MEGATRON = {
     *("qwen_vl", *HF_DENSE, "minimax_m2", "llama4", "lfm2", "qwen_next", "qwen_next_experts", "olmo_hybrid", "bart"),
     *("kimi_linear", "deepseek_v4", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
     *("gemma4_vl", "gemma4_vl_experts", "modernbert"),
-    *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3"),
+    *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }
 UNABLE = {

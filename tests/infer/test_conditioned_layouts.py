@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ckpt.convert_cases import GEMMA4_VL_EXPERTS, MISTRAL3, MODELS, QWEN3_VL, QWEN_NEXT_VL, QWEN_VL
+from tests.ckpt.convert_cases import GEMMA4_VL_EXPERTS, KIMI_K25, MISTRAL3, MODELS, QWEN3_VL, QWEN_NEXT_VL, QWEN_VL
 from tests.dist.in_turn import InTurn
 from tests.infer.engines import configuration, engine_of, logprobs_of, run, tokens_of
 from torch import Tensor
@@ -29,6 +29,7 @@ RETRO = {
 }
 CASES: dict[str, dict[str, Any]] = {"t5": MODELS["t5"], "llava": MODELS["llava"], "retro": RETRO, "qwen_vl": QWEN_VL}
 CASES |= {"qwen3_vl": QWEN3_VL, "qwen_next_vl": QWEN_NEXT_VL, "gemma4_vl": GEMMA4_VL_EXPERTS, "mistral3": MISTRAL3}
+CASES |= {"kimi_k25": KIMI_K25}
 DATA = {"retro": {"dataset_type": "builtin_retro", "retro_chunk_length": 4, "seq_length": 16}}
 GREEDY = SamplingParameters(temperature=0.0, max_tokens=7, logprobs=0)
 Outputs = list[tuple[list[int], list[float]]]
@@ -38,7 +39,7 @@ def requests(name: str) -> tuple[list[list[int]], list[dict[str, Tensor]]]:
     generator = torch.Generator().manual_seed(4)
     if name == "t5":
         return [[0], [0, 7]], [{"encoder_tokens": torch.randint(1, 101, (1, n), generator=generator)} for n in (9, 4)]
-    if name in ("qwen_vl", "qwen3_vl", "qwen_next_vl", "gemma4_vl", "mistral3"):
+    if name in ("qwen_vl", "qwen3_vl", "qwen_next_vl", "gemma4_vl", "mistral3", "kimi_k25"):
         images, grids = torch.randn(9, 3, 4, 4, generator=generator), torch.tensor([[2, 3], [1, 3]])
         inputs = [{"images": part, "image_grids": grids[i : i + 1]} for i, part in enumerate((images[:6], images[6:]))]
         return [[5, *[100] * 6, 9], [*[100] * 3, 7, 8]], inputs
@@ -86,6 +87,7 @@ LAYOUTS = [
     (2, ("qwen_next_vl", "pp")),
     (2, ("gemma4_vl", "pp")),
     (2, ("mistral3", "pp")),
+    (2, ("kimi_k25", "pp")),
     (4, ("t5", "tp-sp-pp")),
 ]
 RUNS = InTurn(on_rank, LAYOUTS)

@@ -258,6 +258,14 @@ KIMI_K25 = {
     "use_unified_vision_chunk": True, "video_placeholder": "<|kimi_k25_video_placeholder|>",
     "vision_config": {"model_type": "kimi_k25_vision", "hidden_size": 1152, "num_hidden_layers": 27},
 }  # fmt: skip
+MOON_VIT = {
+    "_attn_implementation": "flash_attention_2", "init_pos_emb_height": 64, "init_pos_emb_time": 4,
+    "init_pos_emb_width": 64, "merge_kernel_size": [2, 2], "merge_type": "sd2_tpool", "mm_hidden_size": 1152,
+    "mm_projector_type": "patchmerger", "model_type": "", "patch_size": 14, "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu", "projector_ln_eps": 1e-5, "text_hidden_size": 7168,
+    "video_attn_type": "spatial_temporal", "vt_hidden_size": 1152, "vt_intermediate_size": 4304,
+    "vt_num_attention_heads": 16, "vt_num_hidden_layers": 27,
+}  # fmt: skip
 DEEPSEEK_V32 = {
     **DEEPSEEK_V3, "architectures": ["DeepseekV32ForCausalLM"], "index_head_dim": 128, "index_n_heads": 64,
     "index_topk": 2048, "model_type": "deepseek_v32",
@@ -858,6 +866,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-bf16": ("deepseek", DEEPSEEK_V3),
     "kimi-k2 (without FP8)": ("deepseek", KIMI_K2),
     "kimi-k2.5 (text)": ("deepseek", KIMI_K25),
+    "kimi-k2.5": ("kimi_k25", {**KIMI_K25, "vision_config": MOON_VIT}),
+    "kimi-k2.6": ("kimi_k25", KIMI_K25),
     "deepseek-v3.2 (without FP8)": ("deepseek_v32", DEEPSEEK_V32),
     "glm-5": ("deepseek_v32", GLM_5),
     "glm-5.2": ("deepseek_v32", GLM_5_2),

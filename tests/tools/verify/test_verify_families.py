@@ -55,6 +55,9 @@ EXAMPLE_LAYOUTS = [
     ("qwen_next_vl", PP),
     # Images whose positions see one another.
     ("mistral3", PP),
+    ("kimi_k25", PP),
+    ("kimi_k25", TP, SP),
+    ("kimi_k25", EP),
     ("gemma4_vl", PP),
     ("gemma4_vl", TP, SP),
     # A tower is a part of the first stage, and whole where texts are divided;

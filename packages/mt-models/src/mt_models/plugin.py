@@ -27,6 +27,7 @@ from mt_models import (
     hybrid,
     internvl,
     jamba,
+    kimi_k25,
     kimi_linear,
     lfm2,
     llama,
@@ -78,6 +79,8 @@ FAMILIES = (
     mixtral.SPEC,
     qwen_moe.SPEC,
     qwen_next.SPEC,
+    # Before the family that reads the decoder of its files alone.
+    kimi_k25.SPEC,
     deepseek.SPEC,
     deepseek_v32.SPEC,
     deepseek_v4.SPEC,

@@ -297,7 +297,8 @@ def _check_sequence_parallel(config: Config) -> None:
 
 def _check_experts(config: Config) -> None:
     """A model without experts has nothing to divide over their axes."""
-    if getattr(config.model, "moe", None) is not None:
+    # Models that read images too have the experts in their decoder.
+    if getattr(getattr(config.model, "decoder", config.model), "moe", None) is not None:
         return
     parallel = config.parallel
     for key in ("expert_model_parallel_size", "expert_tensor_parallel_size"):

@@ -13,8 +13,8 @@ from mt_data.datasets.text_files import STREAM_KEYS, refuse_unused
 Colours = Annotated[list[float], Field(min_length=3, max_length=3)]
 Resize = Literal["crop", "squash"]
 Resample = Literal["bicubic", "lanczos"]
-ImageMarkers = Literal["none", "idefics3", "internvl", "qwen2_vl", "gemma4", "pixtral"]
-SizeRule = Literal["nearest", "fill", "longest_edge"]
+ImageMarkers = Literal["none", "idefics3", "internvl", "qwen2_vl", "gemma4", "pixtral", "kimi"]
+SizeRule = Literal["nearest", "fill", "longest_edge", "padded"]
 
 
 class ImageDataConfig(DataConfig):
@@ -57,7 +57,8 @@ class ImageTextKeys(ImageDataConfig):
     size_rule: SizeRule = used_when("nearest", dynamic_resolution=True)
     """The cells that an image is resized to. nearest: those nearest to its size, within min_pixels and max_pixels
     (Qwen2-VL). fill: as many as max_pixels hold, however small the image is (Gemma 4). longest_edge: those that hold
-    its size, after an image whose side is longer than the root of max_pixels was made smaller (Pixtral)."""
+    its size, after an image whose side is longer than the root of max_pixels was made smaller (Pixtral). padded: those
+    that hold its size, black where it ends, after an image with more pixels was made smaller (Kimi K2.5)."""
 
     frames_per_view: Literal[1, 2] = used_when(1, dynamic_resolution=True)
     """Frames of a view: 2 where records have videos, whose frames are taken two by two; those of a still are equal."""

@@ -72,6 +72,11 @@ def pixtral_markers(grid: Grid, views: int) -> str:
     return f"{row}[IMG_BREAK]" * (grid.rows - 1) + f"{row}[IMG_END]"
 
 
+def kimi_markers(grid: Grid, views: int) -> str:
+    """Those of Kimi K2.5: the kind before all cells of an image, and an end."""
+    return f"<|media_begin|>image<|media_content|>{VIEW * views}<|media_end|>"
+
+
 MARKERS: dict[ImageMarkers, Callable[[Grid, int], str]] = {
     "none": no_markers,
     "idefics3": idefics3_markers,
@@ -79,11 +84,13 @@ MARKERS: dict[ImageMarkers, Callable[[Grid, int], str]] = {
     "qwen2_vl": qwen2_vl_markers,
     "gemma4": gemma4_markers,
     "pixtral": pixtral_markers,
+    "kimi": kimi_markers,
 }
 IN_TEMPLATES: dict[ImageMarkers, str] = {
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma4": "<|image|>",
     "pixtral": "[IMG]",
+    "kimi": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
 }
 """What the chat templates of the published models write for an image, where that is not "<image>"."""
 VIDEO_IN_TEMPLATES: dict[ImageMarkers, str] = {"qwen2_vl": "<|vision_start|><|video_pad|><|vision_end|>"}

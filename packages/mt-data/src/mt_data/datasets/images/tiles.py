@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -276,10 +276,54 @@ class LongestEdgeResolution(DynamicResolution):
         return Grid((height - 1) // self.img_h + 1, (width - 1) // self.img_w + 1)
 
 
+@dataclass(frozen=True)
+class PaddedResolution(DynamicResolution):
+    """The cells that hold an image, which is black beyond its ends; one with more than max_pixels, or a side of more
+    than 256 cells, is made smaller before. It is never made larger."""
+
+    LONGEST: ClassVar[int] = 256
+    """Cells of a side at most."""
+    PATCHES: ClassVar[int] = 2
+    """Patches of the side of a cell: what max_pixels hold is counted in whole patches."""
+
+    @property
+    def max_views(self) -> int:
+        most, side = self.max_pixels * self.PATCHES**2 // (self.img_h * self.img_w), self.LONGEST * self.PATCHES
+        # A side of r cells has more than 2 (r - 1) patches. Whole patches are counted, so that each side can have one
+        # more than the product allows: a b <= most for sides below a + 1 and b + 1.
+        widths = [min(side, most / max(2 * rows - 3, 1) + 1) for rows in range(1, self.LONGEST + 1)]
+        return max(rows * math.ceil(width / self.PATCHES) for rows, width in enumerate(widths, 1))
+
+    @property
+    def min_views(self) -> int:
+        return 1
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width in pixels before they are padded."""
+        # transformers: navit_resize of Kimi K2.5.
+        side_h, side_w = self.img_h // self.PATCHES, self.img_w // self.PATCHES
+        patches = max(1, height // side_h) * max(1, width // side_w)
+        most = self.max_pixels // (side_h * side_w)
+        longest = self.LONGEST * self.img_h, self.LONGEST * self.img_w
+        scale = min(1.0, math.sqrt(most / patches), longest[0] / height, longest[1] / width)
+        return min(max(1, int(height * scale)), longest[0]), min(max(1, int(width * scale)), longest[1])
+
+    def grid(self, height: int, width: int) -> Grid:
+        height, width = self.resized(height, width)
+        return Grid(-(-height // self.img_h), -(-width // self.img_w))
+
+    def views(self, image: NDArray[np.uint8], grid: Grid) -> NDArray[np.uint8]:
+        image = resize(image, *self.resized(*image.shape[:2]), self.resample)
+        padded = np.zeros((grid.rows * self.img_h, grid.columns * self.img_w, 3), np.uint8)
+        padded[: image.shape[0], : image.shape[1]] = image
+        return self.cut(padded, grid)
+
+
 RULES: dict[SizeRule, type[DynamicResolution]] = {
     "nearest": DynamicResolution,
     "fill": FilledResolution,
     "longest_edge": LongestEdgeResolution,
+    "padded": PaddedResolution,
 }
 
 
