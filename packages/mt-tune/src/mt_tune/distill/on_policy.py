@@ -15,13 +15,15 @@ from mt_core.parallel.first_rank import all_gather_objects, on_first_rank
 from mt_core.train.batch_source import TrainingRun
 from mt_tune.distill.config import DistillationConfig
 from mt_tune.rl.batching import rank_batch, width_of
-from mt_tune.rl.collecting import generation_layout, require_room
+from mt_tune.rl.collecting import require_room
 from mt_tune.rl.config import RLConfig, prompt_data
-from mt_tune.rl.drawing import Drawer, DrawOptions
+from mt_tune.rl.drawer_choice import generation_layout
+from mt_tune.rl.drawing import DrawOptions
 from mt_tune.rl.prompts import Key, Prompt, completion_ends, prompts_of
 from mt_tune.rl.rollout import Group, Rollout
 from mt_tune.rl.rows import Row, stacked
 from mt_tune.rl.samples import PROMPT
+from mt_tune.rl.trained_drawer import TrainedDrawer
 
 
 class StudentBatches:
@@ -40,7 +42,7 @@ class StudentBatches:
         ends = completion_ends(prompt_data(run.config), run.engine.tokenizer)
         self.options = DrawOptions(keys.sampling_temperature, keys.max_completion_length, ends, run.config.train.seed)
         layout, most = generation_layout(run, drawing), global_batch_size(run.config)
-        self.drawer = Drawer(run.engine, layout, most)
+        self.drawer = TrainedDrawer(run.engine, layout, most)
         self.position = 0
         """Number of the next prompt in the order of the data set."""
 

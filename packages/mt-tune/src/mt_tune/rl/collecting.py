@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mt_core.data.training_length import global_batch_size
-from mt_core.errors import ConfigError, DataError
+from mt_core.errors import DataError
 from mt_core.parallel.first_rank import on_first_rank, raise_on_all_ranks
 from mt_core.train.batch_source import TrainingRun
-from mt_infer.config import InferenceConfig
 from mt_tune.rewards.build import build_rewards
 from mt_tune.rewards.config import RewardsConfig
 from mt_tune.rewards.scoring import RewardFunctions
 from mt_tune.rl.advantages import has_equal_rewards
-from mt_tune.rl.background import BackgroundRound
 from mt_tune.rl.config import RLConfig, prompt_data
-from mt_tune.rl.drawing import Drawer, DrawOptions
-from mt_tune.rl.episode_config import configured_episodes
+from mt_tune.rl.drawer_choice import build_drawer
+from mt_tune.rl.drawing import DrawOptions
+from mt_tune.rl.episode_config import configured_episodes, require_messages
 from mt_tune.rl.episodes import Episodes
 from mt_tune.rl.judging import Judge, reward_metrics, rewards_of
 from mt_tune.rl.pool import GroupPool
@@ -39,11 +37,10 @@ class GroupCollector:
         require_room(self.prompts.values(), self.keys, config.data.seq_length)
         ends = completion_ends(prompt_data(config), run.engine.tokenizer)
         self.options = DrawOptions(self.keys.temperature, self.keys.max_completion_length, ends, config.train.seed)
+        require_messages(run)
         self.judge, episodes = self._build_judges(ends)
-        layout, most = generation_layout(run, self.keys), completions_at_once(run, self.keys)
-        self.drawer = Drawer(run.engine, layout, most, episodes)
+        self.drawer = build_drawer(run, self.keys, episodes)
         self.pool = GroupPool(self.keys.max_staleness, self.keys.updates)
-        self.background = BackgroundRound(run.engine.device) if self.keys.asynchronous else None
         self.digests: dict[int, str] = {}
         """Of the weights of each version that drew tokens of the groups at hand, where they are a copy."""
         self.position = 0
@@ -72,26 +69,14 @@ class GroupCollector:
         self._use_new_weights()
         while len(self.pool.groups) < needed + self.keys.extra_groups:
             self.pool.groups.append(self._next_group())
-        enough = self.pool.enough(needed, self.run.state.iteration + ahead)
-        if self.background is None:
-            self.drawer.draw(self.pool.groups, self.options, enough)
-        else:
-            background, groups = self.background, self.pool.groups
-            background.start(
-                lambda: self.drawer.draw(groups, self.options, lambda own: background.is_closing or enough(own))
-            )
+        self.drawer.start(self.pool.groups, self.options, self.pool.enough(needed, self.run.state.iteration + ahead))
         self.is_drawn = True
-
-    def finish_round(self) -> None:
-        """Waits for what is drawn in the background."""
-        if self.background is not None:
-            self.background.finish()
 
     def _round(self, needed: int) -> list[Group]:
         """Complete and judged groups, on all processes."""
         if not self.is_drawn:
             self.start_round(needed, ahead=0)
-        self.finish_round()
+        self.drawer.finish()
         self.is_drawn = False
         step = self.run.state.iteration
         groups = on_first_rank(lambda: self._judged(self.pool.chosen(needed, step), record=True), self.run.ctx.world)
@@ -108,13 +93,13 @@ class GroupCollector:
 
     def evaluate(self, groups: list[Group], options: DrawOptions) -> list[Group]:
         """The groups of held-out prompts, completed and judged, without metrics, which are those of training."""
-        self.finish_round()
+        self.drawer.finish()
         self._use_new_weights()
         self.drawer.draw(groups, options)
         return on_first_rank(lambda: self._judged(groups, record=False), self.run.ctx.world)
 
     def state_dict(self) -> dict[str, Any]:
-        self.finish_round()
+        self.drawer.finish()
         digests = [[version, digest] for version, digest in self.digests.items()]
         return {
             "position": self.position,
@@ -129,12 +114,9 @@ class GroupCollector:
         self.digests = {int(version): digest for version, digest in state.get("weights", ())}
 
     def close(self) -> None:
-        if self.background is not None:
-            self.background.close()
+        self.drawer.close()
         if self.judge is not None:
             self.judge.functions.close()
-        if self.drawer.episodes is not None:
-            self.drawer.episodes.close()
 
     def _next_group(self) -> Group:
         data: Any = self.run.train_data
@@ -152,12 +134,14 @@ class GroupCollector:
         return groups
 
     def _build_judges(self, ends: frozenset[int]) -> tuple[Judge | None, Episodes | None]:
-        """Reward functions and environments: on the first process alone, which calls them."""
+        """Reward functions and environments: on the first process alone, which calls them. Generators have environments
+        themselves."""
         judge, episodes, error = None, None, None
         if self.run.ctx.world.rank == 0:
             try:
-                episodes = configured_episodes(self.run)
-                functions = configured_rewards(self.run, has_environment=episodes is not None)
+                if not self.keys.generator_processes:
+                    episodes = configured_episodes(self.run.config, self.run.engine.tokenizer, self.run.host)
+                functions = configured_rewards(self.run, has_environment=self.keys.has_environment)
                 judge = Judge(functions, self.keys, self.run.engine.tokenizer, ends)
             except Exception as raised:
                 error = raised
@@ -169,36 +153,6 @@ def configured_rewards(run: TrainingRun, *, has_environment: bool) -> RewardFunc
     """Environments may give all rewards."""
     keys = run.config.section(RewardsConfig)
     return RewardFunctions([]) if has_environment and not keys.functions else build_rewards(keys, run.host)
-
-
-def generation_layout(run: TrainingRun, keys: RLConfig) -> dict[str, Any] | None:
-    """None for the run's own layout and memory."""
-    if keys.asynchronous:
-        require_asynchronous(run)
-    if keys.generation_parallel is not None or keys.asynchronous:
-        return keys.generation_parallel or {}
-    parallel = run.config.parallel
-    alone = parallel.use_torch_fsdp2 or parallel.context_parallel_size > 1
-    return {} if alone else None
-
-
-def completions_at_once(run: TrainingRun, keys: RLConfig) -> int:
-    """Those of a generation, with groups that are in progress beside it."""
-    return global_batch_size(run.config) * keys.steps_per_generation + keys.extra_groups * keys.group_size
-
-
-def require_asynchronous(run: TrainingRun) -> None:
-    """Raises ConfigError where completions cannot be drawn in a thread beside training."""
-    if run.ctx.world.size > 1:
-        raise ConfigError(
-            f"rl.asynchronous=true draws in a thread beside training, and {run.ctx.world.size} processes would mix the "
-            "messages of both; set it to false (rl.extra_groups works with any number of processes)"
-        )
-    if run.engine.device.type == "cuda" and run.config.section(InferenceConfig).cuda_graphs != "none":
-        raise ConfigError(
-            "rl.asynchronous=true: CUDA graphs cannot be captured while another thread trains; set "
-            'inference.cuda_graphs (now "auto" or "decode") to "none"'
-        )
 
 
 def require_room(prompts: Iterable[Prompt], keys: RLConfig, length: int) -> None:

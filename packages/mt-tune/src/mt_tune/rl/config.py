@@ -100,12 +100,15 @@ class RLConfig(Section):
     generation_parallel: dict[str, Any] | None = None
     """Keys of [parallel] of the layout that generates, with a copy of the weights. Default: the run's own layout and
     memory; under FSDP2 and context parallelism each process by itself."""
+    generator_processes: NonNegativeInt = 0
+    """Processes that draw completions, beside those that train, in the layout generation_parallel (default: each has
+    the whole model); on GPUs with a device each. 0: the processes that train draw."""
     max_staleness: NonNegativeInt = 0
     """Optimizer steps by which the weights that drew a token may be older than those of the first step that trains on
     it; 0: completions are drawn with the weights of the moment."""
     asynchronous: bool = False
-    """Draw in a thread with a copy of the weights; with max_staleness of at least the steps of a generation, the next
-    one is drawn while this one is trained on. One process."""
+    """With max_staleness of at least the steps of a generation, the next one is drawn while this one is trained on: by
+    generator_processes, or in a thread with a copy of the weights, which needs a run of one process."""
     extra_groups: NonNegativeInt = 0
     """Groups in progress beside those that a generation needs. A generation ends when enough groups are complete; the
     others go on in the next one, with its weights, within max_staleness."""
@@ -339,6 +342,7 @@ def shrink_rl(section: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]])
         # A random model may draw what nothing is learned from.
         "patience": 0,
         # Its sizes belong to the large number of processes.
+        "generator_processes": 0,
         "generation_parallel": None if section.get("generation_parallel") is None else {},
         # No code of the user's is executed.
         "environments": [],

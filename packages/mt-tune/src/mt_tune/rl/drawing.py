@@ -1,15 +1,16 @@
-"""Completions by the engine of mt-infer, with the weights that are trained."""
+"""Completions by the engine of mt-infer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from mt_core.config.schema import Config
 from mt_core.errors import TrainingError
 from mt_core.nn.layout import stream_seed
+from mt_core.parallel.context import Axis
 from mt_core.parallel.first_rank import all_gather_objects, raise_on_all_ranks
-from mt_core.train.engine import Engine
 from mt_infer.config import InferenceConfig
 from mt_infer.requests import FinishReason, TokenEvent
 from mt_infer.sampling.parameters import SamplingParameters
@@ -18,7 +19,6 @@ from mt_tune.rl.episodes import Episodes
 from mt_tune.rl.rollout import Finish, Group, Rollout
 from mt_tune.rl.routing_record import Parts, RoutingByPrefix, RoutingRecorder, decoded, encoded, joined
 from mt_tune.rl.routing_replay import ReplayingModel
-from mt_tune.rl.weight_hashes import digest, module_hashes, require_equal, trained_hashes
 
 Until = Callable[[Sequence[Group]], bool]
 
@@ -34,48 +34,20 @@ class DrawOptions:
 
 
 class Drawer:
-    """Draws completions; every call is collective over the world.
+    """Draws completions; every call is collective over `world`, the processes that generate.
 
-    One process of the world makes the requests, which the engine deals to all of its replicas; it has the episodes, if
-    the run has environments.
+    One of them makes the requests, which the engine deals to all of its replicas; it has the episodes, if the run has
+    environments. version: number of the optimizer step whose weights generate.
     """
 
-    def __init__(
-        self, engine: Engine, layout: dict[str, Any] | None, most: int, episodes: Episodes | None = None
-    ) -> None:
-        """most: completions that are drawn at a time."""
-        self.engine, self.episodes = engine, episodes
-        self.generator = TextGenerator.of_engine(with_cache_of(engine, most), layout)
-        self.lockstep = self.generator.engine
-        self.has_copy = layout is not None
-        self.version = engine.state.iteration
-        self.digest: str | None = None
-        """Of the weights that generate, where they are a copy of those that are trained."""
+    def __init__(self, generator: TextGenerator, world: Axis, version: int, episodes: Episodes | None = None) -> None:
+        self.generator, self.world, self.version, self.episodes = generator, world, version, episodes
+        self.lockstep = generator.engine
         self.recorder: RoutingRecorder | None = None
         model: Any = self.lockstep.engine.model
         if isinstance(model, ReplayingModel):
             self.recorder = model.recorder = RoutingRecorder()
         self.routing = RoutingByPrefix()
-
-    def use_new_weights(self) -> bool:
-        """Takes over the weights of training after a step. Returns whether there were new ones.
-
-        Raises TrainingError for a copy that is not what is trained.
-        """
-        is_new = self.version != self.engine.state.iteration
-        if is_new:
-            self.generator.refit(self.engine)
-            self.version = self.engine.state.iteration
-            self.routing.forget()
-        if self.has_copy and (is_new or self.digest is None):
-            self.digest = self._verified()
-        return is_new
-
-    def _verified(self) -> str:
-        generating = self.lockstep.engine
-        copied = module_hashes(generating.model, generating.ctx)
-        require_equal(trained_hashes(self.engine), copied, self.version)
-        return digest(copied)
 
     def draw(self, groups: Sequence[Group], options: DrawOptions, until: Until | None = None) -> None:
         """Continues the unfinished completions of the groups until they end, or until `until` of all the groups is
@@ -83,7 +55,7 @@ class Drawer:
 
         Raises TrainingError for logits that are not numbers.
         """
-        world, error = self.engine.ctx.world, None
+        world, error = self.world, None
         drawing: _Drawing | None = None
         if world.rank == 0:
             try:
@@ -107,18 +79,16 @@ class Drawer:
         return _EpisodeDrawing(self, groups, options, self.episodes)
 
 
-def with_cache_of(engine: Engine, most: int) -> Engine:
-    """The engine with a cache for so many sequences of data.seq_length positions at most, in place of one for as many
-    as half of the free memory holds, which training needs."""
-    keys = engine.config.section(InferenceConfig)
+def with_cache_for(config: Config, most: int, positions: int | None) -> Config:
+    """The configuration with a cache for so many sequences of data.seq_length positions at most, in place of one for as
+    many as half of the free memory holds, which training needs. positions: of the model; None without a limit."""
+    keys = config.section(InferenceConfig)
     changed = {"max_requests": min(keys.max_requests, most)}
     if keys.max_sequence_length is None:
-        positions: int | None = engine.model.max_sequence_length  # type: ignore[assignment]
         # The last token of a completion is no input.
-        longest = engine.config.data.seq_length + 1
+        longest = config.data.seq_length + 1
         changed["max_sequence_length"] = longest if positions is None else min(longest, positions)
-    inference = keys.model_copy(update=changed)
-    return replace(engine, config=engine.config.model_copy(update={"inference": inference}))
+    return config.model_copy(update={"inference": keys.model_copy(update=changed)})
 
 
 class _Drawing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mt_core.config.schema import Config
 from mt_core.errors import ConfigError
 from mt_core.interfaces import Tokenizer
+from mt_core.plugins import PluginHost
 from mt_core.train.batch_source import TrainingRun
 from mt_data.datasets.sft.chat_templates import NoChatTemplateError
 from mt_tune.environments.pool import DialoguePool, DialogueProcesses, DialoguesHere
@@ -16,25 +17,23 @@ from mt_tune.rl.episodes import EpisodeLimits, Episodes
 from mt_tune.rl.prompts import prompt_template, prompts_of
 
 
-def configured_episodes(run: TrainingRun) -> Episodes | None:
+def configured_episodes(config: Config, tokenizer: Tokenizer, host: PluginHost) -> Episodes | None:
     """None for a run without environments and tools. Processes are started, and have imported the code.
 
-    Raises ConfigError for code that is not known or cannot be imported, prompts that are texts, and a missing template.
+    Raises ConfigError for code that is not known or cannot be imported, and a missing template.
     """
-    config = run.config
     keys, rewards = config.section(RLConfig), config.section(RewardsConfig)
     if not keys.has_environment:
         return None
-    encoder = turn_encoder(config, run.engine.tokenizer)
-    _require_messages(run)
+    encoder = turn_encoder(config, tokenizer)
     limits = EpisodeLimits(
         keys.max_turns, keys.max_completion_length, config.data.seq_length, rewards.on_failure == "skip"
     )
-    return Episodes(dialogue_pool(keys, rewards, run), encoder, limits)
+    return Episodes(dialogue_pool(keys, rewards, host), encoder, limits)
 
 
-def dialogue_pool(keys: RLConfig, rewards: RewardsConfig, run: TrainingRun) -> DialoguePool:
-    setup = source_setup(keys.environments, keys.tools, keys.environment_options, rewards.modules, run.host)
+def dialogue_pool(keys: RLConfig, rewards: RewardsConfig, host: PluginHost) -> DialoguePool:
+    setup = source_setup(keys.environments, keys.tools, keys.environment_options, rewards.modules, host)
     if not keys.environment_processes:
         return DialoguesHere(setup)
     return DialogueProcesses(
@@ -52,7 +51,10 @@ def turn_encoder(config: Config, tokenizer: Tokenizer) -> TurnEncoder:
     return TurnEncoder(template, tokenizer, keep_dropped_turns=config.section(RLConfig).keep_dropped_turns)
 
 
-def _require_messages(run: TrainingRun) -> None:
+def require_messages(run: TrainingRun) -> None:
+    """Raises ConfigError for prompts that are texts, where the run has environments or tools."""
+    if not run.config.section(RLConfig).has_environment:
+        return
     for dataset in (run.train_data, *run.valid_data.values()):
         for prompt in prompts_of(dataset):
             if isinstance(prompt.content, str):

@@ -9,11 +9,35 @@ weights and the order of prompts alone, never from the clock.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mt_tune.rl.drawing import Until
 from mt_tune.rl.prompts import Key, Prompt
 from mt_tune.rl.rollout import Group
+
+
+@dataclass(frozen=True)
+class RoundEnd:
+    """Whether enough groups are complete to end a round of drawing: `needed` of them, and all that are due.
+
+    step: optimizer steps before the generation that is trained on them. updates: steps from one generation to the next.
+    most: staleness, in steps.
+    """
+
+    needed: int
+    step: int
+    updates: int
+    most: int
+
+    def __call__(self, groups: Sequence[Group]) -> bool:
+        complete = [group.is_finished for group in groups]
+        due = (one for group, one in zip(groups, complete, strict=True) if self.is_due(group))
+        return sum(complete) >= self.needed and all(due)
+
+    def is_due(self, group: Group) -> bool:
+        """Whether the group has to be trained on by this generation."""
+        oldest = group.oldest_version
+        return oldest is not None and self.step + self.updates - oldest > self.most
 
 
 class GroupPool:
@@ -26,25 +50,14 @@ class GroupPool:
         self.most, self.updates = most, updates
         self.groups: list[Group] = []
 
-    def is_due(self, group: Group, step: int) -> bool:
-        """Whether it has to be trained on by the generation whose first step begins after `step` steps."""
-        oldest = group.oldest_version
-        return oldest is not None and step + self.updates - oldest > self.most
-
-    def enough(self, needed: int, step: int) -> Until:
-        """When a round for that generation ends."""
-
-        def until(groups: Sequence[Group]) -> bool:
-            complete = [group.is_finished for group in groups]
-            due = (one for group, one in zip(groups, complete, strict=True) if self.is_due(group, step))
-            return sum(complete) >= needed and all(due)
-
-        return until
+    def enough(self, needed: int, step: int) -> RoundEnd:
+        """When a round for the generation whose first step begins after `step` steps ends."""
+        return RoundEnd(needed, step, self.updates, self.most)
 
     def chosen(self, needed: int, step: int) -> list[Group]:
         """Complete groups to train on, on process 0: those that are due, then by prompts; in the order of prompts."""
-        complete = [group for group in self.groups if group.is_finished]
-        by_need = sorted(complete, key=lambda group: (not self.is_due(group, step), group.position))
+        complete, end = [group for group in self.groups if group.is_finished], self.enough(needed, step)
+        by_need = sorted(complete, key=lambda group: (not end.is_due(group), group.position))
         return sorted(by_need[:needed], key=lambda group: group.position)
 
     def remove(self, groups: Sequence[Group]) -> None:

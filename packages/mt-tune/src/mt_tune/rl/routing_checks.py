@@ -35,7 +35,8 @@ def _layout(config: Any, keys: RLConfig) -> Mapping[str, Any]:
     parallel = config.parallel
     if keys.generation_parallel is not None:
         return keys.generation_parallel
-    alone = parallel.use_torch_fsdp2 or parallel.context_parallel_size > 1 or keys.asynchronous
+    has_copy = keys.asynchronous or keys.generator_processes > 0
+    alone = parallel.use_torch_fsdp2 or parallel.context_parallel_size > 1 or has_copy
     whole: Mapping[str, Any] = {} if alone else parallel.model_dump()
     return whole
 

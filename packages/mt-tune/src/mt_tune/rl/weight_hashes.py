@@ -29,9 +29,18 @@ MOST_ELEMENTS = 1 << 20
 Hashes = Mapping[str, int]
 
 
-def trained_hashes(engine: Engine) -> Hashes:
-    """Of the weights that are trained. Collective over the world."""
-    return hashes_of(trained_fragments(engine), engine.ctx.world)
+Dtypes = Mapping[str, torch.dtype]
+
+
+def trained_hashes(engine: Engine, dtypes: Dtypes) -> Hashes:
+    """Of the weights that are trained, rounded to the dtypes of a copy's weights by name. Collective over the world."""
+    return hashes_of(trained_fragments(engine), engine.ctx.world, dtypes)
+
+
+def module_dtypes(model: nn.Module, world: Axis) -> Dtypes:
+    """Of the weights of all stages. Collective over the world."""
+    own = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    return {name: dtype for of_rank in all_gather_objects(own, world) for name, dtype in of_rank.items()}
 
 
 def module_hashes(model: nn.Module, ctx: ParallelContext) -> Hashes:
@@ -56,9 +65,10 @@ def digest(hashes: Hashes) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def hashes_of(fragments: Iterable[Fragment], world: Axis) -> Hashes:
+def hashes_of(fragments: Iterable[Fragment], world: Axis, dtypes: Dtypes | None = None) -> Hashes:
     """Slices that several ranks have count once."""
-    own = {(part.name, part.tensor_slice): fragment_hash(part) for part in fragments}
+    rounded = dtypes or {}
+    own = {(part.name, part.tensor_slice): fragment_hash(part, rounded.get(part.name)) for part in fragments}
     together: dict[tuple[str, TensorSlice], int] = {}
     for parts in all_gather_objects(own, world):
         together |= parts
@@ -69,8 +79,8 @@ def hashes_of(fragments: Iterable[Fragment], world: Axis) -> Hashes:
 
 
 @torch.no_grad()
-def fragment_hash(fragment: Fragment) -> int:
-    """The part of the tensor's hash that these elements are."""
+def fragment_hash(fragment: Fragment, dtype: torch.dtype | None = None) -> int:
+    """The part of the tensor's hash that these elements are, rounded to `dtype`."""
     values, start, shape = fragment.tensor(), fragment.tensor_slice.start, fragment.shape
     if values.ndim < 2:
         values, start, shape = values.reshape(1, -1), (0, *(start or (0,))), (1, *(shape or (1,)))
@@ -79,7 +89,7 @@ def fragment_hash(fragment: Fragment) -> int:
     # So many rows at once that integers of 8 bytes take little memory.
     each = max(MOST_ELEMENTS // max(math.prod(values.shape[1:]), 1), 1)
     for first in range(0, len(values), each):
-        rows = values[first : first + each].float().contiguous()
+        rows = values[first : first + each].to(dtype or values.dtype).float().contiguous()
         numbers = torch.arange(start[0] + first, start[0] + first + len(rows), device=rows.device) * width
         factors = multipliers(numbers.view(-1, *[1] * of_row.ndim) + of_row)
         total += int((rows.view(torch.int32) * factors).sum())

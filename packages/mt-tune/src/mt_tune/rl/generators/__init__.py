@@ -1,0 +1,1 @@
+"""Processes that generate beside those that train."""
