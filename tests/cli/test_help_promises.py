@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich import markup
 
 from mt_cli.app import HELP, build_group
 from mt_cli.config_fields import section_fields, section_names
@@ -97,6 +98,14 @@ def test_keys_and_presets_that_are_named_exist(texts: list[tuple[str, str]], hos
 
 FILES = {"tokenizer.json", "tokenizer.model", "train.json", "train.toml", "section.key"}
 """Names of files that look like keys."""
+
+
+def test_square_brackets_are_shown(tree: dict[str, Any]) -> None:
+    """rich takes [name] for markup and leaves it out."""
+    described = [one for command in tree.values() for one in (command, *command.params)]
+    texts = [text for one in described if (text := getattr(one, "help", None)) and "[" in text]
+    assert any("keys of \\[rl]" in text for text in texts)
+    assert [text for text in texts if markup.render(text).plain != text.replace("\\[", "[")] == []
 
 
 def test_pages_that_are_named_exist(texts: list[tuple[str, str]]) -> None:

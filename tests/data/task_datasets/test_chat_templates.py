@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_core.errors import ConfigError, DataError
-from mt_core.interfaces import SpecialTokens, Tokenizer
+from mt_core.interfaces import SpecialTokens, SplitRequest, Tokenizer
 from mt_data.datasets.sft.answers import ConversationEncoder, answer_spans
 from mt_data.datasets.sft.chat_templates import BUILTIN_TEMPLATES, ChatTemplate, load_chat_template
+from mt_data.datasets.sft.config import SFTDataConfig
 from mt_data.datasets.sft.conversations import Conversation
+from mt_data.datasets.sft.dataset import build_sft
 from mt_data.tokenizers.byte_level import ByteLevelTokenizer
 from mt_data.tokenizers.hugging_face import HuggingFaceConfig, build_hugging_face
 
@@ -213,3 +216,32 @@ class NoEod(ByteLevelTokenizer):
     @property
     def special(self) -> Any:
         return SpecialTokens()
+
+
+def test_a_wait_is_no_time_of_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with other work a good template may wait for the processor."""
+    from mt_data.datasets.sft import jinja_sandbox
+
+    class Waits(str):
+        def __str__(self) -> str:
+            time.sleep(0.1)
+            return "x"
+
+    monkeypatch.setattr(jinja_sandbox, "SECONDS", 0.05)
+    template = jinja_sandbox.compile_template("{% for part in parts %}{{ part ~ '.' }}{% endfor %}", "waits")
+    assert template.render({"parts": [Waits(), Waits()]}, "line 1", "")[0] == "x.x."
+    endless = jinja_sandbox.compile_template("{% for a in r %}{% for b in r %}{{ a * b }}{% endfor %}{% endfor %}", "e")
+    with pytest.raises(DataError, match=r"it takes longer than 0.05 s of processor time"):
+        endless.render({"r": range(99999)}, "line 1", "")
+
+
+def test_a_refusal_says_once_what_to_do(tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ raise_exception('no') }}")
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    config = SFTDataConfig(data_path=[str(data)], chat_template_file=str(template))
+    with pytest.raises(DataError) as raised:
+        build_sft(config, ByteLevelTokenizer(), SplitRequest("train", None, 16, 1))
+    assert "refuses the conversation: no; data.chat_template" in str(raised.value)
+    assert str(raised.value).count("correct the line") == 1

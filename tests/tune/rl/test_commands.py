@@ -31,11 +31,27 @@ def test_an_algorithm_is_keys(mt: Callable[..., Any], tmp_path: Path, name: str)
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [([], "needs --reward"), (["--reward", "accuracy", "--algorithm", "ppo2"], "it can be grpo, dapo")],
+    [
+        ([], "needs --reward"),
+        (["--reward", "accuracy", "--algorithm", "ppo2"], "it can be grpo, dapo"),
+        (["--reward", "./absent"], "--reward ./absent: there is no such folder; a reward is a registered name"),
+        (["--reward", "absent.py:f"], "--reward absent.py:f: there is no file absent.py"),
+        (["--reward", "judges.py"], "names a file alone; write judges.py:NAME"),
+        (["--reward", "acuracy"], 'did you mean "accuracy"'),
+        # What training would refuse is not shown either.
+        (["--reward", "accuracy", "--set", "rl.epsilon=-1"], "rl.epsilon"),
+        # Of the length that was asked for, not of the model's 512 positions.
+        (["--reward", "accuracy", "--seq-length", "8", "--max-completion-length", "9"], "data.seq_length=8"),
+    ],
 )
-def test_what_is_missing_is_named(mt: Callable[..., Any], tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_what_is_missing_is_named(
+    mt: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A folder of the name of a reward is not taken for the folder of a model.
+    (tmp_path / "accuracy").mkdir()
     refused = mt("tune", "grpo", "gpt-tiny", str(write_task(tmp_path)[0]), "--show", *arguments)
-    assert refused.code == 2
+    assert refused.code
     assert words in refused.err
 
 

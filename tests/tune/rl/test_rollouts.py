@@ -91,7 +91,7 @@ def test_dynamic_sampling_draws_until_groups_differ(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reward", "keys", "words"),
     [
-        ("equal", (), r"equal rewards in 2 generations \(rewards were 0.25\)"),
+        ("equal", (), r"equal rewards in 2 generations in a row \(rewards were 0.25\)"),
         ("right", ("rl.max_completion_length=1",), "reached rl.max_completion_length=1, and none ended"),
         ("short", (), 'reward "short"'),
         ("not_a_number", (), 'reward "not_a_number"'),
@@ -100,12 +100,16 @@ def test_dynamic_sampling_draws_until_groups_differ(tmp_path: Path) -> None:
 def test_what_ends_a_run(tmp_path: Path, reward: str, keys: tuple[str, ...], words: str) -> None:
     with pytest.raises(TrainingError, match=words):
         trained(tmp_path, "rl.patience=2", *keys, reward=reward)
+    if reward in ("equal", "right"):
+        # The completions that ended it, which the message asks to look at, are in the file.
+        assert {one["step"] for one in read_rollouts(tmp_path / "run" / ROLLOUTS_FILE)} == {1, 2}
 
 
 @pytest.mark.parametrize(
     ("record", "words"),
     [
         ({"prompt": ""}, '"prompt" is empty'),
+        ({"prompt": [{"role": "user", "content": " "}]}, r'message 1 of "prompt" \(user\) has no text'),
         ({"question": "1+1="}, 'has no prompt; a record has either "prompt"'),
         ({"prompt": "1", "messages": []}, "has prompt and messages"),
         ({"prompt": "1+" * 20}, "leave no room in data.seq_length=16"),

@@ -160,7 +160,7 @@ class DeferredCommand(TyperCommand):
         spec = self.host[COMMANDS].get(self.spec.name) if owners else self.spec
         try:
             command = as_command(spec.name.rpartition(" ")[2], spec.app.load())
-            return with_subcommands(command, spec.name, self.host)
+            return with_subcommands(with_brackets(command), spec.name, self.host)
         except MtError:
             raise
         except Exception as error:  # another's code may raise anything while it is imported
@@ -229,6 +229,16 @@ def as_command(name: str, app: Any) -> Any:
     # A command that reads its words itself says so beside its function, as `mt launch` does.
     holder.command(name, cls=QuickCommand, context_settings=getattr(app, "context_settings", None))(app)
     return get_command(holder)
+
+
+def with_brackets(command: Any) -> Any:
+    """The command, and those below it, with help texts in which square brackets are shown as they are."""
+    for described in (command, *command.params):
+        if getattr(described, "help", None):
+            described.help = escape(described.help)
+    for inner in getattr(command, "commands", {}).values():
+        with_brackets(inner)
+    return command
 
 
 def escape(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import filterfalse
@@ -43,8 +44,10 @@ from mt_core.train.checkpoint.state import require_fit
 @dataclass(frozen=True)
 class Report:
     """What a conversion did. saver: the format, by its registered name. num_parameters counts elements of canonical
-    tensors.
+    tensors that were written.
 
+    num_omitted_parameters: elements of the model's other tensors, which the format leaves to another checkpoint, as a
+    PEFT folder leaves the base.
     left_out: tensors of the source that the target does not have, such as optimizer state.
     files_left_out: files of the source that the target does not have: of its tokenizer, chat template, generation.
     has_tokenizer: whether tokenizer files were converted too, or the model has no vocabulary.
@@ -59,6 +62,7 @@ class Report:
     num_tensors: int
     num_parameters: int
     num_bytes: int
+    num_omitted_parameters: int = 0
     has_tokenizer: bool = True
     left_out: tuple[str, ...] = ()
     files_left_out: tuple[str, ...] = ()
@@ -151,12 +155,15 @@ def _report(
     verification: Verification | None = None,
 ) -> Report:
     source = prepared.source
+    sizes = {MODEL + name: math.prod(layout.shape) for name, layout in prepared.parameters.items()}
+    written = [name for name in sizes if name not in source.omitted_names]
     return Report(
         saver=saver,
         family=prepared.config.model.family,
-        num_tensors=len(prepared.parameters),
-        num_parameters=prepared.num_parameters,
-        num_bytes=source.num_bytes(source.names(MODEL)),
+        num_tensors=len(written),
+        num_parameters=sum(sizes[name] for name in written),
+        num_omitted_parameters=sum(size for name, size in sizes.items() if name in source.omitted_names),
+        num_bytes=source.num_bytes([name for name in source.names(MODEL) if name not in source.omitted_names]),
         has_tokenizer=bool(set(source.files()) - {GENERATION}) or prepared.vocab_size is None,
         left_out=tuple(left_out),
         files_left_out=tuple(files_left_out),
@@ -196,10 +203,11 @@ def _written_names(target: Path, saver: str, prepared: Prepared, host: PluginHos
     """
     # A saver of a plugin may have no loader beside it.
     if not host[CHECKPOINT_LOADERS].owners(saver):
-        unread = [name for name in prepared.parameters if MODEL + name not in prepared.source.read_names]
+        accounted = prepared.source.read_names | prepared.source.omitted_names
+        unread = [name for name in prepared.parameters if MODEL + name not in accounted]
         if unread:
             raise CheckpointError(f"{target}: the saver {saver} left out {', '.join(unread[:8])}")
-        return set(prepared.source.read_names)
+        return accounted
     written = open_named(target, saver, host)
     require_fit(written, shapes_of(prepared.parameters), MODEL)
     return set(written.shapes())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,10 +46,6 @@ class Prepared:
     def vocab_size(self) -> int | None:
         """None: the model has no vocabulary."""
         return getattr(self.config.model, "vocab_size", None)
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(layout.shape) for layout in self.parameters.values())
 
 
 def prepare(request: Request, host: PluginHost, progress: Progress = lambda done, total: None) -> Prepared:

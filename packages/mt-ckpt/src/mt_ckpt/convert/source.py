@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class Source:
             raise ConfigError(f"--dtype {dtype}: not a dtype of weights; it can be {', '.join(DTYPES)}")
         self.identity = identity
         self.read_names: set[str] = set()
+        self.omitted_names: set[str] = set()
+        """Of the model: what the format leaves to another checkpoint, as a PEFT folder leaves the base."""
         self.workers: PartWriter | None = None
         """Other processes that write, if any."""
         self.on_read: Callable[[str, int], None] = lambda name, num_bytes: None
@@ -89,6 +91,10 @@ class Source:
         if not name.startswith(MODEL):  # a saver reads the model, or everything
             self._total = self._totals[""]
         self._progress(self._done, max(self._done, self._total))
+
+    def omit(self, names: Iterable[str]) -> None:
+        """Declare that the format leaves these tensors of the model to another checkpoint; before the first read."""
+        self.omitted_names.update(names)
 
     def unconverted(self) -> list[str]:
         """All names of the checkpoint, including those that are hidden here."""

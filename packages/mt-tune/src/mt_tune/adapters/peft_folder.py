@@ -170,9 +170,9 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
             "--saver peft writes adapters alone, and this model has a trained score head beside its adapter "
             "(score_head.type); merge the adapter (mt ckpt merge-adapter) and convert with --saver hf"
         )
-    if hasattr(source, "note_read"):  # of a conversion, which requires that each tensor of the source is written
-        for name in source.shapes():
-            source.note_read(name, 0)
+    if hasattr(source, "omit"):  # of a conversion, which requires that each tensor of the model is accounted for
+        written = written_names(model, config, host)
+        source.omit(name for name in source.shapes() if name.startswith(MODEL) and name not in written)
     tensors = {f"{PREFIX}{n}": t for n, t in exported(model, config, source, host)}
     found = list(adapters(model).values())
     tensors |= {f"{SHARED}{n}": t for n, t in main_type(config.section(AdapterConfig)).shared_tensors(found).items()}
@@ -182,6 +182,12 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
         folder.write_small(WEIGHTS, safetensors.torch.save(tensors, metadata={"format": "pt"}))
         folder.write_small(CONFIG, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
         folder.commit({WEIGHTS, CONFIG})
+
+
+def written_names(model: nn.Module, config: Config, host: PluginHost) -> set[str]:
+    """Canonical names of what the folder holds: parameters of adapters, and those that are saved whole."""
+    of_adapters = {f"{MODEL}{at}.{name}" for at, adapter in adapters(model).items() for name in adapter.layouts}
+    return of_adapters | {MODEL + name for name in _saved_parameters(model, config, host)}
 
 
 def exported(

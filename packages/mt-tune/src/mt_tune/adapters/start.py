@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mt_core.checkpoint_lookup import open_start
 from mt_core.nn.layout import LayoutModule
 from mt_core.parallel.context import ParallelContext
 from mt_core.train.callbacks import Callback, Run
@@ -36,9 +37,17 @@ class AdapterStart(Callback):
         if source is not None:
             read_base = partial(_weight_named, run.model, run.ctx)
             values: Any = read_values(Path(source), run.model, run.config, run.host, run.ctx, read_base)
+        elif has_stored_adapter(run):
+            return
         else:
             values = values_of_base(run.model, run.ctx)
         set_values(engine, dict(values))
+
+
+def has_stored_adapter(run: Run) -> bool:
+    """Whether the checkpoint that the run starts from has values of adapters, which it has read."""
+    load = run.config.checkpoint.load
+    return load is not None and any(f".{NAME}." in name for name in open_start(load, run.host).shapes())
 
 
 def set_values(engine: Any, values: Mapping[str, Tensor]) -> None:

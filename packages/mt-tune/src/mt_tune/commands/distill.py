@@ -20,7 +20,9 @@ from mt_tune.commands.recipe import (
     data_section,
     merged,
     model_sections,
+    prompt_template_keys,
     rate_sections,
+    template_keys,
     training_sections,
     with_set_values,
 )
@@ -124,9 +126,10 @@ def distill(
         carry_out(context, preset, merged(base, preset_sections(training)), training, output, run_dir)
         return
     ranks = output.nproc or 1
-    examined = examine(host, preset, merged(base, data_sections(data, records, preset)), training, ranks)
+    of_data = data_sections(data, records, template_keys(preset, of_model, host))
+    examined = examine(host, preset, merged(base, of_data), training, ranks)
     length = training_sections(training, Amount(examined.samples, ranks))
-    rates = rate_sections(training, adapter, length["train"]["train_iters"], lr=LR, own=preset is not None)
+    rates = rate_sections(training, base, length["train"]["train_iters"], lr=LR, own=preset is not None)
     sections = merged(base, {"data": examined.data}, length, rates)
     typer.echo(summary(examined, sections), err=True)
     carry_out(context, preset, sections, training, output, run_dir)
@@ -178,7 +181,9 @@ def on_policy_sections(
             "--on-policy takes prompts, each of which is a row: leave out --format, --train-on, --split-answers and "
             "--no-packing"
         )
-    base, keys = merged(base, {"distillation": {"on_policy": True}}), data_section("prompts", data, records, None)
+    template = prompt_template_keys(preset, base, host)
+    keys = data_section("prompts", data, records, template)
+    base = merged(base, {"distillation": {"on_policy": True}})
     examined = examine_prompts(host, preset, merged(base, {"data": keys}), training)
     if not examined.validated:
         keys["split"] = "100,0,0"
@@ -188,7 +193,7 @@ def on_policy_sections(
     keys["seq_length"] = training.seq_length or -(-(longest_prompt + most - 1) // 8) * 8
     amounts = with_amounts(training, len(examined.prompts), 1)
     length = training_sections(amounts, Amount(len(examined.prompts), output.nproc or 1))
-    rates = rate_sections(amounts, adapter, length["train"]["train_iters"], lr=LR, own=preset is not None)
+    rates = rate_sections(amounts, base, length["train"]["train_iters"], lr=LR, own=preset is not None)
     section: dict[str, Any] = {"max_completion_length": most}
     section |= {} if student.sampling_temperature is None else {"sampling_temperature": student.sampling_temperature}
     steps = length["train"]["train_iters"]

@@ -11,7 +11,7 @@ import typer
 
 from mt_core.commands import host_of, need
 from mt_core.errors import ConfigError, DataError, did_you_mean
-from mt_tune.commands.options import DATA, AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
+from mt_tune.commands.options import DATA, LENGTH, AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
 from mt_tune.commands.recipe import (
     LONGEST,
     OPTION_OF,
@@ -23,6 +23,7 @@ from mt_tune.commands.recipe import (
     merged,
     model_sections,
     positions_of,
+    prompt_template_keys,
     rate_sections,
     training_sections,
     with_set_values,
@@ -107,6 +108,31 @@ class PolicyOptions:
     ] = None
 
 
+@dataclass(frozen=True)
+class LengthOptions(TrainingOptions):
+    """How long and how fast is trained, with the defaults of completions."""
+
+    epochs: Annotated[
+        int | None, typer.Option(help="Times to go through the prompts. Default: 1.", min=1, rich_help_panel=LENGTH)
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Completions of a step. Default: 8 prompts of them.", min=1, rich_help_panel=LENGTH),
+    ] = None
+    micro_batch_size: Annotated[
+        int | None,
+        typer.Option(help="Completions computed at once. Default: 1 to 8.", min=1, rich_help_panel=LENGTH),
+    ] = None
+    seq_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Positions of a prompt with its completion. Default: those of the longest.",
+            min=8,
+            rich_help_panel=LENGTH,
+        ),
+    ] = None
+
+
 def grpo(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, a checkpoint, a run or a preset.")],
@@ -114,7 +140,7 @@ def grpo(
     records: RecordOptions,
     rollouts: RolloutOptions,
     policy: PolicyOptions,
-    training: TrainingOptions,
+    training: LengthOptions,
     adapter: AdapterOptions,
     output: OutputOptions,
 ) -> None:
@@ -124,8 +150,8 @@ def grpo(
     rollouts = with_set_values(rollouts, training.set_, ROLLOUT_OPTION_OF)
     host = host_of(context)
     preset, of_model = model_sections(model, host)
-    base = merged(of_model, adapter_section(adapter), reward_sections(rollouts))
-    data_keys = _data_keys(data, records, rollouts)
+    base = merged(of_model, adapter_section(adapter), reward_sections(rollouts, host))
+    data_keys = _data_keys(data, records, rollouts, prompt_template_keys(preset, of_model, host))
     examined = examine_prompts(host, preset, merged(base, {"data": data_keys}), training)
     prompts, validated = examined.prompts, examined.validated
     if not validated:
@@ -135,7 +161,8 @@ def grpo(
     amounts = with_amounts(training, len(prompts), size)
     length = training_sections(amounts, Amount(len(prompts), output.nproc or 1))
     data_keys["seq_length"] = training.seq_length or _positions(examined, rl, rollouts)
-    rates = rate_sections(amounts, adapter, length["train"]["train_iters"], lr=LR, own=preset is not None)
+    _require_room(examined, rl, data_keys["seq_length"])
+    rates = rate_sections(amounts, base, length["train"]["train_iters"], lr=LR, own=preset is not None)
     sections = merged(base, {"data": data_keys}, length, intervals(length["train"]["train_iters"]), rates, {"rl": rl})
     sections = merged(sections, _mean_of_loss(policy.algorithm, sections["train"]["global_batch_size"], rl))
     train = sections["train"]
@@ -194,29 +221,39 @@ def _mean_of_loss(algorithm: str, batch: int, rl: Mapping[str, Any]) -> Tree:
     return {"train": train}
 
 
-def reward_sections(options: RolloutOptions) -> Tree:
-    """Rewards, environments and tools. Raises ConfigError without any reward."""
+def reward_sections(options: RolloutOptions, host: PluginHost) -> Tree:
+    """Rewards, environments and tools. Raises ConfigError without any reward, and for one that is not there."""
     if not options.reward and not options.environment:
         raise ConfigError(
             "mt tune grpo needs --reward, which judges completions: a registered name (mt plugins lists them), or "
             "FILE.py:FUNCTION; or --environment, which may give rewards itself"
         )
     modules: list[str] = []
-    models = {_model_label(text): text for text in options.reward or () if Path(text).is_dir()}
+    folders = [text for text in options.reward or () if _is_folder(text, host)]
+    models = {_model_label(text): text for text in folders}
     functions = [
-        f"{_model_label(text)}=reward_model" if Path(text).is_dir() else _of_file(text, modules)
+        f"{_model_label(text)}=reward_model" if text in folders else _of_file("--reward", text, modules)
         for text in options.reward or ()
     ]
     rl = {
-        "environments": [_of_file(text, modules) for text in options.environment or ()],
-        "tools": [_of_file(text, modules) for text in options.tool or ()],
+        "environments": [_of_file("--environment", text, modules) for text in options.environment or ()],
+        "tools": [_of_file("--tool", text, modules) for text in options.tool or ()],
     }
     section: dict[str, Any] = {"functions": functions} if functions else {}
     section |= {"modules": modules} if modules else {}
     section |= {"options": {label: {"path": path} for label, path in models.items()}} if models else {}
     section |= {"weights": options.weight} if options.weight else {}
+    _require_rewards(section, host)
     sections = {"rewards": section, "rl": {name: value for name, value in rl.items() if value}}
     return {name: keys for name, keys in sections.items() if keys}
+
+
+_ALLOWED = {
+    "--reward": "a reward is a registered name (mt plugins lists them), FILE.py:FUNCTION, or the folder of a reward "
+    "model",
+    "--environment": "an environment is a registered name (mt plugins lists them), or FILE.py:CLASS",
+    "--tool": "a tool is FILE.py:FUNCTION",
+}
 
 
 def _model_label(folder: str) -> str:
@@ -224,18 +261,47 @@ def _model_label(folder: str) -> str:
     return Path(folder).resolve().name
 
 
-def _of_file(text: str, modules: list[str]) -> str:
-    """FILE.py:NAME as module:NAME, with the file among the modules; other names as they are."""
-    file, _, name = text.rpartition(":")
+def _is_folder(text: str, host: PluginHost) -> bool:
+    """Whether a reward is the folder of a model; a folder of the name of a registered reward is written ./NAME."""
+    from mt_tune.rewards.reward_specs import REWARDS
+
+    return text not in host[REWARDS].names() and Path(text).is_dir()
+
+
+def _require_rewards(section: Mapping[str, Any], host: PluginHost) -> None:
+    """Raises ConfigError and PluginError as the run would; no code of the user's is executed."""
+    from mt_tune.rewards.build import chosen_function
+    from mt_tune.rewards.config import RewardsConfig
+
+    keys = RewardsConfig(**section)
+    for text in keys.functions:
+        chosen_function(text, keys, host)
+
+
+def _of_file(option: str, text: str, modules: list[str]) -> str:
+    """FILE.py:NAME as module:NAME, with the file among the modules; other names as they are.
+
+    Raises ConfigError for a path of nothing that is there. option: which names it.
+    """
+    labelled, _, name = text.rpartition(":")
+    label, equals, file = labelled.rpartition("=")
+    if text.endswith(".py"):
+        raise ConfigError(f"{option} {text} names a file alone; write {text}:NAME, of what it has")
     if not file.endswith(".py"):
+        if "/" in text:
+            raise ConfigError(f"{option} {text}: there is no such folder; {_ALLOWED[option]}")
         return text
+    if not Path(file).is_file():
+        raise ConfigError(f"{option} {text}: there is no file {file}")
     if file not in modules:
         modules.append(file)
-    return f"{Path(file).stem}:{name}"
+    return f"{label}{equals}{Path(file).stem}:{name}"
 
 
-def _data_keys(data: list[str], records: RecordOptions, rollouts: RolloutOptions) -> dict[str, Any]:
-    keys = data_section("prompts", data, records, preset=None)
+def _data_keys(
+    data: list[str], records: RecordOptions, rollouts: RolloutOptions, template: Mapping[str, Any]
+) -> dict[str, Any]:
+    keys = data_section("prompts", data, records, template)
     return keys if rollouts.prompt_format is None else {**keys, "prompt_format": rollouts.prompt_format}
 
 
@@ -261,6 +327,13 @@ def _positions(examined: ExaminedPrompts, rl: Mapping[str, Any], rollouts: Rollo
     return -(-room // 8) * 8 if examined.positions is None else min(-(-room // 8) * 8, examined.positions)
 
 
+def _require_room(examined: ExaminedPrompts, rl: Mapping[str, Any], length: int) -> None:
+    from mt_tune.rl.collecting import require_room
+    from mt_tune.rl.config import RLConfig
+
+    require_room(examined.prompts, RLConfig.model_validate(rl), length)
+
+
 def intervals(steps: int) -> Tree:
     each = max(steps // EVALUATIONS, 1)
     return {"train": {"eval_interval": each}, "checkpoint": {"save_interval": each}}
@@ -268,7 +341,8 @@ def intervals(steps: int) -> Tree:
 
 @dataclass(frozen=True)
 class ExaminedPrompts:
-    """prompts: to train on. validated: whether others are held out. positions: the model's."""
+    """prompts: to train on. validated: whether others are held out. positions: the model's, or as many as --seq-length
+    gives."""
 
     prompts: Sequence[Prompt]
     validated: bool
@@ -301,7 +375,7 @@ def examine_prompts(host: PluginHost, preset: str | None, sections: Tree, option
         return load_config(preset=preset, sections=whole, overrides=data_overrides, host=host).config
 
     def read(split: Any, config: Config) -> list[Prompt]:
-        longest = positions_of(config.model) or LONGEST
+        longest = options.seq_length or positions_of(config.model) or LONGEST
         request = SplitRequest(split, None, longest, config.train.seed)
         built = build_prompts(prompt_data(config), build_tokenizer(config, host), request)
         sets = built.values() if isinstance(built, Mapping) else [built]
@@ -319,4 +393,4 @@ def examine_prompts(host: PluginHost, preset: str | None, sections: Tree, option
     # Whatever is wrong with a record was raised here again.
     if reason:
         typer.echo(f"nothing is held out to evaluate on: {reason}", err=True)
-    return ExaminedPrompts(prompts, held_out, positions_of(config.model))
+    return ExaminedPrompts(prompts, held_out, options.seq_length or positions_of(config.model))

@@ -21,6 +21,7 @@ from mt_tune.commands.recipe import (
     merged,
     model_sections,
     rate_sections,
+    template_keys,
     training_sections,
     with_set_values,
 )
@@ -155,13 +156,14 @@ def _tune(
         data, records, training = example_data(kind.dataset, records, training)
     host = host_of(context)
     preset, of_model = model_sections(model, host)
+    template = template_keys(preset, of_model, host)
     base = merged(of_model, adapter_section(adapter), kind.sections)
     ranks = output.nproc or 1
     examined = examine(
-        host, preset, merged(base, {"data": data_section(kind.dataset, data, records, preset)}), training, ranks
+        host, preset, merged(base, {"data": data_section(kind.dataset, data, records, template)}), training, ranks
     )
     length = training_sections(training, Amount(examined.samples, ranks))
-    rates = rate_sections(training, adapter, length["train"]["train_iters"], lr=kind.lr, own=preset is not None)
+    rates = rate_sections(training, base, length["train"]["train_iters"], lr=kind.lr, own=preset is not None)
     sections = merged(base, {"data": examined.data}, length, rates)
     train = sections["train"]
     typer.echo(

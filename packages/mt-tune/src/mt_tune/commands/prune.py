@@ -12,7 +12,7 @@ from mt_core.commands import host_of, need
 from mt_core.errors import ConfigError
 from mt_core.paths import as_path
 from mt_tune.commands.options import RecordOptions, TrainingOptions
-from mt_tune.commands.recipe import Tree, data_section, merged
+from mt_tune.commands.recipe import Tree, data_section, merged, template_keys
 from mt_tune.commands.sft import built_dataset, loaded_config
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _calibration(
     start: Tree = {"checkpoint": {"load": model}}
     section: dict[str, Any] = {"dataset_type": "builtin"}
     if data:
-        section = data_section("sft", data, records, None)
+        section = data_section("sft", data, records, template_keys(None, start, host))
     options = TrainingOptions()
     config = loaded_config(host, None, merged(start, {"data": {**section, "seq_length": 8}}), options, 1)
     longest = getattr(config.model, "max_sequence_length", None) or LENGTH

@@ -14,7 +14,7 @@ from mt_core.config.files import to_toml
 from mt_core.config.sources import find_preset, installed_presets, parse_override
 from mt_core.errors import ConfigError, MtError, did_you_mean
 from mt_core.plugins import PluginHost
-from mt_core.specs import COMMANDS
+from mt_core.specs import COMMANDS, TRAINED_TEMPLATE
 from mt_tune.commands.options import AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
 
 if TYPE_CHECKING:
@@ -31,9 +31,13 @@ ADAPTER_FACTOR = 10
 
 
 def model_sections(model: str, host: PluginHost) -> tuple[str | None, Tree]:
-    """(preset, sections) for a preset, a Hugging Face folder, a checkpoint or a run. Raises ConfigError for no such."""
+    """(preset, sections) for a preset, a Hugging Face folder, a checkpoint or a run, whose adapter is trained on.
+
+    Raises ConfigError for no such.
+    """
     if Path(model).exists():
-        return None, {"checkpoint": {"load": model}}
+        start: Tree = {"checkpoint": {"load": model}}
+        return None, merged(start, adapter_of_checkpoint(model, host))
     presets, _ = installed_presets(host)
     if model in presets:
         find_preset(model, host)  # refuses a name that two plugins bring
@@ -42,6 +46,19 @@ def model_sections(model: str, host: PluginHost) -> tuple[str | None, Tree]:
         f"MODEL {model} is neither a folder (of Hugging Face's format, a checkpoint or a run) nor a preset"
         f"{did_you_mean(model, presets)}; mt models lists the presets"
     )
+
+
+def adapter_of_checkpoint(model: str, host: PluginHost) -> Tree:
+    """The section [adapter] of a checkpoint that has one, with the keys that are not defaults; its values are those of
+    the checkpoint."""
+    from mt_core.checkpoint_lookup import open_start
+    from mt_tune.adapters.config import AdapterConfig
+
+    stored = open_start(model, host).metadata["config"].get("adapter") or {}
+    if stored.get("type", "none") == "none":
+        return {}
+    keys = AdapterConfig.model_validate({**stored, "load": None}).model_dump(exclude_defaults=True)
+    return {"adapter": keys}
 
 
 OPTION_OF = {
@@ -93,17 +110,47 @@ def _power_of_two(number: int) -> int:
     return 1 << max(number, 1).bit_length() - 1
 
 
-def data_section(dataset_type: str, data: list[str], options: RecordOptions, preset: str | None) -> dict[str, Any]:
-    """Keys of [data]. A preset's tokenizer brings no chat template: its conversations are plain."""
+def template_keys(preset: str | None, of_model: Tree, host: PluginHost) -> dict[str, Any]:
+    """Keys of [data] for the chat template that the model was trained with; none where it is that of its tokenizer.
+    A preset's tokenizer brings no chat template: its conversations are plain."""
+    if preset is not None:
+        return {"chat_template": "plain"}
+    from mt_core.checkpoint_lookup import find_checkpoint, open_checkpoint
+
+    path = find_checkpoint(of_model["checkpoint"]["load"])
+    reader = open_checkpoint(path, host)
+    if TRAINED_TEMPLATE not in reader.files():
+        return {}
+    stored = reader.metadata["config"].get("data", {})
+    keys = {name: stored[name] for name in TEMPLATE_KEYS if stored.get(name) is not None}
+    # The run's file may have been moved or changed since; the checkpoint has what was trained.
+    copy = Path(path) / "files" / TRAINED_TEMPLATE
+    if "chat_template_file" in keys and copy.is_file():
+        keys["chat_template_file"] = str(copy)
+    return {name: value for name, value in keys.items() if (name, value) != ("chat_template", "tokenizer")}
+
+
+def prompt_template_keys(preset: str | None, of_model: Tree, host: PluginHost) -> dict[str, Any]:
+    """As `template_keys`, for prompts: those of a preset, whose weights are random, may be plain texts."""
+    return {} if preset is not None else template_keys(preset, of_model, host)
+
+
+TEMPLATE_KEYS = ("chat_template", "chat_template_file", "eod_after_answer")
+
+
+def data_section(
+    dataset_type: str, data: list[str], options: RecordOptions, template: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keys of [data]. template: those of the chat template without --template."""
     section: dict[str, Any] = {"dataset_type": dataset_type}
     if options.valid:
         section |= {"train_data_path": data, "valid_data_path": options.valid}
     else:
         section |= {"data_path": data, "split": f"{100 - options.hold_out},{options.hold_out},0"}
-    template = options.template or ("plain" if preset is not None else None)
-    if template is not None:
-        section["chat_template_file" if Path(template).is_file() else "chat_template"] = template
-    return section
+    if options.template is None:
+        return section | template
+    key = "chat_template_file" if Path(options.template).is_file() else "chat_template"
+    return {**section, key: options.template}
 
 
 def training_sections(options: TrainingOptions, amount: Amount) -> Tree:
@@ -129,15 +176,16 @@ def training_sections(options: TrainingOptions, amount: Amount) -> Tree:
     }
 
 
-def rate_sections(options: TrainingOptions, adapter: AdapterOptions, steps: int, *, lr: float, own: bool) -> Tree:
-    """The optimizer and its schedule. lr: of the whole model by default. own: the model is a preset, whose weights are
-    random and which has rates of its own."""
+def rate_sections(options: TrainingOptions, base: Tree, steps: int, *, lr: float, own: bool) -> Tree:
+    """The optimizer and its schedule. base: what is trained. lr: of the whole model by default. own: the model is a
+    preset, whose weights are random and which has rates of its own."""
     if own:
         return {} if options.lr is None else {"optimizer": {"lr": options.lr}}
-    rate = options.lr if options.lr is not None else lr * (ADAPTER_FACTOR if adapter.adapter else 1)
+    rate = options.lr if options.lr is not None else lr * (ADAPTER_FACTOR if base.get("adapter") else 1)
     return {
         "optimizer": {"lr": rate, "min_lr": 0.0, "weight_decay": 0.0},
-        "lr_schedule": {"lr_decay_style": "cosine", "lr_warmup_iters": -(-steps * 3 // 100)},
+        # A warm-up leaves at least one step, also of a run of one.
+        "lr_schedule": {"lr_decay_style": "cosine", "lr_warmup_iters": min(-(-steps * 3 // 100), steps - 1)},
     }
 
 
@@ -200,6 +248,7 @@ def carry_out(
     """Print the configuration, write it, or train as `mt train` does. run_dir: unless an option names another."""
     overrides = list(options.set_ or [])
     if output.show or output.output is not None:
+        require_valid(host_of(context), preset, sections, overrides, output.nproc or 1)
         text = as_toml(preset, with_overrides(sections, overrides))
         if output.output is not None:
             output.output.write_text(text, encoding="utf-8")
@@ -217,6 +266,15 @@ def carry_out(
     except MtError:
         _take_back(path, before)
         raise
+
+
+def require_valid(host: PluginHost, preset: str | None, sections: Tree, overrides: Sequence[str], ranks: int) -> None:
+    """Raises ConfigError for what `mt train` would refuse before it builds anything."""
+    from mt_core.config.checks import as_world
+    from mt_core.config.loading import load_config
+
+    with as_world(ranks):
+        load_config(preset=preset, sections=sections, overrides=overrides, host=host)
 
 
 def _take_back(path: Path, before: str | None) -> None:

@@ -14,6 +14,7 @@ from mt_core.plugins import PluginHost
 from mt_tune.commands.options import DATA, AdapterOptions, OutputOptions, RecordOptions, TrainingOptions
 from mt_tune.commands.recipe import (
     OPTION_OF,
+    TEMPLATE_KEYS,
     Amount,
     Tree,
     adapter_section,
@@ -22,6 +23,7 @@ from mt_tune.commands.recipe import (
     merged,
     model_sections,
     rate_sections,
+    template_keys,
     training_sections,
     with_set_values,
 )
@@ -67,12 +69,12 @@ def reward(
     base = merged(of_model, _without_lm_head(of_model, host), adapter_section(adapter), reward_sections(options))
     ranks = output.nproc or 1
     dataset = "process_reward" if options.process else "reward"
-    data_keys = data_section(dataset, data, records, preset)
+    data_keys = data_section(dataset, data, records, template_keys(preset, of_model, host))
     if options.process:
-        data_keys = {key: value for key, value in data_keys.items() if not key.startswith("chat_template")}
+        data_keys = {key: value for key, value in data_keys.items() if key not in TEMPLATE_KEYS}
     examined = examine(host, preset, merged(base, {"data": {**data_keys, **base.get("data", {})}}), training, ranks)
     length = training_sections(training, Amount(examined.samples, ranks))
-    rates = rate_sections(training, adapter, length["train"]["train_iters"], lr=LR, own=preset is not None)
+    rates = rate_sections(training, base, length["train"]["train_iters"], lr=LR, own=preset is not None)
     sections = merged(base, {"data": examined.data}, length, rates)
     train = sections["train"]
     typer.echo(

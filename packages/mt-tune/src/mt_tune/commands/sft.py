@@ -24,6 +24,7 @@ from mt_tune.commands.recipe import (
     model_sections,
     positions_of,
     rate_sections,
+    template_keys,
     training_sections,
     with_set_values,
 )
@@ -91,16 +92,17 @@ def sft(
     host = host_of(context)
     preset, of_model = model_sections(model, host)
     base = merged(of_model, adapter_section(adapter), _loss_sections(losses))
-    examined = examine(host, preset, merged(base, data_sections(data, records, preset)), training, output.nproc or 1)
+    of_data = data_sections(data, records, template_keys(preset, of_model, host))
+    examined = examine(host, preset, merged(base, of_data), training, output.nproc or 1)
     length = training_sections(training, Amount(examined.samples, output.nproc or 1))
-    rates = rate_sections(training, adapter, length["train"]["train_iters"], lr=LR, own=preset is not None)
+    rates = rate_sections(training, base, length["train"]["train_iters"], lr=LR, own=preset is not None)
     sections = merged(base, {"data": examined.data}, length, rates)
     typer.echo(summary(examined, sections), err=True)
     carry_out(context, preset, sections, training, output, Path("runs") / f"{Path(model).resolve().name}-sft")
 
 
-def data_sections(data: list[str], options: DataOptions, preset: str | None) -> Tree:
-    section = data_section("sft", data, options, preset)
+def data_sections(data: list[str], options: DataOptions, template: Mapping[str, Any]) -> Tree:
+    section = data_section("sft", data, options, template)
     changed = {
         "record_format": (options.record_format, "auto"),
         "train_on": (options.train_on, "answers"),

@@ -67,16 +67,22 @@ def received(channel: socket.socket) -> Any:
 
 
 def send_json(channel: socket.socket, message: Mapping[str, Any]) -> None:
-    """What is no JSON is sent as text."""
+    """What is no JSON is sent as text. Ends the process where training has closed the channel: nobody asks any more."""
     body = json.dumps(message, default=str).encode()
-    channel.sendall(LENGTH.pack(len(body)) + body)
+    try:
+        channel.sendall(LENGTH.pack(len(body)) + body)
+    except ConnectionError:
+        raise SystemExit(0) from None
 
 
 def _bytes(channel: socket.socket, count: int) -> bytes:
     """Exactly so many; empty at the end of the stream."""
     parts: list[bytes] = []
     while count:
-        part = channel.recv(min(count, 1 << 20))
+        try:
+            part = channel.recv(min(count, 1 << 20))
+        except ConnectionError:
+            return b""
         if not part:
             return b""
         parts.append(part)

@@ -88,7 +88,15 @@ def _content(value: Any, key: str, where: str) -> str | list[Message]:
             raise DataError(f'{where}: "{key}" is empty; a completion needs something to complete')
         return value
     messages = check_messages(value, key, where)
-    if messages[-1]["role"] == "assistant":
+    last = messages[-1]
+    if not any((message.get("content") or "").strip() for message in messages) or (
+        last["role"] == "user" and not last["content"].strip()
+    ):
+        raise DataError(
+            f'{where}: message {len(messages)} of "{key}" ({last["role"]}) has no text; a completion needs something '
+            "to complete"
+        )
+    if last["role"] == "assistant":
         raise DataError(f'{where}: "{key}" ends with an answer; remove it, since the policy writes one')
     return messages
 

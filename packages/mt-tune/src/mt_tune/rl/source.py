@@ -66,10 +66,11 @@ class RolloutSource(BatchSource):
         """Fills `rows` and `pending`. Returns a reason to end the run after the step."""
         sizes, following = self._sizes_of_steps()
         groups, drawn = self.collector.collect(self._groups_of(sizes))
-        reason = self.dead_ends.check(drawn)
         self.rows = self.builder.rows_of(groups)
         self._record_staleness(groups)
+        # Before the check, which may end the run with the advice to look at them.
         self._write(groups)
+        reason = self.dead_ends.check(drawn)
         self.pending = planned_steps(sizes, len(self.rows))
         if following and self.keys.draws_ahead and reason is None:
             self.collector.start_round(self._groups_of(following), ahead=self.keys.updates)

@@ -47,7 +47,7 @@ class DeadEnds:
 
     def _truncated_reason(self) -> str:
         return (
-            f"all completions of {self.truncated} generations reached rl.max_completion_length="
+            f"all completions of {_generations(self.truncated)} reached rl.max_completion_length="
             f"{self.keys.max_completion_length}, and none ended. Raise that key; or the policy never ends an answer: "
             "train it on answers with an end first (mt tune sft), and look at the chat template (data.chat_template). "
             "rl.patience=0 goes on all the same"
@@ -57,8 +57,8 @@ class DeadEnds:
         seen = np.unique(rewards[~np.isnan(rewards)])
         what = "no completion had a reward" if not len(seen) else f"rewards were {_listed(seen)}"
         reason = (
-            f"the completions of every prompt had equal rewards in {self.equal} generations ({what}), so that nothing "
-            "is learned from them"
+            f"the completions of every prompt had equal rewards in {_generations(self.equal)} ({what}), so that "
+            "nothing is learned from them"
         )
         if self.has_learned:
             return reason
@@ -68,6 +68,10 @@ class DeadEnds:
             "reward functions: an answer in another form than they expect, a chat template that is missing, or a task "
             "that is too hard (train on some answers first, mt tune sft) or too easy. rl.patience=0 goes on"
         )
+
+
+def _generations(count: int) -> str:
+    return "one generation" if count == 1 else f"{count} generations in a row"
 
 
 def _listed(values: np.ndarray) -> str:

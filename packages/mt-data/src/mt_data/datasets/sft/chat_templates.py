@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 OF_TOKENIZER = "tokenizer"
-ADVICE = "correct the line, or choose another template with data.chat_template or data.chat_template_file"
+ADVICE = "data.chat_template or data.chat_template_file chooses another template"
 Span = tuple[int, int]
 
 
