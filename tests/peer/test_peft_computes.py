@@ -36,6 +36,9 @@ EACH: dict[str, tuple[str, Mapping[str, Any], Made]] = {
     **{name: (name, WITH_ROUTERS, ALL_LINEAR) for name in ("mixtral", "qwen3_moe", "glm4_moe", "olmoe", "gpt_oss")},
     **{name: (name, WITH_ROUTERS, ALL_LINEAR) for name in ("deepseek_v2", "deepseek_v3")},
     "granitemoe": ("granitemoe", LORA, ("LoraConfig", {"r": 4, "target_parameters": ["experts.gate_up_proj"]})),
+    "one by one": ("mixtral", {**LORA, "experts": "per_expert"}, ALL_LINEAR),
+    "pissa of experts": ("olmoe", {**LORA, "init": "pissa"}, ALL_LINEAR),
+    "rslora of experts": ("qwen3_moe", {**LORA, "rslora": True}, ("LoraConfig", {**ALL_LINEAR[1], "use_rslora": True})),
     "dora": (
         "llama",
         {**LORA, "type": "dora"},

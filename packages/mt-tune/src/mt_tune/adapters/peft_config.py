@@ -7,6 +7,7 @@ computes something else.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def _require_plain(file: Path, content: Mapping[str, Any]) -> None:
 
 def section_of(content: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:
     """Keys of [adapter] that describe the adapter. modules: names of modules that the folder has tensors of."""
-    kind = TYPES[content["peft_type"]]
+    kind, modules = TYPES[content["peft_type"]], {re.sub(r"\.experts\.\d+\.", ".experts.0.", name) for name in modules}
     section: dict[str, Any] = {"type": "dora" if content.get("use_dora") else kind}
     if kind in ("lora", "vera"):
         section["rank"] = int(content.get("r", 8))
@@ -83,7 +84,7 @@ def section_of(content: Mapping[str, Any], modules: Iterable[str]) -> dict[str, 
     if kind == "vera":
         section |= {"projection_prng_key": int(content.get("projection_prng_key") or 0)}
     if kind == "ia3":
-        section["feedforward_targets"] = _listed(content.get("feedforward_modules"))
+        section["feedforward_targets"] = _feedforward(content.get("feedforward_modules"), modules)
     if kind != "trainable_tokens":
         section["targets"] = _targets(content, list(modules))
     if any(".experts.0." in name for name in modules):
@@ -120,8 +121,11 @@ def _target_of(parameter: str, modules: Iterable[str]) -> str:
     return parameter.removesuffix(".weight")
 
 
-def _listed(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else sorted(value or [])
+def _feedforward(value: Any, modules: Iterable[str]) -> list[str]:
+    """A list of ends of names, or an expression of whole names."""
+    if isinstance(value, str):
+        return sorted(name for name in modules if re.fullmatch(value, name))
+    return sorted(value or [])
 
 
 # -- writing ----------------------------------------------------------------------------------------------

@@ -42,11 +42,13 @@ class PeftFolder:
 
     def section(self) -> dict[str, Any]:
         """Keys of [adapter] that describe it."""
-        return section_of(self.content, {_module_of(name) for name in self.names})
+        return section_of(self.content, {name for tensor in self.names if (name := _module_of(tensor))})
 
 
-def _module_of(name: str) -> str:
-    """Name of a module from that of a tensor of its adapter."""
+def _module_of(name: str) -> str | None:
+    """Name of a module from that of a tensor of its adapter. None: the tensor belongs to no adapter of a module."""
     for mark in (".lora_", ".vera_", ".ia3_", ".token_adapter"):
-        name = name.partition(mark)[0]
-    return name.replace(".base_layer", "")
+        module, found, _ = name.partition(mark)
+        if found:
+            return module.replace(".base_layer", "")
+    return None
