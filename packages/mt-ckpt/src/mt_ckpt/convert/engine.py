@@ -124,6 +124,7 @@ def convert(
     # Scales are a small part of a quantized checkpoint: a bad one is found before hours of writing.
     if isinstance(prepared.opened, HuggingFaceReader):
         prepared.opened.require_scales()
+        source.activation_scales = prepared.opened.activation_scales()
     if dry_run:
         _rehearse(write, source, options, host)
         return _report(spec.name, prepared, files_left_out=files_without_place(spec, source))

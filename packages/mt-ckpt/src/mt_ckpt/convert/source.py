@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.files.safetensors import TensorInfo
+from mt_ckpt.hugging_face.activation_scales import ActivationScales
 from mt_ckpt.megatron.vocabulary_padding import PADDING
 from mt_ckpt.writing.file_plans import PartWriter
 from mt_ckpt.writing.resumable import work_key
@@ -50,6 +51,8 @@ class Source:
         """Of the model: what the format leaves to another checkpoint, as a PEFT folder leaves the base."""
         self.workers: PartWriter | None = None
         """Other processes that write, if any."""
+        self.activation_scales: ActivationScales | None = None
+        """Scales of inputs and cache that a calibrated source has."""
         self.on_read: Callable[[str, int], None] = lambda name, num_bytes: None
         """Called with each tensor that was read in this process, and its bytes."""
         self._reader, self._progress, self._done = reader, progress, 0

@@ -16,6 +16,7 @@ from mt_ckpt.files.checksum_file import WrittenFiles
 from mt_ckpt.files.external_tensors import ExternalTensors
 from mt_ckpt.files.safetensors import SafetensorsFile, TensorInfo
 from mt_ckpt.files.stored_formats import StoredFormat
+from mt_ckpt.hugging_face.activation_scales import ActivationScales
 from mt_ckpt.hugging_face.family import Family, require_names
 from mt_ckpt.hugging_face.tensors import TensorFile, TensorFiles, infer
 from mt_ckpt.hugging_face.tokenizer import image_processor, read_tokenizer_files, tokenizer_config
@@ -139,6 +140,14 @@ class HuggingFaceReader:
         """Of a quantized folder: read all scales. Raises CheckpointError that names the first that is none."""
         if isinstance(self._tensors, DequantizedTensors):
             self._tensors.require_scales()
+
+    def activation_scales(self) -> ActivationScales | None:
+        """None: the folder is not quantized."""
+        if not isinstance(self._tensors, DequantizedTensors):
+            return None
+        return ActivationScales(
+            self._tensors.stored, lambda name: [self._stored[source] for source in self._rules[name].sources]
+        )
 
     def stored_formats(self) -> Mapping[str, StoredFormat]:
         return {name: _stored_as(rule, self._tensors, self._stored) for name, rule in self._rules.items()}

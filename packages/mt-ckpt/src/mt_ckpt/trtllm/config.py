@@ -72,7 +72,7 @@ def require_expressible(model: Any, options: ConvertOptions) -> None:
             )
     tp, pp = options.target_tensor_parallel_size, options.target_pipeline_parallel_size
     _require(model.num_attention_heads % tp == 0, "tensor", tp, "model.num_attention_heads", model.num_attention_heads)
-    # Fewer key-value heads than ranks: each is on several ranks, see `slices`.
+    # Fewer key-value heads than ranks: each is on several ranks, see `shards`.
     groups = model.query_groups
     _require(groups % tp == 0 or tp % groups == 0, "tensor", tp, "model.num_query_groups", groups)
     _require(model.ffn_size % tp == 0, "tensor", tp, "model.ffn_hidden_size", model.ffn_size)
@@ -100,8 +100,8 @@ def _listed(names: Any) -> str:
     return ", ".join(names)
 
 
-def write_config(model: Any, dtype: str, options: ConvertOptions) -> dict[str, Any]:
-    """The contents of config.json. dtype: of the written tensors, as torch calls it."""
+def write_config(model: Any, dtype: str, options: ConvertOptions, quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of config.json. dtype: of what is not quantized, as torch calls it. quantization: that section."""
     if dtype not in DTYPES:
         raise ConfigError(
             f"weights of dtype {dtype} cannot be written for TensorRT-LLM; use --dtype fp32, bf16 or fp16"
@@ -124,7 +124,7 @@ def write_config(model: Any, dtype: str, options: ConvertOptions) -> dict[str, A
         "use_parallel_embedding": False,
         "embedding_sharding_dim": 0,
         "mapping": {"world_size": tp * pp, "tp_size": tp, "pp_size": pp},
-        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        "quantization": dict(quantization),
         **(_gpt(model) if architecture_of(model) == GPT else _llama(model)),
     }
 

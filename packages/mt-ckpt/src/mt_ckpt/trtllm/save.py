@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -12,91 +12,22 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.files.safetensors import PENDING_BYTES, SafetensorsWriter, TensorInfo, align
+from mt_ckpt.hugging_face.activation_scales import ActivationScales
 from mt_ckpt.model import model_config
-from mt_ckpt.trtllm.config import GATED, require_expressible, write_config
+from mt_ckpt.trtllm.config import GATED, GPT, architecture_of, require_expressible, write_config
+from mt_ckpt.trtllm.quantization import NOT_QUANTIZED, Awq, Linear, Quantization, quantization_named
+from mt_ckpt.trtllm.shards import NORMS, ROWS_OF_INPUT, TOP, Parts, of_layer, output_layer, whole
 from mt_ckpt.writing.options import NOT_MEGATRON, refuse, refuse_megatron
 from mt_ckpt.writing.resumable import ResumableFolder, work_key
 from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader, ConvertOptions
+from mt_core.errors import ConfigError
 from mt_core.plugins import PluginHost
 
-# -- shards of each tensor over the ranks of a stage -------------------------------------------------
-
-Parts = dict[str, list[Tensor]]
-"""Name in the files -> what each tensor-parallel rank has of it."""
-
-TOP = {
-    "embedding.word_embeddings.weight": "transformer.vocab_embedding.weight",
-    "embedding.position_embeddings.weight": "transformer.position_embedding.weight",
-    "decoder.final_layernorm.weight": "transformer.ln_f.weight",
-    "decoder.final_layernorm.bias": "transformer.ln_f.bias",
-}
-NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_layernorm"}
-ROWS_OF_INPUT = {"self_attention.linear_proj": "attention.dense", "mlp.linear_fc2": "mlp.proj"}
-"""Cut along what comes in; their biases are added once and whole everywhere."""
-
-
-def whole(name: str, tensor: Tensor, tp: int) -> Parts:
-    return {name: [tensor] * tp}
-
-
-def output_layer(tensor: Tensor, tp: int) -> Parts:
-    """Rows of the vocabulary, padded with zeros to the same number on every rank."""
-    return {"lm_head.weight": [_padded(part, -(-tensor.shape[0] // tp)) for part in _row_parts(tensor, tp)]}
-
-
-def of_layer(name: str, prefix: str, tensor: Tensor, model: Any, gated: bool, tp: int) -> Parts:
-    """The parts of a layer's parameter `name`, such as "mlp.linear_fc2.weight", under `prefix`."""
-    stem, _, kind = name.rpartition(".")
-    if stem in NORMS:
-        return whole(f"{prefix}{NORMS[stem]}.{kind}", tensor, tp)
-    if stem in ROWS_OF_INPUT:
-        # Outputs of the ranks are added: a bias on each of them would count once per rank, so that the engine adds it
-        # after the sum.
-        parts = [tensor] * tp if kind == "bias" else list(tensor.chunk(tp, 1))
-        return {f"{prefix}{ROWS_OF_INPUT[stem]}.{kind}": parts}
-    if stem == "self_attention.linear_qkv":
-        return {f"{prefix}attention.qkv.{kind}": _query_key_value(tensor, model, tp)}
-    if stem == "mlp.linear_fc1" and gated:
-        # The half that the activation acts on is `fc`, the other one `gate`.
-        activated, other = tensor.chunk(2)
-        return {
-            f"{prefix}mlp.fc.{kind}": list(activated.chunk(tp)),
-            f"{prefix}mlp.gate.{kind}": list(other.chunk(tp)),
-        }
-    if stem == "mlp.linear_fc1":
-        return {f"{prefix}mlp.fc.{kind}": list(tensor.chunk(tp))}
-    raise KeyError(name)
-
-
-def _query_key_value(tensor: Tensor, model: Any, tp: int) -> list[Tensor]:
-    """From rows grouped by key-value head to all queries, all keys, all values of each rank.
-
-    With more ranks than key-value heads each head is on several ranks.
-    """
-    groups, per_group, size = model.query_groups, model.num_attention_heads // model.query_groups, model.head_dim
-    # [groups, queries of one + 2, D, ...]
-    grouped = tensor.unflatten(0, (groups, per_group + 2, size))
-    # [heads * D, ...]; keys and values [groups * copies * D, ...]
-    queries = grouped[:, :per_group].flatten(0, 2)
-    # tp a multiple of the groups: the copies of a head are on neighbouring ranks.
-    copies = max(tp // groups, 1)
-    keys, values = (grouped[:, per_group + i].repeat_interleave(copies, 0).flatten(0, 1) for i in range(2))
-    return [torch.cat(parts) for parts in zip(*(x.chunk(tp) for x in (queries, keys, values)), strict=True)]
-
-
-def _row_parts(tensor: Tensor, parts: int) -> Sequence[Tensor]:
-    # The last part may be shorter, or empty.
-    size = -(-tensor.shape[0] // parts)
-    return [tensor[min(i * size, len(tensor)) : (i + 1) * size] for i in range(parts)]
-
-
-def _padded(tensor: Tensor, rows: int) -> Tensor:
-    missing = rows - tensor.shape[0]
-    return torch.cat([tensor, tensor.new_zeros(missing, tensor.shape[1])]) if missing else tensor
-
-
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+QUERY_KEY_VALUE = ".self_attention.linear_qkv.weight"
+KEPT_BYTES = 64 << 20
+"""Small parts of quantized weights that are kept until their place in the file comes."""
 UNUSED = (
     "target_virtual_pipeline_parallel_size", "target_expert_parallel_size", "target_expert_tensor_parallel_size",
     "make_vocab_size_divisible_by", "max_shard_size",
@@ -111,24 +42,39 @@ def convert_checkpoint(path: Path, source: CheckpointReader, options: ConvertOpt
     """
     refuse("trtllm", options, *UNUSED, why="its files are one for each rank of tensor and pipeline parallel")
     refuse_megatron("trtllm", options, NOT_MEGATRON)
+    quantization = NOT_QUANTIZED if options.quantize is None else quantization_named(options.quantize)
     model = model_config(source, host).model
     require_expressible(model, options)
+    require_norm(model, quantization)
     dtype = str(source.dtypes()[MODEL + EMBEDDING]).removeprefix("torch.")
-    config = write_config(model, dtype, options)
+    config = write_config(model, dtype, options, quantization.settings())
+    # All of them, before a tensor is read: they say what cannot be quantized.
+    stages = [
+        Stage(source, model, options, quantization, number) for number in range(options.target_pipeline_parallel_size)
+    ]
     identity = getattr(source, "identity", None)
-    key = work_key("trtllm", identity, config) if identity else None
+    key = work_key("trtllm", identity, config, options.quantize) if identity else None
     with closing(ResumableFolder(path, key)) as folder:
         ranks = []
-        for stage in range(options.target_pipeline_parallel_size):
-            ranks += _write_stage(folder, stage, _Stage(source, model, options, stage))
+        for number, stage in enumerate(stages):
+            ranks += _write_stage(folder, number, stage)
         small = {"config.json": (json.dumps(config, indent=2) + "\n").encode(), **source.files()}
         for name, data in small.items():
             folder.write_small(name, data)
         folder.commit({*ranks, *small})
 
 
-def _write_stage(folder: ResumableFolder, number: int, stage: _Stage) -> list[str]:
-    """Write the files of one stage together, each tensor read once; returns their names."""
+def require_norm(model: Any, quantization: Quantization) -> None:
+    linear = quantization.linear
+    if linear is not None and linear.rms_norm_only and architecture_of(model) == GPT:
+        raise ConfigError(
+            f"--quantize {quantization.name}: TensorRT-LLM rounds the inputs of {linear.algorithm} in an RMSNorm, "
+            f"and model.normalization={model.normalization}; fp8-static and int8 are for this model, too"
+        )
+
+
+def _write_stage(folder: ResumableFolder, number: int, stage: Stage) -> list[str]:
+    """Write the files of one stage together; returns their names."""
     files = [f"rank{number * stage.tp + i}.safetensors" for i in range(stage.tp)]
     if all(folder.finished(file) is not None for file in files):
         return files
@@ -148,12 +94,21 @@ def _write_stage(folder: ResumableFolder, number: int, stage: _Stage) -> list[st
     return files
 
 
-class _Stage:
+class Stage:
     """The tensors of one pipeline stage, as each tensor-parallel rank has them."""
 
-    def __init__(self, source: CheckpointReader, model: Any, options: ConvertOptions, number: int) -> None:
+    def __init__(
+        self,
+        source: CheckpointReader,
+        model: Any,
+        options: ConvertOptions,
+        quantization: Quantization,
+        number: int,
+    ) -> None:
+        """Raises ConfigError for a weight that cannot be quantized."""
         self.tp = options.target_tensor_parallel_size
-        self._source, self._model = source, model
+        self._source, self._model, self._quantization = source, model, quantization
+        self._scales: ActivationScales | None = getattr(source, "activation_scales", None)
         self._gated = getattr(model, "activation", "swiglu") in GATED
         self._ours = list(self._wanted(number, options.target_pipeline_parallel_size))
         shapes, dtypes = source.shapes(), source.dtypes()
@@ -173,16 +128,21 @@ class _Stage:
         return align(found)
 
     def values(self, order: list[str]) -> Iterator[list[Tensor]]:
-        """For each name in the order of the files, the parts of all ranks."""
+        """For each name in the order of the files, the parts of all ranks. Files have larger elements first, so that
+        what a quantized weight is made of is apart: small parts are kept, others are made again."""
         made_of = {name: (ours, target) for ours, target in self._ours for name in self._empty[target]}
         last: str | None = None
         parts: Parts = {}
+        kept: Parts = {}
         for name in order:
+            if name in kept:
+                yield kept.pop(name)
+                continue
             ours, target = made_of[name]
-            # Names of one canonical tensor follow one another, also after `align`: they have one dtype.
             if target != last:
                 parts = {}  # before the next is read
                 parts, last = self._parts(ours, target, self._source.read(ours)), target
+                kept |= _small(parts, name, kept)
             yield parts[name]
 
     def _wanted(self, stage: int, stages: int) -> Iterator[tuple[str, str]]:
@@ -211,4 +171,55 @@ class _Stage:
         prefix, inside, name = target.partition("|")
         if not inside:
             return whole(target, tensor, self.tp)
-        return of_layer(name, prefix, tensor, self._model, self._gated, self.tp)
+        parts = of_layer(name, prefix, tensor, self._model, self._gated, self.tp)
+        stem, _, kind = name.rpartition(".")
+        if kind == "weight" and stem not in NORMS:
+            parts = self._quantized(ours, parts, cut_inputs=stem in ROWS_OF_INPUT)
+        return parts
+
+    def _quantized(self, ours: str, parts: Parts, *, cut_inputs: bool) -> Parts:
+        """The parts of a matrix in the scheme, with the scale of keys and values beside the weight that makes them."""
+        made: Parts = {}
+        for name, matrices in parts.items():
+            made |= self._encoded(ours, name, matrices, cut_inputs=cut_inputs)
+        if self._quantization.kv_cache and ours.endswith(QUERY_KEY_VALUE):
+            (name,) = parts
+            # As ModelOpt does: 1 unless something of the cache was larger than FP8's largest number.
+            scale = max(1.0, (self._scales and self._scales.of_cache(ours)) or 1.0)
+            made[name.replace("qkv.weight", "kv_cache_scaling_factor")] = [torch.tensor([scale])] * self.tp
+        return made
+
+    def _encoded(self, ours: str, name: str, matrices: list[Tensor], *, cut_inputs: bool) -> Parts:
+        scheme = self._quantization.linear
+        if scheme is None:
+            return {name: matrices}
+        if objection := scheme.objection(tuple(matrices[0].shape)):
+            hint = "; awq takes the size of its groups, such as awq-g64" if isinstance(scheme, Awq) else ""
+            raise ConfigError(
+                f"--quantize {self._quantization.name}: {name} of a rank cannot be quantized: {objection}{hint}"
+            )
+        scale = self._input_scale(ours) if scheme.needs_input_scales else None
+        encoded = scheme.encode(Linear(matrices, cut_inputs, scale))
+        return {f"{name.removesuffix('weight')}{part}": tensors for part, tensors in encoded.items()}
+
+    def _input_scale(self, ours: str) -> float:
+        scale = None if self._scales is None else self._scales.of_inputs(ours)
+        if scale is None:
+            raise ConfigError(
+                f"--quantize {self._quantization.name}: the source says nothing of the inputs of "
+                f"{ours.removeprefix(MODEL)}; it has to be a folder in FP8 with a static input_scale for each matrix, "
+                "such as ModelOpt writes; fp8 needs none"
+            )
+        return scale
+
+
+def _small(parts: Parts, name: str, kept: Parts) -> Parts:
+    """What of a weight's parts is kept for later, in the place of encoding it again."""
+    room = KEPT_BYTES - sum(tensor.nbytes for tensors in kept.values() for tensor in tensors)
+    most = max(tensor.nbytes for tensors in parts.values() for tensor in tensors)
+    chosen: Parts = {}
+    for other, tensors in parts.items():
+        size = sum(tensor.nbytes for tensor in tensors)
+        if other != name and tensors[0].nbytes < most // 8 and size <= room:
+            chosen[other], room = tensors, room - size
+    return chosen

@@ -41,7 +41,7 @@ def refuse(saver: str, options: ConvertOptions, *names: str, why: str) -> None:
             raise ConfigError(f"{flag} {value} means nothing to the format {saver}: {why}; leave it out")
 
 
-QUANTIZING = ("hf", "gguf")
+QUANTIZING = ("hf", "gguf", "trtllm")
 """Formats with schemes for --quantize."""
 
 
@@ -52,7 +52,7 @@ def refuse_scheme(saver: str, options: ConvertOptions, *, verify: bool = False) 
     if saver not in QUANTIZING:
         raise ConfigError(
             f"--quantize {options.quantize}: the format {saver} has no schemes of quantization here; "
-            f"{' and '.join(QUANTIZING)} have"
+            f"{', '.join(QUANTIZING)} have"
         )
     if verify:
         raise ConfigError(
