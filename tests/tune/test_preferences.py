@@ -220,7 +220,8 @@ def test_gradients_are_those_of_plain_torch(tmp_path: Path) -> None:
     trainer.model.zero_grad()
     outcome = engine.train_step(batch)
     assert outcome.loss == pytest.approx(float(expected.detach()), rel=1e-5)
-    assert outcome.tokens == 12, "pairs are counted, not tokens"
+    # Pairs are what the loss is divided by, and tokens of answers, with their ends, what the speed counts.
+    assert outcome.tokens == sum(len(pair[side].encode()) + 1 for pair in PAIRS[:12] for side in ("chosen", "rejected"))
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 

@@ -106,7 +106,9 @@ def test_gradients_are_those_of_plain_torch(tmp_path: Path) -> None:
     engine.step.on_gradients = keep
     outcome = engine.train_step(engine.rank_batch(tensors))
     assert outcome.loss == pytest.approx(float(expected.detach()), rel=1e-5)
-    assert outcome.tokens == 12, "pairs are counted, not tokens"
+    # Pairs are what the loss is divided by, and all tokens of both texts what the speed counts.
+    texts = [pair["prompt"] + pair[side] for pair in PAIRS[:12] for side in ("chosen", "rejected")]
+    assert outcome.tokens == sum(len(text.encode()) + 1 for text in texts)
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 

@@ -35,6 +35,14 @@ def test_segments_are_sequences_where_the_data_set_gives_them() -> None:
     assert normalization.weigh(arrays)["loss_mask"].tolist() == [[1, 0, 0.5, 0.5], [0, 0, 0, 0], [0.25, 0, 0, 0.75]]
 
 
+@pytest.mark.parametrize("kind", ["weights", "tokens"])
+def test_tokens_of_texts_that_one_position_stands_for_are_counted_apart(kind: str) -> None:
+    """A pair of texts has one loss; a row without weight fills up a batch."""
+    tokens = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], np.float32)
+    arrays = {"loss_mask": np.array([[0, 1, 0, 0], [0, 0, 0, 0]], np.float32), "token_mask": tokens}
+    assert LossNormalization(kind).counts([arrays]) == LossCounts(1.0, 3.0)
+
+
 def test_samples_with_one_loss_each_are_sequences() -> None:
     arrays = {"loss_mask": np.array([2.0, 0.0, 0.5], dtype=np.float32)}
     assert LossNormalization("sequences").counts([arrays]) == LossCounts(2.0, 2.0)

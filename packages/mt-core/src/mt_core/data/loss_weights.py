@@ -11,6 +11,9 @@ sequences of the host, before sequences are cut over context-parallel ranks:
     constant        w_i                                      train.loss_divisor
 
 A sequence is a row of the batch, or a segment where the data set gives `segment_ids`.
+
+Throughput counts positions with w > 0 as tokens. Where one position stands for a whole text, such as an answer that is
+compared with another, the data set gives `token_mask` beside it: 1 at positions whose tokens are counted.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ import numpy as np
 from mt_core.config.schema import TrainConfig
 from mt_core.errors import DataError
 
-WEIGHTS, SEGMENTS = "loss_mask", "segment_ids"
+WEIGHTS, SEGMENTS, TOKEN_MASK = "loss_mask", "segment_ids", "token_mask"
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class LossCounts:
     """Counts of one data-parallel rank's samples. divisor: its part of what the loss is divided by. tokens: positions
-    with a weight above 0."""
+    with a weight above 0, or those of `token_mask` in rows with such a position."""
 
     divisor: float = 0.0
     tokens: float = 0.0
@@ -73,10 +76,16 @@ class LossNormalization:
         if weights is None:
             rows = float(len(next(iter(arrays.values()))))
             return LossCounts(rows, rows)
-        tokens = float(np.count_nonzero(weights))
+        tokens, positions = _tokens(arrays, weights), float(np.count_nonzero(weights))
         if self.kind == "sequences":
             return LossCounts(float(len(np.unique(_sequence_numbers(arrays, weights)[weights > 0]))), tokens)
-        return LossCounts(float(weights.sum(dtype=np.float64)) if self.kind == "weights" else tokens, tokens)
+        return LossCounts(float(weights.sum(dtype=np.float64)) if self.kind == "weights" else positions, tokens)
+
+
+def _tokens(arrays: Arrays, weights: np.ndarray) -> float:
+    mask = arrays.get(TOKEN_MASK, weights)
+    # Rows without weight fill up the last batch of an evaluation.
+    return float(np.count_nonzero(mask[weights.any(tuple(range(1, weights.ndim)))]))
 
 
 def _require_weights(weights: np.ndarray) -> None:

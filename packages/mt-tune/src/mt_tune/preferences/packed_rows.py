@@ -14,7 +14,7 @@ EncodedAnswer = tuple[NDArray[np.int32], NDArray[np.bool_]]
 
 
 def packed_row(answers: Iterable[EncodedAnswer], length: int) -> tuple[dict[str, np.ndarray], list[int]]:
-    """(tokens, labels, position_ids, segment_ids, answer_mask, all [length]; the first predicted position of each
+    """(tokens, labels, position_ids, segment_ids, token_mask, all [length]; the first predicted position of each
     answer). n tokens take n - 1 positions. Padding is a segment of its own, behind those of the answers."""
     row: dict[str, np.ndarray] = {
         "tokens": np.zeros(length, np.int64),

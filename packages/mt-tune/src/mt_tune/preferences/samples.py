@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from mt_core.data.loss_weights import TOKEN_MASK
 from mt_core.interfaces import CAUSAL_LM_SAMPLE, SampleField
 
-ANSWER, MARGIN = "answer_mask", "margins"
+ANSWER, MARGIN = TOKEN_MASK, "margins"
 PAIR_SAMPLE = (
     *CAUSAL_LM_SAMPLE,
     SampleField(ANSWER, "float32", "[sequence_length]", "1 where a token of an answer is predicted, else 0"),

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from mt_core.data.loss_weights import TOKEN_MASK
+
 
 def row_of_texts(texts: Sequence[NDArray[np.int32]], length: int) -> tuple[dict[str, np.ndarray], list[int]]:
-    """(tokens, position_ids, segment_ids, loss_mask of zeros, all [length]; where each text begins)."""
+    """(tokens, position_ids, segment_ids, token_mask, loss_mask of zeros, all [length]; where each text begins)."""
     row: dict[str, np.ndarray] = {
         "tokens": np.zeros(length, np.int64),
         "position_ids": np.zeros(length, np.int64),
         "segment_ids": np.full(length, len(texts), np.int32),
         "loss_mask": np.zeros(length, np.float32),
+        TOKEN_MASK: np.zeros(length, np.float32),
     }
     starts, start = [], 0
     for number, tokens in enumerate(texts):
@@ -22,6 +25,7 @@ def row_of_texts(texts: Sequence[NDArray[np.int32]], length: int) -> tuple[dict[
         row["tokens"][start:end] = tokens
         row["position_ids"][start:end] = np.arange(len(tokens))
         row["segment_ids"][start:end] = number
+        row[TOKEN_MASK][start:end] = 1.0
         starts.append(start)
         start = end
     row["position_ids"][start:] = np.arange(length - start)

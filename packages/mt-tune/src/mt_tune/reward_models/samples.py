@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mt_core.data.loss_weights import TOKEN_MASK
 from mt_core.interfaces import SampleField
 from mt_tune.preferences.samples import MARGIN
 
@@ -10,6 +11,7 @@ TOKENS = (
     SampleField("position_ids", "int64", "[sequence_length]", "positions; they restart at each text"),
     SampleField("segment_ids", "int32", "[sequence_length]", "number of the text within the row"),
     SampleField("loss_mask", "float32", "[sequence_length]", "1 where a loss counts: at scored tokens"),
+    SampleField(TOKEN_MASK, "float32", "[sequence_length]", "1 at tokens of texts, 0 at padding"),
 )
 SCORED = "scored"
 REWARD_SAMPLE = (
