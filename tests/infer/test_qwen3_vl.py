@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.data.images.test_videos import write_film
 from tests.infer.decoding import cached_logits
 from tests.infer.engines import OPTIONS, run, tokens_of
 from tests.infer.engines import randomize as randomize_engine
@@ -97,7 +99,7 @@ def film(path: Path, frames: list[np.ndarray]) -> None:
 
 
 def test_a_video_of_a_request_is_that_of_a_prompt(tmp_path: Path) -> None:
-    """By the server, from an animated file and from a folder of frames, and by Python: times, frames, the order of a
+    """By the server, from an animated file and from a video file, and by Python: times, frames, the order of a
     still before it."""
     random = np.random.default_rng(0)
     frames = [random.integers(0, 256, (12, 18, 3), dtype=np.uint8) for _ in range(4)]
@@ -120,12 +122,23 @@ def test_a_video_of_a_request_is_that_of_a_prompt(tmp_path: Path) -> None:
         "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}",
     )
     chat = ChatFormat(ChatTemplate("qwen", template, {}, eod_after_answer=False), ByteLevelTokenizer())
-    url = "data:image/webp;base64," + b64encode((tmp_path / "film.webp").read_bytes()).decode()
-    content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "?"}]
+    files = {"film.webp": "image/webp"}
+    if find_spec("av"):
+        write_film(tmp_path / "film.mp4", frames, 2)
+        files["film.mp4"] = "video/mp4"
+    urls = {
+        name: f"data:{kind};base64," + b64encode((tmp_path / name).read_bytes()).decode()
+        for name, kind in files.items()
+    }
+    answers = []
     with live([ServedModel("qwen", 0, generator, chat=chat)]) as served:
-        body = {"model": "qwen", "max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": content}]}
-        status, answer = served.call("/v1/chat/completions", body)
-        assert status == 200, answer
+        for url in urls.values():
+            content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "?"}]
+            messages = [{"role": "user", "content": content}]
+            body = {"model": "qwen", "max_tokens": 8, "temperature": 0, "messages": messages}
+            status, answer = served.call("/v1/chat/completions", body)
+            assert status == 200, answer
+            answers.append(answer["choices"][0]["message"]["content"])
     whole = prompts.with_pictures("<|im_start|>user\n<video>?<|im_end|>\n<|im_start|>assistant\n", found[1:])
     text = new_generator().generate([whole], GREEDY, [prompts.image_inputs(found[1:])])[0][0].text
-    assert answer["choices"][0]["message"]["content"] == text
+    assert answers == [text] * len(files)

@@ -14,6 +14,7 @@ from tests.data.images.test_processors import assert_same_pixels
 
 from mt_core.errors import DataError
 from mt_core.interfaces import SplitRequest
+from mt_data.datasets.images import video_files
 from mt_data.datasets.images.image_text import ImageTextDataConfig, build_image_text
 from mt_data.tokenizers.hugging_face import HuggingFaceConfig, build_hugging_face
 
@@ -107,6 +108,52 @@ def test_an_animated_file_is_the_same_as_its_frames(tmp_path: Path) -> None:
     for name in ("tokens", "image_grids"):
         assert np.array_equal(samples[0][name], samples[1][name])
     assert np.abs(samples[0]["images"] - samples[1]["images"]).max() < 0.02
+
+
+def write_film(path: Path, frames: list[np.ndarray], fps: int) -> None:
+    """Without loss; groups of frames that refer to one another, forwards and backwards."""
+    av = pytest.importorskip("av")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(
+            "libx264rgb", rate=fps, options={"crf": "0", "bf": "2", "g": "5", "preset": "fast"}
+        )
+        stream.height, stream.width, stream.pix_fmt = *frames[0].shape[:2], "rgb24"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+@pytest.mark.parametrize("name", ["film.mp4", "film.mkv"])
+def test_a_video_file_is_the_same_as_its_frames(tmp_path: Path, name: str) -> None:
+    """Frames are taken from the middle of groups whose frames refer to one another; 13 of 4 in a second."""
+    frames = frames_of(13, 16, 24)
+    write_folder(tmp_path / "film", frames)
+    write_film(tmp_path / name, frames, 4)
+    records = [{"video": "film", "fps": 4, "text": "a <video> b"}, {"video": name, "text": "a <video> b"}]
+    _, samples = samples_of(tmp_path, records)
+    for key in ("tokens", "image_grids", "images"):
+        assert np.array_equal(samples[0][key], samples[1][key]), key
+
+
+def test_a_turned_video_is_read_as_it_is_shown() -> None:
+    """A quarter turn against the clock, as PyAV gives the angle of a display matrix."""
+    frame = SimpleNamespace(rotation=90, to_ndarray=lambda format: np.arange(18, dtype=np.uint8).reshape(2, 3, 3))
+    found = video_files._upright(frame)
+    assert found.shape == (3, 2, 3)
+    assert found[0, 0].tolist() == [6, 7, 8]
+
+
+def test_video_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    write_film(tmp_path / "film.mp4", frames_of(4, 16, 16), 4)
+    whole = (tmp_path / "film.mp4").read_bytes()
+    (tmp_path / "film.mp4").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"film.mp4 cannot be read as a video"):
+        samples_of(tmp_path, [{"video": "film.mp4", "text": "a"}])
+    # A list of further files, which FFmpeg would follow, is none.
+    (tmp_path / "film.mp4").write_text("ffconcat version 1.0\nfile other.mp4\n")
+    with pytest.raises(DataError, match=r"film.mp4 cannot be read as an image"):
+        samples_of(tmp_path, [{"video": "film.mp4", "text": "a"}])
 
 
 def test_stills_beside_videos_have_two_equal_frames_and_their_order(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def generate(
         typer.Option(
             parser=as_path,
             metavar="FILE",
-            help="An image for the next <image> of the prompts, or a video (a folder of frames). Repeatable.",
+            help="An image for the next <image> of the prompts, or a video (a file or a folder of frames). Repeatable.",
         ),
     ] = None,
     as_json: Annotated[

@@ -45,8 +45,8 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
     """Images with texts: JSON lines, {"image": path, "text": ...}, {"image": path, "question": ..., "answer": ...} or a
     conversation as in LLaVA's files, {"image": path, "conversations": [{"from": "human", "value": "<image>\\nWhat is
     it?"}, {"from": "gpt", ...}]}; or webdataset's shards (.tar), whose samples have such an object in the member json,
-    or a text in txt. An image stands where "<image>" is, or else before the text. In JSON lines "video" is a folder of
-    frames or an animated file, which stands where "<video>" is."""
+    or a text in txt. An image stands where "<image>" is, or else before the text. In JSON lines "video" is a video
+    file, an animated one or a folder of frames, which stands where "<video>" is."""
 
     dataset_type: str = "image_text"
     image_folder: str | None = None

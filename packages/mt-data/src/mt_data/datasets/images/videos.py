@@ -1,4 +1,4 @@
-"""Videos as frames with their times: folders of image files, and animated files that Pillow reads.
+"""Videos as frames with their times: folders of image files, animated files that Pillow reads, and video files.
 
 A video becomes views of two frames each, behind texts with the seconds at which they are shown, as Qwen3-VL has them:
 "<0.3 seconds>" and the view, "<0.8 seconds>" and the view, ... (Bai et al., *Qwen3-VL Technical Report*, 2025).
@@ -25,6 +25,7 @@ from mt_data.datasets.images.pixels import (
     read_image,
 )
 from mt_data.datasets.images.tiles import DynamicResolution, Grid, Tiling
+from mt_data.datasets.images.video_files import container_of, read_frames, video_file
 
 VIDEO = "<video>"
 """Where a video stands in a text."""
@@ -70,12 +71,15 @@ class VideoViews:
 
 
 def open_video(path: Path, sampling: VideoSampling, fps: float | None = None) -> VideoViews:
-    """fps: frames of a second of the video; None: as an animated file says, else DEFAULT_FPS.
+    """fps: frames of a second of the video; None: as the file says, else DEFAULT_FPS.
 
     Raises DataError for what is no video.
     """
     if path.is_dir():
         count, known = len(frame_files(path)), None
+    elif container_of(path) is not None:
+        video = video_file(path)
+        count, known = len(video.times), video.fps
     else:
         count, known = animation_frames(ImageFile(path))
     rate = fps or known or DEFAULT_FPS
@@ -89,17 +93,17 @@ def open_video(path: Path, sampling: VideoSampling, fps: float | None = None) ->
 
 
 def is_video(file: ImageFile) -> bool:
-    """Whether it is a folder, or an animated file. Raises DataError for a file that cannot be read."""
+    """Whether it is a folder, a video file or an animated one. Raises DataError for a file that cannot be read."""
     if file.frames or file.suffix == ".npy":
         return False
-    return file.path.is_dir() or animation_frames(file)[0] > 1
+    return file.path.is_dir() or container_of(file.path) is not None or animation_frames(file)[0] > 1
 
 
 def frame_files(folder: Path) -> list[Path]:
     """The image files of a folder by their names. Raises DataError for a folder without any."""
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
     if not files:
-        raise DataError(f"{folder} has no frames; a video is a folder of image files, or an animated one")
+        raise DataError(f"{folder} has no frames; a video is a folder of image files, or a file")
     return files
 
 
@@ -111,10 +115,17 @@ def grid_of(file: ImageFile, tiling: Tiling) -> Grid:
     if not file.frames:
         return tiling.grid(*image_size(file))
     assert isinstance(tiling, DynamicResolution)
-    size = (
-        image_size(ImageFile(frame_files(file.path)[0])) if file.path.is_dir() else image_size(replace(file, frames=()))
-    )
-    return tiling.video_grid(file.frames[-1], *size)
+    return tiling.video_grid(file.frames[-1], *frame_size(file.path))
+
+
+def frame_size(path: Path) -> tuple[int, int]:
+    """Height and width in pixels of the frames of a video. Raises DataError for what cannot be read."""
+    if path.is_dir():
+        return image_size(ImageFile(frame_files(path)[0]))
+    if container_of(path) is not None:
+        video = video_file(path)
+        return video.height, video.width
+    return image_size(ImageFile(path))
 
 
 def read_view(file: ImageFile) -> list[NDArray[np.uint8]]:
@@ -125,6 +136,8 @@ def read_view(file: ImageFile) -> list[NDArray[np.uint8]]:
     if file.path.is_dir():
         files = frame_files(file.path)
         return [read_image(ImageFile(files[number])) for number in numbers]
+    if container_of(file.path) is not None:
+        return read_frames(file.path, numbers)
     return [read_image(replace(file, frames=(number,))) for number in numbers]
 
 

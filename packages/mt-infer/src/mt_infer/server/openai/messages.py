@@ -19,6 +19,8 @@ from pydantic import ConfigDict, Field
 from mt_core.errors import DataError
 from mt_data.datasets.images.image_text import ImageTextDataConfig
 from mt_data.datasets.images.pixels import decode_image
+from mt_data.datasets.images.video_files import container_of
+from mt_data.datasets.images.videos import frame_size
 from mt_infer.prompts import ImageViews, read_video, views_of
 from mt_infer.server.errors import ApiError
 from mt_infer.server.openai.fields import Body
@@ -54,8 +56,8 @@ class ImagePart(Body):
 
 
 class VideoUrl(Body):
-    """url: data:image/...;base64,... of an animated file, or file:/// of one, or of a folder of frames, in a folder
-    that the server allows."""
+    """url: data:video/...;base64,... of a video file, data:image/...;base64,... of an animated one, or file:/// of
+    these, or of a folder of frames, in a folder that the server allows."""
 
     url: Annotated[str, Field(min_length=1)]
 
@@ -184,14 +186,27 @@ def read_pictures(
 def _read_video(url: str, name: str, folders: Sequence[Path], data: ImageTextDataConfig) -> ImageViews:
     try:
         if not url.startswith("data:"):
-            return read_video(_file(url, name, folders), data)
+            path = _file(url, name, folders)
+            if path.is_file():
+                _require_small(path, name)
+            return read_video(path, data)
         # Frames are sought one after the other in a file.
         with TemporaryDirectory() as folder:
-            (path := Path(folder) / "video").write_bytes(_data(url, name))
-            decode_image(path, name, FORMATS, MAX_PIXELS)
+            (path := Path(folder) / "video").write_bytes(_data(url, name, ("video/", "image/")))
+            _require_small(path, name)
             return read_video(path, data)
     except DataError as error:
         raise _refused(f"{name}: {error}") from error
+
+
+def _require_small(path: Path, name: str) -> None:
+    """Raises DataError for what is no video or animated file, or has too many pixels in a frame."""
+    if container_of(path) is None:
+        decode_image(path, name, FORMATS, MAX_PIXELS)
+        return
+    height, width = frame_size(path)
+    if height * width > MAX_PIXELS:
+        raise DataError(f"{name} has {width} x {height} pixels, more than the {MAX_PIXELS} allowed")
 
 
 def _read(url: str, name: str, folders: Sequence[Path]) -> NDArray[np.uint8]:
@@ -202,11 +217,12 @@ def _read(url: str, name: str, folders: Sequence[Path]) -> NDArray[np.uint8]:
         raise _refused(str(error)) from error
 
 
-def _data(url: str, name: str) -> bytes:
-    """Content of data:image/...;base64,... (RFC 2397)."""
+def _data(url: str, name: str, kinds: tuple[str, ...] = ("image/",)) -> bytes:
+    """Content of data:image/...;base64,... (RFC 2397), or of another of the kinds."""
     head, _, encoded = url.removeprefix("data:").partition(",")
-    if not head.startswith("image/") or not head.endswith(";base64"):
-        raise _refused(f"{name} is data:{head[:50]}; it must be data:image/...;base64, with the file behind the comma")
+    if not head.startswith(kinds) or not head.endswith(";base64"):
+        allowed = " or ".join(f"data:{kind}...;base64" for kind in kinds)
+        raise _refused(f"{name} is data:{head[:50]}; it must be {allowed}, with the file behind the comma")
     try:
         return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
