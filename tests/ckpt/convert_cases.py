@@ -340,6 +340,14 @@ MODELS: dict[str, dict[str, Any]] = {
             "moe_layer_freq": "([0]*1+[1]*1+[0]*1)",
         },
     },
+    "rwkv7": {
+        "family": "rwkv7",
+        **{key: SHAPE[key] for key in ("num_layers", "hidden_size", "vocab_size")},
+        "head_size": 8,
+        "ffn_hidden_size": 48,
+        **{f"{name}_lora_rank": 6 for name in ("decay", "rate", "value", "gate")},
+        "chunk_size": 8,
+    },
     "bert": {"family": "bert", **SHAPE},
     "modernbert": {
         "family": "modernbert",

@@ -29,6 +29,7 @@ NOT_SWEPT = {
     "kimi_k2": "deepseek_v3, under another name, for which transformers has no class",
     "kimi_k25": "deepseek_v3 within a file that has an image tower too",
     "smolvlm": "idefics3, under another name",
+    "rwkv7": "transformers has no class for it; tests/models/test_rwkv7.py compares it with formulas",
 }
 """Types of a family that no case has: why."""
 OF_MT = {("t5", "blenderbot")}

@@ -85,6 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
     "latent_dense": MODELS["latent_dense"],
     **{name: {**model, "moe": {**model["moe"], "moe_layer_freq": "([0]*1+[1]*3)"}} for name, model in SPARSE.items()},
     "mamba": MODELS["mamba"],
+    "rwkv7": FOUR_LAYERS["rwkv7"],
     "hybrid": {
         **MODELS["hybrid"],
         "hybrid_layer_pattern": "M-*-M-*-",
@@ -157,7 +158,7 @@ NO_MEGATRON = {
     ),
     *("qwen_vl", *HF_DENSE, "minimax_m2", "llama4", "lfm2", "qwen_next", "qwen_next_experts", "olmo_hybrid", "bart"),
     *("kimi_linear", "deepseek_v4", "gemma4", "gemma4_experts", "qwen3_vl", "qwen3_vl_experts", "qwen_next_vl"),
-    *("gemma4_vl", "gemma4_vl_experts", "modernbert"),
+    *("gemma4_vl", "gemma4_vl_experts", "modernbert", "rwkv7"),
     *("nemotron_3", "granite_hybrid", "falcon_h1", "mistral4", "jamba", "mistral3", "kimi_k25"),
     *(name for name in CASES if name.endswith(("_classification", "_multiple_choice"))),
 }

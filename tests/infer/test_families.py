@@ -251,7 +251,7 @@ def expected_of(reference: nn.Module, name: str, prompt: Sequence[int], inputs: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "rwkv7"])  # of which transformers has no class
 def test_tokens_and_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     config = configuration({**FAMILIES[name], **REFERENCES[name]}, inference=TINY)
     model = new_model(config)

@@ -63,6 +63,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "cross_entropy",
     ),
     "mamba": ({"num_layers": 2, "mamba_chunk_size": 8, **MAMBA}, {"dataset_type": "mock"}, "cross_entropy"),
+    "rwkv7": (
+        {**{key: WORDS[key] for key in ("num_layers", "hidden_size", "vocab_size")}, "head_size": 8},
+        {"dataset_type": "mock"},
+        "cross_entropy",
+    ),
     "hybrid": (
         {"hybrid_layer_pattern": "M-M-*-M-", "num_attention_heads": 4, "mamba_chunk_size": 8, **MAMBA},
         {"dataset_type": "mock"},

@@ -23,6 +23,7 @@ from mt_ckpt.convert.wrapped_readers import num_padding_rows, with_vocab_size
 from mt_ckpt.model import build_model, model_config
 from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader
+from mt_core.config_map import read_hf_config
 from mt_core.errors import CheckpointError
 from mt_core.nn.layout import parameter_layouts
 from mt_core.parallel.context import ParallelContext
@@ -201,16 +202,25 @@ def _by_transformers(source: CheckpointReader, path: Path, host: PluginHost, jud
 
 def _loss_by_transformers(source: CheckpointReader, path: Path, host: PluginHost) -> tuple[float, int] | None:
     """The loss and the number of parameters of the model that transformers builds from a folder. None where it is not
-    installed, and for a model whose output is no distribution over the vocabulary."""
+    installed or has no class for the type, and for a model whose output is no distribution over the vocabulary."""
     num_ids = _vocab_size(source, host)
     inputs = token_inputs(build_model(model_config(source, host), host, "meta"), num_ids)
     if inputs is None or is_remote(path) or find_spec("transformers") is None:
+        return None
+    if not _has_class(path):
         return None
     model = _transformers_model(path)
     with torch.no_grad():
         output = model(**{TRANSFORMERS_NAMES[name]: ids for name, ids in inputs.items()})
     loss = loss_of(output, inputs, num_ids)
     return None if loss is None else (loss, sum(parameter.numel() for parameter in model.parameters()))
+
+
+def _has_class(path: Path) -> bool:
+    """Whether transformers has a class for the model_type: some families are of other packages (RWKV-7)."""
+    from transformers import CONFIG_MAPPING
+
+    return read_hf_config(path)["model_type"] in CONFIG_MAPPING
 
 
 def _transformers_model(path: Path) -> nn.Module:
