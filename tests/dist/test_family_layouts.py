@@ -68,12 +68,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rwkv7",
     )
 }
+ROTARY_GPT = {"position_embedding_type": "rope", "normalization": "RMSNorm", "add_bias_linear": False}
 FAMILIES["minimax_m2"] = {**FAMILIES["minimax_m2"], "moe": {**FAMILIES["minimax_m2"]["moe"], "num_experts": 6}}
 FAMILIES["phi3 within its first factors"] = {**FAMILIES["phi3"], **SHORT}
 FAMILIES["olmo2"] = {"family": "olmo", **GROUPED, "vocab_size": 263}
 # The output of a head may be nearly 0, and its norm would enlarge the rounding errors of its gradients.
 FAMILIES["qwen_next"]["norm_epsilon"] = 1e-2
 FAMILIES["qwen_next that predicts"] = {**FAMILIES["qwen_next"], "num_query_groups": 1, "mtp_num_layers": 1}
+FAMILIES["gpt that predicts"] = {
+    **MODELS["mixtral"],
+    **ROTARY_GPT,
+    "family": "gpt",
+    "vocab_size": 263,
+    "moe": {"num_experts": 4, "moe_layer_freq": "([0]*1+[1]*2)"},
+    "mtp_num_layers": 2,
+}
 LEARNING = {"dsa_indexer_loss_coeff": 1.0, "dsa_indexer_use_sparse_loss": True}
 FAMILIES["deepseek_v32 that learns"] = {**FAMILIES["deepseek_v32"], **LEARNING, "mtp_num_layers": 1}
 FAMILIES["deepseek_v32 in warm-up"] = {
@@ -82,7 +91,7 @@ FAMILIES["deepseek_v32 in warm-up"] = {
     "dsa_dense_warmup": True,
 }
 REFUSED = {("phi3", "cp"), ("gemma4", "pp"), ("qwen_next that predicts", "cp"), ("nemotron_3", "cp")}
-REFUSED |= {("jamba", "cp"), ("rwkv7", "cp")}
+REFUSED |= {("jamba", "cp"), ("rwkv7", "cp"), ("gpt that predicts", "cp")}
 # Gradients of decay rates are sums over positions that nearly cancel, and the order of sums over ranks shows in their
 # fifth digit: tests/models/test_moe_layouts.py has these layouts, and compares by the rounding that is to be expected.
 REFUSED |= {("qwen_next", "tp-sp"), ("qwen_next that predicts", "tp-sp")}

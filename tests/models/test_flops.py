@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError
 from mt_core.nn.attention import AttentionPattern
 from mt_models.bert import config as bert_flops
 from mt_models.biencoder import config as biencoder_flops
 from mt_models.flops import flops_per_token
+from mt_models.gpt.flops import training_flops
 from mt_models.heads import config as heads_flops
 from mt_models.retro import config as retro_flops
 from mt_models.t5 import config as t5_flops
@@ -46,6 +48,16 @@ def test_each_part_equals_what_torch_counts(build, family) -> None:
     for part, names in PARTS.items():
         counted = sum(n for name, n in counts.items() if name.endswith(names))
         assert getattr(flops, part) * tokens.numel() == pytest.approx(counted, rel=0.01), part
+
+
+def test_a_depth_of_prediction_is_a_layer_a_projection_and_logits(host) -> None:
+    settings = ["model.position_embedding_type=rope", "model.mtp_num_layers=2", "model.vocab_size=300"]
+    config = load_config(preset="gpt-tiny", overrides=[*settings, "train.train_iters=60"], host=host).config
+    plain = flops_per_token(config.model, config.data.seq_length)
+    hidden, output = config.model.hidden_size, plain.output
+    layer = (plain.forward - output) / config.model.num_layers
+    expected = plain.forward + 2 * (layer + 2 * hidden * 2 * hidden + output)
+    assert training_flops(config) == pytest.approx(3 * config.data.seq_length * expected)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 40])

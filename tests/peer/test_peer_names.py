@@ -48,6 +48,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": "([0]*1+[1]*1)"},
         },
     ),
+    "experts_with_prediction": (
+        "gpt",
+        {
+            **LLAMA,
+            "family": "gpt",
+            "position_embedding_type": "rope",
+            "add_bias_linear": False,
+            "moe": {"num_experts": 4, "moe_layer_freq": "([0]*1+[1]*1)"},
+            "mtp_num_layers": 1,
+        },
+    ),
     "latent_with_prediction": (
         "gpt",
         {

@@ -288,7 +288,7 @@ def test_an_unknown_name_gets_a_suggestion(tmp_path, host) -> None:
     [
         ({"multi_latent_attention": True}, "swiglu=False is not read of a model with multi-latent attention"),
         ({"experimental_attention_variant": "dsa"}, "variant='dsa' stands for an experimental attention"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers=1 stands for multi-token prediction"),
+        ({"attention_output_gate": True}, "attention_output_gate=True stands for a gate on the attention's output"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p=True stands for norm weights stored less one"),
         ({"hybrid_layer_pattern": "M*", "norm_epsilon": 1e-6}, "norm_epsilon=1e-06 is not read of a model with Mamba"),
         ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one' stands for a softmax with a sink"),

@@ -28,6 +28,7 @@ GPT_FACTORS: Mapping[str, tuple[Any, ...]] = {
     "attention_multiplier": (None,),
     "logits_scaling": (None, 1.0),
     "mup_base_hidden_size": (None,),
+    "mtp_num_layers": (0,),
 }
 GPT_DEMANDS: Mapping[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", "alibi"),

@@ -140,6 +140,13 @@ def need_values(args: MegatronArguments, what: str, values: Mapping[str, tuple[A
             raise ConfigError(f"{args.origin}: {name}={value!r} is not read of {what}; it can be {wanted!r}")
 
 
+def mtp_section(args: MegatronArguments) -> dict[str, Any]:
+    """Layers of multi-token prediction, where there are any."""
+    if not (depth := int(args.get("mtp_num_layers", None) or 0)):
+        return {}
+    return {"mtp_num_layers": depth, "mtp_loss_scaling_factor": float(args.get("mtp_loss_scaling_factor", 0.1))}
+
+
 # -- write -------------------------------------------------------------------------------------------
 
 

@@ -53,8 +53,7 @@ def differing(args: MegatronArguments) -> list[str]:
     names = [name for name, value in VALUES.items() if args.get(name, DEFAULTS.get(name, value)) != value]
     if position_type(args) not in ("rope", YARN):
         names.append("position_embedding_type")
-    if args.get("use_mup", False):
-        names.append("use_mup")
+    names += [name for name in ("use_mup", "mtp_num_layers") if args.get(name, None)]
     # None of these families has biases everywhere together with normalized heads or windows.
     if args.get("add_bias_linear", True) and (args.get("qk_layernorm", False) or args.values.get("window_size")):
         names.append("add_bias_linear")

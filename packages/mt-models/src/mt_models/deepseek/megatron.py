@@ -14,6 +14,7 @@ from mt_models.blocks.megatron import (
     moe_section,
     mscale_arguments,
     mscale_section,
+    mtp_section,
     need_values,
     normalization,
     position_arguments,
@@ -71,12 +72,7 @@ def deepseek_section(args: MegatronArguments, names: Collection[str]) -> dict[st
         **_scaling(args),
         **moe_section(args),
     }
-    if depth := int(args.get("mtp_num_layers", 0)):
-        keys |= {
-            "mtp_num_layers": depth,
-            "mtp_loss_scaling_factor": float(args.get("mtp_loss_scaling_factor", 0.1)),
-        }
-    return keys
+    return {**keys, **mtp_section(args)}
 
 
 def _scaling(args: MegatronArguments) -> dict[str, Any]:

@@ -15,5 +15,5 @@ SPEC = ModelSpec(
         "gguf": Lazy("mt_models.gpt.gguf:GGUF"),
         "megatron": Lazy("mt_models.gpt.megatron:MEGATRON"),
     },
-    training_flops=Lazy("mt_models.flops:training_flops"),
+    training_flops=Lazy("mt_models.gpt.flops:training_flops"),
 )

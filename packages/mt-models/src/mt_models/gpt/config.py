@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from mt_core.config.checks import divisors, listed, must_divide
-from mt_core.config.fields import PositiveInt, Probability, used_when
+from mt_core.config.fields import NonNegativeInt, PositiveInt, Probability, used_when
 from mt_core.config.schema import Config, ModelConfig
 from mt_core.errors import ConfigError
 from mt_models.blocks.config import check_tensor_parallel
+from mt_models.blocks.moe import MoEOptions, frequency_of
+from mt_models.blocks.prediction_config import check_prediction
 
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
 Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "silu", "swiglu", "geglu", "geglu_tanh"]
@@ -90,8 +92,15 @@ class GPTConfig(ModelConfig):
     and Adam's epsilon of matrices are divided by m, and so are the logits. Default: none of this."""
     attention_backend: str = "auto"
     """Name of the attention backend; auto: the fastest that serves the model on its device."""
+    mtp_num_layers: NonNegativeInt = 0
+    """Further layers, of which the d-th predicts the token d + 1 positions ahead, in training."""
+    mtp_loss_scaling_factor: Annotated[float, Field(ge=0)] = 0.1
+    """What the mean of their losses counts beside that of the next token."""
     moe: dict[str, Any] | None = None
     """Options of a mixture of experts in place of the dense feed-forward; needs the feed-forward "moe"."""
+
+    _predicted_layers: int = PrivateAttr(default=0)
+    """How many of num_layers are layers of multi-token prediction: see `with_predicted_layers`."""
 
     @property
     def query_groups(self) -> int:
@@ -143,9 +152,21 @@ class GPTConfig(ModelConfig):
             return self
         return self.model_copy(update={"init_method_std": self.init_method_std / math.sqrt(self.width_multiplier)})
 
+    def with_predicted_layers(self) -> GPTConfig:
+        """The same with the layers of multi-token prediction counted behind the others, of the last one's kind."""
+        changed: dict[str, Any] = {"num_layers": self.num_layers + self.mtp_num_layers}
+        if self.moe is not None:
+            layers = MoEOptions(self).layers
+            changed["moe"] = {**self.moe, "moe_layer_freq": frequency_of(layers + layers[-1:] * self.mtp_num_layers)}
+        counted = self.model_copy(update=changed)
+        counted._predicted_layers = self.mtp_num_layers
+        return counted
+
     @property
     def output_init_std(self) -> float:
-        return self.init_method_std / math.sqrt(2.0 * self.num_layers if self.use_scaled_init_method else 1.0)
+        # Megatron takes the number of the decoder's layers for those of multi-token prediction, too.
+        layers = self.num_layers - self._predicted_layers
+        return self.init_method_std / math.sqrt(2.0 * layers if self.use_scaled_init_method else 1.0)
 
     @property
     def feed_forward(self) -> str:
@@ -161,6 +182,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "attention_multiplier": (None,),
     "logits_scaling": (None, 1.0),
     "mup_base_hidden_size": (None,),
+    "mtp_num_layers": (0,),
 }
 """Keys that most formats cannot express, and the values with which they change nothing."""
 SAME_KEYS = (
@@ -190,6 +212,30 @@ def check_gpt(config: Config) -> None:
     )
     _check_positions(model, config.data.seq_length)
     _check_mup(model, config)
+    _check_predicted_layers(model, config)
+
+
+PREDICTS_WITH: Mapping[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("rope", "none"),
+    "hidden_dropout": (0.0,),
+    "embedding_layernorm": (False,),
+    "embedding_multiplier": (1.0,),
+    "mup_base_hidden_size": (None,),
+}
+"""Keys of a GPT with multi-token prediction: the last stage embeds tokens, and does nothing else to them."""
+
+
+def _check_predicted_layers(model: GPTConfig, config: Config) -> None:
+    check_prediction(config, model)
+    if not model.mtp_num_layers:
+        return
+    for key, values in PREDICTS_WITH.items():
+        if (value := getattr(model, key)) not in values:
+            legal = " or ".join(str(one) for one in values)
+            raise ConfigError(
+                f"model.{key}={value} cannot be combined with model.mtp_num_layers={model.mtp_num_layers}; it can be "
+                f"{legal}, or model.mtp_num_layers=0"
+            )
 
 
 def _check_mup(model: GPTConfig, config: Config) -> None:

@@ -75,6 +75,7 @@ _DECODER: Mapping[str, tuple[Any, ...]] = {
     "parallel_residual": (False,),
     "hidden_dropout": (0.0,),
     "moe": (None,),
+    "mtp_num_layers": (0,),
 }
 _QWEN: Mapping[str, tuple[Any, ...]] = {**_DECODER, **FACTORS, "add_bias_linear": (False,)}
 _NO_QUERY_CHANGES: Mapping[str, tuple[Any, ...]] = {"add_qkv_bias": (False,), "qk_layernorm": (False,)}

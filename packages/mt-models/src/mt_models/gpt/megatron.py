@@ -12,6 +12,7 @@ from mt_models.blocks.megatron import (
     LEARNED,
     activation,
     kind_of_model,
+    mtp_section,
     normalization,
     position_arguments,
     positions,
@@ -21,7 +22,7 @@ from mt_models.blocks.megatron import (
 from mt_models.blocks.megatron_decoder import decoder_arguments, depth_and_heads, differing, require_no_extras
 from mt_models.gpt.config import FACTORS
 
-READS = ("use_mup",)
+READS = ("use_mup", "mtp_num_layers")
 """Arguments that other families need off."""
 
 
@@ -48,7 +49,7 @@ def gpt_section(args: MegatronArguments, names: Collection[str]) -> dict[str, An
     # Biases in all linear layers include those of queries, keys and values.
     if not bias and args.get("add_qkv_bias", False):
         section["add_qkv_bias"] = True
-    section |= _mup_section(args)
+    section |= {**_mup_section(args), **mtp_section(args)}
     if section["position_embedding_type"] == LEARNED:
         section["max_position_embeddings"] = int(args.need("max_position_embeddings"))
     if section["position_embedding_type"] == "rope":
@@ -63,8 +64,8 @@ def gpt_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, An
     require(model, "parallel_residual", (False,))
     require(model, "embedding_layernorm", (False,))
     if model.mup_base_hidden_size is None:
-        for key, neutral in FACTORS.items():
-            require(model, key, neutral)
+        for key in ("embedding_multiplier", "attention_multiplier", "logits_scaling"):
+            require(model, key, FACTORS[key])
     # Models without learned positions have no longest sequence; Megatron's argument is required.
     longest = model.max_position_embeddings or kept.get("max_position_embeddings") or kept.get("seq_length") or 2048
     return {
@@ -77,6 +78,8 @@ def gpt_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, An
         "use_rope_scaling": False,
         "rotary_seq_len_interpolation_factor": None,
         **_mup_arguments(model),
+        "mtp_num_layers": model.mtp_num_layers or None,
+        "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
     }
 
 

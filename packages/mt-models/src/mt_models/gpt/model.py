@@ -15,9 +15,10 @@ from mt_core.nn.norm import build_norm
 from mt_core.optim.param_groups import decays, is_table
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.attention import SelfAttention
-from mt_models.blocks.decoder import CausalDecoder, TokenEmbedding
+from mt_models.blocks.decoder import TokenEmbedding
 from mt_models.blocks.embedding import LearnedTable, like_token_embeddings
 from mt_models.blocks.position_bias import alibi_slopes
+from mt_models.blocks.predicting_decoder import PredictsTokens
 from mt_models.blocks.rotary import FixedRotary, RotaryAngles, inverse_frequencies
 from mt_models.blocks.transformer import ParallelResidualLayer, SharedNormLayer, TransformerLayer
 from mt_models.gpt.config import GPTConfig
@@ -50,7 +51,7 @@ class GPTEmbedding(TokenEmbedding):
         return self.dropout(x)
 
 
-class GPTModel(CausalDecoder):
+class GPTModel(PredictsTokens):
     """tokens [B, S] -> logits [B, S, vocab] over the true vocabulary."""
 
     config: GPTConfig
@@ -65,6 +66,10 @@ class GPTModel(CausalDecoder):
         self.rotary: FixedRotary | None = None
         if config.position_embedding_type == "rope":
             self.rotary = FixedRotary(inverse_frequencies(config.rotary_dim, config.rotary_base))
+        self.mtp, self.prediction_depths = None, 0
+        if config.mtp_num_layers:
+            counted = config.with_predicted_layers()
+            self.add_prediction(config, context, lambda depth: gpt_layer(counted, context, config.num_layers + depth))
         scale_rates(self, config.width_multiplier)
 
     def pattern(self, segment_ids: Tensor | None, device: torch.device) -> AttentionPattern:

@@ -56,11 +56,22 @@ class BertMultipleChoiceConfig(BertBase, MultipleChoiceConfig):
     """BERT with a score for each of several texts."""
 
 
-class GPTClassificationConfig(GPTConfig, ClassificationConfig):
+class GPTTextConfig(GPTConfig):
+    """A GPT without words to predict."""
+
+    logits_scaling: None = None
+    """There are no logits over words."""
+    mup_base_hidden_size: None = None
+    """All parameters have one learning rate."""
+    mtp_num_layers: Literal[0] = 0
+    """No layers of multi-token prediction."""
+
+
+class GPTClassificationConfig(GPTTextConfig, ClassificationConfig):
     """GPT with a class for each text, read at its last token."""
 
 
-class GPTMultipleChoiceConfig(GPTConfig, MultipleChoiceConfig):
+class GPTMultipleChoiceConfig(GPTTextConfig, MultipleChoiceConfig):
     """GPT with a score for each of several texts, read at its last token."""
 
 

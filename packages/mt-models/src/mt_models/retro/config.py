@@ -42,6 +42,14 @@ class RetroConfig(GPTConfig):
     """Cross attention stands between attention and feed-forward."""
     moe: None = None
     """Feed-forwards are dense."""
+    parallel_residual_norms: Literal[2] = 2
+    """Layers have one norm before attention and one before the feed-forward."""
+    logits_scaling: None = None
+    """Logits are not divided."""
+    mup_base_hidden_size: None = None
+    """All parameters have one learning rate."""
+    mtp_num_layers: Literal[0] = 0
+    """No layers of multi-token prediction."""
     retro_chunk_length: PositiveInt = 64
     """Tokens of a chunk; each chunk of the text has neighbours."""
     retro_num_neighbors: PositiveInt = 2
