@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,11 +30,12 @@ from mt_tune.rl.source import RolloutSource
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 NAMES = ("loss", "grad_norm", "reward", "valid_reward", "sampling/importance_sampling_ratio/max")
 EXACT, TWICE = "numerics.batch_invariant=true", "train.eval_interval=2"
+BF16 = "precision.dtype=bf16"
 ONE, TWO = "rl.generator_processes=1", "rl.generator_processes=2"
 
 
 def rollouts(folder: Path, run: str, **left_out: None) -> list[Any]:
-    return [one | left_out for one in read_rollouts(folder / run / ROLLOUTS_FILE)]
+    return [{**one, **left_out} for one in read_rollouts(folder / run / ROLLOUTS_FILE)]
 
 
 @pytest.mark.parametrize("ahead", [(), ("rl.asynchronous=true",)], ids=["", "asynchronous"])
@@ -93,7 +94,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (TP2, "rl.generation_parallel={tensor_model_parallel_size = 2}"),
         (TP2, "rl.generation_parallel={tensor_model_parallel_size = 2}", TWO),
     ),
-    "fsdp to one": ((FSDP,), (FSDP, ONE)),
+    "fsdp to one": ((FSDP, BF16), (FSDP, BF16, ONE)),
     "ep to one": ((*MOE, *REPLAY, "rl.generation_parallel={}"), (*MOE, *REPLAY, ONE)),
     "pp to dp on two nodes": ((PP2, "rl.generation_parallel={}"), (PP2, TWO)),
 }
@@ -141,7 +142,7 @@ class AfterFirstStep(Callback):
         self.act = act
 
     def on_step_end(self, run: Run, *_: Any) -> None:
-        source = run.source
+        source = cast(Trainer, run).source
         assert isinstance(source, RolloutSource)
         assert isinstance(source.collector.drawer, GeneratorDrawer)
         self.act(source.collector.drawer)

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mt_core.tensor_slice import TensorSlice
+from mt_infer.refit import Slices
 from mt_tune.rl.drawing import DrawOptions, Until
 from mt_tune.rl.rollout import Group, Rollout
 from mt_tune.rl.weight_hashes import Dtypes, Hashes
-
-Slices = Mapping[str, tuple[TensorSlice, ...]]
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from mt_core.checkpoint_specs import Fragment
 from mt_core.parallel.context import ParallelContext
 from mt_core.tensor_slice import TensorSlice
 from mt_core.train.engine import Engine
-from mt_infer.refit import Copy, plan_copies
-from mt_tune.rl.generators.messages import Connect, Slices
+from mt_infer.refit import Copy, Slices, plan_copies
+from mt_tune.rl.generators.messages import Connect
 from mt_tune.rl.weight_hashes import Dtypes, module_fragments, trained_fragments
 
 
