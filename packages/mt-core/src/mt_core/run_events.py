@@ -102,7 +102,7 @@ class TimeAccount:
 
 
 def account(events: Sequence[Event], status: Sequence[Mapping[str, Any]] = ()) -> TimeAccount | None:
-    """Of all processes of a run. None for a run without a start. status: the last signs of its ranks."""
+    """Time of all processes of a run. None for a run without a start. status: the last signs of its ranks."""
     processes = _processes(events)
     if not processes:
         return None
@@ -121,7 +121,8 @@ def account(events: Sequence[Event], status: Sequence[Mapping[str, Any]] = ()) -
 
 
 def _last_sign(status: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Of the rank that is in its phase the longest; None where a rank has ended, or none has said anything."""
+    """Last sign of the rank that is in its phase the longest; None where a rank has ended, or none has said
+    anything."""
     known = [entry for entry in status if "since" in entry and "time" in entry]
     if not known or any(entry.get("phase") == "ended" for entry in known):
         return None
@@ -187,7 +188,7 @@ def _add(parts: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 def _repeated_share(process: Sequence[Event], following: Sequence[Event]) -> float:
-    """Of the accounted steps of a process, those after the one that the next process began with."""
+    """Share of the accounted steps of a process that are after the one that the next process began with."""
     first, accounted = process[0]["iteration"], max(entry["iteration"] for entry in process if entry["kind"] != "start")
     taken = accounted - first
     return min(max(accounted - following[0]["iteration"], 0) / taken, 1.0) if taken > 0 else 0.0

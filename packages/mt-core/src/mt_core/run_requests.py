@@ -26,7 +26,7 @@ from mt_core.errors import ConfigError
 CONTROL_FOLDER = "control"
 REQUEST, ANSWER = "request-", "answer-"
 MOST_BYTES = 65536
-"""Of a request: a prompt fits, and nothing that would fill the memory."""
+"""Size of a request: a prompt fits, and nothing that would fill the memory."""
 
 
 @dataclass(frozen=True)

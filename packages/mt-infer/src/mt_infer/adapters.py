@@ -61,7 +61,7 @@ ADAPTER_SETS = Kind("adapter_sets", "a set of adapters", AdapterSetSpec, "mt-tun
 
 
 def build_adapter_set(model: Any, config: Any, ctx: Any, host: PluginHost) -> AdapterSet:
-    """Of the distribution that registers one. Raises PluginError without it."""
+    """Set of adapters of the distribution that registers one. Raises PluginError without it."""
     found: AdapterSet = host[ADAPTER_SETS].get("peft", asker="--adapter").build.load()(model, config, ctx, host)
     return found
 

@@ -30,7 +30,7 @@ class PairScorer(Protocol):
         ...
 
     def pair_scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Of the tokens of each pair."""
+        """Score of each pair of texts, given by its tokens."""
         ...
 
 

@@ -55,7 +55,7 @@ class ImageViews(NamedTuple):
 
     @property
     def grids(self) -> list[Grid]:
-        """Of each part: of a video several."""
+        """Grids of the parts, of which a video has several."""
         return [self.grid] * self.text.count(MARK)
 
 

@@ -120,7 +120,8 @@ class ModelRunner:
     def _encoded(
         self, placed: PlacedStages, run: Callable[[Stage, Any], Tensor], key: Hashable
     ) -> tuple[Tensor | None, Exception | None]:
-        """As `_through`. An exception is returned, and the next stage is sent that there are no hidden states."""
+        """The same as `_through`, where an exception is returned, and the next stage is sent that there are no hidden
+        states."""
         this_rank, last = self.ctx.pp.rank, len(placed.stages) - 1
         hidden, error = None, None
         for number, (stage, rank) in enumerate(zip(placed.stages, placed.ranks, strict=True)):

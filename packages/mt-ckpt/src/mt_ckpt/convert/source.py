@@ -48,7 +48,7 @@ class Source:
         self.identity = identity
         self.read_names: set[str] = set()
         self.omitted_names: set[str] = set()
-        """Of the model: what the format leaves to another checkpoint, as a PEFT folder leaves the base."""
+        """Parameters of the model that the format leaves to another checkpoint, as a PEFT folder leaves the base."""
         self.workers: PartWriter | None = None
         """Other processes that write, if any."""
         self.activation_scales: ActivationScales | None = None

@@ -78,7 +78,7 @@ def family_to_write(name: str, host: PluginHost) -> GGUFFamilyLike:
 
 
 def family_of_file(metadata: ArchitectureMetadata, host: PluginHost) -> tuple[GGUFFamilyLike, Architecture]:
-    """Of several families with one architecture the one that the file fits. Raises ConfigError for an unknown one."""
+    """Family that the file fits, among those of its architecture. Raises ConfigError for an unknown one."""
     pairs = [(family, architecture) for family in families(host) for architecture in family.architectures]
     name = metadata.architecture
     require_known("general.architecture", name, sorted({architecture.name for _, architecture in pairs}))

@@ -37,7 +37,7 @@ class ActivationScales:
         return max(self._named(f"{place}.{scale}" for place in places for scale in CACHE), default=None)
 
     def _modules(self, name: str) -> list[str]:
-        """Of stored weights in e4m3; [] where another one is among them."""
+        """Modules of stored weights in e4m3; [] where another one is among them."""
         weights = self._sources(name)
         infos: Mapping[str, object] = self._stored.infos
         is_fp8 = all(weight in infos and self._stored.infos[weight].dtype == torch.float8_e4m3fn for weight in weights)

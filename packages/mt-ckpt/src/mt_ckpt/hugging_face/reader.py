@@ -137,7 +137,7 @@ class HuggingFaceReader:
         return self._files
 
     def require_scales(self) -> None:
-        """Of a quantized folder: read all scales. Raises CheckpointError that names the first that is none."""
+        """Read all scales of a quantized folder. Raises CheckpointError that names the first that is none."""
         if isinstance(self._tensors, DequantizedTensors):
             self._tensors.require_scales()
 

@@ -32,7 +32,7 @@ class Identified:
 
 
 def identify_variant(external: Mapping[str, Any], names: Sequence[str], host: PluginHost) -> Identified:
-    """As `identify`, with variants. Raises as that does."""
+    """The same as `identify`, with variants."""
     for spec in host[VARIANTS]:
         read = spec.read.load()(installed_families(host), external)
         if read is not None:

@@ -140,7 +140,7 @@ def task_arithmetic(differences: Differences, scale: float, normalize: bool) -> 
 
 
 def ties(differences: Differences, scale: float, normalize: bool) -> Pieces:
-    """As task_arithmetic, of the elements of each difference that have the sign of the weighted sum of all."""
+    """The same as task_arithmetic for the elements of each difference that have the sign of the weighted sum of all."""
     base = differences.read(0)
     models = range(len(differences.weights))
     majority = [x >= 0 for x in _sums(differences.of(model, base) for model in models)]

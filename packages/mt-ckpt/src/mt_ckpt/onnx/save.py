@@ -33,7 +33,7 @@ IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
 EMBEDDING = "sentence_embedding"
 """The output of an encoder that gives one vector for a text."""
 MAX_BYTES = 2**31 - 1
-"""Of a file without others beside it: the limit of protobuf."""
+"""Size of a file without others beside it: the limit of protobuf."""
 
 
 class Encoder(Protocol):

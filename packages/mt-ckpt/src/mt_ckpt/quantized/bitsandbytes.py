@@ -42,7 +42,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 @dataclass(frozen=True)
 class BitsAndBytes:
     dtype: torch.dtype
-    """Of dequantized weights of 8 bits; those of 4 bits say theirs."""
+    """Dtype of dequantized weights of 8 bits; those of 4 bits say theirs."""
 
     def claims(self, tensors: ExternalTensors) -> Claims:
         four = [_four_bits(tensors, name, kind) for kind in KINDS for name in modules_with(tensors, f"{STATE}{kind}")]

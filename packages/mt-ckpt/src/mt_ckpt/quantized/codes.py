@@ -49,7 +49,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_words(packed: Tensor, bits: int, count: int) -> Tensor:
-    """As unpack_bits, of words of 32 bits that each hold as many whole codes as fit."""
+    """The same as unpack_bits for words of 32 bits that each hold as many whole codes as fit."""
     per_word = 32 // bits
     shifts = torch.arange(0, per_word * bits, bits, dtype=torch.int32)
     codes = packed[..., None] >> shifts & (1 << bits) - 1

@@ -44,7 +44,7 @@ UNUSED = (
     "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point", "k_scale", "v_scale",
     "q_scale", "k_zero_point", "v_zero_point",
 )  # fmt: skip
-"""Of activations and of the key-value cache."""
+"""Scales of activations and of the key-value cache."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SPARSE = ("marlin-24", "sparse-bitmask", "sparse-24-bitmask")
 PACKED_FORMATS = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized")

@@ -13,7 +13,7 @@ from mt_ckpt.quantized.weights import DequantizedTensors, Scheme
 from mt_core.errors import ConfigError
 
 KEYS = ("quantization_config", "compression_config", "quantization")
-"""Of config.json. The second is what compressed-tensors wrote at first, the third is MLX's."""
+"""Keys of config.json. The second is what compressed-tensors wrote at first, the third is MLX's."""
 BESIDE = "hf_quant_config.json"
 """What ModelOpt writes beside config.json."""
 OF_A_FAMILY = "mxfp4"

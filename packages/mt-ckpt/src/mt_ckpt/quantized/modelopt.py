@@ -44,7 +44,7 @@ NVFP4_GROUP, MXFP8_GROUP, BLOCK = 16, 32, 128
 @dataclass(frozen=True)
 class ModelOpt:
     dtype: torch.dtype
-    """Of the dequantized weights."""
+    """Dtype of the dequantized weights."""
 
     def claims(self, tensors: ExternalTensors) -> Claims:
         weights = [self._weight(tensors, module) for module in modules_with(tensors, f".{SCALE}")]

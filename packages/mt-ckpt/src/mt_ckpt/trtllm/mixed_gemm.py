@@ -52,5 +52,5 @@ def pack_for_kernel(codes: Tensor, bits: int, order: KernelOrder) -> Tensor:
 
 
 def _interleaved_registers(flat: Tensor, bits: int) -> Tensor:
-    """Of the codes in 32 bits, those at even places before those at odd ones."""
+    """Codes of each 32 bits, those at even places before those at odd ones."""
     return flat.unflatten(0, (-1, 32 // bits // 2, 2)).transpose(1, 2).flatten()

@@ -32,7 +32,8 @@ HIDDEN = (".", "cache", "__pycache__")
 
 
 def configured_contents(config: Config) -> list[dict[str, Any]]:
-    """Of each file: path (absolute), bytes, written (seconds since the epoch), digest. [] for data in no file."""
+    """Contents of each file: path (absolute), bytes, written (seconds since the epoch), digest. [] for data in no
+    file."""
     paths = list(islice(dict.fromkeys(_configured_files(config)), MOST_FILES))
     # Latency of a shared file system is what reading many small blocks costs.
     with ThreadPoolExecutor(16) as pool:

@@ -294,7 +294,7 @@ def given_of(flat: Mapping[str, Any], places: Sequence[str]) -> tuple[dict[str, 
 
 
 def _counting(before: Given, now: Given) -> Given:
-    """Of two paths of one attribute that which counts. Raises ConfigError where it is not known which."""
+    """The value that counts where two paths have one attribute. Raises ConfigError where it is not known which."""
     if before.value == now.value:
         return now
     for one in (before, now):

@@ -236,7 +236,8 @@ def micro_batch_size(settings: Settings) -> int:
 
 
 def _global_batch_size(settings: Settings) -> int | None:
-    """As the file has it; with a pipeline that of all data-parallel ranks, where the file says their number."""
+    """Samples of a step as the file has them; with a pipeline those of all data-parallel ranks, where the file says
+    their number."""
     if (batch := int(settings["training.global_batch_size"])) > 0:
         return batch
     shards, replicas = (int(settings[f"parallelism.data_parallel_{key}_degree"]) for key in ("shard", "replicate"))

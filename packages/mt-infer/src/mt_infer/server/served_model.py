@@ -38,7 +38,7 @@ class ServedModel:
     """That which the generator computes with for this model."""
     scorer: PairScorer | None = None
     parent: str | None = None
-    """Of an adapter the name of its base."""
+    """Name of an adapter's base."""
 
     def with_adapter(self, name: str) -> ServedModel:
         """This model with one of its generator's adapters."""

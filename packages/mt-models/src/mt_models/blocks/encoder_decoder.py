@@ -47,7 +47,7 @@ class EncoderDecoderConfigLike(LayerConfigLike, Protocol):
     def add_output_bias(self) -> bool: ...
     @property
     def output_scale(self) -> float:
-        """Of what is compared with the token embeddings."""
+        """Factor of what is compared with the token embeddings."""
         ...
 
     @property

@@ -23,7 +23,7 @@ DEFAULTS: Mapping[str, Any] = {
     "topk_group": 1,
     "rms_norm_eps": 1e-5,
 }
-"""Of the class, where DeepSeek-V3's has another."""
+"""Defaults of the class, where DeepSeek-V3's has another."""
 
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class JambaConfig(RMSNormDecoderConfig):
     """Jamba (AI21 Labs, 2024)."""
 
     attn_layer_period: PositiveInt = 8
-    """Of so many layers one has attention, the others a Mamba-1 mixer."""
+    """One layer in so many has attention, the others a Mamba-1 mixer."""
     attn_layer_offset: NonNegativeInt = 4
     """The first layer with attention, counted from 0."""
     mamba_state_dim: PositiveInt = 16

@@ -129,7 +129,7 @@ def _export_experts(config: JambaConfig) -> dict[str, Any]:
 
 
 def _period(layers: list[bool]) -> tuple[int, int]:
-    """Of how many layers one has experts, and the first that has. Raises ConfigError for another order."""
+    """Distance of layers with experts, and the first of them. Raises ConfigError for another order."""
     numbers = [number for number, experts in enumerate(layers) if experts]
     period = numbers[1] - numbers[0] if len(numbers) > 1 else len(layers)
     if not numbers or layers != [number % period == numbers[0] for number in range(len(layers))]:

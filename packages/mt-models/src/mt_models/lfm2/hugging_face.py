@@ -95,8 +95,8 @@ def tied(external: Mapping[str, Any]) -> bool:
 
 
 def import_width(external: Mapping[str, Any]) -> int:
-    """Of the feed-forward: two thirds of what the file says, rounded up to a multiple, unless it says that it is as it
-    stands there."""
+    """Width of the feed-forward: two thirds of what the file says, rounded up to a multiple, unless it says that it is
+    as it stands there."""
     width = external.get("block_ff_dim", external.get("intermediate_size", 12288))
     if not external.get(ADJUST, True):
         return int(width)

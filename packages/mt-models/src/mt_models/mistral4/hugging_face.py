@@ -78,7 +78,7 @@ DEFAULTS: Mapping[str, Any] = {
     "routed_scaling_factor": 1.0,
     "aux_loss_alpha": 0.0001,
 }
-"""Of the class, and a coefficient for training, which it has not."""
+"""Defaults of the class, and a coefficient for training, which it has not."""
 
 
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:

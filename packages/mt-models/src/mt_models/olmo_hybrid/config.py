@@ -58,7 +58,8 @@ class OlmoHybridConfig(DeltaNetKeys, RMSNormDecoderConfig):
 
     @property
     def norms_of_branches(self) -> bool:
-        """Of layers with attention; those of delta nets have their norms in front."""
+        """Whether norms are those of branches, in layers with attention; those of delta nets have their norms in
+        front."""
         return True
 
     @property

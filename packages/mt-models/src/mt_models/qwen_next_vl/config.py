@@ -90,7 +90,7 @@ TINY_TOWER = {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "
 SMALL_TOWER = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "ffn_hidden_size": 4096}
 TOWER = {"num_layers": 27, "hidden_size": 1152, "num_attention_heads": 16, "ffn_hidden_size": 4304}
 TOWERS = {"qwen3.5-0.8b": TINY_TOWER, "qwen3.5-2b": SMALL_TOWER, "qwen3.5-4b": SMALL_TOWER}
-"""Of the smaller sizes; all others have TOWER."""
+"""Towers of the smaller sizes; all others have TOWER."""
 
 
 def _with_tower(name: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def drawn_samples(a: Run, b: Run, count: int) -> DrawnSamples:
 
 
 def _changed(run: Run, data: Dataset) -> Iterator[str]:
-    """Of a run that recorded its files, they are compared by themselves."""
+    """Warnings of data that changed; files that a run recorded are compared by themselves."""
     trained, fingerprint = trained_data(run), getattr(data, "fingerprint", None)
     then = trained.identity.get(CONTENT)
     if then is not None and fingerprint is not None and not trained.files and (now := fingerprint()) != then:

@@ -18,7 +18,7 @@ from mt_ops.deep.tolerance import TWINS
 
 BATCH, LENGTH = 2, 32
 RATE = 0.05
-"""Of the gradient descent between steps."""
+"""Rate of the gradient descent between steps."""
 
 
 Other = Callable[[Path, Sequence[Tensor], int, float], Iterable[Recording]]
@@ -56,7 +56,7 @@ def compare_models(
 
 
 def _recordings_here(path: Path, batches: Sequence[Tensor], vocabulary: int) -> Iterator[Recording]:
-    """Of one step after another, as far as they are asked for."""
+    """Recordings of one step after another, as far as they are asked for."""
     model, own = open_model(path, load_plugins())
     if own != vocabulary:
         raise ConfigError(f"A has a vocabulary of {vocabulary}, {path} of {own}; they must have the same")

@@ -156,7 +156,7 @@ def _whole(parts: Sequence[Piece], length: int) -> list[Tensor]:
 
 
 def split_of_features(split: Split) -> Split:
-    """Of the outputs [samples, sequence, features], whose last dimension is the first of the weight."""
+    """Split of the outputs [samples, sequence, features], whose last dimension is the first of the weight."""
     return Split(2, split.axis, split.sections)
 
 

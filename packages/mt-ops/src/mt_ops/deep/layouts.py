@@ -128,7 +128,7 @@ def _record_once(loaded: LoadedConfig, steps: int, host: PluginHost, twin: int |
 
 
 SPREAD = 0.1
-"""Of what is added to biases and factors: enough to show, and less than a factor of 1."""
+"""Spread of what is added to biases and factors: enough to show, and less than a factor of 1."""
 
 
 def _move_vectors(run: Trainer) -> None:

@@ -79,7 +79,7 @@ def _model(path: Path) -> nn.Module:
 
 
 def _arguments(path: Path) -> Namespace:
-    """As Megatron makes them of its checkpoint, which names the model."""
+    """Arguments as Megatron makes them of its checkpoint, which names the model."""
     from megatron.training import arguments, checkpointing
 
     is_distributed = any(path.rglob("metadata.json")) or any(path.rglob(".metadata"))

@@ -25,7 +25,8 @@ LAST_LINES = 12
 def recordings_of(
     python: Path, path: Path, tokens: Sequence[Tensor], vocabulary: int, rate: float, module: str = "mt_ops.deep.child"
 ) -> list[Recording]:
-    """Of a model, on tokens [batch, sequence] of each step, between which it takes steps of gradient descent.
+    """Recordings of a model, on tokens [batch, sequence] of each step, between which it takes steps of gradient
+    descent.
 
     Raises ConfigError where the interpreter fails, with the end of what it says, and for another vocabulary.
     """
@@ -44,8 +45,8 @@ def _recording(path: Path) -> Recording:
 def layout_of(
     python: Path, path: Path, beside: Path, steps: int
 ) -> tuple[dict[str, dict[str, Tensor]], Mapping[str, Any]]:
-    """Of a configuration, made small beside that of A: outputs, gradients and weights by name; losses, and the section
-    of the model."""
+    """Record of a configuration, made small beside that of A: outputs, gradients and weights by name; losses, and the
+    section of the model."""
     request = {"kind": "layout", "path": str(path.resolve()), "beside": str(beside.resolve()), "steps": steps}
     with _asked(python, request, "mt_ops.deep.child", ()) as (folder, answer):
         return load_groups(folder / "run.safetensors"), answer

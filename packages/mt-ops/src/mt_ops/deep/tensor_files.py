@@ -32,5 +32,5 @@ def load_groups(path: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def step_file(folder: Path, number: int) -> Path:
-    """Of the recording of a step, from 0 on."""
+    """File of the recording of a step, from 0 on."""
     return folder / f"step-{number:03}.safetensors"

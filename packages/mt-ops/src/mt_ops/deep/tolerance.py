@@ -41,7 +41,7 @@ def allowed_error(reference: Tensor, twins: Sequence[Tensor], compared: int) -> 
 
 
 def effective_dimension(errors: Sequence[Tensor], norms: Sequence[float]) -> float:
-    """Of the space in which the errors lie, at least 1: 1 over the mean squared cosine of two of them."""
+    """Dimension of the space in which the errors lie, at least 1: 1 over the mean squared cosine of two of them."""
     pairs = [(i, j) for i, j in combinations(range(len(errors)), 2) if norms[i] > 0 and norms[j] > 0]
     squares = [(float(errors[i] @ errors[j]) / (norms[i] * norms[j])) ** 2 for i, j in pairs]
     mean = sum(squares) / len(squares) if squares else 1.0
@@ -49,7 +49,7 @@ def effective_dimension(errors: Sequence[Tensor], norms: Sequence[float]) -> flo
 
 
 def f_quantile(numerator: float, denominator: float, probability: float) -> float:
-    """Of the F distribution, by Paulson's approximation (1942): its cube root is nearly normal. Infinite where
+    """Quantile of the F distribution, by Paulson's approximation (1942): its cube root is nearly normal. Infinite where
     there are too few degrees of freedom for that probability."""
     z, a, b = NormalDist().inv_cdf(probability), 2.0 / (9.0 * numerator), 2.0 / (9.0 * denominator)
     below = (1.0 - b) ** 2 - b * z**2

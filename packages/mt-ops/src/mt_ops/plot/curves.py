@@ -14,7 +14,7 @@ from mt_ops.report.charts import KNOWN
 from mt_ops.report.page_data import AXES
 
 MOST_POINTS = 4000
-"""Of a curve; of longer ones extremes are kept."""
+"""Points of a curve; of longer ones extremes are kept."""
 
 
 @dataclass(frozen=True)

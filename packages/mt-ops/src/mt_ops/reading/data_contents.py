@@ -15,7 +15,7 @@ CHECKPOINTS, LATEST, METADATA = "checkpoints", "latest", "metadata.json"
 CONTENT = "data.content"
 """Key of the training data's fingerprint."""
 DIGITS = 12
-"""Of a digest that is shown: enough to show that two differ."""
+"""Digits of a digest that are shown: enough to show that two differ."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TrainedData:
 
 
 def trained_data(run: Run) -> TrainedData:
-    """As recorded by the run's newest process that did; the fingerprints else as its newest checkpoint has them."""
+    """Data as the run's newest process that recorded it did; else the fingerprints of its newest checkpoint."""
     starts = [entry for entry in run.events if entry["kind"] == "start" and "files" in entry]
     if not starts:
         return TrainedData(identity=_of_checkpoint(run.path))

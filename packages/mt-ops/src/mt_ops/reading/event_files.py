@@ -57,7 +57,7 @@ def read_event_files(path: Path) -> Run:
 
 
 def _name(tag: str) -> str:
-    """Of a tag: a group before the last slash stays unless the name is known without it."""
+    """Name of a tag: a group before the last slash stays unless the name is known without it."""
     plain = mt_name(tag.rpartition("/")[2])
     known = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "tflops", "mfu(%)"}
     if plain == "global_avg_loss":
@@ -117,7 +117,7 @@ def _scalar(value: bytes) -> tuple[str, float] | None:
 
 
 def _tensor(content: bytes) -> float | None:
-    """Of one number, None for another."""
+    """Value of one number, None for another."""
     dtype, raw = 1, b""
     for field, value in _fields(content):
         if field == 1:

@@ -50,7 +50,7 @@ def number(text: str) -> float | None:
 
 
 def seconds_since_epoch(text: str) -> float | None:
-    """Of the first date and time in the text, taken as local time."""
+    """Time of the first date and time in the text, taken as local time."""
     match = CLOCK.search(text)
     if match is None:
         return None

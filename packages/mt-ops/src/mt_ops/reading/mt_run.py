@@ -86,7 +86,7 @@ class MtRunReader:
 
 
 def read_status(path: Path) -> list[Mapping[str, Any]]:
-    """Of the ranks, in their order."""
+    """Status of the ranks, in their order."""
     found = [read_json(file) for file in (path / STATUS).glob("rank-*.json")]
     return sorted((entry for entry in found if isinstance(entry, Mapping)), key=lambda entry: entry.get("rank", 0))
 

@@ -59,7 +59,7 @@ class Run:
     environment: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] = ()
     status: Sequence[Mapping[str, Any]] = ()
-    """Of each rank, in their order: what it did last."""
+    """What each rank did last, in their order."""
     experts: Mapping[int, Mapping[int, Sequence[float]]] = field(default_factory=dict)
     """Layer -> step -> load of each expert in percent of the mean."""
     missing: Sequence[str] = ()

@@ -46,7 +46,7 @@ GROUPS = ("Loss", "Optimization", "Speed", "Memory", "Experts", "Time by part", 
 
 
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
-    """Of every metric that a run has and that is not the same number all along, by group."""
+    """Charts of every metric that a run has and that is not the same number all along, by group."""
     names = dict.fromkeys(name for run in runs for name in run.series)
     known = {chart.metric: chart for chart in KNOWN}
     order = {chart.metric: place for place, chart in enumerate(KNOWN)}

@@ -62,7 +62,8 @@ def _memory(run: Run) -> Iterator[str]:
 
 
 def growth(series: Series) -> float | None:
-    """Of the values a step, over the second half of the run, by least squares; None where they do not grow steadily.
+    """Growth of the values a step, over the second half of the run, by least squares; None where they do not grow
+    steadily.
 
     The first half has what a run allocates as it begins.
     """

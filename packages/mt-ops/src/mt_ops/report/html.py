@@ -73,7 +73,7 @@ def note(text: str) -> str:
 
 
 def finding(text: str) -> str:
-    """Of what is wrong with a run."""
+    """A paragraph on what is wrong with a run."""
     return f'<p class="finding">{escape(text)}</p>'
 
 

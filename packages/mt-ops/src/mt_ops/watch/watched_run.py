@@ -79,7 +79,7 @@ def progress(run: Run) -> Progress:
 
 
 def last_step(run: Run) -> int | None:
-    """Of the configuration; of one that counts samples, by the batch size now."""
+    """Last step of the configuration; of one that counts samples, by the batch size now."""
     iterations, samples = run.config.get("train.train_iters"), run.config.get("train.train_samples")
     if isinstance(iterations, int):
         return iterations

@@ -10,7 +10,7 @@ from mt_ckpt.quantized.grids import Grid, Scales, in_groups
 BLOCK = 128
 """Columns whose errors are added to those behind the block at once."""
 DAMPING = 0.01
-"""Of the mean of the diagonal, as in the paper."""
+"""Share of the mean of the diagonal, as in the paper."""
 
 
 class UnsolvableError(ValueError):

@@ -47,7 +47,7 @@ class Matrix:
 
     @cached_property
     def _gathered_layout(self) -> ParameterLayout:
-        """Of what a rank gathers: whole matrices, of its own experts alone."""
+        """Layout of what a rank gathers: whole matrices, of its own experts alone."""
         if not self.has_experts:
             return self.layout
         experts, *shape = self.layout.shape

@@ -14,8 +14,8 @@ from mt_tools.calibration.matrices import Matrix
 
 
 class InputStatistics:
-    """Of one matrix [out, in]. moments: sum of x x^T, fp32 [in, in], if kept. largest: of |x|, [in]. total: sum of |x|,
-    [in]. count: inputs seen."""
+    """Inputs of one matrix [out, in]. moments: sum of x x^T, fp32 [in, in], if kept. largest: of |x|, [in]. total: sum
+    of |x|, [in]. count: inputs seen."""
 
     def __init__(self, width: int, device: torch.device, *, moments: bool) -> None:
         self.moments = torch.zeros(width, width, device=device) if moments else None

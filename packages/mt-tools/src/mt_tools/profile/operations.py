@@ -25,8 +25,8 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "conv1d", "conv2d", *ATTE
 
 @dataclass(frozen=True)
 class Operation:
-    """Of one kind in one layer and direction, over all recorded steps, per step. seconds: of the device that computes;
-    product_seconds: of these, in matrix products and attention."""
+    """Operations of one kind in one layer and direction, over all recorded steps, per step. seconds: of the device that
+    computes; product_seconds: of these, in matrix products and attention."""
 
     layer: str
     kind: str

@@ -19,7 +19,7 @@ SHOWN_LOSSES = 5
 
 @dataclass(frozen=True)
 class Row:
-    """Of a step, the mean over ranks. tflops: achieved by the products of a device, None where there are none."""
+    """Time in a step, the mean over ranks. tflops: achieved by the products of a device, None where there are none."""
 
     name: str
     direction: str
@@ -38,7 +38,7 @@ class Loss:
 
 
 def read_summaries(folder: Path) -> list[dict[str, Any]]:
-    """Of all ranks. Raises ConfigError for a folder without any."""
+    """Summaries of all ranks. Raises ConfigError for a folder without any."""
     paths = sorted(folder.glob("summary-rank-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
     if not paths:
         raise ConfigError(f"{folder} has no recording; mt profile CONFIG makes one")

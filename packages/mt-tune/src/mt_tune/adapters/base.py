@@ -44,7 +44,7 @@ class Adapter(LayoutModule):
         self.base_layout = layer.layout
 
     def declare(self, name: str, layout: ParameterLayout | None) -> None:
-        """As LayoutModule.declare. The checkpoint of a base has no such parameter."""
+        """See LayoutModule.declare. The checkpoint of a base has no such parameter."""
         super().declare(name, None if layout is None else replace(layout, added=True))
 
     def before(self, x: Tensor, groups: Any = None) -> Tensor:
@@ -134,7 +134,7 @@ class Adapter(LayoutModule):
         return covered
 
     def local_coverage(self) -> Tensor | None:
-        """Of this rank's rows; None: all have one."""
+        """Coverage of this rank's rows; None: all have one."""
         covered = self.coverage()
         return None if covered.all() else self.to_local_rows(covered)
 

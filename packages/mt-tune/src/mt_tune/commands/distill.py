@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from mt_core.plugins import PluginHost
 
 LR = 1e-4
-"""Of a whole model by default: ten times that of instructions, since a distribution says more than a label."""
+"""Learning rate of a whole model by default: ten times that of instructions, since a distribution says more than a
+label."""
 TEACHER, LOSS = "Teacher", "Loss"
 
 

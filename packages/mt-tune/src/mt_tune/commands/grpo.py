@@ -318,8 +318,8 @@ def with_amounts(options: TrainingOptions, prompts: int, group_size: int) -> Tra
 
 
 def _positions(examined: ExaminedPrompts, rl: Mapping[str, Any], rollouts: RolloutOptions) -> int:
-    """Of the longest prompt with its completion. What environments and tools add to prompts is known when they are
-    asked; rows are as long as they have to be, so that room for it costs nothing."""
+    """Positions of the longest prompt with its completion. What environments and tools add to prompts is known when
+    they are asked; rows are as long as they have to be, so that room for it costs nothing."""
     longest = max(len(prompt.tokens) for prompt in examined.prompts) + rl.get("max_completion_length", MOST_TOKENS) - 1
     if not (rollouts.environment or rollouts.tool):
         return -(-longest // 8) * 8
@@ -359,7 +359,7 @@ def with_completion_length(options: RolloutOptions, examined: ExaminedPrompts) -
 
 
 def examine_prompts(host: PluginHost, preset: str | None, sections: Tree, options: TrainingOptions) -> ExaminedPrompts:
-    """Of few prompts nothing is held out.
+    """Prompts to train on and to hold out; of few nothing is held out.
 
     Raises DataError for prompts that cannot be used and ConfigError for sections that cannot be.
     """

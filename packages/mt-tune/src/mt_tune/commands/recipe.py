@@ -131,7 +131,7 @@ def template_keys(preset: str | None, of_model: Tree, host: PluginHost) -> dict[
 
 
 def prompt_template_keys(preset: str | None, of_model: Tree, host: PluginHost) -> dict[str, Any]:
-    """As `template_keys`, for prompts: those of a preset, whose weights are random, may be plain texts."""
+    """The same as `template_keys`, for prompts: those of a preset, whose weights are random, may be plain texts."""
     return {} if preset is not None else template_keys(preset, of_model, host)
 
 

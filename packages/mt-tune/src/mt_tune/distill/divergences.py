@@ -25,7 +25,7 @@ LEAST = 1e-12
 
 @dataclass(frozen=True)
 class Divergence:
-    """Of a teacher's distribution and a student's, softmax(logits / temperature) each. beta: of jsd."""
+    """Divergence between a teacher's distribution and a student's, softmax(logits / temperature) each. beta: of jsd."""
 
     kind: Kind = "forward_kl"
     beta: float = 0.5

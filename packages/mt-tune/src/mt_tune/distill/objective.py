@@ -133,12 +133,12 @@ class DistillationLoss:
         self._evaluated.append(torch.stack([*sums, weights.sum()]).double())
 
     def take_recorded(self) -> list[tuple[str, float, Literal["mean", "sum", "max", "min"]]]:
-        """Of training: means over micro-batches, where the loss has several terms."""
+        """Means of training over micro-batches, where the loss has several terms."""
         taken, self._recorded = self._recorded, []
         return [(name, float(value), "mean") for name, value in taken]
 
     def take_metrics(self) -> Mapping[str, float]:
-        """Of evaluation: means over the positions that count, of all ranks. Collective over the world."""
+        """Means of evaluation over the positions that count, of all ranks. Collective over the world."""
         taken, self._evaluated = self._evaluated, []
         own = torch.stack(taken).sum(0).tolist() if taken else None
         # Ranks without the last pipeline stage have none; tensor-parallel ranks have the same sums, which cancel.

@@ -25,7 +25,7 @@ from mt_tune.distill.divergences import top_k_of
 from mt_tune.distill.teacher import Teacher, build_teacher
 
 Answer = tuple[np.ndarray, ...]
-"""Of a sample: (ids, log_probs), [S, k] both, or (logits [S, vocabulary],)."""
+"""What a teacher answers for a sample: (ids, log_probs), [S, k] both, or (logits [S, vocabulary],)."""
 Samples = dict[str, Arrays]
 """Hash -> tokens, positions and segments of a sample, [S] each."""
 

@@ -57,7 +57,7 @@ class EncodedPairs:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Of both answers of each pair together; n tokens take n - 1."""
+        """Positions of both answers of each pair together; n tokens take n - 1."""
         return np.diff(self.bounds).reshape(-1, 2).sum(1) - 2
 
     def of_answer(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:

@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 
 def pairs(question: str, answer: str) -> list[Record]:
-    """As mt tune dpo and orpo take them."""
+    """Records as mt tune dpo and orpo take them."""
     return [{"prompt": _message("user", question), "chosen": _spoken(f"{answer}."), "rejected": _spoken(answer)}]
 
 

@@ -26,11 +26,11 @@ class CollectedMetrics:
         self._evaluated: list[Values] = []
 
     def add(self, values: Values) -> None:
-        """Of training where gradients are enabled, else of evaluation."""
+        """Add values of training where gradients are enabled, else of evaluation."""
         (self._recorded if torch.is_grad_enabled() else self._evaluated).append(values)
 
     def take_recorded(self) -> list[tuple[str, float, Reduction]]:
-        """Of training, since the last call."""
+        """Values of training since the last call."""
         # Other ranks of a context-parallel group have the same answers, and a mean counts them equally.
         taken, self._recorded = self._recorded, []
         return [
@@ -41,7 +41,7 @@ class CollectedMetrics:
         ]
 
     def take_metrics(self) -> dict[str, float]:
-        """Of evaluation, over all ranks. Collective over the world."""
+        """Means of evaluation over all ranks. Collective over the world."""
         taken, self._evaluated = self._evaluated, []
         own: dict[str, list[float]] = {}
         for values in taken:

@@ -33,7 +33,7 @@ class PreferenceLoss:
         self.options = PairOptions(keys.beta, keys.label_smoothing, keys.gamma, keys.nll_weight)
         self.weights = keys.loss_weights or [1.0] * len(keys.loss)
         self.first_difference: float | None = None
-        """Of the first micro-batch of training: see `largest_difference`."""
+        """Difference in the first micro-batch of training: see `largest_difference`."""
         self.metrics = CollectedMetrics(parallel)
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -48,7 +48,7 @@ class PreferenceLoss:
         return of_pairs.gather(1, pair_numbers(batch).clamp(max=of_pairs.shape[1] - 1))
 
     def pairs(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Pairs, Tensor]:
-        """Of each row [B, P], and which of them there are, bool [B, P]."""
+        """Pairs of each row [B, P], and which of them there are, bool [B, P]."""
         counted = batch[ANSWER]
         sums = segment_sums(-self.token_loss(output, batch) * counted, batch, self.cp)
         tokens = segment_sums(counted, batch, self.cp)
@@ -87,7 +87,7 @@ class PreferenceLoss:
 
 
 def metrics(pairs: Pairs, beta: float) -> dict[str, Tensor]:
-    """Of each pair: implicit rewards b (log pi - log pi_ref) and what follows from them."""
+    """Metrics of each pair: implicit rewards b (log pi - log pi_ref) and what follows from them."""
     chosen, rejected = beta * pairs.chosen_ratio, beta * pairs.rejected_ratio
     return {
         "rewards/chosen": chosen,

@@ -41,7 +41,7 @@ class ReferenceSource(BatchSource):
     """
 
     prefixes: tuple[str, ...] = ("",)
-    """Of the fields that together are rows to score: `tokens`, and with another prefix `<prefix>tokens`."""
+    """Prefixes of the fields that together are rows to score: `tokens`, and with another prefix `<prefix>tokens`."""
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)

@@ -54,7 +54,7 @@ class LabelledAnswers:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Of each answer with its prompt; n tokens take n - 1."""
+        """Positions of each answer with its prompt; n tokens take n - 1."""
         return np.diff(self.bounds) - 1
 
     def of(self, number: int) -> EncodedAnswer:
@@ -152,7 +152,7 @@ def build_unpaired(config: UnpairedDataConfig, tokenizer: Tokenizer, request: Sp
 
 
 def _needed_positions(answers: LabelledAnswers, numbers: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    """Of each answer, so that the answers to other prompts fit into the second row, too."""
+    """Positions of each answer, so that the answers to other prompts fit into the second row, too."""
     prompts = np.array([int(answers.of(number)[1].argmax()) for number in numbers.tolist()], np.int64)
     own = answers.positions[numbers]
     to_other = prompts + np.roll(own - prompts, 1)

@@ -26,7 +26,7 @@ class UnpairedLossOfBatch:
         self.keys, self.token_loss, self.cp = keys, token_loss, parallel.cp
         self.formula = UNPAIRED_LOSSES[keys.unpaired_loss]
         self.first_difference: float | None = None
-        """Of the first micro-batch of training: see `largest_difference`."""
+        """Difference in the first micro-batch of training: see `largest_difference`."""
         self.metrics = CollectedMetrics(parallel)
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:

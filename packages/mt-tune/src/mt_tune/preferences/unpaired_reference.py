@@ -73,7 +73,7 @@ class UnpairedReferenceSource(ReferenceSource):
 
 
 def _signs(arrays: Mapping[str, np.ndarray], row: int) -> list[float]:
-    """Of the answers of a row, in their order."""
+    """Signs of the answers of a row, in their order."""
     values = arrays[DESIRABLE][row]
     return values[values != 0].tolist()
 

@@ -17,8 +17,8 @@ class QuantizeConfig(Section):
     weights themselves (quantization-aware training)."""
 
     scheme: str | None = None
-    """As of `mt convert --quantize`: int8, fp8, w4a16-g32, nvfp4, mxfp4 and others; None: weights are not rounded. A
-    checkpoint that is converted with the same scheme computes what training has computed."""
+    """Scheme of `mt convert --quantize`: int8, fp8, w4a16-g32, nvfp4, mxfp4 and others; None: weights are not rounded.
+    A checkpoint that is converted with the same scheme computes what training has computed."""
     inputs: bool | None = None
     """Round the inputs of matrices too, with a scale for each token. None: as readers of the scheme do (int8, fp8)."""
 

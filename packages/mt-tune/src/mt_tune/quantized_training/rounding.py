@@ -19,7 +19,7 @@ WEIGHT = "weight"
 
 
 class WeightRounding:
-    """Of the weight of a module, [out, in] or [experts, out, in] of this rank."""
+    """Rounding of the weight of a module, [out, in] or [experts, out, in] of this rank."""
 
     def __init__(self, name: str, module: LayoutModule, scheme: PacksCodes) -> None:
         """Raises ConfigError for a weight that the scheme cannot hold, and for groups that a layout would cut."""
@@ -58,7 +58,7 @@ class WeightRounding:
 
 
 class InputRounding:
-    """Of inputs [..., in], with a scale for each token over the features of all ranks."""
+    """Rounding of inputs [..., in], with a scale for each token over the features of all ranks."""
 
     def __init__(self, module: LayoutModule, grid: Grid) -> None:
         layout = module.layouts[WEIGHT]

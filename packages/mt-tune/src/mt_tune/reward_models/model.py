@@ -32,7 +32,7 @@ class ScoreHead(ReplicatedLinear):
     """[B, S, H] -> [B, S, N]"""
 
     def declare(self, name: str, layout: ParameterLayout | None) -> None:
-        """As LayoutModule.declare. The checkpoint of a language model has no such parameter."""
+        """See LayoutModule.declare. The checkpoint of a language model has no such parameter."""
         super().declare(name, None if layout is None else replace(layout, added=True))
 
 

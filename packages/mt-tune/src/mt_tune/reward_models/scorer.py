@@ -51,7 +51,8 @@ class RewardScorer:
 
     @classmethod
     def load(cls, path: str | Path, *, device: str = "auto", host: PluginHost | None = None) -> RewardScorer:
-        """Of a run, a checkpoint of any format, or a folder of Hugging Face. Raises CheckpointError and ConfigError."""
+        """Scorer of a run, a checkpoint of any format, or a folder of Hugging Face. Raises CheckpointError and
+        ConfigError."""
         return cls(load_trained_model(path, host or load_plugins(), device=device))
 
     def tokens(self, prompt: str | Messages, answer: str | Messages) -> list[int]:

@@ -89,7 +89,7 @@ class LoadedFunction:
             return _failed(error)
 
     async def judge_async(self, call: Call) -> Outcome:
-        """As `judge`, for several at a time."""
+        """The same as `judge`, for several at a time."""
         log = _Log(call.count)
         try:
             return _outcome(await _awaited(self._begun(call, log)), log)

@@ -19,7 +19,7 @@ from mt_tune.rewards.options import column, read_options
 from mt_tune.rewards.reward_specs import RewardFunction
 
 PARSE_SECONDS, VERIFY_SECONDS = 10, 5
-"""Of one expression, and of one comparison."""
+"""Limits of one expression, and of one comparison."""
 
 
 @dataclass(frozen=True)

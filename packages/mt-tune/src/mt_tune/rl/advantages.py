@@ -107,7 +107,7 @@ def reinforce_plus_plus_baseline(batch: Scored) -> list[Values]:
 
 
 def whitened(values: Sequence[Values], counted: Sequence[bool]) -> list[Values]:
-    """Of all tokens of counted completions: mean 0, deviation 1. Others become 0."""
+    """Values with mean 0 and deviation 1 over all tokens of counted completions. Others become 0."""
     kept = [part for part, counts in zip(values, counted, strict=True) if counts and len(part)]
     tokens = np.concatenate(kept) if kept else np.zeros(0)
     if len(tokens) < 2:

@@ -42,7 +42,7 @@ class GroupCollector:
         self.drawer = build_drawer(run, self.keys, episodes)
         self.pool = GroupPool(self.keys.max_staleness, self.keys.updates)
         self.digests: dict[int, str] = {}
-        """Of the weights of each version that drew tokens of the groups at hand, where they are a copy."""
+        """Digest of the weights of each version that drew tokens of the groups at hand, where they are a copy."""
         self.position = 0
         """Number of the next prompt in the order of the data set."""
         self.is_drawn = False

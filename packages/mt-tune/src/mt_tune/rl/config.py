@@ -83,7 +83,7 @@ class RLConfig(Section):
     sampling_correction_max: PositiveFloat = 2.0
     """The largest weight; of the masks, weights above it are 0."""
     sampling_correction_min: NonNegativeFloat = 0.0
-    """Of the masks: weights below it are 0, too."""
+    """The smallest weight of the masks: those below it are 0, too."""
     mask_truncated: bool = False
     """Leave out completions that reached max_completion_length."""
     overlong_buffer: NonNegativeInt = 0
@@ -113,7 +113,7 @@ class RLConfig(Section):
     """Groups in progress beside those that a generation needs. A generation ends when enough groups are complete; the
     others go on in the next one, with its weights, within max_staleness."""
     routing_replay: bool = False
-    """Of mixtures of experts: tokens go through the experts that they went through where they were drawn."""
+    """In mixtures of experts tokens go through the experts that they went through where they were drawn."""
     environments: list[str] = Field(default_factory=list)
     """The other side of conversations: names of registered environments (`mt plugins --kind environments`), and classes
     of rewards.modules as `module:Class`, as TRL's environment_factory takes them. Of several a row's column

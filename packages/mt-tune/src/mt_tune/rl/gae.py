@@ -42,8 +42,8 @@ def gae(rewards: Values, values: Values, discounts: Discounts) -> Values:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Of each completion [length]: advantages, whitened over all tokens of the batch, and returns (what the value model
-    learns: advantages before that, plus values)."""
+    """Estimates for each completion [length]: advantages, whitened over all tokens of the batch, and returns (what the
+    value model learns: advantages before that, plus values)."""
 
     advantages: list[Values]
     returns: list[Values]

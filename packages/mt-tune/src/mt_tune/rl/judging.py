@@ -91,7 +91,8 @@ def reward_metrics(groups: Sequence[Group], table: RewardTable) -> Mapping[str, 
 
 
 def episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of completions with environments: their rewards, calls of tools of a completion, and the share that failed."""
+    """Metrics of completions with environments: their rewards, calls of tools of a completion, and the share that
+    failed."""
     episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
     if not episodes:
         return {}

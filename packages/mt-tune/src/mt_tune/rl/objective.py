@@ -91,7 +91,7 @@ class PolicyLoss:
         return values.float().sum() * 0.0 - rewards
 
     def take_metrics(self) -> Mapping[str, float]:
-        """Of evaluation: the mean reward over the completions of all ranks. Collective over the world."""
+        """Means of evaluation: the reward over the completions of all ranks. Collective over the world."""
         taken, self._rewards = self._rewards, []
         # Ranks without the last pipeline stage have none; those that share a model have the same ones.
         own = torch.cat(taken).double().tolist() if taken else []
@@ -126,7 +126,7 @@ class PolicyLoss:
         return [(f"clip_ratio/{name}_mean", clipped.float()[here], "mean") for name, clipped in named.items()]
 
     def take_recorded(self) -> list[tuple[str, float, Reduction]]:
-        """Of training: a value of each micro-batch, over its tokens."""
+        """Values of training: one of each micro-batch, over its tokens."""
         taken, self._recorded = self._recorded, []
         return [*reduced(taken), *self.recorded_beside()]
 

@@ -86,7 +86,7 @@ def joined(before: Experts | None, after: Experts | None) -> Experts | None:
 
 
 def encoded(experts: Experts) -> str:
-    """As a JSON value."""
+    """A JSON value of the choices."""
     data = base64.b64encode(zlib.compress(experts.tobytes())).decode()
     return f"{experts.shape[1]}:{data}"
 

@@ -38,7 +38,7 @@ class TrainedDrawer(Drawer):
         super().__init__(generator, engine.ctx.world, engine.state.iteration, episodes)
         self.background = BackgroundRound(engine.device) if in_background else None
         self.digest: str | None = None
-        """Of the weights that generate, where they are a copy of those that are trained."""
+        """Digest of the weights that generate, where they are a copy of those that are trained."""
 
     def use_new_weights(self) -> None:
         """Takes over the weights of training after a step. Raises TrainingError for a copy that is not what is

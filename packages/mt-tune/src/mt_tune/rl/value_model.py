@@ -31,7 +31,7 @@ from mt_tune.rl.token_numbers import Scorer
 from mt_tune.rl.value_loss import ValueLoss
 
 FOLDER = "value_model"
-"""Of the run directory; a run of its own with checkpoints of the same steps."""
+"""Folder in the run directory; a run of its own with checkpoints of the same steps."""
 
 
 class ValueModel:

@@ -33,18 +33,19 @@ Dtypes = Mapping[str, torch.dtype]
 
 
 def trained_hashes(engine: Engine, dtypes: Dtypes) -> Hashes:
-    """Of the weights that are trained, rounded to the dtypes of a copy's weights by name. Collective over the world."""
+    """Hashes of the weights that are trained, rounded to the dtypes of a copy's weights by name. Collective over the
+    world."""
     return hashes_of(trained_fragments(engine), engine.ctx.world, dtypes)
 
 
 def module_dtypes(model: nn.Module, world: Axis) -> Dtypes:
-    """Of the weights of all stages. Collective over the world."""
+    """Dtypes of the weights of all stages. Collective over the world."""
     own = {name: parameter.dtype for name, parameter in model.named_parameters()}
     return {name: dtype for of_rank in all_gather_objects(own, world) for name, dtype in of_rank.items()}
 
 
 def module_hashes(model: nn.Module, ctx: ParallelContext) -> Hashes:
-    """Of a model in the layout of `ctx`. Collective over the world."""
+    """Hashes of a model in the layout of `ctx`. Collective over the world."""
     return hashes_of(module_fragments(model, ctx), ctx.world)
 
 

@@ -147,7 +147,7 @@ def environment(ctx: ParallelContext) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Of the working directory, where it is in a repository."""
+    """Commit of the working directory, where it is in a repository."""
     try:
         found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -195,7 +195,7 @@ def answer_spans(conversation: Conversation, template: ChatTemplate) -> tuple[st
 
 
 def _of_trained(marked: list[Span], conversation: Conversation, template: ChatTemplate) -> list[Span]:
-    """Of the spans that a template marks, one for each answer, those of the trained turns."""
+    """Spans of the trained turns, among those that a template marks, one for each answer."""
     turns = conversation.turns_of("assistant")
     if (trained := conversation.trained_turns()) == turns:
         return marked

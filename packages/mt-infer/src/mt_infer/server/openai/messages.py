@@ -63,7 +63,7 @@ class VideoUrl(Body):
 
 
 class VideoPart(Body):
-    """As vLLM has it; OpenAI's chats have no videos."""
+    """A video in vLLM's words; OpenAI's chats have no videos."""
 
     type: Literal["video_url"]
     video_url: VideoUrl

@@ -67,7 +67,7 @@ def _extent(section: str, config: Mapping[str, Any]) -> str | None:
 
 
 def configuration(runs: Sequence[Run]) -> Section | None:
-    """Of each run; values that were set before defaults."""
+    """Configuration of each run; values that were set before defaults."""
     parts = [details(f"{run.name}: {len(run.config)} values", _table(run)) for run in runs[:MOST_RUNS] if run.config]
     return Section("configuration", "Configuration", "".join(parts)) if parts else None
 

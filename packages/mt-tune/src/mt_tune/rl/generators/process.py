@@ -74,7 +74,7 @@ def answered(channel: Connection, act: Callable[[], T], answer_of: Callable[[T],
 
 
 def sendable(error: Exception) -> Exception:
-    """Of other classes than mt's not all errors can be pickled."""
+    """The error, or one of mt's with its words: not all others can be pickled."""
     if isinstance(error, MtError):
         return error
     traceback.print_exception(error)

@@ -33,7 +33,7 @@ class GeneratorProcess:
         return f"generator {self.rank} (process {self.process.pid})"
 
     def failure(self) -> TrainingError:
-        """Of a process that has ended by itself."""
+        """Error that names a process that has ended by itself."""
         try:
             code: int | None = self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -17,7 +17,7 @@ from torch import Tensor
 from mt_core.nn.kernels.reference.fp8_casts import E2M1_BLOCK, E4M3, MX_BLOCK, Granularity, Scaled, padded
 
 _BIAS = 127
-"""Of the exponents of fp32 and of E8M0."""
+"""Bias of the exponents of fp32 and of E8M0."""
 _NOT_A_NUMBER = 255
 LARGEST_E2M1 = 6.0
 LARGEST_SCALED = LARGEST_E2M1 * 448.0
