@@ -25,6 +25,10 @@ MODELS = {
     "llama": ["model.family=llama", "model.num_layers=2", "model.num_attention_heads=8", "model.num_query_groups=2"],
     "deepseek": ["model.family=deepseek", "model.num_layers=2", "model.num_attention_heads=8", "model.kv_lora_rank=64",
                  "model.moe={num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=128}"],
+    "deepseek_v32": ["model.family=deepseek_v32", "model.num_layers=2", "model.num_attention_heads=8",
+                     "model.kv_lora_rank=64", "model.q_lora_rank=64", "model.dsa_indexer_topk=32",
+                     "model.dsa_indexer_n_heads=8", "model.dsa_indexer_head_dim=64", "model.qk_pos_emb_head_dim=32",
+                     "model.moe={num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=128}"],
     "hybrid": ["model.family=hybrid", "model.num_attention_heads=4", "model.hybrid_layer_pattern=M*"],
 }  # fmt: skip
 

@@ -33,6 +33,8 @@ CASES = {
     "soft cap, window": "gemma2",
     "sinks, experts": "gpt_oss",
     "latents, experts": "deepseek",
+    "chosen keys": "deepseek_v32",
+    "chosen keys, shared": "glm_5",
     "experts": "mixtral",
     "recurrent": "mamba",
     "recurrent and full": "hybrid",
@@ -156,7 +158,7 @@ def moved(model: nn.Module) -> None:
         parameter.data = parameter.data * 1.1
 
 
-@pytest.mark.parametrize("case", ["grouped", "latents, experts", "recurrent and full"])
+@pytest.mark.parametrize("case", ["grouped", "latents, experts", "chosen keys", "recurrent and full"])
 def test_the_host_waits_for_the_tokens_of_a_step_alone(case: str) -> None:
     _, graphed, _ = engines(CASES[case])
     for text in prompts(4, 6, 5):

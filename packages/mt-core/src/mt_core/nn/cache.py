@@ -115,6 +115,21 @@ class Pages(Protocol):
         Returns [1, B, N, V]: each query over the positions of its sequence."""
         ...
 
+    @property
+    def room(self) -> int:
+        """T: positions that a sequence has room for. It does not depend on their numbers, so that shapes are static."""
+        ...
+
+    @property
+    def last(self) -> Tensor:
+        """[B] int64: the new position of each sequence."""
+        ...
+
+    def places(self, positions: Tensor) -> Tensor:
+        """positions [B, K] of each sequence, less than `room` -> [B, K]: where these are, among the places of the
+        cache. Behind the last position any place may be given."""
+        ...
+
 
 class Cache(Protocol):
     """The cache of one forward pass over several sequences."""

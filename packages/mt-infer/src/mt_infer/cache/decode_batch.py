@@ -235,6 +235,18 @@ class TabledPages:
     ) -> Tensor:
         return self.attention(tuple(query[0] for query in queries), keys, values, self.table, scores)[None]
 
+    @property
+    def room(self) -> int:
+        return self.table.blocks.shape[1] * self.table.block_size
+
+    @property
+    def last(self) -> Tensor:
+        return self.table.positions
+
+    def places(self, positions: Tensor) -> Tensor:
+        size, blocks = self.table.block_size, self.table.blocks.long()
+        return blocks.gather(1, positions // size) * size + positions % size
+
 
 def choose_paged_attention(device: torch.device, dtype: torch.dtype) -> PagedAttention:
     """The Triton kernel on a GPU that it can run on, else plain torch."""

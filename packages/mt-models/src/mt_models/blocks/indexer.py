@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mt_core.nn.attention import AttentionPattern
-from mt_core.nn.cache import Cache, PositionState
+from mt_core.nn.cache import Cache, Pages, PositionState
 from mt_core.nn.layout import normal
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.nn.norm import build_norm
@@ -126,11 +126,23 @@ class Indexer(nn.Module):
         queries, weights, keys = inputs.queries, inputs.weights, inputs.keys
         if self.ctx.sequence_parallel:
             queries, weights, keys = (all_gather(x, SEQUENCE_DIM, self.ctx.tp) for x in (queries, weights, keys))
-        return cache.attend(self, choose, (queries, weights), (keys,))
+        return cache.attend(self, choose, (queries, weights), (keys,), self._choose_paged)
+
+    def _choose_paged(self, pages: Pages, queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+        """[1, B, H, D], [1, B, H], [places, D] -> [1, B, topk] int32: for the new position of each of B sequences, of
+        which a short one chooses positions behind its last, too; zeros where none can have more than topk."""
+        if pages.room <= self.topk:
+            return queries.new_zeros((1, queries.shape[1], self.topk), dtype=torch.int32)
+        positions = torch.arange(pages.room, device=keys.device)[None]
+        # Shapes are static: keys of all positions that there is room for, of which those behind the last are not seen.
+        own = keys[pages.places(positions.expand(queries.shape[1], -1))]  # [B, T, D]
+        scores = index_scores(queries.transpose(0, 1), weights.transpose(0, 1), own)  # [B, 1, T]
+        visible = (positions <= pages.last[:, None]).unsqueeze(1)
+        return chosen_keys(scores, visible, self.topk).int().transpose(0, 1)
 
     def cached_state(self) -> PositionState:
         """The one key for all heads."""
-        return PositionState(((self.size,),), self.linear_wk.weight.dtype)
+        return PositionState(((self.size,),), self.linear_wk.weight.dtype, is_paged=True)
 
 
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

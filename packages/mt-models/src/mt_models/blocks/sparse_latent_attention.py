@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.auxiliary import AuxiliaryLoss
-from mt_core.nn.cache import Cache, PositionState
+from mt_core.nn.cache import Cache, Pages
 from mt_core.nn.linear import SEQUENCE_DIM
 from mt_core.parallel.context import ParallelContext
 from mt_models.blocks.indexer import Indexer, IndexerConfigLike, IndexerInputs, among, narrowed, seen
@@ -193,9 +193,20 @@ class SparseLatentAttention(LatentAttention):
                 return self.absorbed(q, latents[:, rows], positional[:, rows], pattern)
             return self.attend_to_latents(q, latents, positional, narrowed(pattern, chosen, keys, q.dtype), cache)
 
-        return cache.attend(self, attend, (q, chosen), (latents, positional))
+        return cache.attend(self, attend, (q, chosen), (latents, positional), self._attend_paged)
 
-    def cached_state(self) -> PositionState:
-        """The latent, and the rotated key that all heads share."""
-        # The attention over pages reads all keys of a sequence, in which none can be left out.
-        return replace(super().cached_state(), is_paged=False)
+    def _attend_paged(self, pages: Pages, q: Tensor, chosen: Tensor, latents: Tensor, positional: Tensor) -> Tensor:
+        """q [1, B, N, plain + rotated], chosen [1, B, K], latents [places, C], positional [places, 1, R] of the whole
+        cache -> [1, B, N, value]: the new position of each sequence over its own choice, of static size."""
+        if not self._chooses(pages.room):
+            return self.paged(pages, q, latents, positional)
+        rows = chosen[0].long()  # [B, K]
+        places = pages.places(rows)
+        own, own_rotated = latents[places], positional[places].squeeze(2)  # [B, K, C], [B, K, R]
+        plain, turned = (x[0] for x in self._absorbed_queries(q))  # [B, N, C], [B, N, R]
+        # All heads read the same rows: two products of matrices a sequence, and one with the weights.
+        scores = (plain @ own.mT).float() + (turned @ own_rotated.mT).float()
+        scores = scores * (self.plain + self.rotated) ** -0.5
+        # A sequence of fewer than K positions has chosen some behind its last.
+        scores = scores.masked_fill((rows > pages.last[:, None]).unsqueeze(1), float("-inf"))
+        return self._expanded_values((scores.softmax(-1).to(own.dtype) @ own)[None])
