@@ -64,6 +64,11 @@ class DistillationConfig(Section):
     """Pairs STUDENT:TEACHER of layers, counted from 1, whose outputs are compared, such as "2:4"."""
     hidden_loss: Literal["mse", "cosine"] = "mse"
     """mse: mean square of the difference over the hidden size; cosine: 1 - cosine."""
+    hidden_projection: bool = False
+    """Compare the teacher's hidden states with a trained linear map of the student's, one for each pair: for models of
+    different hidden sizes. The maps are no part of the student, and lie in RUN/hidden_projections."""
+    hidden_projection_lr: PositiveFloat = used_when(1e-3, hidden_projection=True)
+    """Learning rate of the maps, which Adam trains; constant."""
     hidden_weight: NonNegativeFloat = 1.0
     """Factor of the mean over the pairs of hidden_layers, which is added to the loss."""
 
@@ -152,6 +157,8 @@ def _check_layout(config: Any, keys: DistillationConfig) -> None:
         raise ConfigError(
             "train.cuda_graphs=step replays a step without the teacher's forward pass; set it to blocks or none"
         )
+    if keys.hidden_projection:
+        _check_projection(config, keys)
     if keys.hidden_layers:
         hidden_pairs(keys)
         if parallel.pipeline_model_parallel_size > 1:
@@ -170,6 +177,19 @@ def _check_layout(config: Any, keys: DistillationConfig) -> None:
                 "distillation.hidden_layers compares with a teacher in the student's layout; leave out "
                 "distillation.cache and distillation.teacher_parallel"
             )
+
+
+def _check_projection(config: Any, keys: DistillationConfig) -> None:
+    if not keys.hidden_layers:
+        raise ConfigError(
+            "distillation.hidden_projection=true maps hidden states of distillation.hidden_layers, which names none; "
+            'set it to pairs such as ["2:4"], or leave out the former'
+        )
+    if config.precision.dtype == "fp16":
+        raise ConfigError(
+            "distillation.hidden_projection=true: gradients of the maps do not follow the loss scale of "
+            'precision.dtype="fp16"; use "bf16" or "fp32"'
+        )
 
 
 def hidden_pairs(keys: DistillationConfig) -> list[tuple[int, int]]:

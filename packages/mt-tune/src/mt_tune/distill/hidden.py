@@ -15,6 +15,7 @@ from mt_core.nn.model import NumberedLayers
 from mt_core.parallel.collectives import gather_copies
 from mt_core.parallel.context import ParallelContext
 from mt_tune.distill.config import DistillationConfig, hidden_pairs
+from mt_tune.distill.projections import HiddenProjections
 
 
 class LayerOutputs:
@@ -52,28 +53,41 @@ def _layers(model: nn.Module, whose: str) -> NumberedLayers:
 
 
 class HiddenLoss:
-    """Called after both models have run: [B, S], the mean over the pairs. The models share a layout."""
+    """Called after both models have run: [B, S], the mean over the pairs. The models share a layout.
+
+    project: maps the student's hidden states to the teacher's size; None: both have one.
+    """
 
     def __init__(
-        self, keys: DistillationConfig, student: nn.Module, teacher: nn.Module, parallel: ParallelContext
+        self,
+        keys: DistillationConfig,
+        student: nn.Module,
+        teacher: nn.Module,
+        parallel: ParallelContext,
+        project: HiddenProjections | None = None,
     ) -> None:
+        self.project = project
         self.keys, self.parallel, self.pairs = keys, parallel, hidden_pairs(keys)
         self.student = LayerOutputs(student, [pair[0] for pair in self.pairs], "the student")
         self.teacher = LayerOutputs(teacher, [pair[1] for pair in self.pairs], "the teacher")
 
     def __call__(self) -> Tensor:
         of_student, of_teacher = self.student.take(), self.teacher.take()
-        losses = [self._of_pair(of_student[one], of_teacher[other]) for one, other in self.pairs]
+        losses = [
+            self._of_pair(number, of_student[one], of_teacher[other]) for number, (one, other) in enumerate(self.pairs)
+        ]
         return torch.stack(losses).mean(0)
 
-    def _of_pair(self, student: Tensor, teacher: Tensor) -> Tensor:
+    def _of_pair(self, number: int, student: Tensor, teacher: Tensor) -> Tensor:
+        student, teacher = student.float(), teacher.detach().float()
+        if self.project is not None:
+            student = self.project(number, student)
         if student.shape[-1] != teacher.shape[-1]:
             raise ConfigError(
                 f"distillation.hidden_layers compares vectors of one size, and the student's have {student.shape[-1]} "
-                f"elements, the teacher's {teacher.shape[-1]}; leave it out, or prune the teacher's depth alone "
-                "(mt tune prune --depth)"
+                f"elements, the teacher's {teacher.shape[-1]}; train a map between them "
+                "(distillation.hidden_projection=true)"
             )
-        student, teacher = student.float(), teacher.detach().float()
         if self.keys.hidden_loss == "mse":
             losses = (student - teacher).square().mean(-1)
         else:

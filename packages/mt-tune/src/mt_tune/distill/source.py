@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from mt_core.data.loader import Arrays, RankBatch
+from mt_core.errors import ConfigError
 from mt_core.parallel.first_rank import all_gather_objects
 from mt_core.train.batch_source import BatchSource, TrainingRun
 from mt_core.train.step.batches import FIRST_SAMPLE
@@ -18,9 +19,10 @@ from mt_tune.distill.cache_writing import open_or_write
 from mt_tune.distill.config import DistillationConfig
 from mt_tune.distill.hidden import HiddenLoss
 from mt_tune.distill.objective import DistillationLoss, target_of_output
+from mt_tune.distill.projections import FOLDER, HiddenProjections
 from mt_tune.distill.rows import Answer, RowTeacher, build_row_teacher, samples_of
 from mt_tune.distill.targets import IDS, LOG_PROBS, LOGITS, Target
-from mt_tune.distill.teacher import build_teacher
+from mt_tune.distill.teacher import Teacher, build_teacher
 
 if TYPE_CHECKING:
     from mt_tune.distill.on_policy import StudentBatches
@@ -64,11 +66,23 @@ class TeacherSource(BatchSource):
         return self.teaching.complete(batch if self.student is None else self.student.completed(batch))
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {} if self.student is None else self.student.state_dict()
+        """Also writes the file of the projections, before the checkpoint is written."""
+        projections = self._projections
+        if projections is not None:
+            projections.update()
+            projections.save()
+        of_student = {} if self.student is None else self.student.state_dict()
+        return {**of_student, **({} if projections is None else {FOLDER: self.run.state.iteration})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.student is not None:
             self.student.load_state_dict(state)
+        if self._projections is not None:
+            self._projections.load()
+
+    @property
+    def _projections(self) -> HiddenProjections | None:
+        return self.teaching.projections if isinstance(self.teaching, SameLayout) else None
 
 
 class SameLayout:
@@ -83,10 +97,13 @@ class SameLayout:
         loss = run.engine.loss
         assert isinstance(loss, DistillationLoss)
         loss.teach = self._computed_ahead if self.ahead else self._computed
+        self.projections = build_projections(run, keys, self.teacher) if keys.hidden_projection else None
         if keys.hidden_layers:
-            loss.compare_hidden = HiddenLoss(keys, run.model, self.teacher.model, run.ctx)
+            loss.compare_hidden = HiddenLoss(keys, run.model, self.teacher.model, run.ctx, self.projections)
 
     def complete(self, batch: RankBatch) -> RankBatch:
+        if self.projections is not None:  # of the step before this batch, which may be one of an evaluation
+            self.projections.update()
         if self.ahead:
             batches = self.run.engine.device_batches.take(batch)
             outputs = self.teacher.outputs(batches)
@@ -103,6 +120,14 @@ class SameLayout:
     def _computed(self, batch: Mapping[str, Tensor]) -> Target:
         (output,) = self.teacher.outputs([batch])
         return target_of_output(output)
+
+
+def build_projections(run: TrainingRun, keys: DistillationConfig, teacher: Teacher) -> HiddenProjections:
+    """For models whose configurations say their hidden sizes. Raises ConfigError for others."""
+    sizes = [getattr(config.model, "hidden_size", None) for config in (run.config, teacher.config)]
+    if None in sizes:
+        raise ConfigError("distillation.hidden_projection=true: model.hidden_size of student and teacher is not known")
+    return HiddenProjections(run, len(keys.hidden_layers), sizes[0], sizes[1], keys.hidden_projection_lr)
 
 
 class OwnLayout:
