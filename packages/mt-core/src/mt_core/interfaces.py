@@ -106,6 +106,8 @@ class SampleField:
     doc: str
 
 
+TOKEN_MASK = "token_mask"
+"""Field of samples whose loss_mask counts texts: 1 at positions whose tokens throughput counts."""
 CAUSAL_LM_SAMPLE = (
     SampleField("tokens", "int64", "[sequence_length]", "input ids"),
     SampleField("labels", "int64", "[sequence_length]", "the id to predict at each position"),

@@ -25,8 +25,9 @@ import numpy as np
 
 from mt_core.config.schema import TrainConfig
 from mt_core.errors import DataError
+from mt_core.interfaces import TOKEN_MASK
 
-WEIGHTS, SEGMENTS, TOKEN_MASK = "loss_mask", "segment_ids", "token_mask"
+WEIGHTS, SEGMENTS = "loss_mask", "segment_ids"
 Arrays = Mapping[str, np.ndarray]
 
 

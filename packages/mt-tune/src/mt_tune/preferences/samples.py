@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mt_core.data.loss_weights import TOKEN_MASK
-from mt_core.interfaces import CAUSAL_LM_SAMPLE, SampleField
+from mt_core.interfaces import CAUSAL_LM_SAMPLE, TOKEN_MASK, SampleField
 
 ANSWER, MARGIN = TOKEN_MASK, "margins"
 PAIR_SAMPLE = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_core.data.loss_weights import TOKEN_MASK
+from mt_core.interfaces import TOKEN_MASK
 
 
 def row_of_texts(texts: Sequence[NDArray[np.int32]], length: int) -> tuple[dict[str, np.ndarray], list[int]]:

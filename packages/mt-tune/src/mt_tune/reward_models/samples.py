@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mt_core.data.loss_weights import TOKEN_MASK
-from mt_core.interfaces import SampleField
+from mt_core.interfaces import TOKEN_MASK, SampleField
 from mt_tune.preferences.samples import MARGIN
 
 TOKENS = (
