@@ -69,7 +69,7 @@ def mt_register_checkpoint_loaders() -> list[CheckpointLoaderSpec]:
     return [
         CheckpointLoaderSpec(
             name="peft-on-base",
-            doc="A PEFT folder with the base that it names",
+            doc="An adapter of PEFT or of Megatron-Bridge with the base that it names",
             detect=Lazy("mt_tune.adapters.on_base:detect"),
             open=Lazy("mt_tune.adapters.on_base:open_checkpoint_on_base"),
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -209,6 +210,8 @@ COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 MARK_FILE = "metadata.json"
 """Written last, so that a checkpoint with it is complete."""
+RUN_CONFIG = "run_config.yaml"
+_HAS_PEFT = re.compile(r"^peft:[ \t]*(?:#.*)?\n[ \t]+\S", re.MULTILINE)
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
@@ -219,7 +222,15 @@ def detect(path: Path) -> bool:
     except CheckpointError:
         return False
     # Both files: any other program's DCP folder has an index, but no mark.
-    return (folder / METADATA_FILE).is_file() and (folder / MARK_FILE).is_file()
+    return (folder / METADATA_FILE).is_file() and (folder / MARK_FILE).is_file() and not holds_adapters(folder)
+
+
+def holds_adapters(folder: Path) -> bool:
+    """Whether Megatron-Bridge says beside an iteration that it has parameters of adapters alone."""
+    try:
+        return _HAS_PEFT.search((folder / RUN_CONFIG).read_text(encoding="utf-8")) is not None
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def require_backend(folder: Path) -> None:

@@ -27,7 +27,8 @@ class AdapterConfig(Section):
     """lora, dora, vera and ia3 change linear layers, trainable_tokens rows of the embedding; none: the model itself is
     trained."""
     load: str | None = None
-    """A PEFT folder whose values training starts from. Where `type` is not set, the folder says the other keys."""
+    """A folder of PEFT, or of an adapter of Megatron-Bridge, whose values training starts from. Where `type` is not
+    set, the folder says the other keys."""
     rank: PositiveInt = used_when(16, type=("lora", "dora", "vera"))
     """Rank of the update of a matrix. VeRA, which trains two vectors a matrix, usually has 256."""
     alpha: PositiveFloat = used_when(32.0, type=LOW_RANK)
@@ -83,9 +84,9 @@ class AdapterConfig(Section):
             return given
         from pathlib import Path
 
-        from mt_tune.adapters.peft_reading import PeftFolder
+        from mt_tune.adapters.peft_reading import described_section
 
-        return {**PeftFolder(Path(given["load"])).section(), **given}
+        return {**described_section(Path(given["load"])), **given}
 
     @property
     def is_on(self) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mt_ckpt.megatron_dist.bridge_adapter import detect as detect_bridge
+from mt_ckpt.megatron_dist.index import RUN_CONFIG
 from mt_ckpt.model import build_model, model_config
 from mt_core.checkpoint_lookup import MODEL, find_checkpoint, open_checkpoint
 from mt_core.checkpoint_specs import CheckpointReader
@@ -17,9 +19,10 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_tune.adapters.peft_config import CONFIG
 from mt_tune.adapters.peft_folder import read_values
-from mt_tune.adapters.peft_reading import PeftFolder
+from mt_tune.adapters.peft_reading import base_of, described_section
 
 SECTION = "adapter"
+NAMES_BASE = f"base_model_name_or_path in {CONFIG}"
 
 
 class AdaptedCheckpoint:
@@ -33,7 +36,7 @@ class AdaptedCheckpoint:
         self._base = base
         self.metadata: Mapping[str, Any] = {
             **base.metadata,
-            "config": {**stored, SECTION: PeftFolder(folder).section()},
+            "config": {**stored, SECTION: described_section(folder)},
         }
         config = model_config(self, host)
         model = build_model(config, host, "meta")
@@ -55,16 +58,17 @@ class AdaptedCheckpoint:
 
 
 def detect(path: Path) -> bool:
-    """Whether `path` is a PEFT folder."""
-    return (path / CONFIG).is_file()
+    """Whether `path` is a PEFT folder, or an adapter of Megatron-Bridge."""
+    return (path / CONFIG).is_file() or detect_bridge(path)
 
 
 def open_checkpoint_on_base(path: Path, host: PluginHost) -> AdaptedCheckpoint:
-    """A PEFT folder on the base that its base_model_name_or_path names. Raises ConfigError where that is no folder."""
-    base = PeftFolder(path).content.get("base_model_name_or_path")
+    """An adapter on the base that its folder names. Raises ConfigError where that is no folder."""
+    base = base_of(path)
     if not base or not Path(base).is_dir():
+        where = f"checkpoint.pretrained_checkpoint in {RUN_CONFIG}" if detect_bridge(path) else NAMES_BASE
         raise ConfigError(
             f"{path} is an adapter of {base!r}, which is no folder on this machine: write the path of the base to "
-            f"base_model_name_or_path in {CONFIG}, or name both (mt serve BASE --adapter NAME={path})"
+            f"{where}, or name both (mt serve BASE --adapter NAME={path})"
         )
     return AdaptedCheckpoint(open_checkpoint(find_checkpoint(base), host), path, host)

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from mt_ckpt.megatron_dist.bridge_adapter import detect as detect_bridge
 from mt_ckpt.model import build_model, model_config
 from mt_ckpt.writing.options import refuse_layout
 from mt_ckpt.writing.output_folders import output_folder
@@ -23,6 +24,7 @@ from mt_core.parallel.context import ParallelContext
 from mt_core.plugins import PluginHost
 from mt_core.train.checkpoint.state import merged_over_stages
 from mt_tune.adapters.base import NAME, Adapter, Names, Values, adapters
+from mt_tune.adapters.bridge_values import bridge_values
 from mt_tune.adapters.config import AdapterConfig
 from mt_tune.adapters.kinds import main_type
 from mt_tune.adapters.peft_config import CONFIG, PREFIX, shortened, written_config
@@ -68,6 +70,9 @@ def read_values(
 
     Raises CheckpointError for tensors that are missing or of another shape, and for those that nothing takes.
     """
+    if detect_bridge(path):
+        yield from bridge_values(path, model, ctx)
+        return
     folder = PeftFolder(path)
     taken: dict[str, bool] = {}
 

@@ -1,4 +1,4 @@
-"""An open PEFT folder: its configuration and its tensors by name."""
+"""An open PEFT folder: its configuration and its tensors by name; and what folders say of their adapters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from mt_ckpt.files.safetensors import SafetensorsFile
+from mt_ckpt.megatron_dist.bridge_adapter import detect as detect_bridge
 from mt_ckpt.pickles.torch_file import NamedTensorsFile
 from mt_core.errors import CheckpointError
+from mt_tune.adapters.bridge_reading import BridgeAdapter
 from mt_tune.adapters.peft_config import PREFIX, read_config, section_of
 
 WEIGHTS = "adapter_model.safetensors"
@@ -52,3 +54,16 @@ def _module_of(name: str) -> str | None:
         if found:
             return module.replace(".base_layer", "")
     return None
+
+
+def described_section(path: Path) -> dict[str, Any]:
+    """Keys of [adapter] that describe the adapter in a folder of PEFT or of Megatron-Bridge."""
+    return BridgeAdapter(path).section() if detect_bridge(path) else PeftFolder(path).section()
+
+
+def base_of(path: Path) -> str | None:
+    """The base that a folder names."""
+    if detect_bridge(path):
+        return BridgeAdapter(path).base
+    named: str | None = PeftFolder(path).content.get("base_model_name_or_path")
+    return named

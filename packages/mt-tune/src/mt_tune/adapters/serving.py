@@ -27,7 +27,7 @@ from mt_tune.adapters.config import AdapterConfig
 from mt_tune.adapters.low_rank import with_parts
 from mt_tune.adapters.on_base import SECTION
 from mt_tune.adapters.peft_folder import read_values
-from mt_tune.adapters.peft_reading import PeftFolder
+from mt_tune.adapters.peft_reading import described_section
 from mt_tune.adapters.start import CanonicalValues, canonical_weight
 from mt_tune.adapters.targets import adaptable_layers
 from mt_tune.adapters.vectors import VectorAdapter
@@ -119,7 +119,7 @@ class PeftAdapterSet:
         """Path of a layer of this process -> its adapter, with values."""
         described = CanonicalValues({})
         model = {"family": self.config.model.family, **self.config.model.model_dump(mode="json", exclude_defaults=True)}
-        described.metadata = {"config": {"model": model, SECTION: PeftFolder(folder).section()}}
+        described.metadata = {"config": {"model": model, SECTION: described_section(folder)}}
         config = model_config(described, self.host)
         whole = build_model(config, self.host, "meta")
         found = {path.removesuffix(f".{NAME}"): adapter for path, adapter in adapters(whole).items()}
