@@ -90,7 +90,7 @@ PAGES_RUN_ELSEWHERE = {
 
 NOT_CONFIGURED = {
     r"mt train pretrain\.toml": "a file of examples/assistant; test_assistant_example.py trains it",
-    r"adapter\.load=(adapter|bridge-run)": "starts from a folder of the page; tests/tune/adapters/test_start.py has one",
+    r"adapter\.load=(adapter|bridge-run)": "starts from a folder of the page; tests/tune/adapters has some",
     r"adapter\.base=nf4 --run-dir": "starts from a folder; tests/tune/adapters/test_quantized_base.py makes some",
     r"checkpoint\.load=DeepSeek-V3": "a published model; tests/ckpt/quantized/test_models.py loads small ones",
     r"s3://": "needs an object store",

@@ -50,6 +50,7 @@ BASES = {
     "int8": {"base": "int8"},
     "fp8": {"base": "fp8", "base_block_size": 32},
     "int4": {"base": "int4", "base_block_size": 16},
+    "fp4": {"base": "fp4"},
 }
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -134,6 +135,10 @@ PUBLISHED = {
     "int8": {"base": "int8"},
     "w4a16-g32": {"base": "int4", "base_block_size": 32},
     "w4a16-asym-g32": {"base": "int4", "base_block_size": 16},
+    "awq-g32": {"base": "int4", "base_block_size": 32},
+    "gptq-g32": {"base": "int4", "base_block_size": 16},
+    "nvfp4": {"base": "fp4", "base_block_size": 16},
+    "mxfp4": {"base": "fp4"},
 }
 
 
@@ -152,6 +157,67 @@ def test_a_published_folder_is_kept_bit_for_bit(host, base, tmp_path, scheme) ->
     held.metadata = {"config": {**config.to_dict(), "precision": {"dtype": "bf16"}}}
     dense = DenseCheckpoint(held, config, host)
     assert {name for name in reader.shapes() if not torch.equal(dense.read(name), reader.read(name))} == set()
+
+
+def rewritten(folder, rename, quantization: dict[str, object]) -> None:
+    """A folder in another format with the same codes. rename: (name, tensor) -> the same in the other format."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(dict(rename(*item) for item in tensors.items()), folder / "model.safetensors")
+    content = json.loads((folder / "config.json").read_text())
+    del content["quantization_config"]
+    (folder / "config.json").write_text(json.dumps({**content, **quantization}))
+    for record in folder.glob("*checksums*"):
+        record.unlink()
+
+
+def of_modelopt(name, tensor):
+    if name.endswith("weight_global_scale"):
+        return name.replace("weight_global_scale", "weight_scale_2"), 1.0 / tensor
+    return name.replace("weight_packed", "weight"), tensor
+
+
+def of_mlx(name, tensor):
+    if name.endswith("weight_packed"):
+        return name.replace("weight_packed", "weight"), tensor.view(torch.uint32)
+    return name.replace("weight_scale", "scales"), tensor
+
+
+FP4_FOLDERS = {
+    "modelopt": (
+        "nvfp4",
+        of_modelopt,
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}},
+        {"base": "fp4", "base_block_size": 16},
+    ),
+    "mlx": ("mxfp4", of_mlx, {"quantization": {"mode": "mxfp4", "group_size": 32, "bits": 4}}, {"base": "fp4"}),
+}
+
+
+@pytest.mark.parametrize("name", FP4_FOLDERS)
+def test_four_bit_floats_of_other_formats_are_kept(host, base, tmp_path, name) -> None:
+    scheme, rename, quantization, adapter = FP4_FOLDERS[name]
+    folder = tmp_path / "folder"
+    save_folder(folder, InMemory({"model": LLAMA}, _bf16(base)), ConvertOptions(quantize=scheme), host)
+    rewritten(folder, rename, quantization)
+    reader = open_checkpoint(folder, host)
+    held, config = quantized_run(host, reader, {**LORA, **adapter})
+    held.metadata = {"config": {**config.to_dict(), "precision": {"dtype": "bf16"}}}
+    dense = DenseCheckpoint(held, config, host)
+    assert {n for n in reader.shapes() if not torch.equal(dense.read(n).float(), reader.read(n).float())} == set()
+
+
+def test_gptq_in_an_order_of_its_own_is_refused(host, base, tmp_path) -> None:
+    folder = tmp_path / "folder"
+    save_folder(folder, InMemory({"model": LLAMA}, _bf16(base)), ConvertOptions(quantize="gptq-g32"), host)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: tensor.flip(0) for name, tensor in tensors.items() if name.endswith("g_idx")}
+    save_file(tensors, folder / "model.safetensors")
+    for record in folder.glob("*checksums*"):
+        record.unlink()
+    reader = open_checkpoint(folder, host)
+    with pytest.raises(ConfigError, match="desc_act"):
+        read_all(quantized_run(host, reader, {**LORA, "base": "int4", "base_block_size": 32})[0])
+    read_all(quantized_run(host, reader, {**LORA, "base": "int4", "base_requantize": True})[0])
 
 
 def _bf16(base):

@@ -82,12 +82,15 @@ class GptqFill:
     group: int
     zeros_less_one: bool
 
+    def zeros(self, packed: Tensor, outputs: int) -> Tensor:
+        """uint8 [groups, outputs]"""
+        zeros = unpack_bits(packed, self.bits, outputs)
+        # The largest zero point less one and one more is 0 again, as in the kernels.
+        return zeros + 1 & (1 << self.bits) - 1 if self.zeros_less_one else zeros
+
     def __call__(self, values: Tensor, parts: Parts) -> None:
         outputs, inputs = values.shape
-        scales, mask = parts["scales"], (1 << self.bits) - 1
-        zeros = unpack_bits(parts["qzeros"], self.bits, outputs)
-        # The largest zero point less one and one more is 0 again, as in the kernels.
-        zeros = (zeros + 1 & mask if self.zeros_less_one else zeros).to(torch.int16)
+        scales, zeros = parts["scales"], self.zeros(parts["qzeros"], outputs).to(torch.int16)
         index = parts["g_idx"].long() if "g_idx" in parts else torch.arange(inputs) // self.group
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(scales):
             raise CheckpointError(

@@ -94,7 +94,7 @@ class MlxFill:
             if biases is not None:
                 made = numbers.to(flat.dtype) * scales[part][:, :, None] + biases[part][:, :, None]
             else:
-                made = numbers * self._factors(scales[part])[:, :, None]
+                made = numbers * self.factors(scales[part])[:, :, None]
             flat[part] = made.flatten(1).to(flat.dtype)
 
     def _numbers(self, packed: Tensor, columns: int) -> Tensor:
@@ -105,7 +105,8 @@ class MlxFill:
             return data.view(torch.float8_e4m3fn).float()
         return unpack_bits(packed.view(torch.int32), self.settings.bits, columns)
 
-    def _factors(self, scales: Tensor) -> Tensor:
+    def factors(self, scales: Tensor) -> Tensor:
+        """The scales in fp32 of formats without biases."""
         return scales.view(torch.float8_e4m3fn).float() if self.settings.mode == "nvfp4" else decode_e8m0(scales)
 
 

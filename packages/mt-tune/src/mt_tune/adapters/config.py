@@ -16,7 +16,7 @@ AdapterType = Literal["none", "lora", "dora", "vera", "ia3", "trainable_tokens"]
 LOW_RANK = ("lora", "dora")
 ON_LAYERS = ("lora", "dora", "vera", "ia3")
 ON = (*ON_LAYERS, "trainable_tokens")
-QUANTIZED = ("nf4", "int8", "fp8", "int4")
+QUANTIZED = ("nf4", "int8", "fp8", "int4", "fp4")
 ALL_LINEAR = "all-linear"
 
 
@@ -61,10 +61,11 @@ class AdapterConfig(Section):
     """Seed of the frozen matrices that all layers share."""
     d_initial: PositiveFloat = used_when(0.1, type="vera")
     """Initial value of the vectors of rank size."""
-    base: Literal["none", "nf4", "int8", "fp8", "int4"] = used_when("none", type=ON)
+    base: Literal["none", "nf4", "int8", "fp8", "int4", "fp4"] = used_when("none", type=ON)
     """How the frozen matrices of linear layers and experts are held in memory; none: in precision.dtype."""
     base_block_size: PositiveInt | None = used_when(None, base=QUANTIZED)
-    """Numbers of a row that share a scale. None: 64 of nf4, 128 of fp8 and int4, and of int8 the whole row."""
+    """Numbers of a row that share a scale. None: 64 of nf4, 128 of fp8 and int4, 32 of fp4, and of
+    int8 the whole row."""
     base_double_quant: bool = used_when(True, base="nf4")
     """Quantize the scales of nf4 too, as bitsandbytes does with bnb_4bit_use_double_quant."""
     base_excluded: list[str] = used_when([], base=QUANTIZED)

@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from mt_ckpt.quantized.codes import E2M1_MAX, MAGNITUDES, encode_e2m1, unpack_bits
+
 # -- parts of a matrix -------------------------------------------------------------------------------
 
 CODES, SCALES = "codes", "scales"
@@ -108,6 +110,8 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+FP4 = (*MAGNITUDES, *(-number for number in MAGNITUDES))
+"""E2M1, the fourth bit of a code the sign."""
 NESTED_BLOCK = 256
 SMALLEST = 1e-38
 NESTED, OFFSET = "nested_scales", "scale_offset"
@@ -129,7 +133,7 @@ def dynamic_map() -> Tensor:
 def _table(name: str, device: torch.device) -> Tensor:
     if name == "dynamic":
         return dynamic_map().to(device)
-    numbers = torch.tensor(NF4)
+    numbers = torch.tensor(NF4 if name.startswith("nf4") else FP4)
     if name == "nf4":
         return numbers.to(device)
     byte = torch.arange(256)  # both numbers of a byte
@@ -137,7 +141,7 @@ def _table(name: str, device: torch.device) -> Tensor:
 
 
 def table(name: str, device: torch.device) -> Tensor:
-    """`nf4` [16], `nf4 pairs` [256, 2] or `dynamic` [256]"""
+    """`nf4` [16], `nf4 pairs` and `fp4 pairs` [256, 2], or `dynamic` [256]"""
     # A tensor of a plan is not kept: it belongs to the mode that counts.
     return _table.__wrapped__(name, device) if device.type == "meta" else _table(name, device)
 
@@ -333,18 +337,49 @@ class Int4(Grouped):
             tensor.fill_(8 if name == ZEROS else TYPICAL / 8)
 
 
+@dataclass(frozen=True)
+class Float4(Grouped):
+    """E2M1 (OCP Microscaling Formats, 2023) times a scale in fp32."""
+
+    name: str = "fp4"
+
+    def objection(self, columns: int) -> str | None:
+        return f"its rows have {columns} numbers, which is odd" if columns % 2 else None
+
+    def parts(self, columns: int) -> list[Part]:
+        return [Part(CODES, columns // 2), self.scales(columns)]
+
+    def quantize(self, matrix: Tensor) -> dict[str, Tensor]:
+        groups, columns = self.groups(matrix), matrix.shape[-1]
+        scales = positive(groups.abs().amax(-1) / E2M1_MAX)
+        numbers = (groups / scales[..., None]).flatten(-2)[:, :columns]
+        return {CODES: pack_nibbles(unpack_bits(encode_e2m1(numbers), 4, columns)), SCALES: scales}
+
+    def dequantize(self, parts: Parts, columns: int, first_column: int, whole_columns: int) -> Tensor:
+        numbers = table("fp4 pairs", parts[CODES].device)[parts[CODES].int()].flatten(-2)
+        return multiplied(numbers, parts[SCALES], self.size(columns))
+
+    def random(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        if name == CODES:
+            tensor.random_(256, generator=generator)
+        else:
+            tensor.fill_(TYPICAL / E2M1_MAX)
+
+
 def positive(scales: Tensor) -> Tensor:
     """1 for a group of zeros."""
     return torch.where(scales > 0, scales, torch.ones_like(scales))
 
 
-FP8_GROUP, INT4_GROUP, NF4_GROUP = 128, 128, 64
+FP8_GROUP, INT4_GROUP, NF4_GROUP, FP4_GROUP = 128, 128, 64, 32
 
 
 def format_named(name: str, group: int | None, double: bool) -> Format:
-    """group: None takes the usual one: 64 for nf4, 128 for fp8 and int4, a row for int8. double: of nf4."""
+    """group: None takes the usual one: 64 for nf4, 128 for fp8 and int4, 32 for fp4, a row for int8. double: of nf4."""
     if name == "nf4":
         return NormalFloat(group or NF4_GROUP, double)
     if name == "int8":
         return Int8(group)
+    if name == "fp4":
+        return Float4(group or FP4_GROUP)
     return Float8(group or FP8_GROUP) if name == "fp8" else Int4(group or INT4_GROUP)

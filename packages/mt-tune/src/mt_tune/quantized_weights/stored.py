@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.hugging_face.reader import StoredWeight
-from mt_ckpt.quantized import bitsandbytes, compressed_tensors, fp8_blocks
+from mt_ckpt.quantized import awq, bitsandbytes, compressed_tensors, fp8_blocks, gptq, mlx, modelopt
 from mt_ckpt.quantized.codes import decode_e8m0, unpack_bits
 from mt_tune.quantized_weights.formats import (
     CODES,
     NF4,
     SCALES,
     ZEROS,
+    Float4,
     Float8,
     Int4,
     Int8,
@@ -40,6 +41,8 @@ class KeptWeight:
 def kept_weight(stored: StoredWeight, weight: QuantizedWeight) -> KeptWeight | str:
     """The parts of a stored weight in the format of `weight`, or why it has another."""
     fill, form = stored.weight.fill, weight.form
+    if (fp4 := _fp4_of(fill, stored)) is not None:
+        return _fp4(stored, form, *fp4)
     if isinstance(fill, bitsandbytes.FourBitFill):
         return _nf4(stored, form)
     if fill is bitsandbytes.eight_bit_fill:
@@ -50,6 +53,10 @@ def kept_weight(stored: StoredWeight, weight: QuantizedWeight) -> KeptWeight | s
         return _bytes_of_compressed_tensors(stored, form, fill)
     if isinstance(fill, compressed_tensors.IntegerFill):
         return _int4_of_compressed_tensors(stored, form, fill)
+    if isinstance(fill, awq.AwqFill):
+        return _awq(stored, form, fill)
+    if isinstance(fill, gptq.GptqFill):
+        return _gptq(stored, form, fill)
     return f"as {stored.weight.format}"
 
 
@@ -168,15 +175,107 @@ def _int4_of_compressed_tensors(
         zeros = torch.full_like(by_row, 8)
         if compressed_tensors.ZERO in found:
             zeros = fill.zeros(found[compressed_tensors.ZERO], rows, by_row.shape[-1]).float() + 8
-        codes = pack_nibbles(unpack_bits(found[compressed_tensors.PACKED], 4, columns))
-        size = width or columns
-        return {
-            CODES: codes,
-            SCALES: _widened(by_row, size, form, columns),
-            ZEROS: _widened(zeros, size, form, columns).to(torch.uint8),
-        }
+        codes = unpack_bits(found[compressed_tensors.PACKED], 4, columns)
+        return _int4_parts(form, codes, by_row, zeros, width or columns)
 
     return KeptWeight(parts)
+
+
+# -- E2M1 ---------------------------------------------------------------------------------------------------
+
+Factors = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+def _fp4_of(fill: Any, stored: StoredWeight) -> tuple[str, int, Factors] | None:
+    """The part with the codes, columns of a scale, and the scales [..., rows, groups] in fp32. None: no such format."""
+    if isinstance(fill, compressed_tensors.FloatFill) and fill.group.bits == 4:
+        return compressed_tensors.PACKED, fill.group.group, _scales_of_compressed_tensors
+    if fill is modelopt.nvfp4_fill:
+        return "weight", modelopt.NVFP4_GROUP, _scales_of_modelopt
+    if isinstance(fill, fp8_blocks.BlockFill) and stored.weight.format.startswith("e2m1"):
+        return "weight", fp8_blocks.FP4_BLOCK[1], lambda parts: _exponents(parts["scale"])
+    if isinstance(fill, mlx.MlxFill) and fill.settings.mode in ("mxfp4", "nvfp4"):
+        return "weight", fill.settings.group, lambda parts: fill.factors(parts["scales"])
+    return None
+
+
+def _scales_of_compressed_tensors(parts: Mapping[str, Tensor]) -> Tensor:
+    scale = parts[compressed_tensors.SCALE]
+    if compressed_tensors.GLOBAL not in parts:
+        return decode_e8m0(scale)
+    return scale.float() / parts[compressed_tensors.GLOBAL].reshape(1)
+
+
+def _scales_of_modelopt(parts: Mapping[str, Tensor]) -> Tensor:
+    second, scale = parts[modelopt.SECOND].float(), parts[modelopt.SCALE].float()
+    return scale * second.reshape(*second.shape, *(1 for _ in scale.shape[second.ndim :]))
+
+
+def _exponents(scale: Tensor) -> Tensor:
+    return decode_e8m0(scale) if scale.dtype in fp8_blocks.EXPONENTS else scale.float()
+
+
+def _fp4(stored: StoredWeight, form: Any, codes: str, width: int, factors: Factors) -> KeptWeight | str:
+    columns = stored.weight.info.shape[-1]
+    if not isinstance(form, Float4):
+        return f"as {stored.weight.format}"
+    if (problem := _unfit(width, form, columns)) is not None:
+        return problem
+
+    def parts(index: int | None) -> dict[str, Tensor]:
+        found = stored.read()
+        packed, scales = _of_stack(found[codes], index), _of_stack(factors(found), index)
+        own = pack_nibbles(unpack_bits(packed.contiguous().view(torch.uint8), 4, columns))
+        return {CODES: own, SCALES: _widened(scales, width, form, columns)}
+
+    return KeptWeight(parts)
+
+
+# -- AWQ and GPTQ, stored [in, out] --------------------------------------------------------------------------
+
+
+def _awq(stored: StoredWeight, form: Any, fill: awq.AwqFill) -> KeptWeight | str:
+    if not isinstance(form, Int4):
+        return f"as {stored.weight.format}"
+    if (problem := _unfit(fill.group, form, stored.weight.info.shape[-1])) is not None:
+        return problem
+
+    def parts(index: int | None) -> dict[str, Tensor]:
+        found = stored.read()
+        scales = found["scales"].T
+        zeros = awq.unordered(found["qzeros"]).T if "qzeros" in found else torch.full(scales.shape, 8)
+        return _int4_parts(form, awq.unordered(found["qweight"]).T, scales, zeros, fill.group)
+
+    return KeptWeight(parts)
+
+
+def _gptq(stored: StoredWeight, form: Any, fill: gptq.GptqFill) -> KeptWeight | str:
+    rows, columns = stored.weight.info.shape
+    if not isinstance(form, Int4) or fill.bits != 4:
+        return f"as {stored.weight.format}"
+    if (problem := _unfit(fill.group, form, columns)) is not None:
+        return problem
+    if "g_idx" in stored.weight.parts and not torch.equal(
+        stored.read()["g_idx"].long(), torch.arange(columns) // fill.group
+    ):
+        return "with groups of inputs that are not neighbours (desc_act)"
+
+    def parts(index: int | None) -> dict[str, Tensor]:
+        found = stored.read()
+        codes = unpack_bits(found["qweight"].T, 4, columns)
+        return _int4_parts(form, codes, found["scales"].T, fill.zeros(found["qzeros"], rows).T, fill.group)
+
+    return KeptWeight(parts)
+
+
+def _int4_parts(form: Int4, codes: Tensor, scales: Tensor, zeros: Tensor, width: int) -> dict[str, Tensor]:
+    """codes [rows, columns], scales and zeros [rows, groups of `width` columns]"""
+    columns = codes.shape[-1]
+    return {
+        CODES: pack_nibbles(codes),
+        SCALES: _widened(scales.float(), width, form, columns),
+        ZEROS: _widened(zeros, width, form, columns).to(torch.uint8),
+    }
 
 
 # -- groups ------------------------------------------------------------------------------------------------
