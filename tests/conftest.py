@@ -84,6 +84,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return max(1, min(len(os.sched_getaffinity(0)) + 1, memory // GIB_OF_A_WORKER, MOST_WORKERS))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """A test may compute with more threads. They would wait for work, turning, through all later tests of the process:
+    those with small tensors would take several times as long."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
 @dataclass(frozen=True)
 class Outcome:
     code: int

@@ -23,12 +23,13 @@ from mt_core.train import Trainer
 
 FROZEN = 'train.frozen_parameters=["embedding.*", "decoder.layers.0.*"]'
 WITHOUT = "checkpoint.save_frozen=false"
+SHORT = ("data.corpus_bytes=200000", "train.eval_iters=1", "train.sample_prompt=null", "train.eval_interval=null")
 
 
 def tiny(*overrides: str) -> LoadedConfig:
     small = ("num_layers=2", "hidden_size=16", "num_attention_heads=2", "max_position_embeddings=16")
     common = ("data.seq_length=16", "train.global_batch_size=4", "train.micro_batch_size=2", "train.train_iters=4")
-    keys = [f"model.{key}" for key in small] + list(common) + ["train.sample_prompt=null", "train.eval_interval=null"]
+    keys = [f"model.{key}" for key in small] + list(common) + [*SHORT]
     return load_config(preset="gpt-tiny", overrides=[*keys, *overrides])
 
 
