@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from tests.covering import EXHAUSTIVE, uncovered_pairs
 from tests.dist.in_turn import InTurn
 from tests.dist.test_layouts import CP2, EP2, FSDP, PP2, SP, TP2, TP4, ZERO, config, require_equal, small_enough
 
@@ -49,11 +50,8 @@ ETP2 = "parallel.expert_tensor_parallel_size=2"
 NF4 = ("adapter.base=nf4", "adapter.base_block_size=16")
 INT8, FP8 = ("adapter.base=int8",), ("adapter.base=fp8", "adapter.base_block_size=16")
 CASES = [
-    (2, (*LORA, TP2)),
-    (2, (*LORA, *LLAMA, TP2, SP)),
     (4, (*LORA, *LLAMA, *DROPOUT, "adapter.rank_pattern={k_proj = 2}", TP4, SP)),
     (4, (*LORA, *DROPOUT, TP2, SP, CP2)),
-    (4, (*LORA, TP2, PP2)),
     (2, (*LORA, ZERO)),
     (2, (*LORA, FSDP)),
     (4, (*DORA, *LLAMA, TP2, SP, PP2)),
@@ -64,11 +62,8 @@ CASES = [
     (4, (*LORA, *LLAMA, *EMBEDDINGS, TP2, SP, PP2)),
     (4, (*LORA, *TIED, TP2, SP, PP2)),
     (4, (*LORA, *TOKENS, TP2, SP, PP2)),
-    (2, (*LORA, *TOKENS, TP2)),
     (2, (*LORA, *LLAMA, *PISSA, TP2, SP)),
     (2, (*LORA, *PISSA, FSDP)),
-    (2, (*LORA, *EXPERTS, EP2)),
-    (4, (*LORA, *EXPERTS, TP2, EP2, ETP2)),
     (4, (*LORA, *EXPERTS, TP2, SP, EP2, ZERO)),
     (4, (*LORA, *EXPERTS, *SHARED_OUTER, TP2, EP2, ETP2)),
     (4, (*LORA, *EXPERTS, *SHARED_OUTER, TP2, SP, EP2, ZERO)),
@@ -83,6 +78,15 @@ CASES = [
     (4, (*LORA, *EXPERTS, *FP8, TP2, EP2, ETP2)),
     (4, (*LORA, *EXPERTS, *NF4, EP2, ZERO)),
 ]
+MORE_CASES = [
+    (2, (*LORA, TP2)),
+    (2, (*LORA, *LLAMA, TP2, SP)),
+    (4, (*LORA, TP2, PP2)),
+    (2, (*LORA, *TOKENS, TP2)),
+    (2, (*LORA, *EXPERTS, EP2)),
+    (4, (*LORA, *EXPERTS, TP2, EP2, ETP2)),
+]
+"""Keys that also meet, two by two, in CASES."""
 
 
 def run(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
@@ -107,11 +111,19 @@ def without_layout(keys: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(key for key in keys if key.startswith(("model.", "train.", "adapter.")))
 
 
-RUNS = [(world, keys_of(world, keys)) for world, keys in CASES]
-ALONE = InTurn(run, [(1, without_layout(keys)) for _, keys in RUNS])
-TOGETHER = InTurn(run, RUNS)
+RUNS, MORE_RUNS = ([(world, keys_of(world, keys)) for world, keys in cases] for cases in (CASES, MORE_CASES))
+ALONE = InTurn(run, *([(1, without_layout(keys)) for _, keys in runs] for runs in (RUNS, MORE_RUNS)))
+TOGETHER = InTurn(run, RUNS, MORE_RUNS)
 
 
-@pytest.mark.parametrize(("world", "keys"), RUNS, ids=lambda value: "-".join(value) if isinstance(value, tuple) else "")
+@pytest.mark.parametrize(
+    ("world", "keys"),
+    [*RUNS, *(pytest.param(*one, marks=EXHAUSTIVE) for one in MORE_RUNS)],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
 def test_a_layout_computes_what_one_process_computes(world, keys) -> None:
     require_equal(TOGETHER.result(world, keys), one_process(without_layout(keys)))
+
+
+def test_every_two_keys_meet_in_a_case_that_runs_by_default() -> None:
+    assert not uncovered_pairs([keys for _, keys in CASES], [keys for _, keys in MORE_CASES])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.core.train.test_steady_step import TIMED, Spy, spy_on_step, trained
+from tests.covering import EXHAUSTIVE
 from tests.dist.in_turn import InTurn, called
 
 from mt_core.config.loading import LoadedConfig, load_config
@@ -63,6 +64,9 @@ LAYOUTS = {
     "data x pipeline": (4, (*PIPELINE, *DISTRIBUTED)),
 }
 
+IN_OTHERS = ("tensor", "pipeline", "data, multi-token", "data, balanced experts")
+"""Layouts of which each part is in another."""
+
 
 def config(*more: str) -> LoadedConfig:
     torch.set_num_threads(1)
@@ -110,7 +114,7 @@ DEFERRED = ((), DISTRIBUTED, FSDP2, TENSOR, CONTEXT, PIPELINE, MULTI_TOKEN)
 RUNS = InTurn(
     called,
     [
-        *((world, (late_and_at_once, more)) for world, more in LAYOUTS.values()),
+        *((world, (late_and_at_once, more)) for name, (world, more) in LAYOUTS.items() if name not in IN_OTHERS),
         *((2, (waits_of_deferred, more)) for more in DEFERRED),
         (2, (waits_at_once, ())),
         (2, (own_losses, BALANCED_PIPELINE)),
@@ -121,7 +125,9 @@ RUNS = InTurn(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=EXHAUSTIVE if name in IN_OTHERS else ()) for name in LAYOUTS]
+)
 def test_deferred_metrics_are_those_read_at_once_to_the_last_bit(name) -> None:
     world, more = LAYOUTS[name]
     ranks = RUNS.of_ranks(world, (late_and_at_once, more))

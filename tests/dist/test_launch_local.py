@@ -314,6 +314,7 @@ def test_two_nodes_that_are_started_alike_train_to_the_end(tmp_path, monkeypatch
     chosen: Queue[int] = Queue()
     monkeypatch.setattr(dist, "TCPStore", store_at_any_port(chosen.put))
     settings = ["model.num_layers=2", "model.hidden_size=32", "data.seq_length=16", "train.train_iters=3"]
+    settings += ["data.corpus_bytes=200000", "train.eval_iters=1", "train.sample_prompt=null"]
     arguments = ["train", "--preset", "gpt-tiny", "--run-dir", str(tmp_path / "run")]
     arguments += [word for setting in settings for word in ("--set", setting)]
     codes: dict[int, int] = {}

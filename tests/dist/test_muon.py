@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from tests.covering import EXHAUSTIVE
 from tests.dist.in_turn import InTurn, called
 from tests.dist.test_layouts import CP2, EP2, FSDP, MOE, PP2, SMALL_BUCKETS, SP, TP2, TP4, ZERO, config
 from torch import Tensor
@@ -102,7 +103,9 @@ CASES = [
 ]
 SHARDED = (*MUON, TP2, ZERO)
 IN_PARTS = (*MUON, *WHOLE_QKV, TP2)
-ZEROS = [(2, (FSDP,)), (4, (TP2, CP2)), (4, (ZERO, INSTANCES)), (8, (PP2, TP2, SP, ZERO))]
+ZEROS = [(2, (FSDP,)), (4, (TP2, CP2)), (4, (ZERO, INSTANCES)), (4, (PP2, TP2, SP))]
+MORE_ZEROS = [(8, (PP2, TP2, SP, ZERO))]
+"""ZeRO with the axes that others have."""
 
 
 RUNS = InTurn(
@@ -159,7 +162,9 @@ def test_the_momentum_goes_on_under_another_layout(tmp_path) -> None:
     assert [str(difference) for difference in compare(found, reference) if difference.too_large] == []
 
 
-@pytest.mark.parametrize(("world", "layout"), ZEROS, ids=joined)
+@pytest.mark.parametrize(
+    ("world", "layout"), [*ZEROS, *(pytest.param(*one, marks=EXHAUSTIVE) for one in MORE_ZEROS)], ids=joined
+)
 def test_zeros_of_the_gradient_are_counted_once(world, layout) -> None:
     """Exact up to the few elements that are 0 in one order of summing and not in another."""
     expected = RUNS.result(1, (count_zeros, ()))

@@ -100,10 +100,14 @@ Pair = tuple[Layout, Layout]
 """Saved under, loaded under."""
 
 
+IN_OTHERS = {"tp2", "pp2", "cp2", "ep4"}
+"""Layouts of one axis, which others have with more."""
+
+
 def ring(model: Model) -> list[Pair]:
-    """Each layout of the model once on either side."""
-    layouts = list(BY_NAME[model].values())
-    # An odd distance, prime to both lengths: neighbours in the list are alike.
+    """Each layout of the model, but for those in others, once on either side."""
+    layouts = [layout for name, layout in BY_NAME[model].items() if name not in IN_OTHERS]
+    # A distance that is prime to both lengths: neighbours in the list are alike.
     return [(layout, layouts[(number + 5) % len(layouts)]) for number, layout in enumerate(layouts)]
 
 
@@ -282,5 +286,5 @@ def require_same_bits(found: Weights, reference: Weights, label: str) -> None:
 def test_a_ring_saves_and_loads_every_layout() -> None:
     for model, layouts in BY_NAME.items():
         for side in zip(*ring(model), strict=True):
-            assert set(side) == set(layouts.values())
+            assert set(side) == {layout for name, layout in layouts.items() if name not in IN_OTHERS}
         assert all(first != second for first, second in ring(model))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.ckpt.convert_cases import MODELS
 from tests.command_on_ranks import fork_ranks
+from tests.covering import EXHAUSTIVE
 from tests.dist.in_turn import InTurn
 from tests.infer.engines import configuration, prompts
 
@@ -134,11 +135,15 @@ def verified(rank: int, world: int, layout: str) -> list[Difference]:
 
 
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2}
-VERIFIED = InTurn(verified, [(world, layout) for layout, (_, world, _) in LAYOUTS.items()])
+IN_ANOTHER = "TP 2"
+"""Four ranks have the same with stages."""
+VERIFIED = InTurn(verified, [(world, layout) for layout, (_, world, _) in LAYOUTS.items() if layout != IN_ANOTHER])
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=EXHAUSTIVE if layout == IN_ANOTHER else ()) for layout in LAYOUTS]
+)
 def test_layouts_give_the_same_bits_as_their_training(layout: str) -> None:
     found = VERIFIED.result(LAYOUTS[layout][1], layout)
     assert [(one.way, one.place) for one in found] == [

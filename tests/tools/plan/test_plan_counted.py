@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the functions that ranks r
 
 from cases import CP, EP, ETP, EXPERTS, GPT_OSS, LLAMA, MODEL, MOE, PAIRS, PP, T5, TP, Tree, planned, tree
 from counting import SMALLEST, Counted, count
+from tests.covering import EXHAUSTIVE
 from tests.dist.in_turn import InTurn
 
 from mt_tools.plan.layouts import LayoutPlan
@@ -108,10 +109,24 @@ LAYOUTS = {
     "experts through a pipeline": (4, short(MOE, parallel={PP: 2, EP: 2})),
 }
 SHARDED = (2, tree(parallel={"use_torch_fsdp2": True}))
-RUNS = InTurn(count, [(world, json.dumps(values)) for world, values in (*LAYOUTS.values(), SHARDED)])
+IN_OTHERS = (
+    *("tensor", "context", "sinks", "distributed optimizer", "experts sharded", "experts and tensor"),
+    "experts, one process",
+)
+"""Layouts of which each axis and option is in another."""
+RUNS = InTurn(
+    count,
+    *(
+        [(world, json.dumps(values)) for name, (world, values) in LAYOUTS.items() if (name in IN_OTHERS) == further]
+        for further in (False, True)
+    ),
+    [(SHARDED[0], json.dumps(SHARDED[1]))],
+)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=EXHAUSTIVE if name in IN_OTHERS else ()) for name in LAYOUTS]
+)
 def test_a_plan_is_what_ranks_hold_and_send(layout: str) -> None:
     world, values = LAYOUTS[layout]
     plan, counted = planned(values, world), RUNS.of_ranks(world, json.dumps(values))

@@ -140,8 +140,18 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["w4a16-g16", "nvfp4"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "scheme"),
+    [
+        ("tp", "w4a16-g16"),
+        ("tp", "nvfp4"),
+        ("zero", "nvfp4"),
+        ("pp", "w4a16-g16"),
+        # The other scheme where no matrix is divided.
+        pytest.param("zero", "w4a16-g16", marks=pytest.mark.exhaustive),
+        pytest.param("pp", "nvfp4", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_layouts_train_alike(scheme: str, layout: str) -> None:
     """1 s each: two ranks and one."""
     host = load_plugins()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.covering import EXHAUSTIVE
 from tests.tune.sft.chats import settings, write_chats
 
 from mt_core.config.loading import load_config
@@ -102,7 +103,13 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+IN_OTHERS = ("tp", "tp+sp", "cp", "zero", "tp+pp")
+"""Layouts of which each axis, and each two of them, are in another."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=EXHAUSTIVE if name in IN_OTHERS else ()) for name in LAYOUTS]
+)
 def test_packed_conversations_with_noise_in_every_layout(chats: Path, name: str) -> None:
     """With NEFTune and decayed rates, whose noise and factors then depend on no layout either."""
     world, layout = LAYOUTS[name]

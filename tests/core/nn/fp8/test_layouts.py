@@ -139,6 +139,9 @@ def test_divided_sequences_are_gathered_in_fp8(recipe, scales) -> None:
 
 # -- runs -----------------------------------------------------------------------------------------------
 
+STEPS = 2
+"""The second has scales out of the history of the first."""
+
 SETTINGS = (
     "model.num_layers=4",
     "model.hidden_size=128",
@@ -165,7 +168,7 @@ def config(*more: str) -> LoadedConfig:
 
 
 def recorded(rank: int, world: int, more: tuple[str, ...]) -> RunRecord | None:
-    record = record_run(config(*more))
+    record = record_run(config(*more), STEPS)
     return record if rank == 0 else None
 
 
