@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.covering import EXHAUSTIVE
 from tests.dist.in_turn import InTurn
 from tests.dist.test_layouts import TP2, ZERO
 from tests.tune.rl.runs import config
@@ -145,13 +146,16 @@ RANKS = {
     "tp": (TP2, "rl.generation_parallel={}"),
     "zero": (ZERO, "rl.generation_parallel={tensor_model_parallel_size = 2}"),
 }
-RUNS = InTurn(staleness, [(2, layout) for layout in RANKS.values()])
+RUNS = InTurn(staleness, [(2, layout) for name, layout in RANKS.items() if name != "dp"])
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", RANKS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=EXHAUSTIVE if name == "dp" else ()) for name in RANKS])
 def test_ranks_agree_on_groups_in_progress(layout: str) -> None:
-    """Each has the same batches, or collectives would not match; hashes of copies in other layouts are equal. 5 s"""
+    """Each has the same batches, or collectives would not match; hashes of copies in other layouts are equal. 5 s
+
+    Data parallelism alone is in ZeRO's case, too.
+    """
     assert RUNS.result(2, RANKS[layout]) == [0, 2, 2, 2]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests.covering import EXHAUSTIVE
 from tests.dist.in_turn import InTurn
 from tests.dist.test_layouts import CP2, FSDP, PP2, SP, TP2, ZERO
 from tests.tune.rl.runs import config, write_task
@@ -61,13 +62,31 @@ def trained(rank: int, world: int, case: tuple[str, str]) -> Any:
     return lines.lines, trainer.last_evaluation["valid_reward"]
 
 
-CASES = [(layout, loss) for layout in LAYOUTS if layout != "one process" for loss in LOSSES]
-RUNS = InTurn(trained, [(1, ("one process", loss)) for loss in LOSSES], [(2, case) for case in CASES])
+CASES = [
+    *((layout, "clip") for layout in ("dp", "tp-sp", "cp", "zero")),
+    *((layout, "gspo") for layout in ("dp", "pp", "fsdp", "cp", "tp, generation by itself")),
+]
+"""GSPO's ratio is of a sequence, whose positions context parallelism divides."""
+MORE_CASES = [
+    (layout, loss) for layout in LAYOUTS if layout != "one process" for loss in LOSSES if (layout, loss) not in CASES
+]
+"""The other loss, which does not know of these layouts."""
+RUNS = InTurn(
+    trained,
+    [(1, ("one process", loss)) for loss in LOSSES],
+    *([(2, case) for case in cases] for cases in (CASES, MORE_CASES)),
+)
 
 
-@pytest.mark.parametrize("case", CASES, ids=map("-".join, CASES))
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id="-".join(case)) for case in CASES),
+        *(pytest.param(case, id="-".join(case), marks=EXHAUSTIVE) for case in MORE_CASES),
+    ],
+)
 def test_a_layout_takes_the_steps_of_one_process(case: tuple[str, str]) -> None:
-    """20 s for all, which share processes."""
+    """10 s for all, which share processes."""
     expected, reward = RUNS.result(1, ("one process", case[1]))
     found, found_reward = RUNS.result(2, case)
     assert found_reward == pytest.approx(reward, abs=1e-6)
@@ -94,11 +113,18 @@ INVARIANT: dict[str, tuple[str, ...]] = {
     "pp, generation in dp": (PP2, "rl.generation_parallel={}"),
     "tp, generation in tp": (TP2, "rl.generation_parallel={tensor_model_parallel_size = 2}"),
 }
-RATIOS = InTurn(ratios, [(2, layout) for layout in INVARIANT])
+ALSO_IN_ANOTHER = ("tp", "pp")
+"""Layouts whose training is in another case too; tests/infer/test_verify_generation.py has their generation."""
+RATIOS = InTurn(
+    ratios, *([(2, name) for name in INVARIANT if (name in ALSO_IN_ANOTHER) == more] for more in (False, True))
+)
 
 
-@pytest.mark.parametrize("layout", INVARIANT)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=EXHAUSTIVE if name in ALSO_IN_ANOTHER else ()) for name in INVARIANT],
+)
 def test_the_ratio_to_generation_is_exactly_one(layout: str) -> None:
-    """6 s for all."""
+    """5 s for all."""
     found = RATIOS.result(2, layout)
     assert found == [1.0] * 9
