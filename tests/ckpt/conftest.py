@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import multiprocessing
 import signal
 import time
 import traceback
@@ -24,6 +25,7 @@ from mt_ckpt.native.save import save_checkpoint
 from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.config.loading import config_from_dict
 from mt_core.plugins import PluginHost, load_plugins
+from mt_core.testing import rank_context
 
 State = dict[str, torch.Tensor]
 VOCAB = b'{"a": 1}' * 100
@@ -154,3 +156,11 @@ def assert_same_state(first: State, second: State) -> None:
     for name, tensor in first.items():
         assert tensor.dtype == second[name].dtype, name
         assert torch.equal(tensor, second[name]), name
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked from the server of ranks rather than spawned, which takes each of them two seconds of imports.
+    What they do is the same; spawned ones are in test_convert_processes.py: of two processes and of what is killed."""
+    context = rank_context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)

@@ -20,17 +20,8 @@ from mt_ckpt.native.save import save_checkpoint
 from mt_ckpt.writing.file_plans import SafetensorsFiles, _groups
 from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.errors import CheckpointError, ConfigError
-from mt_core.testing import rank_context
 
 IN_SHARDS = ConvertOptions(max_shard_size=60_000)
-
-
-@pytest.fixture
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are forked from the server of ranks rather than spawned, which takes each of them two seconds of imports.
-    What they do is the same; spawned ones are in the test of two processes and of what is killed."""
-    context = rank_context()
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: context)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.ckpt.conftest import assert_same_state, tensors_of
 from tests.ckpt.convert_cases import LLAMA, MODELS
+from tests.covering import EXHAUSTIVE
 
 from mt_ckpt.convert import convert
 from mt_ckpt.convert.verify import Verification
@@ -16,9 +17,15 @@ from mt_ckpt.native.read import open_checkpoint
 from mt_core.checkpoint_specs import ConvertOptions
 from mt_core.train.trained_model import load_trained_model
 
+OF_EVERY_KIND = ("gpt2", "llama_tied_biased", "mixtral", "deepseek", "mamba", "hybrid", "t5", "vision", "llava")
 
-@pytest.mark.parametrize("model", MODELS)
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=() if name in OF_EVERY_KIND else EXHAUSTIVE) for name in MODELS]
+)
 def test_through_hugging_face_in_shards(make_model, host, tmp_path: Path, model: str) -> None:
+    """What is verified and divided is the same of every model; test_convert_grid.py has the bits of every family, and
+    test_convert_families.py shards that begin at transformers' models."""
     source = make_model(**MODELS[model])
     options = ConvertOptions(max_shard_size=20_000)
     report = convert(source, tmp_path / "hf", saver="hf", options=options, verify=True, host=host)

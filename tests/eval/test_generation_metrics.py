@@ -180,6 +180,7 @@ def test_a_program_that_does_not_end_is_killed_with_its_children(tmp_path: Path)
             outcome = pool.submit(runner.failure, program)
             while not outcome.done():
                 was_held = was_held or not is_free(file, seconds=0.02)
+                time.sleep(0.02)
             assert outcome.result() == f"did not end within {seconds} s"
             if was_held:
                 break

@@ -129,7 +129,7 @@ def assert_empty(manager: CacheManager) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=st.lists(actions, min_size=4, max_size=25))
 def test_any_schedule_gives_the_tokens_of_the_forward_pass(kind: str, plan: list[tuple[str, Any]]) -> None:
     schedule = Schedule(kind)

@@ -181,9 +181,8 @@ def test_what_readers_fuse_has_one_global_scale(write: Write) -> None:
     assert scales[0] != tensors[f"{QKV}.o_proj.weight_global_scale"].item()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_several_processes_and_shards_write_the_same(make_model, host: PluginHost, tmp_path: Path) -> None:
-    """1.5 s: processes start."""
     source = make_model(dtype=torch.bfloat16, **LLAMA)
     for name, nproc in (("one", 1), ("two", 2)):
         options = ConvertOptions(quantize="w4a16-asym-g32", max_shard_size=20_000)
