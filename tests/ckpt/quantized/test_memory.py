@@ -110,6 +110,8 @@ def test_peak_memory_of_experts_in_fp8_blocks(tmp_path: Path, saver: str) -> Non
     """0.25 GB in FP8, 0.5 in bf16; the largest tensor is 0.1. 4 s."""
     largest = write_sparse_deepseek(tmp_path / "m")
     (grown,) = run_ranks(1, growth, tmp_path / "m", tmp_path / "out", saver, None)
+    # hf to hf: experts are read and written one by one, though all of a layer are one tensor in between.
+    largest = largest // 48 if saver == "hf" else largest
     # Beside two tensors: values that wait to be written, the libraries, mapped pages of the files.
     assert grown < 2 * largest + 100 * 10**6
     assert grown > largest / 2  # so that something was measured

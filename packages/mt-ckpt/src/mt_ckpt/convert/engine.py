@@ -246,6 +246,9 @@ class _Unread(Source):
     def read(self, name: str) -> Tensor:
         raise _FirstReadError
 
+    def read_external(self, name: str, source: str) -> Tensor:
+        raise _FirstReadError
+
 
 def _rehearse(write: ConvertCheckpoint, source: Source, options: ConvertOptions, host: PluginHost) -> None:
     """Run the saver's checks, up to its first read of a tensor."""

@@ -18,6 +18,7 @@ from mt_ckpt.writing.resumable import work_key
 from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import CheckpointReader
 from mt_core.errors import CheckpointError, ConfigError
+from mt_core.name_map import Rule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCK = 1 << 22
@@ -84,6 +85,20 @@ class Source:
         self.note_read(name, num_bytes)
         info = self._infos.get(name)
         return stored if info is None else _as(name, stored, info.dtype)
+
+    def external(self, name: str, rule: Rule) -> Mapping[str, TensorInfo] | None:
+        """What a rule makes of a tensor, where the source has it just so and need not put it together: name -> what it
+        is in the source."""
+        found = getattr(self._reader, "external", None)
+        return None if found is None else found(name, rule)
+
+    def read_external(self, name: str, source: str) -> Tensor:
+        """One of the tensors that `external` has named for `name`. Raises what `read` raises."""
+        stored: Tensor = self._reader.read_external(source)  # type: ignore[attr-defined]
+        info = self._infos[name]
+        self.on_read(name, info.num_bytes)
+        self.note_read(name, info.num_bytes)
+        return _as(source, stored, info.dtype)
 
     def note_read(self, name: str, num_bytes: int) -> None:
         """Count a tensor as read, here or in another process; once, though it goes into files of several processes."""

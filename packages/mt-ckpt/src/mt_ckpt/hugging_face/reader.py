@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -132,6 +132,17 @@ class HuggingFaceReader:
         if rule is None:
             raise CheckpointError(f"the checkpoint has no tensor {name}{did_you_mean(name, self._rules)}")
         return rule.import_value([self._read(source) for source in rule.sources])
+
+    def external(self, name: str, rule: Rule) -> Mapping[str, TensorInfo] | None:
+        """What `rule` makes of a canonical tensor, where the files have it just so; None: they have another form."""
+        own = self._rules.get(name)
+        if own is None or replace(own, others=()) != replace(rule, others=(), ours=own.ours):
+            return None
+        return {source: self._info(source) for source in own.sources}
+
+    def read_external(self, source: str) -> Tensor:
+        """A tensor that `external` has named. Raises what `read` raises."""
+        return self._read(source)
 
     def files(self) -> Mapping[str, bytes]:
         return self._files

@@ -104,7 +104,7 @@ def decode_e8m0(exponents: Tensor) -> Tensor:
 
 _E4M3_TO_BF16 = 2.0**120
 """What bits of e4m3 in the places of bf16's exponent and fraction are too small by: biases 7 and 127."""
-_SIGN_AND_E4M3, _E4M3_OF_ONES = -0x7801, 0x7F0
+_SIGN_AND_E4M3 = -0x7801
 _CHUNK = 1 << 15
 """Elements whose intermediate values stay in a core's cache, and so few that torch starts no threads for them."""
 
@@ -116,12 +116,12 @@ def multiply_e4m3(out: Tensor, stored: Tensor, scales: Tensor, size: int) -> boo
     counts, where it does not serve: for groups that do not divide the columns, scales of 128 and above and NaN.
     """
     rows, columns = out.shape
-    if columns % size or not bool((scales.abs() < 128.0).all()):
+    if columns % size or not bool((scales.abs() < 128.0).all()) or _has_nan(stored):
         return False
     factors = (scales * _E4M3_TO_BF16)[:, :, None]
     step = max(1, _CHUNK // columns)
     # One memory for all chunks: fresh memory costs more than the arithmetic.
-    bits, masked = (torch.empty(step, columns, dtype=torch.int16) for _ in range(2))
+    bits = torch.empty(step, columns, dtype=torch.int16)
     products = torch.empty(step, columns)
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
@@ -129,12 +129,15 @@ def multiply_e4m3(out: Tensor, stored: Tensor, scales: Tensor, size: int) -> boo
         chunk, product = bits[:count], products[:count]
         # Widening an int8 repeats the sign. Times 16 and masked, s eeee fff is s 0000 eeee fff 0000 in bf16.
         chunk.copy_(stored[part].view(torch.int8)).mul_(16).bitwise_and_(_SIGN_AND_E4M3)
-        if int(torch.bitwise_and(chunk, _E4M3_OF_ONES, out=masked[:count]).amax()) == _E4M3_OF_ONES:
-            return False  # NaN
         groups = product.unflatten(1, (-1, size))
         torch.mul(chunk.view(torch.bfloat16).unflatten(1, (-1, size)), factors[part], out=groups)
         out[part] = product
     return True
+
+
+def _has_nan(stored: Tensor) -> bool:
+    """NaN is 0x7f, the largest int8, and 0xff, the largest uint8."""
+    return int(stored.view(torch.int8).amax()) == 0x7F or int(stored.view(torch.uint8).amax()) == 0xFF
 
 
 def multiply_groups_(values: Tensor, scales: Tensor, size: int) -> Tensor:

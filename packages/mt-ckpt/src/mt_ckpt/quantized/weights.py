@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mt_ckpt.files.external_tensors import ExternalTensors
+from mt_ckpt.files.large_memory import empty
 from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.files.stored_formats import StoredFormat
 from mt_core.errors import CheckpointError
@@ -78,7 +79,7 @@ class DequantizedTensors:
         if weight is None:
             return self.stored.read(name)
         parts = self.read_parts(weight)
-        values = torch.empty(weight.info.shape, dtype=weight.info.dtype)
+        values = empty(weight.info)
         weight.fill(values, parts)
         return values
 

@@ -14,6 +14,7 @@ from mt_ckpt.convert.source import Source
 from mt_ckpt.hugging_face.save import save_folder
 from mt_core.checkpoint_lookup import MODEL
 from mt_core.checkpoint_specs import ConvertOptions
+from mt_core.name_map import Rule
 from mt_core.plugins import PluginHost
 from mt_tools.calibration.store import CalibrationStore
 
@@ -28,6 +29,9 @@ class ChangedSource(Source):
         # Shares everything but `read`: no second opening of the checkpoint.
         self.__dict__.update(source.__dict__)
         self._store = store
+
+    def external(self, name: str, rule: Rule) -> None:
+        """No tensor is taken past `read`."""
 
     def read(self, name: str) -> Tensor:
         changed = self._store.changed(name.removeprefix(MODEL)) if name.startswith(MODEL) else None
