@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +17,7 @@ import pytest
 from mt_core.config import load_config
 from mt_core.config.loading import LoadedConfig
 from mt_core.errors import ConfigError
-from mt_core.run_events import read_events
+from mt_core.run_events import event, read_events
 from mt_core.run_requests import CONTROL_FOLDER, RequestFolder, RunRequest, read_answer, withdraw, write_request
 from mt_core.testing import run_ranks
 from mt_core.train import Callback, Trainer
@@ -128,6 +130,17 @@ def test_a_changed_learning_rate_is_used_and_outlives_a_resume(tmp_path: Path) -
         ("optimizer.lr=high", "optimizer.lr"),
         ("optimizer.min_lr=5", "min_lr"),
         ("", "set KEY=VALUE"),
+        ("train.exit_iteration=1", "the run is at step 1 and ends at step 2; it can be 2 to 2, or null for none"),
+        ("train.exit_iteration=3", "the run is at step 1 and ends at step 2; it can be 2 to 2, or null for none"),
+        ("train.exit_iteration=-1", "input should be greater than 0; the run is at step 1"),
+        ("train.exit_iteration=None", "None is no value; null sets none"),
+        ("train.exit_iteration=", "nothing is no value"),
+        ("train.eval_iters=9999", "holds"),
+        ("train.eval_iters=0", "it can be 1 to"),
+        ("optimizer.lr=null", "optimizer.lr needs a value, and null is none; it is 0.003 now"),
+        ("optimizer.lr=nan", "finite"),
+        ("train.eval_interval=0", "greater than 0"),
+        ("logging.log_interval=-5", "greater than 0"),
     ],
 )
 def test_what_would_break_the_run_is_refused_and_training_goes_on(tmp_path: Path, argument: str, words: str) -> None:
@@ -137,6 +150,23 @@ def test_what_would_break_the_run_is_refused_and_training_goes_on(tmp_path: Path
     assert not answer.ok
     assert words in answer.text
     assert trainer.state.iteration == 2
+
+
+def test_keys_of_evaluations_are_refused_where_nothing_is_evaluated(tmp_path: Path) -> None:
+    requests = (1, "set", "train.eval_interval=1"), (1, "set", "train.eval_iters=1")
+    asks, _ = trained(tmp_path, *requests, overrides=("train.train_iters=2", "train.eval_iters=0"))
+    found = answers(tmp_path, asks)
+    assert all("the run has no validation set" in text for text in found.values()), found
+
+
+def test_a_preset_with_a_warm_up_as_long_as_the_run_does_not_refuse_other_keys(tmp_path: Path) -> None:
+    """gpt-tiny warms up for more steps than these; the origin of that value is known to the run alone."""
+    asks, _ = trained(tmp_path, (1, "set", "train.eval_interval=1"), overrides=("train.train_iters=3",))
+    assert answers(tmp_path, asks) == {
+        "set train.eval_interval=1": "train.eval_interval is 1 from step 2 on, 100 before"
+    }
+    # Nor does the configuration that the run stored.
+    assert load_config(tmp_path / "config.json").config.lr_schedule.lr_warmup_iters == 20
 
 
 def hostile(folder: Path, kind: str) -> Path:
@@ -191,6 +221,41 @@ def test_the_command_waits_and_withdraws(mt: Callable[..., Any], tmp_path: Path)
     told = mt("ctl", str(tmp_path), "note", "a", "b", "--timeout", "10")
     answering.join()
     assert (told.code, told.out) == (0, "step 7: note a b\n")
+
+
+def test_a_run_that_has_ended_answers_at_once(mt: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    start = event("start", 0, host=socket.gethostname(), pid=os.getpid())
+
+    def ended(*more: Mapping[str, Any]) -> tuple[int, str]:
+        lines = [start, *more]
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+        told = mt("ctl", str(tmp_path), "save", "--timeout", "0.1")
+        return told.code, told.err
+
+    code, text = ended(event("end", 20, reason=None))
+    assert code == 1
+    assert re.search(r"has ended at step 20 \(\d{4}-\d\d-\d\d [\d:]+\): finished; nothing in it can answer", text)
+    assert "stopped by signal SIGTERM" in ended(event("end", 7, reason="signal SIGTERM"))[1]
+    assert "at step 3 " in ended(event("failed", 3, text="OSError: full"))[1]
+    code, text = ended({**start, "time": time.time() - 60, "pid": 2**22 + 1})
+    assert (code, "its process is gone, the last sign was 0:01:00 ago" in text) == (1, True)
+    assert not (tmp_path / CONTROL_FOLDER).exists(), "nothing is asked of it"
+    assert ended(event("save", 5))[0] == 75, "one that goes on is waited for"
+
+
+def test_a_run_that_ends_while_it_is_asked(mt: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("mt_ops.commands.ctl.LOOK", 0.01)
+    (tmp_path / "config.json").write_text("{}")
+    events = tmp_path / "events.jsonl"
+    events.write_text(json.dumps(event("start", 0)) + "\n")
+    end = threading.Timer(
+        0.3, lambda: events.write_text(events.read_text() + json.dumps(event("end", 9, reason=None)) + "\n")
+    )
+    end.start()
+    told = mt("ctl", str(tmp_path), "save", "--timeout", "60")
+    assert (told.code, "has ended at step 9" in told.err) == (1, True)
+    assert list((tmp_path / CONTROL_FOLDER).iterdir()) == []
 
 
 def _answer_one(directory: Path) -> None:

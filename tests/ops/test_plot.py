@@ -15,6 +15,7 @@ from mt_core.errors import DataError
 from mt_ops.commands.plot import plot
 from mt_ops.plot.curves import picture, running_mean
 from mt_ops.plot.svg import Scale
+from mt_ops.plot.svg import draw as svg
 from mt_ops.plot.terminal import draw
 from mt_ops.reading.opening import open_runs
 
@@ -47,6 +48,18 @@ def test_terminal_shows_a_falling_curve(runs: list[str]) -> None:
     ends = [len(line) for line in lines if line.strip()]
     assert ends == sorted(ends)
     assert max(ends) == 50
+
+
+def test_the_last_label_of_an_axis_is_whole(tmp_path: Path) -> None:
+    """It ends where the picture does."""
+    write_run(tmp_path / "long", range(0, 1_000_001, 250_000))
+    drawn = picture(open_runs([tmp_path / "long"]), "loss", "step", 1)
+    for width in (40, 60, 61, 80, 100):
+        labels = draw(drawn, width, 14).splitlines()[-1]
+        assert labels.endswith("1M"), labels
+        assert len(labels) <= width
+    label = [each for each in ET.fromstring(svg(drawn)).iter() if each.text == "1M"][-1]
+    assert float(label.attrib["x"]) + 8 * len("1M") / 2 <= 640
 
 
 def test_scale_and_ticks() -> None:

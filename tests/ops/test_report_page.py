@@ -125,3 +125,16 @@ def test_many_points_are_drawn_by_columns_with_their_extremes(page: Page) -> Non
       return { count: rows[0].length, most: Math.max(...rows[1]), least: Math.min(...rows[1]) };
     }""")
     assert (drawn["count"], drawn["most"], drawn["least"]) == (1600, 7, -7)
+
+
+def test_a_resume_is_marked_at_its_step_also_behind_the_last_point_of_a_curve(page: Page) -> None:
+    """As that of a validation loss, which has fewer points."""
+    drawn, expected = page.evaluate("""() => {
+      const chart = page.charts.find((c) => c.spec.metric === "loss"), ctx = chart.plot.ctx, xs = [];
+      page.runs[1].resumes = [30];
+      ctx.moveTo = (x) => xs.push(x);
+      chart.drawResumes(chart.plot);
+      delete ctx.moveTo;
+      return [xs, [5, 30].map((step) => chart.plot.valToPos(step, "x", true))];
+    }""")
+    assert drawn == pytest.approx(expected)

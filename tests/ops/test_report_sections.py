@@ -16,7 +16,9 @@ from tests.ops.test_reading import write_run
 from mt_ops.reading.opening import open_run
 from mt_ops.report.png import indexed_png
 from mt_ops.report.sections.blends import drawn_by, drawn_data
+from mt_ops.report.sections.configuration import configuration
 from mt_ops.report.sections.experts import expert_load
+from mt_ops.report.sections.history import evaluations
 from mt_ops.report.sections.time_and_memory import ranks
 
 
@@ -49,6 +51,35 @@ def test_data_of_steps_that_were_taken_again_counts_once(tmp_path: Path) -> None
     assert section is not None
     assert "68.750%" in section.body
     assert section.body.count("50.000%") == 2
+
+
+def test_each_evaluation_is_a_row_with_a_time_that_can_be_read(tmp_path: Path) -> None:
+    write_run(tmp_path, range(1, 9))
+    write_events(
+        tmp_path,
+        {"kind": "start", "iteration": 0},
+        *(
+            {"kind": "evaluation", "iteration": step, "values": {"iteration": step, "valid_loss": 5.0}}
+            for step in (2, 4, 6)
+        ),
+        {"kind": "start", "iteration": 4},
+        {"kind": "evaluation", "iteration": 6, "time": 86400.0, "values": {"valid_loss": 3.5, "hella": 0.25}},
+    )
+    section = evaluations([open_run(tmp_path)])
+    assert section is not None
+    assert re.findall(r'<th scope="row">(\d+)</th>', section.body) == ["2", "4", "6"]
+    assert re.findall(r'<th scope="col">(\w+)</th>', section.body) == ["step", "time", "valid_loss", "hella"]
+    assert section.body.endswith('1970-01-02 00:00:00 UTC</time></td><td class="number">3.5</td><td class="number">0.25'
+                                 "</td></tr></tbody></table></div></details>")  # fmt: skip
+
+
+def test_the_page_says_whose_configuration_it_shows(tmp_path: Path) -> None:
+    write_run(tmp_path, range(1, 9))
+    (tmp_path / "config.json").write_text('{"train": {"seed": 1}}')
+    write_events(tmp_path, {"kind": "start", "iteration": 0})
+    assert "resumed at step" not in configuration([open_run(tmp_path)]).body  # type: ignore[union-attr]
+    write_events(tmp_path, {"kind": "start", "iteration": 0}, {"kind": "start", "iteration": 4})
+    assert "As of the process that resumed at step 4" in configuration([open_run(tmp_path)]).body  # type: ignore[union-attr]
 
 
 def decoded_png(data: bytes) -> np.ndarray:

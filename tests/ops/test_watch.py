@@ -130,6 +130,30 @@ def test_the_page_needs_the_key_and_grows(server: WatchServer, folder: Path) -> 
     assert "step 12" in json.loads(content)["top"] or ">12<" in json.loads(content)["top"]
 
 
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [("127.0.0.1:8123", 200), ("localhost", 200), ("[::1]:80", 200), ("evil.example:80", 403), ("", 403), ("[x", 403)],
+)
+def test_only_names_of_this_machine_are_answered(server: WatchServer, host: str, code: int) -> None:
+    """A name of another's that is resolved to 127.0.0.1 would have its page read this one."""
+    assert get(server.address, Host=host)[0] == code
+
+
+def test_a_request_of_mt_ctl_is_one_line_and_no_step_is_no_number(folder: Path) -> None:
+    request = {"command": "eval", "argument": "", "by": "ann", "ok": True, "answer": "valid_loss 1.2"}
+    events = [
+        {"time": NOW - 60, "iteration": 0, "kind": "message", "text": "gpt: 28,992 parameters"},
+        {"time": NOW - 10, "iteration": 9, "kind": "control", **request},
+        {"time": NOW - 10, "iteration": 9, "kind": "message", "text": "mt ctl eval  (by ann): valid_loss 1.2"},
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in events))
+    lines = [line.partition(" ")[2] for line in event_lines(WatchedRun(folder).run)]
+    assert lines == [
+        "step 9 control: mt ctl eval by ann: valid_loss 1.2",
+        "message: gpt: 28,992 parameters",
+    ]
+
+
 @pytest.mark.slow
 def test_the_page_in_a_browser_follows_the_run(server: WatchServer, folder: Path) -> None:
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

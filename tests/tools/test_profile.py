@@ -126,15 +126,17 @@ def test_a_configuration_is_recorded_and_read_again(mt: Callable[..., Any], tmp_
     """About 4 s."""
     folder = str(tmp_path / "profile")
     settings = [part for key in (*SMALL, *FEW) for part in ("--set", key)]
-    done = mt("profile", "--preset", "gpt-tiny", "--steps", "2:3", "-o", folder, *settings)
+    done = mt("profile", "--preset", "gpt-tiny", "--steps", "2:3", "-o", folder, *settings, "--json")
     assert done.code == 0, done.err
-    assert "The largest losses of a step" in done.out
+    assert json.loads(done.out)["losses"], "the log of the training is not on the standard output"
+    assert json.loads((tmp_path / "profile/summary-rank-0.json").read_text())["roof_tflops"] > 0
+    assert "The largest losses of a step" in mt("profile", folder).out
     with gzip.open(tmp_path / "profile" / "trace.json.gz", "rt") as file:
         names = {event.get("name", "") for event in json.load(file)["traceEvents"]}
     assert {"module: decoder.layers.1.self_attention", "module: decoder.layers.0.mlp", "module: embedding"} <= names
     again = mt("profile", folder, "--by-layer", "--json")
     assert again.code == 0, again.err
-    content = json.loads(again.out[again.out.index("{") :])
+    content = json.loads(again.out)
     assert {row["name"] for row in content["rows"]} >= {"decoder.layers.0", "decoder.layers.1", "optimizer"}
     assert sum(row["share"] for row in content["rows"]) == pytest.approx(1.0)
     assert len(content["losses"]) == 5
@@ -144,13 +146,17 @@ def test_a_configuration_is_recorded_and_read_again(mt: Callable[..., Any], tmp_
 def test_a_running_training_records_when_it_is_asked(tmp_path: Path) -> None:
     """About 2 s."""
     from mt_core.config import load_config
-    from mt_core.run_requests import RequestFolder, read_answer, write_request
+    from mt_core.run_requests import RequestFolder, RunRequest, read_answer, write_request
     from mt_core.train import Callback, Trainer
 
     class Asks(Callback):
+        def __init__(self) -> None:
+            self.requests: list[RunRequest] = []
+
         def on_step_end(self, run: Any, metrics: Any) -> None:
-            if metrics["iteration"] == 2:
-                self.request = write_request(run.directory.path, "profile", "2")
+            for step, steps in ((1, "6"), (2, "2"), (3, "1")):
+                if metrics["iteration"] == step:
+                    self.requests.append(write_request(run.directory.path, "profile", steps))
 
     RequestFolder.__init__.__defaults__ = (0.0,)
     asks = Asks()
@@ -159,7 +165,9 @@ def test_a_running_training_records_when_it_is_asked(tmp_path: Path) -> None:
         Trainer(load_config(preset="gpt-tiny", overrides=overrides), run_dir=tmp_path, callbacks=[asks]).train()
     finally:
         RequestFolder.__init__.__defaults__ = (1.0,)
-    answer = read_answer(tmp_path, asks.request)
-    assert answer is not None
-    assert answer.ok
+    found = [answer for request in asks.requests if (answer := read_answer(tmp_path, request)) is not None]
+    assert [answer.ok for answer in found] == [False, True, False]
+    assert "the run is at step 1, with 5 left; N can be 1 to 5" in found[0].text
+    # A second profiler in one process ends it without a word.
+    assert "steps 3 to 4 are being recorded, and the run is at step 3; ask again after them" in found[2].text
     assert (tmp_path / "profile" / "steps-3-4" / "summary-rank-0.json").exists()

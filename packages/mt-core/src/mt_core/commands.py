@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any, Protocol, get_args, get_origin, get_type_hints
@@ -36,6 +38,25 @@ class CommandContext(Protocol):
 def host_of(context: CommandContext) -> PluginHost:
     """The host that `mt` was built from; a new one where a command is called outside of `mt`."""
     return context.find_object(PluginHost) or load_plugins(strict=False)
+
+
+@contextmanager
+def log_on_stderr(active: bool) -> Iterator[None]:
+    """What the block prints goes to the standard error, that of processes it starts included: with --json the standard
+    output is JSON alone. Does nothing where `active` is false."""
+    if not active:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def typed_words(context: CommandContext) -> list[str]:

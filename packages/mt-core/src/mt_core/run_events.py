@@ -12,6 +12,7 @@ Each has `time` (seconds since the epoch), `iteration` and `kind`:
     sample    prompt, text: generated while training
     evaluation, save (path), control (request, answer), changed (key, before, after)
     parts     ranks: seconds of each part of the time of each rank since its process began; at saves and at the end
+    failed    text: the error that ended the process
     end       reason: null where training is finished, else why it stopped
 A run that is continued appends. Needs no torch.
 """

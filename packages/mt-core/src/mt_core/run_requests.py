@@ -48,8 +48,7 @@ class RunAnswer:
 
 def write_request(run_dir: Path, command: str, argument: str = "") -> RunRequest:
     """Ask the run of a directory. Raises ConfigError where the directory is none of a run, or cannot be written."""
-    if not (run_dir / "config.json").exists():
-        raise ConfigError(f"{run_dir} is not a run directory: it has no config.json")
+    require_run_directory(run_dir)
     request = RunRequest(uuid.uuid4().hex[:12], command, argument, _user())
     folder = run_dir / CONTROL_FOLDER
     content = {"command": command, "argument": argument, "by": request.by, "time": time.time()}
@@ -59,6 +58,11 @@ def write_request(run_dir: Path, command: str, argument: str = "") -> RunRequest
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}; a run is asked by the user who started it") from error
     return request
+
+
+def require_run_directory(run_dir: Path) -> None:
+    if not (run_dir / "config.json").exists():
+        raise ConfigError(f"{run_dir} is not a run directory: it has no config.json")
 
 
 def withdraw(run_dir: Path, request: RunRequest) -> bool:

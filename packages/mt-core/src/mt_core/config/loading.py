@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ from mt_core.config.sections import build_sections, refuse_unused_values, sectio
 from mt_core.config.sources import Sources, parse_override, read_layers
 from mt_core.errors import ConfigError, MtError, Problems
 from mt_core.specs import CALLBACKS, LOSSES, PIPELINE_SCHEDULES
+
+ORIGINS_FILE = "config-origins.json"
+"""Beside the config.json of a run: dotted key -> the layer that its value came from."""
 
 if TYPE_CHECKING:
     from mt_core.plugins import PluginHost, Registry
@@ -56,21 +60,38 @@ def load_config(
     names = section_types(host)
     read = read_layers(Sources(path, preset, list(overrides), default_preset, sections), names, host)
     config = _assemble(read.build(names, host))
-    loaded = LoadedConfig(config, read.origins(), read.preset)
+    loaded = LoadedConfig(config, _with_stored_presets(read.origins(), path), read.preset)
     _check(loaded, host)
     read.log_notes()
     return loaded
 
 
-def _check(loaded: LoadedConfig, host: PluginHost) -> None:
-    """The rules that span keys; those of plugins may rely on the others."""
+def _with_stored_presets(origins: Mapping[str, str], path: str | Path | None) -> Mapping[str, str]:
+    """Of the config.json of a run: what a preset gave to the run is still the preset's, with the same rights."""
+    if path is None or Path(path).name != "config.json":
+        return origins
+    try:
+        stored = json.loads(Path(path).with_name(ORIGINS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return origins
+    return {
+        key: str(stored[key])
+        if origin == f"file {Path(path).name}" and key in stored and str(stored[key]).startswith("preset ")
+        else origin
+        for key, origin in origins.items()
+    }
+
+
+def _check(loaded: LoadedConfig, host: PluginHost, *, length: bool = True) -> None:
+    """The rules that span keys; those of plugins may rely on the others. length: also those of schedule and run."""
     problems = Problems()
     refuse_unused_values(loaded.config, section_types(host), loaded.origin, problems)
     with problems.collect():
         refuse_foreign_formats(loaded.config.checkpoint.ckpt_format, host[CHECKPOINT_SAVERS].names())
     collect_broken_rules(loaded.config, problems)
     with problems.collect():
-        check_warmup(loaded.config, loaded.origin)
+        if length:
+            check_warmup(loaded.config, loaded.origin)
     _require_registered(loaded.config, host, problems)
     problems.stop_if_any()
     # Not collected: plugins may compute with values that the rules above require, and fail on others.
@@ -104,7 +125,9 @@ def with_changed_key(config: Config, override: str, origin: str, host: PluginHos
     built = build_sections([name], {name: {**values, key: (value, origin)}}, host, problems)
     problems.stop_if_any()
     changed = config.model_copy(update={name: built[name]})
-    _check(LoadedConfig(changed, {f"{name}.{key}": origin}, None), host)
+    # The length of the schedule was accepted as the run began, with origins that are not known here.
+    length = name == "lr_schedule" or (name == "train" and key.startswith("train_"))
+    _check(LoadedConfig(changed, {f"{name}.{key}": origin}, None), host, length=length)
     return changed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -161,7 +162,10 @@ class CallbackList(Callback):
         self._each(lambda callback: callback.on_train_end(run, result))
 
     def close(self) -> None:
-        self._each(lambda callback: callback.close())
+        """All of them, although one may fail: a terminal that is gone keeps no file from being completed."""
+        with ExitStack() as stack:
+            for callback in reversed(self.callbacks):
+                stack.callback(callback.close)
 
     def state_dict(self) -> dict[str, Any]:
         """By the name of the class, numbered where there are several; without callbacks that have no state.

@@ -6,7 +6,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,10 +22,19 @@ from mt_core.specs import RUN_REQUESTS
 from mt_core.train import build
 from mt_core.train.callbacks import Run
 from mt_core.train.engine import Engine
+from mt_core.train.validation import Evaluator, Validation
 
 
 class ControlledRun(Run, Protocol):
     """The part of the running `Trainer` that requests may use, on all ranks and between two steps."""
+
+    validation: Validation
+    evaluators: Sequence[Evaluator]
+
+    @property
+    def last_iteration(self) -> int:
+        """The last step of training without an early stop."""
+        ...
 
     def save_now(self) -> Path:
         """Write a checkpoint of this step. Raises ConfigError without a run directory."""
@@ -138,6 +147,53 @@ CHANGEABLE: Mapping[str, Callable[[Engine], None]] = {
 or the length of the schedule, which a resumed run could not repeat."""
 
 
+NO_VALUES = ("", "None", "none", "NULL", "nil")
+"""What others write for null; for a text it could be meant as one."""
+
+
+def _refuse_past_step(run: ControlledRun, value: int | None) -> None:
+    if value is not None and not run.state.iteration < value <= run.last_iteration:
+        raise ConfigError(f"train.exit_iteration={value}: {_steps_left(run)}")
+
+
+def _steps_left(run: ControlledRun) -> str:
+    now, last = run.state.iteration, run.last_iteration
+    allowed = f"{now + 1} to {last}, or null for none" if now < last else "null"
+    return f"the run is at step {now} and ends at step {last}; it can be {allowed} (mt ctl RUN stop ends the run now)"
+
+
+def _refuse_no_evaluations(run: ControlledRun, value: int | None) -> None:
+    patience = run.config.train.early_stop_patience
+    if value is None and patience is not None:
+        raise ConfigError(
+            f"train.eval_interval=null: train.early_stop_patience={patience} counts evaluations; give a number of steps"
+        )
+    if value is not None and not run.validation.sets and not run.evaluators:
+        raise ConfigError(f"train.eval_interval={value}: the run has no validation set, so that nothing is evaluated")
+
+
+def _refuse_more_than_there_is(run: ControlledRun, value: int) -> None:
+    if run.config.train.full_validation:
+        raise ConfigError(f"train.eval_iters={value}: train.full_validation takes every sample, whatever the value is")
+    size = run.engine.batch_size.full
+    most = min((-(-len(dataset) // size) for dataset in run.validation.sets.values()), default=0)
+    if not most:
+        raise ConfigError(f"train.eval_iters={value}: the run has no validation set; it began with eval_iters=0")
+    if not 1 <= value <= most:
+        raise ConfigError(
+            f"train.eval_iters={value}: the validation set that the run has built holds {most} global batches; it can "
+            f"be 1 to {most} (train.eval_interval=null ends evaluations)"
+        )
+
+
+REFUSALS: Mapping[str, Callable[[ControlledRun, Any], None]] = {
+    "train.exit_iteration": _refuse_past_step,
+    "train.eval_interval": _refuse_no_evaluations,
+    "train.eval_iters": _refuse_more_than_there_is,
+}
+"""What a valid configuration may have and this run cannot use at this step."""
+
+
 def answer_set(run: ControlledRun, argument: str, by: str) -> str:
     key = argument.partition("=")[0].strip()
     if key not in CHANGEABLE:
@@ -145,12 +201,33 @@ def answer_set(run: ControlledRun, argument: str, by: str) -> str:
             f"mt ctl RUN set {key or 'KEY=VALUE'}: a running training changes {', '.join(CHANGEABLE)}"
             f"{did_you_mean(key, CHANGEABLE)}; for other keys start a new run with checkpoint.load"
         )
+    value = argument.partition("=")[2].strip()
+    if value in NO_VALUES:
+        raise ConfigError(f"mt ctl RUN set {argument}: {value or 'nothing'} is no value; null sets none")
     before, origin = value_of(run.config, key), f"mt ctl set by {by} (step {run.state.iteration})"
-    config = with_changed_key(run.config, argument, origin, run.host)
+    config = _changed(run, key, argument, origin)
     after = value_of(config, key)
+    if (refuse := REFUSALS.get(key)) is not None:
+        refuse(run, after)
     run.change(config, key, {"before": before, "after": after, "origin": origin})
     CHANGEABLE[key](run.engine)
-    return f"{key} is {after} from step {run.state.iteration + 1} on, {before} before"
+    return f"{key} is {_shown(after)} from step {run.state.iteration + 1} on, {_shown(before)} before"
+
+
+def _changed(run: ControlledRun, key: str, argument: str, origin: str) -> Config:
+    """Raises ConfigError with what the key can be now."""
+    try:
+        return with_changed_key(run.config, argument, origin, run.host)
+    except ConfigError as error:
+        if argument.partition("=")[2].strip() == "null":
+            now = _shown(value_of(run.config, key))
+            raise ConfigError(f"{key} needs a value, and null is none; it is {now} now") from None
+        more = f"; {_steps_left(run)}" if key == "train.exit_iteration" else ""
+        raise ConfigError(f"{error}{more}") from None
+
+
+def _shown(value: Any) -> Any:
+    return "null" if value is None else repr(value) if isinstance(value, str) else value
 
 
 def value_of(config: Config, key: str) -> Any:

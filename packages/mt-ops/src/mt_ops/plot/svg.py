@@ -15,6 +15,8 @@ LEFT, RIGHT, TOP, BOTTOM = 70, 16, 16, 48
 COLOURS = ("#3b7dd8", "#d9731a", "#2f9e63", "#a557c4", "#c9a21b", "#1aa3a3", "#d64b6a", "#7a8794")
 DASHES = ("", "6 3", "2 2")
 TICKS = 6
+LETTER = 8
+"""Pixels of a digit at most."""
 
 
 def draw(picture: Picture) -> str:
@@ -82,7 +84,10 @@ def _axes(picture: Picture, x: Scale, y: Scale) -> Iterator[str]:
     for tick in x.ticks():
         at = float(x(tick))
         yield f'<line x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{HEIGHT - BOTTOM}" stroke="#e4e7ea"/>'
-        yield f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{short(tick)}</text>'
+        label = short(tick)
+        # The last one ends with the picture.
+        center = min(at, WIDTH - 2 - len(label) * LETTER / 2)
+        yield f'<text x="{center:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{label}</text>'
     for tick in y.ticks():
         at = float(y(tick))
         yield f'<line x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}" stroke="#e4e7ea"/>'

@@ -85,6 +85,8 @@ def _column_labels(x: Scale, columns: int) -> str:
     line = [" "] * (columns + LEFT)
     for tick in x.ticks():
         text, begin = short(tick), int(float(x(tick)) / 2) - len(short(tick)) // 2 + 1
+        # The last one ends with the axis.
+        begin = min(begin, columns + 1 - len(text))
         # A label that would touch the one before is left out.
         if begin >= 0 and all(character == " " for character in line[max(begin - 1, 0) : begin + len(text) + 1]):
             line[begin : begin + len(text)] = text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -78,8 +79,9 @@ def finding(text: str) -> str:
 
 
 def clock_time(seconds: float) -> Html:
-    """A time of day that the page shows in the reader's time zone."""
-    return Html(f'<time data-seconds="{seconds:.3f}">{seconds:.0f}</time>')
+    """A time of day that the page shows in the reader's time zone, and in UTC without its script."""
+    utc = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    return Html(f'<time data-seconds="{seconds:.3f}">{utc}</time>')
 
 
 def duration(seconds: float | None) -> str:

@@ -13,17 +13,16 @@ import numpy as np
 
 from mt_core.errors import DataError
 from mt_core.run_events import EVENTS_FILE
+from mt_core.run_state import SILENT
 from mt_ops.reading.mt_run import CONFIG, METRICS, STATUS, MtRunReader, is_mt_run
 from mt_ops.reading.run import Run
 from mt_ops.report.findings import findings
 from mt_ops.report.html import duration, size
-from mt_ops.report.sections.history import NO_EVENTS, described
-from mt_ops.report.sections.overview import state_of
+from mt_ops.report.sections.history import described, told_events
+from mt_ops.report.sections.overview import state
 
 RECENT = 20
 """Lines of the log from which the speed is taken."""
-SILENT = 30.0
-"""Seconds without a sign after which a rank is marked."""
 MOST_RANKS, MOST_EVENTS = 64, 12
 
 
@@ -102,9 +101,10 @@ def summary(run: Run, now: float | None = None) -> Iterator[str]:
     """Lines about the run: state, step, time left, loss, speed, the last checkpoint, where the time goes."""
     now = time.time() if now is None else now
     at = progress(run)
+    now_is = state(run, now)
     of = "" if at.last is None else f" of {at.last:,} ({at.step / max(at.last, 1):.1%})"
-    eta = "" if at.left is None or at.left == 0 else f", {duration(at.left)} left"
-    yield f"{run.name}: {state_of(run, now) or 'no sign of a process'}, step {at.step:,}{of}{eta}"
+    eta = "" if at.left is None or at.left == 0 or now_is.is_over else f", {duration(at.left)} left"
+    yield f"{run.name}: {now_is.text(now) or 'no sign of a process yet'}, step {at.step:,}{of}{eta}"
     numbers = [f"{label} {value:.5g}" for label, value in _numbers(run)]
     if numbers:
         yield ", ".join(numbers)
@@ -112,7 +112,7 @@ def summary(run: Run, now: float | None = None) -> Iterator[str]:
     yield from _time(run)
     yield from findings(run)
     silent = [str(entry.get("rank")) for entry in run.status if is_silent(entry, now)]
-    if silent:
+    if silent and not now_is.is_over:
         yield f"no sign for {SILENT:g} s of ranks {', '.join(silent[:20])}"
 
 
@@ -189,10 +189,11 @@ def rank_rows(status: Sequence[Mapping[str, Any]], now: float) -> list[list[str]
 
 def event_lines(run: Run) -> list[str]:
     """The last events, the newest first."""
-    told = [entry for entry in run.events if entry["kind"] not in NO_EVENTS]
+    told = list(told_events(run))
     return list(map(_event_line, reversed(told[-MOST_EVENTS:])))
 
 
 def _event_line(entry: Mapping[str, Any]) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(entry["time"]))
-    return f"{clock} step {entry['iteration']:,} {entry['kind']}: {described(entry)}"
+    step = f"step {entry['iteration']:,} " if entry["iteration"] else ""
+    return f"{clock} {step}{entry['kind']}: {described(entry)}"

@@ -16,6 +16,7 @@ from mt_ops.watch.watched_run import WatchedRun
 
 MOST_POINTS = 200_000
 """Values of all curves in an answer."""
+OWN_NAMES = ("127.0.0.1", "localhost", "::1")
 HEADERS: Mapping[str, str] = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -48,10 +49,22 @@ class WatchServer(ThreadingHTTPServer):
             return self._data
 
 
+def is_own_name(host: str) -> bool:
+    """Whether a Host header names this machine to itself; with any port, as one may be forwarded."""
+    try:
+        return urlsplit(f"//{host}").hostname in OWN_NAMES
+    except ValueError:
+        return False
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: WatchServer
 
     def do_GET(self) -> None:
+        if not is_own_name(self.headers.get("Host", "")):
+            # Another name that leads here is that of a page elsewhere, whose scripts would ask in its reader's name.
+            self._answer(403, "text/plain", b"open the address that mt watch printed: it begins with 127.0.0.1\n")
+            return
         parts = urlsplit(self.path)
         given = parse_qs(parts.query).get("key", [""])[0]
         if not hmac.compare_digest(given.encode(), self.server.key.encode()):

@@ -12,9 +12,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mt_core.commands import host_of, need
+from mt_core.commands import host_of, log_on_stderr, need
 from mt_core.errors import ConfigError
 from mt_core.specs import COMMANDS
+
+SHOWN = 0.001
+"""Share of a step from which the table has a row."""
+ABOVE = (
+    "* above the roof: it is an estimate of what products reach, and FLOPs of attention count all scores, of which "
+    "causality needs half"
+)
 
 
 def profile(
@@ -44,7 +51,8 @@ def profile(
     if config is not None and list(config.glob("summary-rank-*.json")):
         folder = config
     else:
-        _record(context, config, preset, set_ or [], steps, nproc, folder)
+        with log_on_stderr(as_json):
+            _record(context, config, preset, set_ or [], steps, nproc, folder)
     _report(folder, by_layer=by_layer, as_json=as_json)
 
 
@@ -98,7 +106,8 @@ def _report(folder: Path, *, by_layer: bool, as_json: bool) -> None:
     from mt_tools.profile.roof import roof_tflops
 
     summaries = read_summaries(folder)
-    trace, roof = merge_traces(folder), roof_tflops(summaries[0]["device"])
+    trace, first = merge_traces(folder), summaries[0]
+    roof = first["roof_tflops"] if "roof_tflops" in first else roof_tflops(first["device"])
     table, largest = rows(summaries, by_layer=by_layer), losses(summaries, roof)
     seconds = sum(summary["seconds"] for summary in summaries) / len(summaries)
     if as_json:
@@ -117,6 +126,8 @@ def _report(folder: Path, *, by_layer: bool, as_json: bool) -> None:
         f"{1000 * seconds:.1f} ms a recorded step, {len(summaries)} rank(s); the roof of products: {roof_text}"
     )
     console.print(_table(table, roof))
+    if roof and any(row.tflops is not None and row.tflops > roof and row.share >= SHOWN for row in table):
+        console.print(ABOVE, soft_wrap=True)
     console.print("\nThe largest losses of a step, and the key that would change each:")
     for loss in largest:
         console.print(f"  {1000 * loss.seconds:8.1f} ms  {loss.what}: {loss.key}", soft_wrap=True)
@@ -130,9 +141,11 @@ def _table(rows: Any, roof: float | None) -> Table:
     for name in ("ms", "share", "TFLOP/s", "of the roof"):
         table.add_column(name, justify="right")
     for row in rows:
-        if row.share < 0.001:
+        if row.share < SHOWN:
             continue
         rate = "" if row.tflops is None else f"{row.tflops:.3g}"
-        fraction = "" if row.tflops is None or not roof else f"{row.tflops / roof:.0%}"
+        fraction = (
+            "" if row.tflops is None or not roof else f"{row.tflops / roof:.0%}{'*' if row.tflops > roof else ''}"
+        )
         table.add_row(row.name, row.direction, f"{1000 * row.seconds:.2f}", f"{row.share:.1%}", rate, fraction)
     return table

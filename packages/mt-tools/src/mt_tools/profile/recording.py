@@ -19,7 +19,10 @@ from mt_core.parallel.first_rank import on_first_rank
 from mt_core.train import Callback, Run
 from mt_tools.profile.config import ProfileConfig
 from mt_tools.profile.operations import MODULE, summarize
+from mt_tools.profile.roof import roof_tflops
 
+MOST_STEPS = 100
+"""Of a recording that mt ctl asks for; each takes some MiB of memory until the last."""
 TRACE, SUMMARY = "trace-rank-{}.json.gz", "summary-rank-{}.json"
 
 
@@ -32,6 +35,10 @@ class StepProfile(Callback):
         self._ranges: ModuleRanges | None = None
         self._before: Mapping[str, float] = {}
         self._began = 0.0
+
+    def is_active(self, step: int) -> bool:
+        """Whether steps behind `step` are recorded, or are to be."""
+        return self._profiler is not None or self.first > step
 
     def on_train_start(self, run: Run) -> None:
         if self.first == run.state.iteration + 1:
@@ -54,9 +61,10 @@ class StepProfile(Callback):
         if run.engine.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._ranges = ModuleRanges(run.model)
-        self._before, self._began = run.engine.time.totals(), time.perf_counter()
         self._profiler = profile(activities=activities, record_shapes=True, with_flops=True)
         self._profiler.start()
+        # The start of the profiler is no part of the steps.
+        self._before, self._began = run.engine.time.totals(), time.perf_counter()
 
     def _stop(self, run: Run) -> None:
         assert self._profiler is not None
@@ -75,6 +83,8 @@ class StepProfile(Callback):
             "last_step": self.last,
             "device": run.engine.device.type,
             "threads": torch.get_num_threads(),
+            # On this machine, with these threads, beside the same other programs as the steps.
+            "roof_tflops": roof_tflops(run.engine.device.type),
             "seconds": seconds / steps,
             "parts": parts,
             "axes": {name: axis.size for name, axis in run.ctx.axes.items() if axis.size > 1},
@@ -149,7 +159,19 @@ def answer_profile(run: Any, argument: str, by: str) -> str:
     """`mt ctl RUN profile N`: record the next N steps. run: a mt_core.train.run_control.ControlledRun."""
     if not argument.isdigit() or int(argument) < 1:
         raise ConfigError(f"mt ctl RUN profile N: N is {argument!r}; it must be a number of steps")
-    first = run.state.iteration + 1
+    now, left = run.state.iteration, run.last_iteration - run.state.iteration
+    if int(argument) > min(left, MOST_STEPS):
+        raise ConfigError(
+            f"mt ctl RUN profile {argument}: the run is at step {now}, with {left} left; N can be 1 to "
+            f"{min(left, MOST_STEPS)} (a recording of more than {MOST_STEPS} steps fills the memory)"
+        )
+    for callback in run.callbacks.callbacks:
+        if isinstance(callback, StepProfile) and callback.is_active(now):
+            raise ConfigError(
+                f"mt ctl RUN profile {argument}: steps {callback.first} to {callback.last} are being recorded, and the "
+                f"run is at step {now}; ask again after them"
+            )
+    first = now + 1
     last = first + int(argument) - 1
     folder = run.directory.path / "profile" / f"steps-{first}-{last}"
     callback = StepProfile(first, last, folder)

@@ -31,6 +31,8 @@ from mt_core.versions import installed_versions
 
 ENVIRONMENT_FILE = "environment.json"
 STATUS_FOLDER = "status"
+MOST_OF_AN_ERROR = 2000
+"""Characters of the text of an error."""
 DISTRIBUTIONS = (
     *("core", "models", "data", "ckpt", "moe", "infer", "tools", "import"),
     *("eval", "tune", "ops", "retrieval", "accelerate", "cli"),
@@ -45,6 +47,7 @@ class EventLog(Callback):
         self._early: list[dict[str, Any]] = []
         """Messages of the time before training starts, when the run directory need not exist."""
         self._drawn: DrawnData | None = None
+        self._step, self._has_ended = 0, False
 
     def on_message(self, run: Run, text: str) -> None:
         kind = "warning" if text.startswith("warning") else "message"
@@ -55,6 +58,7 @@ class EventLog(Callback):
             self._write(entry)
 
     def on_train_start(self, run: Run) -> None:
+        self._step = run.state.iteration
         if run.directory is None:
             return
         self._file = (run.directory.path / EVENTS_FILE).open("a", encoding="utf-8")
@@ -75,7 +79,8 @@ class EventLog(Callback):
         )
         early, self._early = self._early, []
         for entry in early:
-            self._write(entry)
+            # Said before a checkpoint gave the step.
+            self._write({**entry, "iteration": run.state.iteration})
         self._drawn = DrawnData(run)
 
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
@@ -86,11 +91,19 @@ class EventLog(Callback):
     def on_evaluation(self, run: Run, metrics: Metrics) -> None:
         self._write(event("evaluation", run.state.iteration, values=dict(metrics)))
 
+    def on_step_end(self, run: Run, metrics: Metrics) -> None:
+        self._step = run.state.iteration
+
     def on_train_end(self, run: Run, result: TrainResult) -> None:
         self._write_drawn(run)
         self._write(event("end", run.state.iteration, reason=result.stopped))
+        self._has_ended = True
 
     def close(self) -> None:
+        """Called after an error too, which is then the one that is handled."""
+        error = sys.exc_info()[1]
+        if error is not None and not self._has_ended:
+            self._write(event("failed", self._step, text=_error_text(error)))
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -109,6 +122,14 @@ def _identity(run: Run) -> dict[str, str]:
     """Fingerprints of the training data and of the tokenizer. Only the trainer has data."""
     data = getattr(run, "train_data", None)
     return {} if data is None else data_identity(data, run.engine.tokenizer)
+
+
+def _error_text(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and error.__context__ is not None:
+        error = error.__context__  # rich ends a program whose standard output was closed
+    if isinstance(error, BrokenPipeError):
+        return "BrokenPipeError: what read the standard output has closed it"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")[:MOST_OF_AN_ERROR]
 
 
 def _sign_before(run_dir: Path) -> dict[str, Any]:

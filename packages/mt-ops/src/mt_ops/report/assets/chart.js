@@ -147,11 +147,11 @@ class Chart {
     ctx.save();
     ctx.setLineDash([4, 4]);
     ctx.lineWidth = 1;
-    for (const { run, place, curve, xs } of this.curves().slice(0, 8)) {
+    for (const { run, place } of this.curves().slice(0, 8)) {
       ctx.strokeStyle = colourOf(place);
       for (const step of run.resumes) {
-        const x = plot.valToPos(interpolate(curve.steps, xs, step), "x", true);
-        if (x < left || x > left + width) continue;
+        const x = plot.valToPos(positionOf(run, this.page.axis, step), "x", true);
+        if (!(x >= left && x <= left + width)) continue;
         ctx.beginPath();
         ctx.moveTo(x, top);
         ctx.lineTo(x, top + height);

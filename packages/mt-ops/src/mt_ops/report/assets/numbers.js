@@ -60,6 +60,13 @@ function positions(run, curve, axis) {
   return curve.on[axis];
 }
 
+// The position of any step of a run on an axis; NaN where the run does not say it.
+function positionOf(run, axis, step) {
+  if (axis === "step") return step;
+  const of = run.axes[axis];
+  return of && of.steps.length ? interpolate(of.steps, of.values, step) : NaN;
+}
+
 // An exponential mean with the bias of its beginning taken out; values that are not finite have no weight.
 function smoothed(curve, weight) {
   if (weight === 0) return curve.values;

@@ -68,8 +68,22 @@ def _extent(section: str, config: Mapping[str, Any]) -> str | None:
 
 def configuration(runs: Sequence[Run]) -> Section | None:
     """Configuration of each run; values that were set before defaults."""
-    parts = [details(f"{run.name}: {len(run.config)} values", _table(run)) for run in runs[:MOST_RUNS] if run.config]
+    parts = [
+        details(f"{run.name}: {len(run.config)} values", _of_newest_process(run) + _table(run))
+        for run in runs[:MOST_RUNS]
+        if run.config
+    ]
     return Section("configuration", "Configuration", "".join(parts)) if parts else None
+
+
+def _of_newest_process(run: Run) -> str:
+    """A run directory keeps one configuration."""
+    if not run.resumes:
+        return ""
+    return note(
+        f"As of the process that resumed at step {run.resumes[-1]:,}. Those before it may have had other values, which "
+        "their checkpoints keep (mt ckpt inspect)."
+    )
 
 
 def _table(run: Run) -> str:

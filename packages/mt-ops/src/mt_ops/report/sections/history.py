@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -22,7 +22,17 @@ def events(runs: Sequence[Run]) -> Section | None:
 
 
 def _told(run: Run) -> list[Mapping[str, Any]]:
-    return [entry for entry in run.events if entry["kind"] not in NO_EVENTS]
+    return list(told_events(run))
+
+
+def told_events(run: Run) -> Iterator[Mapping[str, Any]]:
+    """Those of the list. A request of mt ctl is a message of the log too, and listed once."""
+    before: Mapping[str, Any] = {}
+    for entry in run.events:
+        repeats = before.get("kind") == "control" and entry["kind"] == "message" and entry["text"].startswith("mt ctl ")
+        before = entry
+        if entry["kind"] not in NO_EVENTS and not repeats:
+            yield entry
 
 
 def _events_of(run: Run, is_open: bool) -> str:
@@ -42,22 +52,42 @@ def described(entry: Mapping[str, Any]) -> str:
         return str(entry["text"])
     if entry["kind"] == "end":
         return f"stopped by {entry['reason']}" if entry.get("reason") else "finished"
+    if entry["kind"] == "control":
+        argument = f" {entry['argument']}" if entry.get("argument") else ""
+        refused = "" if entry.get("ok", True) else "refused: "
+        return f"mt ctl {entry.get('command')}{argument} by {entry.get('by')}: {refused}{entry.get('answer')}"
     hidden = ("time", "iteration", "kind", "began", "before", "data", "files")
     values = {key: value for key, value in entry.items() if key not in hidden and value is not None}
     return ", ".join(f"{key.replace('_', ' ')} {shown(value)}" for key, value in values.items())
 
 
 def evaluations(runs: Sequence[Run]) -> Section | None:
-    """The last evaluation of each run, of all metrics of validation sets."""
-    rows = [[run.name, entry["iteration"], name, value] for run in runs for entry in _last(run) for name, value in
-            entry["values"].items() if name != "iteration"]  # fmt: skip
-    if not rows:
-        return None
-    return Section("evaluations", "Evaluations", table(["run", "step", "metric", "value"], rows[:MOST_EVENTS]))
+    """A row for each evaluation of each run, with all metrics of validation sets and of evaluators."""
+    parts = [_evaluations_of(run, found, len(runs) == 1) for run in runs if (found := _evaluated(run))]
+    return Section("evaluations", "Evaluations", "".join(parts)) if parts else None
 
 
-def _last(run: Run) -> list[Mapping[str, Any]]:
-    return [entry for entry in run.events if entry["kind"] == "evaluation" and "values" in entry][-1:]
+def _evaluated(run: Run) -> dict[int, dict[str, Any]]:
+    """Step -> time and metrics. A step that a later process took again has what that one measured."""
+    found: dict[int, dict[str, Any]] = {}
+    for entry in run.events:
+        step = entry["iteration"]
+        if entry["kind"] == "start":
+            found = {earlier: values for earlier, values in found.items() if earlier <= step}
+        elif entry["kind"] == "evaluation" and "values" in entry:
+            found.setdefault(step, {}).update({**entry["values"], "time": entry["time"]})
+    return found
+
+
+def _evaluations_of(run: Run, found: Mapping[int, Mapping[str, Any]], is_open: bool) -> str:
+    hidden = ("iteration", "time")
+    names = list(dict.fromkeys(name for values in found.values() for name in values if name not in hidden))
+    kept = sorted(found)[-MOST_EVENTS:]
+    rows = [[step, clock_time(found[step]["time"]), *(found[step].get(name) for name in names)] for step in kept]
+    rest = note(f"{len(found) - len(kept)} earlier ones are in events.jsonl.") if len(kept) < len(found) else ""
+    return details(
+        f"{run.name}: {len(found)} evaluations", table(["step", "time", *names], rows) + rest, is_open=is_open
+    )
 
 
 def samples(runs: Sequence[Run]) -> Section | None:

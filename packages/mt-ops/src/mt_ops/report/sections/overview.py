@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from html import escape
 
 from mt_core.run_events import account
+from mt_core.run_state import RunState, run_state
 from mt_ops.reading.run import Run
 from mt_ops.report.findings import findings
 from mt_ops.report.html import Html, Section, duration, finding, note, table
 
 MOST_NOTES = 8
-SILENT = 60.0
-"""Seconds without a sign after which a run that has not ended counts as stopped."""
 
 
 def overview(runs: Sequence[Run]) -> Section:
@@ -49,11 +48,9 @@ def _row(run: Run) -> list[object]:
 
 def state_of(run: Run, now: float) -> str:
     """ "finished", "stopped by signal", "training", "silent for 0:10:02", or "" where nothing says it."""
-    ends = [entry for entry in run.events if entry["kind"] in ("start", "end")]
-    if ends and ends[-1]["kind"] == "end":
-        reason = ends[-1].get("reason")
-        return f"stopped by {reason}" if reason else "finished"
-    last = max([*(entry["time"] for entry in run.status), *(entry["time"] for entry in run.events[-1:])], default=None)
-    if last is None:
-        return ""
-    return "training" if now - last < SILENT else f"silent for {duration(now - last)}"
+    return state(run, now).text(now)
+
+
+def state(run: Run, now: float) -> RunState:
+    clock = run.axes.get("clock")
+    return run_state(run.events, run.status, now, None if clock is None else clock.last)
