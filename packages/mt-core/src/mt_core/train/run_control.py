@@ -6,7 +6,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ class ControlledRun(Run, Protocol):
     """The part of the running `Trainer` that requests may use, on all ranks and between two steps."""
 
     validation: Validation
-    evaluators: Sequence[Evaluator]
+    evaluators: list[Evaluator]
 
     @property
     def last_iteration(self) -> int:

@@ -86,7 +86,7 @@ def small_configuration(path: Path, beside: Path, host: PluginHost, steps: int) 
     """beside: the other side of the comparison, whose small version has the same model."""
     config, other = (load_config_anywhere(each, host=host).config for each in (path, beside))
     # An older version of mt, which computes B, makes each configuration small by itself.
-    together = {"beside": other} if "beside" in signature(shrink).parameters else {}
+    together: dict[str, Any] = {"beside": other} if "beside" in signature(shrink).parameters else {}
     return shrink(config, host, steps=steps, **together)
 
 
