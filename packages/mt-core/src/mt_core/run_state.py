@@ -56,7 +56,7 @@ class RunState:
 def run_state(
     events: Sequence[Event], status: Sequence[Mapping[str, Any]] = (), now: float = 0.0, last_line: float | None = None
 ) -> RunState:
-    """Of the newest process of a run.
+    """State of the newest process of a run.
 
     status: of the ranks (status/rank-N.json). now: seconds since the epoch. last_line: when the last line of
     metrics.jsonl was written.

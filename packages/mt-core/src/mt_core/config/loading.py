@@ -67,7 +67,7 @@ def load_config(
 
 
 def _with_stored_presets(origins: Mapping[str, str], path: str | Path | None) -> Mapping[str, str]:
-    """Of the config.json of a run: what a preset gave to the run is still the preset's, with the same rights."""
+    """Origins of a run's config.json: what a preset gave to the run is still the preset's, with the same rights."""
     if path is None or Path(path).name != "config.json":
         return origins
     try:

@@ -100,7 +100,7 @@ def _signature(path: Path) -> tuple[int, int] | None:
 
 
 def wait_for_answer(run: Path, request: RunRequest, timeout: float, watched: WatchedState) -> RunAnswer | None:
-    """None after so many seconds without one, or where the run ends without having answered."""
+    """The answer; None after so many seconds without one, or where the run ends without having answered."""
     end = time.monotonic() + timeout
     while (answer := read_answer(run, request)) is None and time.monotonic() < end:
         if watched.look().is_over:

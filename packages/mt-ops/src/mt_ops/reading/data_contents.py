@@ -74,7 +74,7 @@ def _content(entry: Mapping[str, Any]) -> str:
 
 
 def _other_identities(a: Run, b: Run, first: TrainedData, second: TrainedData) -> Iterator[OtherContent]:
-    """Nothing where the configuration names other files: then it is what differs."""
+    """Fingerprints that differ; nothing where the configuration names other files: then it is what differs."""
     for key in sorted(first.identity.keys() & second.identity.keys()):
         mine, theirs = first.identity[key], second.identity[key]
         if mine != theirs and _section(a, key) == _section(b, key):

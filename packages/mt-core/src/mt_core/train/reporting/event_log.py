@@ -32,7 +32,7 @@ from mt_core.versions import installed_versions
 ENVIRONMENT_FILE = "environment.json"
 STATUS_FOLDER = "status"
 MOST_OF_AN_ERROR = 2000
-"""Characters of the text of an error."""
+"""Characters that are kept of an error's text."""
 DISTRIBUTIONS = (
     *("core", "models", "data", "ckpt", "moe", "infer", "tools", "import"),
     *("eval", "tune", "ops", "retrieval", "accelerate", "cli"),

@@ -77,7 +77,7 @@ def configuration(runs: Sequence[Run]) -> Section | None:
 
 
 def _of_newest_process(run: Run) -> str:
-    """A run directory keeps one configuration."""
+    """Note on a run that was resumed: its directory keeps one configuration."""
     if not run.resumes:
         return ""
     return note(
