@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tests.infer.decoding import cached_logits
 from tests.infer.engines import OPTIONS, randomize, run, tokens_of
 from tests.infer.server.served import INFERENCE, live, model_of
@@ -120,8 +124,16 @@ TEMPLATE = (
 """In the form of the published models'."""
 
 
-def new_generator() -> TextGenerator:
-    config = config_from_dict(SECTIONS, load_plugins())
+KEYS_OF_IMAGES = {
+    "img_h": SIDE, "img_w": SIDE, "image_token_index": MARK, "image_seq_length": 1, "dynamic_resolution": True,
+    "image_markers": "qwen2_vl", "video_rule": "qwen2_vl", "min_pixels": SIDE**2, "max_pixels": 60 * SIDE**2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "frames_per_view": 2,
+}  # fmt: skip
+
+
+def new_generator(**sections: dict[str, Any]) -> TextGenerator:
+    config = config_from_dict({**SECTIONS, **sections}, load_plugins())
     model, ctx = model_of(config, 1)
     randomize(model)  # with initial weights an image changes little
     return TextGenerator.of_model(model, ByteLevelTokenizer(), config, ctx)
@@ -147,10 +159,38 @@ def test_the_server_takes_images_of_several_sizes_where_the_template_has_them() 
         assert status == 200, answer
         video = [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aaaa"}}]
         refused, error = served.call("/v1/chat/completions", body | {"messages": [{"role": "user", "content": video}]})
-        assert (refused, "video_url" in error["error"]["message"]) == (400, True), error
+        assert (refused, "video 1 cannot be read" in error["error"]["message"]) == (400, True), error
     ids = [*b"<|im_start|>user\n<|vision_start|>", *[MARK] * 6, *b"<|vision_end|>and<|vision_start|>", *[MARK] * 8]
     ids += [*b"<|vision_end|>?<|im_end|>\n<|im_start|>assistant\n"]
     images = torch.cat([cells_by_hand(pixels) for pixels in pictures])
     inputs = {"images": images, "image_grids": torch.tensor([[2, 3], [4, 2]])}
     expected = new_generator().generate([ids], GREEDY, [inputs])[0][0].text
+    assert answer["choices"][0]["message"]["content"] == expected
+
+
+def test_the_server_takes_a_video_as_one_image_with_times(tmp_path: Path) -> None:
+    """Two views of two frames a second apart behind each other, between one pair of markers."""
+    random = np.random.default_rng(1)
+    frames = [random.integers(0, 256, (12, 18, 3), dtype=np.uint8) for _ in range(4)]
+    first, *rest = [Image.fromarray(frame) for frame in frames]
+    first.save(tmp_path / "film.webp", save_all=True, append_images=rest, duration=500, lossless=True)
+    url = data_url((tmp_path / "film.webp").read_bytes(), "image/webp")
+    # Of the size of the frames, so that pixels by hand are those of the file.
+    keys = {"dataset_type": "image_text", "min_video_pixels": 1, **KEYS_OF_IMAGES}
+    content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": "?"}]
+    template = TEMPLATE.replace(
+        "{% else %}{{ part.text }}",
+        "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}",
+    )
+    chat = ChatFormat(ChatTemplate("qwen", template, {}, eod_after_answer=False), ByteLevelTokenizer())
+    with live([ServedModel("qwen", 0, new_generator(data=keys), chat=chat)]) as served:
+        body = {"model": "qwen", "max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": content}]}
+        status, answer = served.call("/v1/chat/completions", body)
+        assert status == 200, answer
+    ids = [*b"<|im_start|>user\n<|vision_start|>", *[MARK] * 12, *b"<|vision_end|>?<|im_end|>\n"]
+    ids += [*b"<|im_start|>assistant\n"]
+    cells = [cells_by_hand(frame) for frame in frames]
+    images = torch.cat([torch.cat(cells[:2], 1), torch.cat(cells[2:], 1)])
+    grids = torch.tensor([[2, 3, 0], [2, 3, 1_000_000]])
+    expected = new_generator().generate([ids], GREEDY, [{"images": images, "image_grids": grids}])[0][0].text
     assert answer["choices"][0]["message"]["content"] == expected

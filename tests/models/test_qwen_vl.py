@@ -7,11 +7,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.infer.decoding import cached_logits
 from tests.models.decoder_reference import without_values
 from tests.models.qwen_vl_reference import (
     IMAGE,
     LENGTH,
     SIDE,
+    VIDEO,
     VISION,
     as_reference_inputs,
     image_batch,
@@ -20,6 +22,7 @@ from tests.models.qwen_vl_reference import (
 )
 from tests.models.vision_reference import (
     assert_near,
+    assert_same_gradients,
     assert_same_training,
     built,
     canonical_size,
@@ -78,6 +81,49 @@ def test_positions_equal_the_reference(pair) -> None:
     expected, _ = reference.model.get_rope_index(tokens, given["mm_token_type_ids"], given["image_grid_thw"])
     assert torch.equal(multimodal_positions(tokens == IMAGE, grids), expected)
     assert torch.equal(expected[:, 2], torch.arange(LENGTH).expand(3, -1))  # a text alone
+
+
+@pytest.mark.parametrize("seconds", [1.0, 0.4, 2.75])
+def test_a_video_equals_the_reference(host, seconds: float) -> None:
+    """A still, then a video of three views of 1 x 2 cells of two frames each, which begin at one place: positions,
+    logits, every gradient, and decoding in pieces that cut the video."""
+    reference = make_reference()
+    reference.config.vision_config.tokens_per_second = 3
+    randomize(reference)
+    model = from_reference(host, HUGGING_FACE, reference, {}, data={"seq_length": LENGTH})
+    generator = torch.Generator().manual_seed(6)
+    tokens = torch.randint(1, VIDEO, (1, LENGTH), generator=generator)
+    tokens[0, 1:4] = tokens[0, 6:12] = IMAGE
+    cells = torch.randn(9, 6, SIDE, SIDE, generator=generator)
+    cells[:3, 3:] = cells[:3, :3]
+    times = [0, *(round(view * seconds * 1e6) for view in range(3))]
+    grids = torch.tensor([[[1, 3, 0], *([1, 2, time] for time in times[1:])]])
+    logits = model(tokens, cells[None], image_grids=grids)
+    # [V, T, C, m, p, m, p] -> [V, m, m, C, T, p, p]
+    patches = cells.reshape(-1, 2, 3, 2, 3, 2, 3).permute(0, 3, 5, 2, 1, 4, 6).reshape(36, -1)
+    theirs = tokens.clone()
+    theirs[0, 6:12] = VIDEO
+    given = {
+        "image_grid_thw": torch.tensor([[1, 2, 6]]),
+        "video_grid_thw": torch.tensor([[3, 2, 4]]),
+        "second_per_grid_ts": torch.tensor([seconds]),
+        "mm_token_type_ids": (theirs == IMAGE).int() + 2 * (theirs == VIDEO).int(),
+    }
+    expected, _ = reference.model.get_rope_index(theirs, **given)
+    assert torch.equal(multimodal_positions(tokens == IMAGE, grids, None, 3), expected)
+    output = reference(
+        input_ids=theirs,
+        attention_mask=torch.ones_like(theirs),
+        pixel_values=patches[:12],
+        pixel_values_videos=patches[12:],
+        **given,
+    )
+    assert_near(logits, output.logits)
+    logits[0, -1].sum().backward()
+    output.logits[0, -1].sum().backward()
+    assert_same_gradients(model, reference, HUGGING_FACE)
+    decoded = cached_logits(model, tokens, (3, 8, 10, LENGTH), [{"images": cells, "image_grids": grids[0]}])
+    torch.testing.assert_close(decoded, logits, atol=1e-4, rtol=1e-4)
 
 
 def test_positions_by_hand_start_again_with_each_segment() -> None:

@@ -96,6 +96,51 @@ def test_frames_of_a_folder_are_those_of_the_processor(tmp_path: Path, count: in
     assert len(places) == 1
 
 
+@pytest.mark.parametrize(
+    ("count", "fps", "size", "taken", "sized"),
+    [
+        (9, 2.0, (20, 30), [0, 1, 2, 3, 4, 5, 6, 7], (16, 32)),
+        (24, 8.0, (17, 9), [0, 4, 8, 12, 16, 20], (32, 24)),
+        (11, 30.0, (90, 44), [0, 2, 5, 8], (88, 40)),
+        (37, 5.0, (20, 20), [0, 2, 5, 7, 10, 13, 15, 18, 21, 23, 26, 29, 31, 34], (24, 24)),
+    ],
+)
+def test_a_video_is_one_image_with_times_for_qwen2_vl(
+    tmp_path: Path, count: int, fps: float, size: tuple[int, int], taken: list[int], sized: tuple[int, int]
+) -> None:
+    """taken, sized: by the functions of Qwen2VLVideoProcessor of transformers 5.23, which need torchvision."""
+    frames = frames_of(count, *size)
+    write_folder(tmp_path / "film", frames)
+    (height, width), views = sized, len(taken) // 2
+    rows, columns = height // SIDE, width // SIDE
+    record = {"video": "film", "fps": fps, "question": "what", "answer": "this"}
+    tokenizer, samples = samples_of(tmp_path, [record], video_rule="qwen2_vl", max_images=500)
+    sample = samples[0]
+    each = 2 / (len(taken) / count * fps)
+    times = [round(view * each * 1e6) for view in range(views)]
+    assert sample["image_grids"][: views + 1].tolist() == [*([rows, columns, time] for time in times), [0, 0, 0]]
+    start, end = (tokenizer.encode(f"<|vision_{name}|>") for name in ("start", "end"))
+    expected = [*start, *[tokenizer.vocab_size] * (views * rows * columns), *end]
+    tokens = sample["tokens"].tolist()
+    assert [tokens[place : place + len(expected)] for place in range(len(tokens))].count(expected) == 1
+    for view, pair in enumerate(zip(taken[::2], taken[1::2], strict=True)):
+        shown = [Image.fromarray(frames[number]).resize((width, height), Image.Resampling.BICUBIC) for number in pair]
+        films = np.stack([np.asarray(frame, np.float32) / 127.5 - 1 for frame in shown])
+        cells = films.reshape(2, rows, SIDE, columns, SIDE, 3).transpose(1, 3, 0, 5, 2, 4).reshape(-1, 6, SIDE, SIDE)
+        assert_same_pixels(sample["images"][view * len(cells) : (view + 1) * len(cells)], cells, 1 / 255 / 0.5)
+
+
+def test_videos_one_behind_the_other_are_two_images(tmp_path: Path) -> None:
+    frames = frames_of(4, 16, 16)
+    write_folder(tmp_path / "film", frames)
+    record = {"videos": ["film", "film"], "fps": 2, "text": "<video><video>"}
+    tokenizer, samples = samples_of(tmp_path, [record], video_rule="qwen2_vl")
+    grids = samples[0]["image_grids"][:5, 2].tolist()
+    assert grids == [0, 1_000_000, 0, 1_000_000, 0]
+    start, tokens = tokenizer.encode("<|vision_start|>"), samples[0]["tokens"].tolist()
+    assert [tokens[place : place + len(start)] for place in range(len(tokens))].count(start) == 2
+
+
 def test_an_animated_file_is_the_same_as_its_frames(tmp_path: Path) -> None:
     frames = frames_of(6, 16, 24)
     write_folder(tmp_path / "film", frames)

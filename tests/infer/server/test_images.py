@@ -97,6 +97,14 @@ def expected(llava: TextGenerator, before: str, *pieces: np.ndarray | str) -> st
     return llava.generate([ids], greedy, [{"images": torch.stack(images)}])[0][0].text
 
 
+def test_a_model_of_images_takes_no_videos(served: Live) -> None:
+    content = [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aaaa"}}]
+    body = {"model": "llava", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+    status, error = served.call("/v1/chat/completions", body)
+    assert status == 400
+    assert "a part is a video_url" in error["error"]["message"]
+
+
 @pytest.mark.slow
 def test_a_model_sees_the_images_of_a_conversation(served: Live, llava: TextGenerator, folder: Path) -> None:
     first, second = picture(1), picture(2)

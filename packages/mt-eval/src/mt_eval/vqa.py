@@ -170,7 +170,9 @@ class VisualQuestions:
         images = read_images(record.images, self.data)
         # An image has as many features as its tiling gives: the image token is repeated for each.
         grids = [image.grid for image in images]
-        tokens, _ = self.image_tokens.expand(np.array(text.tokens, np.int32), np.array(text.counted, np.bool_), grids)
+        times = [time for image in images for time in image.times]
+        encoded = np.array(text.tokens, np.int32), np.array(text.counted, np.bool_)
+        tokens, _ = self.image_tokens.expand(*encoded, grids, times)
         # IMAGE marks features within the expanded tokens; the model's vocabulary has its own id for them.
         ids = np.where(tokens == IMAGE, self.data.image_token_index, tokens).tolist()
         return ids, prompts.image_inputs(images)

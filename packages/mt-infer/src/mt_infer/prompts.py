@@ -47,11 +47,18 @@ WHOLE = Grid(1, 1)
 
 class ImageViews(NamedTuple):
     """pixels [V, 3 (of each frame), img_h, img_w]: the tiles of an image, or the image as one view. grid: that it was
-    cut by. text: what stands for it in a text, of a video marks of as many parts of the same grid, and their times."""
+    cut by. text: what stands for it in a text, of a video marks of as many parts of the same grid, and their times.
+    microseconds: of each part of a video that is one image in the text."""
 
     pixels: Tensor
     grid: Grid
     text: str = MARK
+    microseconds: tuple[int, ...] = ()
+
+    @property
+    def times(self) -> tuple[int, ...]:
+        """Of each part, 0 of an image."""
+        return self.microseconds or (0,) * self.text.count(MARK)
 
     @property
     def grids(self) -> list[Grid]:
@@ -90,8 +97,11 @@ class PromptEncoder:
             return [self._decoder_start()], {**inputs, ENCODER_TOKENS: torch.tensor([self.tokens(prompt)])}
         if isinstance(prompt, str) and IMAGES in inputs:
             # [images, 2]: rows and columns of tiles; models of one view for each image have no grids.
-            grids = inputs[IMAGE_GRIDS].tolist() if IMAGE_GRIDS in inputs else [WHOLE] * len(inputs[IMAGES])
-            return self.with_images(prompt, [Grid(*grid) for grid in grids]), inputs
+            grids: list[Sequence[int]] = [WHOLE] * len(inputs[IMAGES])
+            if IMAGE_GRIDS in inputs:
+                grids = inputs[IMAGE_GRIDS].tolist()
+            times = [grid[2] for grid in grids if len(grid) > 2]
+            return self.with_images(prompt, [Grid(*grid[:2]) for grid in grids], microseconds=times), inputs
         return self.tokens(prompt), inputs
 
     def tokens(self, prompt: Prompt) -> list[int]:
@@ -131,10 +141,13 @@ class PromptEncoder:
         """Tokens that stand for images, of a model that takes some."""
         return image_data(self.config).image_tokens(bare_encoder(self.tokenizer))
 
-    def with_images(self, prompt: str, grids: Sequence[Grid], encode: Encode | None = None) -> list[int]:
+    def with_images(
+        self, prompt: str, grids: Sequence[Grid], encode: Encode | None = None, microseconds: Sequence[int] = ()
+    ) -> list[int]:
         """Ids of a text with images, which were cut by these grids (`views_of`). Each "<image>" stands for one of the
         images, which else come first. encode: of a text that has its first ids, such as BOS; None: the tokenizer adds
-        them, once. Raises ConfigError for another number of marks."""
+        them, once. microseconds: above 0 for a view of a video that continues the one before it. Raises ConfigError for
+        another number of marks."""
         if self.image_tokens.in_templates is not None:
             # Chat templates of some families write a placeholder of their own.
             prompt = prompt.replace(self.image_tokens.in_templates, MARK)
@@ -148,8 +161,7 @@ class PromptEncoder:
         within = encode or bare_encoder(self.tokenizer)
         # The first piece may get BOS from the tokenizer; later ones must not.
         ids = list((encode or self.tokenizer.encode)(pieces[0]))
-        for grid, piece in zip(grids, pieces[1:], strict=True):
-            image = self.image_tokens.of(grid)
+        for image, piece in zip(self.image_tokens.of_all(grids, microseconds), pieces[1:], strict=True):
             # The image's own tokens, in which IMAGE stands for each feature: the model's id in place of it.
             ids += np.where(image == IMAGE, self.model.image_token_index, image).tolist()
             ids += within(piece)
@@ -170,7 +182,7 @@ class PromptEncoder:
         pieces = prompt.split(MARK) if marks else [""] * len(images) + [prompt]
         texts = [image.text for image in images]
         text = "".join(chain(*zip(pieces, texts, strict=False), pieces[-1:]))
-        return self.with_images(text, grids, encode)
+        return self.with_images(text, grids, encode, [time for image in images for time in image.times])
 
     def image_inputs(self, images: Sequence[ImageViews]) -> Mapping[str, Tensor]:
         """What the model takes of a prompt's images; nothing without images."""
@@ -179,7 +191,11 @@ class PromptEncoder:
         views = {IMAGES: all_views(images)}
         if IMAGE_GRIDS not in self.conditioned_by:
             return views
-        return {**views, IMAGE_GRIDS: torch.tensor([grid for image in images for grid in image.grids])}
+        grids = torch.tensor([grid for image in images for grid in image.grids])
+        if any(image.microseconds for image in images):
+            # [parts, 3], with the time of each.
+            grids = torch.cat([grids, torch.tensor([time for image in images for time in image.times])[:, None]], 1)
+        return {**views, IMAGE_GRIDS: grids}
 
 
 def takes_no_images(family: str) -> str:
@@ -236,7 +252,8 @@ def _read(file: ImageFile, data: ImageTextDataConfig) -> ImageViews:
         return views_of([read_image(file)], data)[0]
     grid = grid_of(file, data.tiling)
     cells = views_of_frames(read_view(file), grid, data.tiling, data)
-    return ImageViews(torch.from_numpy(np.stack(cells)), grid)
+    times = (file.microseconds,) if data.has_view_times else ()
+    return ImageViews(torch.from_numpy(np.stack(cells)), grid, microseconds=times)
 
 
 def read_video(path: Path, data: ImageTextDataConfig) -> ImageViews:
@@ -246,7 +263,8 @@ def read_video(path: Path, data: ImageTextDataConfig) -> ImageViews:
     assert sampling is not None
     video = open_video(path, sampling)
     parts = [_read(file, data) for file in video.files]
-    return ImageViews(torch.cat([part.pixels for part in parts]), parts[0].grid, video.text(MARK))
+    times = () if video.seconds else tuple(file.microseconds for file in video.files)
+    return ImageViews(torch.cat([part.pixels for part in parts]), parts[0].grid, video.text(MARK), times)
 
 
 def views_of(images: Iterable[NDArray[np.uint8]], data: ImageTextDataConfig) -> list[ImageViews]:

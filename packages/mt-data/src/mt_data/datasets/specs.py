@@ -133,8 +133,11 @@ TASK_DATASETS = (
 
 
 def image_grids(images: str) -> SampleField:
-    doc = "rows and columns of views of each image; the rest is 0. Absent unless data.dynamic_resolution is set"
-    return SampleField("image_grids", "int64", f"[{images}, 2]", doc)
+    doc = (
+        "rows and columns of views of each image; the rest is 0. Absent unless data.dynamic_resolution is set. With "
+        "data.frames_per_view=2 and data.video_rule=qwen2_vl a third number, microseconds of a view of a video"
+    )
+    return SampleField("image_grids", "int64", f"[{images}, 2 or 3]", doc)
 
 
 IMAGE = SampleField("images", "float32", "[3, img_h, img_w]", "red, green and blue, (value / 255 - mean) / std")

@@ -51,8 +51,12 @@ class DynamicResolutionConfig(VisionLanguageConfig):
     """Keys of the data set image_text beside sizes, for images as published models of the family take them."""
     PUBLISHED_CELLS: ClassVar[tuple[int, int]]
     """Fewest and most cells of an image there."""
+    PUBLISHED_VIDEO_CELLS: ClassVar[tuple[int, int] | None] = None
+    """Fewest and most cells of a frame of a video there; None: as the data set has them."""
     TAKES_VIDEOS: ClassVar[bool] = False
     """Whether cells can be those of two frames of a video."""
+    VIDEO_RULE: ClassVar[str] = "qwen3_vl"
+    """How a video is put into a text, where the family takes some: data.video_rule."""
 
     @property
     def image_seq_length(self) -> int:
@@ -74,7 +78,14 @@ class DynamicResolutionConfig(VisionLanguageConfig):
             "min_pixels": fewest * side**2,
             "max_pixels": most * side**2,
             **self.PUBLISHED_IMAGES,
+            **self._video_keys(side),
         }
+
+    def _video_keys(self, side: int) -> dict[str, Any]:
+        if self.PUBLISHED_VIDEO_CELLS is None:
+            return {}
+        fewest, most = self.PUBLISHED_VIDEO_CELLS
+        return {"min_video_pixels": fewest * side**2, "max_video_pixels": most * side**2}
 
 
 def refuse_context_parallel(config: Config) -> None:
@@ -116,6 +127,8 @@ def check_samples(model: Any, config: Config) -> None:
         },
     )
     if (frames := getattr(config.data, "frames_per_view", 1)) > 1:
+        if model.TAKES_VIDEOS:
+            require_data(config, {"video_rule": (model.VIDEO_RULE, f"that of model.family={model.family}")})
         taken = getattr(model.vision_model, "temporal_patch_size", 1) if model.TAKES_VIDEOS else 1
         if frames != taken:
             raise ConfigError(

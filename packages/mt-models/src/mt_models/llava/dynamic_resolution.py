@@ -36,7 +36,8 @@ class DynamicResolutionModel(VisionLanguageModel):
 
     def features_of_batch(self, places: Tensor, images: Tensor, image_grids: Tensor | None) -> Tensor:
         """images [B, M, C, side, side]: the cells of the images of each row, in the order of their image tokens.
-        image_grids int64 [B, K, 2]: rows and columns of cells of each image. What is beyond is padding (grids of 0)."""
+        image_grids int64 [B, K, 2]: rows and columns of cells of each image; [B, K, 3] with the times of views of
+        videos. What is beyond is padding (grids of 0)."""
         # `tolist` waits for the device if the grids are there: sizes of windows and
         # numbers of cells are shapes, which the host needs.
         grids = [] if image_grids is None else [real_grids(of_row) for of_row in image_grids.tolist()]
@@ -73,8 +74,8 @@ class DynamicResolutionModel(VisionLanguageModel):
 
 
 def real_grids(grids: Sequence[Sequence[int]]) -> list[Grid]:
-    """Without the padding."""
-    return [(rows, columns) for rows, columns in grids if rows]
+    """Without the padding, and without times of videos."""
+    return [(grid[0], grid[1]) for grid in grids if grid[0]]
 
 
 def cells(grids: Sequence[Grid]) -> int:

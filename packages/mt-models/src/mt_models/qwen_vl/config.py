@@ -43,6 +43,8 @@ class QwenVisionConfig(MergedPatchConfig):
     """Frames of a patch. A still image is a film in which all frames are equal."""
     window_size: PositiveInt = 112
     """Side in pixels of the windows within which patches attend to one another. It covers whole merged patches."""
+    tokens_per_second: PositiveInt = 2
+    """Positions in time of a second of a video."""
     full_attention_layers: list[NonNegativeInt] = Field(default_factory=lambda: [7, 15, 23, 31])
     """Layers, counted from 0, in which all patches of an image attend to one another."""
 
@@ -97,8 +99,12 @@ class QwenVLConfig(DynamicResolutionConfig):
         "image_mean": CLIP_MEAN,
         "image_std": CLIP_STD,
         "image_markers": "qwen2_vl",
+        "video_rule": "qwen2_vl",
     }
     PUBLISHED_CELLS: ClassVar[tuple[int, int]] = (4, 16384)
+    PUBLISHED_VIDEO_CELLS: ClassVar[tuple[int, int] | None] = (128, 768)
+    TAKES_VIDEOS: ClassVar[bool] = True
+    VIDEO_RULE: ClassVar[str] = "qwen2_vl"
 
     vision_model: Annotated[QwenVisionConfig, BeforeValidator(vision_section)]  # type: ignore[assignment]
     """A table with the keys of the vision transformer."""

@@ -29,10 +29,9 @@ TEXT_KEYS = frozenset(
     | {fixed.theirs for fixed in qwen.QWEN2.fixed if fixed.theirs != "use_mrope"}
     | {*qwen.QWEN2.import_extra_keys}
 )
-OF_VIDEOS = "of videos, which the model does not take"
 MARKERS = "marks images and videos in texts, which the tokenizer's template does"
 TOKENS = {
-    "video_token_id": OF_VIDEOS,
+    "video_token_id": "views of videos have the image token",
     **dict.fromkeys(("vision_start_token_id", "vision_end_token_id", "vision_token_id"), MARKERS),
 }
 TEXT_DEFAULTS = {
@@ -128,13 +127,13 @@ VISION = ConfigMap(
         Field("spatial_merge_size", "spatial_merge_size", default=2),
         Field("temporal_patch_size", "temporal_patch_size", default=2),
         Field("window_size", "window_size", default=112),
+        Field("tokens_per_second", "tokens_per_second", default=4),
         Field("fullatt_block_indexes", "full_attention_layers", list, list, default=[7, 15, 23, 31]),
         Field("initializer_range", "init_method_std", float, default=0.02),
     ),
     fixed=(Fixed("hidden_act", ("silu",)), *NOT_A_CHOICE),
     ignored={
         **IGNORED,
-        "tokens_per_second": OF_VIDEOS,
         "spatial_patch_size": "repeats patch_size",
         "out_hidden_size": "is the hidden_size of the decoder",
     },

@@ -45,16 +45,23 @@ class QwenVLDecoder(RotaryDecoder):
 # -- multimodal rotary positions, in time, height and width ------------------------------------------
 
 
-def multimodal_positions(places: Tensor, grids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+MICROSECONDS = 1_000_000
+
+
+def multimodal_positions(
+    places: Tensor, grids: Tensor, position_ids: Tensor | None = None, tokens_per_second: int = 1
+) -> Tensor:
     """Positions [3, B, S] in time, height and width (Qwen2-VL, Wang et al., 2024, section 2.1).
 
     places: [B, S] bool, where tokens of images are. grids: int64 [B, K, 2], rows and columns of merged patches of the
     images, in the order of their tokens; rows of zeros are padding. position_ids: [B, S] of a text, which start at 0
-    with each segment; default 0, 1, ....
+    with each segment; default 0, 1, .... grids of a batch with videos are [B, K, 3], the third number being the time of
+    a view in microseconds since its video began, of which a second is tokens_per_second positions; 0 for images and for
+    the first view of a video.
 
     A word has one number three times. An image that begins behind position p has p + 1 as its time, p + 1 + row and
-    p + 1 + column; the word behind it has the largest of them plus one. Tokens of images that no grid has left are
-    words. No value is read by the host.
+    p + 1 + column; the word behind it has the largest row or column plus one. Later views of a video have the rows and
+    columns of the first one. Tokens of images that no grid has left are words. No value is read by the host.
     """
     if position_ids is None:
         position_ids = torch.arange(places.shape[1], device=places.device).expand_as(places)
@@ -64,22 +71,28 @@ def multimodal_positions(places: Tensor, grids: Tensor, position_ids: Tensor | N
     #   height   0  1  2  2  3  3  4
     #   width    0  1  2  3  2  3  4
     # The image's 4 tokens take max(2, 2) = 2 numbers, so the word behind it has 6 - (4 - 2) = 4.
-    rows, columns = grids.to(places.device).unbind(-1)  # [B, K]
-    sizes = rows * columns
+    rows, columns, *times = grids.to(places.device).unbind(-1)  # [B, K]
+    sizes, taken = rows * columns, torch.maximum(rows, columns)
+    time = times[0] if times else torch.zeros_like(rows)
+    # The views of a video take the positions of one together: those of the first view.
+    first, continues = taken.masked_fill(time > 0, 0), time > 0
     ends = sizes.cumsum(1)
     # Image tokens that a model has generated have no grid, and are words.
     places = places & (places.cumsum(1) <= ends[:, -1:])
     before = places.cumsum(1) - places.long()  # tokens of images before each position, [B, S]
     image = torch.searchsorted(ends, before, right=True)  # images that have ended, which is the number of the current
     # At a token of an image: what a word there would have, by the images before this one.
-    words = position_ids - _skipped(image, sizes - torch.maximum(rows, columns), position_ids)
+    words = position_ids - _skipped(image, sizes - first, position_ids)
     # Behind the last image `image` is K, one too many to gather with; there the words are chosen below.
     image = image.clamp(max=ends.shape[1] - 1)
     within = before - (ends - sizes).gather(1, image)
     # 1 for padding, whose grid has 0 columns, by which nothing may be divided.
     width = columns.gather(1, image).clamp(min=1)
-    offsets = torch.stack([torch.zeros_like(within), within // width, within % width])
-    return torch.where(places, words - within + offsets, words)
+    elapsed = (time * tokens_per_second // MICROSECONDS).gather(1, image)
+    offsets = torch.stack([elapsed, within // width, within % width])
+    # What the first view of a video has taken lies behind the place at which all of its views begin.
+    begin = words - within - (taken * continues).gather(1, image)
+    return torch.where(places, begin + offsets, words)
 
 
 def _skipped(ended: Tensor, saved: Tensor, position_ids: Tensor) -> Tensor:
@@ -115,13 +128,18 @@ class QwenVLModel(DynamicResolutionModel):
         """position_ids [B, S]: of a text, starting at 0 with each segment -> [3, B, S] with images."""
         if image_grids is None:
             return position_ids
-        return multimodal_positions(places, image_grids, position_ids)
+        return multimodal_positions(places, image_grids, position_ids, self.tokens_per_second)
+
+    @property
+    def tokens_per_second(self) -> int:
+        """Positions of a second of a video; unused by families whose videos are images behind their times."""
+        return int(getattr(self.config.vision_model, "tokens_per_second", 1))
 
     # -- generation ----------------------------------------------------------------------------------
 
     def condition(self, inputs: Mapping[str, Tensor]) -> Conditioning:
-        """images [V, C, side, side], image_grids [K, 2] -> features [V, H], of the first stage's ranks; and the grids,
-        on the host, from which every stage computes positions."""
+        """images [V, C, side, side], image_grids [K, 2 or 3] -> features [V, H], of the first stage's ranks; and the
+        grids, on the host, from which every stage computes positions."""
         if "images" not in inputs:
             return {}
         # Positions are computed again for each new token, from few numbers: on the host no pass waits for the device.
@@ -140,7 +158,8 @@ class QwenVLModel(DynamicResolutionModel):
             if grids is not None:
                 # From the beginning: a position depends on all images before it. The last `count` are taken.
                 places = torch.cat([sequence.past, sequence.new])[None] == self.config.image_token_index
-                coordinates = multimodal_positions(places, grids[None])[..., sequence.start :]
+                coordinates = multimodal_positions(places, grids[None], None, self.tokens_per_second)
+                coordinates = coordinates[..., sequence.start :]
                 positions[..., end - sequence.count : end] = coordinates.to(positions.device)
         return positions
 

@@ -14,6 +14,7 @@ Colours = Annotated[list[float], Field(min_length=3, max_length=3)]
 Resize = Literal["crop", "squash"]
 Resample = Literal["bicubic", "lanczos"]
 ImageMarkers = Literal["none", "idefics3", "internvl", "qwen2_vl", "gemma4", "pixtral", "kimi"]
+VideoRule = Literal["qwen3_vl", "qwen2_vl"]
 SizeRule = Literal["nearest", "fill", "longest_edge", "padded"]
 
 
@@ -60,6 +61,9 @@ class ImageTextKeys(ImageDataConfig):
     its size, after an image whose side is longer than the root of max_pixels was made smaller (Pixtral). padded: those
     that hold its size, black where it ends, after an image with more pixels was made smaller (Kimi K2.5)."""
 
+    video_rule: VideoRule = used_when("qwen3_vl", dynamic_resolution=True)
+    """How a video is sampled, sized and put into a text. qwen3_vl: an image for each view, behind its time. qwen2_vl:
+    one image of all views, whose times the model gets (Qwen2.5-VL)."""
     frames_per_view: Literal[1, 2] = used_when(1, dynamic_resolution=True)
     """Frames of a view: 2 where records have videos, whose frames are taken two by two; those of a still are equal."""
     video_fps: PositiveFloat = used_when(2.0, dynamic_resolution=True)
@@ -69,9 +73,9 @@ class ImageTextKeys(ImageDataConfig):
     max_video_frames: PositiveInt = used_when(768, dynamic_resolution=True)
     """Frames taken of a video at most."""
     min_video_pixels: PositiveInt = used_when(128 * 32 * 32, dynamic_resolution=True)
-    """A video whose taken frames have fewer pixels together is made larger."""
+    """A video whose taken frames have fewer pixels together (qwen2_vl: each of them) is made larger."""
     max_video_pixels: PositiveInt = used_when(768 * 32 * 32, dynamic_resolution=True)
-    """A video whose taken frames have more pixels together is made smaller."""
+    """A video whose taken frames have more pixels together (qwen2_vl: each of them) is made smaller."""
 
     @model_validator(mode="after")
     def _check_pixels(self) -> ImageTextKeys:

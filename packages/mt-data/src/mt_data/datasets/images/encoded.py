@@ -25,7 +25,7 @@ from mt_data.datasets.images.text import IMAGE, ImageTextEncoder, ImageTokens
 from mt_data.datasets.images.tiles import Grid
 from mt_data.datasets.images.videos import VideoSampling, grid_of
 
-FORMAT = 4
+FORMAT = 5
 """Raised when the same files give other arrays than before."""
 # One placeholder for each image: an image has hundreds of features, which would make the cache many times as large.
 ENCODED_IMAGE = EncodedText([IMAGE], [False])
@@ -45,8 +45,8 @@ class EncodedRecords:
     int32 [records]: the place of each. grid uint16 [images, 2]: rows and columns of tiles; image_bounds int64
     [records + 1]. An image is a file below its record's folder, or a member of its record's shard: name_bounds int64
     [images + 1] into names uint8 (as the file system has them); offset, size int64 [images], of members (size -1: a
-    file); frames int32 [images, 3], of views of videos (-1: an image). unusable int64 [records left out, 2]: file,
-    number. paths: the files; folders: where the images of each begin.
+    file); frames int32 [images, 3], of views of videos (-1: an image); microseconds int64 [images], see ImageFile.
+    unusable int64 [records left out, 2]: file, number. paths: the files; folders: where the images of each begin.
     """
 
     tokens: NDArray[np.int32]
@@ -61,6 +61,7 @@ class EncodedRecords:
     offset: NDArray[np.int64]
     size: NDArray[np.int64]
     frames: NDArray[np.int32]
+    microseconds: NDArray[np.int64]
     positions: NDArray[np.int64]
     images_end: NDArray[np.int64]
     first_label: NDArray[np.int64]
@@ -89,12 +90,15 @@ class EncodedRecords:
         name = self.names[self.name_bounds[image] : self.name_bounds[image + 1]].tobytes()
         if (size := int(self.size[image])) < 0:
             frames = tuple(self.frames[image].tolist()) if self.frames[image, 0] >= 0 else ()
-            return ImageFile(self.folders[file] / os.fsdecode(name), frames=frames)
+            later = int(self.microseconds[image])
+            return ImageFile(self.folders[file] / os.fsdecode(name), frames=frames, microseconds=later)
         return ImageFile(self.paths[file], os.fsdecode(name), int(self.offset[image]), size)
 
     def expanded(self, record: int, image_tokens: ImageTokens) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """The text of a record with the tokens of each image."""
-        return image_tokens.expand(*self.text(record), [grid for _, grid in self.images(record)])
+        images = self.images(record)
+        times = [file.microseconds for file, _ in images]
+        return image_tokens.expand(*self.text(record), [grid for _, grid in images], times)
 
     def fingerprint(self) -> str:
         """Fingerprint of texts and of the names and places of images, whose pixels are not read for it."""
@@ -111,6 +115,7 @@ class EncodedRecords:
             "offset",
             "size",
             "frames",
+            "microseconds",
         ):
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
         return combined([digest.hexdigest()])
@@ -233,6 +238,7 @@ class _Gathered:
         self.names: list[bytes] = []
         self.parts: list[tuple[int, int]] = []
         self.frames: list[tuple[int, ...]] = []
+        self.microseconds: list[int] = []
         self.sizes: list[tuple[int, int, int, int]] = []
 
     def add(self, file: int, folder: Path, record: ImageText, text: EncodedText, grids: Sequence[Grid]) -> None:
@@ -241,7 +247,9 @@ class _Gathered:
         self.places.append((file, record.number))
         self.images_of.append(len(record.images))
         # Computed with the images expanded, and stored, so that `select` needs no expansion of all records.
-        self.sizes.append(self._sizes(self.tokens[-1], self.counted[-1], grids))
+        times = [image.microseconds for image in record.images]
+        self.sizes.append(self._sizes(self.tokens[-1], self.counted[-1], grids, times))
+        self.microseconds += times
         self.grids += grids
         for image in record.images:
             self.names.append(os.fsencode(image.member or os.path.relpath(image.path, folder)))
@@ -249,10 +257,14 @@ class _Gathered:
             self.frames.append(image.frames or (-1, -1, -1))
 
     def _sizes(
-        self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], grids: Sequence[Grid]
+        self,
+        tokens: NDArray[np.int32],
+        counted: NDArray[np.bool_],
+        grids: Sequence[Grid],
+        times: Sequence[int],
     ) -> tuple[int, int, int, int]:
         """positions, images_end, first_label, views"""
-        tokens, counted = self.image_tokens.expand(tokens, counted, grids)
+        tokens, counted = self.image_tokens.expand(tokens, counted, grids, times)
         images, labels = np.flatnonzero(tokens == IMAGE), np.flatnonzero(counted[1:])
         return (
             len(tokens) - 1,
@@ -282,6 +294,7 @@ class _Gathered:
             "offset": offset.copy(),
             "size": size.copy(),
             "frames": np.array(self.frames, np.int32).reshape(-1, 3),
+            "microseconds": np.array(self.microseconds, np.int64),
         }
 
 

@@ -83,6 +83,11 @@ class ImageTextDataConfig(TextDataConfig, ImageTextKeys):
     sample without counting in the loss; each rank counts those of the samples that it reads."""
 
     @property
+    def has_view_times(self) -> bool:
+        """Whether grids come with the times of views of videos."""
+        return self.frames_per_view > 1 and self.video_rule == "qwen2_vl"
+
+    @property
     def tiling(self) -> Tiling:
         if self.dynamic_resolution:
             return DynamicResolution.of(self, self.resample)
@@ -151,9 +156,11 @@ class ImageTextDataset:
             images[view : view + len(pixels)] = pixels
             view += len(pixels)
         if self.config.dynamic_resolution:
-            grids = [grid for record in members for _, grid in self.records.images(record)]
+            shown = [image for record in members for image in self.records.images(record)]
+            times = [file.microseconds for file, _ in shown] if self.config.has_view_times else None
             # As many rows as there can be images.
-            sample["image_grids"] = padded_grids(grids, max(self.max_images // self.tiling.min_views, 1))
+            most = max(self.max_images // self.tiling.min_views, 1)
+            sample["image_grids"] = padded_grids([grid for _, grid in shown], most, times)
         return {**sample, "images": images}
 
     def fingerprint(self) -> str:

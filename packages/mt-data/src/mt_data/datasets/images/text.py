@@ -108,20 +108,31 @@ class ImageTokens:
         # Per object: a cache on the method would keep every object alive.
         self.of = lru_cache(maxsize=256)(self._of)
 
-    def _of(self, grid: Grid) -> NDArray[np.int32]:
-        """[n], IMAGE once for each feature of each view."""
+    def _of(self, grid: Grid, continues: bool = False, continued: bool = False) -> NDArray[np.int32]:
+        """[n], IMAGE once for each feature of each view. continues, continued: of a view of a video that stands behind,
+        or before, another one, without the markers between them."""
         text = self.markers(grid, self.tiling.num_views(grid))
+        text = text[text.index(VIEW) if continues else 0 : text.rindex(VIEW) + 1 if continued else None]
         # The group keeps the separators in the result.
         pieces = re.split(f"({VIEW})", text)
         parts = [[IMAGE] * self.features if piece == VIEW else self.encode(piece) for piece in pieces if piece]
         return np.concatenate([np.array(part, np.int32) for part in parts])
 
+    def of_all(self, grids: Sequence[Grid], microseconds: Sequence[int] = ()) -> list[NDArray[np.int32]]:
+        """Of each image or view. microseconds: above 0 where a view continues the one before it."""
+        later = [time > 0 for time in microseconds] or [False] * len(grids)
+        return [self.of(*flags) for flags in zip(grids, later, [*later, False][1:], strict=True)]
+
     def expand(
-        self, tokens: NDArray[np.int32], counted: NDArray[np.bool_], grids: Sequence[Grid]
+        self,
+        tokens: NDArray[np.int32],
+        counted: NDArray[np.bool_],
+        grids: Sequence[Grid],
+        microseconds: Sequence[int] = (),
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """A text [n] with IMAGE once for each image -> with the tokens of each, which do not count."""
         places = np.flatnonzero(tokens == IMAGE)
-        images = [self.of(grid) for grid in grids]
+        images = self.of_all(grids, microseconds)
         uncounted = [np.zeros(len(image), np.bool_) for image in images]
         return replaced(tokens, places, images), replaced(counted, places, uncounted)
 

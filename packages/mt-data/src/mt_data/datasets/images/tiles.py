@@ -7,6 +7,7 @@ longer side of the image, as Idefics3 does (Laurençon et al., 2024).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
@@ -14,7 +15,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.datasets.images.config import ImageTextKeys, Resample, Resize, SizeRule
+from mt_data.datasets.images.config import ImageTextKeys, Resample, Resize, SizeRule, VideoRule
 from mt_data.datasets.images.pixels import fit, resize
 
 
@@ -159,6 +160,7 @@ class DynamicResolution(Tiling):
     min_video_pixels: int = 1
     max_video_pixels: int = 1
     has_videos: bool = False
+    video_rule: VideoRule = "qwen3_vl"
 
     @staticmethod
     def of(config: ImageTextKeys, resample: Resample = "bicubic") -> DynamicResolution:
@@ -173,6 +175,7 @@ class DynamicResolution(Tiling):
             min_video_pixels=config.min_video_pixels,
             max_video_pixels=config.max_video_pixels,
             has_videos=config.frames_per_view > 1,
+            video_rule=config.video_rule,
         )
 
     @property
@@ -192,19 +195,26 @@ class DynamicResolution(Tiling):
         """The rows and columns of cells nearest to the image's size; where they have too many or too few pixels, of
         the image made smaller or larger. Where the reference exceeds max_pixels (a side has at least one cell),
         the longer side is squashed into them."""
+        return self._within_max_pixels(*self._nearest(height, width, self.min_pixels, self.max_pixels))
+
+    def _nearest(self, height: int, width: int, fewest: int, most: int) -> Grid:
+        """By numbers of pixels."""
         # transformers: smart_resize of Qwen2-VL, with cells in place of its factor of 28 pixels.
         rows, columns = round(height / self.img_h), round(width / self.img_w)
         pixels = rows * self.img_h * columns * self.img_w
-        if pixels > self.max_pixels:
-            scale = math.sqrt(height * width / self.max_pixels)
+        if pixels > most:
+            scale = math.sqrt(height * width / most)
             rows, columns = math.floor(height / scale / self.img_h), math.floor(width / scale / self.img_w)
-        elif pixels < self.min_pixels:
-            scale = math.sqrt(self.min_pixels / (height * width))
+        elif pixels < fewest:
+            scale = math.sqrt(fewest / (height * width))
             rows, columns = math.ceil(height * scale / self.img_h), math.ceil(width * scale / self.img_w)
-        return self._within_max_pixels(max(rows, 1), max(columns, 1))
+        return Grid(max(rows, 1), max(columns, 1))
 
     def video_grid(self, frames: int, height: int, width: int) -> Grid:
-        """That of each frame of a video of which so many are taken: by the pixels of all of them together."""
+        """That of each frame of a video of which so many are taken: by the pixels of all of them together, or by those
+        of one (qwen2_vl)."""
+        if self.video_rule == "qwen2_vl":
+            return self._nearest(height, width, self.min_video_pixels, self.max_video_pixels)
         # transformers: smart_resize of Qwen3-VL's video processor, which compares with an even number of frames.
         if height < self.img_h or width < self.img_w:
             scale = max(self.img_h / height, self.img_w / width)
@@ -327,8 +337,10 @@ RULES: dict[SizeRule, type[DynamicResolution]] = {
 }
 
 
-def padded_grids(grids: list[Grid], most: int) -> NDArray[np.int64]:
-    """[most, 2]: rows and columns, the rest is 0."""
-    found = np.zeros((most, 2), np.int64)
-    found[: len(grids)] = np.array(grids, np.int64).reshape(-1, 2)
+def padded_grids(grids: list[Grid], most: int, microseconds: Sequence[int] | None = None) -> NDArray[np.int64]:
+    """[most, 2]: rows and columns, the rest is 0; with the times of views [most, 3]."""
+    found = np.zeros((most, 2 if microseconds is None else 3), np.int64)
+    found[: len(grids), :2] = np.array(grids, np.int64).reshape(-1, 2)
+    if microseconds is not None:
+        found[: len(grids), 2] = microseconds
     return found

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mt_core.errors import DataError
-from mt_data.datasets.images.config import ImageTextKeys
+from mt_data.datasets.images.config import ImageTextKeys, VideoRule
 from mt_data.datasets.images.pixels import (
     SUFFIXES,
     ImageFile,
@@ -37,21 +37,27 @@ TOGETHER = 2
 
 @dataclass(frozen=True)
 class VideoSampling:
-    """Which frames are taken. fps: of a second. min_frames, max_frames: of a video."""
+    """Which frames are taken. fps: of a second. min_frames, max_frames: of a video. rule: see data.video_rule."""
 
     fps: float
     min_frames: int
     max_frames: int
+    rule: VideoRule = "qwen3_vl"
 
     @classmethod
     def of(cls, config: ImageTextKeys) -> VideoSampling | None:
         """None for a data set without videos."""
         if config.frames_per_view != TOGETHER:
             return None
-        return cls(config.video_fps, config.min_video_frames, config.max_video_frames)
+        return cls(config.video_fps, config.min_video_frames, config.max_video_frames, config.video_rule)
 
     def frames(self, count: int, fps: float) -> list[int]:
         """Numbers of the frames taken of `count`, spread evenly."""
+        if self.rule == "qwen2_vl":
+            # transformers: Qwen2VLVideoProcessor.sample_frames, which takes whole views.
+            wanted = min(max(count / fps * self.fps, self.min_frames), self.max_frames, count)
+            even = int(wanted // TOGETHER) * TOGETHER
+            return np.arange(0, count, count / even).astype(int).tolist() if even else [0]
         # transformers: Qwen3VLVideoProcessor.sample_frames.
         wanted = min(max(int(count / fps * self.fps), self.min_frames), self.max_frames, count)
         numbers: list[int] = np.linspace(0, count - 1, wanted).round().astype(int).tolist()
@@ -60,13 +66,16 @@ class VideoSampling:
 
 @dataclass(frozen=True)
 class VideoViews:
-    """files: of each view its two frames. seconds: at which they are shown, the mean of the two."""
+    """files: of each view its two frames. seconds: at which they are shown, the mean of the two; of none where the
+    views are one image."""
 
     files: tuple[ImageFile, ...]
     seconds: tuple[float, ...]
 
     def text(self, mark: str) -> str:
         """With a mark for each view, behind its time."""
+        if not self.seconds:
+            return mark * len(self.files)
         return "".join(f"<{seconds:.1f} seconds>{mark}" for seconds in self.seconds)
 
 
@@ -89,6 +98,11 @@ def open_video(path: Path, sampling: VideoSampling, fps: float | None = None) ->
     numbers += numbers[-1:] * (taken % TOGETHER)
     pairs = [numbers[start : start + TOGETHER] for start in range(0, len(numbers), TOGETHER)]
     files = tuple(ImageFile(path, frames=(*pair, taken)) for pair in pairs)
+    if sampling.rule == "qwen2_vl":
+        # transformers: `second_per_grid_ts`, by the mean rate of the frames that are taken.
+        each = TOGETHER / (taken / count * rate)
+        later = (replace(file, microseconds=round(place * each * 1e6)) for place, file in enumerate(files))
+        return VideoViews(tuple(later), ())
     return VideoViews(files, tuple((pair[0] / rate + pair[-1] / rate) / 2 for pair in pairs))
 
 
