@@ -159,11 +159,15 @@ def fully_shard_model(
 
     # Experts first: fully_shard leaves out parameters that an inner unit manages. Experts are replicated over other
     # ranks than the rest of their layer, so they need a unit with a mesh of its own.
+    # A module inside of one, such as an adapter, belongs to its unit: only that one's forward pass has hooks.
+    units: list[str] = []
     for path, module in model.named_modules():
         own = [name for name, _ in module.named_parameters(prefix=path, recurse=False)]
         # layouts has a parameter that two modules share once.
-        if own and all(name in layouts and layouts[name].replicas == "edp" for name in own):
+        is_of_experts = own and all(name in layouts and layouts[name].replicas == "edp" for name in own)
+        if is_of_experts and not any(path.startswith(f"{unit}.") for unit in units):
             shard(module, "edp")
+            units.append(path)
     for layer in _layers(model):
         shard(layer, "dp_cp")
     shard(model, "dp_cp")

@@ -126,4 +126,6 @@ def step_time(
     collecting = passes * max(clock.messages(rank.weights.micro_batch) for rank in ranks)
     end = max(clock.step_end(config, rank.weights, backward / 2, backward) for rank in ranks)
     # The bubble is what the simulated schedule takes beyond the busiest rank's own work.
-    return StepTime(products, messages + collecting, max(0.0, simulated - products - messages), end)
+    waiting = simulated - products - messages
+    # Without stages to wait for it is a rounding error of either sign.
+    return StepTime(products, messages + collecting, waiting if waiting > 1e-9 * simulated else 0.0, end)
