@@ -97,7 +97,7 @@ AUTO = {
     "ForPreTraining": "AutoModelForPreTraining",
     "ForMaskedLM": "AutoModelForMaskedLM",
     **dict.fromkeys(
-        (f"{stem}ForConditionalGeneration" for stem in ("T5", "Bart", "Blenderbot", "BlenderbotSmall")),
+        (f"{stem}ForConditionalGeneration" for stem in ("T5", "MT5", "UMT5", "Bart", "Blenderbot", "BlenderbotSmall")),
         "AutoModelForSeq2SeqLM",
     ),
     "LlavaForConditionalGeneration": "AutoModelForImageTextToText",
@@ -571,6 +571,8 @@ CASES: dict[str, Case] = {
         {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
         "two_texts",
     ),
+    "mt5": Case("t5", "MT5ForConditionalGeneration", "MT5Config", T5, "two_texts"),
+    "umt5": Case("t5", "UMT5ForConditionalGeneration", "UMT5Config", T5, "two_texts"),
     "bart": Case("bart", "BartForConditionalGeneration", "BartConfig", BART, "two_texts"),
     "mbart": Case("bart", "MBartForConditionalGeneration", "MBartConfig", BART, "two_texts"),
     "blenderbot": Case("bart", "BlenderbotForConditionalGeneration", "BlenderbotConfig", BART, "two_texts"),

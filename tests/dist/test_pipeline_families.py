@@ -37,6 +37,10 @@ MODELS = {
     ],
     "modernbert": ["model.family=modernbert", "model.num_layers=4", "model.local_attention=4"],
     "t5, relative bias": ["model.family=t5", "model.num_layers=2", "model.decoder_num_layers=3"],
+    "umt5": [
+        *("model.family=t5", "model.num_layers=2", "model.decoder_num_layers=3"),
+        "model.relative_attention_bias_per_layer=true",
+    ],
     "bart": [
         *("model.family=bart", "model.num_layers=3", "model.decoder_num_layers=2", "model.max_position_embeddings=16"),
     ],

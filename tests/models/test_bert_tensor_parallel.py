@@ -39,6 +39,7 @@ CASES = {
             "add_output_bias=true",
         ],
     ),
+    "UMT5": ("t5", "cross_entropy", ["relative_attention_bias_per_layer=true"]),
     "BART": ("bart", "cross_entropy", [POSITIONS, "scale_embedding=true"]),
     "mBART": ("bart", "cross_entropy", [POSITIONS, "layernorm_placement=pre"]),
     "classes on BERT": ("bert_classification", "classification", [POSITIONS, "classifier_dropout=0.5"]),

@@ -22,6 +22,7 @@ WITHOUT_EFFECT = {
     "smolvlm2-500m": {"model_type", "architectures"},
     "lfm2-1.2b": {"block_auto_adjust_ff_dim"},
     "exaone-4.0-32b": {"sliding_window_pattern"},
+    "mt5-small": {"model_type", "architectures"},
     "bart-base": {"architectures", "forced_eos_token_id"},
     "blenderbot-3b": {"encoder_no_repeat_ngram_size"},
     "olmo-hybrid-7b": {"pad_token_id"},

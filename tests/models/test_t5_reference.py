@@ -53,17 +53,23 @@ KINDS = {
         "scale_decoder_outputs": False,
         "num_decoder_layers": 1,
     },
+    "mT5": {},
+    "UMT5": {},
+    "UMT5, gated": {"feed_forward_proj": "gated-silu", "num_decoder_layers": 1},
 }
+STEMS = {"mT5": "MT5", "UMT5": "UMT5", "UMT5, gated": "UMT5"}
+"""Whose class is not T5's."""
 
 
 def reference_of(kind: str) -> nn.Module:
     keys = dict(KINDS[kind])
     scaled = keys.pop("scale_decoder_outputs", True)
     # Scores without a divisor are steep: with larger weights fp32 itself is off by more than the tolerance.
-    reference = make_reference("T5ForConditionalGeneration", SHAPE | keys, scale=0.2)
+    reference = make_reference(f"{STEMS.get(kind, 'T5')}ForConditionalGeneration", SHAPE | keys, scale=0.2)
     if not scaled:
         reference.config.scale_decoder_outputs = False
-    if kind == "T5 1.1":  # this release ties the output while it builds a model, published weights are not tied
+    if kind in ("T5 1.1", "mT5"):
+        # This release ties the output while it builds a model, published weights are not tied.
         reference.lm_head.weight = nn.Parameter(0.2 * torch.randn(101, 32, generator=torch.Generator().manual_seed(9)))
     return reference
 
@@ -161,6 +167,16 @@ def test_greedy_generation_equals_the_references(host) -> None:
     assert [[0, *tokens_of(row)] for row in events] == expected.tolist()
 
 
+def test_an_untied_umt5_is_not_scaled(host) -> None:
+    """As it was trained; this release of the class takes every file for a tied one, whose output it scales."""
+    reference = reference_of("UMT5")
+    reference.lm_head.weight = nn.Parameter(0.2 * torch.randn(101, 32, generator=torch.Generator().manual_seed(9)))
+    batch = samples()
+    theirs = reference(input_ids=batch["encoder_tokens"], decoder_input_ids=batch["decoder_tokens"]).logits
+    ours = ours_of(host, reference)(batch["encoder_tokens"], batch["decoder_tokens"])
+    assert_same(ours * 32**-0.5, theirs)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_and_configuration_make_the_round_trip(host, kind) -> None:
     reference = reference_of(kind)
@@ -184,17 +200,25 @@ def test_ranges_of_distances_are_those_of_the_reference(bidirectional, buckets, 
 def test_presets_have_the_sizes_of_the_reference(host, preset) -> None:
     config = load_config(preset=preset, overrides=["train.train_iters=1"], host=host).config
     external = HUGGING_FACE.write_config(config.model)
-    for key in ("architectures", "model_type"):
-        external.pop(key)
-    size = reference_size(lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**external)))
+    external.pop("model_type")
+    (name,) = external.pop("architectures")
+    kind = getattr(transformers, name)
+    size = reference_size(lambda: kind(kind.config_class(**external)))
     if config.model.untie_embeddings_and_output_weights:
-        size += 32128 * config.model.hidden_size  # which this release ties while it builds a model
+        size += config.model.vocab_size * config.model.hidden_size  # which this release ties while it builds a model
     assert canonical_size(host, config) == size
 
 
 @pytest.mark.parametrize(
     ("preset", "millions"),
-    [("t5-small", 60.5), ("t5-11b", 11307.3), ("t5-v1.1-xxl", 11135.3), ("megatron-t5-220m", 223.58)],
+    [
+        ("t5-small", 60.5),
+        ("mt5-small", 300.2),
+        ("umt5-base", 591.0),
+        ("t5-11b", 11307.3),
+        ("t5-v1.1-xxl", 11135.3),
+        ("megatron-t5-220m", 223.58),
+    ],
 )
 def test_well_known_sizes(host, preset, millions) -> None:
     config = load_config(preset=preset, overrides=["train.train_iters=1"], host=host).config

@@ -79,7 +79,10 @@ class ScaledQueryAttention(SelfAttention):
 
 
 class CrossAttentionLayer(TransformerLayer):
-    """x + attention(norm(x)), x + cross_attention(norm(x), memory), x + feed_forward(norm(x)): [B, S, H]."""
+    """x + attention(norm(x)), x + cross_attention(norm(x), memory), x + feed_forward(norm(x)): [B, S, H].
+
+    attention: replaces self-attention with scaled queries.
+    """
 
     def __init__(
         self,
@@ -89,8 +92,10 @@ class CrossAttentionLayer(TransformerLayer):
         feed_forward: nn.Module,
         ctx: ParallelContext,
         query_scale: float = 1.0,
+        attention: nn.Module | None = None,
     ) -> None:
-        super().__init__(config, core, feed_forward, ctx, ScaledQueryAttention(config, core, ctx, query_scale))
+        own = attention or ScaledQueryAttention(config, core, ctx, query_scale)
+        super().__init__(config, core, feed_forward, ctx, own)
         self.pre_cross_attn_layernorm = block_norm(config, ctx)
         self.cross_attention = CrossAttention(config, cross_core, ctx, query_scale)
         self.cross_attention_dropout = Dropout(config.hidden_dropout, ctx)

@@ -44,6 +44,8 @@ class T5Config(ModelConfig):
     and decoder share, as in Megatron's T5."""
     relative_attention_num_buckets: Annotated[int, Field(ge=4)] = used_when(32, position_embedding_type="relative")
     """Ranges of distances that have a bias of their own; in the encoder half of them for each direction."""
+    relative_attention_bias_per_layer: bool = used_when(False, position_embedding_type="relative")
+    """Each layer has biases of its own, as in UMT5; otherwise all layers of a stack share one table."""
     relative_attention_max_distance: PositiveInt = used_when(128, position_embedding_type="relative")
     """Distances from here on share one bias."""
     max_position_embeddings: PositiveInt | None = used_when(None, position_embedding_type="learned_absolute")
@@ -183,7 +185,7 @@ def _check_buckets(model: T5Config) -> None:
         )
 
 
-# -- published sizes: T5, T5 1.1, and Megatron's T5 --------------------------------------------------
+# -- published sizes: T5, T5 1.1, mT5, UMT5, and Megatron's T5 ----------------------------------------
 
 
 def _t5(layers: int, hidden: int, ffn: int, heads: int, head: int = 64, **keys: Any) -> dict[str, Any]:
@@ -201,8 +203,18 @@ def _t5(layers: int, hidden: int, ffn: int, heads: int, head: int = 64, **keys: 
     }
 
 
-def _t5_1_1(layers: int, hidden: int, ffn: int, heads: int) -> dict[str, Any]:
-    return _t5(layers, hidden, ffn, heads, activation="geglu_tanh", untie_embeddings_and_output_weights=True)
+def _t5_1_1(layers: int, hidden: int, ffn: int, heads: int, **keys: Any) -> dict[str, Any]:
+    return _t5(layers, hidden, ffn, heads, activation="geglu_tanh", untie_embeddings_and_output_weights=True, **keys)
+
+
+MULTILINGUAL = {
+    "small": (8, 512, 1024, 6),
+    "base": (12, 768, 2048, 12),
+    "large": (24, 1024, 2816, 16),
+    "xl": (24, 2048, 5120, 32),
+    "xxl": (24, 4096, 10240, 64),
+}
+"""mT5 and UMT5 (which has no large one): T5 1.1 with vocabularies of all languages."""
 
 
 MEGATRON_T5: dict[str, Any] = {
@@ -228,6 +240,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "t5-v1.1-large": _t5_1_1(24, 1024, 2816, 16),
     "t5-v1.1-xl": _t5_1_1(24, 2048, 5120, 32),
     "t5-v1.1-xxl": _t5_1_1(24, 4096, 10240, 64),
+    **{f"mt5-{size}": _t5_1_1(*shape, vocab_size=250112) for size, shape in MULTILINGUAL.items()},
+    **{
+        f"umt5-{size}": _t5_1_1(*shape, vocab_size=256384, relative_attention_bias_per_layer=True)
+        for size, shape in MULTILINGUAL.items()
+        if size != "large"
+    },
     "megatron-t5-220m": _t5(12, 768, 3072, 12, **MEGATRON_T5),
 }
 

@@ -1,4 +1,5 @@
-"""T5 and T5 1.1 in Hugging Face's format; Megatron's T5, with learned positions, is exported as a Blenderbot."""
+"""T5, T5 1.1, mT5 and UMT5 in Hugging Face's format; Megatron's T5, with learned positions, is exported as a
+Blenderbot."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ GATED = {"gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_
 
 def import_activation(external: Mapping[str, Any]) -> str:
     """`dense_act_fn` and `is_gated_act`, which newer files have, count; without them `feed_forward_proj` says both."""
-    projection = str(external.get("feed_forward_proj", "relu"))
+    default = "relu" if external.get("model_type", "t5") == "t5" else "gated-gelu"
+    projection = str(external.get("feed_forward_proj", default))
     # The class takes gated-gelu for the tanh approximation.
     implied = "gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-")
     name, gated = external.get("dense_act_fn", implied), external.get("is_gated_act", projection.startswith("gated-"))
@@ -70,7 +72,8 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
     # Before transformers 5 tie_word_embeddings decided both whether the LM head is the embedding and whether
     # its input is scaled; since then scale_decoder_outputs is the second.
     dropout, tied = float(external.get("dropout_rate", 0.1)), bool(external.get("tie_word_embeddings", True))
-    scaled = bool(external.get("scale_decoder_outputs", tied))
+    # UMT5's class scales tied outputs as T5's, mT5's has no scale at all.
+    scaled = bool(external.get("scale_decoder_outputs", tied and external.get("model_type") != "mt5"))
     if scaled and not tied:
         raise ConfigError("scale_decoder_outputs=True is not supported with tie_word_embeddings=False; it can be False")
     return {
@@ -78,6 +81,7 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_dropout": dropout,
         "attention_dropout": dropout,
         "untie_embeddings_and_output_weights": not tied,
+        "relative_attention_bias_per_layer": external.get("model_type") == UMT5,
         **({"scale_output": scaled} if tied else {}),
     }
 
@@ -85,11 +89,13 @@ def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
 def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     head = model.get("kv_channels") or model["hidden_size"] // model["num_attention_heads"]
     tied = not model.get("untie_embeddings_and_output_weights")
+    per_layer = bool(model.get("relative_attention_bias_per_layer"))
+    scale = {} if per_layer else {"scale_decoder_outputs": tied and bool(model.get("scale_output", True))}
     return {
-        "architectures": ["T5ForConditionalGeneration"],
+        "architectures": [f"{'UMT5' if per_layer else 'T5'}ForConditionalGeneration"],
         "decoder_start_token_id": PADDING,
         "tie_word_embeddings": tied,
-        "scale_decoder_outputs": tied and bool(model.get("scale_output", True)),
+        **scale,
         **export_activation(model["activation"]),
         "dropout_rate": model.get("hidden_dropout"),
         "d_kv": head,
@@ -98,17 +104,21 @@ def export_extra(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-CONFIG_MAPS = {
-    "t5": ConfigMap(
-        architecture="t5",
+UMT5 = "umt5"
+
+
+def config_map(kind: str, *, vocab: int, ffn: int, layers: int, heads: int) -> ConfigMap:
+    """The map of a model_type, with what its class takes where a file says nothing."""
+    return ConfigMap(
+        architecture=kind,
         fields=(
-            Field("vocab_size", "vocab_size", default=32128),
+            Field("vocab_size", "vocab_size", default=vocab),
             Field("d_model", "hidden_size", default=512),
             Field("d_kv", "kv_channels", default=64),
-            Field("d_ff", "ffn_hidden_size", default=2048),
-            Field("num_layers", "num_layers", default=6),
+            Field("d_ff", "ffn_hidden_size", default=ffn),
+            Field("num_layers", "num_layers", default=layers),
             Field("num_decoder_layers", "decoder_num_layers"),
-            Field("num_heads", "num_attention_heads", default=8),
+            Field("num_heads", "num_attention_heads", default=heads),
             Field("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
             Field("relative_attention_max_distance", "relative_attention_max_distance", default=128),
             Field("layer_norm_epsilon", "norm_epsilon", default=1e-6),
@@ -116,6 +126,8 @@ CONFIG_MAPS = {
         fixed=(
             Fixed("is_encoder_decoder", (True,)),
             Fixed("is_decoder", (False,)),
+            # Of UMT5's published files; no version of its class reads it.
+            Fixed("scalable_attention", (True, False), written=False),
             *(entry for entry in NOT_A_CHOICE if entry.theirs not in ("is_encoder_decoder", "is_decoder")),
         ),
         ignored={
@@ -126,7 +138,8 @@ CONFIG_MAPS = {
         },
         import_extra=import_extra,
         import_extra_keys=(
-            *("tie_word_embeddings", "scale_decoder_outputs", "dropout_rate"),
+            *("model_type", "tie_word_embeddings", "dropout_rate"),
+            *(("scale_decoder_outputs",) if kind == "t5" else ()),
             *("feed_forward_proj", "dense_act_fn", "is_gated_act"),
         ),
         export_extra=export_extra,
@@ -137,6 +150,13 @@ CONFIG_MAPS = {
             "head_dim": "d_kv",
         },
     )
+
+
+CONFIG_MAPS = {
+    "t5": config_map("t5", vocab=32128, ffn=2048, layers=6, heads=8),
+    # Written as t5, of which it is one with an output that is not scaled.
+    "mt5": config_map("mt5", vocab=250112, ffn=1024, layers=8, heads=6),
+    UMT5: config_map(UMT5, vocab=250112, ffn=1024, layers=8, heads=6),
 }
 
 
@@ -161,10 +181,16 @@ def stack_rules(config: T5Config, stack: str, layers: int) -> Iterable[Rule]:
         rules += cross_rules(ours, f"{theirs}1.", heads)
     yield from (rule.for_layer(i) for rule in rules for i in range(layers))
     yield Same(f"{stack}.final_layernorm.weight", f"{stack}.final_layer_norm.weight")
-    yield Same(
-        f"{stack}_relative_pos_emb.relative_attention_bias.weight",
-        f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-    )
+    yield from bias_rules(config, stack, layers)
+
+
+def bias_rules(config: T5Config, stack: str, layers: int) -> Iterable[Rule]:
+    """In T5 the first layer has the table of all."""
+    table = "relative_attention_bias.weight"
+    for i in range(layers if config.relative_attention_bias_per_layer else 1):
+        of_layer = f"{stack}.layers.{i}.self_attention.relative_pos_emb"
+        ours = of_layer if config.relative_attention_bias_per_layer else f"{stack}_relative_pos_emb"
+        yield Same(f"{ours}.{table}", f"{stack}.block.{i}.layer.0.SelfAttention.{table}")
 
 
 def cross_rules(ours: str, theirs: str, heads: int) -> list[Rule]:
@@ -214,9 +240,22 @@ def model_type_of(config: T5Config) -> str:
         ("attention_dropout", config.hidden_dropout),
     ):
         require_value(config, key, (value,), "t5")
-    return "t5"
+    if not config.relative_attention_bias_per_layer:
+        return "t5"
+    if not config.untie_embeddings_and_output_weights:
+        require_value(config, "scale_output", (True,), UMT5)
+    return UMT5
+
+
+def held(external: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """The classes of mT5 and UMT5 take tie_word_embeddings for true and look into the file: without an LM head it is
+    the embedding, and mT5's is never scaled, whether it is tied or not."""
+    kind, has_head = external.get("model_type"), "lm_head.weight" in set(names)
+    if kind == "mt5" or (kind == UMT5 and not has_head):
+        return {**external, "tie_word_embeddings": not has_head}
+    return external
 
 
 HUGGING_FACE = HuggingFaceFamily(
-    "t5", {**CONFIG_MAPS, blenderbot.KIND: blenderbot.BLENDERBOT}, name_map, model_type_of, copies
+    "t5", {**CONFIG_MAPS, blenderbot.KIND: blenderbot.BLENDERBOT}, name_map, model_type_of, copies, held=held
 )

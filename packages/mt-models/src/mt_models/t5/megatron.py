@@ -55,6 +55,7 @@ def t5_section(args: MegatronArguments, names: Collection[str]) -> dict[str, Any
 
 def t5_arguments(model: Any, parameters: Collection[str], kept: Mapping[str, Any]) -> dict[str, Any]:
     require(model, "scale_attention_scores", (True,))
+    require(model, "relative_attention_bias_per_layer", (False,))
     if model.output_scale != 1.0:
         raise ConfigError("model.scale_output=true: Megatron's T5 does not scale its output; it can be false")
     return {

@@ -6,10 +6,14 @@ parallelism). With sequence parallelism hidden states between the layers are sha
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import replace
 
+import torch
+from torch import Tensor, nn
+
+from mt_core.nn.attention import AttentionCore, AttentionPattern
 from mt_core.nn.build_context import ModelBuildContext
+from mt_core.nn.cache import Cache
 from mt_core.nn.dropout import Dropout
 from mt_core.nn.layout import normal
 from mt_core.parallel.context import ParallelContext
@@ -23,6 +27,7 @@ from mt_models.blocks.encoder_decoder import (
     build_output,
 )
 from mt_models.blocks.position_bias import RelativeBias
+from mt_models.blocks.rotary import RotaryAngles
 from mt_models.blocks.transformer import TransformerLayer, TransformerStack
 from mt_models.t5.config import T5Config
 
@@ -61,9 +66,9 @@ class T5Model(EncoderDecoderModel):
         # Attributes that this process holds nothing of are None: the state dict has no names for them.
         parts = StageParts.of(config, context)
         self.embedding = T5Embedding(config, ctx) if parts.embedding else None
-        self.encoder_relative_pos_emb = relative_bias(config, ctx, bidirectional=True) if parts.encoder else None
+        self.encoder_relative_pos_emb = shared_bias(config, ctx, bidirectional=True) if parts.encoder else None
         self.encoder = build_encoder(config, context, parts)
-        self.decoder_relative_pos_emb = relative_bias(config, ctx, bidirectional=False) if parts.decoder else None
+        self.decoder_relative_pos_emb = shared_bias(config, ctx, bidirectional=False) if parts.decoder else None
         self.decoder = build_decoder(config, context, parts)
         self.output_layer = build_output(config, ctx) if context.has_last else None
         self.encoder_input_dropout = Dropout(config.hidden_dropout, ctx)
@@ -86,10 +91,35 @@ class T5Model(EncoderDecoderModel):
         return self.decoder_output_dropout(x)
 
 
-def relative_bias(config: T5Config, ctx: ParallelContext, *, bidirectional: bool) -> RelativeBias | None:
+class BiasedAttention(ScaledQueryAttention):
+    """Self-attention with a table of biases of its own (UMT5)."""
+
+    def __init__(self, config: T5Config, core: AttentionCore, ctx: ParallelContext, bias: RelativeBias) -> None:
+        super().__init__(config, core, ctx, config.query_scale)
+        self.relative_pos_emb = bias
+
+    def forward(self, x: Tensor, pattern: AttentionPattern, angles: RotaryAngles | None, cache: Cache | None) -> Tensor:
+        # The module itself: it is called with the numbers of queries and keys, which a cache and sequence parallelism
+        # make others than those of x.
+        own = replace(pattern, bias=self.relative_pos_emb, _mask=None, _within={})
+        return super().forward(x, own, angles, cache)
+
+
+def self_attention(config: T5Config, core: AttentionCore, ctx: ParallelContext, *, bidirectional: bool) -> nn.Module:
+    """The self-attention of a layer."""
+    if not config.relative_attention_bias_per_layer:
+        return ScaledQueryAttention(config, core, ctx, config.query_scale)
+    return BiasedAttention(config, core, ctx, build_bias(config, ctx, bidirectional=bidirectional))
+
+
+def shared_bias(config: T5Config, ctx: ParallelContext, *, bidirectional: bool) -> RelativeBias | None:
     """The bias that all layers of a stack share."""
-    if config.position_embedding_type != "relative":
+    if config.position_embedding_type != "relative" or config.relative_attention_bias_per_layer:
         return None
+    return build_bias(config, ctx, bidirectional=bidirectional)
+
+
+def build_bias(config: T5Config, ctx: ParallelContext, *, bidirectional: bool) -> RelativeBias:
     return RelativeBias(
         config.relative_attention_num_buckets,
         config.num_attention_heads,
@@ -109,7 +139,7 @@ def build_encoder(config: T5Config, context: ModelBuildContext, parts: StagePart
             core,
             context.feed_forward("dense", config, number),
             ctx,
-            ScaledQueryAttention(config, core, ctx, config.query_scale),
+            self_attention(config, core, ctx, bidirectional=True),
         )
         for number in parts.encoder
     }
@@ -122,7 +152,13 @@ def build_decoder(config: T5Config, context: ModelBuildContext, parts: StagePart
     cross_core = attention_core(config, context, causal=False, bias=False)
     layers = {
         number: CrossAttentionLayer(
-            config, core, cross_core, context.feed_forward("dense", config, number), ctx, config.query_scale
+            config,
+            core,
+            cross_core,
+            context.feed_forward("dense", config, number),
+            ctx,
+            config.query_scale,
+            self_attention(config, core, ctx, bidirectional=False),
         )
         for number in parts.decoder
     }
