@@ -148,6 +148,8 @@ def test_messages_need_a_template_and_texts_beside_one_a_choice(tmp_path: Path) 
         ("model.hidden_dropout=0.1", "set it to 0"),
         ("rl.sampling_correction_min=0.5", "has no effect with rl.sampling_correction=token_truncate"),
         ("rl.top_p=0.9", "rl.top_p"),
+        ("rl.top_k=5", "rl.top_k"),
+        ("rl.min_p=0.1", "rl.min_p"),
     ],
 )
 def test_contradictions_are_refused(tmp_path: Path, key: str, words: str) -> None:

@@ -122,7 +122,7 @@ def mt_register_sections() -> list[SectionSpec]:
             doc="Reinforcement learning: completions that are drawn, advantages, the loss of a policy",
             config_type=Lazy("mt_tune.rl.config:RLConfig"),
             affects_training=True,
-            shrink=Lazy("mt_tune.rl.config:shrink_rl"),
+            shrink=Lazy("mt_tune.rl.small_run:shrink_rl"),
         ),
         SectionSpec(
             name="distillation",
@@ -141,7 +141,12 @@ def mt_register_environments() -> list[EnvironmentSpec]:
             name="reasoning_gym",
             doc="Questions of a task of reasoning-gym, by the column item; options dataset, size, seed and the task's",
             build=Lazy("mt_tune.environments.reasoning_gym:build_reasoning_gym"),
-        )
+        ),
+        EnvironmentSpec(
+            name="verifiers",
+            doc="Tasks of a taskset of verifiers, by the column item; options taskset and the keys of verifiers' [env]",
+            build=Lazy("mt_tune.environments.verifiers:build_verifiers"),
+        ),
     ]
 
 
@@ -455,7 +460,8 @@ def mt_check_config(config: Config) -> None:
     from mt_tune.preferences.config import check_preference
     from mt_tune.quantized_training.config import check_quantize
     from mt_tune.reward_models.config import check_score_head
-    from mt_tune.rl.config import POLICY, RLConfig, check_rl
+    from mt_tune.rl.config import POLICY, RLConfig
+    from mt_tune.rl.config_rules import check_rl
     from mt_tune.sft.config import check_tune
 
     check_adapter(config)
