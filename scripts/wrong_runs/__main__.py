@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 import scripts.wrong_runs.configured
 import scripts.wrong_runs.faulty  # noqa: F401
+from scripts.figures import schemes
 from scripts.wrong_runs.cases import CASES, mt
 
 PICTURES = Path(__file__).parents[2] / "docs/guides/wrong-run"
@@ -31,6 +32,7 @@ def main(names: list[str]) -> None:
 def run_cases(folder: Path, names: list[str]) -> None:
     for name in names:
         seconds, answer = find(folder, name)
+        schemes.main([str(PICTURES / f"{name}.svg")])
         print(f"\n{name}: mt {' '.join(CASES[name].command)}, {seconds:.1f} s\n{answer}", flush=True)
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from scripts.figures.registry import FOLDER, load_figures
+from scripts.figures.schemes import DARK, DOCS, SCHEME, dark_rules
 from tests.docs.blocks import PAGES, ROOT
 
 OF_COMMANDS = {
@@ -52,6 +54,17 @@ def test_a_figure_says_what_it_shows_and_has_two_schemes(name: str) -> None:
     style = tree.find("{http://www.w3.org/2000/svg}style")
     assert style is not None
     assert "prefers-color-scheme: dark" in str(style.text)
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.svg")), ids=lambda path: path.stem)
+def test_a_picture_follows_the_scheme_of_the_page(path: Path) -> None:
+    """Those that commands draw in light colours have another for each of them."""
+    text = path.read_text(encoding="utf-8")
+    assert SCHEME in text, f"run: uv run python -m scripts.figures.schemes {path}"
+    if "<style>@media" in text and path.stem != "moe-load":  # whose shades are values
+        shapes = text.partition("</style>")[2]
+        assert {colour for _, colour in re.findall(r'(fill|stroke)="([^"]+)"', shapes)} <= DARK.keys() | {"none"}
+        assert dark_rules() in text, "run: uv run python -m scripts.figures.schemes on a new picture of the command"
 
 
 def test_every_picture_stands_on_a_page_with_a_text_that_replaces_it() -> None:
