@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tests.covering import EXHAUSTIVE
 from tests.infer.server.served import live
 from tests.tune.preference_runs import PAIRS, config, write_pairs
 
@@ -272,15 +273,28 @@ def train_in(
     return found
 
 
+IN_OTHERS = ("tp", "zero")
+"""Sequence parallelism has tensor parallelism; whose optimizer a gradient goes into is no matter of the head."""
+
+
 @pytest.mark.dist
 @pytest.mark.slow
-def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
-    """About 12 s: losses, rewards, gradients' norms and validation of both kinds of head in every layout."""
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([name for name in LAYOUTS if name not in IN_OTHERS], id="by default"),
+        pytest.param(IN_OTHERS, id="further", marks=EXHAUSTIVE),
+    ],
+)
+def test_two_ranks_compute_what_one_does(tmp_path: Path, names: Sequence[str]) -> None:
+    """About 5 s: losses, rewards, gradients' norms and validation of both kinds of head in every layout."""
     data, steps = write_pairs(tmp_path), write_steps(tmp_path)
     pairs, _ = run(data, tmp_path / "alone")
     stepped, _ = run_steps(steps, tmp_path / "alone-steps")
     expected = (compared(pairs, COMPARED), compared(stepped, ("loss", "accuracy", "grad_norm")))
-    for of_rank in run_ranks(2, train_in, str(data), str(steps), str(tmp_path), LAYOUTS):
+    for of_rank in run_ranks(
+        2, train_in, str(data), str(steps), str(tmp_path), {name: LAYOUTS[name] for name in names}
+    ):
         for name, found in of_rank.items():
             for ours, wanted in zip(found, expected, strict=True):
                 for values, others in zip(ours, wanted, strict=True):
