@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ckpt.convert_cases import GEMMA4_VL_EXPERTS, KIMI_K25, MISTRAL3, MODELS, QWEN3_VL, QWEN_NEXT_VL, QWEN_VL
+from tests.covering import EXHAUSTIVE
 from tests.dist.in_turn import InTurn
 from tests.infer.engines import configuration, engine_of, logprobs_of, run, tokens_of
 from torch import Tensor
@@ -39,7 +40,7 @@ def requests(name: str) -> tuple[list[list[int]], list[dict[str, Tensor]]]:
     generator = torch.Generator().manual_seed(4)
     if name == "t5":
         return [[0], [0, 7]], [{"encoder_tokens": torch.randint(1, 101, (1, n), generator=generator)} for n in (9, 4)]
-    if name in ("qwen_vl", "qwen3_vl", "qwen_next_vl", "gemma4_vl", "mistral3", "kimi_k25"):
+    if name in OF_ANY_SIZE:
         images, grids = torch.randn(9, 3, 4, 4, generator=generator), torch.tensor([[2, 3], [1, 3]])
         inputs = [{"images": part, "image_grids": grids[i : i + 1]} for i, part in enumerate((images[:6], images[6:]))]
         return [[5, *[100] * 6, 9], [*[100] * 3, 7, 8]], inputs
@@ -79,8 +80,12 @@ PARALLEL: dict[str, dict[str, Any]] = {
     "pp-zbv": {PP: 2, "pipeline_schedule": "zbv_zero_bubble"},
     "tp-sp-pp": {PP: 2, TP: 2, SP: True},
 }
+OF_ANY_SIZE = ("qwen_vl", "qwen3_vl", "qwen_next_vl", "gemma4_vl", "mistral3", "kimi_k25")
+"""Families of images of any size: with tensor parallelism alone they are exhaustive, as sequences that are divided have
+it too, and llava has both."""
+UNDIVIDED = {(name, "tp") for name in OF_ANY_SIZE}
 LAYOUTS = [
-    *((2, (name, parallel)) for name in CASES for parallel in ("tp", "tp-sp")),
+    *((2, (name, parallel)) for name in CASES for parallel in ("tp", "tp-sp") if (name, parallel) not in UNDIVIDED),
     *((2, ("t5", parallel)) for parallel in ("pp", "pp-zbv")),
     (2, ("qwen_vl", "pp")),
     (2, ("qwen3_vl", "pp")),
@@ -90,12 +95,16 @@ LAYOUTS = [
     (2, ("kimi_k25", "pp")),
     (4, ("t5", "tp-sp-pp")),
 ]
-RUNS = InTurn(on_rank, LAYOUTS)
+RUNS = InTurn(on_rank, LAYOUTS, [(2, one) for one in sorted(UNDIVIDED)])
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [*LAYOUTS, *(pytest.param(2, one, marks=EXHAUSTIVE) for one in sorted(UNDIVIDED))],
+    ids=str,
+)
 def test_several_ranks_generate_what_one_does(world: int, layout: tuple[str, str]) -> None:
     expected = generated(built(layout[0], {}, collective=False), layout[0])
     for (tokens, logprobs), (theirs, their_logprobs) in zip(RUNS.result(world, layout), expected, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.covering import EXHAUSTIVE
 from tests.dist.in_turn import InTurn
 from tests.models.test_moe_layouts import BATCH4, CP2, EP2, FULL, PP2, SP, TP2, ZERO, of_one_process, record
 
@@ -38,10 +39,8 @@ def run(rank: int, world: int, layout: tuple[str, ...]) -> RunRecord | None:
 
 
 LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
-    (2, (TP2,)),
     (2, (TP2, SP, SELECTIVE)),
     (4, (TP4, ETP)),  # more ranks than key-value groups
-    (2, (EP2, BATCH4)),
     (4, (TP2, EP2, ZERO, BATCH4)),
     (2, (PP2, FULL)),
     (2, (CP2, method("p2p"))),
@@ -49,10 +48,12 @@ LAYOUTS: list[tuple[int, tuple[str, ...]]] = [
     (2, (CP2, method("a2a"))),
     (4, (CP2, TP2, SP, EP2)),
 ]
+IN_OTHERS: list[tuple[int, tuple[str, ...]]] = [(2, (TP2,)), (2, (EP2, BATCH4))]
+"""Four ranks have both."""
 RUNS = InTurn(run, LAYOUTS, [(1, of_one_process(layout)) for _, layout in LAYOUTS])
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("world", "layout"), [*LAYOUTS, *(pytest.param(*one, marks=EXHAUSTIVE) for one in IN_OTHERS)])
 def test_a_layout_computes_what_one_process_does(world, layout) -> None:
     differences = compare(RUNS.result(world, layout), RUNS.result(1, of_one_process(layout)))
     names = {difference.name for difference in differences}

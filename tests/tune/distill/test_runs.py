@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.covering import EXHAUSTIVE
 from tests.tune.distill.runs import DISTILLED, SMALL, config, distilled
 
 from mt_core.config import load_config
@@ -177,12 +178,24 @@ def evaluated_in(
     return {name: trained(teacher, *JSD, *keys) for name, keys in layouts.items()}
 
 
+IN_OTHERS = ("dp", "tp", "cp")
+"""Axes that are there with hidden layers, in chunks, or with a teacher in another layout."""
+
+
 @pytest.mark.dist
 @pytest.mark.slow
-def test_two_ranks_compute_what_one_does(teacher: Path) -> None:
-    """About 12 s: fifteen layouts of student and teacher after three steps."""
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param([name for name in LAYOUTS | TOP_K_LAYOUTS if name not in IN_OTHERS], id="by default"),
+        pytest.param(IN_OTHERS, id="further", marks=EXHAUSTIVE),
+    ],
+)
+def test_two_ranks_compute_what_one_does(teacher: Path, names: Sequence[str]) -> None:
+    """About 8 s: layouts of student and teacher after three steps."""
     alone = {key: trained(teacher, *JSD, *keys) for key, keys in {"": (), "top-k": (TOP_K,), "hidden": HIDDEN}.items()}
-    for of_rank in run_ranks(2, evaluated_in, str(teacher), LAYOUTS | TOP_K_LAYOUTS):
+    layouts = {name: (LAYOUTS | TOP_K_LAYOUTS)[name] for name in names}
+    for of_rank in run_ranks(2, evaluated_in, str(teacher), layouts):
         for name, values in of_rank.items():
             expected = next(alone[kind] for kind in ("top-k", "hidden", "") if kind in name)
             assert values == pytest.approx(expected, rel=2e-5), name

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.core.train.cuda_graphs.replayed import TapeRecorder
 from tests.core.train.cuda_graphs.test_runs import SETTINGS, StepRecorder
+from tests.covering import EXHAUSTIVE
 
 from mt_core.errors import ConfigError
 from mt_core.train import Engine, Trainer
@@ -49,8 +50,14 @@ CASES = {name: SETTINGS[name] for name in SAME_AS_BLOCKS} | {
 }
 
 
+ALSO_IN_BLOCKS = ("several micro-batches", "bf16 with fp32 copies", "remainders", "evaluated")
+"""Parts of others here, whose options do not depend on what is captured."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=EXHAUSTIVE if name in ALSO_IN_BLOCKS else ()) for name in CASES]
+)
 def test_a_run_with_graphs_is_the_run_without(name, tiny) -> None:
     recorder, settings = TapeRecorder(), CASES[name]
     plain, expected = trained(tiny(*settings, *DEFERRED), None)
