@@ -87,11 +87,6 @@ def _attach(
     model: nn.Module, layer: Layer, options: AdapterConfig, context: ModelBuildContext, sizes: Mapping[str, int]
 ) -> None:
     kind, module = adapter_type(layer, options), layer.module
-    if layer.kind == "experts" and context.config.parallel.use_torch_fsdp2:
-        raise ConfigError(
-            f"adapter.targets selects {layer.path} ({layer.kind}), and adapters of experts are not proved with "
-            "parallel.use_torch_fsdp2=true; use parallel.use_distributed_optimizer=true, or add it to adapter.excluded"
-        )
     if layer.kind == "experts":
         _require_single_experts(layer, options)
     if kind.multiplies_rows and layer.kind == "experts":
