@@ -37,7 +37,7 @@ from mt_core.config.loading import load_config
 from mt_core.errors import ConfigError, DataError
 from mt_core.specs import MODELS
 from mt_models.hugging_face import load_reference, to_reference
-from mt_models.qwen_vl.config import flops_per_sample
+from mt_models.qwen_vl.config import flops_per_sample, training_flops
 from mt_models.qwen_vl.hugging_face import HUGGING_FACE
 from mt_models.qwen_vl.model import multimodal_positions
 
@@ -322,3 +322,13 @@ def test_what_hugging_face_cannot_express_is_refused(host) -> None:
         config = config_from(host, section | {part: section[part] | keys}, data={"seq_length": LENGTH})
         with pytest.raises(ConfigError, match=words):
             HUGGING_FACE.write_config(config.model)
+
+
+def test_flops_of_training_are_those_of_the_largest_image(host) -> None:
+    """20 cells: 4 by 5."""
+    model = HUGGING_FACE.read_config(make_reference().config.to_dict())
+    keys = {"dataset_type": "captioned_shapes", "dynamic_resolution": True, "img_h": SIDE, "img_w": SIDE}
+    keys |= {"image_token_index": IMAGE, "image_seq_length": 1, "seq_length": 24, "max_pixels": 20 * SIDE**2}
+    config = config_from(host, model, data={**keys, "min_pixels": SIDE**2})
+    expected = 3 * flops_per_sample(config.model, 24, [(4, 5)]).forward
+    assert training_flops(config) == pytest.approx(expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -25,6 +26,7 @@ from mt_models.llava.dynamic_config import (
     MergedPatchConfig,
     check_merged_patches,
     check_samples,
+    largest_image,
     refuse_context_parallel,
 )
 from mt_models.qwen.config import QwenConfig
@@ -281,6 +283,15 @@ def _pairs_in_windows(grid: Grid, side: int) -> int:
         return length // side * side**2 + (length % side) ** 2
 
     return squares(grid[0]) * squares(grid[1])
+
+
+def training_flops(config: Config) -> float:
+    """See `ModelSpec.training_flops`: of a sample with one image, the largest that it can have, nearly a square."""
+    model: Any = config.model
+    cells = largest_image(config)
+    rows = math.isqrt(cells)
+    grids = [(rows, cells // rows)] if cells else []
+    return float(flops_per_sample(model, config.data.seq_length, grids).training)
 
 
 MEGATRON = MegatronMap(unsupported="Megatron-Core has no vision transformer with windows and rotary positions")
