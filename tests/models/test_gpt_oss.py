@@ -8,10 +8,11 @@ from tests.models import decoder_reference as dense
 from tests.models import moe_reference as ref
 from torch import Tensor, nn
 
+from mt_ckpt.files.safetensors import TensorInfo
+from mt_ckpt.quantized.methods import dequantized
+from mt_ckpt.quantized.mxfp4_experts import decode_blocks
 from mt_core.errors import CheckpointError, ConfigError
 from mt_models.flops import flops_per_token, inactive_parameters, moe_flops
-from mt_models.gpt_oss.expert_tensors import dequantize
-from mt_models.gpt_oss.hugging_face import expert_rules
 from mt_models.hugging_face import load_reference, to_reference
 
 transformers = pytest.importorskip("transformers")
@@ -171,12 +172,22 @@ def test_mxfp4_numbers_by_hand() -> None:
     """Two blocks: 1 and -6 at 2^0, and 0.5 and 3 at 2^-3; the low half of a byte comes first."""
     blocks = torch.zeros(2, 16, dtype=torch.uint8)
     blocks[0, 0], blocks[1, 15] = 0x2 | 0xF << 4, 0x1 | 0x5 << 4
-    found = dequantize(blocks, torch.tensor([127, 124], dtype=torch.uint8))
-    assert found.dtype == torch.bfloat16
+    found = decode_blocks(blocks, torch.tensor([127, 124], dtype=torch.uint8))
     assert found[:2].tolist() == [1.0, -6.0]
     assert found[-2:].tolist() == [0.0625, 0.375]
     assert found.count_nonzero() == 4
-    assert dequantize(blocks, torch.tensor([255, 127], dtype=torch.uint8))[:32].isnan().all()
+    assert decode_blocks(blocks, torch.tensor([255, 127], dtype=torch.uint8))[:32].isnan().all()
+
+
+class StateTensors:
+    """A state dict as the tensors of files."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.infos = {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
 
 
 def test_published_files_in_mxfp4_are_read(host, clamping) -> None:
@@ -197,20 +208,14 @@ def test_published_files_in_mxfp4_are_read(host, clamping) -> None:
             tensors |= {f"{prefix}_blocks": blocks, f"{prefix}_scales": scales}
     family = ref.family_of(host, "gpt_oss")
     external = {**reference.config.to_dict(), **PUBLISHED_EXTRAS}
+    stored, external = dequantized(StateTensors(tensors), external)
     model = ref.build_from(host, family.read_config(external)).bfloat16()
-    load_reference(model, tensors, family)
+    load_reference(model, {name: stored.read(name) for name in stored.infos}, family)
     back = to_reference(model, family)
     state = reference.state_dict()
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
     assert "quantization_config" not in family.write_config(model.config)
-
-
-def test_shapes_of_packed_experts_are_known_without_values() -> None:
-    """Readers carry rules out on the meta device to learn what they make."""
-    packed_rules = [form for rule in expert_rules() for form in rule.others]
-    made = [rule.import_value([x.to("meta") for x in packed(3, 64, 2, seed=0)]) for rule in packed_rules]
-    assert [(x.shape, x.dtype) for x in made] == [((3, 64, 64), torch.bfloat16)] * 2
 
 
 PUBLISHED_EXTRAS = {
@@ -347,7 +352,6 @@ def test_a_model_without_experts_is_refused(build) -> None:
         ({"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported; it can be 7.0"),
         ({"attention_bias": False}, "attention_bias=False is not supported; it can be True"),
         ({"layer_types": ["chunked_attention"] * 3}, "layer_types has chunked_attention, which is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq' is not supported; it can be 'mxfp4'"),
         ({"qk_norm": True}, "fields that are not known: qk_norm=True"),
     ],
 )
@@ -370,11 +374,22 @@ def test_tensors_that_do_not_fit_are_refused(host, randomize) -> None:
     with pytest.raises(CheckpointError, match=r"model.layers.1.self_attn.sinks is missing in the checkpoint"):
         load_reference(pair.ours, tensors, pair.family)
     tensors["model.layers.1.self_attn.sinks"] = sinks
-    prefix = "model.layers.0.mlp.experts.down_proj"
-    del tensors[prefix]
-    tensors[f"{prefix}_blocks"] = packed(6, 32, 1, seed=0)[0]
-    with pytest.raises(CheckpointError, match="layers.0.mlp.experts.down_proj_scales is missing in the checkpoint"):
-        load_reference(pair.ours, tensors, pair.family)
-    tensors[f"{prefix}_scales"] = torch.ones(6, 32)
-    with pytest.raises(CheckpointError, match=r"MXFP4 is torch.uint8 \[..., blocks, 16\]"):
-        load_reference(pair.ours, tensors, pair.family)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"_scales": None}, "down_proj is quantized, but .*down_proj_scales is missing in the checkpoint"),
+        ({"_blocks": None}, "down_proj_scales is the scale of .*down_proj_blocks, which is missing"),
+        ({"_scales": torch.ones(6, 32, 1)}, "down_proj_scales is float32; this format has uint8"),
+        ({"_scales": torch.ones(6, 32, 2, dtype=torch.uint8)}, r"down_proj_scales has the shape \[6, 32, 2\]"),
+        ({"_blocks": torch.ones(6, 32, 16, dtype=torch.uint8)}, r"down_proj_blocks has the shape \[6, 32, 16\]; it is"),
+        ({"": torch.ones(6, 32, 32)}, "down_proj is in the checkpoint twice"),
+    ],
+)
+def test_packed_experts_that_are_none_are_refused(changed: dict[str, Tensor | None], words: str) -> None:
+    blocks, scales = packed(6, 32, 1, seed=0)
+    given = {"_blocks": blocks, "_scales": scales, **changed}
+    tensors = {f"experts.down_proj{end}": tensor for end, tensor in given.items() if tensor is not None}
+    with pytest.raises(CheckpointError, match=words):
+        dequantized(StateTensors(tensors), PUBLISHED_EXTRAS)

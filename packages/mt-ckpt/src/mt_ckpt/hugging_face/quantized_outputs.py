@@ -11,8 +11,8 @@ from torch import Tensor
 from mt_ckpt.files.safetensors import TensorInfo
 from mt_ckpt.hugging_face.outputs import Outputs
 from mt_ckpt.quantized.calibrated import CalibratedWeight, CalibratedWeights
+from mt_ckpt.quantized.mxfp4_experts import BLOCKS, SCALES
 from mt_ckpt.quantized.quantizer import Quantizer, encode, largest_of, pack_weight
-from mt_ckpt.quantized.weights import BLOCKS, SCALES
 from mt_ckpt.quantized.write_compressed_tensors import PACKED, SCALE, MxQuantizer
 from mt_core.errors import ConfigError
 

@@ -8,7 +8,17 @@ from typing import Any
 import torch
 
 from mt_ckpt.files.external_tensors import ExternalTensors
-from mt_ckpt.quantized import awq, bitsandbytes, compressed_tensors, fp8_blocks, gptq, mlx, modelopt, torchao
+from mt_ckpt.quantized import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8_blocks,
+    gptq,
+    mlx,
+    modelopt,
+    mxfp4_experts,
+    torchao,
+)
 from mt_ckpt.quantized.weights import DequantizedTensors, Scheme
 from mt_core.errors import ConfigError
 
@@ -16,8 +26,6 @@ KEYS = ("quantization_config", "compression_config", "quantization")
 """Keys of config.json. The second is what compressed-tensors wrote at first, the third is MLX's."""
 BESIDE = "hf_quant_config.json"
 """What ModelOpt writes beside config.json."""
-OF_A_FAMILY = "mxfp4"
-"""gpt-oss, whose family reads the packed tensors: their names differ from those of unquantized files."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 METHODS = (
     "awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4 (gpt-oss)", "mxfp8", "torchao",
@@ -38,7 +46,7 @@ def dequantized(tensors: ExternalTensors, external: Mapping[str, Any]) -> tuple[
 
 
 def scheme_of(external: Mapping[str, Any]) -> Scheme | None:
-    """None: the folder is not quantized, or in a form that its family reads."""
+    """None: the folder is not quantized."""
     config, key = _settings(external)
     if config is None:
         return None
@@ -61,8 +69,8 @@ def scheme_of(external: Mapping[str, Any]) -> Scheme | None:
         return bitsandbytes.BitsAndBytes(dtype)
     if method == "torchao":
         return torchao.TorchAo(dtype)
-    if method == OF_A_FAMILY:
-        return None
+    if method == "mxfp4":
+        return mxfp4_experts.Mxfp4Experts()
     raise ConfigError(f"quantization_config.quant_method={method!r} is not supported; it can be {', '.join(METHODS)}")
 
 

@@ -29,8 +29,7 @@ class QuantizedWeight:
     """name: what an unquantized file calls the tensor. info: its shape and dtype there.
 
     parts: role -> stored name. fill: writes the values into a tensor of that shape and dtype. scales: the parts that
-    are factors, with the range that theirs are in. format: for people. group: weights that share a scale, 0 for a
-    whole row or more.
+    are factors, with the range that theirs are in. format: for people.
     """
 
     name: str
@@ -155,10 +154,6 @@ def require_dtype(name: str, info: TensorInfo, *dtypes: torch.dtype) -> None:
         raise CheckpointError(f"{name} is {str(info.dtype).removeprefix('torch.')}; this format has {expected}")
 
 
-BLOCKS, SCALES = "_blocks", "_scales"
-"""Ends of names of gpt-oss's experts in MXFP4, which its family reads."""
-
-
 def format_of(tensors: ExternalTensors, name: str) -> StoredFormat:
     """How a tensor is stored, by its name in an unquantized file."""
     if isinstance(tensors, DequantizedTensors) and name in tensors.weights:
@@ -166,8 +161,6 @@ def format_of(tensors: ExternalTensors, name: str) -> StoredFormat:
         num_bytes = sum(tensors.stored.infos[part].num_bytes for part in weight.parts.values())
         return StoredFormat(weight.format, num_bytes, True)
     info = tensors.infos[name]
-    if info.dtype == torch.uint8 and name.endswith((BLOCKS, SCALES)):
-        return StoredFormat("mxfp4, e2m1, groups of 32" if name.endswith(BLOCKS) else "", info.num_bytes, True)
     return StoredFormat(str(info.dtype).removeprefix("torch."), info.num_bytes, False)
 
 

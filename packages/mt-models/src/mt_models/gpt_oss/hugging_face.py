@@ -1,4 +1,4 @@
-"""GPT-OSS in Hugging Face's format; imports MXFP4 and bf16, exports bf16."""
+"""GPT-OSS in Hugging Face's format; the published files are in MXFP4, which a reader dequantizes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ from mt_models.gpt_oss.config import GptOssConfig
 from mt_models.gpt_oss.expert_tensors import (
     InterleavedBias,
     InterleavedMatrices,
-    QuantizedInterleavedMatrices,
-    QuantizedMatrices,
     TransposedMatrices,
 )
 from mt_models.hugging_face import IGNORED, NOT_A_CHOICE, HuggingFaceFamily, tied_output
@@ -64,14 +62,11 @@ def expert_rules() -> list[Rule]:
     router = [Same(f"{OURS}mlp.router.{kind}", f"{THEIRS}mlp.router.{kind}") for kind in ("weight", "bias")]
     fc1, gate_up = f"{OURS}mlp.experts.linear_fc1", f"{THEIRS}mlp.experts.gate_up_proj"
     fc2, down = f"{OURS}mlp.experts.linear_fc2", f"{THEIRS}mlp.experts.down_proj"
-    # Published files hold MXFP4 under names of their own, so that NameMap.reading selects the form by names alone.
-    packed_gate_up = QuantizedInterleavedMatrices(f"{fc1}.weight", (f"{gate_up}_blocks", f"{gate_up}_scales"))
-    packed_down = QuantizedMatrices(f"{fc2}.weight", (f"{down}_blocks", f"{down}_scales"))
     return [
         *router,
-        InterleavedMatrices(f"{fc1}.weight", gate_up, others=(packed_gate_up,)),
+        InterleavedMatrices(f"{fc1}.weight", gate_up),
         InterleavedBias(f"{fc1}.bias", f"{gate_up}_bias"),
-        TransposedMatrices(f"{fc2}.weight", down, others=(packed_down,)),
+        TransposedMatrices(f"{fc2}.weight", down),
         Same(f"{fc2}.bias", f"{down}_bias"),
     ]
 
@@ -95,15 +90,7 @@ def import_windows(kinds: Sequence[str] | None) -> int | str:
     return pattern_of(layers)
 
 
-def check_quantization(external: Mapping[str, Any]) -> None:
-    """Raises ConfigError for tensors in another packed format than MXFP4, whose tensors name themselves."""
-    method = (external.get("quantization_config") or {}).get("quant_method", "mxfp4")
-    if method != "mxfp4":
-        raise ConfigError(f"quantization_config.quant_method={method!r} is not supported; it can be 'mxfp4'")
-
-
 def import_extra(external: Mapping[str, Any]) -> dict[str, Any]:
-    check_quantization(external)
     # Without a table the class has YaRN, and with an empty one no scaling.
     named = external.get("rope_parameters") is not None or external.get("rope_scaling")
     positions = external if named else {**external, "rope_parameters": YARN}
