@@ -109,6 +109,14 @@ def require_equal(found: RunRecord, reference: RunRecord) -> None:
 
 Layout = tuple[int, tuple[str, ...]]
 LAYOUTS: list[Layout] = [
+    (2, (MOE, EP2)),
+    (1, (FULL,)),
+    (2, (PP2,)),
+    (2, (FSDP,)),
+    (2, (ZERO,)),
+    (2, (CP2,)),
+    (2, (TP2,)),
+    (2, (TP2, SP)),
     (2, (CP2, "parallel.cp_comm_type=a2a")),
     (4, (TP2, SP, CP2, "parallel.cp_comm_type=all_gather")),
     (4, (CP4, "parallel.cp_comm_type=a2a+p2p", "parallel.hierarchical_context_parallel_sizes=[2, 2]")),
@@ -155,18 +163,10 @@ LAYOUTS: list[Layout] = [
     (4, (TP4, SP, "model.kv_channels=3", "model.num_query_groups=1")),
 ]
 MORE_LAYOUTS: list[Layout] = [
-    (2, (TP2,)),
-    (2, (TP2, SP)),
-    (2, (CP2,)),
-    (2, (ZERO,)),
-    (2, (FSDP,)),
     (2, (FSDP, WHOLE_WEIGHTS)),
-    (2, (PP2,)),
     (2, (PP2, schedule("interleaved_zero_bubble"))),
     (2, (PP2, schedule("zbv_zero_bubble"))),
     (2, (PP2, schedule("dualpipe_v"))),
-    (1, (FULL,)),
-    (2, (MOE, EP2)),
     (2, (*DROPOUT, TP2)),
     (4, (TP4, SP)),
     (4, (TP2, CP2)),
