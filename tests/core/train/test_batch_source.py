@@ -103,7 +103,13 @@ class Lines(Callback):
 
 def tiny(host: PluginHost, *overrides: str) -> LoadedConfig:
     small = ("num_layers=1", "hidden_size=16", "num_attention_heads=2", "max_position_embeddings=16")
-    common = ("data.seq_length=16", "train.global_batch_size=4", "train.micro_batch_size=2", "logging.log_interval=2")
+    common = (
+        "data.seq_length=16",
+        "data.corpus_bytes=200000",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=2",
+        "logging.log_interval=2",
+    )
     keys = [f"model.{key}" for key in small] + list(common) + ["train.sample_prompt=null", "train.eval_iters=1"]
     return load_config(preset="gpt-tiny", overrides=[*keys, "train.loss=factor", *overrides], host=host)
 

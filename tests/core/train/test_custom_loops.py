@@ -21,6 +21,7 @@ SMALL = (
         "model.max_position_embeddings=16",
         "model.attention_dropout=0",
         "data.seq_length=16",
+        "data.corpus_bytes=200000",
         "train.micro_batch_size=2",
     ),
     *("train.global_batch_size=8", "train.train_iters=10", "train.device=cpu"),

@@ -29,6 +29,7 @@ def tiny(frozen: tuple[str, ...] = FROZEN, *overrides: str) -> LoadedConfig:
     small = ("num_layers=2", "hidden_size=16", "num_attention_heads=2", "max_position_embeddings=16")
     common = (
         "data.seq_length=16",
+        "data.corpus_bytes=200000",
         "train.global_batch_size=4",
         "train.micro_batch_size=2",
         f"train.train_iters={STEPS}",
