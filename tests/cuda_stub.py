@@ -17,7 +17,7 @@ STUB = Path(__file__).parents[1] / "bench" / "cuda_stub"
 NEEDED = ("gcc", "nm", "bash")
 
 on_stub = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
     pytest.mark.skipif(not all(map(shutil.which, NEEDED)), reason=f"needs {', '.join(NEEDED)}"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU of this machine would be replaced"),

@@ -50,7 +50,7 @@ megatron_lm_config: {megatron_lm_use_distributed_optimizer: true, megatron_lm_gr
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.long
 def test_mt_launch_runs_a_script_with_the_files_layout(tmp_path: Path, monkeypatch, capfd) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "megatron.yaml").write_text(YAML)

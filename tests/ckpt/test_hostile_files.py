@@ -41,7 +41,7 @@ COSTLY = [
 QUICK = [name for name in CATALOGUE if name not in COSTLY]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("names", [QUICK, pytest.param(COSTLY, marks=pytest.mark.exhaustive)], ids=["quick", "costly"])
 def test_hostile_files_are_refused_with_a_sentence(names: list[str], tmp_path: Path) -> None:
     done = {}

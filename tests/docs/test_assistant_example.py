@@ -31,7 +31,7 @@ def run_here(words: list[str], folder: Path) -> None:
         runpy.run_path(words[1], run_name="__main__")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_short_form_runs_from_text_to_a_served_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,7 @@ QUIET = ["--set", "logging.progress=none", "--set", "train.num_threads=1", "--se
 BOUND = 8 * math.log(26) / 32
 """Loss of a token of the text without a database: of 32, four letters of a name and four of a code are random."""
 MADE_BY = ("mt data preprocess", "mt retro build facts", "mt train")
-slow = pytest.mark.slow
+long = pytest.mark.long
 
 
 def words(page: str, *beginnings: str) -> list[list[str]]:
@@ -64,7 +64,7 @@ def measured(capsys, command: Sequence[str], *options: str) -> dict[str, dict[st
     return {name: task["metrics"] for name, task in json.loads(capsys.readouterr().out)["tasks"].items()}
 
 
-@slow
+@long
 def test_neighbours_lower_the_perplexity_of_facts_that_only_the_database_has(folder: Path, capsys) -> None:
     """Below what is possible without them; neighbours of other chunks and none stay above. The losses of the engine are
     those of validation during training."""
@@ -88,7 +88,7 @@ def test_neighbours_lower_the_perplexity_of_facts_that_only_the_database_has(fol
     assert found["valid without neighbors"]["loss"] == pytest.approx(trained["valid_loss_without_neighbors"], rel=1e-5)
 
 
-@slow
+@long
 def test_questions_are_answered_with_passages_and_not_without(folder: Path, capsys) -> None:
     command = words(INSTRUCT, "mt eval qa runs/instruct --data facts")[0]
     found = measured(capsys, command, "--limit", "60")
@@ -106,7 +106,7 @@ def test_questions_are_answered_with_passages_and_not_without(folder: Path, caps
     assert plain["qa"]["exact_match"] == 0
 
 
-@slow
+@long
 def test_a_line_of_mt_generate_brings_passages(folder: Path) -> None:
     record = {
         "prompt": "User: What is the code of MINE?\n\nAssistant:",
@@ -141,7 +141,7 @@ class Library:
         return {"retriever": "library"}
 
 
-@slow
+@long
 def test_prompts_are_those_of_training_and_passages_may_be_retrieved(folder: Path) -> None:
     """The forward pass over the sample that the data set makes of a record has the answer that the engine generates."""
     generator = TextGenerator.load("runs/instruct", device="cpu")

@@ -39,7 +39,7 @@ def words(beginning: str) -> list[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_trained_on_shards_names_shapes_and_colours(folder: Path, capsys) -> None:
     """Above 95 % of shapes that it has not seen; one that ignores the image is right in 1 of 12 at most."""
     with chdir(folder):
@@ -57,7 +57,7 @@ def test_a_model_trained_on_shards_names_shapes_and_colours(folder: Path, capsys
     assert "Assistant: blue triangle" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_evaluation_goes_on_and_damaged_images_are_named(folder: Path, tmp_path: Path, capsys) -> None:
     """From lines with several answers, by people who do not agree, and with a template that the run has not."""
     images = tmp_path / "images"

@@ -15,7 +15,7 @@ from tests.command_on_ranks import fork_ranks
 
 from mt_cli import main
 
-pytestmark = [pytest.mark.wheels, pytest.mark.slow]
+pytestmark = [pytest.mark.wheels, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "mt-dispatcher-example"

@@ -71,7 +71,7 @@ def named(compared: DeepComparison) -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_layouts_are_the_same_up_to_rounding(tmp_path: Path) -> None:
     compared = compare_configurations(*configurations(tmp_path, f"{TP}sequence_parallel = true\n"), steps=1)
     assert named(compared) == []
@@ -118,7 +118,7 @@ def test_models_of_other_sizes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_bias_that_each_rank_adds_is_named(tmp_path: Path) -> None:
     python = changed_mt(tmp_path, *BIAS, BIAS_OF_EACH_RANK)
     compared = compare_configurations(*configurations(tmp_path, TP), steps=1, python_b=python)
@@ -126,7 +126,7 @@ def test_a_bias_that_each_rank_adds_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.long
 def test_gradients_of_norms_that_are_not_summed_are_named(tmp_path: Path) -> None:
     python = changed_mt(tmp_path, *SUMS, NO_SUMS)
     files = configurations(tmp_path, f"{TP}sequence_parallel = true\n")

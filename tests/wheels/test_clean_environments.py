@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.wheels, pytest.mark.slow]
+pytestmark = [pytest.mark.wheels, pytest.mark.long]
 Install = Callable[..., Any]
 
 
