@@ -200,6 +200,15 @@ MISSING = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_codes_without_a_scale_are_refused(dtype: torch.dtype) -> None:
+    """compressed-tensors finds its weights by their scales."""
+    external = next(external for name, (external, _) in CASES.items() if name == "nvfp4 of compressed-tensors")
+    parts = {**CASES["nvfp4 of compressed-tensors"][1][0], "a.c.weight": torch.ones(4, 32).to(dtype)}
+    with pytest.raises(CheckpointError, match=r"a\.c\.weight is .*, but the checkpoint has no scale for it"):
+        dequantized(stored(parts), external)
+
+
 @pytest.mark.parametrize(("name", "role", "message"), MISSING)
 def test_a_missing_part_is_named(name: str, role: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
@@ -211,8 +220,22 @@ MISSHAPEN = [
     ("fp8", "weight_scale_inv", lambda scale: scale.to(torch.int32), "is int32; this format has float32"),
     ("pack-quantized, 4 bits", "weight_scale", lambda scale: scale[:, :1], r"shape \[9, 1\]; for .* it is \[9, 3\]"),
     ("pack-quantized, 4 bits", "weight_shape", lambda shape: shape.flip(0), r"says \[48, 9\]"),
+    (
+        "pack-quantized, zero points",
+        "weight_zero_point",
+        lambda zeros: zeros.long(),
+        "zero_point is int64; this format",
+    ),
+    (
+        "nvfp4 of compressed-tensors",
+        "weight_global_scale",
+        lambda scale: scale.int(),
+        "global_scale is int32; this format",
+    ),
     ("nvfp4 of ModelOpt", "weight_scale", lambda scale: scale[:3], r"shape \[3, 2\]"),
     ("gptq, 4 bits", "qzeros", lambda zeros: zeros[:, :-1], "a.b.qzeros has the shape"),
+    ("gptq, 4 bits", "qweight", lambda codes: codes.flatten(), "a.b.qweight has the shape"),
+    ("awq", "qweight", lambda codes: codes.flatten(), "a.b.qweight has the shape"),
     ("awq", "scales", lambda scale: scale.T.contiguous(), "a.b.scales has the shape"),
     ("mlx, 4 bits", "scales", lambda scale: scale[:1], "a.b.scales has the shape"),
     ("bitsandbytes", "weight.absmax", lambda largest: largest[1:], "a.b.weight.absmax has the shape"),

@@ -23,6 +23,7 @@ from mt_ckpt.quantized.weights import (
     modules_with,
     require,
     require_dtype,
+    require_matrix,
     require_shape,
     row_slices,
 )
@@ -45,6 +46,7 @@ class Awq:
         roles = {role: f"{module}.{role}" for role in ("qweight", "scales")}
         info, scales = tensors.infos[roles["qweight"]], require(tensors, module, roles["scales"])
         require_dtype(roles["qweight"], info, torch.int32)
+        require_matrix(roles["qweight"], info)
         require_dtype(roles["scales"], scales, torch.float16, torch.bfloat16, torch.float32)
         inputs, outputs = info.shape[0], info.shape[1] * PER_WORD
         group = inputs if self.group == -1 else self.group

@@ -102,6 +102,8 @@ class CompressedTensors:
         group, name = self.arguments(module), f"{module}.weight"
         info = require(tensors, f"{module}.{SCALE}", name)
         require_dtype(name, info, *((torch.float8_e4m3fn,) if group.floating else (torch.int8,)))
+        if len(info.shape) < 2:
+            raise CheckpointError(f"{name} has the shape {list(info.shape)}; quantized weights are matrices")
         scale = require(tensors, name, f"{module}.{SCALE}")
         require_dtype(f"{module}.{SCALE}", scale, *((torch.uint8,) if group.exponents else FLOATS))
         roles = {"weight": name, SCALE: f"{module}.{SCALE}"} | _optional(tensors, module, group, (ZERO, ORDER))
@@ -178,6 +180,7 @@ def _integer_packed(tensors: ExternalTensors, module: str, group: Arguments) -> 
     roles = {PACKED: packed, SCALE: scale, SHAPE: shape_name} | _optional(tensors, module, group, (ZERO, ORDER))
     if ZERO in roles:
         zeros = tensors.infos[roles[ZERO]]
+        require_dtype(roles[ZERO], zeros, torch.int32, torch.int8)
         words = {math.ceil(rows * group.bits / 32), math.ceil(rows / (32 // group.bits))}
         wide = [(count, scale_info.shape[-1]) for count in words]
         require_shape(roles[ZERO], zeros, *wide, *shapes, of=f"{module}.weight {[rows, columns]}")
@@ -292,6 +295,7 @@ def _float_packed(tensors: ExternalTensors, module: str, group: Arguments) -> Qu
     if group.strategy == "tensor_group":
         require_dtype(scale, scale_info, torch.float8_e4m3fn)
         require_shape(whole, require(tensors, packed, whole), (1,), (), of="a whole matrix")
+        require_dtype(whole, tensors.infos[whole], *FLOATS)
         roles[GLOBAL] = whole
         largest = largest_of_global
     else:

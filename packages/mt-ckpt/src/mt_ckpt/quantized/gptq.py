@@ -27,6 +27,7 @@ from mt_ckpt.quantized.weights import (
     modules_with,
     require,
     require_dtype,
+    require_matrix,
     require_shape,
 )
 from mt_core.errors import CheckpointError, ConfigError
@@ -55,6 +56,7 @@ class Gptq:
         for role in ("qweight", "qzeros"):
             require_dtype(roles[role], infos[role], torch.int32)
         require_dtype(roles["scales"], infos["scales"], torch.float16, torch.bfloat16, torch.float32)
+        require_matrix(roles["qweight"], infos["qweight"])
         inputs, outputs = infos["qweight"].shape[0] * 32 // bits, infos["qweight"].shape[1]
         groups = 1 if group == -1 else math.ceil(inputs / group)
         of = f"{module}.weight {[outputs, inputs]} of {bits} bits"

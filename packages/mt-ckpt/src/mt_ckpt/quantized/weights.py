@@ -19,6 +19,7 @@ SLICE = 1 << 22
 """Elements that are dequantized at once."""
 LARGEST_WEIGHT = 65504.0
 """The largest number of fp16: no weight is larger."""
+CODES = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
 Range = Literal["positive", "not negative", "finite"]
 Parts = Mapping[str, Tensor]
 """Role, such as `weight_scale` -> the stored tensor"""
@@ -70,6 +71,7 @@ class DequantizedTensors:
         plain = {name: info for name, info in tensors.infos.items() if name not in taken}
         if both := sorted(set(plain) & set(self.weights)):
             raise CheckpointError(f"{both[0]} is in the checkpoint twice: as it is, and quantized")
+        require_no_codes(plain)
         self.infos = {**plain, **{name: weight.info for name, weight in self.weights.items()}}
 
     def read(self, name: str) -> Tensor:
@@ -92,6 +94,14 @@ class DequantizedTensors:
         """Read all scales, and no weights. Raises CheckpointError that names the first that is none."""
         for weight in self.weights.values():
             require_scales(weight, {role: self.stored.read(weight.parts[role]) for role in weight.scales})
+
+
+def require_no_codes(plain: Mapping[str, TensorInfo]) -> None:
+    """Raises CheckpointError for a weight that nobody dequantizes, since its scales are not there."""
+    for name, info in plain.items():
+        if name.endswith(".weight") and info.dtype in CODES:
+            kind = str(info.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{name} is {kind}, but the checkpoint has no scale for it")
 
 
 def require_scales(weight: QuantizedWeight, parts: Parts) -> None:
@@ -146,6 +156,11 @@ def require_shape(name: str, info: TensorInfo, *shapes: tuple[int, ...], of: str
     if info.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise CheckpointError(f"{name} has the shape {list(info.shape)}; for {of} it is {expected}")
+
+
+def require_matrix(name: str, info: TensorInfo) -> None:
+    if len(info.shape) != 2:
+        raise CheckpointError(f"{name} has the shape {list(info.shape)}; packed weights are matrices")
 
 
 def require_dtype(name: str, info: TensorInfo, *dtypes: torch.dtype) -> None:
