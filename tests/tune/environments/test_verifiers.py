@@ -15,7 +15,7 @@ from mt_tune.environments.verifiers import _TaskDialogue as TaskDialogue
 from mt_tune.environments.verifiers import build_verifiers, wire_message
 from mt_tune.environments.verifiers_episodes import EpisodeEnd, ModelRequest, chunks, end_of, texts_of
 
-ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+ASKED: list[Any] = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
