@@ -99,7 +99,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "pp to dp on two nodes": ((PP2, "rl.generation_parallel={}"), (PP2, TWO)),
 }
 """In the processes that train with a copy of the weights, and in others."""
-RUNS = InTurn(of_layout, [(2, keys) for pair in LAYOUTS.values() for keys in pair])
+RUNS = InTurn(of_layout, *([(2, keys) for keys in pair] for pair in LAYOUTS.values()))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -122,7 +122,7 @@ def in_parts(rank: int, world: int, last_steps: tuple[int | None, ...]) -> Any:
     return lines.lines, rollouts(folder, "run", source=None)
 
 
-PARTS = InTurn(in_parts, [(2, (None,)), (2, (3, None))])
+PARTS = InTurn(in_parts, [(2, (None,))], [(2, (3, None))])
 
 
 def test_several_processes_train_while_completions_are_drawn() -> None:
