@@ -62,7 +62,7 @@ def test_codes_are_those_of_the_definition(by_activity: bool) -> None:
     grid = IntegerGrid(4, 8)
     order = moments.diagonal().argsort(descending=True).tolist() if by_activity else list(range(32))
     scales = scales_of(weight, grid)
-    codes = gptq_codes(weight, moments, grid, scales, damping=DAMPING, by_activity=by_activity)
+    codes = gptq_codes(weight, moments, grid, scales, damping=DAMPING, by_activity=by_activity, sweeps=0)
     assert torch.equal(codes.float(), by_definition(weight, moments, grid, order))
 
 
@@ -85,6 +85,29 @@ def test_outputs_are_nearer_than_with_the_nearest_codes(grid: Grid) -> None:
         return float(((difference @ moments) * difference).sum())
 
     assert error(gptq_codes(weight, moments, grid, scales)) < 0.8 * error(nearest_codes(weight, grid, scales))
+
+
+def test_sweeps_end_where_no_single_code_can_be_better() -> None:
+    """Each lowers the error of outputs with damped moments, by which codes are chosen."""
+    weight, moments = case()
+    grid = IntegerGrid(4, 8)
+    scales = full_range(grid, in_groups(weight, 8), torch.float32, 0.0)
+    damped = moments + DAMPING * moments.diagonal().mean() * torch.eye(len(moments))
+
+    def errors(codes: Tensor) -> Tensor:
+        difference = grid.values(in_groups(codes, 8), scales).flatten(1) - weight
+        return ((difference @ damped) * difference).sum(1)
+
+    made = [gptq_codes(weight, moments, grid, scales, sweeps=sweeps) for sweeps in (0, 1, 3, 30)]
+    totals = [float(errors(codes).sum()) for codes in made]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[-1] < 0.97 * totals[0]
+    least = errors(made[-1])
+    for column in range(weight.shape[1]):
+        for step in (-1, 1):
+            other = made[-1].clone()
+            other[:, column] = (other[:, column] + step).clamp(-8, 7)
+            assert (errors(other) >= least * (1 - 1e-5)).all()
 
 
 def test_a_column_without_inputs_is_rounded_as_it_is() -> None:
