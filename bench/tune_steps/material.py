@@ -15,6 +15,9 @@ VOCAB, LAYERS, HIDDEN, HEADS, FFN = 49152, 6, 384, 6, 1024
 LENGTH, ROWS = 512, 4
 """Positions of a row, and rows of a step."""
 RECORDS = 600
+PAIRS, PAIR_ROWS, PAIR_PROMPT, PAIR_ANSWER = 160, 2, 16, 24
+"""Records of preferences, rows of a step of them, and mean words of a prompt and of an answer. Short, since logits of
+all positions of a padded batch are 100 MB for 512 of them."""
 GROUPS, GROUP, COMPLETION = 2, 8, 64
 """Of reinforcement learning: prompts of a step, completions of each, and tokens of a completion."""
 SPECIAL = 10
@@ -43,8 +46,12 @@ def write(folder: Path) -> None:
     draw = random.Random(0)
     answers = [{"prompt": text(draw, 40), "completion": " " + text(draw, 60)} for _ in range(RECORDS)]
     pairs = [
-        {"prompt": text(draw, 40), "chosen": " " + text(draw, 60), "rejected": " " + text(draw, 60)}
-        for _ in range(RECORDS)
+        {
+            "prompt": text(draw, PAIR_PROMPT),
+            "chosen": " " + text(draw, PAIR_ANSWER),
+            "rejected": " " + text(draw, PAIR_ANSWER),
+        }
+        for _ in range(PAIRS)
     ]
     prompts = [{"prompt": text(draw, 40)} for _ in range(RECORDS)]
     for name, records in (("sft", answers), ("pairs", pairs), ("prompts", prompts)):

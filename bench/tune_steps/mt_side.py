@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from material import COMPLETION, GROUP, GROUPS, LENGTH, ROWS, SPECIAL
+from material import COMPLETION, GROUP, GROUPS, LENGTH, PAIR_ROWS, ROWS, SPECIAL
 
 from mt_core.config.loading import load_config
 from mt_core.train.callbacks import Callback, Metrics, Run
@@ -29,11 +29,12 @@ class LastLoss(Callback):
 
 def sections(case: str, folder: Path) -> dict[str, dict[str, Any]]:
     data = {"data_path": [str(folder / "sft.jsonl")], "dataset_type": "sft"}
-    train: dict[str, Any] = {}
+    train: dict[str, Any] = {"micro_batch_size": ROWS, "global_batch_size": ROWS}
     others: dict[str, dict[str, Any]] = {}
     if case.startswith("dpo"):
         data = {"data_path": [str(folder / "pairs.jsonl")], "dataset_type": "preference", "on_too_long": "drop"}
         train = {"loss": "preference", "batch_source": "reference"}
+        train |= {"micro_batch_size": PAIR_ROWS, "global_batch_size": PAIR_ROWS}
         others = {"preference": {"reference": "model" if case == "dpo_model" else "start"}}
     if case == "lora":
         others = LORA
@@ -43,8 +44,6 @@ def sections(case: str, folder: Path) -> dict[str, dict[str, Any]]:
         "checkpoint": {"load": str(folder / "base"), "save_interval": None},
         "data": {**data, "split": "100,0,0", "seq_length": LENGTH},
         "train": {
-            "micro_batch_size": ROWS,
-            "global_batch_size": ROWS,
             "train_iters": 40,
             "eval_interval": None,
             "sample_prompt": "",

@@ -17,6 +17,8 @@ from mt_core.config import load_config
 from mt_core.errors import CheckpointError, ConfigError, TrainingError
 from mt_core.testing import run_ranks
 from mt_core.train import Trainer
+from mt_tune.commands.distill import preset_sections
+from mt_tune.commands.options import TrainingOptions
 
 TOP_K = "distillation.top_k=4"
 EVALUATED = "train.eval_interval=1"
@@ -267,3 +269,8 @@ def test_a_cache_of_something_else_is_refused(teacher: Path, tmp_path: Path) -> 
         Trainer(alone).train()
     with pytest.raises(CheckpointError, match="no cache of a teacher"):
         Trainer(config("train.loss=distillation", "train.batch_source=teacher", TOP_K, cached(tmp_path)))
+
+
+def test_a_smaller_batch_than_that_of_the_preset_is_computed_in_parts_of_its_own() -> None:
+    train = preset_sections(TrainingOptions(batch_size=6), ranks=1)["train"]
+    assert train == {"global_batch_size": 6, "micro_batch_size": 2}

@@ -181,11 +181,8 @@ def describe(report: Report, save_dir: str, *, dry_run: bool) -> list[str]:
     if dry_run:
         return [f"nothing written; {report.saver} can hold it: {amount}", *unread, *_files_left_out(report)]
     lines = [f"{save_dir}: written as {report.saver}: {amount}", *unread]
-    if report.num_omitted_parameters:
-        lines.append(
-            f"the other {report.num_omitted_parameters:,} parameters of the model are left to the base, which "
-            f"{report.saver} does not hold"
-        )
+    if report.num_omitted_tensors:
+        lines.append(f"the model's other {report.num_omitted_tensors} tensors are left to the base")
     if report.left_out:
         groups = sorted({_group(name) for name in report.left_out})
         lines.append(

@@ -46,8 +46,7 @@ class Report:
     """What a conversion did. saver: the format, by its registered name. num_parameters counts elements of canonical
     tensors that were written.
 
-    num_omitted_parameters: elements of the model's other tensors, which the format leaves to another checkpoint, as a
-    PEFT folder leaves the base.
+    num_omitted_tensors: of the model, which the format leaves to another checkpoint, as a PEFT folder leaves the base.
     left_out: tensors of the source that the target does not have, such as optimizer state.
     files_left_out: files of the source that the target does not have: of its tokenizer, chat template, generation.
     has_tokenizer: whether tokenizer files were converted too, or the model has no vocabulary.
@@ -62,7 +61,7 @@ class Report:
     num_tensors: int
     num_parameters: int
     num_bytes: int
-    num_omitted_parameters: int = 0
+    num_omitted_tensors: int = 0
     has_tokenizer: bool = True
     left_out: tuple[str, ...] = ()
     files_left_out: tuple[str, ...] = ()
@@ -163,7 +162,7 @@ def _report(
         family=prepared.config.model.family,
         num_tensors=len(written),
         num_parameters=sum(sizes[name] for name in written),
-        num_omitted_parameters=sum(size for name, size in sizes.items() if name in source.omitted_names),
+        num_omitted_tensors=len(sizes) - len(written),
         num_bytes=source.num_bytes([name for name in source.names(MODEL) if name not in source.omitted_names]),
         has_tokenizer=bool(set(source.files()) - {GENERATION}) or prepared.vocab_size is None,
         left_out=tuple(left_out),

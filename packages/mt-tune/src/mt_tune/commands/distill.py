@@ -122,11 +122,11 @@ def distill(
         carry_out(context, preset, sections, training, output, run_dir)
         return
     _refuse_on_policy_options(student)
+    ranks = output.nproc or 1
     if not data:
         _require_preset(preset, model)
-        carry_out(context, preset, merged(base, preset_sections(training)), training, output, run_dir)
+        carry_out(context, preset, merged(base, preset_sections(training, ranks)), training, output, run_dir)
         return
-    ranks = output.nproc or 1
     of_data = data_sections(data, records, template_keys(preset, of_model, host))
     examined = examine(host, preset, merged(base, of_data), training, ranks)
     length = training_sections(training, Amount(examined.samples, ranks))
@@ -214,15 +214,14 @@ def _require_preset(preset: str | None, model: str) -> None:
         raise ConfigError(f"MODEL {model} brings no data; name files of records behind it")
 
 
-def preset_sections(options: TrainingOptions) -> Tree:
+def preset_sections(options: TrainingOptions, ranks: int) -> Tree:
     """The keys of a preset that options replace; it has a length, a rate and data of its own."""
     if options.epochs is not None:
         raise ConfigError("--epochs are those of DATA, and the preset's own data are used; give --steps")
-    keys = {
-        "train_iters": options.steps,
-        "global_batch_size": options.batch_size,
-        "micro_batch_size": options.micro_batch_size,
-    }
+    batch, micro = options.batch_size, options.micro_batch_size
+    if batch is not None and micro is None:  # that of the preset may be larger
+        micro = Amount(0, ranks).micro_batch_size(options, batch)
+    keys = {"train_iters": options.steps, "global_batch_size": batch, "micro_batch_size": micro}
     tree: Tree = {"train": {key: value for key, value in keys.items() if value is not None}}
     tree |= {} if options.lr is None else {"optimizer": {"lr": options.lr}}
     tree |= {} if options.seq_length is None else {"data": {"seq_length": options.seq_length}}

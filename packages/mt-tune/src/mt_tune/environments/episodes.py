@@ -86,7 +86,11 @@ def turn_reader(template_source: str) -> ReadTurn:
 
     form = form_of_template(template_source)
     if form is None:
-        raise ConfigError("the chat template has no form of tool calls that mt reads (hermes, llama3_json)")
+        raise ConfigError(
+            "the chat template has no form of tool calls that mt reads (hermes, llama3_json), in which the model calls "
+            "tools: train a model whose template describes them, or name a template that does with "
+            "data.chat_template_file (--template)"
+        )
 
     def read(text: str) -> Message:
         parser = ToolCallParser(form)
