@@ -43,6 +43,7 @@ WITHOUT_TORCH = (
     "mt_ops.compare",
     "mt_ops.commands",
     "mt_core.run_requests",
+    "mt_core.run_state",
 )
 """Modules and packages that import no torch at their top level: they work where it is not installed."""
 TRAINING_PARTS_OF_CLI = ("mt_cli.progress", "mt_cli.sample")
@@ -151,7 +152,7 @@ def test_the_contract_and_the_data_import_no_torch() -> None:
 
 ORDER = (
     {"errors", "versions", "tensor_slice", "_torch_compat", "_huge_pages", "run_events"},
-    {"paths", "run_requests", "sandbox"},
+    {"paths", "run_requests", "run_state", "sandbox"},
     {"retention"},
     {"interfaces", "kinds"},
     {"checkpoint_specs"},
