@@ -148,7 +148,7 @@ def data_section(
     else:
         section |= {"data_path": data, "split": f"{100 - options.hold_out},{options.hold_out},0"}
     if options.template is None:
-        return section | template
+        return {**section, **template}
     key = "chat_template_file" if Path(options.template).is_file() else "chat_template"
     return {**section, key: options.template}
 

@@ -124,10 +124,10 @@ class SameLayout:
 
 def build_projections(run: TrainingRun, keys: DistillationConfig, teacher: Teacher) -> HiddenProjections:
     """For models whose configurations say their hidden sizes. Raises ConfigError for others."""
-    sizes = [getattr(config.model, "hidden_size", None) for config in (run.config, teacher.config)]
-    if None in sizes:
+    student, taught = (getattr(config.model, "hidden_size", None) for config in (run.config, teacher.config))
+    if student is None or taught is None:
         raise ConfigError("distillation.hidden_projection=true: model.hidden_size of student and teacher is not known")
-    return HiddenProjections(run, len(keys.hidden_layers), sizes[0], sizes[1], keys.hidden_projection_lr)
+    return HiddenProjections(run, len(keys.hidden_layers), student, taught, keys.hidden_projection_lr)
 
 
 class OwnLayout:
