@@ -51,4 +51,5 @@ def used_by(case: Case, model: nn.Module) -> dict[str, Tensor]:
 
 def test_every_family_with_a_map_is_here(host) -> None:
     mapped = {spec.name for spec in host[MODELS] if "hf" in spec.name_maps}
-    assert mapped == {case.family for case in CASES.values()}
+    # transformers has no class for RWKV-7: tests/models/test_rwkv7.py compares with its formulas.
+    assert mapped - {"rwkv7"} == {case.family for case in CASES.values()}

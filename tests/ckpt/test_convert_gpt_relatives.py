@@ -85,13 +85,13 @@ def test_trtllm_gets_what_it_gets_of_the_llama(make_model, host, tmp_path: Path,
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rotary_percent": 0.5}, "llama and qwen2 and qwen3 (model.rotary_percent=0.5; it can be 1.0)"),
+        ({"rotary_percent": 0.5}, "llama and qwen2 and qwen3 and granite (model.rotary_percent=0.5; it can be 1.0)"),
         ({"activation": "geglu"}, "(model.activation=geglu; it can be swiglu)"),
         ({"hidden_dropout": 0.1}, "(model.hidden_dropout=0.1; it can be 0.0)"),
         ({"add_qkv_bias": True, "qk_layernorm": True}, "qwen2 (model.qk_layernorm=True; it can be False)"),
         (
             {"rotary_interleaved": True},
-            "gpt_neox and llama and qwen2 and qwen3 (model.rotary_interleaved=True; it can be False)",
+            "gpt_neox and llama and qwen2 and qwen3 and granite (model.rotary_interleaved=True; it can be False)",
         ),
     ],
 )

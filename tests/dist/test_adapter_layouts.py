@@ -73,6 +73,7 @@ CASES = [
     (4, (*VERA, *MATRICES_OF_EXPERTS, TP2, EP2, ETP2)),
     (4, (*LORA, *EXPERTS, *SHARED_OUTER, EP2, FSDP)),
     (4, (*DORA, *MATRICES_OF_EXPERTS, EP2, FSDP)),
+    (4, (*DORA, *MATRICES_OF_EXPERTS, TP2, SP, EP2, ZERO)),
     (4, (*LORA, *LLAMA, *NF4, TP2, SP, PP2)),
     (2, (*LORA, *NF4, FSDP)),
     (4, (*DORA, *LLAMA, *INT8, TP2, ZERO)),
@@ -81,7 +82,6 @@ CASES = [
 ]
 MORE_CASES = [
     (2, (*IA3, *MATRICES_OF_EXPERTS, FSDP)),
-    (4, (*DORA, *MATRICES_OF_EXPERTS, TP2, SP, EP2, ZERO)),
     (2, (*LORA, TP2)),
     (2, (*LORA, *LLAMA, TP2, SP)),
     (4, (*LORA, TP2, PP2)),

@@ -188,7 +188,7 @@ def test_a_run_that_starts_elsewhere_than_megatrons_says_so(words: str, host: Pl
 REFUSED = {
     "--optimizer soap": "this optimizer; optimizer.optimizer can be adam, lion, muon, sgd",
     "--tokenizer-type MultimodalTokenizer": "this tokenizer; tokenizer.tokenizer_type can be BertWordPieceCase",
-    "--recompute-activations --recompute-modules layernorm": "recomputation of layernorm",
+    "--recompute-activations --recompute-modules router": "recomputation of router",
     "--bf16 --fp8-format hybrid --fp8-recipe custom": "this recipe; precision.fp8_recipe can be tensorwise",
     "--bf16 --fp4-format e2m1 --fp4-recipe custom": "this recipe; precision.fp8_recipe can be nvfp4",
     "--dataloader-type cyclic": "a loader that orders samples by itself",

@@ -83,6 +83,8 @@ class GPTModel(PredictsTokens):
     @property
     def needs_logits(self) -> str | None:
         """Why a loss needs the logits."""
+        if type(self).logits is not GPTModel.logits:
+            return super().needs_logits
         scale = self.config.logits_divisor
         return None if scale == 1.0 else f"the logits are divided by {scale:g} (model.logits_scaling)"
 

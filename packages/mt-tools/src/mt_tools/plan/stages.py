@@ -323,7 +323,8 @@ def field_shape(one: SampleField, config: Config, ctx: ParallelContext) -> tuple
 
 
 def _length(word: str, one: SampleField, config: Config) -> int:
-    """A number, a key, or a quotient of two keys."""
+    """A number, a key, or a quotient of two keys. "2 or 3": the first, which is that of most samples."""
+    word = word.partition(" or ")[0]
     whole_word, _, divisor = word.partition("/")
     if divisor:
         return _length(whole_word.strip(), one, config) // _length(divisor.strip(), one, config)

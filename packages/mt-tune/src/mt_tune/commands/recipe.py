@@ -131,8 +131,10 @@ def template_keys(preset: str | None, of_model: Tree, host: PluginHost) -> dict[
 
 
 def prompt_template_keys(preset: str | None, of_model: Tree, host: PluginHost) -> dict[str, Any]:
-    """The same as `template_keys`, for prompts: those of a preset, whose weights are random, may be plain texts."""
-    return {} if preset is not None else template_keys(preset, of_model, host)
+    """The same as `template_keys`, for prompts: those of a preset, whose weights are random, may be plain texts, and so
+    may those of a model that was tuned from one, whose template was no choice."""
+    keys = {} if preset is not None else template_keys(preset, of_model, host)
+    return {**keys, "prompt_format": "text"} if keys.get("chat_template") == "plain" else keys
 
 
 TEMPLATE_KEYS = ("chat_template", "chat_template_file", "eod_after_answer")
