@@ -14,7 +14,6 @@ from mt_core.nn.kernels.choice import Kernels
 from mt_core.nn.loss import Unprojected
 from mt_core.train import Callback, Trainer, engine
 from mt_core.train.checkpoint.state import OPTIMIZER
-from mt_models.blocks.decoder import CausalDecoder
 from mt_models.gpt.model import GPTModel
 
 BF16 = ["precision.dtype=bf16", "precision.accumulate_allreduce_grads_in_fp32=false"]
@@ -280,6 +279,10 @@ def test_weights_that_are_set_have_no_remainders_of_those_before(tiny, tmp_path)
 
 
 def test_a_family_that_makes_more_of_its_logits_refuses_by_itself(tiny, monkeypatch) -> None:
-    monkeypatch.setattr(GPTModel, "logits", lambda self, x: 0.5 * CausalDecoder.logits(self, x))
-    with pytest.raises(ConfigError, match="GPTModel makes more of its logits than a product"):
+    class Halved(GPTModel):
+        def logits(self, x: torch.Tensor) -> torch.Tensor:
+            return 0.5 * super().logits(x)
+
+    monkeypatch.setattr("mt_models.gpt.model.build_gpt", Halved)
+    with pytest.raises(ConfigError, match="Halved makes more of its logits than a product"):
         Trainer(tiny("train.loss=linear_cross_entropy"))
