@@ -275,10 +275,11 @@ def test_a_request_that_is_not_read_can_be_withdrawn_once(tmp_path: Path) -> Non
         write_request(tmp_path / "nowhere", "stop")
 
 
-def ask_two_ranks(rank: int, world: int, folder: str) -> tuple[int, list[float]]:
-    asks = Asks((2, "set", "optimizer.lr=0.0005"), (4, "generate", "def"), (5, "stop", ""))
-    parallel = ("parallel.tensor_model_parallel_size=2", "train.sample_tokens=4", "optimizer.lr=0.001")
-    config = tiny(*parallel, "lr_schedule.lr_decay_style=constant", "lr_schedule.lr_warmup_iters=0")
+def ask_two_ranks(rank: int, world: int, folder: str, tensor_parallel: int) -> tuple[int, list[float]]:
+    unknown = (3, "generate", "def " * 40)
+    asks = Asks((2, "set", "optimizer.lr=0.0005"), unknown, (4, "generate", "def"), (5, "stop", ""))
+    parallel = f"parallel.tensor_model_parallel_size={tensor_parallel}"
+    config = tiny(parallel, "train.sample_tokens=4", "optimizer.lr=0.001", "lr_schedule.lr_decay_style=constant", "lr_schedule.lr_warmup_iters=0")
     RequestFolder.__init__.__defaults__ = (0.0,)  # type: ignore[attr-defined]
     trainer = Trainer(config, run_dir=folder, callbacks=[asks] if rank == 0 else [])
     trainer.train()
@@ -287,7 +288,9 @@ def ask_two_ranks(rank: int, world: int, folder: str) -> tuple[int, list[float]]
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_all_ranks_do_the_same(tmp_path: Path) -> None:
-    """One run of two ranks: a changed value, a text and the stop are those of both."""
-    assert run_ranks(2, ask_two_ranks, str(tmp_path)) == [(5, [0.0005])] * 2
-    assert carried_out(tmp_path) == [("set", 2, True), ("generate", 4, True), ("stop", 5, True)]
+@pytest.mark.parametrize("tensor_parallel", [2, 1], ids=["tensor parallel", "data parallel"])
+def test_all_ranks_do_the_same(tmp_path: Path, tensor_parallel: int) -> None:
+    """One run of two ranks: a changed value, a text, a refused one and the stop are those of both."""
+    assert run_ranks(2, ask_two_ranks, str(tmp_path), tensor_parallel) == [(5, [0.0005])] * 2
+    carried = [("set", 2, True), ("generate", 3, False), ("generate", 4, True), ("stop", 5, True)]
+    assert carried_out(tmp_path) == carried

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mt_core.errors import ConfigError
+from mt_core.parallel.context import Axis
+from mt_core.parallel.first_rank import on_first_rank
 from mt_infer.sampling.parameters import SamplingParameters
 from mt_infer.text import TextGenerator
 
@@ -20,8 +22,24 @@ def answer_generate(run: Any, argument: str, by: str) -> str:
     train = run.config.train
     sampling = SamplingParameters(temperature=0.8, top_k=50, seed=train.seed, max_tokens=train.sample_tokens)
     try:
-        ((completion, *_),) = generator.generate([prompt], sampling)
+        text = _text_on_all_ranks(generator, prompt, sampling, run.ctx.world)
     finally:
         run.model.train(training)
-    run.event("sample", prompt=prompt, text=completion.text)
-    return f"{prompt}{completion.text}"
+    run.event("sample", prompt=prompt, text=text)
+    return f"{prompt}{text}"
+
+
+def _text_on_all_ranks(generator: TextGenerator, prompt: str, sampling: SamplingParameters, world: Axis) -> str:
+    """Collective over `world`: rank 0 makes the request, and the others compute their parts of it until it closes."""
+
+    def generated() -> str:
+        try:
+            ((completion, *_),) = generator.generate([prompt], sampling)
+        finally:
+            generator.close()
+        return completion.require_complete().text
+
+    # Tokens of data-parallel replicas reach rank 0 alone: no other rank would see its request end.
+    if world.rank != 0:
+        generator.follow()
+    return on_first_rank(generated, world)
