@@ -276,10 +276,11 @@ def test_a_request_that_is_not_read_can_be_withdrawn_once(tmp_path: Path) -> Non
 
 
 def ask_two_ranks(rank: int, world: int, folder: str, tensor_parallel: int) -> tuple[int, list[float]]:
-    unknown = (3, "generate", "def " * 40)
-    asks = Asks((2, "set", "optimizer.lr=0.0005"), unknown, (4, "generate", "def"), (5, "stop", ""))
+    too_long = (3, "generate", "def " * 40)
+    asks = Asks((2, "set", "optimizer.lr=0.0005"), too_long, (4, "generate", "def"), (5, "stop", ""))
     parallel = f"parallel.tensor_model_parallel_size={tensor_parallel}"
-    config = tiny(parallel, "train.sample_tokens=4", "optimizer.lr=0.001", "lr_schedule.lr_decay_style=constant", "lr_schedule.lr_warmup_iters=0")
+    constant = ("lr_schedule.lr_decay_style=constant", "lr_schedule.lr_warmup_iters=0")
+    config = tiny(parallel, "train.sample_tokens=4", "optimizer.lr=0.001", *constant)
     RequestFolder.__init__.__defaults__ = (0.0,)  # type: ignore[attr-defined]
     trainer = Trainer(config, run_dir=folder, callbacks=[asks] if rank == 0 else [])
     trainer.train()
