@@ -66,6 +66,45 @@ def test_state(events: list[Mapping[str, Any]], status: list[Mapping[str, Any]],
     assert run_state(events, status, NOW).text(NOW) == text
 
 
+def hung(rank: int, ago: float, **fields: Any) -> dict[str, Any]:
+    """A rank that has been in one step for 570 s and gives signs."""
+    place = {"rank": rank, "part": "other", "since": NOW - 570}
+    return {**sign(ago, pid=os.getpid()), **place, **fields}
+
+
+PLACES = "no step for 0:09:30 (rank 0, rank 1 in step/other)"
+
+
+@pytest.mark.parametrize(
+    ("status", "step_seconds", "text"),
+    [
+        ([hung(0, 1), hung(1, 1)], 0.2, PLACES),
+        ([hung(0, 1), hung(1, 1)], None, PLACES),
+        # The usual step takes a minute and more; a phase that a rank has just entered; a step of 20 s.
+        ([hung(0, 1), hung(1, 1)], 60.0, "training"),
+        ([hung(0, 1), hung(1, 1, since=NOW - 3)], 0.2, "training"),
+        ([hung(0, 1, since=NOW - 20)], 0.2, "training"),
+        (
+            [hung(0, 1), hung(1, 1, phase="data", part="data_wait")],
+            0.2,
+            "no step for 0:09:30 (rank 0 in step/other; rank 1 in data/data_wait)",
+        ),
+        ([hung(rank, 1) for rank in range(8)], 0.2, "no step for 0:09:30 (8 ranks in step/other)"),
+        # Killed after it had hung.
+        (
+            [hung(0, 10, pid=GONE), hung(1, 10)],
+            0.2,
+            "its process is gone, the last sign was 10.0 s ago; before it " + PLACES.replace("9:30", "9:20"),
+        ),
+    ],
+)
+def test_a_run_without_a_new_step_is_stalled(
+    status: list[Mapping[str, Any]], step_seconds: float | None, text: str
+) -> None:
+    events = [start(900, os.getpid()), entry("save", 600)]
+    assert run_state(events, status, NOW, NOW - 580, step_seconds).text(NOW) == text
+
+
 class Fails(Callback):
     def on_step_end(self, run: Any, metrics: Mapping[str, Any]) -> None:
         if metrics["iteration"] == 3:

@@ -59,6 +59,13 @@ def test_summary_names_time_left_and_the_slowest_rank(folder: Path) -> None:
     assert event_lines(watched.run)[0].endswith("step 8 save: path x, seconds 2")
 
 
+def test_a_stalled_run_has_no_time_left(folder: Path) -> None:
+    for rank in (0, 1):
+        (folder / f"status/rank-{rank}.json").write_text(json.dumps(status(rank, time=NOW + 600, part="other")))
+    text = next(iter(summary(WatchedRun(folder).run, NOW + 600)))
+    assert text == "run: no step for 0:10:05 (rank 0, rank 1 in step/other), step 10 of 100 (10.0%)"
+
+
 def test_only_what_changed_is_read(folder: Path) -> None:
     watched = WatchedRun(folder)
     watched.refresh()

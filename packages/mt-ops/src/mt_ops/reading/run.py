@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 Steps = NDArray[np.int64]
 Values = NDArray[np.float64]
+RECENT = 20
+"""Lines of the log from which the speed is taken."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,15 @@ class Run:
     @property
     def last_step(self) -> int:
         return max((int(series.steps[-1]) for series in self.series.values() if len(series)), default=0)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Over the last lines of the log, with what is between steps: evaluations and saves."""
+        clock = self.axes.get("time")
+        if clock is None or len(clock) < 2:
+            return None
+        steps, values = clock.steps[-RECENT:], clock.values[-RECENT:]
+        return float((values[-1] - values[0]) / (steps[-1] - steps[0]))
 
     @property
     def resumes(self) -> list[int]:

@@ -15,14 +15,12 @@ from mt_core.errors import DataError
 from mt_core.run_events import EVENTS_FILE
 from mt_core.run_state import SILENT
 from mt_ops.reading.mt_run import CONFIG, METRICS, STATUS, MtRunReader, is_mt_run
-from mt_ops.reading.run import Run
+from mt_ops.reading.run import RECENT, Run
 from mt_ops.report.findings import findings
 from mt_ops.report.html import duration, size
 from mt_ops.report.sections.history import described, told_events
 from mt_ops.report.sections.overview import state
 
-RECENT = 20
-"""Lines of the log from which the speed is taken."""
 MOST_RANKS, MOST_EVENTS = 64, 12
 
 
@@ -71,7 +69,7 @@ class Progress:
 
 
 def progress(run: Run) -> Progress:
-    last, seconds = last_step(run), seconds_per_step(run)
+    last, seconds = last_step(run), run.seconds_per_step
     step = max([run.last_step, *(int(entry.get("iteration", 0)) for entry in run.status)])
     left = None if last is None or seconds is None else max(last - step, 0) * seconds
     return Progress(step, last, seconds, left)
@@ -88,22 +86,14 @@ def last_step(run: Run) -> int | None:
     return int(consumed.steps[-1] + max(samples - (consumed.last or 0), 0) // batch.last)
 
 
-def seconds_per_step(run: Run) -> float | None:
-    """With what is between steps: evaluations and saves."""
-    clock = run.axes.get("time")
-    if clock is None or len(clock) < 2:
-        return None
-    steps, values = clock.steps[-RECENT:], clock.values[-RECENT:]
-    return float((values[-1] - values[0]) / (steps[-1] - steps[0]))
-
-
 def summary(run: Run, now: float | None = None) -> Iterator[str]:
     """Lines about the run: state, step, time left, loss, speed, the last checkpoint, where the time goes."""
     now = time.time() if now is None else now
     at = progress(run)
     now_is = state(run, now)
     of = "" if at.last is None else f" of {at.last:,} ({at.step / max(at.last, 1):.1%})"
-    eta = "" if at.left is None or at.left == 0 or now_is.is_over else f", {duration(at.left)} left"
+    goes_on = not now_is.is_over and now_is.stall is None
+    eta = f", {duration(at.left)} left" if at.left and goes_on else ""
     yield f"{run.name}: {now_is.text(now) or 'no sign of a process yet'}, step {at.step:,}{of}{eta}"
     numbers = [f"{label} {value:.5g}" for label, value in _numbers(run)]
     if numbers:

@@ -53,4 +53,4 @@ def state_of(run: Run, now: float) -> str:
 
 def state(run: Run, now: float) -> RunState:
     clock = run.axes.get("clock")
-    return run_state(run.events, run.status, now, None if clock is None else clock.last)
+    return run_state(run.events, run.status, now, None if clock is None else clock.last, run.seconds_per_step)
