@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,53 @@ def test_event_files_as_tensorboard_writes_them(tmp_path: Path) -> None:
     assert (run.series["loss"].steps.tolist(), run.series["loss"].values.tolist()) == ([1, 2, 3], [5.0, 3.5, 3.0])
     assert run.series["other/thing"].last == 0.25
     assert set(run.series) == {"loss", "other/thing"}
+
+
+def write_event_file(folder: Path, *scalars: tuple[str, int, float]) -> None:
+    """Records as TensorBoard has them, with checksums of 0: (tag, step, value)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = b""
+    for tag, step, value in scalars:
+        of_value = b"\x0a" + bytes([len(tag)]) + tag.encode() + b"\x15" + struct.pack("<f", value)
+        summary = b"\x0a" + bytes([len(of_value)]) + of_value
+        record = b"\x09" + struct.pack("<d", 1000.0 + step) + b"\x10" + bytes([step])
+        record += b"\x2a" + bytes([len(summary)]) + summary
+        records += struct.pack("<QI", len(record), 0) + record + bytes(4)
+    (folder / "events.out.tfevents.1.host").write_bytes(records)
+
+
+@pytest.mark.parametrize(
+    ("tags", "names"),
+    [
+        # transformers, Lightning, torchtitan, Megatron-LM.
+        (["train/loss", "eval/loss", "eval/accuracy"], ["loss", "valid_loss", "valid_accuracy"]),
+        (["loss/train", "loss/val", "val_accuracy"], ["loss", "valid_loss", "valid_accuracy"]),
+        (
+            ["loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "validation_metrics/loss"],
+            ["loss", "loss_metrics/global_max_loss", "valid_loss"],
+        ),
+        (["lm loss", "lm loss validation", "learning-rate"], ["loss", "valid_loss", "learning_rate"]),
+        # Several tags of one name.
+        (["loss", "eval/loss", "test/loss"], ["loss", "eval/loss", "test/loss"]),
+        (["a/loss", "b/loss"], ["a/loss", "b/loss"]),
+    ],
+)
+def test_no_tag_of_an_event_file_takes_the_place_of_another(tmp_path: Path, tags: list[str], names: list[str]) -> None:
+    write_event_file(tmp_path, *((tag, 3, float(place)) for place, tag in enumerate(tags)))
+    series = open_run(tmp_path).series
+    assert {name: values.last for name, values in series.items()} == {
+        name: float(place) for place, name in enumerate(names)
+    }
+
+
+def test_a_folder_of_several_runs_is_refused_with_their_names(tmp_path: Path) -> None:
+    write_event_file(tmp_path / "first", ("loss", 1, 5.0))
+    write_event_file(tmp_path / "hyperparameters")
+    assert open_run(tmp_path).series["loss"].last == 5.0
+    write_event_file(tmp_path / "second/tb", ("loss", 1, 6.0))
+    with pytest.raises(DataError, match="event files of several runs, first, second/tb; give the folder of one run"):
+        open_run(tmp_path)
+    assert open_run(tmp_path / "second").series["loss"].last == 6.0
 
 
 def test_time_goes_on_over_a_resume(tmp_path: Path) -> None:

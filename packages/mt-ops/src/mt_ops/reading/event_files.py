@@ -8,19 +8,25 @@ TensorProto 1 dtype, 4 tensor_content, 5 float_val, 6 double_val.
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from mt_core.errors import DataError
 from mt_ops.reading.columns import last_of_each_step
 from mt_ops.reading.fields import mt_name
 from mt_ops.reading.run import Run, Series
 
 PATTERN = "events.out.tfevents.*"
 OVER_SAMPLES = " vs samples"
+VALIDATION = ("valid", "validation", "val", "eval", "test")
+"""Groups of tags, and beginnings of such (`validation_metrics` of torchtitan), of what is evaluated beside training."""
+KNOWN = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "tflops", "mfu(%)")
+"""Names that need no group."""
+MOST_FOLDERS = 8
 TENSOR_FORMATS = {1: "<f", 2: "<d", 3: "<i", 9: "<q"}
 """dtype of a TensorProto -> format of one value in tensor_content."""
 
@@ -33,14 +39,11 @@ class Scalar(NamedTuple):
 
 
 def read_event_files(path: Path) -> Run:
-    """path: a file, or a folder with them below it. Tags that repeat another over samples are left out."""
-    files = [path] if path.is_file() else sorted(path.rglob(PATTERN), key=lambda file: file.name)
-    by_tag: defaultdict[str, list[Scalar]] = defaultdict(list)
-    for file in files:
-        for scalar in scalars(file.read_bytes()):
-            if not scalar.tag.endswith(OVER_SAMPLES):
-                by_tag[scalar.tag].append(scalar)
-    series = {_name(tag): _series(values) for tag, values in by_tag.items()}
+    """path: a file, or a folder with them in it or in one folder below it. Tags that repeat another over samples are
+    left out. Raises DataError for a folder with several runs."""
+    by_tag = _scalars_by_tag(path)
+    names = series_names(by_tag)
+    series = {names[tag]: _series(values) for tag, values in by_tag.items()}
     axes = {"samples": series.pop("consumed_samples")} if "consumed_samples" in series else {}
     longest = max(by_tag.values(), key=len, default=[])
     if longest:
@@ -56,13 +59,48 @@ def read_event_files(path: Path) -> Run:
     )
 
 
+def _scalars_by_tag(path: Path) -> dict[str, list[Scalar]]:
+    files = [path] if path.is_file() else sorted(path.rglob(PATTERN), key=lambda file: file.name)
+    by_tag: defaultdict[str, list[Scalar]] = defaultdict(list)
+    folders: dict[Path, None] = {}
+    for file in files:
+        for scalar in scalars(file.read_bytes()):
+            # A folder without scalars, such as one of hyperparameters, is no run.
+            folders[file.parent] = None
+            if not scalar.tag.endswith(OVER_SAMPLES):
+                by_tag[scalar.tag].append(scalar)
+    if len(folders) > 1:
+        raise DataError(_several_runs(path, sorted(folders)))
+    return by_tag
+
+
+def _several_runs(path: Path, folders: Sequence[Path]) -> str:
+    below = [str(folder.relative_to(path)) for folder in folders if folder != path]
+    named = ", ".join(below[:MOST_FOLDERS]) + (f" and {len(below) - MOST_FOLDERS} more" if below[MOST_FOLDERS:] else "")
+    own = " and event files of its own, which can be named one by one" if path in folders else ""
+    return f"{path} has event files of several runs, {named}{own}; give the folder of one run"
+
+
+def series_names(tags: Iterable[str]) -> dict[str, str]:
+    """Tag -> its name; tags that would have one name keep their own."""
+    names = {tag: _name(tag) for tag in tags}
+    shared = Counter(names.values())
+    return {tag: name if shared[name] == 1 else tag for tag, name in names.items()}
+
+
 def _name(tag: str) -> str:
-    """Name of a tag: a group before the last slash stays unless the name is known without it."""
-    plain = mt_name(tag.rpartition("/")[2])
-    known = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "tflops", "mfu(%)"}
-    if plain == "global_avg_loss":
-        return "loss"
-    return plain if "/" not in tag or plain in known else tag
+    """Name of a tag: `valid_` stands for a group of evaluations, such as `eval/loss` and `loss/val`. Another group
+    before the last slash stays unless the name is known without it."""
+    *groups, last = tag.split("/")
+    if groups and last.lower() in (*VALIDATION, "train"):
+        groups, last = [*groups[:-1], last], groups[-1]
+    plain = "loss" if mt_name(last) == "global_avg_loss" else mt_name(last)
+    prefix, _, rest = plain.partition("_")
+    if prefix in VALIDATION and rest:
+        return f"valid_{rest}"
+    if any(group.lower().partition("_")[0] in VALIDATION for group in groups):
+        return f"valid_{plain}"
+    return plain if not groups or plain in KNOWN else tag
 
 
 def _series(scalars_of_tag: list[Scalar]) -> Series:
