@@ -98,6 +98,73 @@ def test_a_run_of_mt_with_a_log_of_megatron(tmp_path: Path) -> None:
     assert "they part at step 1 in grad_norm: 1 | 4.144" in result.output
 
 
+def averaged(a: Path, every: int, *, first: bool = True) -> list[str]:
+    """The lines of a run of mt as another log_interval gives them: losses are means since the line before."""
+    rows = [json.loads(line) for line in (a / "metrics.jsonl").read_text().splitlines()]
+    chosen, since = [], 0
+    for place, row in enumerate(rows, start=1):
+        if place % every == 0 or (first and place == 1):
+            mean = sum(earlier["loss"] for earlier in rows[since:place]) / (place - since)
+            chosen.append(json.dumps({**row, "loss": mean}) + "\n")
+            since = place
+    return chosen
+
+
+def test_losses_of_other_log_intervals_are_compared_over_the_same_steps(tmp_path: Path) -> None:
+    losses = [5.0 - 0.1 * step for step in range(30)]
+    a, b, c = (write(tmp_path / name, rates=[0.1] * 30, losses=losses) for name in "abc")
+    (b / "metrics.jsonl").write_text("".join(averaged(a, 10)))
+    result = CliRunner().invoke(APP, [str(a), str(b)])
+    assert (result.exit_code, "the same within tolerance" in result.output) == (0, True), result.output
+    assert (
+        "loss: lines are means over up to 1 steps in A and 10 in B; compared are means over the same steps\n"
+        in result.output
+    )
+    # Of 3 and 5 steps: the means up to 15 and 30 alone are over the same steps.
+    (b / "metrics.jsonl").write_text("".join(averaged(a, 3, first=False)))
+    (c / "metrics.jsonl").write_text("".join(averaged(a, 5, first=False)))
+    compared = compare(open_run(b), open_run(c))
+    assert (compared.first, [each.steps for each in compared.quantities if each.name == "loss"]) == (None, [2])
+    # One step that is other is seen in the mean that has it.
+    (c / "metrics.jsonl").write_text("".join(averaged(a, 10)))
+    (a / "metrics.jsonl").write_text((a / "metrics.jsonl").read_text().replace(f'"loss": {losses[13]}', '"loss": 9.0'))
+    first = compare(open_run(a), open_run(c)).first
+    assert first is not None
+    assert first.parts is not None
+    assert (first.name, first.parts.step, round(first.parts.a - first.parts.b, 6)) == ("loss", 20, 0.53)
+
+
+def test_means_of_a_resumed_run_begin_where_it_began(tmp_path: Path) -> None:
+    """It went on from step 15: its line of step 20 is of 5 steps, and no mean of the other is over these alone."""
+    a, b = (write(tmp_path / name, rates=[0.1] * 20, losses=[5.0 - 0.1 * step for step in range(20)]) for name in "ab")
+    lines = averaged(a, 10)
+    resumed = json.loads(lines[-1]) | {"loss": sum(5.0 - 0.1 * step for step in range(15, 20)) / 5}
+    (b / "metrics.jsonl").write_text("".join(lines[:-1]) + json.dumps(resumed) + "\n")
+    (b / "events.jsonl").write_text('{"time": 1.0, "iteration": 15, "kind": "start"}\n')
+    assert compare(open_run(a), open_run(b)).first is None
+    (a / "metrics.jsonl").write_text("".join(lines))
+    compared = compare(open_run(a), open_run(b))
+    (loss,) = [each for each in compared.quantities if each.name == "loss"]
+    assert (compared.first, loss.steps) == (None, 2)
+    assert "1 steps, at which no mean of both is over the same steps, are left out" in str(loss.note)
+
+
+def test_logs_of_megatron_with_other_intervals(tmp_path: Path) -> None:
+    def log(every: int) -> Path:
+        rows = [
+            f" iteration {step:8d}/ 200 | lm loss: {5 - 0.01 * (step - (every - 1) / 2):.6E} | grad norm: 1.000 |\n"
+            for step in range(every, 201, every)
+        ]
+        (tmp_path / f"{every}.log").write_text("".join(rows))
+        return tmp_path / f"{every}.log"
+
+    compared = compare(open_run(log(10)), open_run(log(100)))
+    assert (compared.first, [(each.name, each.steps) for each in compared.quantities]) == (
+        None,
+        [("loss", 2), ("grad_norm", 2)],
+    )
+
+
 def test_samples_are_compared_by_content(tmp_path: Path) -> None:
     from mt_ops.compare.drawn_samples import drawn_samples
 

@@ -86,6 +86,7 @@ def lines(comparison: Comparison) -> Iterator[str]:
     yield f"{'quantity':24} {'steps':>7} {'first other':>12} {'parts at':>10} {'largest difference':>20}"
     for quantity in comparison.quantities:
         yield _line(quantity)
+    yield from (f"{quantity.name}: {quantity.note}" for quantity in comparison.quantities if quantity.note)
     yield ""
     yield from _verdict(comparison)
 
@@ -113,7 +114,7 @@ def _step(parting: Parting | None) -> str:
 
 def _verdict(comparison: Comparison) -> Iterator[str]:
     first = comparison.first
-    if not comparison.quantities:
+    if not any(quantity.steps for quantity in comparison.quantities):
         yield "nothing to compare: no quantity that both have at the same step"
         return
     if first is None or first.parts is None:

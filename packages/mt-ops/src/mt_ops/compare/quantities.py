@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mt_ops.compare.means import over_the_same_steps
 from mt_ops.reading.run import Run, Series
 
 COUNTERS = ("samples", "global_batch_size", "skipped_iterations", "loss_scale", "learning_rate")
@@ -34,7 +35,7 @@ class Parting:
 @dataclass(frozen=True)
 class Quantity:
     """steps: how many both runs have. first: at which the values are not the same number. parts: at which they are
-    farther apart than `tolerance`. largest: relative difference of all."""
+    farther apart than `tolerance`. largest: relative difference of all. note: how values were made comparable."""
 
     name: str
     steps: int
@@ -42,6 +43,7 @@ class Quantity:
     first: Parting | None
     parts: Parting | None
     largest: float
+    note: str | None = None
 
     @property
     def is_counter(self) -> bool:
@@ -53,11 +55,14 @@ def quantities(a: Run, b: Run, tolerance: float) -> list[Quantity]:
 
     tolerance: largest relative difference of what is computed.
     """
-    return [
-        _quantity(name, first, second, COUNTER_TOLERANCE if name in COUNTERS else tolerance)
-        for name, first, second in _common(a, b)
-        if len(np.intersect1d(first.steps, second.steps, assume_unique=True))
-    ]
+    found = []
+    for name, first, second in _common(a, b):
+        averaged = over_the_same_steps(name, a, b)
+        first, second, note = averaged if averaged is not None else (first, second, None)
+        if note is not None or len(np.intersect1d(first.steps, second.steps, assume_unique=True)):
+            allowed = COUNTER_TOLERANCE if name in COUNTERS else tolerance
+            found.append(replace(_quantity(name, first, second, allowed), note=note))
+    return found
 
 
 def _common(a: Run, b: Run) -> Iterator[tuple[str, Series, Series]]:
