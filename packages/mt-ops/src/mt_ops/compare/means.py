@@ -65,7 +65,8 @@ def over_the_same_steps(name: str, a: Run, b: Run) -> tuple[Series, Series, str]
 def _told(mine: Lines, theirs: Lines, compared: int, left_out: int) -> str:
     most = [int((lines.ends - lines.starts).max()) for lines in (mine, theirs)]
     rest = f"; {left_out} steps, at which no mean of both is over the same steps, are left out" if left_out else ""
-    return f"lines are means over up to {most[0]} steps in A and {most[1]} in B; compared are means over the same steps{rest}"
+    lines = f"lines are means over up to {most[0]} steps in A and {most[1]} in B"
+    return f"{lines}; compared are means over the same steps{rest}"
 
 
 def _lines(run: Run, name: str) -> Lines:
